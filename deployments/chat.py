@@ -1,0 +1,98 @@
+"""What travels between the deployments: the canonical chat request and the plan made from it."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from engine.protocol import EngineRequest
+
+Message = dict[str, Any]
+"""A canonical message: `role` (system, user, assistant, tool) and `content` (str, list of parts, or None), and what
+else the client sent with it (tool_calls, tool_call_id, name, reasoning_content)."""
+
+MEDIA_KINDS = {
+    "image_url": "image",
+    "image": "image",
+    "input_image": "image",
+    "video_url": "video",
+    "video": "video",
+    "input_video": "video",
+    "audio_url": "audio",
+    "audio": "audio",
+    "input_audio": "audio",
+    "file": "file",
+}
+"""Content part type -> kind of media. A part of any other type is text."""
+
+
+class Route(StrEnum):
+    TEXT = "text"
+    MLLM = "mllm"
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """One request of any dialect after normalization. None means: the model's own default."""
+
+    request_id: str
+    messages: tuple[Message, ...]
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a planner makes of a ChatRequest; `planner_node` is the id of the node that made it ('' without Ray)."""
+
+    request: EngineRequest
+    route: Route
+    planner_node: str = ""
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """The text of all tokens since the last delta; `finish_reason` is set on the last one alone."""
+
+    text: str
+    num_tokens: int
+    finish_reason: str | None = None
+
+
+class Generation(Protocol):
+    """A request that has begun: its prompt is planned and its first token is there."""
+
+    num_prompt_tokens: int
+
+    def __aiter__(self) -> AsyncIterator[TextDelta]: ...
+
+    async def aclose(self) -> None:
+        """Stops it and frees its row, also in the middle. Harmless when it is over."""
+        ...
+
+
+class Backend(Protocol):
+    """What the HTTP faces need of the graph behind them."""
+
+    model_name: str
+
+    async def start(self, request: ChatRequest, route: Route) -> Generation:
+        """Plans and dispatches; returns with the first token, so that every error comes before the headers.
+
+        Raises OrchardError.
+        """
+        ...
+
+    async def status(self) -> dict[str, Any]:
+        """The body of `/v1/status`."""
+        ...
+
+    async def not_ready(self) -> str | None:
+        """Why no request can be served now, or None."""
+        ...
