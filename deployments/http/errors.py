@@ -1,0 +1,192 @@
+"""Every error -> HTTP status and error body, in this one place.
+
+Errors of ours speak for themselves. Anything else is logged under its request id and answered with a constant
+sentence: what a library says may hold addresses, paths or other people's text.
+"""
+
+import functools
+import json
+import logging
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from engine.protocol import ContextLengthExceeded, EngineFailed, InvalidRequest, OrchardError, Overloaded
+
+logger = logging.getLogger("orchard.http")
+
+Converter = Callable[[Any], Exception | None]
+"""Makes one of our errors from a foreign one; None: it stays unexpected."""
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+CLIENT_LEFT = 499
+"""nginx's status for a request whose client has gone; nobody reads it but the access log."""
+
+
+class ModelNotFound(InvalidRequest):
+    def __init__(self, asked: str, served: str):
+        OrchardError.__init__(self, asked, served)
+        self.field = "model"
+
+    @property
+    def message(self) -> str:
+        asked, served = self.args
+        return f"The model {shown(asked)} does not exist here: this server serves {json.dumps(served)}."
+
+
+class BodyTooLarge(InvalidRequest):
+    """num_bytes: what was announced, or what had arrived when the limit was passed."""
+
+    def __init__(self, num_bytes: int, limit: int):
+        OrchardError.__init__(self, num_bytes, limit)
+        self.field = None
+
+    @property
+    def message(self) -> str:
+        num_bytes, limit = self.args
+        return f"The request body has {num_bytes} bytes or more; the limit is {limit} bytes."
+
+
+class NotReady(EngineFailed):
+    """Nothing has been generated; args[0] says why no request can be served now."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+
+class ErrorMap:
+    """converters: foreign exception class -> its Converter, looked up along the class's bases before anything else."""
+
+    def __init__(self, converters: Mapping[type[Exception], Converter] | None = None):
+        self._converters = dict(converters or {})
+
+    def convert(self, error: Exception) -> Exception:
+        """The error as one of ours, or itself."""
+        for base in type(error).__mro__:
+            if base in self._converters:
+                return self._converters[base](error) or error
+        return error
+
+    def failure(self, error: Exception, request_id: str) -> Failure:
+        converted = self.convert(error)
+        if isinstance(converted, HTTPException):
+            return _of_http_exception(converted)
+        found = _of_orchard_error(converted, request_id) if isinstance(converted, OrchardError) else None
+        if found is None or found.status >= 500:
+            logger.error("request %s failed", request_id, exc_info=error)
+        return found or Failure(500, f"The server failed to answer request {request_id}.", "server_error")
+
+    def response(self, error: Exception, request_id: str) -> Response:
+        failure = self.failure(error, request_id)
+        return Response(failure.body(), failure.status, dict(failure.headers), "application/json")
+
+    def guard(self, endpoint: Endpoint) -> Endpoint:
+        """The endpoint with every exception answered, so that none reaches the server around the app."""
+
+        @functools.wraps(endpoint)
+        async def guarded(request: Request) -> Response:
+            try:
+                return await endpoint(request)
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_LEFT)
+            except Exception as error:
+                return self.response(error, request.state.request_id)
+
+        return guarded
+
+    async def handle_http_exception(self, request: Request, error: Exception) -> Response:
+        """For unknown routes and methods, which the framework raises outside of any endpoint."""
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):
+            detail = f"There is no route {request.method[:16]} {request.url.path[:256]}."
+            error = HTTPException(error.status_code, detail, error.headers)
+        return self.response(error, request.state.request_id)
+
+
+def _of_orchard_error(error: OrchardError, request_id: str) -> Failure | None:
+    match error:
+        case ModelNotFound():
+            return Failure(404, error.message, "invalid_request_error", error.field, "model_not_found")
+        case BodyTooLarge():
+            return Failure(413, error.message, "invalid_request_error", None, "request_too_large")
+        case ContextLengthExceeded():
+            return Failure(400, error.message, "invalid_request_error", error.field, "context_length_exceeded")
+        case InvalidRequest():
+            return Failure(400, error.message, "invalid_request_error", error.field)
+        case Overloaded():
+            retry_after = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+            return Failure(429, error.message, "rate_limit_error", None, "overloaded", retry_after)
+        case NotReady():
+            return Failure(503, f"No request can be served now: {error.message}", "server_error", None, "not_ready")
+        case EngineFailed():
+            message = f"The engine failed while it worked on request {request_id}."
+            return Failure(500, message, "server_error", None, "engine_failed")
+    return None
+
+
+def _of_http_exception(error: HTTPException) -> Failure:
+    type_ = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return Failure(error.status_code, str(error.detail), type_, headers=error.headers or {})
+
+
+CHOICE = "choice of "
+"""How the types of validation errors begin that are about a field by which a model is chosen; its name follows."""
+
+_RULES = {
+    "model_type": "must be an object",
+    "dict_type": "must be an object",
+    "list_type": "must be an array",
+    "string_type": "must be a string",
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "none_required": "must be null",
+}
+
+
+def from_validation(error: ValidationError) -> InvalidRequest:
+    """The first finding, in our words and with the path as the client would write it."""
+    first = error.errors(include_url=False)[0]
+    kind, value, path = first["type"], first["input"], _path(first["loc"])
+    if kind.startswith(CHOICE) and (field_name := kind.removeprefix(CHOICE)):
+        path = f"{path}.{field_name}"
+        kind = kind if field_name in value else "missing"
+        value = value.get(field_name)
+    if kind == "missing":
+        return InvalidRequest(f"`{path}` is required.", path)
+    if kind == "extra_forbidden":
+        return InvalidRequest(f"`{path}` is not supported.", path)
+    rule = _RULES.get(kind) or re.sub(r"^\w+ should", "must", first["msg"]).replace(" after validation", "")
+    return InvalidRequest(f"`{path}` is {shown(value)}: it {rule}.", path)
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """Without the tags of unions, which begin with NUL."""
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc if not str(step).startswith("\0")]
+    return "".join(steps).removeprefix(".")
+
+
+def shown(value: Any) -> str:
+    """A client's value as an error may quote it: as JSON, and short."""
+    if isinstance(value, list | dict):
+        return f"an array of {len(value)}" if isinstance(value, list) else "an object"
+    text = json.dumps(value[:101] if isinstance(value, str) else value, ensure_ascii=False)
+    return text if len(text) <= 100 else text[:100] + "…"

@@ -1,0 +1,187 @@
+"""Messages of any client -> the one canonical conversation that templates accept.
+
+The rules are pure and idempotent, never mutate their input, and hand a well-formed conversation back equal. The
+seeds' merging lost tool call ids, tool calls and names: here two messages merge only if nothing but text and parts
+has to be joined.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
+from typing import Any, Literal, get_args
+
+from deployments.chat import Message
+from engine.protocol import InvalidRequest
+
+SystemPolicy = Literal["hoist", "inline", "error"]
+"""What becomes of a system message behind another role: `hoist` moves it to the front; `inline` leaves it in place as
+marked user text, so that the prefix in front of it stays the same from turn to turn; `error` refuses it."""
+
+DEFAULT_VOLATILE_PATTERNS = (re.compile(r"^[ \t]*x-anthropic-billing-header:", re.IGNORECASE),)
+"""Lines that agents write into system prompts and that change with every request."""
+
+INLINE_MARK = "[system] "
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_CANONICAL_ROLE = {"developer": "system", "function": "tool"}
+_TEXT_TYPES = {"input_text", "output_text"}
+_MERGED_ROLES = {"system", "user", "assistant"}
+_KEEPS_APART = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
+
+
+def normalize(
+    messages: Sequence[Mapping[str, Any]],
+    policy: SystemPolicy = "hoist",
+    volatile_patterns: Iterable[str | re.Pattern[str]] = DEFAULT_VOLATILE_PATTERNS,
+    keeps_late_system: bool = False,
+) -> tuple[Message, ...]:
+    """N(N(x)) = N(x). A line of a system message is dropped if a volatile pattern is found in it.
+
+    keeps_late_system: the template accepts system messages anywhere, so all of them stay where they are.
+    Raises InvalidRequest with the path of the offending field, `messages[3].role`.
+    """
+    assert policy in get_args(SystemPolicy), policy
+    patterns = tuple(re.compile(pattern) for pattern in volatile_patterns)
+    canonical = [
+        _without_volatile_lines(_canonical(message, f"messages[{i}]"), patterns) for i, message in enumerate(messages)
+    ]
+    if not keeps_late_system:
+        canonical = _place_system_messages(canonical, policy)
+    return tuple(_merge_neighbours(canonical))
+
+
+def _canonical(message: Mapping[str, Any], path: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"`{path}` must be an object.", path)
+    if "role" not in message:
+        raise InvalidRequest(f"`{path}.role` is required: one of {', '.join(ROLES)}.", f"{path}.role")
+    role = message["role"]
+    if not isinstance(role, str) or role not in ROLES:
+        raise InvalidRequest(
+            f"`{path}.role` is {str(role)[:64]!r}: it must be one of {', '.join(ROLES)}.", f"{path}.role"
+        )
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = [_canonical_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
+    elif not isinstance(content, str | None):
+        raise InvalidRequest(f"`{path}.content` must be a string or an array of parts.", f"{path}.content")
+    return {**message, "role": _CANONICAL_ROLE.get(role, role), "content": content}
+
+
+def _canonical_part(part: Any, path: str) -> dict[str, Any]:
+    if isinstance(part, str):
+        return _text_part(part)
+    if not isinstance(part, Mapping):
+        raise InvalidRequest(f"`{path}` must be an object with a type.", path)
+    kind = part.get("type")
+    if not isinstance(kind, str):
+        raise InvalidRequest(f"`{path}.type` is required and must be a string.", f"{path}.type")
+    if kind in _TEXT_TYPES:
+        kind = "text"
+    if kind == "text" and not isinstance(part.get("text"), str):
+        raise InvalidRequest(f"`{path}.text` is required and must be a string.", f"{path}.text")
+    return {**part, "type": kind}
+
+
+def _without_volatile_lines(message: Message, patterns: Sequence[re.Pattern[str]]) -> Message:
+    if message["role"] != "system" or not patterns:
+        return message
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": _stable_lines(content, patterns)}
+    if content is None:
+        return message
+    parts = []
+    for part in content:
+        if part["type"] == "text":
+            stable = _stable_lines(part["text"], patterns)
+            if part["text"] and not stable and len(part) == 2:
+                continue
+            part = {**part, "text": stable}
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def _stable_lines(text: str, patterns: Sequence[re.Pattern[str]]) -> str:
+    lines = _LINE.findall(text)
+    return "".join(line for line in lines if not any(pattern.search(line.rstrip("\r\n")) for pattern in patterns))
+
+
+def _place_system_messages(messages: list[Message], policy: SystemPolicy) -> list[Message]:
+    num_leading = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    head, tail = messages[:num_leading], messages[num_leading:]
+    rest = []
+    for i, message in enumerate(tail, start=num_leading):
+        if message["role"] != "system":
+            rest.append(message)
+        elif policy == "error":
+            path = f"messages[{i}].role"
+            raise InvalidRequest(f"`{path}` is a system message: here they may only stand at the start.", path)
+        elif message["content"] or _extras(message):  # one that says nothing vanishes
+            if policy == "hoist":
+                head.append(message)
+            else:
+                rest.append(_as_marked_user_text(message))
+    return head + rest
+
+
+def _as_marked_user_text(message: Message) -> Message:
+    content = message["content"] or ""
+    if isinstance(content, str):
+        content = INLINE_MARK + content
+    elif content[0]["type"] == "text":
+        content = [{**content[0], "text": INLINE_MARK + content[0]["text"]}, *content[1:]]
+    else:
+        content = [_text_part(INLINE_MARK), *content]
+    return {**message, "role": "user", "content": content}
+
+
+def _merge_neighbours(messages: Iterable[Message]) -> Iterator[Message]:
+    run: list[Message] = []
+    for message in messages:
+        if run and not _may_merge(run[0], message):
+            yield _merged(run)
+            run = []
+        run.append(message)
+    if run:
+        yield _merged(run)
+
+
+def _merged(run: list[Message]) -> Message:
+    return run[0] if len(run) == 1 else {**run[0], "content": _joined([message["content"] for message in run])}
+
+
+def _may_merge(first: Message, second: Message) -> bool:
+    return (
+        first["role"] == second["role"]
+        and first["role"] in _MERGED_ROLES
+        and not any(_says_something(m.get(key)) for m in (first, second) for key in _KEEPS_APART)
+        and _extras(first) == _extras(second)
+    )
+
+
+def _joined(contents: list[str | list[Any] | None]) -> str | list[Any] | None:
+    """Joins once, however long the run is: pairwise joining would copy the text quadratically."""
+    filled = [content for content in contents if content]
+    if not filled:
+        return next((content for content in contents if content is not None), None)
+    pieces: list[Any] = []
+    for is_text, group in groupby(filled, key=lambda content: isinstance(content, str)):
+        contents_of_run: list[Any] = list(group)
+        pieces.append("\n\n".join(contents_of_run) if is_text else list(chain.from_iterable(contents_of_run)))
+    if len(pieces) == 1:
+        return pieces[0]
+    return [part for piece in pieces for part in ([_text_part(piece)] if isinstance(piece, str) else piece)]
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _extras(message: Message) -> dict[str, Any]:
+    return {k: v for k, v in message.items() if k not in ("role", "content") and _says_something(v)}
+
+
+def _says_something(value: Any) -> bool:
+    return value is not None and value != "" and value != [] and value != {}

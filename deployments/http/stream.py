@@ -1,0 +1,205 @@
+"""TextDelta -> server-sent events or one response, with usage; and the end of it all when the client leaves."""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from deployments.chat import Generation, TextDelta
+from deployments.http.errors import CLIENT_LEFT, ErrorMap
+from engine.protocol import EngineFailed
+
+logger = logging.getLogger("orchard.http")
+
+T = TypeVar("T")
+
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
+]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What all chunks of one answer have in common. created: Unix time in seconds."""
+
+    id: str
+    model: str
+    created: int
+    stream: bool = False
+    include_usage: bool = False
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+class Answer:
+    """What the deltas of one generation add up to. One that failed or was aborted raises EngineFailed."""
+
+    def __init__(self, num_prompt_tokens: int):
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = 0
+        self._finish_reason: str | None = None
+
+    def add(self, delta: TextDelta) -> str:
+        self._num_tokens += delta.num_tokens
+        if delta.finish_reason is not None:
+            if delta.finish_reason not in ("stop", "length"):
+                raise EngineFailed(f"the generation ended with {delta.finish_reason}")
+            self._finish_reason = str(delta.finish_reason)
+        return delta.text
+
+    @property
+    def finish_reason(self) -> str:
+        if self._finish_reason is None:
+            raise EngineFailed("the generation ended without a finish reason")
+        return self._finish_reason
+
+    @property
+    def usage(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": self._num_prompt_tokens + self._num_tokens,
+        }
+
+
+async def collect(generation: Generation, completion: Completion) -> dict[str, Any]:
+    """The body of a response that is not streamed. Raises what the generation raises."""
+    answer = Answer(generation.num_prompt_tokens)
+    text = "".join([answer.add(delta) async for delta in generation])
+    message = {"role": "assistant", "content": text, "refusal": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
+    return {**completion.head("chat.completion"), "choices": [choice], "usage": answer.usage}
+
+
+async def events(
+    generation: Generation, completion: Completion, error_body: Callable[[Exception], bytes]
+) -> AsyncGenerator[bytes]:
+    """Server-sent events up to [DONE], or up to an error event.
+
+    Per token only the text is encoded: the bytes around it are always the same.
+    """
+    answer = Answer(generation.num_prompt_tokens)
+    yield _chunk(completion, {"role": "assistant", "content": "", "refusal": None})
+    before, after = _chunk(completion, {"content": "\0"}).split(b'"\\u0000"')
+    try:
+        async for delta in generation:
+            if text := answer.add(delta):
+                yield before + json.dumps(text).encode() + after
+        last = _chunk(completion, {}, answer.finish_reason)
+    except Exception as error:
+        yield b"data: " + error_body(error) + b"\n\n"
+        return
+    if completion.include_usage:
+        last += _event({**completion.head("chat.completion.chunk"), "choices": [], "usage": answer.usage})
+    yield last + b"data: [DONE]\n\n"
+
+
+def _chunk(completion: Completion, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    chunk = {**completion.head("chat.completion.chunk"), "choices": [choice]}
+    return _event({**chunk, "usage": None} if completion.include_usage else chunk)
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+class CompletionResponse(Response):
+    """Starts the generation and sends what comes of it.
+
+    The work is one task beside another that waits for the client to leave: whenever that happens, also before the
+    first token, the work is cancelled where it stands and its row is freed. What ends the response is sent after
+    that, since servers report every client as gone once they have its last byte.
+    """
+
+    def __init__(
+        self, start: Callable[[], Awaitable[Generation]], completion: Completion, errors: ErrorMap, request_id: str
+    ):
+        super().__init__()
+        self._start = start
+        self._completion = completion
+        self._errors = errors
+        self._request_id = request_id
+        self._streaming = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await unless_disconnected(receive, self._work(send))
+        except (ClientDisconnect, OSError):
+            logger.info("request %s: the client left", self._request_id)
+            response = Response(status_code=CLIENT_LEFT)
+            if self._streaming:
+                return
+        if response is not None:
+            await response(scope, receive, send)
+        else:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _work(self, send: Send) -> Response | None:
+        """The response that is still to be sent; None if events have been."""
+        try:
+            generation = await self._start()
+        except Exception as error:
+            return self._errors.response(error, self._request_id)
+        try:
+            if self._completion.stream:
+                return await self._send_events(generation, send)
+            return await self._whole(generation)
+        finally:
+            await self._close(generation)
+
+    async def _whole(self, generation: Generation) -> Response:
+        try:
+            body = json.dumps(await collect(generation, self._completion))
+        except Exception as error:
+            return self._errors.response(error, self._request_id)
+        return Response(body, media_type="application/json")
+
+    async def _send_events(self, generation: Generation, send: Send) -> None:
+        self._streaming = True
+        await send({"type": "http.response.start", "status": 200, "headers": list(_SSE_HEADERS)})
+        async with contextlib.aclosing(events(generation, self._completion, self._error_body)) as chunks:
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    def _error_body(self, error: Exception) -> bytes:
+        return self._errors.failure(error, self._request_id).body()
+
+    async def _close(self, generation: Generation) -> None:
+        try:
+            await generation.aclose()
+        except Exception:
+            logger.exception("request %s: its generation could not be closed", self._request_id)
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Does the work. If the client leaves, or the caller is cancelled, cancels it and waits for its clean-up.
+
+    The request's body must have been read. Raises ClientDisconnect, and whatever the work raises.
+    """
+    worker = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise ClientDisconnect
+    finally:
+        worker.cancel()
+        watcher.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+    return worker.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,168 @@
+"""python -m engine: one prompt, or a chat, in this terminal. No server, no Ray."""
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.async_engine import AsyncEngine
+from engine.config import EngineConfig, MediaConfig
+from engine.processing.checkpoint import resolve_checkpoint
+from engine.processing.images import ImagePreprocessor
+from engine.processing.media import decode_image
+from engine.processing.tokenizer import ChatTokenizer
+from engine.protocol import (
+    ContextLengthExceeded,
+    EngineFailed,
+    EngineRequest,
+    FinishReason,
+    ImagePatches,
+    InvalidRequest,
+    OrchardError,
+    SamplingParams,
+)
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m engine", description="Answers one prompt, or chats without one.")
+    parser.add_argument("prompt", nargs="?", help="without it: a chat, one line per turn, until end of input")
+    parser.add_argument("--image", action="append", default=[], type=Path, help="a picture for the (first) prompt")
+    parser.add_argument("--model", default="demo", help="'demo', a local directory, or a hub repository")
+    parser.add_argument("--max-tokens", type=int, help="default: what fits into the model's context")
+    parser.add_argument("--temperature", type=float, help="default: the model's own; 0 is greedy")
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--min-p", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stop", action="append", default=[], help="text that ends the answer")
+    parser.add_argument("--system", help="system message")
+    parser.add_argument("--think", action="store_true", help="let the model think first, if it can")
+    parser.add_argument("--verbose", action="store_true", help="log what the engine does")
+    options = parser.parse_args(argv)
+    limits = {"max_tokens": (1, 2**31), "temperature": (0, 2), "top_p": (1e-9, 1), "top_k": (0, 2**31), "min_p": (0, 1)}
+    for name, (low, high) in limits.items():
+        value = getattr(options, name)
+        if value is not None and not low <= value <= high:
+            parser.error(f"--{name.replace('_', '-')}: {value} is not within {low} and {high}")
+    return options
+
+
+class Chat:
+    """A conversation with the engine: the messages so far and the pictures in them."""
+
+    def __init__(self, options: argparse.Namespace):
+        self._options = options
+        model_dir = resolve_checkpoint(options.model, None, weights=True)
+        self._tokenizer = ChatTokenizer(model_dir)
+        self._messages: list[dict[str, Any]] = []
+        if options.system:
+            self._messages.append({"role": "system", "content": options.system})
+        self._images = _read_images(options.image, model_dir)
+        self._engine = AsyncEngine(EngineConfig(model=options.model))
+        self._turn = 0
+
+    async def wait_ready(self) -> None:
+        await self._engine.wait_ready()
+
+    async def ask(self, text: str) -> None:
+        """Prints the answer as it comes, and keeps it for the next turn."""
+        parts = [{"type": "image"} for _ in self._images] if self._turn == 0 else []
+        self._messages.append({"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text})
+        self._turn += 1
+        detokenizer = self._tokenizer.detokenizer(tuple(self._options.stop))
+        answer = ""
+        async for chunk in self._engine.generate(self._request()):
+            if chunk.finish_reason is FinishReason.ERROR:
+                raise EngineFailed(chunk.error or "the engine failed")
+            answer += _show(detokenizer.push(chunk.token_ids))
+            if detokenizer.stopped:
+                break
+        answer += _show(detokenizer.finish())
+        print()
+        self._messages.append({"role": "assistant", "content": answer})
+
+    async def close(self) -> None:
+        await self._engine.shutdown()
+
+    def _request(self) -> EngineRequest:
+        token_ids = self._tokenizer.encode_chat(
+            self._messages,
+            template_kwargs={"enable_thinking": self._options.think},
+            image_tokens=[image.num_tokens for image in self._images],
+        )
+        limit = self._engine.status().max_context_tokens
+        room = limit - len(token_ids)
+        if room < 1:
+            raise ContextLengthExceeded(len(token_ids), 1, limit)
+        chosen = {name: getattr(self._options, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        defaults = self._tokenizer.generation_defaults
+        sampling = {name: getattr(defaults, name) if value is None else value for name, value in chosen.items()}
+        return EngineRequest(
+            request_id=f"turn-{self._turn}",
+            token_ids=token_ids,
+            sampling=SamplingParams(self._options.max_tokens or room, seed=self._options.seed % 2**64, **sampling),
+            stop_token_ids=self._tokenizer.stop_token_ids,
+            images=self._images,
+        )
+
+
+def _read_images(paths: Sequence[Path], model_dir: Path) -> tuple[ImagePatches, ...]:
+    if not paths:
+        return ()
+    preprocessor, max_pixels = ImagePreprocessor(model_dir), MediaConfig().max_pixels
+    images = []
+    for path in paths:
+        try:
+            images.append(preprocessor.patches(decode_image(path.read_bytes(), max_pixels)))
+        except (OSError, InvalidRequest) as error:
+            raise InvalidRequest(f"{path}: {error}", "--image") from None
+    return tuple(images)
+
+
+def _show(text: str) -> str:
+    print(text, end="", flush=True)
+    return text
+
+
+async def run(options: argparse.Namespace) -> None:
+    chat = Chat(options)
+    try:
+        await chat.wait_ready()
+        if options.prompt is not None:
+            await chat.ask(options.prompt)
+            return
+        print("Type a message; end with Ctrl-D.")
+        while line := await asyncio.to_thread(_read_line):
+            await chat.ask(line.strip())
+    finally:
+        await chat.close()
+
+
+def _read_line() -> str:
+    """The next line that says something, '' at the end of the input."""
+    print("> ", end="", flush=True)
+    for line in sys.stdin:
+        if line.strip():
+            return line
+    return ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.ERROR)
+    logging.getLogger("orchard.engine").setLevel(logging.INFO if options.verbose else logging.CRITICAL)
+    try:
+        asyncio.run(run(options))
+    except OrchardError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

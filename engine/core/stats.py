@@ -1,0 +1,15 @@
+"""Counters that the device thread alone writes and everyone may read."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Stats:
+    num_steps: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_failed: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    max_rows_in_a_step: int = 0
+    failed_steps_in_a_row: int = 0

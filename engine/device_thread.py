@@ -1,0 +1,101 @@
+"""The one thread that owns the device, and the whole story of who may touch what.
+
+MLX binds lazy arrays to the thread that made them, so one thread loads the weights, runs every step and lets go of
+everything at the end. Other threads speak to it in two ways only: commands go in through a queue, and what it
+publishes goes out through a callback that runs on this thread and must not block. While there is work, commands are
+taken between steps; when there is none, the thread sleeps in the queue (no polling). A heartbeat tells others how long
+the present step has lasted.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+log = logging.getLogger("orchard.engine")
+
+
+class Worker(Protocol):
+    @property
+    def has_work(self) -> bool: ...
+
+    def step(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+W = TypeVar("W", bound=Worker)
+
+
+class DeviceThread(Generic[W]):
+    """Runs `make_worker` and then its steps. `on_end` gets what ended the thread: an exception, or None after stop."""
+
+    def __init__(
+        self,
+        make_worker: Callable[[], W],
+        on_ready: Callable[[W], None],
+        on_end: Callable[[BaseException | None], None],
+    ):
+        self._make_worker = make_worker
+        self._on_ready = on_ready
+        self._on_end = on_end
+        self._commands: queue.SimpleQueue[Callable[[W], None] | None] = queue.SimpleQueue()
+        self._step_began: float | None = None
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, command: Callable[[W], None]) -> None:
+        """Runs `command(worker)` on the device thread, before the next step. Never blocks."""
+        self._commands.put(command)
+
+    def stop(self) -> None:
+        """Ends the thread after the step that is running."""
+        self._commands.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for the end of the thread; False if it did not come in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the present step has lasted; 0 when idle."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def _run(self) -> None:
+        worker, error = None, None
+        try:
+            worker = self._make_worker()
+            self._on_ready(worker)
+            while self._take_commands(worker):
+                self._step_began = time.monotonic()
+                worker.step()
+                self._step_began = None
+        except BaseException as e:
+            log.exception("the device thread ends")
+            error = e
+        finally:
+            self._step_began = None
+            if worker is not None:
+                worker.close()
+            self._on_end(error)
+
+    def _take_commands(self, worker: W) -> bool:
+        """Sleeps while there is nothing to do; False when told to stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not worker.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command(worker)

@@ -1,0 +1,131 @@
+"""Where a model's files are and what its configuration says, without running anything from the checkpoint."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+
+from engine.protocol import EngineFailed
+
+DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
+DEFAULT_CONTEXT_TOKENS = 32768
+
+CONFIG_PATTERNS = ("*.json", "*.jinja", "tokenizer*", "*.tiktoken", "merges.txt", "vocab.txt")
+WEIGHT_PATTERNS = ("*.safetensors",)
+
+CODE_KEYS = ("model_file", "auto_map")
+"""Keys by which a checkpoint names Python code of its own for the loading libraries to run (CVE-2026-5843)."""
+
+IMAGE_PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+
+
+def resolve_checkpoint(model: str, revision: str | None, *, weights: bool) -> Path:
+    """The directory with the files of `model`: 'demo', an existing directory, or a hub repository, fetched if needed.
+
+    Without `weights` only configuration, template and tokenizer files are fetched. Raises EngineFailed.
+    """
+    local = _local_directory(model)
+    if local is None:
+        return _download(model, revision, CONFIG_PATTERNS + WEIGHT_PATTERNS if weights else CONFIG_PATTERNS)
+    if revision is not None:
+        raise EngineFailed(f"revision {revision!r} has no effect: model {model!r} is the directory {local}")
+    return local
+
+
+def _local_directory(model: str) -> Path | None:
+    if model == "demo":
+        return DEMO_MODEL
+    if not model.strip():
+        raise EngineFailed(f"model is {model!r}; expected 'demo', a directory or a hub repository")
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise EngineFailed(f"model {model!r} is a file; expected the directory that holds config.json")
+    if model[0] in "./~" or "\\" in model or model.count("/") > 1:
+        raise EngineFailed(
+            f"model {model!r}: there is no directory {path.absolute()}, and no hub repository is so named"
+        )
+    return None
+
+
+def _download(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
+    except HFValidationError as error:
+        reason = f"it is neither a directory nor the name of a hub repository ({error})"
+    except Exception as error:  # whatever the hub's client raises: offline, gated, no such revision, no disk
+        reason = f"no such directory, and the hub could not give it ({error})"
+    at = f" at revision {revision!r}" if revision is not None else ""
+    raise EngineFailed(f"model {repository!r}{at}: {reason}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises EngineFailed naming file and reason."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EngineFailed(f"{path}: the file is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise EngineFailed(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise EngineFailed(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """config.json of a checkpoint. Raises EngineFailed when it is missing or broken."""
+    return read_json(model_dir / "config.json")
+
+
+def refuse_code(model_dir: Path) -> None:
+    """Raises EngineFailed when a configuration file names code that the loading libraries would run."""
+    for path in sorted(model_dir.glob("*config*.json")):
+        found = next((key for key in _keys(read_json(path)) if key in CODE_KEYS), None)
+        if found is not None:
+            raise EngineFailed(
+                f"{path}: {found!r} names Python code inside the checkpoint. Orchard runs no code from checkpoints; "
+                f"take a model that the installed libraries know, or remove the key if they do."
+            )
+
+
+def _keys(value: Any) -> Iterator[str]:
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            yield from item
+            pending.extend(item.values())
+        elif isinstance(item, list):
+            pending.extend(item)
+
+
+def context_limit(config: dict[str, Any]) -> int:
+    """Tokens that the model was trained for, prompt and answer together."""
+    for section in (config.get("text_config"), config):
+        limit = section.get("max_position_embeddings") if isinstance(section, dict) else None
+        if limit is not None:
+            if not isinstance(limit, int) or limit < 1:
+                raise EngineFailed(f"config.json: max_position_embeddings is {limit!r}; expected a positive integer")
+            return limit
+    return DEFAULT_CONTEXT_TOKENS
+
+
+def media_kinds(model_dir: Path, config: dict[str, Any]) -> frozenset[str]:
+    """The kinds of media that the model sees and that we can prepare: {'image'} or nothing."""
+    sees = isinstance(config.get("vision_config"), dict) and supports_images(model_dir)
+    return frozenset({"image"}) if sees else frozenset()
+
+
+def supports_images(model_dir: Path) -> bool:
+    """Whether the checkpoint names an image processor of the Qwen2-VL family, the one that we can run."""
+    config = read_optional_json(model_dir / "preprocessor_config.json")
+    config = config or read_optional_json(model_dir / "processor_config.json").get("image_processor") or {}
+    return config.get("image_processor_type") in IMAGE_PROCESSORS

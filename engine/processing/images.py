@@ -1,0 +1,78 @@
+"""ImagePreprocessor: a picture to the patches of the model's vision tower, without torch and not yet normalised."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoImageProcessor
+
+from engine.processing.checkpoint import supports_images
+from engine.processing.media import DecodedImage, check_sides
+from engine.protocol import EngineFailed, ImagePatches
+
+
+@dataclass(frozen=True)
+class PatchNormalization:
+    """What turns uint8 patches into the vision tower's input: (patch * rescale - mean) / std per channel, then the
+    picture repeated temporal_patch_size times. merge_size: patches per side that share one placeholder token."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale: float
+    temporal_patch_size: int
+    merge_size: int
+
+
+class ImagePreprocessor:
+    """transformers' own resizing and cutting for one checkpoint. Raises EngineFailed for a processor that we lack."""
+
+    def __init__(self, model_dir: Path):
+        if not self.supported(model_dir):
+            raise EngineFailed(f"{model_dir}: images need a processor of the Qwen2-VL family")
+        try:
+            processor: Any = AutoImageProcessor.from_pretrained(str(model_dir), backend="pil", local_files_only=True)
+        except Exception as error:  # files of the checkpoint: anything can be wrong with them
+            raise EngineFailed(f"{model_dir}: the image processor cannot be loaded ({error})") from None
+        self._processor = processor
+        self._patch = int(processor.patch_size)
+        self.normalization = PatchNormalization(
+            mean=_per_channel(processor.image_mean if processor.do_normalize else 0.0),
+            std=_per_channel(processor.image_std if processor.do_normalize else 1.0),
+            rescale=float(processor.rescale_factor) if processor.do_rescale else 1.0,
+            temporal_patch_size=int(processor.temporal_patch_size),
+            merge_size=int(processor.merge_size),
+        )
+
+    @staticmethod
+    def supported(model_dir: Path) -> bool:
+        return supports_images(model_dir)
+
+    def patches(self, decoded: DecodedImage) -> ImagePatches:
+        """Resized to the model's limits and cut. Raises InvalidRequest for a shape that cannot be cut."""
+        check_sides(*decoded.image.size)
+        output = self._processor(
+            images=[decoded.image], do_rescale=False, do_normalize=False, do_convert_rgb=False, return_tensors="np"
+        )
+        t, h, w = (int(n) for n in output["image_grid_thw"][0])
+        flat = output["pixel_values"].reshape(t * h * w, 3, -1, self._patch, self._patch)
+        return ImagePatches(
+            patches=np.ascontiguousarray(flat[:, :, 0]).astype(np.uint8),  # a still picture: every slice is the same
+            grid_thw=(t, h, w),
+            num_tokens=t * h * w // self.normalization.merge_size**2,
+            content_hash=decoded.content_hash,
+        )
+
+
+def normalize(patches: np.ndarray, normalization: PatchNormalization) -> np.ndarray:
+    """uint8 [n, channels, patch, patch] to float32 [n, channels * temporal * patch * patch]: the reference for what
+    the engine does on its device."""
+    mean = np.asarray(normalization.mean, dtype=np.float32)[:, None, None]
+    std = np.asarray(normalization.std, dtype=np.float32)[:, None, None]
+    scaled = (patches.astype(np.float32) * np.float32(normalization.rescale) - mean) / std
+    repeated = np.repeat(scaled[:, :, None], normalization.temporal_patch_size, axis=2)
+    return repeated.reshape(len(patches), -1)
+
+
+def _per_channel(value: float | list[float] | tuple[float, ...]) -> tuple[float, ...]:
+    return (float(value),) * 3 if isinstance(value, int | float) else tuple(float(v) for v in value)

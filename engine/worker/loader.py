@@ -1,0 +1,142 @@
+"""Weights into memory, once: what may be loaded, in which dtype, on which device, and how far it is."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_vlm.utils import load_model
+
+from engine.config import EngineConfig
+from engine.processing.checkpoint import context_limit, media_kinds, read_config, refuse_code, resolve_checkpoint
+from engine.protocol import EngineFailed
+
+log = logging.getLogger("orchard.engine")
+
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+EVAL_BYTES = 256 * 2**20  # weights are read in pieces of this size, so that progress is seen
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """module: the mlx_vlm model. media_kinds: what it can see. num_weight_bytes: as they lie in memory."""
+
+    module: nn.Module
+    path: Path
+    config: dict[str, Any]
+    media_kinds: frozenset[str]
+    max_context_tokens: int
+    num_weight_bytes: int
+    dtype: str
+
+
+def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel:
+    """Loads `config.model` and evaluates every weight on the calling thread.
+
+    Code that comes with a checkpoint is never run: `model_file` and `auto_map` are refused before the library sees
+    them, and no processor is loaded here. Raises EngineFailed with the reason.
+    """
+    use_device(config.device)
+    path = resolve_checkpoint(config.model, config.revision, weights=True)
+    refuse_code(path)
+    model_config = read_config(path)
+    max_context_tokens = _context(config, model_config)
+    try:
+        module = load_model(path, lazy=True)
+    except (ValueError, FileNotFoundError, KeyError, RuntimeError) as error:
+        raise EngineFailed(f"the model in {path} could not be loaded: {error}") from error
+    cast(module, choose_dtype(config.dtype, model_config))
+    num_bytes = _read_weights(module, progress)
+    module.eval()
+    dtype = _main_dtype(module)
+    log.info("loaded %s: %.1f MB of weights, %s, on %s", path, num_bytes / 1e6, dtype, mx.default_device())
+    kinds = media_kinds(path, model_config) if sees_images(module) else frozenset()
+    return LoadedModel(module, path, model_config, kinds, max_context_tokens, num_bytes, dtype)
+
+
+def use_device(device: str) -> None:
+    """Raises EngineFailed when a GPU is asked for and MLX has none here."""
+    if device == "gpu" and not has_gpu():
+        raise EngineFailed("device: gpu is configured, but MLX finds no GPU here; use cpu or auto")
+    if device == "cpu":
+        mx.set_default_device(mx.cpu)
+
+
+def has_gpu() -> bool:
+    return mx.metal.is_available() or mx.cuda.is_available()
+
+
+def on_gpu() -> bool:
+    return mx.default_device().type == mx.DeviceType.gpu
+
+
+def choose_dtype(dtype: str, model_config: dict[str, Any]) -> mx.Dtype | None:
+    """None keeps what the checkpoint has: a quantized one on a GPU."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    if not on_gpu():
+        return mx.float32
+    quantized = "quantization" in model_config or "quantization_config" in model_config
+    return None if quantized else mx.bfloat16
+
+
+def cast(module: nn.Module, dtype: mx.Dtype | None) -> None:
+    """Casts floating weights, but for those that the model wants kept (its `cast_predicate`: recurrent decay)."""
+    if dtype is None:
+        return
+    may_cast = getattr(module, "cast_predicate", None) or (lambda name: True)
+    weights = [
+        (name, w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) and may_cast(name) else w)
+        for name, w in tree_flatten(module.parameters())
+    ]
+    module.update(tree_unflatten(weights))
+
+
+def sees_images(module: nn.Module) -> bool:
+    """Whether our vision path can drive this model: a tower of the Qwen3.5 shape, without deep-stacked features."""
+    vision = getattr(getattr(module, "config", None), "vision_config", None)
+    return (
+        hasattr(module, "vision_tower")
+        and hasattr(module.language_model, "get_rope_index")
+        and not getattr(vision, "deepstack_visual_indexes", None)
+    )
+
+
+def _context(config: EngineConfig, model_config: dict[str, Any]) -> int:
+    limit = context_limit(model_config)
+    if config.max_context_tokens is None:
+        return limit
+    if config.max_context_tokens > limit:
+        raise EngineFailed(
+            f"max_context_tokens: {config.max_context_tokens} is more than the model's own limit of {limit}"
+        )
+    return config.max_context_tokens
+
+
+def _read_weights(module: nn.Module, progress: Callable[[float], None]) -> int:
+    weights = [w for _, w in tree_flatten(module.parameters())]
+    total = sum(w.nbytes for w in weights)
+    done, piece, piece_bytes = 0, [], 0
+    for weight in weights:
+        piece.append(weight)
+        piece_bytes += weight.nbytes
+        if piece_bytes >= EVAL_BYTES:
+            mx.eval(piece)
+            done, piece, piece_bytes = done + piece_bytes, [], 0
+            progress(done / total)
+    mx.eval(piece)
+    progress(1.0)
+    return total
+
+
+def _main_dtype(module: nn.Module) -> str:
+    """The dtype of most bytes."""
+    size: dict[str, int] = {}
+    for _, w in tree_flatten(module.parameters()):
+        name = str(w.dtype).removeprefix("mlx.core.")
+        size[name] = size.get(name, 0) + w.nbytes
+    return max(size, key=lambda name: size[name])

@@ -1,0 +1,50 @@
+"""Pictures into the language model's space: normalise on the device, run the tower, keep what comes back often."""
+
+from collections import OrderedDict
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from engine.processing.images import PatchNormalization
+from engine.protocol import ImagePatches
+
+
+class VisionEncoder:
+    """Features per picture, cached by content within `max_bytes`, least recently used first out."""
+
+    def __init__(self, module: nn.Module, normalization: PatchNormalization, max_bytes: int):
+        self._tower = module.vision_tower
+        self._norm = normalization
+        self._max_bytes = max_bytes
+        self._cache: OrderedDict[str, mx.array] = OrderedDict()
+        self.num_cached_bytes = 0
+
+    def encode(self, image: ImagePatches) -> mx.array:
+        """[num_tokens, hidden], evaluated. One picture at a time, so that no step waits for more than one."""
+        features = self._cache.get(image.content_hash)
+        if features is None:
+            dtype = self._tower.patch_embed.proj.weight.dtype
+            features, _ = self._tower(self._pixels(image, dtype), mx.array([image.grid_thw], mx.int32))
+            mx.eval(features)
+            self._remember(image.content_hash, features)
+        else:
+            self._cache.move_to_end(image.content_hash)
+        return features
+
+    def _pixels(self, image: ImagePatches, dtype: mx.Dtype) -> mx.array:
+        """uint8 [n, C, p, p] -> normalised [n, C * T * p * p]: a still picture fills all T slices of a patch."""
+        n, channels, height, width = image.patches.shape
+        norm = self._norm
+        mean, std = (mx.array(v, mx.float32).reshape(1, channels, 1, 1) for v in (norm.mean, norm.std))
+        pixels = (mx.array(image.patches).astype(mx.float32) * norm.rescale - mean) / std
+        shape = (n, channels, norm.temporal_patch_size, height, width)
+        return mx.broadcast_to(pixels[:, :, None], shape).reshape(n, -1).astype(dtype)
+
+    def _remember(self, key: str, features: mx.array) -> None:
+        if features.nbytes > self._max_bytes:
+            return
+        self._cache[key] = features
+        self.num_cached_bytes += features.nbytes
+        while self.num_cached_bytes > self._max_bytes:
+            _, oldest = self._cache.popitem(last=False)
+            self.num_cached_bytes -= oldest.nbytes

@@ -1,0 +1,153 @@
+"""A backend that says what it is told to, and two ways to talk to the app in front of it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from deployments.chat import ChatRequest, Route, TextDelta
+from deployments.http.config import HttpConfig
+from deployments.http.openai import create_app
+
+
+class FakeGeneration:
+    num_prompt_tokens = 7
+
+    def __init__(self, script: list[Any]):
+        self._script = script
+        self.num_closed = 0
+
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        for step in self._script:
+            if isinstance(step, Exception):
+                raise step
+            if isinstance(step, asyncio.Event):
+                await step.wait()
+            else:
+                yield step
+
+    async def aclose(self) -> None:
+        await asyncio.sleep(0)
+        self.num_closed += 1
+
+
+class FakeBackend:
+    """script: deltas to yield, errors to raise, events to wait for. `start` runs start_script in the same way."""
+
+    model_name = "org/demo"
+
+    def __init__(self):
+        self.script: list[Any] = [TextDelta("Hel", 1), TextDelta("", 1), TextDelta("lo", 2, "stop")]
+        self.start_script: list[Any] = []
+        self.unready: str | None = None
+        self.requests: list[tuple[ChatRequest, Route]] = []
+        self.generations: list[FakeGeneration] = []
+        self.num_starts_cancelled = 0
+
+    async def start(self, request: ChatRequest, route: Route) -> FakeGeneration:
+        self.requests.append((request, route))
+        try:
+            async for _ in FakeGeneration(self.start_script):
+                pass
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+            self.num_starts_cancelled += 1
+            raise
+        self.generations.append(FakeGeneration(self.script))
+        return self.generations[-1]
+
+    async def status(self) -> dict[str, Any]:
+        return {"num_running": 3}
+
+    async def not_ready(self) -> str | None:
+        return self.unready
+
+
+class Connection:
+    """One raw ASGI request: the app sees its client leave when `left` is set."""
+
+    def __init__(self, app: FastAPI, body: dict[str, Any]):
+        self._app = app
+        self._body = json.dumps(body).encode()
+        self._body_sent = False
+        self.left = asyncio.Event()
+        self.sent: list[Any] = []
+
+    async def run(self) -> None:
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "raw_path": b"/v1/chat/completions",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
+        await self._app(scope, self._receive, self._send)
+
+    async def _receive(self) -> Any:
+        if not self._body_sent:
+            self._body_sent = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend()
+
+
+@pytest.fixture
+def make_app(backend: FakeBackend) -> Callable[..., FastAPI]:
+    def make(media_kinds: frozenset[str] = frozenset({"image"}), converters: Any = None, **config: Any) -> FastAPI:
+        return create_app(backend, HttpConfig(**config), media_kinds, converters=converters)
+
+    return make
+
+
+@pytest.fixture
+def send(make_app: Callable[..., FastAPI]) -> Callable[..., httpx.Response]:
+    """send(method, path, app=..., **what httpx takes)."""
+
+    def send_one(method: str, path: str, app: FastAPI | None = None, **kwargs: Any) -> httpx.Response:
+        async def talk() -> httpx.Response:
+            transport = httpx.ASGITransport(app or make_app())
+            async with httpx.AsyncClient(transport=transport, base_url="http://orchard") as client:
+                return await client.request(method, path, **kwargs)
+
+        return asyncio.run(talk())
+
+    return send_one
+
+
+@pytest.fixture
+def chat(send: Callable[..., httpx.Response]) -> Callable[..., httpx.Response]:
+    """chat(temperature=3): a completion request with these fields besides the least that is needed."""
+
+    def complete(app: FastAPI | None = None, **fields: Any) -> httpx.Response:
+        body = {"model": "org/demo", "messages": [{"role": "user", "content": "Hi"}], **fields}
+        return send("POST", "/v1/chat/completions", app=app, content=json.dumps(body))
+
+    return complete
+
+
+@pytest.fixture
+def connect(make_app: Callable[..., FastAPI]) -> Callable[..., Connection]:
+    def connection(**fields: Any) -> Connection:
+        body = {"model": "org/demo", "messages": [{"role": "user", "content": "Hi"}], **fields}
+        return Connection(make_app(), body)
+
+    return connection

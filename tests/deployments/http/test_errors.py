@@ -1,0 +1,111 @@
+"""Each error's status and body; nothing of a library's words reaches a client."""
+
+import pytest
+
+from deployments.http.errors import ErrorMap
+from engine.protocol import ContextLengthExceeded, EngineFailed, InvalidRequest, Overloaded
+
+
+class TransportError(Exception):
+    """Stands for an exception of the layer between the faces and the engine."""
+
+
+class WrappedError(TransportError, InvalidRequest):
+    """As a remote call wraps what was raised on the other side: both classes at once, with arguments of its own."""
+
+    def __init__(self, cause: Exception):
+        Exception.__init__(self, cause)
+        self.cause = cause
+
+
+ERRORS = [
+    (InvalidRequest("`top_p` is 3.", "top_p"), 400, "top_p", None, "`top_p` is 3."),
+    (ContextLengthExceeded(90, 20, 100), 400, "messages", "context_length_exceeded", "100 tokens"),
+    (Overloaded("256 requests are waiting.", 1.2), 429, None, "overloaded", "256 requests"),
+    (EngineFailed("0x7f42 leaked"), 500, None, "engine_failed", "req-1"),
+    (ValueError("0x7f42 leaked"), 500, None, None, "req-1"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "param", "code", "said"), ERRORS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_before_the_first_token_have_their_status_and_body(
+    send, backend, error, status, param, code, said, stream
+):
+    backend.start_script = [error]
+    body = {"model": "org/demo", "messages": [{"role": "user", "content": "Hi"}], "stream": stream}
+    response = send("POST", "/v1/chat/completions", json=body, headers={"x-request-id": "req-1"})
+    answered = response.json()["error"]
+    assert (response.status_code, answered["param"], answered["code"]) == (status, param, code)
+    assert said in answered["message"]
+    assert "leaked" not in response.text
+    assert response.headers["content-type"] == "application/json"
+
+
+def test_overload_says_when_to_come_back_in_whole_seconds(chat, backend):
+    for retry_after_s, header in [(1.2, "2"), (0.0, "1")]:
+        backend.start_script = [Overloaded("full", retry_after_s)]
+        assert chat().headers["retry-after"] == header
+
+
+def test_the_log_has_what_the_client_does_not_see(chat, backend, caplog):
+    backend.start_script = [ValueError("0x7f42")]
+    response = chat()
+    (record,) = caplog.records
+    assert record.name == "orchard.http"
+    assert response.headers["x-request-id"] in record.getMessage()
+    assert "0x7f42" in caplog.text
+
+
+def test_an_error_of_the_caller_is_not_logged(chat, caplog):
+    chat(top_p=3)
+    assert caplog.records == []
+
+
+def test_a_converter_makes_our_errors_of_foreign_ones(chat, backend, make_app):
+    app = make_app(converters={TransportError: lambda error: Overloaded("busy", 3)})
+    backend.start_script = [TransportError()]
+    assert chat(app=app).status_code == 429
+    backend.script = [TransportError()]
+    backend.start_script = []
+    assert chat(app=app).status_code == 429
+    assert "busy" in chat(app=app, stream=True).text
+
+
+def test_a_converter_goes_before_the_classes_of_a_wrapped_error():
+    errors = ErrorMap({TransportError: lambda error: error.cause})
+    failure = errors.failure(WrappedError(ContextLengthExceeded(90, 20, 100)), "req-1")
+    assert (failure.status, failure.code) == (400, "context_length_exceeded")
+
+
+def test_a_converter_may_leave_an_error_unexpected():
+    assert ErrorMap({TransportError: lambda error: None}).failure(TransportError("secret"), "req-1").status == 500
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/v1/model", 404),
+        ("POST", "/v1/chat/completions/", 404),
+        ("GET", "/openapi.json", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/models", 405),
+    ],
+)
+def test_an_unknown_route_or_method_has_an_error_body_that_names_it(send, method, path, status):
+    response = send(method, path)
+    assert response.status_code == status
+    assert f"{method} {path}" in response.json()["error"]["message"]
+    assert ("allow" in response.headers) == (status == 405)
+
+
+@pytest.mark.parametrize("path", ["/v1/status", "/health/ready"])
+def test_a_backend_that_cannot_even_tell_its_state_is_a_500(send, backend, path):
+    async def broken():
+        raise RuntimeError("secret")
+
+    backend.status = backend.not_ready = broken
+    response = send("GET", path)
+    assert response.status_code == 500
+    assert "secret" not in response.text

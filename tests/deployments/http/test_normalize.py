@@ -1,0 +1,366 @@
+"""The rules of normalization, as sentences and as properties of random conversations."""
+
+import copy
+import itertools
+import re
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deployments.http.normalize import SystemPolicy, normalize
+from engine.protocol import InvalidRequest
+
+
+def system(content: Any, **extra: Any) -> dict[str, Any]:
+    return {"role": "system", "content": content, **extra}
+
+
+def user(content: Any, **extra: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **extra}
+
+
+def assistant(content: Any, **extra: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **extra}
+
+
+def tool(content: Any, **extra: Any) -> dict[str, Any]:
+    return {"role": "tool", "content": content, **extra}
+
+
+def text(value: str) -> dict[str, Any]:
+    return {"type": "text", "text": value}
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+CALLS = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+
+
+def test_a_well_formed_conversation_comes_back_equal():
+    conversation = (
+        system("You are helpful."),
+        user([text("What is this?"), IMAGE]),
+        assistant(None, tool_calls=CALLS),
+        tool("42", tool_call_id="c1"),
+        assistant("A cat.", reasoning_content="It has whiskers."),
+        user("Thanks.", name="ann"),
+    )
+    assert normalize(conversation) == conversation
+
+
+def test_an_empty_conversation_stays_empty():
+    assert normalize([]) == ()
+
+
+def test_developer_becomes_system_and_function_becomes_tool():
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "function", "name": "f", "content": "42"}]
+    assert normalize(messages) == (system("Be brief."), tool("42", name="f"))
+
+
+def test_a_missing_content_becomes_none():
+    assert normalize([{"role": "assistant", "tool_calls": CALLS}]) == (assistant(None, tool_calls=CALLS),)
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+@pytest.mark.parametrize(
+    ("contents", "joined"),
+    [
+        (["a", "b", "c"], "a\n\nb\n\nc"),
+        ([[text("a")], [IMAGE, text("b")]], [text("a"), IMAGE, text("b")]),
+        (["a", [IMAGE]], [text("a"), IMAGE]),
+        ([[IMAGE], "a", "b", [text("c")]], [IMAGE, text("a\n\nb"), text("c")]),
+        (["", "a"], "a"),
+        (["a", None, [], ""], "a"),
+        ([None, [IMAGE]], [IMAGE]),
+        (["", ""], ""),
+        ([None, None], None),
+        ([None, []], []),
+    ],
+)
+def test_consecutive_messages_of_one_role_merge(role, contents, joined):
+    assert normalize([{"role": role, "content": content} for content in contents]) == (
+        {"role": role, "content": joined},
+    )
+
+
+def test_strings_among_parts_become_text_parts():
+    assert normalize([user(["a", IMAGE])]) == (user([text("a"), IMAGE]),)
+
+
+@pytest.mark.parametrize("kind", ["input_text", "output_text"])
+def test_text_parts_of_other_dialects_become_text_parts(kind):
+    assert normalize([user([{"type": kind, "text": "a"}])]) == (user([text("a")]),)
+
+
+def test_tool_results_never_merge():
+    messages = (tool("1", tool_call_id="c1"), tool("2", tool_call_id="c2"), tool("3", tool_call_id="c2"))
+    assert normalize(messages) == messages
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"tool_calls": CALLS}, {"reasoning_content": "Hm."}, {"reasoning": "Hm."}, {"function_call": {"name": "f"}}],
+)
+@pytest.mark.parametrize("flip", [False, True])
+def test_assistant_messages_with_tool_calls_or_reasoning_stay_apart(extra, flip):
+    pair = (assistant("a", **extra), assistant("b"))
+    messages = pair[::-1] if flip else pair
+    assert normalize(messages) == messages
+    assert normalize((pair[0], pair[0])) == (pair[0], pair[0])
+
+
+def test_fields_that_say_nothing_do_not_keep_messages_apart():
+    echoed = assistant("a", tool_calls=None, refusal=None, annotations=[])
+    assert normalize([echoed, assistant("b")]) == ({**echoed, "content": "a\n\nb"},)
+
+
+def test_messages_with_different_names_stay_apart():
+    messages = (user("a", name="ann"), user("b", name="bob"), user("c"))
+    assert normalize(messages) == messages
+
+
+def test_messages_with_the_same_name_merge_and_keep_it():
+    assert normalize([user("a", name="ann"), user("b", name="ann")]) == (user("a\n\nb", name="ann"),)
+
+
+def test_messages_with_different_ids_stay_apart():
+    messages = (user("a", id=1), user("b", id=2))
+    assert normalize(messages) == messages
+
+
+def test_late_system_messages_move_to_the_front_and_their_neighbours_merge():
+    messages = [user("a"), system("one"), user("b"), assistant("c"), {"role": "developer", "content": "two"}, user("d")]
+    assert normalize(messages) == (system("one\n\ntwo"), user("a\n\nb"), assistant("c"), user("d"))
+
+
+def test_hoisted_parts_follow_the_leading_system_message():
+    assert normalize([system("one"), user("a"), system([text("two")])]) == (
+        system([text("one"), text("two")]),
+        user("a"),
+    )
+
+
+def test_named_system_messages_all_stand_in_front_and_keep_their_names():
+    messages = [user("a"), system("x", name="example_user"), system("y", name="example_assistant"), system("z")]
+    assert normalize(messages) == (
+        system("x", name="example_user"),
+        system("y", name="example_assistant"),
+        system("z"),
+        user("a"),
+    )
+
+
+@pytest.mark.parametrize("policy", ["hoist", "inline"])
+def test_a_late_system_message_that_says_nothing_vanishes(policy):
+    assert normalize([user("a"), system(""), user("b"), system(None)], policy) == (user("a\n\nb"),)
+
+
+def test_inline_leaves_a_late_system_message_in_place_as_marked_user_text():
+    messages = [system("one"), user("a"), assistant("b"), system("two"), assistant("c")]
+    assert normalize(messages, "inline") == (
+        system("one"),
+        user("a"),
+        assistant("b"),
+        user("[system] two"),
+        assistant("c"),
+    )
+
+
+def test_inline_marks_parts_as_well():
+    messages = [assistant("a"), system([text("b"), IMAGE]), assistant("c"), system([IMAGE])]
+    assert normalize(messages, "inline") == (
+        assistant("a"),
+        user([text("[system] b"), IMAGE]),
+        assistant("c"),
+        user([text("[system] "), IMAGE]),
+    )
+
+
+def test_inline_text_merges_with_the_user_messages_around_it():
+    assert normalize([user("a"), system("b"), user("c")], "inline") == (user("a\n\n[system] b\n\nc"),)
+
+
+def test_error_refuses_a_late_system_message_by_its_place_in_the_request():
+    with pytest.raises(InvalidRequest, match="messages") as caught:
+        normalize([system("one"), system("two"), user("a"), user("b"), system("late")], "error")
+    assert caught.value.field == "messages[4].role"
+
+
+def test_error_accepts_system_messages_at_the_start():
+    assert normalize([system("one"), system("two"), user("a")], "error") == (system("one\n\ntwo"), user("a"))
+
+
+@pytest.mark.parametrize("policy", get_args(SystemPolicy))
+def test_a_template_that_takes_late_system_messages_gets_them_in_order(policy):
+    messages = [user("a"), system("b"), system("c"), user("d")]
+    kept = normalize(messages, policy, keeps_late_system=True)
+    assert kept == (user("a"), system("b\n\nc"), user("d"))
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=81f2"
+
+
+@pytest.mark.parametrize(
+    ("content", "stable"),
+    [
+        (f"{BILLING}\nYou are helpful.", "You are helpful."),
+        (f"You are\n{BILLING.upper()}\r\nhelpful.", "You are\nhelpful."),
+        (f"You are helpful.\n{BILLING}", "You are helpful.\n"),
+        (BILLING, ""),
+        ([text(BILLING), text("You are helpful.")], [text("You are helpful.")]),
+        ([text(f"{BILLING}\na"), text("")], [text("a"), text("")]),
+        ([{**text(BILLING), "id": 1}], [{**text(""), "id": 1}]),
+        (f"It is called {BILLING}", f"It is called {BILLING}"),
+    ],
+)
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_volatile_lines_leave_system_messages(role, content, stable):
+    assert normalize([{"role": role, "content": content}]) == (system(stable),)
+
+
+def test_two_requests_that_differ_in_a_volatile_line_become_equal():
+    first, second = (
+        normalize([user("a"), system(f"x-anthropic-billing-header: cch={i}\nYou are helpful.")]) for i in range(2)
+    )
+    assert first == second
+
+
+def test_volatile_lines_of_others_are_never_touched():
+    messages = (user(BILLING), assistant(BILLING), tool(BILLING, tool_call_id="c1"))
+    assert normalize(messages) == messages
+    assert normalize((user("a"), assistant("b"), user([text(BILLING)])))[-1] == user([text(BILLING)])
+
+
+def test_volatile_patterns_are_configurable():
+    message = system("Now: 12:00\nToday: Monday\nYou are helpful.")
+    assert normalize([message], volatile_patterns=["^Now:", re.compile("^today:", re.I)]) == (
+        system("You are helpful."),
+    )
+    assert normalize([system(BILLING)], volatile_patterns=()) == (system(BILLING),)
+
+
+@pytest.mark.parametrize(
+    ("message", "path"),
+    [
+        ("hello", "messages[1]"),
+        ({"content": "a"}, "messages[1].role"),
+        ({"role": "robot", "content": "a"}, "messages[1].role"),
+        ({"role": ["user"], "content": "a"}, "messages[1].role"),
+        (user(5), "messages[1].content"),
+        (user({"type": "text"}), "messages[1].content"),
+        (user([text("a"), 5]), "messages[1].content[1]"),
+        (user([{"text": "a"}]), "messages[1].content[0].type"),
+        (user([{"type": 5}]), "messages[1].content[0].type"),
+        (user([{"type": "text"}]), "messages[1].content[0].text"),
+        (user([{"type": "text", "text": 5}]), "messages[1].content[0].text"),
+    ],
+)
+def test_what_is_no_message_is_refused_by_its_path(message, path):
+    with pytest.raises(InvalidRequest) as caught:
+        normalize([user("a"), message])
+    assert caught.value.field == path
+    assert f"`{path}`" in caught.value.message
+
+
+def test_many_long_messages_merge_in_linear_time():
+    (merged,) = normalize([user("x" * 10_000)] * 4096)
+    assert len(merged["content"]) == 4096 * 10_002 - 2
+
+
+TEXTS = st.one_of(st.sampled_from(["", "a", "b\n", "\n", f"{BILLING}\nkept", BILLING]), st.text(max_size=8))
+PARTS = st.one_of(
+    TEXTS, TEXTS.map(text), st.integers(0, 9).map(lambda i: {"type": "image_url", "image_url": {"url": f"u{i}"}})
+)
+EXTRAS = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.sampled_from(["ann", "bob", "", None]),
+        "tool_calls": st.sampled_from([CALLS, [], None]),
+        "reasoning_content": st.sampled_from(["Hm.", "", None]),
+        "id": st.integers(1, 3),
+    },
+)
+MESSAGES = st.builds(
+    lambda role, content, extras: {"role": role, **content, **extras},
+    st.sampled_from(["system", "developer", "user", "user", "assistant", "tool", "function"]),
+    st.fixed_dictionaries({}, optional={"content": st.one_of(st.none(), TEXTS, st.lists(PARTS, max_size=3))}),
+    EXTRAS,
+)
+CONVERSATIONS = st.lists(MESSAGES, max_size=8)
+SETTINGS = st.tuples(
+    st.sampled_from(["hoist", "inline"]), st.sampled_from([(), (r"(?i)^x-anthropic-billing-header:",)]), st.booleans()
+)
+
+
+def pieces(messages: Any) -> list[str]:
+    """Everything that a conversation says, apart from lines of it that may go."""
+    found = []
+    for message in messages:
+        content = message.get("content") or []
+        for part in [content] if isinstance(content, str) else content:
+            part = text(part) if isinstance(part, str) else part
+            said = part["text"].replace(BILLING, "") if part["type"] == "text" else str(part["image_url"])
+            found += [line.removeprefix("[system] ") for line in said.split("\n")]
+        found += [
+            f"{k}={v}" for k, v in message.items() if k in ("name", "tool_calls", "reasoning_content", "id") and v
+        ]
+    return [piece for piece in found if piece.strip()]
+
+
+@given(CONVERSATIONS, SETTINGS)
+@settings(deadline=None)
+def test_normalization_is_idempotent(conversation, how):
+    once = normalize(conversation, *how)
+    assert normalize(once, *how) == once
+
+
+@given(CONVERSATIONS, SETTINGS)
+@settings(deadline=None)
+def test_the_input_is_never_mutated(conversation, how):
+    before = copy.deepcopy(conversation)
+    normalize(conversation, *how)
+    assert conversation == before
+
+
+@given(CONVERSATIONS, SETTINGS)
+@settings(deadline=None)
+def test_nothing_that_was_said_is_lost(conversation, how):
+    after = pieces(normalize(conversation, *how))
+    for piece in set(pieces(conversation)):
+        assert piece in after
+
+
+@given(CONVERSATIONS, SETTINGS)
+@settings(deadline=None)
+def test_media_and_tool_results_stay_in_order(conversation, how):
+    def of_others(messages):
+        others = [m for m in messages if m["role"] not in ("system", "developer")]
+        return [p for m in others for p in pieces([m]) if p.startswith(("{'url'", "tool_calls="))]
+
+    if not any(m["role"] in ("system", "developer") for m in conversation):
+        assert of_others(normalize(conversation, *how)) == of_others(conversation)
+    results = [m for m in conversation if m["role"] in ("tool", "function")]
+    assert len([m for m in normalize(conversation, *how) if m["role"] == "tool"]) == len(results)
+
+
+def could_merge(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    same = all((first.get(key) or None) == (second.get(key) or None) for key in ("role", "name", "id"))
+    bound = any(message.get(key) for message in (first, second) for key in ("tool_calls", "reasoning_content"))
+    return same and not bound and first["role"] != "tool"
+
+
+@given(CONVERSATIONS, SETTINGS)
+@settings(deadline=None)
+def test_no_two_neighbours_are_left_that_could_merge(conversation, how):
+    for first, second in itertools.pairwise(normalize(conversation, *how)):
+        assert not could_merge(first, second)
+
+
+@given(CONVERSATIONS, SETTINGS)
+@settings(deadline=None)
+def test_system_messages_stand_in_front_of_all_others(conversation, how):
+    policy, patterns, _ = how
+    roles = [m["role"] for m in normalize(conversation, policy, patterns)]
+    assert roles == sorted(roles, key=lambda role: role != "system")
+    assert set(roles) <= {"system", "user", "assistant", "tool"}

@@ -1,0 +1,382 @@
+"""The wire: what is honoured, what is accepted because it asks for nothing, and what is refused by name."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from deployments.chat import Route, TextDelta
+from engine.protocol import EngineFailed
+
+USER = {"role": "user", "content": "Hi"}
+IMAGE_URL = "data:image/png;base64,AA=="
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def part(**fields):
+    return {"messages": [{"role": "user", "content": [fields]}]}
+
+
+def message(**fields):
+    return {"messages": [USER, fields]}
+
+
+BAD_FIELDS = [
+    # sampling: (fields, param, what the message names)
+    ({"temperature": 2.5}, "temperature", ["2.5", "2"]),
+    ({"temperature": -0.1}, "temperature", ["-0.1", "0"]),
+    ({"temperature": "1"}, "temperature", ['"1"', "a number"]),
+    ({"temperature": True}, "temperature", ["true", "a number"]),
+    ({"temperature": 10**400}, "temperature", ["a number"]),
+    ({"top_p": 0}, "top_p", ["greater than 0"]),
+    ({"top_p": 1.01}, "top_p", ["1.01", "1"]),
+    ({"top_k": -2}, "top_k", ["-2", "-1"]),
+    ({"top_k": 1.5}, "top_k", ["1.5", "an integer"]),
+    ({"top_k": 2**31}, "top_k", ["2147483648", "2147483647"]),
+    ({"min_p": -0.5}, "min_p", ["-0.5", "0"]),
+    ({"min_p": 1.5}, "min_p", ["1.5", "1"]),
+    ({"seed": 2**63}, "seed", [str(2**63), str(2**63 - 1)]),
+    ({"seed": -(2**63) - 1}, "seed", [str(-(2**63))]),
+    ({"seed": 1.0}, "seed", ["1.0", "an integer"]),
+    ({"max_tokens": 0}, "max_tokens", ["0", "1"]),
+    ({"max_tokens": -1}, "max_tokens", ["-1", "1"]),
+    ({"max_tokens": True}, "max_tokens", ["true", "an integer"]),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", ["1"]),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", ["5", "6"]),
+    ({"stop": ""}, "stop", ["1 character"]),
+    ({"stop": 5}, "stop", ["5", "a string or an array"]),
+    ({"stop": ["a", ""]}, "stop[1]", ["1 character"]),
+    ({"stop": ["a", 5]}, "stop[1]", ["5", "a string"]),
+    ({"stop": ["a"] * 17}, "stop", ["16", "17"]),
+    ({"stop": "a" * 257}, "stop", ["256"]),
+    ({"stream": 1}, "stream", ["1", "true or false"]),
+    ({"stream_options": {"include_usage": True}}, "stream_options", ["stream"]),
+    ({"stream": True, "stream_options": {"foo": 1}}, "stream_options.foo", ["not supported"]),
+    ({"stream": True, "stream_options": []}, "stream_options", ["an object"]),
+    ({"user": 5}, "user", ["5", "a string"]),
+    # fields that cannot be honoured
+    ({"n": 2}, "n", ["2", "1"]),
+    ({"n": True}, "n", ["true"]),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", ["not supported"]),
+    ({"tools": "f"}, "tools", ["not supported"]),
+    ({"tool_choice": "required"}, "tool_choice", ['"required"', '"none"']),
+    ({"tool_choice": {"type": "function"}}, "tool_choice", ["not supported"]),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", ["not supported"]),
+    ({"functions": [{"name": "f"}]}, "functions", ["not supported"]),
+    ({"function_call": {"name": "f"}}, "function_call", ["not supported"]),
+    ({"response_format": {"type": "json_object"}}, "response_format", ["not supported", '{"type": "text"}']),
+    ({"logprobs": True}, "logprobs", ["true", "false"]),
+    ({"logprobs": 0}, "logprobs", ["0", "false"]),
+    ({"top_logprobs": 5}, "top_logprobs", ["5", "0"]),
+    ({"logit_bias": {"5": 1}}, "logit_bias", ["not supported"]),
+    ({"presence_penalty": 0.5}, "presence_penalty", ["0.5", "0"]),
+    ({"frequency_penalty": -1}, "frequency_penalty", ["-1", "0"]),
+    ({"frequency_penalty": False}, "frequency_penalty", ["false"]),
+    ({"repetition_penalty": 1.1}, "repetition_penalty", ["1.1", "1"]),
+    ({"modalities": ["text", "audio"]}, "modalities", ["not supported"]),
+    ({"audio": {"voice": "x"}}, "audio", ["not supported"]),
+    ({"prediction": {"type": "content"}}, "prediction", ["not supported"]),
+    ({"reasoning_effort": "low"}, "reasoning_effort", ['"low"', "null"]),
+    ({"store": True}, "store", ["true", "false"]),
+    ({"metadata": {"a": "b"}}, "metadata", ["not supported"]),
+    ({"chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs.enable_thinking", ['"yes"']),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", ["not supported"]),
+    ({"chat_template_kwargs": 5}, "chat_template_kwargs", ["5", "an object"]),
+    ({"foo": None}, "foo", ["not supported"]),
+    ({"best_of": 1}, "best_of", ["not supported"]),
+    ({"max_token": 5}, "max_token", ["not supported"]),
+    ({"model": 5}, "model", ["5", "a string"]),
+    # messages
+    ({"messages": []}, "messages", ["1"]),
+    ({"messages": None}, "messages", ["null", "an array"]),
+    ({"messages": "Hi"}, "messages", ['"Hi"', "an array"]),
+    ({"messages": [USER] * 4097}, "messages", ["4096", "4097"]),
+    ({"messages": ["Hi"]}, "messages[0]", ['"Hi"', "an object"]),
+    (message(content="x"), "messages[1].role", ["required"]),
+    (message(role="robot", content="x"), "messages[1].role", ['"robot"', "developer"]),
+    (message(role=5, content="x"), "messages[1].role", ["5", "developer"]),
+    (message(role="user"), "messages[1].content", ["required"]),
+    (message(role="user", content=None), "messages[1].content", ["null", "a string or an array"]),
+    (message(role="user", content=5), "messages[1].content", ["5", "a string or an array"]),
+    (message(role="user", content={"type": "text"}), "messages[1].content", ["an object"]),
+    (message(role="user", content="x", foo=1), "messages[1].foo", ["not supported"]),
+    (message(role="user", content="x", name=5), "messages[1].name", ["5", "a string"]),
+    (message(role="tool", content="x"), "messages[1].tool_call_id", ["required"]),
+    (message(role="tool", content="x", tool_call_id=""), "messages[1].tool_call_id", ["1 character"]),
+    (message(role="function", content="x"), "messages[1].name", ["required"]),
+    (message(role="assistant", content=False), "messages[1].content", ["false"]),
+    (message(role="assistant", tool_calls={}), "messages[1].tool_calls", ["an array"]),
+    (message(role="assistant", tool_calls=[{"type": "function"}]), "messages[1].tool_calls[0].id", ["required"]),
+    (message(role="assistant", tool_calls=[CALL | {"type": "x"}]), "messages[1].tool_calls[0].type", ['"x"']),
+    (
+        message(role="assistant", tool_calls=[CALL | {"function": {"name": "f", "arguments": {}}}]),
+        "messages[1].tool_calls[0].function.arguments",
+        ["an object", "a string"],
+    ),
+    (message(role="assistant", content="x", refusal="No."), "messages[1].refusal", ['"No."', "null"]),
+    (message(role="assistant", content="x", audio={"id": "a"}), "messages[1].audio", ["null"]),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]", ['"x"', "an object"]),
+    (part(text="x"), "messages[0].content[0].type", ["required"]),
+    (part(type=5), "messages[0].content[0].type", ["5", "image_url"]),
+    (part(type="hologram"), "messages[0].content[0].type", ['"hologram"', "image_url"]),
+    (part(type="text"), "messages[0].content[0].text", ["required"]),
+    (part(type="text", text=5), "messages[0].content[0].text", ["5", "a string"]),
+    (part(type="text", text="x", image_url="u"), "messages[0].content[0].image_url", ["not supported"]),
+    (part(type="image_url"), "messages[0].content[0].image_url", ["required"]),
+    (part(type="image_url", image_url=5), "messages[0].content[0].image_url", ["5", "an object"]),
+    (part(type="image_url", image_url={}), "messages[0].content[0].image_url.url", ["required"]),
+    (part(type="image_url", image_url=""), "messages[0].content[0].image_url.url", ["1 character"]),
+    (
+        part(type="image_url", image_url={"url": "u", "detail": "low"}),
+        "messages[0].content[0].image_url.detail",
+        ['"low"', "'auto'"],
+    ),
+    (part(type="input_audio", input_audio={"data": ""}), "messages[0].content[0]", ["audio", "text, image"]),
+    (part(type="file", file={}), "messages[0].content[0]", ["file", "text, image"]),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "named"), BAD_FIELDS, ids=lambda value: str(value)[:60])
+def test_a_bad_field_is_a_400_that_names_it(chat, backend, fields, param, named):
+    response = chat(**fields)
+    error = response.json()["error"]
+    assert response.status_code == 400, error
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, None)
+    assert param in error["message"]
+    for value in named:
+        assert value in error["message"]
+    assert backend.requests == []
+
+
+def test_a_missing_model_or_messages_is_a_400(send):
+    for body, param in [({"messages": [USER]}, "model"), ({"model": "org/demo"}, "messages")]:
+        response = send("POST", "/v1/chat/completions", json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_quoted_value_is_short(chat):
+    error = chat(reasoning_effort="x" * 10_000).json()["error"]
+    assert len(error["message"]) < 250
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
+        {"tools": None, "tool_choice": None, "functions": [], "function_call": "none"},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}},
+        {"n": 1, "logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "modalities": ["text"]},
+        {"user": "ann", "store": False, "metadata": {}, "service_tier": "auto"},
+        {"reasoning_effort": None, "audio": None, "prediction": None, "safety_identifier": None},
+        {"temperature": None, "top_p": None, "seed": None, "stop": None, "max_tokens": None, "stream_options": None},
+    ],
+)
+def test_fields_that_ask_for_nothing_are_accepted(chat, backend, fields):
+    assert chat(**fields).status_code == 200
+    request, _ = backend.requests[0]
+    assert (request.temperature, request.seed, request.stop, request.max_tokens) == (None, None, (), None)
+
+
+def test_every_field_that_is_honoured_reaches_the_backend(chat, backend):
+    fields = {"temperature": 0, "top_p": 1, "top_k": 40, "min_p": 0.5, "seed": 5, "stop": ["a", "b"], "max_tokens": 9}
+    assert chat(**fields, chat_template_kwargs={"enable_thinking": False}).status_code == 200
+    request, route = backend.requests[0]
+    assert route is Route.TEXT
+    assert {name: getattr(request, name) for name in fields} == fields | {"stop": ("a", "b")}
+    assert request.template_kwargs == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "value"),
+    [
+        ({"seed": -1}, "seed", 2**64 - 1),
+        ({"seed": -(2**63)}, "seed", 2**63),
+        ({"seed": 2**63 - 1}, "seed", 2**63 - 1),
+        ({"top_k": -1}, "top_k", 0),
+        ({"top_k": 0}, "top_k", 0),
+        ({"stop": "x" * 256}, "stop", ("x" * 256,)),
+        ({"stop": []}, "stop", ()),
+        ({"max_completion_tokens": 9}, "max_tokens", 9),
+        ({"max_tokens": 9, "max_completion_tokens": 9}, "max_tokens", 9),
+        ({"chat_template_kwargs": {}}, "template_kwargs", {}),
+    ],
+)
+def test_a_value_of_the_wire_becomes_the_canonical_one(chat, backend, fields, name, value):
+    assert chat(**fields).status_code == 200
+    assert getattr(backend.requests[0][0], name) == value
+
+
+def test_messages_arrive_normalized(chat, backend):
+    messages = [USER, {"role": "developer", "content": "Be brief."}, {"role": "user", "content": "You?"}]
+    assert chat(messages=messages).status_code == 200
+    assert backend.requests[0][0].messages == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi\n\nYou?"},
+    )
+
+
+def test_the_system_policy_and_volatile_patterns_are_configurable(chat, backend, make_app):
+    late = [USER, {"role": "system", "content": "Now: 12:00\nlate"}]
+    error = chat(app=make_app(system_policy="error"), messages=late).json()["error"]
+    assert error["param"] == "messages[1].role"
+    chat(app=make_app(system_policy="inline", volatile_patterns=["^Now:"]), messages=late)
+    assert backend.requests[0][0].messages == ({"role": "user", "content": "Hi\n\n[system] late"},)
+
+
+def test_a_history_with_tool_calls_is_legal(chat, backend):
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL | {"index": 0}], "refusal": None, "annotations": []},
+        {"role": "tool", "content": "42", "tool_call_id": "c1"},
+        {"role": "assistant", "tool_calls": [CALL], "reasoning_content": "Hm."},
+        {"role": "tool", "content": [{"type": "image_url", "image_url": IMAGE_URL}], "tool_call_id": "c1"},
+        {"role": "assistant", "content": None, "function_call": CALL["function"]},
+        {"role": "function", "content": "42", "name": "f"},
+    ]
+    assert chat(messages=messages).status_code == 200
+    request, route = backend.requests[0]
+    assert route is Route.MLLM
+    assert request.messages[:3] == tuple(messages[:3])
+    assert request.messages[3] == {**messages[3], "content": None}
+    assert request.messages[-1] == {"role": "tool", "content": "42", "name": "f"}
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        {"type": "image_url", "image_url": {"url": IMAGE_URL, "detail": "high"}},
+        {"type": "image_url", "image_url": IMAGE_URL},
+        {"type": "input_image", "image_url": IMAGE_URL},
+        {"type": "image", "image": IMAGE_URL},
+    ],
+)
+def test_pictures_take_the_media_route_as_they_were_sent(chat, backend, picture):
+    messages = [{"role": "user", "content": [picture, {"type": "text", "text": "What?"}]}]
+    assert chat(messages=messages).status_code == 200
+    assert backend.requests[0][1] is Route.MLLM
+    assert list(backend.requests[0][0].messages) == messages
+
+
+def test_a_model_without_eyes_refuses_a_picture_by_its_path(chat, make_app):
+    picture = {"type": "image_url", "image_url": IMAGE_URL}
+    messages = [USER, USER, {"role": "user", "content": [{"type": "text", "text": "What?"}, picture]}]
+    error = chat(app=make_app(media_kinds=frozenset()), messages=messages).json()["error"]
+    assert error["param"] == "messages[2].content[1]"
+    assert "image" in error["message"]
+
+
+def test_another_model_is_not_found(chat, send):
+    for response in (chat(model="gpt-9"), send("GET", "/v1/models/gpt-9")):
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
+        assert "gpt-9" in error["message"]
+        assert "org/demo" in error["message"]
+
+
+def test_models_are_listed_and_found(send):
+    (card,) = send("GET", "/v1/models").json()["data"]
+    assert (card["id"], card["object"]) == ("org/demo", "model")
+    assert send("GET", "/v1/models/org/demo").json() == card
+    assert send("GET", "/v1/models/org%2Fdemo").json() == card
+
+
+def test_health_and_status(send, backend):
+    assert send("GET", "/health/live").status_code == 200
+    assert send("GET", "/health/ready").json() == {"status": "ready"}
+    backend.unready = "The weights are loading: 40 %."
+    response = send("GET", "/health/ready")
+    assert (response.status_code, response.json()["reason"]) == (503, backend.unready)
+    assert send("GET", "/health/live").status_code == 200
+    assert send("GET", "/v1/status").json() == {"num_running": 3}
+
+
+def test_a_request_before_the_model_is_loaded_is_a_503_with_the_reason(chat, backend):
+    backend.start_script = [EngineFailed("gone")]
+    backend.unready = "The weights are loading: 40 %."
+    for stream in (False, True):
+        response = chat(stream=stream)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
+        assert "40 %" in response.json()["error"]["message"]
+
+
+def test_a_whole_answer_has_the_shape_of_openai(chat, backend):
+    body = chat().json()
+    assert body.pop("id") == backend.requests[0][0].request_id
+    assert isinstance(body.pop("created"), int)
+    assert body == {
+        "object": "chat.completion",
+        "model": "org/demo",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {"prompt_tokens": 7, "completion_tokens": 4, "total_tokens": 11},
+    }
+
+
+def sse(response):
+    *events, end = response.text.split("\n\n")
+    assert end == ""
+    assert all(event.startswith("data: ") for event in events)
+    return [event.removeprefix("data: ") for event in events]
+
+
+def test_a_stream_has_the_shape_of_openai(chat, backend):
+    response = chat(stream=True, stream_options={"include_usage": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, done = sse(response)
+    assert done == "[DONE]"
+    first, *middle, last, usage = map(json.loads, chunks)
+    assert {chunk["id"] for chunk in (first, *middle, last, usage)} == {backend.requests[0][0].request_id}
+    assert {chunk["object"] for chunk in (first, *middle, last, usage)} == {"chat.completion.chunk"}
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert [chunk["choices"][0]["delta"] for chunk in middle] == [{"content": "Hel"}, {"content": "lo"}]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in (first, *middle, last)] == [None, None, None, "stop"]
+    assert last["choices"][0]["delta"] == {}
+    assert all(chunk["usage"] is None for chunk in (first, *middle, last))
+    assert usage["choices"] == []
+    assert usage["usage"] == {"prompt_tokens": 7, "completion_tokens": 4, "total_tokens": 11}
+
+
+def test_a_stream_without_usage_does_not_mention_it(chat):
+    assert "usage" not in chat(stream=True).text
+
+
+@pytest.mark.parametrize("text", ['"\\quoted"\n\n', "data: [DONE]\n\n", "\x00\u2028", "😀", "‮", "</script>"])
+def test_a_stream_says_what_the_whole_answer_says(chat, backend, text):
+    backend.script = [TextDelta(text, 1), TextDelta(text, 1, "length")]
+    choice = chat().json()["choices"][0]
+    chunks = [json.loads(event)["choices"][0] for event in sse(chat(stream=True))[:-1]]
+    assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == choice["message"]["content"] == text * 2
+    assert chunks[-1]["finish_reason"] == choice["finish_reason"] == "length"
+
+
+def test_the_openai_client_understands_us(make_app):
+    async def talk():
+        transport = httpx.ASGITransport(make_app())
+        http: Any = httpx.AsyncClient(transport=transport)  # the package knows it by another name
+        async with openai.AsyncOpenAI(api_key="x", base_url="http://orchard/v1", http_client=http) as client:
+            whole = await client.chat.completions.create(model="org/demo", messages=[{"role": "user", "content": "Hi"}])
+            stream = await client.chat.completions.create(
+                model="org/demo",
+                messages=[{"role": "user", "content": "Hi"}],
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            chunks = [chunk async for chunk in stream]
+            with pytest.raises(openai.NotFoundError):
+                await client.models.retrieve("other")
+            return whole, chunks, await client.models.retrieve("org/demo")
+
+    whole, chunks, model = asyncio.run(talk())
+    assert whole.choices[0].message.content == "Hello"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "Hello"
+    assert chunks[-1].usage == whole.usage
+    assert model.id == "org/demo"

@@ -1,0 +1,84 @@
+"""The demo model's runner, loaded once for all tests of the engine, and requests for it."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageDraw
+
+from engine.config import EngineConfig
+from engine.core.batch import ModelRunner
+from engine.processing.images import ImagePreprocessor
+from engine.processing.media import DecodedImage
+from engine.processing.tokenizer import ChatTokenizer
+from engine.protocol import EngineRequest, ImagePatches, SamplingParams
+from engine.worker.model_runner import MLXRunner, load_runner
+from tests.engine.driver import Driver
+
+DEMO = Path(__file__).parents[2] / "engine" / "demo_model"
+DRAFT = DEMO / "draft"  # a text-only model with plain attention
+GREEDY = 0.0
+
+
+@pytest.fixture(scope="session")
+def runner() -> Iterable[MLXRunner]:
+    runner = load_runner(EngineConfig(), lambda progress: None)
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="session")
+def text_runner() -> Iterable[MLXRunner]:
+    runner = load_runner(EngineConfig(model=str(DRAFT)), lambda progress: None)
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> ChatTokenizer:
+    return ChatTokenizer(DEMO)
+
+
+@pytest.fixture(scope="session")
+def make_request(tokenizer: ChatTokenizer) -> Callable[..., EngineRequest]:
+    def make(
+        request_id: str,
+        text: str,
+        images: tuple[ImagePatches, ...] = (),
+        max_tokens: int = 24,
+        temperature: float = GREEDY,
+        stops: bool = True,
+        **sampling: float,
+    ) -> EngineRequest:
+        parts = [{"type": "image"} for _ in images]
+        content = [*parts, {"type": "text", "text": text}] if parts else text
+        ids = tokenizer.encode_chat(
+            [{"role": "user", "content": content}], template_kwargs={}, image_tokens=[i.num_tokens for i in images]
+        )
+        stop_token_ids = tokenizer.stop_token_ids if stops else ()
+        params = SamplingParams(max_tokens, temperature, **sampling)  # type: ignore[arg-type]
+        return EngineRequest(request_id, ids, params, stop_token_ids, images)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def picture() -> Callable[..., ImagePatches]:
+    preprocessor = ImagePreprocessor(DEMO)
+
+    def draw(colour: str, shape: str = "circle", size: tuple[int, int] = (128, 128)) -> ImagePatches:
+        image = Image.new("RGB", size, "white")
+        box = (size[0] // 4, size[1] // 4, size[0] * 3 // 4, size[1] * 3 // 4)
+        pen = ImageDraw.Draw(image)
+        (pen.ellipse if shape == "circle" else pen.rectangle)(box, fill=colour)
+        return preprocessor.patches(DecodedImage(image, f"{colour} {shape} {size}"))
+
+    return draw
+
+
+@pytest.fixture
+def drive(runner: MLXRunner) -> Callable[..., Driver]:
+    def make(config: EngineConfig | None = None, on: ModelRunner = runner) -> Driver:
+        return Driver(on, config)
+
+    return make

@@ -1,0 +1,210 @@
+"""The engine's promise about tokens: alone = batched, whatever joins, leaves or fails meanwhile."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.batch import PrefillOutput
+from engine.protocol import EngineRequest, FinishReason, SamplingParams
+from tests.engine.driver import Driver
+
+SMALL_CHUNKS = EngineConfig(prefill_chunk_tokens=64, prefill_chunk_tokens_busy=64)
+
+
+@pytest.fixture(scope="session")
+def mixed(make_request, picture) -> list[EngineRequest]:
+    """Eight requests: text and pictures, greedy and sampled, long and short."""
+    red, blue = picture("red"), picture("blue", "square", (160, 96))
+    return [
+        make_request("sum", "What is 12 + 30?"),
+        make_request("red", "What is in the image?", (red,)),
+        make_request("story", "Tell me a story.", max_tokens=40, stops=False),
+        make_request("hot", "Tell me a story.", max_tokens=25, stops=False, temperature=1.2, seed=7),
+        make_request("two", "What is in the images?", (red, blue)),
+        make_request("nucleus", "Hello!", max_tokens=20, stops=False, temperature=1.5, seed=8, top_p=0.9, top_k=40),
+        make_request("one", "Hello!", max_tokens=1),
+        make_request("blue", "What color is the square?", (blue,), max_tokens=20, stops=False),
+    ]
+
+
+@pytest.fixture(scope="session")
+def alone(runner, mixed) -> dict[str, list[int]]:
+    return {request.request_id: Driver(runner).run({0: [request]})[request.request_id] for request in mixed}
+
+
+def test_the_demo_model_knows_its_world_alone(alone, tokenizer):
+    def text(request_id: str) -> str:
+        detokenizer = tokenizer.detokenizer(())
+        return detokenizer.push(alone[request_id]) + detokenizer.finish()
+
+    assert text("sum") == "12 + 30 = 42"
+    assert "red circle" in text("red")
+    assert "red circle" in text("two") and "blue square" in text("two")
+
+
+@pytest.mark.parametrize("steps", [(0,) * 8, (12, 20, 10, 0, 5, 25, 15, 3)], ids=["at once", "shuffled"])
+def test_a_request_in_a_batch_gets_the_same_tokens_as_alone(drive, mixed, alone, steps):
+    arrivals: dict[int, list[EngineRequest]] = {}
+    for step, request in zip(steps, mixed, strict=True):
+        arrivals.setdefault(step, []).append(request)
+    driver = drive(SMALL_CHUNKS)
+    assert driver.run(arrivals) == alone
+    assert driver.core.stats.max_rows_in_a_step > 2
+
+
+def test_rows_that_are_aborted_do_not_change_those_that_stay(drive, mixed, alone):
+    for step in (4, 9, 17):
+        driver = drive(SMALL_CHUNKS)
+        tokens = driver.run({0: mixed}, aborts={step: ["story", "red"], step + 3: ["hot"]})
+        for request_id in ("sum", "two", "nucleus", "one", "blue"):
+            assert tokens[request_id] == alone[request_id], (step, request_id)
+        assert driver.core.scheduler.num_running == driver.core.scheduler.num_waiting == 0
+
+
+def test_after_a_storm_nothing_is_held(drive, runner, mixed):
+    before = runner.memory()
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        requests = [replace(r, request_id=f"{r.request_id}-{seed}") for r in mixed]
+        arrivals: dict[int, list[EngineRequest]] = {}
+        aborts: dict[int, list[str]] = {}
+        for request in requests:
+            arrivals.setdefault(int(rng.integers(0, 20)), []).append(request)
+            if rng.random() < 0.6:
+                aborts.setdefault(int(rng.integers(0, 60)), []).append(request.request_id)
+        drive(SMALL_CHUNKS).run(arrivals, aborts)
+    after = runner.memory()
+    assert after["decode_cache_bytes"] == after["prefill_cache_bytes"] == 0
+    assert after["active_bytes"] - before["active_bytes"] < 2**20
+
+
+def test_prompts_are_the_same_in_chunks_of_any_size(drive, mixed, alone):
+    for size in (17, 64):
+        tokens = drive(EngineConfig(prefill_chunk_tokens=size)).run({0: [mixed[4]]})
+        assert tokens["two"] == alone["two"], size
+
+
+def test_a_late_request_does_not_wait_for_a_long_one(drive, make_request):
+    driver = drive()
+    long = make_request("long", "Tell me a story.", max_tokens=300, stops=False)
+    driver.core.add_request(long)
+    for _ in range(20):
+        driver.core.step()
+    driver.core.add_request(make_request("late", "What is 12 + 30?"))
+    while "late" not in driver.finish:
+        driver.core.step()
+    assert "long" not in driver.finish
+    assert len(driver.tokens["long"]) < 60
+    driver.core.abort("long")
+    driver.core.step()
+
+
+def test_the_first_token_comes_with_the_last_chunk_of_the_prompt(drive, make_request):
+    driver = drive()
+    driver.core.add_request(make_request("r", "Hello!"))
+    driver.core.step()
+    assert len(driver.tokens["r"]) == 1
+    driver.core.abort("r")
+    driver.core.step()
+
+
+def test_max_tokens_and_stop_tokens_end_a_row(drive, make_request, tokenizer):
+    driver = drive()
+    tokens = driver.run({0: [make_request("cut", "Hello!", max_tokens=3), make_request("whole", "Hello!")]})
+    assert len(tokens["cut"]) == 3 and driver.finish["cut"] is FinishReason.LENGTH
+    assert driver.finish["whole"] is FinishReason.STOP
+    assert not set(tokens["whole"]) & set(tokenizer.stop_token_ids)
+    assert tokens["whole"][:3] == tokens["cut"]
+
+
+def test_a_model_without_explicit_positions_batches_exactly_too(drive, text_runner, make_request):
+    requests = [
+        make_request(f"r{i}", text, max_tokens=20, stops=False)
+        for i, text in enumerate(["Hello!", "What is 7 + 5?", "Tell me a story.", "Count from 1 to 10."])
+    ]
+    alone = {r.request_id: drive(on=text_runner).run({0: [r]})[r.request_id] for r in requests}
+    together = drive(SMALL_CHUNKS, on=text_runner).run({i * 3: [r] for i, r in enumerate(requests)})
+    assert together == alone
+
+
+class BrokenRunner:
+    """Decodes token 7 for everyone, until told to break."""
+
+    max_context_tokens, capabilities = 100, {}
+
+    def __init__(self) -> None:
+        self.rows: list[str] = []
+        self.dropped: list[str] = []
+        self.break_decode = False
+        self.break_prefill_of: str | None = None
+
+    def decode(self):
+        if self.break_decode:
+            self.rows.clear()
+            raise RuntimeError("secret detail of the library")
+        return {row: (7,) for row in self.rows}
+
+    def prefill(self, request, max_tokens):
+        if request.id == self.break_prefill_of:
+            raise ValueError("bad picture")
+        self.rows.append(request.id)
+        return PrefillOutput(request.num_prompt_tokens, 7)
+
+    def drop(self, request_ids):
+        self.dropped += request_ids
+        self.rows = [row for row in self.rows if row not in request_ids]
+
+    def memory(self):
+        return {}
+
+    def close(self):
+        pass
+
+
+def request_of(request_id: str) -> EngineRequest:
+    return EngineRequest(request_id, np.arange(4, dtype=np.int32), SamplingParams(5), ())
+
+
+@pytest.fixture
+def broken(drive: Callable) -> tuple:
+    runner = BrokenRunner()
+    return runner, drive(on=runner)
+
+
+def test_a_prompt_that_fails_fails_alone(broken):
+    runner, driver = broken
+    runner.break_prefill_of = "bad"
+    tokens = driver.run({0: [request_of("a"), request_of("bad"), request_of("b")]})
+    assert driver.finish == {"a": FinishReason.LENGTH, "bad": FinishReason.ERROR, "b": FinishReason.LENGTH}
+    assert tokens["a"] == tokens["b"] == [7] * 5
+    assert "bad" in runner.dropped
+    assert driver.core.stats.num_failed == 1 and driver.core.stats.failed_steps_in_a_row == 0
+
+
+def test_a_failed_step_fails_its_rows_at_once_and_no_others(broken):
+    runner, driver = broken
+    driver.core.add_request(request_of("a"))
+    driver.core.step()
+    runner.break_decode = True
+    driver.core.add_request(request_of("b"))
+    driver.core.step()
+    assert driver.finish == {"a": FinishReason.ERROR}
+    assert driver.errors["a"] == "decode step failed: RuntimeError", "the library's words stay inside"
+    runner.break_decode = False
+    driver.run({0: []})
+    assert driver.finish["b"] is FinishReason.LENGTH
+
+
+def test_failures_in_a_row_are_counted_and_a_good_step_resets_them(broken):
+    runner, driver = broken
+    runner.break_prefill_of = "bad"
+    for _ in range(3):
+        driver.core.add_request(request_of("bad"))
+        driver.core.step()
+        driver.finish.clear()
+    assert driver.core.stats.failed_steps_in_a_row == 3
+    driver.run({0: [request_of("good")]})
+    assert driver.core.stats.failed_steps_in_a_row == 0

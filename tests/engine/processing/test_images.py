@@ -1,0 +1,88 @@
+"""Pictures to patches with the demo model's processor, compared with what transformers makes of them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import AutoImageProcessor
+
+from engine.processing.checkpoint import DEMO_MODEL
+from engine.processing.images import ImagePreprocessor, PatchNormalization, normalize
+from engine.processing.media import DecodedImage
+from engine.protocol import EngineFailed, InvalidRequest
+
+SIZES = [(64, 64), (200, 100), (1000, 30), (31, 33), (1, 1), (1, 150), (700, 900)]
+
+
+@pytest.fixture(scope="module")
+def preprocessor() -> ImagePreprocessor:
+    return ImagePreprocessor(DEMO_MODEL)
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    for name in ("config.json", "preprocessor_config.json"):
+        shutil.copy(DEMO_MODEL / name, tmp_path)
+    return tmp_path
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def decoded(width: int, height: int) -> DecodedImage:
+    pixels = np.random.default_rng(width * height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return DecodedImage(Image.fromarray(pixels), "hash")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_normalised_patches_are_what_the_models_processor_makes(preprocessor: ImagePreprocessor, size: tuple[int, int]):
+    picture = decoded(*size)
+    expected = AutoImageProcessor.from_pretrained(str(DEMO_MODEL), backend="pil")(
+        images=[picture.image], return_tensors="np"
+    )
+    made = preprocessor.patches(picture)
+    assert made.grid_thw == tuple(expected["image_grid_thw"][0])
+    pixel_values = normalize(made.patches, preprocessor.normalization)
+    assert pixel_values.dtype == np.float32 and pixel_values.shape == expected["pixel_values"].shape
+    np.testing.assert_allclose(pixel_values, expected["pixel_values"], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_patches_are_bytes_and_their_number_fits_the_grid(preprocessor: ImagePreprocessor, size: tuple[int, int]):
+    made = preprocessor.patches(decoded(*size))
+    t, h, w = made.grid_thw
+    assert made.patches.dtype == np.uint8 and made.patches.flags.c_contiguous
+    assert made.patches.shape == (t * h * w, 3, 16, 16)
+    assert made.num_tokens == t * h * w // 4
+    assert 4 <= made.num_tokens <= 64  # the model's own limits: 4096 to 65536 pixels
+    assert made.content_hash == "hash"
+
+
+def test_the_order_of_patches_keeps_merged_ones_together(preprocessor: ImagePreprocessor):
+    pixels = np.zeros((64, 64, 3), dtype=np.uint8)
+    pixels[:32, 32:] = 200  # the upper right quarter: the second block of 2 x 2 patches
+    made = preprocessor.patches(DecodedImage(Image.fromarray(pixels), "hash"))
+    assert (made.patches.reshape(16, -1).mean(axis=1) == [0] * 4 + [200] * 4 + [0] * 8).all()
+
+
+def test_the_normalization_is_that_of_the_checkpoint(preprocessor: ImagePreprocessor, model_dir: Path):
+    assert preprocessor.normalization == PatchNormalization((0.5,) * 3, (0.5,) * 3, 1 / 255, 2, 2)
+    edit(model_dir / "preprocessor_config.json", do_normalize=False, image_mean=[0.1, 0.2, 0.3])
+    assert ImagePreprocessor(model_dir).normalization.mean == (0, 0, 0)
+
+
+def test_a_sliver_is_refused(preprocessor: ImagePreprocessor):
+    with pytest.raises(InvalidRequest, match="201 x 1 pixels; its longer side may have 200 times the shorter"):
+        preprocessor.patches(decoded(201, 1))
+
+
+def test_a_processor_of_another_family_is_refused(model_dir: Path):
+    assert ImagePreprocessor.supported(model_dir)
+    edit(model_dir / "preprocessor_config.json", image_processor_type="SiglipImageProcessor")
+    assert not ImagePreprocessor.supported(model_dir)
+    with pytest.raises(EngineFailed, match="Qwen2-VL family"):
+        ImagePreprocessor(model_dir)

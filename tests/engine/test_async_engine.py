@@ -1,0 +1,266 @@
+"""The asyncio door: streams, aborts, limits, failures, the end."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.async_engine import AsyncEngine
+from engine.config import EngineConfig
+from engine.core.batch import PrefillOutput
+from engine.protocol import (
+    ContextLengthExceeded,
+    EngineFailed,
+    EngineRequest,
+    FinishReason,
+    InvalidRequest,
+    Overloaded,
+    SamplingParams,
+)
+
+
+class CountingRunner:
+    """Row i gets 0, 1, 2, ...; a step takes `step_s`."""
+
+    max_context_tokens, capabilities = 1000, {"media": []}
+
+    def __init__(self, step_s: float = 0.0):
+        self.step_s, self.next, self.hold, self.closed = step_s, {}, 0.0, False
+        self.fail = False
+
+    def decode(self):
+        time.sleep(self.step_s + self.hold)
+        if self.fail:
+            raise RuntimeError("boom")
+        tokens = {row: (n,) for row, n in self.next.items()}
+        self.next = {row: n + 1 for row, n in self.next.items()}
+        return tokens
+
+    def prefill(self, request, max_tokens):
+        self.next[request.id] = 1
+        return PrefillOutput(request.num_prompt_tokens, 0)
+
+    def drop(self, request_ids):
+        for request_id in request_ids:
+            self.next.pop(request_id, None)
+
+    def memory(self):
+        return {"rows": len(self.next)}
+
+    def close(self):
+        self.closed = True
+
+
+def request(request_id: str = "r", max_tokens: int = 10, num_prompt: int = 3) -> EngineRequest:
+    return EngineRequest(request_id, np.zeros(num_prompt, np.int32), SamplingParams(max_tokens), ())
+
+
+def run(test: Callable[[AsyncEngine], Awaitable], runner: CountingRunner | None = None, **config) -> None:
+    async def main() -> None:
+        engine = AsyncEngine(EngineConfig(**config), lambda c, p: runner or CountingRunner())
+        await engine.wait_ready()
+        try:
+            async with asyncio.timeout(20):
+                await test(engine)
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def collect(engine: AsyncEngine, r: EngineRequest) -> list[int]:
+    return [token async for chunk in engine.generate(r) for token in chunk.token_ids]
+
+
+def test_every_token_comes_once_and_in_order_and_the_first_alone():
+    async def test(engine):
+        chunks = [chunk async for chunk in engine.generate(request(max_tokens=50))]
+        assert [t for c in chunks for t in c.token_ids] == list(range(50))
+        assert [c.finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+        assert chunks[-1].finish_reason is FinishReason.LENGTH
+        assert chunks[0].token_ids == (0,)
+
+    run(test, CountingRunner(step_s=0.002))
+
+
+def test_a_slow_reader_gets_everything_that_has_accumulated_at_once():
+    async def test(engine):
+        stream = engine.generate(request(max_tokens=40))
+        await anext(stream)
+        await until(lambda: engine.status().num_finished == 1)
+        chunk = await anext(stream)
+        assert len(chunk.token_ids) == 39 and chunk.finish_reason is FinishReason.LENGTH
+
+    run(test)
+
+
+def test_many_streams_at_once():
+    async def test(engine):
+        results = await asyncio.gather(*(collect(engine, request(f"r{i}", 10 + i)) for i in range(20)))
+        assert results == [list(range(10 + i)) for i in range(20)]
+        assert engine.status().num_running == 0
+
+    run(test, max_running=8)
+
+
+@pytest.mark.parametrize("how", ["close", "cancel", "abort"])
+def test_a_reader_that_leaves_frees_the_row(how):
+    runner = CountingRunner(step_s=0.002)
+
+    async def test(engine):
+        stream = engine.generate(request(max_tokens=900))
+        await anext(stream)
+        if how == "close":
+            await stream.aclose()
+        elif how == "cancel":
+            task = asyncio.create_task(collect(engine, request("other", max_tokens=900)))
+            await until(lambda: len(runner.next) == 2)
+            task.cancel()
+            await stream.aclose()
+        else:
+            assert engine.abort("r")
+            rest = [chunk async for chunk in stream]
+            assert rest[-1].finish_reason is FinishReason.ABORT
+            assert not engine.abort("r"), "it is known no more"
+        await until(lambda: engine.status().num_running == 0 and runner.next == {})
+        assert engine.status().num_aborted == (2 if how == "cancel" else 1)
+
+    run(test, runner)
+
+
+def test_requests_that_cannot_be_served_are_refused_with_the_numbers():
+    async def test(engine):
+        with pytest.raises(ContextLengthExceeded, match=r"1000 tokens.*1001.*991.*10"):
+            await collect(engine, request(num_prompt=991))
+        with pytest.raises(InvalidRequest, match="0 tokens"):
+            await collect(engine, request(num_prompt=0))
+        stream = engine.generate(request(max_tokens=900))
+        await anext(stream)
+        with pytest.raises(InvalidRequest, match="in use"):
+            await collect(engine, request())
+        await stream.aclose()
+        assert await collect(engine, request()) == list(range(10)), "the engine lives on"
+
+    run(test, CountingRunner(step_s=0.002))
+
+
+def test_a_full_queue_refuses_with_the_limit_and_takes_again_when_there_is_room():
+    async def test(engine):
+        streams = [engine.generate(request(f"r{i}", 900)) for i in range(3)]
+        first = [asyncio.create_task(anext(s)) for s in streams]
+        await until(lambda: engine.status().num_running == 1 and engine.status().num_waiting == 2)
+        with pytest.raises(Overloaded, match=r"3 requests are open, the limit is 3"):
+            await collect(engine, request("one too many"))
+        for task, stream in zip(first, streams, strict=True):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await stream.aclose()
+        assert await collect(engine, request("now")) == list(range(10))
+
+    run(test, CountingRunner(step_s=0.002), max_running=1, max_waiting=2)
+
+
+def test_a_failed_step_ends_the_streams_promptly_and_too_many_make_it_unhealthy():
+    runner = CountingRunner()
+
+    async def test(engine):
+        engine.check_health()
+        runner.fail = True
+        for i in range(2):
+            chunks = [chunk async for chunk in engine.generate(request(f"r{i}"))]
+            assert chunks[-1].finish_reason is FinishReason.ERROR
+        engine.check_health()
+        runner.fail = False
+        assert await collect(engine, request("good")) == list(range(10))
+        runner.fail = True
+        runner.prefill = lambda request, max_tokens: 1 / 0
+        for i in range(3):
+            await collect(engine, request(f"s{i}"))
+        with pytest.raises(EngineFailed, match="3 steps in a row failed, the limit is 3"):
+            engine.check_health()
+
+    run(test, runner, max_failed_steps=3)
+
+
+def test_a_step_that_hangs_makes_it_unhealthy():
+    runner = CountingRunner()
+
+    async def test(engine):
+        stream = engine.generate(request(max_tokens=900))
+        await anext(stream)
+        runner.hold = 0.6
+        await asyncio.sleep(0.4)
+        with pytest.raises(EngineFailed, match="a step has lasted"):
+            engine.check_health()
+        runner.hold = 0.0
+        await stream.aclose()
+        await until(lambda: engine.status().num_running == 0)
+        engine.check_health()
+
+    run(test, runner, step_timeout_s=0.2)
+
+
+def test_a_model_that_cannot_be_loaded_says_why_and_no_waiter_hangs():
+    def broken(config, progress):
+        progress(0.5)
+        raise EngineFailed("the weights are broken")
+
+    async def main():
+        engine = AsyncEngine(EngineConfig(), broken)
+        with pytest.raises(EngineFailed, match="the weights are broken"):
+            await engine.wait_ready()
+        assert engine.status().state == "failed" and engine.status().load_progress == 0.5
+        with pytest.raises(EngineFailed, match="the weights are broken"):
+            await collect(engine, request())
+        with pytest.raises(EngineFailed):
+            engine.check_health()
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_shutdown_ends_open_streams_and_closes_the_runner_on_its_thread():
+    runner = CountingRunner(step_s=0.002)
+
+    async def main():
+        engine = AsyncEngine(EngineConfig(), lambda c, p: runner)
+        await engine.wait_ready()
+        task = asyncio.create_task(_last(engine, request(max_tokens=900)))
+        await until(lambda: bool(runner.next))
+        await engine.shutdown()
+        assert (await task).finish_reason is FinishReason.ERROR
+        assert runner.closed and engine.status().state == "stopped"
+        with pytest.raises(EngineFailed, match="shut down"):
+            await collect(engine, request())
+
+    asyncio.run(main())
+
+
+async def _last(engine: AsyncEngine, r: EngineRequest):
+    return [chunk async for chunk in engine.generate(r)][-1]
+
+
+def test_the_real_model_streams_the_tokens_that_it_gives_alone(make_request):
+    async def main():
+        engine = AsyncEngine(EngineConfig())
+        await engine.wait_ready()
+        questions = ["What is 12 + 30?", "Hello!", "What is 7 + 5?"]
+        alone = [await collect(engine, make_request(q, q)) for q in questions]
+        together = await asyncio.gather(*(collect(engine, make_request(q, q)) for q in questions))
+        assert together == alone
+        hot = replace(make_request("hot", "Hello!", stops=False), sampling=SamplingParams(20, 1.3, seed=5))
+        assert await collect(engine, hot) == await collect(engine, hot)
+        status = engine.status()
+        assert status.num_output_tokens == 2 * sum(map(len, alone)) + 40
+        await engine.shutdown()
+
+    asyncio.run(main())

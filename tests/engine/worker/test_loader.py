@@ -1,0 +1,84 @@
+"""What is loaded, and what is refused before the library sees it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import pytest
+from mlx.utils import tree_flatten
+
+from engine.config import EngineConfig
+from engine.protocol import EngineFailed
+from engine.worker import loader
+
+DEMO = Path(loader.__file__).parents[1] / "demo_model"
+
+
+def load(**config) -> tuple[loader.LoadedModel, list[float]]:
+    progress: list[float] = []
+    return loader.load(EngineConfig(**config), progress.append), progress
+
+
+def test_on_the_cpu_all_weights_are_float32_and_progress_ends_at_one():
+    model, progress = load()
+    dtypes = {w.dtype for _, w in tree_flatten(model.module.parameters())}
+    assert dtypes == {mx.float32} and model.dtype == "float32"
+    assert progress[-1] == 1.0 and progress == sorted(progress)
+    assert model.media_kinds == {"image"} and model.max_context_tokens == 32768
+    assert model.num_weight_bytes == sum(w.nbytes for _, w in tree_flatten(model.module.parameters()))
+
+
+def test_a_dtype_that_is_asked_for_is_used_but_decays_stay_float32():
+    model, _ = load(dtype="bfloat16")
+    dtypes = {name: w.dtype for name, w in tree_flatten(model.module.parameters())}
+    assert dtypes["language_model.model.embed_tokens.weight"] == mx.bfloat16
+    assert {d for name, d in dtypes.items() if name.endswith("A_log")} == {mx.float32}
+
+
+def test_a_text_model_sees_nothing():
+    model, _ = load(model=str(DEMO / "draft"))
+    assert model.media_kinds == frozenset()
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    for file in DEMO.iterdir():
+        if file.is_file():
+            shutil.copy(file, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("file", "key"), [("config.json", "model_file"), ("tokenizer_config.json", "auto_map")])
+def test_code_in_a_checkpoint_is_refused_and_never_run(copy, file, key):
+    config = json.loads((copy / file).read_text())
+    config[key] = "evil.py"
+    (copy / file).write_text(json.dumps(config))
+    (copy / "evil.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(EngineFailed, match=key):
+        load(model=str(copy))
+
+
+def test_broken_weights_end_with_the_reason(copy):
+    (copy / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(EngineFailed, match="could not be loaded"):
+        load(model=str(copy))
+
+
+def test_missing_weights_end_with_the_reason(copy):
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(EngineFailed, match="safetensors"):
+        load(model=str(copy))
+
+
+def test_a_context_beyond_the_models_own_is_refused_with_both_numbers():
+    with pytest.raises(EngineFailed, match=r"40000.*32768"):
+        load(max_context_tokens=40000)
+
+
+@pytest.mark.skipif(loader.has_gpu(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused():
+    with pytest.raises(EngineFailed, match="GPU"):
+        load(device="gpu")

@@ -1,0 +1,95 @@
+"""Sampling: filters keep what they should, seeds decide, and a row never depends on its neighbours."""
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+import pytest
+
+from engine.protocol import SamplingParams
+from engine.worker.sampler import Sampler, random_keys
+
+VOCAB = 64
+
+
+def logits_of(batch: int, seed: int = 0) -> mx.array:
+    return mx.array(np.random.default_rng(seed).normal(0, 2, (batch, VOCAB)).astype(np.float32))
+
+
+def draw(logits: mx.array, params: SamplingParams, count: int) -> np.ndarray:
+    """`count` samples of one row's logits, at output positions 0, 1, 2, ..."""
+    rows = mx.broadcast_to(logits, (count, VOCAB))
+    return np.array(Sampler([params] * count)(rows, np.arange(count)))
+
+
+def test_temperature_zero_is_the_best_token():
+    logits = logits_of(5)
+    assert Sampler([SamplingParams(1, 0.0)] * 5)(logits, np.zeros(5)).tolist() == mx.argmax(logits, -1).tolist()
+
+
+def test_samples_follow_the_softmax_at_the_temperature():
+    logits, count = logits_of(1), 20_000
+    params = SamplingParams(1, temperature=1.5, seed=3)
+    frequency = np.bincount(draw(logits, params, count), minlength=VOCAB) / count
+    expected = np.array(mx.softmax(logits[0] / 1.5))
+    assert np.abs(frequency - expected).max() < 4 * np.sqrt(0.25 / count)
+
+
+@pytest.mark.parametrize(
+    ("filters", "allowed"),
+    [
+        ({"top_k": 3}, lambda p: np.argsort(-p)[:3]),
+        ({"top_p": 0.5}, lambda p: np.argsort(-p)[: 1 + int((np.cumsum(np.sort(p)[::-1]) < 0.5).sum())]),
+        ({"min_p": 0.3}, lambda p: np.flatnonzero(p >= 0.3 * p.max())),
+        ({"top_k": 10, "top_p": 0.4}, lambda p: _nucleus_of_the_best(p, 10, 0.4)),
+        ({"top_p": 1e-9}, lambda p: [p.argmax()]),
+        ({"min_p": 1.0}, lambda p: [p.argmax()]),
+        ({"top_k": 1}, lambda p: [p.argmax()]),
+    ],
+    ids=str,
+)
+def test_filters_allow_exactly_what_they_say(filters, allowed):
+    logits = logits_of(1, seed=5)
+    params = SamplingParams(1, temperature=1.3, seed=1, **filters)
+    probs = np.array(mx.softmax(logits[0] / 1.3))
+    assert set(draw(logits, params, 4000)) == set(allowed(probs))
+
+
+def _nucleus_of_the_best(probs: np.ndarray, k: int, p: float) -> np.ndarray:
+    best = np.argsort(-probs)[:k]
+    share = np.cumsum(probs[best]) / probs[best].sum()
+    return best[: 1 + int((share < p).sum())]
+
+
+def test_a_row_gets_the_same_token_in_any_batch():
+    logits = logits_of(6, seed=2)
+    rows = [
+        SamplingParams(1, 0.0),
+        SamplingParams(1, 1.0, seed=5),
+        SamplingParams(1, 1.0, seed=5, top_p=0.7),
+        SamplingParams(1, 2.0, seed=6, top_k=5),
+        SamplingParams(1, 0.7, seed=2**64 - 1, min_p=0.1),
+        SamplingParams(1, 1.0, seed=0),
+    ]
+    positions = np.array([0, 3, 9, 1, 2**20, 0])
+    together = Sampler(rows)(logits, positions).tolist()
+    alone = [Sampler([rows[i]])(logits[i : i + 1], positions[i : i + 1]).item() for i in range(6)]
+    assert together == alone
+    order = [4, 1, 0, 5, 3, 2]
+    shuffled = Sampler([rows[i] for i in order])(logits[mx.array(order)], positions[order]).tolist()
+    assert [together[i] for i in order] == shuffled
+
+
+def test_seed_and_position_both_matter():
+    seeds = np.array([0, 0, 1, 1, 2**63, 2**64 - 1], np.uint64)
+    positions = np.array([0, 1, 0, 1, 0, 0])
+    keys = random_keys(seeds, positions)
+    assert keys.dtype == np.uint32 and keys.shape == (6, 2)
+    assert len({tuple(k) for k in keys.tolist()}) == 6
+    logits = mx.zeros((1, VOCAB))
+    assert len(set(draw(logits, SamplingParams(1, 1.0, seed=1), 200))) > VOCAB // 2
+
+
+def test_bfloat16_logits_are_sampled_in_float32():
+    logits = logits_of(1).astype(mx.bfloat16)
+    assert draw(logits, SamplingParams(1, 1.0, seed=4), 50).max() < VOCAB

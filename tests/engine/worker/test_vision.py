@@ -1,0 +1,56 @@
+"""Pictures: the device normalises as the model's own processor does, and features are kept within bytes."""
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.processing.images import ImagePreprocessor, normalize
+from engine.worker import loader
+from engine.worker.vision import VisionEncoder
+
+
+@pytest.fixture(scope="module")
+def model() -> loader.LoadedModel:
+    return loader.load(EngineConfig(), lambda progress: None)
+
+
+def encoder(model: loader.LoadedModel, max_bytes: int = 2**20) -> VisionEncoder:
+    return VisionEncoder(model.module, ImagePreprocessor(model.path).normalization, max_bytes)
+
+
+def test_the_device_normalises_as_the_processor_does(model, picture):
+    image = picture("red", size=(160, 96))
+    pixels = np.array(encoder(model)._pixels(image, mx.float32))
+    expected = normalize(image.patches, ImagePreprocessor(model.path).normalization)
+    assert pixels.shape == expected.shape
+    assert np.abs(pixels - expected).max() < 1e-6
+
+
+def test_a_picture_has_one_feature_per_token_and_its_own(model, picture):
+    vision = encoder(model)
+    red, blue = picture("red"), picture("blue")
+    features = vision.encode(red)
+    assert features.shape == (red.num_tokens, model.config["vision_config"]["out_hidden_size"])
+    assert not mx.allclose(features, vision.encode(blue)).item()
+
+
+def test_a_picture_that_comes_back_is_not_encoded_again(model, picture):
+    vision = encoder(model)
+    assert vision.encode(picture("red")) is vision.encode(picture("red"))
+
+
+def test_the_cache_never_exceeds_its_bytes_and_forgets_the_oldest_use_first(model, picture):
+    size = encoder(model).encode(picture("red")).nbytes
+    vision = encoder(model, max_bytes=2 * size)
+    first = vision.encode(picture("red"))
+    vision.encode(picture("blue"))
+    assert vision.encode(picture("red")) is first
+    vision.encode(picture("green"))
+    assert vision.num_cached_bytes == 2 * size
+    assert vision.encode(picture("red")) is first, "blue had been used longest ago"
+    tiny = encoder(model, max_bytes=size - 1)
+    tiny.encode(picture("red"))
+    assert tiny.num_cached_bytes == 0
