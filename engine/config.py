@@ -10,31 +10,37 @@ class Frozen(BaseModel):
 
 
 class EngineConfig(Frozen):
-    model: str = Field("demo", description="'demo' (shipped with Orchard), a local directory, or a hub repository")
-    revision: str | None = Field(None, description="branch, tag or commit of a hub repository")
-    device: Literal["auto", "cpu", "gpu"] = Field("auto", description="auto: the GPU if MLX has one")
+    model: str = Field(
+        default="demo", description="'demo' (shipped with Orchard), a local directory, or a hub repository"
+    )
+    revision: str | None = Field(default=None, description="branch, tag or commit of a hub repository")
+    device: Literal["auto", "cpu", "gpu"] = Field(default="auto", description="auto: the GPU if MLX has one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="of the weights; auto: float32 on the CPU, bfloat16 on a GPU"
+        default="auto", description="of the weights; auto: float32 on the CPU, bfloat16 on a GPU"
     )
     max_context_tokens: int | None = Field(
-        None, ge=16, description="prompt and answer together; default: what the model was trained for"
+        default=None, ge=16, description="prompt and answer together; default: what the model was trained for"
     )
-    max_running: int = Field(32, ge=1, le=1024, description="rows in the decode batch")
-    max_waiting: int = Field(256, ge=0, description="requests that may wait for a row; one more is refused (429)")
-    prefill_chunk_tokens: int = Field(2048, ge=16, description="prompt tokens per step while nothing decodes")
-    prefill_chunk_tokens_busy: int = Field(256, ge=16, description="prompt tokens per step while rows decode")
-    vision_cache_mb: int = Field(256, ge=0, description="image features kept for pictures that come back")
-    mlx_cache_mb: int = Field(2048, ge=0, description="freed buffers that MLX may keep for reuse")
-    step_timeout_s: float = Field(120.0, gt=0, description="a step that takes longer makes the engine unhealthy")
-    max_failed_steps: int = Field(5, ge=1, description="failed steps in a row before the engine is unhealthy")
+    max_running: int = Field(default=32, ge=1, le=1024, description="rows in the decode batch")
+    max_waiting: int = Field(
+        default=256, ge=0, description="requests that may wait for a row; one more is refused (429)"
+    )
+    prefill_chunk_tokens: int = Field(default=2048, ge=16, description="prompt tokens per step while nothing decodes")
+    prefill_chunk_tokens_busy: int = Field(default=256, ge=16, description="prompt tokens per step while rows decode")
+    vision_cache_mb: int = Field(default=256, ge=0, description="image features kept for pictures that come back")
+    mlx_cache_mb: int = Field(default=2048, ge=0, description="freed buffers that MLX may keep for reuse")
+    step_timeout_s: float = Field(
+        default=120.0, gt=0, description="a step that takes longer makes the engine unhealthy"
+    )
+    max_failed_steps: int = Field(default=5, ge=1, description="failed steps in a row before the engine is unhealthy")
 
 
 class MediaConfig(Frozen):
-    max_images: int = Field(16, ge=1, description="pictures in one request")
-    max_bytes: int = Field(20 * 2**20, ge=1024, description="one encoded picture")
-    max_pixels: int = Field(40_000_000, ge=1024, description="one decoded picture, width times height")
-    fetch_timeout_s: float = Field(10.0, gt=0, description="one download, redirects included")
-    max_redirects: int = Field(3, ge=0)
+    max_images: int = Field(default=16, ge=1, description="pictures in one request")
+    max_bytes: int = Field(default=20 * 2**20, ge=1024, description="one encoded picture")
+    max_pixels: int = Field(default=40_000_000, ge=1024, description="one decoded picture, width times height")
+    fetch_timeout_s: float = Field(default=10.0, gt=0, description="one download, redirects included")
+    max_redirects: int = Field(default=3, ge=0)
     allowed_private_hosts: tuple[str, ...] = Field(
-        (), description="host names or addresses that may be fetched although they are not public"
+        default=(), description="host names or addresses that may be fetched although they are not public"
     )

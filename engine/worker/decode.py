@@ -41,7 +41,7 @@ class DecodeBatch:
     def clear(self) -> None:
         self._rows: list[Row] = []
         self._cache: kv_cache.BatchCache = []
-        self._newest: mx.array | None = None  # int32 [B], maybe not computed yet
+        self._newest = mx.zeros(0, mx.int32)  # [B], maybe not computed yet
         self._sampler: Sampler | None = None
         self._steps = 0
 
@@ -71,7 +71,6 @@ class DecodeBatch:
             return
         if not stay:
             return self.clear()
-        assert self._newest is not None
         kv_cache.keep(self._cache, stay)
         self._newest = self._newest[mx.array(stay, mx.int32)]
         self._rows = [self._rows[i] for i in stay]
@@ -84,8 +83,7 @@ class DecodeBatch:
         newest = self._newest
         given_out = [row.announced for row in self._rows]
         self._launch()
-        assert newest is not None
-        tokens = newest.tolist()
+        tokens = np.array(newest).tolist()
         return {
             row.request_id: (token,)
             for row, token, given in zip(self._rows, tokens, given_out, strict=True)

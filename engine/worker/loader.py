@@ -25,7 +25,7 @@ EVAL_BYTES = 256 * 2**20  # weights are read in pieces of this size, so that pro
 class LoadedModel:
     """module: the mlx_vlm model. media_kinds: what it can see. num_weight_bytes: as they lie in memory."""
 
-    module: nn.Module
+    module: Any
     path: Path
     config: dict[str, Any]
     media_kinds: frozenset[str]
@@ -84,6 +84,11 @@ def choose_dtype(dtype: str, model_config: dict[str, Any]) -> mx.Dtype | None:
     return None if quantized else mx.bfloat16
 
 
+def weights_of(module: nn.Module) -> list[tuple[str, mx.array]]:
+    flat: Any = tree_flatten(module.parameters())
+    return flat
+
+
 def cast(module: nn.Module, dtype: mx.Dtype | None) -> None:
     """Casts floating weights, but for those that the model wants kept (its `cast_predicate`: recurrent decay)."""
     if dtype is None:
@@ -91,12 +96,12 @@ def cast(module: nn.Module, dtype: mx.Dtype | None) -> None:
     may_cast = getattr(module, "cast_predicate", None) or (lambda name: True)
     weights = [
         (name, w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) and may_cast(name) else w)
-        for name, w in tree_flatten(module.parameters())
+        for name, w in weights_of(module)
     ]
     module.update(tree_unflatten(weights))
 
 
-def sees_images(module: nn.Module) -> bool:
+def sees_images(module: Any) -> bool:
     """Whether our vision path can drive this model: a tower of the Qwen3.5 shape, without deep-stacked features."""
     vision = getattr(getattr(module, "config", None), "vision_config", None)
     return (
@@ -118,7 +123,7 @@ def _context(config: EngineConfig, model_config: dict[str, Any]) -> int:
 
 
 def _read_weights(module: nn.Module, progress: Callable[[float], None]) -> int:
-    weights = [w for _, w in tree_flatten(module.parameters())]
+    weights = [w for _, w in weights_of(module)]
     total = sum(w.nbytes for w in weights)
     done, piece, piece_bytes = 0, [], 0
     for weight in weights:
@@ -136,7 +141,7 @@ def _read_weights(module: nn.Module, progress: Callable[[float], None]) -> int:
 def _main_dtype(module: nn.Module) -> str:
     """The dtype of most bytes."""
     size: dict[str, int] = {}
-    for _, w in tree_flatten(module.parameters()):
+    for _, w in weights_of(module):
         name = str(w.dtype).removeprefix("mlx.core.")
         size[name] = size.get(name, 0) + w.nbytes
     return max(size, key=lambda name: size[name])

@@ -84,8 +84,8 @@ class Prefill:
     def _positions(self, ids: np.ndarray, images: tuple[ImagePatches, ...]) -> tuple[np.ndarray, int]:
         grids = mx.array([image.grid_thw for image in images], mx.int32)
         positions, deltas = self._view.lm.get_rope_index(mx.array(ids[None].astype(np.int32)), grids)
-        return np.array(positions, np.int32), len(ids) + int(deltas.reshape(-1)[0].item())
+        return np.array(positions, np.int32), len(ids) + int(np.array(deltas).reshape(-1)[0])
 
 
 def first_token(logits: mx.array, request: Request) -> int:
-    return int(Sampler([request.spec.sampling])(logits, np.zeros(1, np.int64)).item())
+    return int(np.array(Sampler([request.spec.sampling])(logits, np.zeros(1, np.int64)))[0])

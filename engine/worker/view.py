@@ -1,7 +1,8 @@
 """The language model as the runner sees it: one forward, positions always explicit where the model has them."""
 
+from typing import Any
+
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models.cache import make_prompt_cache
 
@@ -17,7 +18,7 @@ class View:
     single-row batch on every token (mlx_vlm 0.7.10, models/qwen3_5/language.py).
     """
 
-    def __init__(self, language_model: nn.Module):
+    def __init__(self, language_model: Any):
         self.lm = language_model
         self.explicit_positions = hasattr(language_model, "get_rope_index")
 

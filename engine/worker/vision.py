@@ -1,9 +1,9 @@
 """Pictures into the language model's space: normalise on the device, run the tower, keep what comes back often."""
 
 from collections import OrderedDict
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from engine.processing.images import PatchNormalization
 from engine.protocol import ImagePatches
@@ -12,7 +12,7 @@ from engine.protocol import ImagePatches
 class VisionEncoder:
     """Features per picture, cached by content within `max_bytes`, least recently used first out."""
 
-    def __init__(self, module: nn.Module, normalization: PatchNormalization, max_bytes: int):
+    def __init__(self, module: Any, normalization: PatchNormalization, max_bytes: int):
         self._tower = module.vision_tower
         self._norm = normalization
         self._max_bytes = max_bytes

@@ -34,7 +34,7 @@ class Driver:
         max_steps: int = 5000,
     ) -> dict[str, list[int]]:
         """Steps until nothing is left. arrivals and aborts: step -> what comes before that step."""
-        last = max([*arrivals, *(aborts or {})])
+        last = max((*arrivals.keys(), *(aborts or {}).keys()))
         for step in range(max_steps):
             for request in arrivals.get(step, ()):
                 self.core.add_request(request)

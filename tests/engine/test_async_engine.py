@@ -29,7 +29,7 @@ class CountingRunner:
 
     def __init__(self, step_s: float = 0.0):
         self.step_s, self.next, self.hold, self.closed = step_s, {}, 0.0, False
-        self.fail = False
+        self.fail = self.fail_prefill = False
 
     def decode(self):
         time.sleep(self.step_s + self.hold)
@@ -40,6 +40,8 @@ class CountingRunner:
         return tokens
 
     def prefill(self, request, max_tokens):
+        if self.fail_prefill:
+            raise RuntimeError("boom")
         self.next[request.id] = 1
         return PrefillOutput(request.num_prompt_tokens, 0)
 
@@ -182,7 +184,7 @@ def test_a_failed_step_ends_the_streams_promptly_and_too_many_make_it_unhealthy(
         runner.fail = False
         assert await collect(engine, request("good")) == list(range(10))
         runner.fail = True
-        runner.prefill = lambda request, max_tokens: 1 / 0
+        runner.fail_prefill = True
         for i in range(3):
             await collect(engine, request(f"s{i}"))
         with pytest.raises(EngineFailed, match="3 steps in a row failed, the limit is 3"):

@@ -8,7 +8,6 @@ import engine.worker  # noqa: F401  # before MLX
 
 import mlx.core as mx  # isort: skip
 import pytest
-from mlx.utils import tree_flatten
 
 from engine.config import EngineConfig
 from engine.protocol import EngineFailed
@@ -24,16 +23,16 @@ def load(**config) -> tuple[loader.LoadedModel, list[float]]:
 
 def test_on_the_cpu_all_weights_are_float32_and_progress_ends_at_one():
     model, progress = load()
-    dtypes = {w.dtype for _, w in tree_flatten(model.module.parameters())}
+    dtypes = {w.dtype for _, w in loader.weights_of(model.module)}
     assert dtypes == {mx.float32} and model.dtype == "float32"
     assert progress[-1] == 1.0 and progress == sorted(progress)
     assert model.media_kinds == {"image"} and model.max_context_tokens == 32768
-    assert model.num_weight_bytes == sum(w.nbytes for _, w in tree_flatten(model.module.parameters()))
+    assert model.num_weight_bytes == sum(w.nbytes for _, w in loader.weights_of(model.module))
 
 
 def test_a_dtype_that_is_asked_for_is_used_but_decays_stay_float32():
     model, _ = load(dtype="bfloat16")
-    dtypes = {name: w.dtype for name, w in tree_flatten(model.module.parameters())}
+    dtypes = {name: w.dtype for name, w in loader.weights_of(model.module)}
     assert dtypes["language_model.model.embed_tokens.weight"] == mx.bfloat16
     assert {d for name, d in dtypes.items() if name.endswith("A_log")} == {mx.float32}
 

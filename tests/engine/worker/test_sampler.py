@@ -72,7 +72,7 @@ def test_a_row_gets_the_same_token_in_any_batch():
         SamplingParams(1, 1.0, seed=0),
     ]
     positions = np.array([0, 3, 9, 1, 2**20, 0])
-    together = Sampler(rows)(logits, positions).tolist()
+    together = np.array(Sampler(rows)(logits, positions)).tolist()
     alone = [Sampler([rows[i]])(logits[i : i + 1], positions[i : i + 1]).item() for i in range(6)]
     assert together == alone
     order = [4, 1, 0, 5, 3, 2]

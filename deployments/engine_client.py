@@ -1,0 +1,166 @@
+"""EngineClient: the one hop between the ingress and the engines; reserve a replica, plan on its node, dispatch, stream.
+
+The reservation holds a slot of the replica while the plan is made, so that placing, planning and generating agree on
+the node. Whatever ends a call (its last token, an error, a client that leaves) cancels the engine's generator and
+gives the slot back.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import grpc
+from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from deployments.chat import ChatRequest, Plan, Route
+from deployments.routing import NODE_SESSION
+from engine.protocol import EngineFailed, Overloaded, TokenChunk
+
+log = logging.getLogger("ray.serve")
+
+RESERVE_TIMEOUT_S = 30.0
+"""How long a request waits for a replica: Serve itself would wait for ever."""
+PLAN_TIMEOUT_S = 120.0
+RETRY_AFTER_S = 2.0
+
+GONE = (RayActorError, NodeDiedError, ObjectLostError, ReplicaUnavailableError)
+"""What a handle raises when the replica behind it, or its node, is dead or cannot be reached."""
+
+
+class EngineStream:
+    """A request that has its first chunk. Iterate it once, or close it."""
+
+    def __init__(self, plan: Plan, node_id: str, first: TokenChunk, rest: Any, resources: AsyncExitStack):
+        self.plan = plan
+        self.node_id = node_id
+        self._first = first
+        self._rest = rest
+        self._resources = resources
+        self._closing: asyncio.Task[None] | None = None
+
+    async def __aiter__(self) -> AsyncIterator[TokenChunk]:
+        """Raises EngineFailed when the engine is lost on the way."""
+        try:
+            yield self._first
+            async for chunk in self._rest:
+                yield chunk
+        except Exception as error:
+            cause = cause_of(error)
+            if is_gone(cause):
+                raise EngineFailed("The engine was lost in the middle of the answer. Please send it again.") from error
+            raise cause from None
+        finally:
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        """Frees the row and the slot. Goes on in its own task when the caller is cancelled (again) meanwhile."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._resources.aclose())
+        await asyncio.shield(self._closing)
+
+
+class EngineClient:
+    """`planners` must pin by the session id `node:<id>`, see routing.py."""
+
+    def __init__(
+        self,
+        engine: DeploymentHandle,
+        planners: Mapping[Route, DeploymentHandle],
+        reserve_timeout_s: float = RESERVE_TIMEOUT_S,
+    ):
+        self._engine = engine.options(stream=True, _by_reference=False, method_name="generate")
+        self._planners = planners
+        self._reserve_timeout_s = reserve_timeout_s
+
+    async def start(self, request: ChatRequest, route: Route) -> EngineStream:
+        """Returns with the first chunk. A replica that dies before it is replaced by another one, once.
+
+        Raises InvalidRequest, Overloaded, EngineFailed.
+        """
+        try:
+            return await self._attempt(request, route)
+        except Exception as error:
+            if not is_gone(cause_of(error)):
+                raise answer_to(error) from None
+            log.warning("request %s: the replica is gone (%s), trying another one", request.request_id, error)
+        try:
+            return await self._attempt(request, route)
+        except Exception as error:
+            raise answer_to(error) from None
+
+    async def _attempt(self, request: ChatRequest, route: Route) -> EngineStream:
+        async with AsyncExitStack() as resources:
+            selection = await self._reserve(resources)
+            plan = await self._plan(request, route, selection)
+            chunks: Any
+            if selection is None:
+                chunks = self._engine.remote(plan.request)
+            else:
+                chunks = self._engine.dispatch(selection, plan.request)
+            resources.callback(cancel, chunks)  # before the reservation ends
+            first = await anext(chunks)
+            node_id = selection.node_id if selection else ""
+            return EngineStream(plan, node_id, first, chunks, resources.pop_all())
+
+    async def _reserve(self, resources: AsyncExitStack) -> Any | None:
+        """A slot on the replica that will answer; None in Serve's local testing mode, which cannot choose."""
+        try:
+            async with asyncio.timeout(self._reserve_timeout_s):
+                return await resources.enter_async_context(self._engine.choose_replica())
+        except NotImplementedError:
+            return None
+        except TimeoutError:
+            raise EngineFailed(f"No engine took the request within {self._reserve_timeout_s:.0f} s.") from None
+
+    async def _plan(self, request: ChatRequest, route: Route, selection: Any | None) -> Plan:
+        planner = self._planners[route].options(method_name="plan")
+        if selection is not None:
+            planner = planner.options(session_id=NODE_SESSION + selection.node_id)
+        response = planner.remote(request)
+        try:
+            async with asyncio.timeout(PLAN_TIMEOUT_S):
+                return await response
+        except TimeoutError:
+            response.cancel()
+            raise EngineFailed(f"The request could not be prepared within {PLAN_TIMEOUT_S:.0f} s.") from None
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+
+
+def cancel(response: Any) -> None:
+    """Ends a streaming call wherever it stands.
+
+    Ray's own cancel() misses a call that has been dispatched but not read from yet.
+    """
+    dispatched = response._replica_result_future
+    response.cancel()
+    if dispatched.done() and not dispatched.cancelled() and dispatched.exception() is None:
+        dispatched.result().cancel()
+
+
+def cause_of(error: Exception) -> Exception:
+    """What the replica's code raised, without Ray's wrapping."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        return error.cause
+    return error
+
+
+def is_gone(error: Exception) -> bool:
+    if isinstance(error, grpc.aio.AioRpcError):  # cancelled: by the peer, which shuts down
+        return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    return isinstance(error, GONE)
+
+
+def answer_to(error: Exception) -> Exception:
+    """The error for the client; what is not foreseen stays as it is."""
+    error = cause_of(error)
+    if isinstance(error, BackPressureError):
+        return Overloaded("Too many requests are waiting for an engine.", RETRY_AFTER_S)
+    if is_gone(error) or isinstance(error, DeploymentUnavailableError):
+        return EngineFailed("The engine was lost before the first token. Please send the request again.")
+    return error

@@ -1,0 +1,120 @@
+"""Ingress: the HTTP faces in front of the graph, one per node; turns the engine's tokens into text."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from deployments.chat import ChatRequest, Route, TextDelta
+from deployments.engine_client import EngineClient, EngineStream
+from deployments.http.config import HttpConfig
+from deployments.http.openai import create_app
+from deployments.replica import replica_info
+from engine.config import EngineConfig
+from engine.processing.checkpoint import media_kinds, read_config, resolve_checkpoint
+from engine.processing.detokenizer import Detokenizer
+from engine.processing.tokenizer import ChatTokenizer
+from engine.protocol import EngineFailed, FinishReason
+
+STATUS_TIMEOUT_S = 5.0
+READY_CHECKED_EVERY_S = 1.0
+
+
+class TextGeneration:
+    """See chat.Generation. Ends the engine's stream as soon as a stop string is complete."""
+
+    def __init__(self, stream: EngineStream, detokenizer: Detokenizer):
+        self.num_prompt_tokens = len(stream.plan.request.token_ids)
+        self._stream = stream
+        self._detokenizer = detokenizer
+
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        """Raises EngineFailed when the engine cannot finish the answer."""
+        num_tokens = 0
+        try:
+            async for chunk in self._stream:
+                if chunk.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                    raise EngineFailed(chunk.error or "The engine gave up the request. Please send it again.")
+                text = self._detokenizer.push(chunk.token_ids)
+                finish_reason = FinishReason.STOP if self._detokenizer.stopped else chunk.finish_reason
+                if finish_reason is not None:
+                    text += self._detokenizer.finish()
+                new_tokens, num_tokens = self._detokenizer.num_tokens - num_tokens, self._detokenizer.num_tokens
+                yield TextDelta(text, new_tokens, finish_reason.value if finish_reason else None)
+                if finish_reason is not None:
+                    return
+        finally:
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+@serve.deployment()
+@serve.ingress()
+class Ingress:
+    """Implements chat.Backend for the HTTP faces."""
+
+    def __init__(
+        self,
+        model_name: str,
+        config: EngineConfig,
+        http: HttpConfig,
+        effective_config: dict[str, Any],
+        engine: DeploymentHandle,
+        text: DeploymentHandle,
+        mllm: DeploymentHandle,
+    ):
+        self.model_name = model_name
+        self._http = http
+        self._effective_config = effective_config
+        model_dir = resolve_checkpoint(config.model, config.revision, weights=False)
+        self._tokenizer = ChatTokenizer(model_dir)
+        self._media_kinds = media_kinds(model_dir, read_config(model_dir))
+        self._client = EngineClient(engine, {Route.TEXT: text, Route.MLLM: mllm})
+        self._graph = {"engines": engine, "text": text, "mllm": mllm}
+        self._ready_until = float("-inf")
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(self, self._http, self._media_kinds, self._tokenizer.keeps_late_system)
+
+    async def start(self, request: ChatRequest, route: Route) -> TextGeneration:
+        stream = await self._client.start(request, route)
+        return TextGeneration(stream, self._tokenizer.detokenizer(request.stop))
+
+    async def status(self) -> dict[str, Any]:
+        """Sums over all engines, then every replica of the graph, and the configuration in effect."""
+        replicas = dict(zip(self._graph, await asyncio.gather(*map(status_of_all, self._graph.values())), strict=True))
+        engines = [replica["engine"] for replica in replicas["engines"]]
+        return {
+            "model": self.model_name,
+            "ready": any(engine["state"] == "ready" for engine in engines),
+            "num_running": sum(engine["num_running"] for engine in engines),
+            "num_waiting": sum(engine["num_waiting"] for engine in engines),
+            **replicas,
+            "ingress": [replica_info()],
+            "config": self._effective_config,
+        }
+
+    async def not_ready(self) -> str | None:
+        if time.monotonic() < self._ready_until:
+            return None
+        engines = await status_of_all(self._graph["engines"])
+        if any(replica["engine"]["state"] == "ready" for replica in engines):
+            self._ready_until = time.monotonic() + READY_CHECKED_EVERY_S
+            return None
+        return engines[0]["engine"]["error"] if engines else "No engine is ready: the model is being loaded."
+
+
+async def status_of_all(handle: DeploymentHandle) -> list[dict[str, Any]]:
+    """What every running replica of a deployment says about itself; those that do not answer in time are left out."""
+    try:
+        answers = await handle.broadcast("status").results_async(timeout_s=STATUS_TIMEOUT_S, return_exceptions=True)
+    except (DeploymentUnavailableError, TimeoutError):
+        return []
+    return [answer for answer in answers if isinstance(answer, dict)]

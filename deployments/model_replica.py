@@ -1,0 +1,56 @@
+"""ModelReplica: the one process of a node that holds the weights, a thin door to engine.AsyncEngine."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import Any
+
+from ray import serve
+
+from deployments.replica import log_refusals_in_one_line, node_id, replica_info
+from engine.config import EngineConfig
+from engine.protocol import EngineRequest, TokenChunk
+
+log = logging.getLogger("ray.serve")
+
+PROGRESS_PERIOD_S = 5.0
+
+
+@serve.deployment()
+class ModelReplica:
+    async def __init__(self, config: EngineConfig):
+        """Returns when the weights are in memory; until then Serve sends no request. Raises EngineFailed."""
+        log_refusals_in_one_line()
+        # Ray tells OpenBLAS to use one thread in a replica with num_cpus 0
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", str(os.cpu_count() or 1))
+        from engine.async_engine import AsyncEngine  # brings MLX, which no other process of the graph may hold
+
+        self._engine = AsyncEngine(config)
+        loaded = asyncio.ensure_future(self._engine.wait_ready())
+        while not (await asyncio.wait({loaded}, timeout=PROGRESS_PERIOD_S))[0]:
+            log.info("loading %s: %.0f %%", config.model, 100 * self._engine.status().load_progress)
+        await loaded
+        log.info("%s is loaded", config.model)
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:
+        """See AsyncEngine.generate: one item per step, and closing it at any point frees the row."""
+        chunks: Any = self._engine.generate(request)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
+
+    async def status(self) -> dict[str, Any]:
+        return {**replica_info(), "engine": asdict(self._engine.status())}
+
+    async def check_health(self) -> None:
+        self._engine.check_health()
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        return {"node_id": node_id()}
+
+    async def __del__(self) -> None:
+        """Serve awaits it once the open requests are answered."""
+        await self._engine.shutdown()

@@ -1,0 +1,92 @@
+"""The real graph around a step that computes nothing: a runner that gives every row one token at a fixed pace."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest.mock import patch
+
+from ray import serve
+from ray.serve import Application
+
+from deployments.app import AppArgs, build_app
+from deployments.model_replica import ModelReplica
+from engine.async_engine import AsyncEngine
+from engine.config import EngineConfig
+from engine.core.batch import PrefillOutput
+from engine.core.request import Request
+from engine.processing.checkpoint import resolve_checkpoint
+from engine.processing.tokenizer import ChatTokenizer
+
+STEPS_PER_S = 50.0
+
+LETTER = "a"
+"""What every token decodes to: the client counts tokens by counting letters."""
+
+
+class PacedRunner:
+    """Steps at the ticks of a clock; a tick that was missed is left out.
+
+    emissions: for each request, by its seed, the time.monotonic() of every token.
+    """
+
+    def __init__(self, token_id: int):
+        self.max_context_tokens = 1 << 20
+        self.capabilities: dict[str, Any] = {}
+        self.emissions: dict[int, list[float]] = {}
+        self._token_ids = (token_id,)
+        self._tick = 0.0
+        self._rows: dict[str, list[float]] = {}
+
+    def decode(self) -> Mapping[str, tuple[int, ...]]:
+        self._tick = max(self._tick + 1 / STEPS_PER_S, time.monotonic())
+        time.sleep(max(0.0, self._tick - time.monotonic()))
+        now = time.monotonic()
+        for times in self._rows.values():
+            times.append(now)
+        return dict.fromkeys(self._rows, self._token_ids)
+
+    def prefill(self, request: Request, max_tokens: int) -> PrefillOutput:
+        self._rows[request.id] = self.emissions[request.spec.sampling.seed] = [time.monotonic()]
+        return PrefillOutput(request.num_prompt_tokens - request.num_prefilled, self._token_ids[0])
+
+    def drop(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._rows.pop(request_id, None)
+
+    def memory(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def make_paced_runner(config: EngineConfig, _progress: Callable[[float], None]) -> PacedRunner:
+    [token_id] = ChatTokenizer(resolve_checkpoint(config.model, config.revision, weights=False)).encode_text(LETTER)
+    return PacedRunner(int(token_id))
+
+
+_Replica: Any = ModelReplica.func_or_class
+
+
+@serve.deployment()
+class SyntheticReplica(_Replica):
+    """ModelReplica with the paced runner in its engine."""
+
+    async def __init__(self, config: EngineConfig):
+        def make_runner(config: EngineConfig, progress: Callable[[float], None]) -> PacedRunner:
+            self._runner = make_paced_runner(config, progress)
+            return self._runner
+
+        self._engine = AsyncEngine(config, make_runner)
+        await self._engine.wait_ready()
+
+    async def take_emissions(self) -> dict[int, list[float]]:
+        """Of the requests since the last call; none may be running."""
+        emissions, self._runner.emissions = self._runner.emissions, {}
+        return emissions
+
+
+def build_synthetic_app(args: AppArgs) -> Application:
+    """What build_app binds, but for the replica that holds the engine."""
+    with patch("deployments.app.ModelReplica", SyntheticReplica):
+        return build_app(args)

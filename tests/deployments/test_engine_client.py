@@ -1,0 +1,312 @@
+"""EngineClient against handles that behave as Ray's do, and against Serve's local testing mode with a real engine."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from ray import serve
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
+
+from deployments.chat import ChatRequest, Plan, Route
+from deployments.engine_client import EngineClient, EngineStream
+from deployments.model_replica import ModelReplica
+from deployments.text import TextMTP
+from engine.config import EngineConfig
+from engine.protocol import (
+    EngineFailed,
+    EngineRequest,
+    FinishReason,
+    InvalidRequest,
+    Overloaded,
+    SamplingParams,
+    TokenChunk,
+)
+
+REQUEST = ChatRequest("r", ({"role": "user", "content": "What is 12 + 30?"},), temperature=0)
+PLAN = Plan(EngineRequest("r", np.zeros(3, np.int32), SamplingParams(8), (2,)), Route.TEXT, "node-0")
+LAST = TokenChunk((3,), FinishReason.STOP)
+
+Item = TokenChunk | Exception | float
+
+
+@dataclass
+class Selection:
+    node_id: str
+
+
+class Result:
+    """What Ray holds of a dispatched call."""
+
+    def __init__(self, log: list[str]):
+        self._log = log
+
+    def cancel(self) -> None:
+        self._log.append("cancel")
+
+
+class Response:
+    """A streaming response. Items: chunks, seconds to wait, or an error to raise."""
+
+    def __init__(self, items: list[Item], log: list[str]):
+        self._items = iter(items)
+        self._replica_result_future = asyncio.get_running_loop().create_future()
+        self._replica_result_future.set_result(Result(log))
+
+    def cancel(self) -> None:
+        """Like Ray's, it does not reach a call that nobody has read from."""
+
+    async def __anext__(self) -> TokenChunk:
+        for item in self._items:
+            if isinstance(item, Exception):
+                raise item
+            if isinstance(item, float):
+                await asyncio.sleep(item)
+            else:
+                return item
+        raise StopAsyncIteration
+
+    def __aiter__(self) -> "Response":
+        return self
+
+
+class Planned:
+    def __init__(self, outcome: Item | Plan, log: list[str]):
+        self._outcome = outcome
+        self._log = log
+
+    def __await__(self) -> Any:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
+        if isinstance(self._outcome, float):
+            await asyncio.sleep(self._outcome)
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return PLAN
+
+    def cancel(self) -> None:
+        self._log.append("cancel plan")
+
+
+@dataclass
+class Graph:
+    """Handles of an engine and a planner; each attempt takes the next scenario, the last one stays."""
+
+    streams: list[list[Item]] = field(default_factory=lambda: [[TokenChunk((1,)), TokenChunk((2,)), LAST]])
+    plans: list[Item | Plan] = field(default_factory=lambda: [PLAN])
+    reserve: list[Item | None] = field(default_factory=lambda: [None])
+    log: list[str] = field(default_factory=list)
+    pins: list[str] = field(default_factory=list)
+
+    def options(self, **options: Any) -> "Graph":
+        self.pins += [options["session_id"]] if "session_id" in options else []
+        return self
+
+    def client(self, **options: Any) -> EngineClient:
+        graph: Any = self
+        return EngineClient(graph, {Route.TEXT: graph}, **options)
+
+    @contextlib.asynccontextmanager
+    async def choose_replica(self) -> AsyncIterator[Selection]:
+        outcome = self._next(self.reserve)
+        if isinstance(outcome, float):
+            await asyncio.sleep(outcome)
+        if isinstance(outcome, Exception):
+            raise outcome
+        self.log.append("reserve")
+        try:
+            yield Selection(f"node-{self.log.count('reserve') - 1}")
+        finally:
+            self.log.append("release")
+
+    def remote(self, request: ChatRequest) -> Planned:
+        self.log.append("plan")
+        return Planned(self._next(self.plans), self.log)
+
+    def dispatch(self, selection: Selection, request: EngineRequest) -> Response:
+        self.log.append("dispatch")
+        return Response(self._next(self.streams), self.log)
+
+    def _next(self, scenarios: list[Any]) -> Any:
+        return scenarios.pop(0) if len(scenarios) > 1 else scenarios[0]
+
+
+def run(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(10):
+            return await make()
+
+    return asyncio.run(bounded())
+
+
+async def tokens(stream: EngineStream) -> list[int]:
+    return [token for chunk in [chunk async for chunk in stream] for token in chunk.token_ids]
+
+
+def answer(graph: Graph) -> list[int]:
+    async def go() -> list[int]:
+        return await tokens(await graph.client().start(REQUEST, Route.TEXT))
+
+    return run(go)
+
+
+def task_error(cause: Exception) -> RayTaskError:
+    """As a replica's exception arrives: wrapped, with a traceback for a message."""
+    return RayTaskError("plan", "Traceback ...", cause).as_instanceof_cause()
+
+
+def test_plan_and_tokens_come_from_the_node_that_was_reserved():
+    graph = Graph()
+    assert answer(graph) == [1, 2, 3]
+    assert graph.log == ["reserve", "plan", "dispatch", "cancel", "release"]
+    assert graph.pins == ["node:node-0"]
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        Graph(streams=[[ActorDiedError()], [LAST]]),
+        Graph(streams=[[ActorUnavailableError("away", None)], [LAST]]),
+        Graph(streams=[[ReplicaUnavailableError("gone")], [LAST]]),
+        Graph(
+            streams=[
+                [grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata())],
+                [LAST],
+            ]
+        ),
+        Graph(streams=[[LAST]], plans=[ActorDiedError(), PLAN]),
+        Graph(streams=[[LAST]], plans=[task_error(ActorDiedError()), PLAN]),
+    ],
+)
+def test_a_replica_that_dies_before_the_first_token_is_replaced_once(scenario: Graph):
+    assert answer(scenario) == [3]
+    assert scenario.pins == ["node:node-0", "node:node-1"]
+    assert scenario.log.count("release") == scenario.log.count("reserve") == 2
+
+
+def test_it_is_not_replaced_twice():
+    graph = Graph(streams=[[ActorDiedError()]])
+    with pytest.raises(EngineFailed, match=r"before the first token\. Please send the request again"):
+        answer(graph)
+    assert graph.log.count("dispatch") == 2
+    assert graph.log.count("release") == 2
+
+
+def test_a_replica_that_dies_later_ends_the_stream_with_a_clear_error():
+    graph = Graph(streams=[[TokenChunk((1,)), ActorUnavailableError("away", None)]])
+    with pytest.raises(EngineFailed, match="in the middle of the answer"):
+        answer(graph)
+    assert graph.log[-1] == "release"
+    assert graph.log.count("reserve") == 1
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("no such role", "messages[0]"), Overloaded("full", 3.0)])
+def test_errors_of_ours_arrive_as_they_were_raised(error: Exception):
+    for graph in (Graph(plans=[task_error(error)]), Graph(streams=[[task_error(error)]])):
+        with pytest.raises(type(error)) as raised:
+            answer(graph)
+        assert type(raised.value) is type(error)
+        assert raised.value.args == error.args
+        assert graph.log.count("reserve") == graph.log.count("release") == 1
+
+
+def test_a_full_queue_means_try_later():
+    with pytest.raises(Overloaded) as error:
+        answer(Graph(reserve=[BackPressureError(num_queued_requests=9, max_queued_requests=8)]))
+    assert error.value.retry_after_s > 0
+
+
+def test_waiting_for_a_replica_has_an_end():
+    async def go() -> None:
+        await Graph(reserve=[60.0]).client(reserve_timeout_s=0.05).start(REQUEST, Route.TEXT)
+
+    with pytest.raises(EngineFailed, match="No engine took the request"):
+        run(go)
+
+
+@pytest.mark.parametrize(
+    "graph, expected",
+    [
+        (Graph(reserve=[60.0]), []),
+        (Graph(plans=[60.0]), ["reserve", "plan", "cancel plan", "release"]),
+        (Graph(streams=[[60.0, LAST]]), ["reserve", "plan", "dispatch", "cancel", "release"]),
+    ],
+)
+def test_a_client_that_leaves_before_the_first_token_leaves_nothing_behind(graph: Graph, expected: list[str]):
+    async def go() -> None:
+        task = asyncio.ensure_future(graph.client().start(REQUEST, Route.TEXT))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(go)
+    assert graph.log == expected
+
+
+def test_a_client_that_leaves_in_the_middle_frees_the_row_and_the_slot():
+    graph = Graph(streams=[[TokenChunk((1,)), 60.0, LAST]])
+
+    async def go() -> None:
+        stream = await graph.client().start(REQUEST, Route.TEXT)
+        reader = asyncio.ensure_future(tokens(stream))
+        await asyncio.sleep(0.02)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+
+    run(go)
+    assert graph.log[-2:] == ["cancel", "release"]
+
+
+def test_a_stream_that_is_never_read_can_be_closed_twice():
+    graph = Graph()
+
+    async def go() -> None:
+        stream = await graph.client().start(REQUEST, Route.TEXT)
+        await asyncio.gather(stream.aclose(), stream.aclose())
+
+    run(go)
+    assert graph.log == ["reserve", "plan", "dispatch", "cancel", "release"]
+
+
+def test_an_error_that_nobody_foresaw_stays_itself():
+    with pytest.raises(ZeroDivisionError):
+        answer(Graph(plans=[task_error(ZeroDivisionError("oops"))]))
+
+
+@pytest.fixture(scope="module")
+def local_graph() -> Iterator[tuple[Any, Any]]:
+    engine = serve.run(ModelReplica.bind(EngineConfig()), name="engine", _local_testing_mode=True)
+    yield engine, serve.run(TextMTP.bind(EngineConfig()), name="text", _local_testing_mode=True)
+    engine.options(method_name="__del__").remote().result()  # as Serve does; the local mode forgets it
+
+
+def test_a_real_engine_answers_in_serves_local_testing_mode(local_graph: tuple[Any, Any]):
+    engine, text = local_graph
+
+    async def go() -> tuple[Plan, list[TokenChunk]]:
+        stream = await EngineClient(engine, {Route.TEXT: text}).start(REQUEST, Route.TEXT)
+        return stream.plan, [chunk async for chunk in stream]
+
+    plan, chunks = run(go)
+    assert len(plan.request.token_ids) == 22
+    assert chunks[-1].finish_reason == FinishReason.STOP
+    assert len(chunks[0].token_ids) == 1
+
+
+def test_refusals_pass_through_serve(local_graph: tuple[Any, Any]):
+    engine, text = local_graph
+
+    async def go() -> None:
+        request = ChatRequest("r2", ({"role": "wizard", "content": "x"},))
+        await EngineClient(engine, {Route.TEXT: text}).start(request, Route.TEXT)
+
+    with pytest.raises(InvalidRequest, match="template"):
+        run(go)

@@ -1,0 +1,68 @@
+from typing import Any
+
+import pytest
+
+from deployments.launch_watch import _welcome, complaints_about, reason_in
+
+
+def config(**args: Any) -> dict[str, Any]:
+    return {"applications": [{"name": "orchard", "import_path": "deployments.app:build_app", "args": args}]}
+
+
+def test_a_right_config_is_silent():
+    assert complaints_about(config()) == []
+    assert complaints_about(config(engine={"model": "demo", "max_running": 4}, media={"max_images": 2})) == []
+
+
+def test_each_wrong_key_is_named_with_its_value():
+    complaints = complaints_about(config(engine={"modle": "demo", "max_running": "many"}, servd_model_name="x"))
+    assert [line.strip().split(":")[0] for line in complaints] == [
+        "args.engine.max_running",
+        "args.engine.modle",
+        "args.servd_model_name",
+    ]
+    assert "'many'" in complaints[0]
+
+
+def test_applications_of_others_are_none_of_our_business():
+    assert complaints_about({"applications": [{"import_path": "somebody.else:app", "args": {"x": 1}}]}) == []
+
+
+TRACEBACK = """Deploying app 'orchard' failed with exception:
+Traceback (most recent call last):
+  File "a.py", line 1, in f
+    g()
+    ^^^
+  File "b.py", line 2, in g
+    raise EngineFailed("no")
+{error}
+"""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "engine.protocol.EngineFailed: model './nope': there is no directory",
+        "pydantic.ValidationError: 1 validation error for AppArgs\nengine.modle\n  Extra inputs are not permitted",
+    ],
+)
+def test_the_reason_is_the_end_of_the_traceback(error: str):
+    assert reason_in(TRACEBACK.format(error=error)) == error
+
+
+def test_a_message_without_a_traceback_is_its_own_reason():
+    assert reason_in("Deployment Ingres does not exist.\n") == "Deployment Ingres does not exist."
+    assert reason_in("") == ""
+
+
+@pytest.mark.parametrize(
+    "http_options, application, expected",
+    [
+        ({}, {}, "http://127.0.0.1:8000/v1 (model demo)"),
+        ({"host": "0.0.0.0", "port": 9}, {"route_prefix": "/a"}, "http://127.0.0.1:9/a/v1 (model demo)"),
+        ({"host": "10.0.0.1"}, {"args": {"engine": {"model": "o/m"}}}, "http://10.0.0.1:8000/v1 (model o/m)"),
+    ],
+)
+def test_the_welcome_tells_url_and_model(http_options: dict, application: dict, expected: str):
+    whole = {"http_options": http_options, "applications": [{"name": "orchard", **application}]}
+    assert _welcome(whole, "orchard") == f"Orchard is ready: {expected}"

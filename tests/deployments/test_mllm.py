@@ -1,0 +1,106 @@
+import asyncio
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from deployments import mllm
+from deployments.chat import ChatRequest, Plan, Route
+from deployments.mllm import MLLM, image_sources
+from engine.config import EngineConfig, MediaConfig
+from engine.processing.checkpoint import DEMO_MODEL
+from engine.protocol import InvalidRequest
+
+CONFIG = EngineConfig(), MediaConfig(max_images=3)
+
+
+def data_url(size: tuple[int, int] = (64, 64), color: str = "red") -> str:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, color).save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def user(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def picture(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+TEXT = {"type": "text", "text": "What is in the image?"}
+
+
+def plan(*messages: dict[str, Any], config: EngineConfig = CONFIG[0]) -> Plan:
+    async def go() -> Plan:
+        make: Any = MLLM.func_or_class
+        return await make(config, CONFIG[1]).plan(ChatRequest("r", messages))
+
+    return asyncio.run(go())
+
+
+def test_placeholders_stand_for_each_picture_in_order():
+    planned = plan(user(picture(data_url((64, 64))), picture(data_url((128, 64), "blue")), TEXT))
+    images = planned.request.images
+    assert planned.route == Route.MLLM
+    assert [image.num_tokens for image in images] == [4, 8]
+    assert (planned.request.token_ids == 6).sum() == 12
+    assert len({image.content_hash for image in images}) == 2
+
+
+def test_pictures_of_all_turns_and_of_tool_results_are_found_in_order():
+    messages = [
+        user({"type": "image_url", "image_url": "a"}, TEXT),
+        {"role": "assistant", "content": "Yes."},
+        {"role": "tool", "content": [{"type": "image", "image": {"url": "b"}}]},
+        user({"type": "input_image", "image_url": "c"}),
+        {"role": "assistant", "content": None},
+    ]
+    assert list(image_sources(messages)) == [
+        ("messages[0].content[0].image_url", "a"),
+        ("messages[2].content[0].image.url", "b"),
+        ("messages[3].content[0].image_url", "c"),
+    ]
+
+
+@pytest.mark.parametrize("kind, type_", [("video", "video_url"), ("audio", "input_audio"), ("file", "file")])
+def test_other_media_are_refused_by_kind_and_place(kind: str, type_: str):
+    with pytest.raises(InvalidRequest, match=f"^{kind} is not supported") as error:
+        plan(user(TEXT, {"type": type_, type_: {}}))
+    assert error.value.field == "messages[0].content[1]"
+
+
+def test_a_picture_without_a_url_is_refused_by_place():
+    with pytest.raises(InvalidRequest) as error:
+        plan(user({"type": "image_url", "image_url": {"detail": "high"}}))
+    assert error.value.field == "messages[0].content[0].image_url"
+
+
+def test_a_picture_that_cannot_be_read_is_refused_by_place():
+    with pytest.raises(InvalidRequest, match="decoded") as error:
+        plan(user(TEXT, picture("data:image/png;base64,AAAA")))
+    assert error.value.field == "messages[0].content[1].image_url.url"
+
+
+def test_more_pictures_than_allowed_are_refused():
+    with pytest.raises(InvalidRequest, match="4 images; the limit is 3"):
+        plan(user(*[picture(data_url())] * 4))
+
+
+def test_pictures_that_would_not_fit_in_one_message_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mllm, "MAX_PIXEL_BYTES", 20_000)
+    plan(user(picture(data_url((64, 64)))))
+    with pytest.raises(InvalidRequest, match=r"hold 24576 bytes.*limit is 20000") as error:
+        plan(user(picture(data_url()), picture(data_url())))
+    assert error.value.field == "messages[0].content[1].image_url.url"
+
+
+def test_a_model_without_eyes_refuses_pictures(tmp_path: Path):
+    for file in DEMO_MODEL.iterdir():
+        if file.name != "preprocessor_config.json" and file.is_file():
+            (tmp_path / file.name).symlink_to(file)
+    with pytest.raises(InvalidRequest, match="sees no images"):
+        plan(user(picture(data_url())), config=EngineConfig(model=str(tmp_path)))

@@ -1,0 +1,78 @@
+import asyncio
+
+import pytest
+
+from deployments.chat import ChatRequest
+from deployments.planning import PromptPlanner, sampling_params
+from engine.config import EngineConfig
+from engine.processing.tokenizer import GenerationDefaults
+from engine.protocol import ContextLengthExceeded, EngineFailed, EngineRequest, InvalidRequest
+
+DEFAULTS = GenerationDefaults(temperature=0.7, top_p=0.8, top_k=20, min_p=0.1)
+
+
+@pytest.fixture(scope="module")
+def planner() -> PromptPlanner:
+    return PromptPlanner(EngineConfig())
+
+
+def request(text: str = "What is 12 + 30?", **options) -> ChatRequest:
+    return ChatRequest("r", ({"role": "user", "content": text},), **options)
+
+
+def plan(planner: PromptPlanner, request: ChatRequest) -> EngineRequest:
+    return asyncio.run(planner.engine_request(request, request.messages))
+
+
+def test_a_request_becomes_token_ids_and_stop_tokens(planner: PromptPlanner):
+    planned = plan(planner, request(max_tokens=5, seed=7))
+    assert planned.request_id == "r"
+    assert planned.token_ids.dtype == "int32" and planned.token_ids.ndim == 1
+    assert set(planned.stop_token_ids) == {0, 2}
+    assert (planned.sampling.max_tokens, planned.sampling.seed) == (5, 7)
+
+
+def test_without_max_tokens_the_rest_of_the_context_is_the_limit(planner: PromptPlanner):
+    planned = plan(planner, request())
+    assert planned.sampling.max_tokens == 32768 - len(planned.token_ids)
+
+
+def test_the_configured_context_is_a_limit_below_that_of_the_model():
+    small = PromptPlanner(EngineConfig(max_context_tokens=64))
+    assert plan(small, request(max_tokens=10)).sampling.max_tokens == 10
+    with pytest.raises(ContextLengthExceeded, match=r"holds 64 tokens.*and 60 for the answer"):
+        plan(small, request(max_tokens=60))
+    with pytest.raises(ContextLengthExceeded, match=r"and 1 for the answer"):
+        plan(small, request("apple " * 100))
+    large = PromptPlanner(EngineConfig(max_context_tokens=10**6))
+    assert plan(large, request()).sampling.max_tokens < 32768
+
+
+def test_a_template_that_refuses_is_the_callers_fault(planner: PromptPlanner):
+    with pytest.raises(InvalidRequest, match="template"):
+        plan(planner, ChatRequest("r", ({"role": "wizard", "content": "x"},)))
+
+
+def test_a_model_that_is_not_there_is_named():
+    with pytest.raises(EngineFailed, match="no-such-model"):
+        PromptPlanner(EngineConfig(model="./no-such-model"))
+
+
+def test_what_the_client_says_wins_over_the_models_defaults():
+    asked = sampling_params(request(temperature=0.0, top_k=0, max_tokens=3), DEFAULTS, 10, 100)
+    assert (asked.temperature, asked.top_p, asked.top_k, asked.min_p) == (0.0, 0.8, 0, 0.1)
+    silent = sampling_params(request(), DEFAULTS, 10, 100)
+    assert (silent.temperature, silent.top_p, silent.top_k, silent.max_tokens) == (0.7, 0.8, 20, 90)
+
+
+def test_without_a_seed_each_request_gets_another_one():
+    seeds = {sampling_params(request(), DEFAULTS, 1, 10).seed for _ in range(8)}
+    assert len(seeds) == 8 and all(0 <= seed < 2**64 for seed in seeds)
+    assert sampling_params(request(seed=-1), DEFAULTS, 1, 10).seed == 2**64 - 1
+
+
+def test_prompt_and_answer_may_fill_the_context_exactly():
+    assert sampling_params(request(max_tokens=90), DEFAULTS, 10, 100).max_tokens == 90
+    with pytest.raises(ContextLengthExceeded) as error:
+        sampling_params(request(max_tokens=91), DEFAULTS, 10, 100)
+    assert error.value.args == (10, 91, 100)

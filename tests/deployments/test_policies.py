@@ -1,0 +1,45 @@
+from typing import Any
+
+import pytest
+
+from deployments import policies
+from deployments.policies import OnePerMlxNode, mlx_node_ids
+
+
+def node(name: str, alive: bool = True, **resources: float) -> dict[str, Any]:
+    return {"NodeID": name, "Alive": alive, "Resources": resources}
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    nodes: list[dict[str, Any]] = []
+    monkeypatch.setattr(policies.ray, "nodes", lambda: nodes)
+    return nodes
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(policies.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_only_living_nodes_with_a_whole_mlx_count(cluster: list):
+    cluster += [node("a", mlx=1), node("b", CPU=8), node("c", alive=False, mlx=1), node("d", mlx=0.5), node("e", mlx=2)]
+    assert mlx_node_ids() == ["a", "e"]
+
+
+def test_there_are_as_many_replicas_as_nodes_and_at_least_one(cluster: list):
+    assert OnePerMlxNode()(None) == (1, {})
+    cluster += [node("a", mlx=1), node("b", mlx=1), node("c")]
+    assert OnePerMlxNode()(None) == (2, {})
+
+
+def test_the_nodes_are_asked_for_again_only_after_a_while(cluster: list, clock: list[float]):
+    policy = OnePerMlxNode()
+    cluster += [node("a", mlx=1)]
+    assert policy(None) == (1, {})
+    cluster += [node("b", mlx=1)]
+    assert policy(None) == (1, {})
+    clock[0] += policies.MLX_NODES_CACHED_S + 0.1
+    assert policy(None) == (2, {})

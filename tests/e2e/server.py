@@ -1,0 +1,87 @@
+"""`serve run` with a copy of the shipped serve_config.yaml, as an operator starts it, and its bounded end."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parent.parent.parent
+SHIPPED_CONFIG = ROOT / "serve_config.yaml"
+START_TIMEOUT_S = 300.0  # half a minute on two idle cores
+STOP_TIMEOUT_S = 60.0
+
+Change = Callable[[dict[str, Any]], None]
+
+
+class ServeRun:
+    """One `serve run` process with a Ray cluster of its own under /tmp (socket paths must stay short)."""
+
+    def __init__(self, change: Change):
+        config = yaml.safe_load(SHIPPED_CONFIG.read_text())
+        config["http_options"]["port"] = free_port()
+        change(config)
+        self.base_url = f"http://127.0.0.1:{config['http_options']['port']}"
+        self._dir = Path(tempfile.mkdtemp(prefix="orc-", dir="/tmp"))
+        self._log = self._dir / "serve_run.log"
+        path = self._dir / "serve_config.yaml"
+        path.write_text(yaml.safe_dump(config))
+        env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [str(Path(sys.executable).parent / "serve"), "run", str(path)],
+                cwd=ROOT,
+                env={**env, "RAY_TMPDIR": str(self._dir)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "Orchard is ready" not in self.output:
+            assert self.process.poll() is None, (
+                f"serve run ended with {self.process.returncode}:\n{self.output[-8000:]}"
+            )
+            assert time.monotonic() < deadline, f"not ready after {START_TIMEOUT_S} s:\n{self.output[-8000:]}"
+            time.sleep(0.2)
+
+    def stop(self) -> int:
+        """What Ctrl-C does. Returns the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        return self.process.wait(STOP_TIMEOUT_S)
+
+    def clean_up(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(STOP_TIMEOUT_S)
+        shutil.rmtree(self._dir, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def serve_run(change: Change = lambda config: None) -> Iterator[ServeRun]:
+    server = ServeRun(change)
+    try:
+        yield server
+    finally:
+        server.clean_up()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

@@ -1,0 +1,118 @@
+"""How the graph behaves under several clients at once, and where its processes are."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.pictures import about, image_part, shape
+
+pytestmark = pytest.mark.server
+
+LONG = "Repeat after me: " + " ".join(["red", "green", "blue", "yellow"] * 60)
+"""Makes the demo model write for several hundred tokens."""
+
+MB = 2**20
+
+
+def mixed_conversations() -> list[list[dict[str, Any]]]:
+    texts = ["What is 12 + 30?", "Tell me a story.", "What is the capital of France?", "List four colors."]
+    conversations = [[{"role": "user", "content": text}] for text in texts]
+    for color, kind in (("red", "circle"), ("blue", "square"), ("green", "circle"), ("yellow", "square")):
+        conversations.append(about("What is in the image?", image_part(shape(color, kind))))
+    return conversations
+
+
+def answer_to(client: openai.OpenAI, messages: list[dict[str, Any]]) -> tuple[str | None, int]:
+    answer = client.chat.completions.create(model="demo", messages=messages, temperature=0)  # pyright: ignore
+    assert answer.usage is not None
+    return answer.choices[0].message.content, answer.usage.completion_tokens
+
+
+def engine_status(http: httpx.Client) -> dict[str, Any]:
+    engines = http.get("/v1/status").json()["engines"]
+    assert len(engines) == 1, "one node, one engine process"
+    return engines[0]
+
+
+def wait_until_idle(http: httpx.Client, timeout_s: float) -> dict[str, Any]:
+    deadline = time.monotonic() + timeout_s
+    while (status := engine_status(http)["engine"])["num_running"] + status["num_waiting"] > 0:
+        assert time.monotonic() < deadline, status
+        time.sleep(0.02)
+    return status
+
+
+def test_eight_mixed_requests_at_once_get_the_tokens_that_they_get_alone(client: openai.OpenAI, http: httpx.Client):
+    conversations = mixed_conversations()
+    pid = engine_status(http)["pid"]
+    alone = [answer_to(client, messages) for messages in conversations]
+    with ThreadPoolExecutor(len(conversations)) as pool:
+        together = list(pool.map(lambda messages: answer_to(client, messages), conversations))
+    assert together == alone
+    engine = engine_status(http)
+    assert engine["pid"] == pid
+    assert engine["engine"]["max_rows_in_a_step"] >= 2
+
+
+def test_a_late_short_request_does_not_wait_for_a_long_one(client: openai.OpenAI):
+    long = client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": LONG}], temperature=0, max_tokens=400, stream=True
+    )
+    with long:
+        chunks = iter(long)
+        for _ in range(3):
+            next(chunks)
+        answer, _ = answer_to(client, [{"role": "user", "content": "What is 12 + 30?"}])
+        assert answer is not None and "42" in answer
+        began = time.monotonic()
+        num_left = len(list(chunks))
+    # had the long one been finished before, all of it would have been lying in the socket
+    assert num_left > 0 and time.monotonic() - began > 0.2
+
+
+def test_a_client_that_leaves_frees_its_row_within_a_second(client: openai.OpenAI, http: httpx.Client):
+    before = wait_until_idle(http, 30)
+    stream = client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": LONG}], temperature=0, max_tokens=400, stream=True
+    )
+    chunks = iter(stream)
+    for _ in range(3):
+        next(chunks)
+    assert engine_status(http)["engine"]["num_running"] == 1
+    stream.close()
+    after = wait_until_idle(http, 1.0)
+    assert after["num_aborted"] == before["num_aborted"] + 1
+    assert after["num_output_tokens"] - before["num_output_tokens"] < 300
+
+
+def test_a_client_that_leaves_before_the_first_token_frees_its_row_as_well(http: httpx.Client):
+    before = wait_until_idle(http, 30)
+    prompt = "Read this list. " + " ".join(["apple", "pear", "plum"] * 1500)
+    body = {"model": "demo", "messages": [{"role": "user", "content": prompt}], "max_tokens": 500}
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(10.0, read=0.5))
+    after = wait_until_idle(http, 5.0)  # the step that is running ends first
+    assert after["num_aborted"] == before["num_aborted"] + 1
+
+
+def test_only_the_engine_holds_mlx_and_the_others_are_small(http: httpx.Client):
+    status = http.get("/v1/status").json()
+    assert [replica["has_mlx"] for replica in status["engines"]] == [True]
+    for deployment in ("ingress", "text", "mllm"):
+        assert len(status[deployment]) == 1
+        for replica in status[deployment]:
+            assert not replica["has_mlx"], deployment
+            assert replica["rss_bytes"] < 600 * MB, deployment
+    pids = {replica["pid"] for name in ("engines", "ingress", "text", "mllm") for replica in status[name]}
+    assert len(pids) == 4
+
+
+def test_status_shows_the_configuration_in_effect(http: httpx.Client):
+    status = http.get("/v1/status").json()
+    assert status["config"]["engine"]["max_running"] == 32
+    assert status["model"] == "demo"
+    assert http.get("/health/ready").status_code == 200
