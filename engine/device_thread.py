@@ -5,8 +5,12 @@ everything at the end. Other threads speak to it in two ways only: commands go i
 publishes goes out through a callback that runs on this thread and must not block. While there is work, commands are
 taken between steps; when there is none, the thread sleeps in the queue (no polling). A heartbeat tells others how long
 the present step has lasted.
+
+When its work has ended, the thread goes to sleep for good instead of returning: destructors of MLX's thread-local
+objects take the GIL, and Python 3.11 aborts the process when one does while the interpreter is closing down.
 """
 
+import atexit
 import logging
 import queue
 import threading
@@ -15,6 +19,8 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 log = logging.getLogger("orchard.engine")
+
+EXIT_TIMEOUT_S = 10.0
 
 
 class Worker(Protocol):
@@ -43,9 +49,11 @@ class DeviceThread(Generic[W]):
         self._on_end = on_end
         self._commands: queue.SimpleQueue[Callable[[W], None] | None] = queue.SimpleQueue()
         self._step_began: float | None = None
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
 
     def start(self) -> None:
+        atexit.register(self._at_exit)
         self._thread.start()
 
     def submit(self, command: Callable[[W], None]) -> None:
@@ -57,13 +65,8 @@ class DeviceThread(Generic[W]):
         self._commands.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for the end of the thread; False if it did not come in time."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        """Waits for the end of the thread's work; False if it did not come in time."""
+        return self._ended.wait(timeout_s)
 
     @property
     def step_age_s(self) -> float:
@@ -71,23 +74,33 @@ class DeviceThread(Generic[W]):
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
+    def _at_exit(self) -> None:
+        self.stop()
+        self.join(EXIT_TIMEOUT_S)
+
     def _run(self) -> None:
-        worker, error = None, None
+        self._work()
+        atexit.unregister(self._at_exit)
+        self._ended.set()
+        threading.Event().wait()
+
+    def _work(self) -> None:
+        error = None
         try:
             worker = self._make_worker()
-            self._on_ready(worker)
-            while self._take_commands(worker):
-                self._step_began = time.monotonic()
-                worker.step()
-                self._step_began = None
+            try:
+                self._on_ready(worker)
+                while self._take_commands(worker):
+                    self._step_began = time.monotonic()
+                    worker.step()
+                    self._step_began = None
+            finally:
+                worker.close()
         except BaseException as e:
             log.exception("the device thread ends")
             error = e
-        finally:
-            self._step_began = None
-            if worker is not None:
-                worker.close()
-            self._on_end(error)
+        self._step_began = None
+        self._on_end(error)
 
     def _take_commands(self, worker: W) -> bool:
         """Sleeps while there is nothing to do; False when told to stop."""

@@ -93,7 +93,7 @@ class MLXRunner:
         del self._model, self._view, self._prefill, self._vision, self._batch
         gc.collect()
         mx.clear_cache()
-        mx.clear_streams()  # a stream that outlives its thread ends the process with an abort
+        mx.clear_streams()
 
     def _advance(self, request: Request, max_tokens: int) -> PrefillOutput:
         prompt = self._prompts.get(request.id)

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def idle_cores(base: str) -> float:
 
 
 class RayProcesses:
-    """CPU time of every actor of this Ray, by its title."""
+    """CPU time of every actor of this Ray, by the name in its title (which also tells the method that is running)."""
 
     def __init__(self) -> None:
         self._before = self._now()
@@ -122,11 +122,11 @@ class RayProcesses:
     def _now(self) -> dict[str, float]:
         cpu_s: dict[str, float] = {}
         for process in psutil.Process().children(recursive=True):
-            title = (process.cmdline() or [""])[0]
-            if title.startswith("ray::"):
-                name = title.removeprefix("ray::").replace("ServeReplica:", "").split()[0].split(":")[-1]
-                times = process.cpu_times()
-                cpu_s[name] = cpu_s.get(name, 0.0) + times.user + times.system
+            with suppress(psutil.NoSuchProcess):
+                title, times = (process.cmdline() or [""])[0], process.cpu_times()
+                if title.startswith("ray::"):
+                    name = title.split()[0].split(":")[-1].split(".")[0]
+                    cpu_s[name] = cpu_s.get(name, 0.0) + times.user + times.system
         return cpu_s
 
 

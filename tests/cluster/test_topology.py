@@ -1,0 +1,98 @@
+"""One of each per node; a request is planned where it is answered; nodes that come and go are followed."""
+
+import asyncio
+import collections
+from typing import Any
+
+import pytest
+import ray
+
+from deployments.chat import ChatRequest, Route
+from deployments.engine_client import EngineClient
+from engine.protocol import EngineFailed, FinishReason
+from tests.e2e.pictures import about, image_part, shape
+
+pytestmark = pytest.mark.cluster
+
+QUESTION = ({"role": "user", "content": "What is 12 + 30?"},)
+LONG = ({"role": "user", "content": "Repeat after me: " + " ".join(["red", "green", "blue", "yellow"] * 60)},)
+
+
+def client(cluster: Any) -> EngineClient:
+    planners = {Route.TEXT: cluster.handle("TextMTP"), Route.MLLM: cluster.handle("MLLM")}
+    return EngineClient(cluster.handle("ModelReplica"), planners)
+
+
+def ask(cluster: Any, requests: list[tuple[ChatRequest, Route]], concurrency: int = 8) -> list[tuple[str, str, Any]]:
+    """Node of the planner, node of the engine and all token ids, of each request."""
+
+    async def go() -> list[tuple[str, str, Any]]:
+        engine, free = client(cluster), asyncio.Semaphore(concurrency)
+
+        async def one(request: ChatRequest, route: Route) -> tuple[str, str, Any]:
+            async with free:
+                stream = await engine.start(request, route)
+                tokens = [token for chunk in [chunk async for chunk in stream] for token in chunk.token_ids]
+                return stream.plan.planner_node, stream.node_id, tuple(tokens)
+
+        async with asyncio.timeout(240):
+            return await asyncio.gather(*[one(*request) for request in requests])
+
+    return asyncio.run(go())
+
+
+def questions(name: str, count: int) -> list[tuple[ChatRequest, Route]]:
+    return [(ChatRequest(f"{name}-{i}", QUESTION, temperature=0), Route.TEXT) for i in range(count)]
+
+
+def test_there_is_one_replica_of_each_deployment_on_each_node(cluster: Any):
+    nodes = cluster.living_nodes()
+    assert len(nodes) == 3
+    for deployment in ("ModelReplica", "TextMTP", "MLLM", "Ingress"):
+        assert cluster.nodes(deployment) == nodes, deployment
+    for deployment in ("TextMTP", "MLLM", "Ingress"):
+        assert not any(replica["has_mlx"] for replica in cluster.replicas(deployment)), deployment
+
+
+def test_a_hundred_requests_are_planned_where_they_are_answered(cluster: Any):
+    picture = tuple(about("What is in the image?", image_part(shape("red", "circle"))))
+    requests = questions("local", 70)
+    requests += [(ChatRequest(f"seen-{i}", picture, temperature=0), Route.MLLM) for i in range(30)]
+    answers = ask(cluster, requests)
+    assert [planner for planner, _, _ in answers] == [engine for _, engine, _ in answers]
+    assert {node for _, node, _ in answers} == set(cluster.living_nodes())
+    assert len({tokens for _, _, tokens in answers[:70]}) == 1, "every node gives the same answer"
+    assert len({tokens for _, _, tokens in answers[70:]}) == 1
+
+
+def test_a_lost_node_costs_its_own_streams_only_and_a_new_one_joins(cluster: Any):
+    async def while_a_node_dies() -> tuple[str, list[tuple[str, str]]]:
+        engine = client(cluster)
+        requests = [ChatRequest(f"long-{i}", LONG, temperature=0, max_tokens=200) for i in range(9)]
+        streams = [await engine.start(request, Route.TEXT) for request in requests]
+        dead = await asyncio.to_thread(cluster.kill_worker)
+
+        async def end_of(stream: Any) -> tuple[str, str]:
+            try:
+                chunks = [chunk async for chunk in stream]
+            except EngineFailed as error:
+                return stream.node_id, str(error)
+            return stream.node_id, chunks[-1].finish_reason
+
+        async with asyncio.timeout(120):
+            return dead, await asyncio.gather(*map(end_of, streams))
+
+    dead, ends = asyncio.run(while_a_node_dies())
+    assert collections.Counter(node == dead for node, _ in ends)[True] > 0
+    for node, end in ends:
+        assert ("The engine was lost" in end) if node == dead else (end == FinishReason.LENGTH), (node == dead, end)
+
+    cluster.wait_settled(2)
+    assert {engine for _, engine, _ in ask(cluster, questions("two", 20))} == set(cluster.living_nodes())
+
+    added = cluster.add_worker()
+    cluster.wait_settled(3)
+    answers = ask(cluster, questions("three", 40))
+    assert added in {engine for _, engine, _ in answers}
+    assert all(planner == engine for planner, engine, _ in answers)
+    assert len([node for node in ray.nodes() if node["Alive"]]) == 3

@@ -1,0 +1,41 @@
+import logging
+import logging.handlers
+from collections.abc import Iterator
+
+import pytest
+
+from deployments.replica import log_refusals_in_one_line
+from engine.protocol import InvalidRequest, Overloaded
+
+
+@pytest.fixture
+def serve_logger() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("ray.serve")
+    before = list(logger.filters)
+    log_refusals_in_one_line()
+    yield logger
+    logger.filters = before
+
+
+def log_of(error: Exception, logger: logging.Logger) -> logging.LogRecord:
+    handler = logging.handlers.BufferingHandler(capacity=9)
+    logger.addHandler(handler)
+    try:
+        raise error
+    except Exception:
+        logger.exception("Request failed.")
+    finally:
+        logger.removeHandler(handler)
+    return handler.buffer[0]
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("no such role", "messages"), Overloaded("full", 1.0)])
+def test_a_refusal_is_one_line_without_a_traceback(serve_logger: logging.Logger, error: Exception):
+    record = log_of(error, serve_logger)
+    assert record.getMessage() == f"Request refused: {error}"
+    assert record.exc_info is None and record.levelno == logging.INFO
+
+
+def test_any_other_error_keeps_its_traceback(serve_logger: logging.Logger):
+    record = log_of(ZeroDivisionError("oops"), serve_logger)
+    assert record.exc_info is not None and record.levelno == logging.ERROR
