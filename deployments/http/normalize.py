@@ -1,8 +1,7 @@
 """Messages of any client -> the one canonical conversation that templates accept.
 
-The rules are pure and idempotent, never mutate their input, and hand a well-formed conversation back equal. The
-seeds' merging lost tool call ids, tool calls and names: here two messages merge only if nothing but text and parts
-has to be joined.
+The rules are pure and idempotent, never mutate their input, and hand a well-formed conversation back equal. Two
+messages merge only if nothing but text and parts has to be joined, so that no tool call, id or name is ever lost.
 """
 
 import re
