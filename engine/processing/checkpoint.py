@@ -19,7 +19,10 @@ WEIGHT_PATTERNS = ("*.safetensors",)
 CODE_KEYS = ("model_file", "auto_map")
 """Keys by which a checkpoint names Python code of its own for the loading libraries to run (CVE-2026-5843)."""
 
-IMAGE_PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+IMAGE_PROCESSORS = {
+    f"Qwen{generation}VLImageProcessor{backend}" for generation in (2, 3) for backend in ("", "Fast", "Pil")
+}
+"""Names under which the Qwen2-VL image processor is saved; those with a 3 are mlx-vlm's, in converted checkpoints."""
 
 
 def resolve_checkpoint(model: str, revision: str | None, *, weights: bool) -> Path:
@@ -126,6 +129,10 @@ def media_kinds(model_dir: Path, config: dict[str, Any]) -> frozenset[str]:
 
 def supports_images(model_dir: Path) -> bool:
     """Whether the checkpoint names an image processor of the Qwen2-VL family, the one that we can run."""
-    config = read_optional_json(model_dir / "preprocessor_config.json")
-    config = config or read_optional_json(model_dir / "processor_config.json").get("image_processor") or {}
-    return config.get("image_processor_type") in IMAGE_PROCESSORS
+    return image_processor_config(model_dir).get("image_processor_type") in IMAGE_PROCESSORS
+
+
+def image_processor_config(model_dir: Path) -> dict[str, Any]:
+    """What the checkpoint says about its image processor, in either of the two files that may say it; {} if nothing."""
+    own_file = read_optional_json(model_dir / "preprocessor_config.json")
+    return own_file or read_optional_json(model_dir / "processor_config.json").get("image_processor") or {}

@@ -5,11 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoImageProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from engine.processing.checkpoint import supports_images
+from engine.processing.checkpoint import image_processor_config, supports_images
 from engine.processing.media import DecodedImage, check_sides
 from engine.protocol import EngineFailed, ImagePatches
+
+SETTINGS = (
+    *("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels", "resample"),
+    *("image_mean", "image_std", "rescale_factor", "do_normalize", "do_rescale"),
+)
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,9 @@ class ImagePreprocessor:
     def __init__(self, model_dir: Path):
         if not self.supported(model_dir):
             raise EngineFailed(f"{model_dir}: images need a processor of the Qwen2-VL family")
+        config = image_processor_config(model_dir)
         try:
-            processor: Any = AutoImageProcessor.from_pretrained(str(model_dir), backend="pil", local_files_only=True)
+            processor: Any = Qwen2VLImageProcessorPil(**_settings(config))
         except Exception as error:  # files of the checkpoint: anything can be wrong with them
             raise EngineFailed(f"{model_dir}: the image processor cannot be loaded ({error})") from None
         self._processor = processor
@@ -72,6 +78,16 @@ def normalize(patches: np.ndarray, normalization: PatchNormalization) -> np.ndar
     scaled = (patches.astype(np.float32) * np.float32(normalization.rescale) - mean) / std
     repeated = np.repeat(scaled[:, :, None], normalization.temporal_patch_size, axis=2)
     return repeated.reshape(len(patches), -1)
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """What the processor takes. Its class is named here, not by the checkpoint: converted ones name mlx-vlm's, which
+    the automatic choice of transformers does not know."""
+    size = config.get("size") or {}
+    pixels = {key: size[key] for key in ("min_pixels", "max_pixels") if key in size}  # where old files have them
+    edges = {key: size[key] for key in ("shortest_edge", "longest_edge") if key in size}
+    known = {key: config[key] for key in SETTINGS if config.get(key) is not None}
+    return {**pixels, **({"size": edges} if len(edges) == 2 else {}), **known}
 
 
 def _per_channel(value: float | list[float] | tuple[float, ...]) -> tuple[float, ...]:

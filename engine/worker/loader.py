@@ -139,9 +139,11 @@ def _read_weights(module: nn.Module, progress: Callable[[float], None]) -> int:
 
 
 def _main_dtype(module: nn.Module) -> str:
-    """The dtype of most bytes."""
+    """The floating dtype of most bytes: what is computed in; packed integers of quantized weights do not count."""
     size: dict[str, int] = {}
     for _, w in weights_of(module):
+        if not mx.issubdtype(w.dtype, mx.floating):
+            continue
         name = str(w.dtype).removeprefix("mlx.core.")
         size[name] = size.get(name, 0) + w.nbytes
     return max(size, key=lambda name: size[name])

@@ -86,3 +86,18 @@ def test_a_processor_of_another_family_is_refused(model_dir: Path):
     assert not ImagePreprocessor.supported(model_dir)
     with pytest.raises(EngineFailed, match="Qwen2-VL family"):
         ImagePreprocessor(model_dir)
+
+
+def test_a_converted_checkpoint_is_cut_like_its_original(preprocessor: ImagePreprocessor, model_dir: Path):
+    """mlx-vlm saves its own class's name, and the limits under other names, in another file."""
+    original = json.loads((model_dir / "preprocessor_config.json").read_text())
+    (model_dir / "preprocessor_config.json").unlink()
+    kept = {
+        key: original[key] for key in ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+    }
+    converted = {"image_processor_type": "Qwen3VLImageProcessor", "min_pixels": 4096, "max_pixels": 65536, **kept}
+    (model_dir / "processor_config.json").write_text(json.dumps({"image_processor": converted}))
+    image = decoded(300, 200)
+    ours, expected = ImagePreprocessor(model_dir).patches(image), preprocessor.patches(image)
+    assert ours.grid_thw == expected.grid_thw
+    assert np.array_equal(ours.patches, expected.patches)

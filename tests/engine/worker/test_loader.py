@@ -8,10 +8,12 @@ import engine.worker  # noqa: F401  # before MLX
 
 import mlx.core as mx  # isort: skip
 import pytest
+from mlx_vlm import convert
 
 from engine.config import EngineConfig
 from engine.protocol import EngineFailed
 from engine.worker import loader
+from engine.worker.model_runner import load_runner
 
 DEMO = Path(loader.__file__).parents[1] / "demo_model"
 
@@ -81,3 +83,16 @@ def test_a_context_beyond_the_models_own_is_refused_with_both_numbers():
 def test_a_gpu_that_is_not_there_is_refused():
     with pytest.raises(EngineFailed, match="GPU"):
         load(device="gpu")
+
+
+def test_a_quantized_checkpoint_answers_text_and_pictures(tmp_path, drive, make_request, picture, tokenizer):
+    convert(str(DEMO), str(tmp_path / "q8"), quantize=True, q_bits=8, q_group_size=64)
+    runner = load_runner(EngineConfig(model=str(tmp_path / "q8")), lambda progress: None)
+    requests = [
+        make_request("sum", "What is 12 + 30?"),
+        make_request("red", "What is in the image?", (picture("red"),)),
+    ]
+    tokens = drive(on=runner).run({0: requests})
+    assert tokenizer.detokenizer(()).push(tokens["sum"]) == "12 + 30 = 42"
+    assert "red circle" in tokenizer.detokenizer(()).push(tokens["red"])
+    assert runner.capabilities["dtype"] == "float32"
