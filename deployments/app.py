@@ -37,7 +37,8 @@ class AppArgs(Frozen):
     media: MediaConfig = Field(default_factory=lambda: MediaConfig(), description="limits on the pictures of a request")
     http: HttpConfig = Field(default_factory=lambda: HttpConfig(), description="what the HTTP faces accept")
     served_model_name: str | None = Field(
-        default=None, description="the name that clients send; default: 'demo', the directory's name, or the hub repository"
+        default=None,
+        description="the name that clients send; default: 'demo', the directory's name, or the hub repository",
     )
 
     @property

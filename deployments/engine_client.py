@@ -72,8 +72,9 @@ class EngineClient:
         planners: Mapping[Route, DeploymentHandle],
         reserve_timeout_s: float = RESERVE_TIMEOUT_S,
     ):
+        # options() connects a handle to its deployment, so that the first request need not wait for it
         self._engine = engine.options(stream=True, _by_reference=False, method_name="generate")
-        self._planners = planners
+        self._planners = {route: planner.options(method_name="plan") for route, planner in planners.items()}
         self._reserve_timeout_s = reserve_timeout_s
 
     async def start(self, request: ChatRequest, route: Route) -> EngineStream:
@@ -117,7 +118,7 @@ class EngineClient:
             raise EngineFailed(f"No engine took the request within {self._reserve_timeout_s:.0f} s.") from None
 
     async def _plan(self, request: ChatRequest, route: Route, selection: Any | None) -> Plan:
-        planner = self._planners[route].options(method_name="plan")
+        planner = self._planners[route]
         if selection is not None:
             planner = planner.options(session_id=NODE_SESSION + selection.node_id)
         response = planner.remote(request)

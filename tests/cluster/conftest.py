@@ -1,6 +1,8 @@
 """Three Ray nodes in processes of this machine, each with `mlx`, and the whole app on them with real engines."""
 
+import os
 import shutil
+import signal
 import tempfile
 import time
 import warnings
@@ -47,7 +49,12 @@ class OrchardCluster:
         return sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
 
     def kill_worker(self) -> str:
+        """As when the plug is pulled: the processes of one node die at once, and Ray finds out by itself."""
         node = self._workers.pop()
+        replicas = [replica for deployment in DEPLOYMENTS for replica in self.replicas(deployment)]
+        for replica in replicas:
+            if replica["node_id"] == node.node_id:
+                os.kill(replica["pid"], signal.SIGKILL)
         self._cluster.remove_node(node, allow_graceful=False)
         return node.node_id
 

@@ -26,7 +26,7 @@ Change = Callable[[dict[str, Any]], None]
 class ServeRun:
     """One `serve run` process with a Ray cluster of its own under /tmp (socket paths must stay short)."""
 
-    def __init__(self, change: Change):
+    def __init__(self, change: Change, env: dict[str, str] | None = None):
         config = yaml.safe_load(SHIPPED_CONFIG.read_text())
         config["http_options"]["port"] = free_port()
         change(config)
@@ -35,12 +35,12 @@ class ServeRun:
         self._log = self._dir / "serve_run.log"
         path = self._dir / "serve_config.yaml"
         path.write_text(yaml.safe_dump(config))
-        env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 [str(Path(sys.executable).parent / "serve"), "run", str(path)],
                 cwd=ROOT,
-                env={**env, "RAY_TMPDIR": str(self._dir)},
+                env={**inherited, "RAY_TMPDIR": str(self._dir), **(env or {})},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -73,8 +73,8 @@ class ServeRun:
 
 
 @contextlib.contextmanager
-def serve_run(change: Change = lambda config: None) -> Iterator[ServeRun]:
-    server = ServeRun(change)
+def serve_run(change: Change = lambda config: None, env: dict[str, str] | None = None) -> Iterator[ServeRun]:
+    server = ServeRun(change, env)
     try:
         yield server
     finally:

@@ -1,10 +1,12 @@
 """A server that cannot start ends soon, with the reason and a non-zero exit code."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.processing.checkpoint import DEMO_MODEL
 from tests.e2e.server import ServeRun, serve_run
 
 
@@ -31,13 +33,32 @@ def test_a_config_without_applications_is_refused():
     assert re.search(r"applications\s+Field required", output)
 
 
-@pytest.mark.server
-def test_a_model_that_is_not_there_ends_the_server_with_the_reason():
-    def change(config: dict[str, Any]) -> None:
-        config["applications"][0]["args"]["engine"]["model"] = "./no-such-model"
+def broken_weights(config: dict[str, Any], directory: Path) -> None:
+    for file in DEMO_MODEL.iterdir():
+        if file.is_file():
+            (directory / file.name).symlink_to(file)
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors").write_bytes(b"no weights")
+    config["applications"][0]["args"]["engine"]["model"] = str(directory)
 
-    with serve_run(change) as server:
-        output = ended(server, 180)
+
+@pytest.mark.server
+def test_weights_that_cannot_be_read_end_the_server_with_the_reason(tmp_path: Path):
+    with serve_run(lambda config: broken_weights(config, tmp_path)) as server:
+        reason = reason_of(server)
+    assert "ModelReplica: " in reason
+    assert "model.safetensors" in reason
+
+
+@pytest.mark.server
+def test_a_cluster_that_does_not_offer_mlx_ends_the_server_with_what_to_do():
+    with serve_run(env={"RAY_OVERRIDE_RESOURCES": '{"mlx": 0}'}) as server:
+        reason = reason_of(server)
+    assert """ray start --resources='{"mlx": 1}'""" in reason
+
+
+def reason_of(server: ServeRun) -> str:
+    output = ended(server, 240)
     reason = output[output.index("Application 'orchard' could not be started:") :]
-    assert "no-such-model" in reason
     assert "Traceback" not in reason
+    return reason

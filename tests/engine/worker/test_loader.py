@@ -8,7 +8,7 @@ import engine.worker  # noqa: F401  # before MLX
 
 import mlx.core as mx  # isort: skip
 import pytest
-from mlx_vlm import convert
+from mlx_vlm.convert import convert
 
 from engine.config import EngineConfig
 from engine.protocol import EngineFailed
