@@ -38,7 +38,14 @@ class _Stream:
         self._finish: TokenChunk | None = None
         self._waiter: asyncio.Future[None] | None = None
 
+    @property
+    def is_finished(self) -> bool:
+        return self._finish is not None
+
     def put(self, chunk: TokenChunk) -> None:
+        """Nothing is taken after a finish reason: tokens of an aborted request may still be on their way."""
+        if self._finish is not None:
+            return
         self._token_ids.extend(chunk.token_ids)
         if chunk.finish_reason is not None:
             self._finish = chunk
@@ -73,6 +80,7 @@ class AsyncEngine:
         self._core: EngineCore | None = None
         self._state, self._progress = "loading", 0.0
         self._error: str | None = None
+        self._closing = False
         self._thread = DeviceThread(self._make_core, self._on_ready, self._on_end)
         self._thread.start()
 
@@ -104,9 +112,9 @@ class AsyncEngine:
                 self._thread.submit(lambda core: core.abort(key))
 
     def abort(self, request_id: str) -> bool:
-        """Ends the request with finish_reason ABORT; False when it is not known."""
+        """Ends the request with finish_reason ABORT; False when it is not known, or has ended already."""
         key = self._keys.get(request_id)
-        if key is None:
+        if key is None or self._streams[key].is_finished:
             return False
         self._streams[key].put(TokenChunk((), FinishReason.ABORT))
         self._thread.submit(lambda core: core.abort(key))
@@ -148,18 +156,26 @@ class AsyncEngine:
             raise EngineFailed(f"{failed} steps in a row failed, the limit is {self.config.max_failed_steps}")
 
     async def shutdown(self, timeout_s: float = 30.0) -> None:
-        """Ends after the step that is running; open streams end with ERROR."""
+        """Ends after the step that is running, and takes nothing more; open streams end with ERROR."""
+        self._closing = True
         self._thread.stop()
         if not await asyncio.to_thread(self._thread.join, timeout_s):
-            log.error("the device thread is still in a step after %.0f s", timeout_s)
+            self._ended(EngineFailed(f"the step that was running did not end within {timeout_s:.0f} s"))
 
     def _admit(self, request: EngineRequest) -> None:
-        if self._core is None:
-            raise EngineFailed(self._error or f"the engine is not ready: {self._state}")
+        if self._core is None or self._closing:
+            raise EngineFailed(
+                self._error or f"the engine is not ready: it is {'shutting down' if self._closing else self._state}"
+            )
         if request.request_id in self._keys:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         if not len(request.token_ids):
             raise InvalidRequest("the prompt has 0 tokens, it needs at least 1", "messages")
+        low, high = int(request.token_ids.min()), int(request.token_ids.max())
+        vocab_size = self._core.runner.vocab_size
+        if low < 0 or high >= vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidRequest(f"token id {wrong} is not within 0 and {vocab_size - 1}", "messages")
         limit = self._core.runner.max_context_tokens
         if len(request.token_ids) + request.sampling.max_tokens > limit:
             raise ContextLengthExceeded(len(request.token_ids), request.sampling.max_tokens, limit)
@@ -202,11 +218,15 @@ class AsyncEngine:
                 stream.put(chunk)
 
     def _became_ready(self, core: EngineCore) -> None:
+        if self._closing:
+            return
         self._core, self._state, self._progress = core, "ready", 1.0
         if not self._ready.done():
             self._ready.set_result(None)
 
     def _ended(self, error: BaseException | None) -> None:
+        if self._state in ("failed", "stopped"):
+            return
         self._core, self._state = None, "failed" if error else "stopped"
         self._error = f"{type(error).__name__}: {error}" if error else "the engine was shut down"
         for stream in self._streams.values():

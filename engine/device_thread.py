@@ -50,7 +50,7 @@ class DeviceThread(Generic[W]):
         self._commands: queue.SimpleQueue[Callable[[W], None] | None] = queue.SimpleQueue()
         self._step_began: float | None = None
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._thread = threading.Thread(target=_run_and_park, args=([self],), name="device", daemon=True)
 
     def start(self) -> None:
         atexit.register(self._at_exit)
@@ -82,7 +82,6 @@ class DeviceThread(Generic[W]):
         self._work()
         atexit.unregister(self._at_exit)
         self._ended.set()
-        threading.Event().wait()
 
     def _work(self) -> None:
         error = None
@@ -112,3 +111,8 @@ class DeviceThread(Generic[W]):
             if command is None:
                 return False
             command(worker)
+
+
+def _run_and_park(only: list[DeviceThread]) -> None:
+    only.pop()._run()  # the sleeper holds on to nothing
+    threading.Event().wait()

@@ -69,7 +69,7 @@ class SamplingParams:
     """How one row is sampled. Equal parameters and seed give equal tokens, alone or in a batch.
 
     temperature 0 is greedy. Filters apply in the order temperature, top_k, top_p, min_p. top_k 0, top_p 1 and
-    min_p 0 are off. seed is an unsigned 64-bit integer.
+    min_p 0 are off. seed is an unsigned 64-bit integer. Raises InvalidRequest for anything out of range.
     """
 
     max_tokens: int
@@ -78,6 +78,20 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        limits = {
+            "max_tokens": (1, 2**31 - 1),
+            "temperature": (0, 100),
+            "top_p": (0, 1),
+            "top_k": (0, 2**31 - 1),
+            "min_p": (0, 1),
+            "seed": (0, 2**64 - 1),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise InvalidRequest(f"{name} is {value}; it must be between {low} and {high}", name)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ from typing import Any, Protocol
 
 from engine.core.request import Request
 
+NO_TOKEN = -1
+"""Instead of a token id: the model gave no finite logits."""
+
 
 @dataclass(slots=True)
 class SchedulerOutput:
@@ -35,10 +38,11 @@ class ModelRunner(Protocol):
     """Computes; never decides. All methods run on the device thread; the attributes never change."""
 
     max_context_tokens: int
+    vocab_size: int
     capabilities: dict[str, Any]
 
     def decode(self) -> Mapping[str, tuple[int, ...]]:
-        """One step for every row that has joined: request id -> its new tokens."""
+        """One step for every row that has joined: request id -> its new tokens, or NO_TOKEN."""
         ...
 
     def prefill(self, request: Request, max_tokens: int) -> PrefillOutput:
@@ -47,6 +51,10 @@ class ModelRunner(Protocol):
 
     def drop(self, request_ids: list[str]) -> None:
         """Frees what these requests hold; ids that it does not know are ignored."""
+        ...
+
+    def reset(self) -> None:
+        """Lets go of all rows, whatever state they are in. Prompts in progress stay."""
         ...
 
     def memory(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ from engine.core.batch import ModelRunner
 from engine.core.request import Request
 from engine.core.scheduler import Chunks, Scheduler
 from engine.core.stats import Stats
-from engine.protocol import EngineRequest
+from engine.protocol import EngineRequest, InvalidRequest
 
 log = logging.getLogger("orchard.engine")
 
@@ -41,7 +41,7 @@ class EngineCore:
         """One step for the rows, then one chunk of a prompt. Tokens go out as soon as each of the two has them."""
         work = self.scheduler.schedule()
         if work.drop:
-            self.runner.drop(work.drop)
+            self._drop(work.drop)
         if work.decode:
             self._decode()
         if work.prefill is not None:
@@ -55,8 +55,24 @@ class EngineCore:
     def _read_memory(self) -> None:
         """For the status page: now and then while busy, and once more before the thread sleeps."""
         now = time.monotonic()
-        if not self.has_work or now - self._memory_read > MEMORY_PERIOD_S:
+        if self.has_work and now - self._memory_read < MEMORY_PERIOD_S:
+            return
+        try:
             self.memory, self._memory_read = self.runner.memory(), now
+        except Exception:
+            log.exception("the memory figures could not be read")
+
+    def _drop(self, request_ids: list[str]) -> None:
+        try:
+            self.runner.drop(request_ids)
+        except Exception as error:
+            log.exception("dropping %s failed", ", ".join(request_ids))
+            self._publish(self._fail_rows(f"dropping other rows failed: {type(error).__name__}"))
+
+    def _fail_rows(self, error: str) -> Chunks:
+        self.stats.failed_steps_in_a_row += 1
+        self.runner.reset()
+        return self.scheduler.fail_rows(error)
 
     def _decode(self) -> None:
         try:
@@ -64,14 +80,15 @@ class EngineCore:
             self.stats.failed_steps_in_a_row = 0
         except Exception as error:
             log.exception("decode step failed with %d rows", self.scheduler.num_running)
-            self.stats.failed_steps_in_a_row += 1
-            chunks = self.scheduler.fail_rows(f"decode step failed: {type(error).__name__}")
+            chunks = self._fail_rows(f"decode step failed: {type(error).__name__}")
         self._publish(chunks)
 
     def _prefill(self, request: Request, max_tokens: int) -> None:
         try:
             chunks = self.scheduler.update_prefill(request, self.runner.prefill(request, max_tokens))
             self.stats.failed_steps_in_a_row = 0
+        except InvalidRequest as error:  # the caller's fault says nothing about our health
+            chunks = self.scheduler.fail_prefill(request, str(error))
         except Exception as error:
             log.exception("prefill of %s failed after %d tokens", request.id, request.num_prefilled)
             self.stats.failed_steps_in_a_row += 1

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput, SchedulerOutput
+from engine.core.batch import NO_TOKEN, PrefillOutput, SchedulerOutput
 from engine.core.request import Request, RequestState
 from engine.core.stats import Stats
 from engine.protocol import FinishReason, TokenChunk
@@ -89,14 +89,18 @@ class Scheduler:
         before = len(request.output_token_ids)
         reason = None
         for token_id in token_ids:
-            reason = request.append(token_id)
+            reason = FinishReason.ERROR if token_id == NO_TOKEN else request.append(token_id)
             if reason is not None:
                 break
         new = tuple(request.output_token_ids[before:])
         self._stats.num_output_tokens += len(new)
-        if reason is not None:
-            self._stats.num_finished += 1
-            self._remove(request)
+        if reason is None:
+            return TokenChunk(new)
+        self._remove(request)
+        if reason is FinishReason.ERROR:
+            self._stats.num_failed += 1
+            return TokenChunk(new, reason, "the model gave no finite logits")
+        self._stats.num_finished += 1
         return TokenChunk(new, reason)
 
     def _fail(self, requests: list[Request], error: str) -> Chunks:

@@ -121,6 +121,15 @@ def context_limit(config: dict[str, Any]) -> int:
     return DEFAULT_CONTEXT_TOKENS
 
 
+def vocab_size(config: dict[str, Any]) -> int:
+    """Rows of the embedding: every token id is below it."""
+    for section in (config.get("text_config"), config):
+        size = section.get("vocab_size") if isinstance(section, dict) else None
+        if isinstance(size, int) and size > 0:
+            return size
+    raise EngineFailed("config.json: vocab_size is missing or no positive integer")
+
+
 def media_kinds(model_dir: Path, config: dict[str, Any]) -> frozenset[str]:
     """The kinds of media that the model sees and that we can prepare: {'image'} or nothing."""
     sees = isinstance(config.get("vision_config"), dict) and supports_images(model_dir)

@@ -53,14 +53,15 @@ class DecodeBatch:
         return kv_cache.num_bytes(self._cache)
 
     def join(self, request_id: str, sampling: SamplingParams, cache: RowCache, position: int, first: int) -> None:
-        """Adds a row whose prompt is in `cache`; `first` is its first token, at logical `position`, given out."""
-        batch = kv_cache.to_batch(cache)
-        token = mx.array([first], mx.int32)
+        """Adds a row whose prompt is in `cache`; `first` is its first token, at logical `position`, given out.
+
+        When it raises, the batch is as it was.
+        """
+        batch, token = kv_cache.to_batch(cache), mx.array([first], mx.int32)
+        evaluate(batch)  # what the newcomer still owes is its own, not to be paid in a step of all rows
         if self._rows:
-            kv_cache.join(self._cache, batch)
-            self._newest = mx.concatenate([self._newest, token])
-        else:
-            self._cache, self._newest = batch, token
+            batch, token = kv_cache.joined(self._cache, batch), mx.concatenate([self._newest, token])
+        self._cache, self._newest = batch, token
         self._rows.append(Row(request_id, sampling, position, 1, announced=True))
         self._sampler = None
 
@@ -71,8 +72,8 @@ class DecodeBatch:
             return
         if not stay:
             return self.clear()
-        kv_cache.keep(self._cache, stay)
-        self._newest = self._newest[mx.array(stay, mx.int32)]
+        cache, newest = kv_cache.kept(self._cache, stay), self._newest[mx.array(stay, mx.int32)]
+        self._cache, self._newest = cache, newest
         self._rows = [self._rows[i] for i in stay]
         self._sampler = None
 

@@ -1,5 +1,6 @@
-"""Caches of rows: make a batch of one, join rows, keep some of them, and how many bytes they take."""
+"""Caches of rows: make a batch of one, join rows, keep some of them, all or nothing, and how many bytes they take."""
 
+import copy
 from typing import Any
 
 import mlx.core as mx
@@ -19,18 +20,24 @@ def to_batch(row: RowCache) -> BatchCache:
     return [type(layer).merge([layer]) for layer in row]
 
 
-def join(batch: BatchCache, other: BatchCache) -> None:
-    """Appends the rows of `other` to `batch`, in place. Recurrent layers join as attention layers do."""
-    assert len(batch) == len(other), (len(batch), len(other))
-    for layer, new in zip(batch, other, strict=True):
+def joined(batch: BatchCache, other: BatchCache) -> BatchCache:
+    """The rows of `batch`, then those of `other`; recurrent layers join as attention layers do.
+
+    The arguments stay as they are, so that an error half way leaves the running rows whole.
+    """
+    result = copy.deepcopy(batch)  # shares the arrays
+    for layer, new in zip(result, other, strict=True):
         layer.extend(new)
+    return result
 
 
-def keep(batch: BatchCache, rows: list[int]) -> None:
-    """Keeps these rows, in this order, in place."""
+def kept(batch: BatchCache, rows: list[int]) -> BatchCache:
+    """These rows of `batch`, in this order; `batch` stays as it is."""
+    result = copy.deepcopy(batch)
     indices = mx.array(rows, mx.int32)
-    for layer in batch:
+    for layer in result:
         layer.filter(indices)
+    return result
 
 
 def num_bytes(cache: list[Any]) -> int:

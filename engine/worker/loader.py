@@ -12,7 +12,14 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_vlm.utils import load_model
 
 from engine.config import EngineConfig
-from engine.processing.checkpoint import context_limit, media_kinds, read_config, refuse_code, resolve_checkpoint
+from engine.processing.checkpoint import (
+    context_limit,
+    media_kinds,
+    read_config,
+    refuse_code,
+    resolve_checkpoint,
+    vocab_size,
+)
 from engine.protocol import EngineFailed
 
 log = logging.getLogger("orchard.engine")
@@ -30,6 +37,7 @@ class LoadedModel:
     config: dict[str, Any]
     media_kinds: frozenset[str]
     max_context_tokens: int
+    vocab_size: int
     num_weight_bytes: int
     dtype: str
 
@@ -44,7 +52,7 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
     path = resolve_checkpoint(config.model, config.revision, weights=True)
     refuse_code(path)
     model_config = read_config(path)
-    max_context_tokens = _context(config, model_config)
+    max_context_tokens, num_tokens = _context(config, model_config), vocab_size(model_config)
     try:
         module = load_model(path, lazy=True)
     except (ValueError, FileNotFoundError, KeyError, RuntimeError) as error:
@@ -55,7 +63,7 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
     dtype = _main_dtype(module)
     log.info("loaded %s: %.1f MB of weights, %s, on %s", path, num_bytes / 1e6, dtype, mx.default_device())
     kinds = media_kinds(path, model_config) if sees_images(module) else frozenset()
-    return LoadedModel(module, path, model_config, kinds, max_context_tokens, num_bytes, dtype)
+    return LoadedModel(module, path, model_config, kinds, max_context_tokens, num_tokens, num_bytes, dtype)
 
 
 def use_device(device: str) -> None:

@@ -40,6 +40,7 @@ class MLXRunner:
         self._batch = DecodeBatch(self._view)
         self._prompts: dict[str, Prompt] = {}
         self.max_context_tokens = model.max_context_tokens
+        self.vocab_size = model.vocab_size
         self.capabilities: dict[str, Any] = {
             "media": sorted(model.media_kinds),
             "device": str(mx.default_device()),
@@ -49,7 +50,7 @@ class MLXRunner:
         }
 
     def warm_up(self) -> None:
-        """One and two rows once through everything, so that no client waits for kernels to be compiled."""
+        """One and two rows and a picture once through everything: no client shall wait for kernels to be compiled."""
         prompt = np.zeros(WARM_UP_TOKENS, np.int32)
         requests = [Request(EngineRequest(f"warm-up-{i}", prompt, SamplingParams(4), ())) for i in range(2)]
         for request in requests:
@@ -57,14 +58,12 @@ class MLXRunner:
             self.prefill(request, len(prompt))
             self.decode()
         self.drop([request.id for request in requests])
+        if self._vision is not None:
+            self._vision.warm_up()
         mx.clear_cache()
 
     def decode(self) -> dict[str, tuple[int, ...]]:
-        try:
-            return self._batch.step()
-        except Exception:
-            self._batch.clear()  # half a step may be in it
-            raise
+        return self._batch.step()
 
     def prefill(self, request: Request, max_tokens: int) -> PrefillOutput:
         try:
@@ -77,6 +76,9 @@ class MLXRunner:
         for request_id in request_ids:
             self._prompts.pop(request_id, None)
         self._batch.leave(set(request_ids))
+
+    def reset(self) -> None:
+        self._batch.clear()
 
     def memory(self) -> dict[str, int]:
         return memory.usage() | {

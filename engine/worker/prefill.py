@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.core.request import Request
-from engine.protocol import ImagePatches
+from engine.protocol import ImagePatches, InvalidRequest
 from engine.worker.kv_cache import RowCache
 from engine.worker.sampler import Sampler
 from engine.worker.view import View
@@ -17,7 +17,8 @@ from engine.worker.vision import VisionEncoder
 class Prompt:
     """A prompt in progress. positions: int32 [3, 1, L] (time, height, width). next_position: of the first answer token.
 
-    image_index: int32 [n]: where in the prompt the image tokens are; features [n, hidden] go there, in order.
+    image_index: int32 [n]: where in the prompt the image tokens are; all_features [n, hidden] go there, in order.
+    features: of the pictures encoded so far.
     """
 
     token_ids: np.ndarray
@@ -26,6 +27,7 @@ class Prompt:
     next_position: int
     image_index: np.ndarray
     features: list[mx.array] = field(default_factory=list)
+    all_features: mx.array | None = None
     done: int = 0
 
 
@@ -43,10 +45,12 @@ class Prefill:
         if not images:
             positions = np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, 1, len(ids)))
             return Prompt(ids, self._view.make_cache(), positions, len(ids), np.empty(0, np.int32))
-        assert self._vision is not None, "planned for a model that sees images"
+        if self._vision is None:
+            raise InvalidRequest("this model sees no images", "messages")
         index = np.flatnonzero(ids == self._image_token_id).astype(np.int32)
         expected = sum(image.num_tokens for image in images)
-        assert len(index) == expected, f"{len(index)} image tokens in the prompt, {expected} in its images"
+        if len(index) != expected:
+            raise InvalidRequest(f"{len(index)} image tokens in the prompt, {expected} in its images", "messages")
         positions, next_position = self._positions(ids, images)
         return Prompt(ids, self._view.make_cache(), positions, next_position, index)
 
@@ -56,6 +60,8 @@ class Prefill:
             return False
         assert self._vision is not None
         prompt.features.append(self._vision.encode(images[len(prompt.features)]))
+        if len(prompt.features) == len(images):
+            prompt.all_features = mx.concatenate(prompt.features)
         return True
 
     def advance(self, prompt: Prompt, max_tokens: int) -> tuple[int, mx.array | None]:
@@ -77,7 +83,8 @@ class Prefill:
         if first == last:
             return None
         embeds = self._view.embed(token_ids)
-        features = mx.concatenate(prompt.features)[int(first) : int(last)]
+        assert prompt.all_features is not None
+        features = prompt.all_features[int(first) : int(last)]
         embeds[0, mx.array(prompt.image_index[first:last] - start)] = features.astype(embeds.dtype)
         return embeds
 

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from engine.processing.images import PatchNormalization
 from engine.protocol import ImagePatches
@@ -23,13 +24,23 @@ class VisionEncoder:
         """[num_tokens, hidden], evaluated. One picture at a time, so that no step waits for more than one."""
         features = self._cache.get(image.content_hash)
         if features is None:
-            dtype = self._tower.patch_embed.proj.weight.dtype
-            features, _ = self._tower(self._pixels(image, dtype), mx.array([image.grid_thw], mx.int32))
+            features = self._run(image)
             mx.eval(features)
             self._remember(image.content_hash, features)
         else:
             self._cache.move_to_end(image.content_hash)
         return features
+
+    def warm_up(self) -> None:
+        """Runs the tower once, on a black square."""
+        side, channels = 2 * self._norm.merge_size, len(self._norm.mean)
+        patch = self._tower.patch_embed.patch_size
+        pixels = np.zeros((side * side, channels, patch, patch), np.uint8)
+        mx.eval(self._run(ImagePatches(pixels, (1, side, side), 4, "")))
+
+    def _run(self, image: ImagePatches) -> mx.array:
+        dtype = self._tower.patch_embed.proj.weight.dtype
+        return self._tower(self._pixels(image, dtype), mx.array([image.grid_thw], mx.int32))[0]
 
     def _pixels(self, image: ImagePatches, dtype: mx.Dtype) -> mx.array:
         """uint8 [n, C, p, p] -> normalised [n, C * T * p * p]: a still picture fills all T slices of a patch."""

@@ -25,7 +25,7 @@ from engine.protocol import (
 class CountingRunner:
     """Row i gets 0, 1, 2, ...; a step takes `step_s`."""
 
-    max_context_tokens, capabilities = 1000, {"media": []}
+    max_context_tokens, vocab_size, capabilities = 1000, 100, {"media": []}
 
     def __init__(self, step_s: float = 0.0):
         self.step_s, self.next, self.hold, self.closed = step_s, {}, 0.0, False
@@ -44,6 +44,9 @@ class CountingRunner:
             raise RuntimeError("boom")
         self.next[request.id] = 1
         return PrefillOutput(request.num_prompt_tokens, 0)
+
+    def reset(self):
+        self.next.clear()
 
     def drop(self, request_ids):
         for request_id in request_ids:

@@ -133,17 +133,16 @@ def test_a_model_without_explicit_positions_batches_exactly_too(drive, text_runn
 class BrokenRunner:
     """Decodes token 7 for everyone, until told to break."""
 
-    max_context_tokens, capabilities = 100, {}
+    max_context_tokens, vocab_size, capabilities = 100, 100, {}
 
     def __init__(self) -> None:
         self.rows: list[str] = []
         self.dropped: list[str] = []
-        self.break_decode = False
+        self.break_decode = self.break_drop = self.break_memory = False
         self.break_prefill_of: str | None = None
 
     def decode(self):
         if self.break_decode:
-            self.rows.clear()
             raise RuntimeError("secret detail of the library")
         return {row: (7,) for row in self.rows}
 
@@ -153,11 +152,18 @@ class BrokenRunner:
         self.rows.append(request.id)
         return PrefillOutput(request.num_prompt_tokens, 7)
 
+    def reset(self):
+        self.rows.clear()
+
     def drop(self, request_ids):
+        if self.break_drop:
+            raise RuntimeError("no memory")
         self.dropped += request_ids
         self.rows = [row for row in self.rows if row not in request_ids]
 
     def memory(self):
+        if self.break_memory:
+            raise RuntimeError("no figures")
         return {}
 
     def close(self):
@@ -207,4 +213,33 @@ def test_failures_in_a_row_are_counted_and_a_good_step_resets_them(broken):
         driver.finish.clear()
     assert driver.core.stats.failed_steps_in_a_row == 3
     driver.run({0: [request_of("good")]})
+    assert driver.core.stats.failed_steps_in_a_row == 0
+
+
+def test_rows_that_cannot_be_dropped_fail_with_the_rest_and_the_engine_lives_on(broken):
+    runner, driver = broken
+    for request_id in "ab":
+        driver.core.add_request(request_of(request_id))
+        driver.core.step()
+    runner.break_drop = True
+    driver.core.abort("a")
+    driver.core.step()
+    assert driver.finish == {"b": FinishReason.ERROR} and not runner.rows
+    runner.break_drop = False
+    driver.run({0: [request_of("c")]})
+    assert driver.finish["c"] is FinishReason.LENGTH
+
+
+def test_memory_figures_that_cannot_be_read_end_nothing(broken):
+    runner, driver = broken
+    runner.break_memory = True
+    assert driver.run({0: [request_of("a")]}) == {"a": [7] * 5}
+
+
+def test_a_request_that_contradicts_itself_fails_alone_and_does_not_count_as_our_failure(drive, make_request, picture):
+    driver = drive()
+    two_pictures_for_one = replace(make_request("bad", "What?", (picture("red"),)), images=(picture("red"),) * 2)
+    tokens = driver.run({0: [make_request("good", "What is 12 + 30?"), two_pictures_for_one]})
+    assert driver.finish["bad"] is FinishReason.ERROR and "32 in its images" in str(driver.errors["bad"])
+    assert driver.finish["good"] is FinishReason.STOP and tokens["good"]
     assert driver.core.stats.failed_steps_in_a_row == 0

@@ -1,12 +1,15 @@
 """Sampling: filters keep what they should, seeds decide, and a row never depends on its neighbours."""
 
+from dataclasses import replace
+
 import engine.worker  # noqa: F401  # before MLX
 
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from engine.protocol import SamplingParams
+from engine.core.batch import NO_TOKEN
+from engine.protocol import InvalidRequest, SamplingParams
 from engine.worker.sampler import Sampler, random_keys
 
 VOCAB = 64
@@ -91,5 +94,48 @@ def test_seed_and_position_both_matter():
 
 
 def test_bfloat16_logits_are_sampled_in_float32():
-    logits = logits_of(1).astype(mx.bfloat16)
-    assert draw(logits, SamplingParams(1, 1.0, seed=4), 50).max() < VOCAB
+    """Noise in bfloat16 has so few values that many tokens would tie, and the first of them would win."""
+    tokens = draw(mx.zeros((1, VOCAB), mx.bfloat16), SamplingParams(1, 1.0, seed=4), 4000)
+    expected = draw(mx.zeros((1, VOCAB), mx.float32), SamplingParams(1, 1.0, seed=4), 4000)
+    assert np.array_equal(tokens, expected)
+
+
+def test_a_row_without_top_p_is_not_touched_by_a_neighbour_with_one():
+    """Summed from the large end, float32 reaches 1 long before a flat tail of 250 000 tokens ends."""
+    vocab = 248_320
+    probs = np.full(vocab, 0.2 / (vocab - 1), np.float32)
+    probs[0] = 0.8
+    logits = mx.broadcast_to(mx.log(mx.array(probs))[None], (2, vocab))
+    plain = SamplingParams(1, temperature=1.0, top_k=vocab, seed=1)
+    for position in range(20, 30):
+        at = np.array([position, position])
+        together = Sampler([plain, SamplingParams(1, temperature=1.0, top_p=0.9, seed=2)])(logits, at)
+        alone = Sampler([replace(plain, top_k=0)])(logits[:1], at[:1])
+        assert np.array(together)[0] == np.array(alone)[0]
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-30, 1e-9, 1e-4])
+def test_a_tiny_temperature_is_greedy_not_garbage(temperature):
+    logits = logits_of(1) * 10
+    assert set(draw(logits, SamplingParams(1, temperature=temperature), 20)) == {int(mx.argmax(logits).item())}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_logits_that_are_no_numbers_give_no_token_and_only_in_their_row(bad):
+    logits = mx.concatenate([logits_of(1), mx.full((1, VOCAB), bad)])
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(1, temperature, seed=3, top_k=5)
+        tokens = np.array(Sampler([params, params])(logits, np.zeros(2)))
+        assert tokens[0] >= 0 and tokens[1] == NO_TOKEN
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("seed", -1), ("seed", 2**64), ("top_k", 2**31), ("top_k", -1), ("temperature", float("nan"))),
+        *(("temperature", -0.1), ("top_p", 1.1), ("min_p", float("inf")), ("max_tokens", 0)),
+    ],
+)
+def test_parameters_out_of_range_cannot_exist(field, value):
+    with pytest.raises(InvalidRequest, match=field):
+        SamplingParams(**{"max_tokens": 1, field: value})

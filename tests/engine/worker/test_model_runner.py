@@ -1,0 +1,181 @@
+"""The real runner against an independent reference, and under faults that are put into it."""
+
+from dataclasses import replace
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.request import Request
+from engine.protocol import EngineRequest, FinishReason
+from engine.worker import kv_cache
+from engine.worker.model_runner import MLXRunner
+from engine.worker.sampler import Sampler
+
+STORY = "Tell me a story."
+
+
+def reference(runner: MLXRunner, request: EngineRequest) -> list[int]:
+    """The whole sequence anew for every token: no cache, no chunks, no batch, positions by the library."""
+    lm = runner._model.module.language_model
+    ids = request.token_ids.tolist()
+    for position in range(request.sampling.max_tokens):
+        tokens = mx.array([ids], mx.int32)
+        grids = mx.array([image.grid_thw for image in request.images], mx.int32) if request.images else None
+        positions, _ = lm.get_rope_index(tokens, grids)
+        embeds = lm.model.embed_tokens(tokens)
+        if request.images:
+            assert runner._vision is not None
+            features = mx.concatenate([runner._vision.encode(image) for image in request.images])
+            where = np.flatnonzero(np.array(ids) == runner._model.config["image_token_id"])
+            embeds[0, mx.array(where)] = features
+        logits = lm(tokens, inputs_embeds=embeds, position_ids=positions).logits[:, -1]
+        ids.append(int(np.array(Sampler([request.sampling])(logits, np.array([position])))[0]))
+    return ids[len(request.token_ids) :]
+
+
+@pytest.fixture(scope="module")
+def requests(make_request, picture) -> list[EngineRequest]:
+    red, blue, wide = picture("red"), picture("blue", "square", (160, 96)), picture("green", size=(256, 96))
+    return [
+        make_request("text", STORY, max_tokens=8, stops=False),
+        make_request("picture", "What is in the image?", (red,), max_tokens=8, stops=False),
+        make_request("three", "What is in the images?", (red, wide, blue), max_tokens=6, stops=False),
+        make_request("hot", STORY, max_tokens=8, stops=False, temperature=1.3, seed=9, top_p=0.9, top_k=40),
+        replace(make_request("one token", "x", max_tokens=6, stops=False), token_ids=np.array([500], np.int32)),
+    ]
+
+
+def test_the_engine_gives_the_tokens_of_one_forward_over_the_whole_sequence(runner, drive, requests):
+    expected = {request.request_id: reference(runner, request) for request in requests}
+    config = EngineConfig(prefill_chunk_tokens=33, prefill_chunk_tokens_busy=17)
+    assert drive(config).run({2 * i: [request] for i, request in enumerate(requests)}) == expected
+
+
+@pytest.mark.parametrize("size", [1, 7, -1, 0, 1000])
+def test_a_prompt_may_be_cut_anywhere_also_inside_a_picture(runner, requests, size):
+    """size: of the chunks; 0 and less are relative to the length of the prompt."""
+    request = requests[1]
+    first = reference(runner, replace(request, sampling=replace(request.sampling, max_tokens=1)))[0]
+    work = Request(replace(request, request_id="cut"))
+    chunk = size if size > 0 else work.num_prompt_tokens + size
+    outputs = [runner.prefill(work, chunk)]
+    while outputs[-1].first_token is None:
+        outputs.append(runner.prefill(work, chunk))
+    runner.drop(["cut"])
+    assert outputs[-1].first_token == first
+    assert sum(output.num_tokens for output in outputs) == work.num_prompt_tokens
+
+
+@pytest.mark.parametrize("layer", [0, 2, 4, 7])
+def test_a_join_that_fails_half_way_leaves_the_running_rows_exact(drive, requests, monkeypatch, layer):
+    row = replace(requests[0], sampling=replace(requests[0].sampling, max_tokens=20))
+    alone = drive().run({0: [row]})["text"]
+    driver = drive()
+    driver.core.add_request(row)
+    for _ in range(4):
+        driver.core.step()
+    _fail_at(monkeypatch, "extend", layer)
+    driver.core.add_request(requests[1])
+    while "picture" not in driver.finish:
+        driver.core.step()
+    monkeypatch.undo()
+    assert driver.run({0: []})["text"] == alone
+    assert driver.finish["picture"] is FinishReason.ERROR and driver.finish["text"] is FinishReason.LENGTH
+
+
+def test_rows_that_cannot_be_kept_fail_and_leave_nothing_behind(runner, drive, requests, monkeypatch):
+    driver = drive()
+    driver.core.add_request(replace(requests[0], sampling=replace(requests[0].sampling, max_tokens=50)))
+    driver.core.add_request(requests[3])
+    for _ in range(5):
+        driver.core.step()
+    _fail_at(monkeypatch, "filter", 3)
+    driver.core.abort("hot")
+    driver.core.step()
+    monkeypatch.undo()
+    assert driver.finish == {"text": FinishReason.ERROR}
+    assert runner.memory()["decode_cache_bytes"] == 0
+    assert len(drive().run({0: [requests[0]]})["text"]) == 8, "the runner lives on"
+
+
+def _fail_at(monkeypatch: pytest.MonkeyPatch, method: str, layer: int) -> None:
+    """Lets the method of the library's caches raise when it is called for this layer of the batch."""
+    calls = iter(range(1000))
+    from mlx_vlm.models.cache import ArraysCache, BatchKVCache
+
+    for kind in (ArraysCache, BatchKVCache):
+        original = getattr(kind, method)
+
+        def failing(self, *args, original=original):
+            if next(calls) == layer:
+                raise RuntimeError("out of memory")
+            return original(self, *args)
+
+        monkeypatch.setattr(kind, method, failing)
+
+
+def test_a_step_that_fails_fails_its_rows_and_leaves_nothing_behind(runner, drive, requests, monkeypatch):
+    driver = drive()
+    driver.core.add_request(requests[0])
+    driver.core.step()
+    monkeypatch.setattr(runner._view, "decode", lambda *args: 1 / 0)
+    driver.core.step()
+    monkeypatch.undo()
+    assert driver.finish == {"text": FinishReason.ERROR} and driver.errors["text"] == (
+        "decode step failed: ZeroDivisionError"
+    )
+    assert runner.memory()["decode_cache_bytes"] == 0
+
+
+def test_a_prompt_that_fails_leaves_nothing_behind(runner, drive, requests, monkeypatch):
+    driver = drive(EngineConfig(prefill_chunk_tokens=16))
+    driver.core.add_request(requests[2])
+    for _ in range(4):  # three pictures, then the first chunk
+        driver.core.step()
+    assert runner.memory()["prefill_cache_bytes"] > 0
+    monkeypatch.setattr(runner._view, "_prompt", lambda *args: 1 / 0)
+    driver.core.step()
+    monkeypatch.undo()
+    assert driver.finish == {"three": FinishReason.ERROR}
+    assert runner.memory()["prefill_cache_bytes"] == 0
+
+
+def test_logits_that_are_no_numbers_end_their_row_alone(runner, drive, requests, monkeypatch):
+    alone = drive().run({0: [requests[0]]})["text"]
+    driver = drive()
+    driver.core.add_request(requests[0])
+    driver.core.add_request(requests[3])
+    for _ in range(2):
+        driver.core.step()
+    original = runner._view.decode
+    poison = mx.array([[0.0], [float("nan")]])
+    monkeypatch.setattr(runner._view, "decode", lambda *args: original(*args) + poison)
+    driver.core.step()
+    monkeypatch.undo()
+    assert driver.run({0: []})["text"] == alone
+    assert driver.finish["hot"] is FinishReason.ERROR and driver.errors["hot"] == "the model gave no finite logits"
+
+
+def test_a_long_answer_does_not_grow_the_pending_graph(runner, drive, requests):
+    """What has not been computed when the row ends is at most what 64 steps leave behind: a few arrays per layer."""
+    driver = drive()
+    driver.core.add_request(replace(requests[0], sampling=replace(requests[0].sampling, max_tokens=300)))
+    for _ in range(130):
+        driver.core.step()
+    before = mx.get_active_memory()
+    for _ in range(128):
+        driver.core.step()
+    grown = mx.get_active_memory() - before
+    driver.core.abort("text")
+    driver.core.step()
+    per_token = 2 * 2 * 2 * 64 * 4  # attention layers, keys and values, heads, width, bytes
+    assert grown <= 256 * per_token + 2**20
+
+
+def test_a_row_joins_as_a_batch_of_its_own_layers(runner):
+    with pytest.raises(TypeError, match="layer 1: object cannot be batched"):
+        kv_cache.to_batch([runner._view.make_cache()[0], object()])
