@@ -11,7 +11,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.protocol import EngineRequest, FinishReason
-from engine.worker import kv_cache
+from engine.worker import decode, kv_cache
 from engine.worker.model_runner import MLXRunner
 from engine.worker.sampler import Sampler
 
@@ -44,7 +44,10 @@ def requests(make_request, picture) -> list[EngineRequest]:
         make_request("text", STORY, max_tokens=8, stops=False),
         make_request("picture", "What is in the image?", (red,), max_tokens=8, stops=False),
         make_request("three", "What is in the images?", (red, wide, blue), max_tokens=6, stops=False),
-        make_request("hot", STORY, max_tokens=8, stops=False, temperature=1.3, seed=9, top_p=0.9, top_k=40),
+        make_request("hot", STORY, max_tokens=10, stops=False, temperature=3.0, seed=9, top_p=0.95, top_k=400),
+        make_request(
+            "hot picture", "What is in the image?", (wide,), max_tokens=16, stops=False, temperature=4.0, seed=8
+        ),
         replace(make_request("one token", "x", max_tokens=6, stops=False), token_ids=np.array([500], np.int32)),
     ]
 
@@ -53,6 +56,14 @@ def test_the_engine_gives_the_tokens_of_one_forward_over_the_whole_sequence(runn
     expected = {request.request_id: reference(runner, request) for request in requests}
     config = EngineConfig(prefill_chunk_tokens=33, prefill_chunk_tokens_busy=17)
     assert drive(config).run({2 * i: [request] for i, request in enumerate(requests)}) == expected
+
+
+def test_an_answer_goes_on_at_the_position_after_the_largest_of_its_prompt(runner, requests):
+    """A picture takes as many positions as its longer side has tokens, fewer than it has tokens."""
+    for request in requests:
+        prompt = runner._prefill.begin(Request(request))
+        assert prompt.next_position == prompt.positions.max() + 1
+        assert (prompt.next_position < len(request.token_ids)) == bool(request.images)
 
 
 @pytest.mark.parametrize("size", [1, 7, -1, 0, 1000])
@@ -160,20 +171,14 @@ def test_logits_that_are_no_numbers_end_their_row_alone(runner, drive, requests,
     assert driver.finish["hot"] is FinishReason.ERROR and driver.errors["hot"] == "the model gave no finite logits"
 
 
-def test_a_long_answer_does_not_grow_the_pending_graph(runner, drive, requests):
-    """What has not been computed when the row ends is at most what 64 steps leave behind: a few arrays per layer."""
+def test_lazy_bookkeeping_is_computed_every_64_steps(drive, requests, monkeypatch):
+    at: list[int] = []
     driver = drive()
-    driver.core.add_request(replace(requests[0], sampling=replace(requests[0].sampling, max_tokens=300)))
-    for _ in range(130):
-        driver.core.step()
-    before = mx.get_active_memory()
-    for _ in range(128):
-        driver.core.step()
-    grown = mx.get_active_memory() - before
-    driver.core.abort("text")
-    driver.core.step()
-    per_token = 2 * 2 * 2 * 64 * 4  # attention layers, keys and values, heads, width, bytes
-    assert grown <= 256 * per_token + 2**20
+    monkeypatch.setattr(decode, "evaluate", lambda cache: at.append(driver.core.stats.num_steps))
+    driver.core.add_request(replace(requests[0], sampling=replace(requests[0].sampling, max_tokens=200)))
+    driver.run({0: []})
+    joined, *computed = at
+    assert joined == 0 and np.diff(computed).tolist() == [64, 64]
 
 
 def test_a_row_joins_as_a_batch_of_its_own_layers(runner):
