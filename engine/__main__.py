@@ -135,19 +135,30 @@ async def run(options: argparse.Namespace) -> None:
             await chat.ask(options.prompt)
             return
         print("Type a message; end with Ctrl-D.")
-        while line := await asyncio.to_thread(_read_line):
+        while line := await _read_line():
             await chat.ask(line.strip())
     finally:
         await chat.close()
 
 
-def _read_line() -> str:
-    """The next line that says something, '' at the end of the input."""
-    print("> ", end="", flush=True)
-    for line in sys.stdin:
-        if line.strip():
-            return line
-    return ""
+async def _read_line() -> str:
+    """The next line that says something, '' at the end of the input. Ctrl-C is heard while a terminal is waited for."""
+    line = "\n"
+    while line.isspace():
+        print("> ", end="", flush=True)
+        if sys.stdin.isatty():
+            await _until_readable(sys.stdin.fileno())
+        line = sys.stdin.readline()
+    return line
+
+
+async def _until_readable(file: int) -> None:
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(file, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(file)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,5 +1,8 @@
 """python -m engine, as a person calls it."""
 
+import os
+import pty
+import signal
 import subprocess
 import sys
 
@@ -42,3 +45,22 @@ def test_a_chat_remembers_what_was_said():
 def test_what_cannot_be_done_ends_with_the_reason(args, reason):
     result = ask(*args)
     assert result.returncode != 0 and reason in result.stderr and "Traceback" not in result.stderr
+
+
+def test_ctrl_c_at_the_prompt_of_a_chat_ends_it():
+    terminal, stdin = pty.openpty()
+    chat = subprocess.Popen(
+        [sys.executable, "-m", "engine"], stdin=stdin, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert chat.stdout is not None
+        heard = b""
+        while b"> " not in heard:
+            heard += os.read(chat.stdout.fileno(), 100)
+        chat.send_signal(signal.SIGINT)
+        assert chat.wait(30) == 130
+    finally:
+        chat.kill()
+        chat.communicate()
+        os.close(terminal)
+        os.close(stdin)
