@@ -30,7 +30,7 @@ class PacedRunner:
     """
 
     def __init__(self, token_id: int):
-        self.max_context_tokens = 1 << 20
+        self.max_context_tokens = self.vocab_size = 1 << 20
         self.capabilities: dict[str, Any] = {}
         self.emissions: dict[int, list[float]] = {}
         self._token_ids = (token_id,)
@@ -48,6 +48,9 @@ class PacedRunner:
     def prefill(self, request: Request, max_tokens: int) -> PrefillOutput:
         self._rows[request.id] = self.emissions[request.spec.sampling.seed] = [time.monotonic()]
         return PrefillOutput(request.num_prompt_tokens - request.num_prefilled, self._token_ids[0])
+
+    def reset(self) -> None:
+        self._rows.clear()
 
     def drop(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

@@ -69,6 +69,8 @@ def test_three_concurrent_calls_of_one_request_do_not_starve():
 
 class PlainRouter(RequestRouter):
     async def choose_replicas(self, candidate_replicas: list, pending_request: Any = None) -> list:
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
         return [candidate_replicas]
 
 

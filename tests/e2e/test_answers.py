@@ -1,5 +1,7 @@
 """What a client gets from a server that was started as the README says."""
 
+from typing import Any
+
 import httpx
 import openai
 import pytest
@@ -9,7 +11,7 @@ from tests.e2e.pictures import about, image_part, shape
 pytestmark = pytest.mark.server
 
 
-def ask(client: openai.OpenAI, messages: list, **options) -> str:
+def ask(client: openai.OpenAI, messages: Any, **options) -> str:
     answer = client.chat.completions.create(model="demo", messages=messages, temperature=0, **options)
     assert answer.choices[0].finish_reason == "stop"
     return answer.choices[0].message.content or ""
@@ -95,7 +97,7 @@ def test_a_prompt_and_answer_beyond_the_context_are_refused_with_both_numbers(cl
 def test_a_broken_picture_is_refused_by_its_place(client: openai.OpenAI):
     broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     with pytest.raises(openai.BadRequestError, match="could not be decoded") as refused:
-        client.chat.completions.create(model="demo", messages=about("What is it?", broken))
+        ask(client, about("What is it?", broken))
     assert refused.value.param == "messages[0].content[0].image_url.url"
 
 
