@@ -24,8 +24,8 @@ class ModelReplica:
     async def __init__(self, config: EngineConfig):
         """Returns when the weights are in memory; until then Serve sends no request. Raises EngineFailed."""
         log_refusals_in_one_line()
-        # Ray tells OpenBLAS to use one thread in a replica with num_cpus 0
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", str(os.cpu_count() or 1))
+        # Ray sets OMP_NUM_THREADS to 1 where num_cpus is 0; half of the cores is better, see engine/worker/blas.py
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
         from engine.async_engine import AsyncEngine  # brings MLX, which no other process of the graph may hold
 
         self._engine = AsyncEngine(config)

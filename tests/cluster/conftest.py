@@ -19,6 +19,7 @@ with warnings.catch_warnings():  # see tests/deployments/conftest.py
 from ray.cluster_utils import Cluster
 
 from deployments.app import AppArgs, build_app
+from tests.e2e.server import free_port
 
 APP = "orchard"
 DEPLOYMENTS = ("ModelReplica", "TextMTP", "MLLM", "Ingress")
@@ -27,7 +28,8 @@ NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 100 * 2**20, "reso
 
 class OrchardCluster:
     def __init__(self, temp_dir: str):
-        head = {**NODE, "include_dashboard": False, "temp_dir": temp_dir}
+        # Ray tries the dashboard's port even so, and leaks a socket if another cluster has it
+        head = {**NODE, "include_dashboard": False, "dashboard_port": free_port(), "temp_dir": temp_dir}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self._workers = [self._cluster.add_node(**NODE) for _ in range(2)]
         ray.init(address=self._cluster.address, log_to_driver=False, configure_logging=False)

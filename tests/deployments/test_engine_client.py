@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -286,7 +285,6 @@ def local_graph() -> Iterator[tuple[Any, Any]]:
     engine = serve.run(ModelReplica.bind(EngineConfig()), name="engine", _local_testing_mode=True)
     yield engine, serve.run(TextMTP.bind(EngineConfig()), name="text", _local_testing_mode=True)
     engine.options(method_name="__del__").remote().result()  # as Serve does; the local mode forgets it
-    time.sleep(0.5)  # the device thread's native end, after Python's join, still needs the interpreter
 
 
 def test_a_real_engine_answers_in_serves_local_testing_mode(local_graph: tuple[Any, Any]):

@@ -11,7 +11,7 @@ from engine.protocol import EngineFailed
 
 async def until(condition):
     async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.001)
 
 
