@@ -4,7 +4,8 @@
 
 Starts its own Ray on loopback. Every stream gets one token per step, 50 steps a second. Two figures come out:
 CPU time of the engine's process per published item, and the time from the step's end to the client's read, per token.
-As in a real step the tokens of all streams come at once, so the last one waits for the others at every hop.
+`together` is as in a real step: the tokens of all streams come at once, so the last one waits for the others at every
+hop. `spread` has the same number of tokens evenly in time, which shows what the graph itself adds to one token.
 
 gross is all that the process used. From it are taken what the idle process uses and what the step itself costs (the
 same rows in an EngineCore whose publish does nothing): that leaves net, the price of publishing.
@@ -47,6 +48,11 @@ IDLE_S = 5.0
 class Arm:
     num_streams: int
     num_tokens: int  # of each stream
+    spread: bool = False
+
+    @property
+    def pace(self) -> str:
+        return "spread" if self.spread else "together"
 
 
 @contextmanager
@@ -132,6 +138,7 @@ class RayProcesses:
 
 def round_of(base: str, arm: Arm, replica: Any, idle: float, step_us: float) -> dict[str, Any]:
     replica.take_emissions.remote().result()
+    replica.set_spread.remote(arm.spread).result()
     actors = RayProcesses()
     with CpuTrace(engine_pids(base)) as engine:
         report = client(base, arm)
@@ -155,10 +162,11 @@ def summary(arm: Arm, rounds: Sequence[Mapping[str, Any]], step_us: float) -> di
     latencies = [r["latencies_ms"] for r in rounds if r["latencies_ms"]]
     return {
         "streams": str(arm.num_streams),
+        "pace": arm.pace,
         "items": f"{spread('items').median:.0f}",
         "gross_us": f"{spread('gross_us'):.0f}",
-        "step_us": f"{step_us / arm.num_streams:.1f}",
-        "net_us": f"{spread('net_us'):.0f}",
+        "step_us": "" if arm.spread else f"{step_us / arm.num_streams:.1f}",
+        "net_us": "" if arm.spread else f"{spread('net_us'):.0f}",  # its many steps would have to be taken off as well
         "cores": f"{spread('engine_cores').median:.3f}",
         **{f"p{q}_ms": f"{Spread.of([percentile(values, q) for values in latencies]):.2f}" for q in (50, 99)},
         "tokens/piece": f"{spread('tokens_per_piece').median:.2f}",
@@ -181,7 +189,7 @@ def measure(arms: Sequence[Arm], rounds: int) -> dict[str, Any]:
         "provenance": provenance(),
         "idle_cores": idle,
         "arms": [summary(arm, collected[arm], steps_us[arm]) for arm in arms],
-        "by_actor_us": {arm.num_streams: collected[arm][-1]["by_actor_us"] for arm in arms},
+        "by_actor_us": {f"{arm.num_streams} {arm.pace}": collected[arm][-1]["by_actor_us"] for arm in arms},
         "errors": sorted({error for of_arm in collected.values() for r in of_arm for error in r["errors"]}),
     }
 
@@ -192,9 +200,9 @@ def print_report(report: dict[str, Any], rounds: int) -> None:
     print(f"{report['idle_cores']:.4f} cores\n")
     print(table(list(report["arms"][0]), [list(row.values()) for row in report["arms"]]))
     print("step_us: the paced step alone, per row; net_us: gross without step and idle; p50, p99: step to client")
-    for num_streams, actors in report["by_actor_us"].items():
+    for arm, actors in report["by_actor_us"].items():
         costs = ", ".join(f"{name} {cost:.0f}" for name, cost in sorted(actors.items(), key=lambda item: -item[1]))
-        print(f"us per token of all processes, {num_streams} streams, last round: {costs}")
+        print(f"us per token of all processes, {arm}, last round: {costs}")
     for error in report["errors"]:
         print(f"error: {error}")
 
@@ -210,7 +218,8 @@ def main() -> int:
     if args.step_cost:
         print(step_cost_us(args.step_cost))
         return 0
-    arms = [Arm(int(streams), round(args.seconds * STEPS_PER_S)) for streams in args.streams.split(",")]
+    num_tokens = round(args.seconds * STEPS_PER_S)
+    arms = [Arm(int(n), num_tokens, spread) for n in args.streams.split(",") for spread in (False, True)]
     report = measure(arms, args.rounds)
     print_report(report, args.rounds)
     if args.json:

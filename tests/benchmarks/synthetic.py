@@ -1,5 +1,6 @@
 """The real graph around a step that computes nothing: a runner that gives every row one token at a fixed pace."""
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +27,7 @@ LETTER = "a"
 class PacedRunner:
     """Steps at the ticks of a clock; a tick that was missed is left out.
 
+    spread: the rows take turns, evenly over the time of a step, instead of all at once.
     emissions: for each request, by its seed, the time.monotonic() of every token.
     """
 
@@ -35,15 +37,20 @@ class PacedRunner:
         self.emissions: dict[int, list[float]] = {}
         self._token_ids = (token_id,)
         self._tick = 0.0
+        self._turns = itertools.count()
+        self.spread = False
         self._rows: dict[str, list[float]] = {}
 
     def decode(self) -> Mapping[str, tuple[int, ...]]:
-        self._tick = max(self._tick + 1 / STEPS_PER_S, time.monotonic())
+        rows = list(self._rows)
+        if self.spread:
+            rows = [rows[next(self._turns) % len(rows)]]
+        self._tick = max(self._tick + len(rows) / len(self._rows) / STEPS_PER_S, time.monotonic())
         time.sleep(max(0.0, self._tick - time.monotonic()))
         now = time.monotonic()
-        for times in self._rows.values():
-            times.append(now)
-        return dict.fromkeys(self._rows, self._token_ids)
+        for row in rows:
+            self._rows[row].append(now)
+        return dict.fromkeys(rows, self._token_ids)
 
     def prefill(self, request: Request, max_tokens: int) -> PrefillOutput:
         self._rows[request.id] = self.emissions[request.spec.sampling.seed] = [time.monotonic()]
@@ -82,6 +89,9 @@ class SyntheticReplica(_Replica):
 
         self._engine = AsyncEngine(config, make_runner)
         await self._engine.wait_ready()
+
+    async def set_spread(self, spread: bool) -> None:
+        self._runner.spread = spread
 
     async def take_emissions(self) -> dict[int, list[float]]:
         """Of the requests since the last call; none may be running."""
