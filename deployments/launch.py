@@ -12,6 +12,8 @@ DEFAULTS = {
     # `uv run serve ...` must not make Ray pack the working directory and start each worker through uv.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Whoever reaches Ray's ports can run code: nobody without the token in ~/.ray/auth_token. `serve run` makes one.
+    "RAY_AUTH_MODE": "token",
     # The proxy reads tokens from the ingress over gRPC: half the CPU per token of Ray's actor calls.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     # A plan carries the pixels of its pictures; gRPC would stop at 4 MiB.
