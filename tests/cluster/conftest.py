@@ -1,6 +1,7 @@
 """Three Ray nodes in processes of this machine, each with `mlx`, and the whole app on them with real engines."""
 
 import os
+import secrets
 import shutil
 import signal
 import tempfile
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # before Ray is imported; nodes inherit it
 
 with warnings.catch_warnings():  # see tests/deployments/conftest.py
     warnings.filterwarnings("ignore", message="Using extra keyword arguments on `Field`", category=DeprecationWarning)
