@@ -10,7 +10,7 @@ from typing import Any
 
 from ray import serve
 
-from deployments.replica import log_refusals_in_one_line, node_id, replica_info
+from deployments.replica import log_refusals_in_one_line, replica_info
 from engine.config import EngineConfig
 from engine.protocol import EngineRequest, TokenChunk
 
@@ -47,9 +47,6 @@ class ModelReplica:
 
     async def check_health(self) -> None:
         self._engine.check_health()
-
-    def record_replica_metadata(self) -> dict[str, str]:
-        return {"node_id": node_id()}
 
     async def __del__(self) -> None:
         """Serve awaits it once the open requests are answered."""

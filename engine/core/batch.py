@@ -19,9 +19,6 @@ class SchedulerOutput:
     prefill: Request | None = None
     max_prefill_tokens: int = 0
 
-    def __bool__(self) -> bool:
-        return bool(self.drop) or self.decode or self.prefill is not None
-
 
 @dataclass(slots=True)
 class PrefillOutput:

@@ -25,6 +25,10 @@ IMAGE_PROCESSORS = {
 """Names under which the Qwen2-VL image processor is saved; those with a 3 are mlx-vlm's, in converted checkpoints."""
 
 
+IMAGE_MODEL_TYPES = ("qwen3_5", "qwen3_5_moe")
+"""Models whose vision tower engine/worker/vision.py drives."""
+
+
 def resolve_checkpoint(model: str, revision: str | None, *, weights: bool) -> Path:
     """The directory with the files of `model`: 'demo', an existing directory, or a hub repository, fetched if needed.
 
@@ -131,8 +135,13 @@ def vocab_size(config: dict[str, Any]) -> int:
 
 
 def media_kinds(model_dir: Path, config: dict[str, Any]) -> frozenset[str]:
-    """The kinds of media that the model sees and that we can prepare: {'image'} or nothing."""
-    sees = isinstance(config.get("vision_config"), dict) and supports_images(model_dir)
+    """The kinds of media that the model sees and that planner and engine can both handle: {'image'} or nothing.
+
+    Ingress, planner and engine all ask here, so that a picture is refused at the door or not at all.
+    """
+    vision = config.get("vision_config")
+    drivable = isinstance(vision, dict) and not vision.get("deepstack_visual_indexes")
+    sees = config.get("model_type") in IMAGE_MODEL_TYPES and drivable and supports_images(model_dir)
     return frozenset({"image"}) if sees else frozenset()
 
 

@@ -45,9 +45,6 @@ class DecodeBatch:
         self._sampler: Sampler | None = None
         self._steps = 0
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     @property
     def num_cache_bytes(self) -> int:
         return kv_cache.num_bytes(self._cache)

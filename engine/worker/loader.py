@@ -62,7 +62,7 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
     module.eval()
     dtype = _main_dtype(module)
     log.info("loaded %s: %.1f MB of weights, %s, on %s", path, num_bytes / 1e6, dtype, mx.default_device())
-    kinds = media_kinds(path, model_config) if sees_images(module) else frozenset()
+    kinds = media_kinds(path, model_config)
     return LoadedModel(module, path, model_config, kinds, max_context_tokens, num_tokens, num_bytes, dtype)
 
 
@@ -107,16 +107,6 @@ def cast(module: nn.Module, dtype: mx.Dtype | None) -> None:
         for name, w in weights_of(module)
     ]
     module.update(tree_unflatten(weights))
-
-
-def sees_images(module: Any) -> bool:
-    """Whether our vision path can drive this model: a tower of the Qwen3.5 shape, without deep-stacked features."""
-    vision = getattr(getattr(module, "config", None), "vision_config", None)
-    return (
-        hasattr(module, "vision_tower")
-        and hasattr(module.language_model, "get_rope_index")
-        and not getattr(vision, "deepstack_visual_indexes", None)
-    )
 
 
 def _context(config: EngineConfig, model_config: dict[str, Any]) -> int:

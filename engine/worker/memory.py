@@ -16,10 +16,3 @@ def usage() -> dict[str, int]:
         "peak_bytes": mx.get_peak_memory(),
         "mlx_cache_bytes": mx.get_cache_memory(),
     }
-
-
-def device_bytes() -> int | None:
-    """Memory that the device reports as its own, or None when it does not say (CPU)."""
-    info = mx.device_info()
-    size = info.get("max_recommended_working_set_size") or info.get("total_memory") or info.get("memory_size")
-    return int(size) if size else None

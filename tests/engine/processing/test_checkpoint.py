@@ -145,6 +145,9 @@ def test_a_model_sees_images_when_it_has_a_tower_and_a_processor_that_we_know(co
     config = read_config(copy)
     assert media_kinds(copy, config) == {"image"}
     assert media_kinds(copy, {**config, "vision_config": None}) == frozenset()
+    assert media_kinds(copy, {**config, "model_type": "qwen3_vl"}) == frozenset()
+    deepstack = {**config["vision_config"], "deepstack_visual_indexes": [5, 11]}
+    assert media_kinds(copy, {**config, "vision_config": deepstack}) == frozenset()
     edit(copy / "preprocessor_config.json", image_processor_type="CLIPImageProcessor")
     assert media_kinds(copy, config) == frozenset()
     (copy / "preprocessor_config.json").unlink()
