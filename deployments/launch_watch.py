@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from deployments.launch import RAY_INIT_HOOK, serve_run_config
 
 POLL_S = 0.5
+CONNECT_S = 2.0
 OUR_APP = "deployments.app:build_app"
 
 
@@ -27,8 +29,29 @@ def watch_serve_run(runtime_env: dict[str, Any] | None) -> dict[str, Any] | None
         if complaints:
             _say(f"{path} is wrong:\n{complaints}")
             raise SystemExit(1)
+        if not os.environ.get("RAY_ADDRESS"):
+            forget_dead_cluster()
         threading.Thread(target=_watch, args=(config,), name="watch-serve-run", daemon=True).start()
     return runtime_env
+
+
+def forget_dead_cluster() -> None:
+    """Ray joins the cluster that its last `ray start` here wrote down, and waits minutes for one that was killed.
+
+    Where nobody listens at that address any more, the note goes, as a clean `ray stop` would have removed it.
+    """
+    from ray._private.utils import get_ray_address_file
+
+    note = Path(get_ray_address_file(None))
+    address = note.read_text().strip() if note.exists() else ""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except OSError as error:
+        note.unlink(missing_ok=True)
+        _say(f"The Ray cluster at {address}, noted in {note}, is gone ({error}): starting without it.")
 
 
 def complaints_about(config: dict[str, Any]) -> list[str]:

@@ -1,8 +1,10 @@
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deployments.launch_watch import _welcome, complaints_about, reason_in
+from deployments.launch_watch import _welcome, complaints_about, forget_dead_cluster, reason_in
 
 
 def config(**args: Any) -> dict[str, Any]:
@@ -26,6 +28,23 @@ def test_each_wrong_key_is_named_with_its_value():
 
 def test_applications_of_others_are_none_of_our_business():
     assert complaints_about({"applications": [{"import_path": "somebody.else:app", "args": {"x": 1}}]}) == []
+
+
+def test_the_note_of_a_cluster_that_was_killed_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    note = tmp_path / "ray_current_cluster"
+    monkeypatch.setattr("ray._private.utils.get_ray_address_file", lambda temp_dir: str(note))
+    forget_dead_cluster()  # no note: nothing to do
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = "127.0.0.1:%d" % head.getsockname()[1]
+        note.write_text(address)
+        forget_dead_cluster()
+        assert note.read_text() == address
+    assert capsys.readouterr().err == ""
+    forget_dead_cluster()
+    assert not note.exists()
+    assert address in capsys.readouterr().err
 
 
 TRACEBACK = """Deploying app 'orchard' failed with exception:
