@@ -37,7 +37,7 @@ def test_the_note_of_a_cluster_that_was_killed_is_removed(
     monkeypatch.setattr("ray._private.utils.get_ray_address_file", lambda temp_dir: str(note))
     forget_dead_cluster()  # no note: nothing to do
     with socket.create_server(("127.0.0.1", 0)) as head:
-        address = "127.0.0.1:%d" % head.getsockname()[1]
+        address = f"127.0.0.1:{head.getsockname()[1]}"
         note.write_text(address)
         forget_dead_cluster()
         assert note.read_text() == address
