@@ -9,6 +9,28 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class MTPConfig(Frozen):
+    max_draft_tokens: int = Field(default=3, ge=1, le=8, description="tokens drafted per step and row: always as many")
+    max_rows: int = Field(default=4, ge=1, le=1024, description="with more rows in the batch nothing is drafted")
+
+
+class SchedulerConfig(Frozen):
+    policy: Literal["fifo", "shortest_first", "priority"] = Field(default="fifo", description="order of the queue")
+    ageing_s: float = Field(
+        default=5.0,
+        gt=0,
+        description="waiting this long counts as 1000 prompt tokens less, or as one step of priority",
+    )
+    max_stall_s: float = Field(
+        default=0.5, gt=0, description="rows that decode wait no longer than this for a chunk of somebody's prompt"
+    )
+
+
+class GrammarConfig(Frozen):
+    compile_timeout_s: float = Field(default=5.0, gt=0, description="one grammar, off the device thread")
+    max_bytes: int = Field(default=256 * 2**10, ge=1024, description="of a schema, regex or grammar as text")
+
+
 class EngineConfig(Frozen):
     model: str = Field(
         default="demo", description="'demo' (shipped with Orchard), a local directory, or a hub repository"
@@ -27,6 +49,18 @@ class EngineConfig(Frozen):
     )
     prefill_chunk_tokens: int = Field(default=2048, ge=16, description="prompt tokens per step while nothing decodes")
     prefill_chunk_tokens_busy: int = Field(default=256, ge=16, description="prompt tokens per step while rows decode")
+    mtp: Literal["auto", "off"] | MTPConfig = Field(
+        default="auto",
+        description="speculative decoding with the model's MTP head; auto: as many draft tokens as measurably pay",
+    )
+    mtp_head: str | None = Field(
+        default=None, description="directory or hub repository of a split MTP head; default: the checkpoint's own"
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        default="auto", description="decode as a compiled graph; auto: on CUDA, where the host is the slower half"
+    )
+    scheduler: SchedulerConfig = SchedulerConfig()
+    grammar: GrammarConfig = GrammarConfig()
     vision_cache_mb: int = Field(default=256, ge=0, description="image features kept for pictures that come back")
     mlx_cache_mb: int = Field(default=2048, ge=0, description="freed buffers that MLX may keep for reuse")
     step_timeout_s: float = Field(

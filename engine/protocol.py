@@ -9,7 +9,7 @@ OrchardError
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -64,12 +64,22 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one row is sampled. Equal parameters and seed give equal tokens, alone or in a batch.
+    """How one row is sampled. Equal parameters and seed give equal tokens, alone or in a batch, with MTP or without.
 
-    temperature 0 is greedy. Filters apply in the order temperature, top_k, top_p, min_p. top_k 0, top_p 1 and
-    min_p 0 are off. seed is an unsigned 64-bit integer. Raises InvalidRequest for anything out of range.
+    The logits of an output position are changed in this order: repetition_penalty (divides positive and multiplies
+    negative logits of every token of prompt and output; Keskar et al. 2019), frequency_penalty (per occurrence in the
+    output) and presence_penalty (once), both subtracted; logit_bias, pairs (token id, added bias); min_tokens (no stop
+    token before that many tokens); the grammar's mask; temperature (0 is greedy), top_k, top_p, min_p. top_k 0,
+    top_p 1 and min_p 0 are off. seed is an unsigned 64-bit integer.
+
+    logprobs: None, or how many alternatives are reported beside the sampled token. Logprobs are those of the model:
+    before anything of the above. Raises InvalidRequest for anything out of range.
     """
 
     max_tokens: int
@@ -78,6 +88,12 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         limits = {
@@ -87,11 +103,38 @@ class SamplingParams:
             "top_k": (0, 2**31 - 1),
             "min_p": (0, 1),
             "seed": (0, 2**64 - 1),
+            "presence_penalty": (-2, 2),
+            "frequency_penalty": (-2, 2),
+            "repetition_penalty": (0.01, 100),
+            "min_tokens": (0, self.max_tokens),
+            "logprobs": (0, MAX_TOP_LOGPROBS),
         }
         for name, (low, high) in limits.items():
             value = getattr(self, name)
-            if not low <= value <= high:
+            if value is not None and not low <= value <= high:
                 raise InvalidRequest(f"{name} is {value}; it must be between {low} and {high}", name)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(
+                f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}", "logit_bias"
+            )
+        for token_id, bias in self.logit_bias:
+            if not -100 <= bias <= 100:
+                raise InvalidRequest(
+                    f"logit_bias for token {token_id} is {bias}; it must be between -100 and 100", "logit_bias"
+                )
+
+
+@dataclass(frozen=True)
+class GrammarSpec:
+    """What the output must match, from its first token to the stop token.
+
+    kind: json_schema (text: the schema as JSON), json_object (any JSON object; text is ''), regex, or lark (a grammar
+    in llguidance's Lark dialect, which tool calls are made of). field: the client's field, for errors.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "lark"]
+    text: str = ""
+    field: str = "response_format"
 
 
 @dataclass(frozen=True)
@@ -111,25 +154,50 @@ class ImagePatches:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """token_ids: int32 [num_prompt_tokens], image placeholders already repeated per image token."""
+    """token_ids: int32 [num_prompt_tokens], image placeholders already repeated per image token.
+
+    num_choices: answers wanted; they share the prompt's prefill, and choice i is sampled with `choice_seed(seed, i)`.
+    priority: smaller is more urgent; only with the scheduler's policy `priority`.
+    """
 
     request_id: str
     token_ids: np.ndarray
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     images: tuple[ImagePatches, ...] = ()
+    num_choices: int = 1
+    grammar: GrammarSpec | None = None
+    priority: int = 0
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of one of several choices; the first has the request's own."""
+    return (seed + index * 0x9E3779B97F4A7C15) % 2**64
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Of one output token: its natural logarithm of probability, and (token id, logprob) of the best, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """All tokens of one request since its last chunk. A stop token ends the request and is not among them.
+    """All tokens of one choice since its last chunk. A stop token ends the choice and is not among them.
 
-    `finish_reason` is set on the last chunk alone; `error` tells why when it is ERROR.
+    `finish_reason` is set on the choice's last chunk alone; `error` tells why when it is ERROR. logprobs: one per
+    token, if asked for. num_drafted, num_accepted: draft tokens that were verified in these steps, and how many held.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str | None = None
+    index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -151,6 +219,10 @@ class EngineStatus:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     max_rows_in_a_step: int = 0
+    num_preempted: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    speculation: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     capabilities: dict[str, Any] = field(default_factory=dict)
     error: str | None = None

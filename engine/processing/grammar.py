@@ -1,0 +1,252 @@
+"""Grammars for constrained output: compiled once per text off the event loop, then one matcher per row.
+
+llguidance (Rust) does the work: an Earley parser over a lexer of regex derivatives, fed with the bytes of tokens. It
+tells control tokens from text: a JSON string can spell `<think>` in ordinary tokens, but never holds the token.
+"""
+
+import asyncio
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask
+
+from engine.config import GrammarConfig
+from engine.processing.json_schema import OPTIONS, strict_schema
+from engine.protocol import EngineFailed, GrammarSpec, InvalidRequest, Overloaded
+
+MAX_ITEMS_IN_ROW = 20_000
+"""Of the parser. llguidance's default of 2000 fails in objects with 500 optional properties; with ten times as many,
+the slowest mask of an enum of 15000 objects took 11 ms. Its other defaults bound a compile and a mask in work done:
+automata of hostile expressions end in an error, not in a hang."""
+
+COMPILE_THREADS = 2
+MAX_PENDING = 16
+CACHE_SIZE = 16
+
+STACK_BYTES = 512 << 20
+"""llguidance follows chains of $ref by recursion, and a full stack ends the process. In 8 MiB 166 links fit (32 KB of
+text); the longest chains that its limit of 50000 subschemas allows fitted in 256 MiB. Untouched pages cost nothing."""
+
+Key = tuple[str, str]
+
+
+class GrammarCompiler:
+    """Compiles the grammars of one model.
+
+    vocab_size: width of the logits; ids that the tokenizer does not know are never allowed. stop_token_ids: each may
+    end the output. Raises EngineFailed when llguidance cannot read tokenizer.json: it knows byte-level and
+    byte-fallback BPE.
+    """
+
+    def __init__(self, model_dir: Path, vocab_size: int, stop_token_ids: Sequence[int], config: GrammarConfig):
+        self._config = config
+        self._tokenizer = _load_tokenizer(model_dir, vocab_size, stop_token_ids)
+        self._executor = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
+        self._lock = threading.Lock()  # over the two below, which the compiling threads change too
+        self._compiled: OrderedDict[Key, LLMatcher] = OrderedDict()
+        self._pending: dict[Key, Future[LLMatcher]] = {}
+
+    async def compile(self, spec: GrammarSpec) -> "GrammarMatcher":
+        """A matcher at the start of the output. The same text is compiled once, also for callers at the same time.
+
+        Raises InvalidRequest when the grammar is too large, takes too long, is not valid or not supported, and
+        Overloaded when others keep the compiler busy.
+        """
+        num_bytes = len(spec.text.encode(errors="surrogatepass"))
+        if num_bytes > self._config.max_bytes:
+            raise _invalid(spec, f"the grammar has {num_bytes} bytes; the limit is {self._config.max_bytes}")
+        with self._lock:
+            future = self._find_or_begin(spec)
+        prototype = future if isinstance(future, LLMatcher) else await self._wait(future, spec)
+        with self._lock:
+            return GrammarMatcher(prototype.deep_copy(), self._tokenizer)
+
+    def close(self) -> None:
+        """Drops what waits to be compiled; what is being compiled ends by itself."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _find_or_begin(self, spec: GrammarSpec) -> "LLMatcher | Future[LLMatcher]":
+        key = (spec.kind, spec.text)
+        if key in self._compiled:
+            self._compiled.move_to_end(key)
+            return self._compiled[key]
+        if key in self._pending:
+            return self._pending[key]
+        if len(self._pending) >= MAX_PENDING:
+            raise self._busy()
+        before = threading.stack_size(STACK_BYTES)  # for threads that start now: the executor's do so on submit
+        try:
+            self._pending[key] = self._executor.submit(self._compile, spec, key)
+        except RuntimeError:
+            raise EngineFailed("the grammar was not compiled: the engine stops") from None
+        finally:
+            threading.stack_size(before)
+        return self._pending[key]
+
+    async def _wait(self, future: "Future[LLMatcher]", spec: GrammarSpec) -> LLMatcher:
+        waiting = asyncio.wrap_future(future)
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # when nobody waits any more
+        # Not wait_for: it would cancel the future that others wait for too.
+        await asyncio.wait((waiting,), timeout=self._config.compile_timeout_s)
+        if not waiting.done():
+            if not future.running():
+                raise self._busy()
+            raise _invalid(spec, f"the grammar takes longer than {self._config.compile_timeout_s:g} s to compile")
+        if waiting.cancelled():
+            raise EngineFailed("the grammar was not compiled: the engine stops")
+        try:
+            return waiting.result()
+        except ValueError as error:
+            raise _invalid(spec, str(error)) from None
+
+    def _busy(self) -> Overloaded:
+        message = f"{len(self._pending)} grammars wait to be compiled; {COMPILE_THREADS} are compiled at a time"
+        return Overloaded(message, self._config.compile_timeout_s)
+
+    def _compile(self, spec: GrammarSpec, key: Key) -> LLMatcher:
+        """In a thread of the executor. Raises ValueError with the reason."""
+        try:
+            matcher = _build(self._tokenizer, spec)
+            with self._lock:
+                self._compiled[key] = matcher
+                if len(self._compiled) > CACHE_SIZE:
+                    self._compiled.popitem(last=False)
+            return matcher
+        finally:
+            with self._lock:
+                self._pending.pop(key, None)
+
+
+class GrammarMatcher:
+    """One row's place in its grammar; a `core.request.Matcher`. One thread at a time.
+
+    After a stop token, and where the grammar allows nothing more, exactly the stop tokens are allowed.
+    """
+
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, ended: bool = False):
+        self._matcher = matcher
+        self._tokenizer = tokenizer
+        self._stop_token_ids = frozenset(tokenizer.eos_tokens)
+        self._ended = ended
+
+    def masks(self, draft: tuple[int, ...] = ()) -> np.ndarray:
+        """uint32 [1 to len(draft) + 1, ceil(vocab_size / 32)]; see the protocol. Raises ValueError."""
+        rows = np.empty((len(draft) + 1, (self._tokenizer.vocab_size + 31) // 32), np.int32)
+        self._fill(rows, 0, self._ended)
+        ended, num_rows, num_consumed = self._ended, 1, 0
+        for token_id in draft:
+            if not _allows(rows[num_rows - 1], token_id):
+                break
+            if token_id in self._stop_token_ids:
+                ended = True
+            else:
+                self._consume(token_id)
+                num_consumed += 1
+            self._fill(rows, num_rows, ended)
+            num_rows += 1
+        self._matcher.rollback(num_consumed)
+        self._check()  # on an error the library fills in the stop tokens, as if the output were complete
+        return rows[:num_rows].view(np.uint32)
+
+    def advance(self, token_ids: tuple[int, ...]) -> None:
+        """Raises ValueError for a token that the mask forbids."""
+        for token_id in token_ids:
+            if self._ended:
+                return
+            if token_id in self._stop_token_ids and self._matcher.is_accepting():
+                self._ended = True
+            else:
+                self._consume(token_id)
+
+    def fork(self) -> "GrammarMatcher":
+        return GrammarMatcher(self._matcher.deep_copy(), self._tokenizer, self._ended)
+
+    def _fill(self, rows: np.ndarray, index: int, ended: bool) -> None:
+        if ended:
+            rows[index] = _stop_mask(self._stop_token_ids, rows.shape[1])
+        else:
+            fill_next_token_bitmask(self._matcher, rows, index)
+
+    def _consume(self, token_id: int) -> None:
+        if not self._matcher.consume_token(token_id):
+            self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError(f"the grammar cannot go on: {_first_words(self._matcher.get_error())}")
+
+
+def _load_tokenizer(model_dir: Path, vocab_size: int, stop_token_ids: Sequence[int]) -> LLTokenizer:
+    path = model_dir / "tokenizer.json"
+    if not stop_token_ids:
+        raise EngineFailed(f"{model_dir}: the model has no stop token, which a grammar needs to end the output")
+    try:
+        text = path.read_text(encoding="utf-8")
+        return LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(stop_token_ids))
+    except (OSError, ValueError) as error:
+        raise EngineFailed(f"{path}: llguidance cannot read the tokenizer ({_first_words(str(error))})") from None
+
+
+def _build(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
+    try:
+        limits = LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False)
+        matcher = LLMatcher(tokenizer, _source(spec), log_level=0, limits=limits)
+        probe = matcher.deep_copy()
+        mask = np.frombuffer(probe.compute_bitmask() if not probe.is_error() else b"", np.uint8)
+    except (ValueError, MemoryError):
+        raise
+    except RecursionError:
+        raise ValueError("the grammar is nested too deeply") from None
+    except BaseException as error:  # a panic in Rust is no Exception
+        raise ValueError(f"llguidance failed: {_first_words(str(error))}") from None
+    if matcher.is_error():
+        raise ValueError(f"the grammar cannot be compiled: {_first_words(matcher.get_error())}")
+    if probe.is_error() or not mask.any():
+        raise ValueError(f"no output matches the grammar. {_first_words(probe.get_error())}".strip())
+    return matcher
+
+
+def _source(spec: GrammarSpec) -> str:
+    match spec.kind:
+        case "json_schema":
+            return _json_source(spec.text)
+        case "json_object":
+            return _json_source('{"type": "object"}')
+        case "regex":
+            return LLMatcher.grammar_from_regex(spec.text)
+        case "lark":
+            return LLMatcher.grammar_from_lark(spec.text)
+
+
+def _json_source(text: str) -> str:
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the schema is not valid JSON ({error})") from None
+    return LLMatcher.grammar_from_json_schema(json.dumps(strict_schema(schema)), overrides=OPTIONS)
+
+
+def _allows(row: np.ndarray, token_id: int) -> bool:
+    return 0 <= token_id < 32 * len(row) and bool(int(row[token_id >> 5]) >> (token_id & 31) & 1)
+
+
+def _stop_mask(stop_token_ids: frozenset[int], num_words: int) -> np.ndarray:
+    mask = np.zeros(num_words, np.uint32)
+    for token_id in stop_token_ids:
+        mask[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+    return mask.view(np.int32)
+
+
+def _first_words(error: str) -> str:
+    """The library's reason without parser state and backtrace, on one line of at most 400 characters."""
+    return " ".join(error.split("<backtrace>")[0].split("<state>")[0].split())[:400]
+
+
+def _invalid(spec: GrammarSpec, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"`{spec.field}`: {reason}", spec.field)

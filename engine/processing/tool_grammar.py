@@ -1,0 +1,198 @@
+"""Tool calls as a grammar: the XML format of Qwen3-Coder and Qwen3.5, in llguidance's Lark dialect.
+
+    <tool_call>
+    <function=NAME>
+    <parameter=KEY>
+    VALUE
+    </parameter>
+    </function>
+    </tool_call>
+
+`<tool_call>` and `</tool_call>` are tokens of their own, all else is text. A value is raw text where the schema allows
+a string, JSON otherwise. One thing the grammar does not see to: strings inside a JSON value may hold `</parameter>`.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+from engine.processing.json_schema import (
+    ANNOTATIONS,
+    OPTIONS,
+    ROOT_ANNOTATIONS,
+    lenient_schema,
+    strict_schema,
+    subschemas,
+)
+from engine.protocol import GrammarSpec, InvalidRequest
+
+HEAD = r"""%llguidance {}
+TEXT: /(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/
+NAME: /[^\s<>]{1,64}/
+VALUE: /(?s:.*)/ & ~/(?s:.*)<(\/parameter|\/?tool_call)>(?s:.*)/ & ~/[Nn][Uu][Ll][Ll]/
+END: "\n</parameter>\n"
+RAW: VALUE END
+call: <tool_call> "\n" function "</function>\n" </tool_call>
+"""
+"""TEXT and VALUE do not spell control tokens either: a parser of the decoded text would take them for real ones. VALUE
+is not `null`, which parsers read as None where a string is due (mlx_lm.tool_parsers.qwen3_coder 0.32.2)."""
+
+NAME = re.compile(r"[^\s<>]+")
+"""Of functions and parameters: what parsers can tell from the markup."""
+
+TOP_LEVEL = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
+RAW_LIMITS = ("pattern", "format", "minLength", "maxLength")
+
+
+def tool_call_grammar(tools: Sequence[Mapping[str, Any]], choice: str, parallel: bool) -> GrammarSpec:
+    """The grammar of an answer that may or must call some of `tools`, OpenAI's function tools.
+
+    choice: 'auto' (text, then perhaps calls), 'required' (calls alone), or the name of the function to call.
+    parallel: several calls are allowed, one per line; otherwise one. The answer ends after its last call.
+    Parameters come in the order of their schema, required ones always. Schemas are enforced as far as they can be; in
+    a function with `strict`, InvalidRequest names what cannot. So it does with names that the format cannot hold.
+    """
+    chosen = [
+        _Function(tool["function"], f"f{i}", f"tools[{i}].function")
+        for i, tool in enumerate(tools)
+        if choice in ("auto", "required", tool["function"]["name"])
+    ]
+    if not chosen:
+        raise InvalidRequest(f"tool_choice is {choice!r}; no tool has this name", "tool_choice")
+    calls = r'call ("\n" call)*' if parallel else "call"
+    rules = [f"start: TEXT ({calls})?" if choice == "auto" else f"start: {calls}"]
+    rules.append("function: " + " | ".join(function.rule for function in chosen))
+    rules += [rule for function in chosen for rule in function.rules()]
+    return GrammarSpec("lark", HEAD + "\n".join(rules) + "\n", "tools")
+
+
+class _Function:
+    """The rules of one function. rule: name of the first of them; path: the function's place in the request."""
+
+    def __init__(self, function: Mapping[str, Any], rule: str, path: str):
+        self.rule = rule
+        self._name = _checked_name(function["name"], f"{path}.name")
+        self._path = f"{path}.parameters"
+        self._strict = bool(function.get("strict"))
+        self._schema = self._enforceable(function.get("parameters") or {})
+        self._places = dict(subschemas(self._schema))
+
+    def rules(self) -> list[str]:
+        properties = self._schema.get("properties", {})
+        required = self._schema.get("required", [])
+        if undeclared := [name for name in required if not isinstance(name, str) or name not in properties]:
+            raise self._refused(f"`required` names {undeclared[0]!r}, which is not in `properties`")
+        parts, rules = [_literal(f"<function={self._name}>\n")], []
+        for i, (name, schema) in enumerate(properties.items()):
+            _checked_name(name, f"{self._path}.properties")
+            rule, opening = f"{self.rule}_{i}", _literal(f"<parameter={name}>\n")
+            parts.append(rule if name in required else f"{rule}?")
+            rules.append(f"{rule}: {opening} {self._value(schema, name)}")
+        if extra := self._schema.get("additionalProperties"):
+            taken = "".join(f" & ~{_literal(name)}" for name in properties)
+            parts.append(f"{self.rule}_extra*")
+            rules.append(f"{self.rule.upper()}_NAME: NAME{taken}")
+            value = self._value(extra, "additionalProperties")
+            rules.append(rf'{self.rule}_extra: "<parameter=" {self.rule.upper()}_NAME ">\n" {value}')
+        return [f"{self.rule}: {' '.join(parts)}", *rules]
+
+    def _enforceable(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        known = TOP_LEVEL | ANNOTATIONS | ROOT_ANNOTATIONS
+        if "$ref" in parameters:
+            raise self._refused("`$ref` is not supported at the top; give `properties`")
+        if parameters.get("type", "object") != "object":
+            raise self._refused(f"`type` is {parameters['type']!r}; it must be 'object'")
+        for key, kind in (("properties", dict), ("required", list)):
+            if not isinstance(parameters.get(key, kind()), kind):
+                raise self._refused(f"`{key}` is {parameters[key]!r}; expected a {kind.__name__}")
+        try:
+            if not self._strict:
+                return lenient_schema({key: value for key, value in parameters.items() if key in known})
+            if unknown := [key for key in parameters if key not in known and not key.startswith("x-")]:
+                raise self._refused(f"the schema uses `{unknown[0]}` at $, which is not supported")
+            return strict_schema(parameters)
+        except ValueError as error:
+            raise self._refused(str(error)) from None
+        except RecursionError:
+            raise self._refused("the schema is nested too deeply") from None
+
+    def _value(self, schema: Any, name: str) -> str:
+        """What follows the parameter's opening line, with the closing one."""
+        kinds = list(self._alternatives(schema, frozenset()))
+        raw = [kind for kind in kinds if _is_raw(kind)]
+        if self._strict and (limit := next((key for kind in raw for key in RAW_LIMITS if key in kind), None)):
+            raise self._refused(f"the schema uses `{limit}` in the parameter {name!r}, whose text has no limits")
+        if raw:
+            return "RAW"
+        if not any(isinstance(value, str) for kind in kinds for value in _constants(kind) or ()):
+            return f"{self._json(schema)} END"
+        values = [value for kind in kinds for value in _constants(kind) or ()]
+        others = [self._json(kind) for kind in kinds if _constants(kind) is None]
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        if unspeakable := [text for text in texts if "</parameter>" in text]:
+            raise self._refused(f"{unspeakable[0]!r} cannot be a value of {name!r}: it would end the parameter")
+        return f"({' | '.join([*map(_literal, texts), *others])}) END"
+
+    def _alternatives(self, schema: Any, seen: frozenset[str]) -> Iterator[Any]:
+        """The schema, or those that it is a choice of, through references."""
+        decided = not isinstance(schema, dict) or "type" in schema or _constants(schema) is not None
+        options = (
+            [] if decided else _listed(schema, "anyOf") or _listed(schema, "oneOf") or _listed(schema, "allOf")[:1]
+        )
+        if not decided and "$ref" in schema and schema["$ref"] not in seen:
+            seen |= {schema["$ref"]}
+            options = [self._places[unquote(schema["$ref"][1:])]]
+        if not options:
+            yield schema
+        for option in options:
+            yield from self._alternatives(option, seen)
+
+    def _json(self, schema: Any) -> str:
+        """The schema on its own. Its references are into the function's, so that comes along if there are any."""
+        alone = copy.deepcopy(schema) if isinstance(schema, dict) else {}
+        if any("$ref" in part for _, part in subschemas(alone) if isinstance(part, dict)):
+            whole = copy.deepcopy(self._schema)
+            _move_references(alone)
+            _move_references(whole)
+            alone["$defs"] = {"parameters": whole}
+        return f"%json {json.dumps({**alone, 'x-guidance': {**OPTIONS, 'lenient': not self._strict}})}"
+
+    def _refused(self, reason: str) -> InvalidRequest:
+        return InvalidRequest(f"`{self._path}`: {reason}", self._path)
+
+
+def _is_raw(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return True
+    types = schema.get("type", "string")
+    return _constants(schema) is None and ("string" in types if isinstance(types, list) else types == "string")
+
+
+def _constants(schema: Any) -> list[Any] | None:
+    if not isinstance(schema, dict):
+        return None
+    return [schema["const"]] if "const" in schema else _listed(schema, "enum") or None
+
+
+def _listed(schema: Mapping[str, Any], keyword: str) -> list[Any]:
+    value = schema.get(keyword)
+    return value if isinstance(value, list) else []
+
+
+def _move_references(root: dict[str, Any]) -> None:
+    for _, schema in subschemas(root):
+        if isinstance(schema, dict) and "$ref" in schema:
+            schema["$ref"] = "#/$defs/parameters" + schema["$ref"][1:]
+
+
+def _checked_name(name: str, path: str) -> str:
+    if not NAME.fullmatch(name):
+        raise InvalidRequest(f"`{path}`: {name!r} cannot be called; a name holds no space, '<' or '>'", path)
+    return name
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

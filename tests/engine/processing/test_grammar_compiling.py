@@ -1,0 +1,182 @@
+"""Compiling grammars: limits, many at a time, the same one at a time, and what is kept."""
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.config import GrammarConfig
+from engine.core.request import Matcher
+from engine.processing import grammar as grammar_module
+from engine.processing.checkpoint import DEMO_MODEL
+from engine.processing.grammar import MAX_PENDING, GrammarCompiler
+from engine.protocol import EngineFailed, GrammarSpec, InvalidRequest, Overloaded
+from tests.engine.processing.walks import STOPS, VOCAB_SIZE, accepts, compiled, encode, json_schema
+
+CODES = GrammarSpec("regex", "[A-Z]{2}-[0-9]{2}")
+SLOW = json_schema({"enum": [{"a": i} for i in range(8000)]})  # a few tenths of a second
+
+
+def slow(number: int) -> GrammarSpec:
+    return json_schema({"enum": [{"a": i, "b": number} for i in range(3000)]})
+
+
+def compiler_with(**config: Any) -> GrammarCompiler:
+    return GrammarCompiler(DEMO_MODEL, VOCAB_SIZE, STOPS, GrammarConfig(**config))
+
+
+def test_a_grammar_that_is_too_large_is_refused_before_it_is_read() -> None:
+    compiler = compiler_with(max_bytes=1024)
+
+    with pytest.raises(InvalidRequest, match="the grammar has 1025 bytes; the limit is 1024"):
+        asyncio.run(compiler.compile(GrammarSpec("regex", "é" + "a" * 1023)))
+
+
+def test_a_slow_grammar_is_given_up_but_kept_for_the_next_request() -> None:
+    compiler = compiler_with(compile_timeout_s=0.01)
+    with pytest.raises(InvalidRequest, match=r"takes longer than 0\.01 s"):
+        asyncio.run(compiler.compile(SLOW))
+
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            assert isinstance(asyncio.run(compiler.compile(SLOW)).masks(), np.ndarray)
+            break
+        except InvalidRequest:
+            assert time.monotonic() < deadline
+    compiler.close()
+
+
+def test_behind_slow_grammars_others_are_told_to_come_back() -> None:
+    async def main() -> None:
+        compiler = compiler_with(compile_timeout_s=0.02)
+        results = await asyncio.gather(*(compiler.compile(slow(i)) for i in range(4)), return_exceptions=True)
+        compiler.close()
+
+        assert [type(result) for result in results] == [InvalidRequest, InvalidRequest, Overloaded, Overloaded]
+        assert isinstance(results[2], Overloaded) and results[2].retry_after_s == 0.02
+
+    asyncio.run(main())
+
+
+def test_only_so_many_grammars_may_wait() -> None:
+    async def main() -> None:
+        compiler = compiler_with()
+        waiting = [asyncio.create_task(compiler.compile(slow(i))) for i in range(MAX_PENDING)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match=f"{MAX_PENDING} grammars wait"):
+            await compiler.compile(CODES)
+        compiler.close()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+
+        assert {type(result) for result in results[3:]} == {EngineFailed}
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts of the grammars that were compiled."""
+    texts: list[str] = []
+    build = grammar_module._build
+
+    def counting(tokenizer: Any, spec: GrammarSpec) -> Any:
+        texts.append(spec.text)
+        time.sleep(0.02)
+        return build(tokenizer, spec)
+
+    monkeypatch.setattr(grammar_module, "_build", counting)
+    return texts
+
+
+def test_requests_for_the_same_grammar_compile_it_once(builds: list[str]) -> None:
+    compiler = compiler_with()
+
+    async def main() -> list[Matcher]:
+        return [*await asyncio.gather(*(compiler.compile(CODES) for _ in range(8))), await compiler.compile(CODES)]
+
+    matchers = asyncio.run(main())
+
+    assert builds == [CODES.text]
+    matchers[0].advance(encode("A"))
+    assert all(accepts(matcher, "AB-12") for matcher in matchers[1:])
+
+
+def test_one_request_that_leaves_does_not_stop_the_compile_of_another(builds: list[str]) -> None:
+    compiler = compiler_with()
+
+    async def main() -> Matcher:
+        leaving, staying = (asyncio.create_task(compiler.compile(CODES)) for _ in range(2))
+        await asyncio.sleep(0.005)
+        leaving.cancel()
+        return await staying
+
+    assert accepts(asyncio.run(main()), "AB-12")
+    assert builds == [CODES.text]
+
+
+def test_the_least_recently_used_grammars_are_forgotten(builds: list[str]) -> None:
+    compiler = compiler_with()
+
+    async def main() -> None:
+        for number in range(grammar_module.CACHE_SIZE):
+            await compiler.compile(GrammarSpec("regex", f"a{number}"))
+        await compiler.compile(GrammarSpec("regex", "a0"))  # used again: a1 is the oldest now
+        await compiler.compile(GrammarSpec("regex", "b"))
+        del builds[:]
+        for text in ("a0", "a1"):
+            await compiler.compile(GrammarSpec("regex", text))
+
+    asyncio.run(main())
+
+    assert builds == ["a1"]
+
+
+def test_a_refused_grammar_is_refused_for_each_with_its_own_field() -> None:
+    async def main() -> list[Any]:
+        specs = [GrammarSpec("regex", "a(", field) for field in ("guided_regex", "response_format")]
+        return await asyncio.gather(*map(compiler_with().compile, specs), return_exceptions=True)
+
+    assert [error.field for error in asyncio.run(main())] == ["guided_regex", "response_format"]
+
+
+def test_a_closed_compiler_compiles_no_more() -> None:
+    compiler = compiler_with()
+    compiler.close()
+
+    with pytest.raises(EngineFailed, match="the engine stops"):
+        asyncio.run(compiler.compile(CODES))
+
+
+def test_other_threads_keep_their_stack_size() -> None:
+    before = threading.stack_size(1 << 20)
+    try:
+        compiled(GrammarSpec("regex", "stack"))
+        assert threading.stack_size() == 1 << 20
+    finally:
+        threading.stack_size(before)
+
+
+def test_a_model_whose_tokenizer_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineFailed, match=r"tokenizer\.json.*No such file"):
+        GrammarCompiler(tmp_path, VOCAB_SIZE, STOPS, GrammarConfig())
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(EngineFailed, match=r"tokenizer\.json: llguidance cannot read"):
+        GrammarCompiler(tmp_path, VOCAB_SIZE, STOPS, GrammarConfig())
+    with pytest.raises(EngineFailed, match="no stop token"):
+        GrammarCompiler(DEMO_MODEL, VOCAB_SIZE, (), GrammarConfig())
+
+
+def test_a_grammar_that_grows_too_large_on_the_way_fails_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "MAX_ITEMS_IN_ROW", 300)
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(200)}}
+    matcher = asyncio.run(compiler_with().compile(json_schema(wide)))
+
+    with pytest.raises(ValueError, match="max is 300"):
+        matcher.masks(encode("{"))
+    with pytest.raises(ValueError, match="cannot go on"):
+        matcher.advance(encode("{"))
