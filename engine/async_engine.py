@@ -10,8 +10,11 @@ from dataclasses import asdict, replace
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
+from engine.core.request import Matcher
 from engine.core.scheduler import Chunks
 from engine.device_thread import DeviceThread
+from engine.processing.checkpoint import resolve_checkpoint
+from engine.processing.grammar import GrammarCompiler
 from engine.protocol import (
     ContextLengthExceeded,
     EngineFailed,
@@ -21,46 +24,79 @@ from engine.protocol import (
     InvalidRequest,
     Overloaded,
     TokenChunk,
+    TokenLogprobs,
 )
 from engine.worker.model_runner import load_runner
 
 log = logging.getLogger("orchard.engine")
 
+MAX_COMPILERS = 4
+"""Grammar compilers kept, one for each set of stop tokens; each holds the vocabulary."""
+
 RunnerFactory = Callable[[EngineConfig, Callable[[float], None]], ModelRunner]
 """Makes the runner on the device thread; the second argument takes the load's progress, 0 to 1."""
 
 
-class _Stream:
-    """What one request has produced and its reader has not taken yet. At most max_tokens token ids wait in it."""
+class _Choice:
+    """What one choice has produced and its reader has not taken yet. At most max_tokens token ids wait in it."""
 
     def __init__(self) -> None:
+        self.finish: TokenChunk | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.has_news = False
         self._token_ids: list[int] = []
-        self._finish: TokenChunk | None = None
+        self._logprobs: list[TokenLogprobs] = []
+        self._num_drafted = self._num_accepted = 0
+
+    def put(self, chunk: TokenChunk) -> None:
+        """Nothing is taken after a finish reason: tokens of an aborted request may still be on their way."""
+        if self.finish is not None:
+            return
+        self.has_news = True
+        self._token_ids.extend(chunk.token_ids)
+        self._logprobs.extend(chunk.logprobs)
+        self._num_drafted += chunk.num_drafted
+        self._num_accepted += chunk.num_accepted
+        if chunk.finish_reason is not None:
+            self.finish = chunk
+
+    def take(self, index: int) -> TokenChunk:
+        reason, error = (self.finish.finish_reason, self.finish.error) if self.finish is not None else (None, None)
+        token_ids, logprobs = tuple(self._token_ids), tuple(self._logprobs)
+        chunk = TokenChunk(token_ids, reason, error, index, logprobs, self._num_drafted, self._num_accepted)
+        self._clear()
+        return chunk
+
+
+class _Stream:
+    """All choices of one request."""
+
+    def __init__(self, num_choices: int) -> None:
+        self.choices = [_Choice() for _ in range(num_choices)]
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def is_finished(self) -> bool:
-        return self._finish is not None
+        return all(choice.finish is not None for choice in self.choices)
 
     def put(self, chunk: TokenChunk) -> None:
-        """Nothing is taken after a finish reason: tokens of an aborted request may still be on their way."""
-        if self._finish is not None:
-            return
-        self._token_ids.extend(chunk.token_ids)
-        if chunk.finish_reason is not None:
-            self._finish = chunk
+        self.choices[chunk.index].put(chunk)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def get(self) -> TokenChunk:
-        """All that came since the last call, waiting for something to come."""
-        if not self._token_ids and self._finish is None:
+    def end(self, reason: FinishReason, error: str | None = None) -> None:
+        """Of every choice that has not ended."""
+        for index in range(len(self.choices)):
+            self.put(TokenChunk((), reason, error, index))
+
+    async def get(self) -> list[TokenChunk]:
+        """All that came since the last call, one chunk for each choice, waiting for something to come."""
+        if not any(choice.has_news for choice in self.choices):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        token_ids, self._token_ids = tuple(self._token_ids), []
-        if self._finish is None:
-            return TokenChunk(token_ids)
-        return TokenChunk(token_ids, self._finish.finish_reason, self._finish.error)
+        return [choice.take(index) for index, choice in enumerate(self.choices) if choice.has_news]
 
 
 class AsyncEngine:
@@ -77,6 +113,7 @@ class AsyncEngine:
         self._streams: dict[str, _Stream] = {}
         self._keys: dict[str, str] = {}  # request id -> key of its stream, never the same twice: an id may come back
         self._serial = itertools.count()  # while the last tokens of its former use are still on their way
+        self._grammars: dict[tuple[int, ...], asyncio.Task[GrammarCompiler]] = {}  # by stop tokens
         self._core: EngineCore | None = None
         self._state, self._progress = "loading", 0.0
         self._error: str | None = None
@@ -89,26 +126,29 @@ class AsyncEngine:
         await asyncio.shield(self._ready)
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:
-        """Yields every token exactly once, as many per chunk as there are, and the finish reason with the last.
+        """Yields every token of every choice exactly once, as many per chunk as there are, and each choice's finish
+        reason with its last.
 
-        Closing or cancelling the iterator frees the row before the next step. Raises Overloaded when
-        max_running + max_waiting requests are open, InvalidRequest for an id in use or an empty prompt,
-        ContextLengthExceeded, EngineFailed when the engine is not ready.
+        Closing or cancelling the iterator frees the rows before the next step. Raises Overloaded when max_running +
+        max_waiting answers are open, InvalidRequest for what this engine can not do, ContextLengthExceeded,
+        EngineFailed when the engine is not ready.
         """
-        self._admit(request)
+        core = self._admit(request)
         key = f"{request.request_id}#{next(self._serial)}"
-        stream = self._streams[key] = _Stream()
+        stream = self._streams[key] = _Stream(request.num_choices)
         self._keys[request.request_id] = key
-        self._thread.submit(lambda core: core.add_request(replace(request, request_id=key)))
-        finished = False
         try:
-            while not finished:
-                chunk = await stream.get()
-                finished = chunk.finish_reason is not None
-                yield chunk
+            matchers = await self._matchers(request, core)
+            if not stream.is_finished:  # aborted, or the engine has ended, while the grammar was compiled
+                self._thread.submit(lambda core: core.add_request(replace(request, request_id=key), matchers))
+            num_open = request.num_choices
+            while num_open:
+                for chunk in await stream.get():
+                    num_open -= chunk.finish_reason is not None
+                    yield chunk
         finally:
             del self._streams[key], self._keys[request.request_id]
-            if not finished:
+            if not stream.is_finished:
                 self._thread.submit(lambda core: core.abort(key))
 
     def abort(self, request_id: str) -> bool:
@@ -116,7 +156,7 @@ class AsyncEngine:
         key = self._keys.get(request_id)
         if key is None or self._streams[key].is_finished:
             return False
-        self._streams[key].put(TokenChunk((), FinishReason.ABORT))
+        self._streams[key].end(FinishReason.ABORT)
         self._thread.submit(lambda core: core.abort(key))
         return True
 
@@ -140,6 +180,7 @@ class AsyncEngine:
             num_waiting=core.scheduler.num_waiting,
             max_context_tokens=core.runner.max_context_tokens,
             memory=core.memory,
+            speculation=core.speculation_status,
             capabilities=core.runner.capabilities,
             **counters,
         )
@@ -161,31 +202,47 @@ class AsyncEngine:
         self._thread.stop()
         if not await asyncio.to_thread(self._thread.join, timeout_s):
             self._ended(EngineFailed(f"the step that was running did not end within {timeout_s:.0f} s"))
+        for task in self._grammars.values():
+            if task.done() and not task.cancelled() and task.exception() is None:
+                task.result().close()
 
-    def _admit(self, request: EngineRequest) -> None:
+    def _admit(self, request: EngineRequest) -> EngineCore:
+        """The core that will take the request. Raises what `generate` raises."""
         if self._core is None or self._closing:
             raise EngineFailed(
                 self._error or f"the engine is not ready: it is {'shutting down' if self._closing else self._state}"
             )
         if request.request_id in self._keys:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
-        if not len(request.token_ids):
-            raise InvalidRequest("the prompt has 0 tokens, it needs at least 1", "messages")
-        low, high = int(request.token_ids.min()), int(request.token_ids.max())
-        vocab_size = self._core.runner.vocab_size
-        if low < 0 or high >= vocab_size:
-            wrong = low if low < 0 else high
-            raise InvalidRequest(f"token id {wrong} is not within 0 and {vocab_size - 1}", "messages")
-        limit = self._core.runner.max_context_tokens
-        if len(request.token_ids) + request.sampling.max_tokens > limit:
-            raise ContextLengthExceeded(len(request.token_ids), request.sampling.max_tokens, limit)
-        open_limit = self.config.max_running + self.config.max_waiting
-        if len(self._streams) >= open_limit:
+        runner = self._core.runner
+        check_request(request, self.config, runner.vocab_size, runner.max_context_tokens)
+        num_open = sum(len(stream.choices) for stream in self._streams.values())
+        limit = self.config.max_running + self.config.max_waiting
+        if num_open + request.num_choices > limit:
             raise Overloaded(
-                f"{len(self._streams)} requests are open, the limit is {open_limit} "
+                f"{num_open} answers are open and {request.num_choices} more were asked for, the limit is {limit} "
                 f"({self.config.max_running} running, {self.config.max_waiting} waiting)",
                 retry_after_s=1.0,
             )
+        return self._core
+
+    async def _matchers(self, request: EngineRequest, core: EngineCore) -> list[Matcher]:
+        """One for each choice, compiled off the device thread; none without a grammar."""
+        if request.grammar is None:
+            return []
+        compiler = await self._grammar_compiler(request.stop_token_ids, core.runner.vocab_size)
+        matcher = await compiler.compile(request.grammar)
+        return [matcher, *(matcher.fork() for _ in range(1, request.num_choices))]
+
+    async def _grammar_compiler(self, stop_token_ids: tuple[int, ...], vocab_size: int) -> GrammarCompiler:
+        """Made at the first use, which reads the tokenizer; whoever comes meanwhile waits for the same one."""
+        task = self._grammars.get(stop_token_ids)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            while len(self._grammars) >= MAX_COMPILERS:
+                self._grammars.pop(next(iter(self._grammars)))
+            make = asyncio.to_thread(_make_compiler, self.config, vocab_size, stop_token_ids)
+            task = self._grammars[stop_token_ids] = asyncio.ensure_future(make)
+        return await asyncio.shield(task)
 
     # On the device thread.
 
@@ -212,8 +269,8 @@ class AsyncEngine:
     # On the event loop.
 
     def _deliver(self, chunks: Chunks) -> None:
-        for request_id, chunk in chunks.items():
-            stream = self._streams.get(request_id)
+        for row_id, chunk in chunks.items():
+            stream = self._streams.get(row_id.rpartition("/")[0])
             if stream is not None:
                 stream.put(chunk)
 
@@ -230,7 +287,37 @@ class AsyncEngine:
         self._core, self._state = None, "failed" if error else "stopped"
         self._error = f"{type(error).__name__}: {error}" if error else "the engine was shut down"
         for stream in self._streams.values():
-            stream.put(TokenChunk((), FinishReason.ERROR, self._error))
+            stream.end(FinishReason.ERROR, self._error)
         if not self._ready.done():
             self._ready.set_exception(EngineFailed(self._error))
             self._ready.exception()  # read here, in case nobody waits for it
+
+
+def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int, max_context_tokens: int) -> None:
+    """Raises InvalidRequest or ContextLengthExceeded for a request that could never be served, or not as it asks."""
+    num_prompt_tokens, sampling = len(request.token_ids), request.sampling
+    if not num_prompt_tokens:
+        raise InvalidRequest("the prompt has 0 tokens, it needs at least 1", "messages")
+    for token_id in (int(request.token_ids.min()), int(request.token_ids.max())):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"token id {token_id} is not within 0 and {vocab_size - 1}", "messages")
+    for token_id, _ in sampling.logit_bias:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"logit_bias: token id {token_id} is not within 0 and {vocab_size - 1}", "logit_bias")
+    if not 1 <= request.num_choices <= config.max_running:
+        raise InvalidRequest(
+            f"n is {request.num_choices}; it must be between 1 and {config.max_running} (max_running)", "n"
+        )
+    if request.priority and config.scheduler.policy != "priority":
+        raise InvalidRequest(
+            f"priority is {request.priority}, but the scheduler's policy is {config.scheduler.policy}, which knows "
+            "only priority 0",
+            "priority",
+        )
+    if num_prompt_tokens + sampling.max_tokens > max_context_tokens:
+        raise ContextLengthExceeded(num_prompt_tokens, sampling.max_tokens, max_context_tokens)
+
+
+def _make_compiler(config: EngineConfig, vocab_size: int, stop_token_ids: tuple[int, ...]) -> GrammarCompiler:
+    model_dir = resolve_checkpoint(config.model, config.revision, weights=False)
+    return GrammarCompiler(model_dir, vocab_size, stop_token_ids, config.grammar)

@@ -1,10 +1,11 @@
 """What the scheduler asks of the runner in one step, and what comes back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.core.request import Request
+from engine.protocol import TokenLogprobs
 
 NO_TOKEN = -1
 """Instead of a token id: the model gave no finite logits."""
@@ -12,42 +13,69 @@ NO_TOKEN = -1
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """`drop` leaves the runner first; then all running rows decode once; then at most one prefill chunk runs."""
+    """`drop` leaves the runner first; then all running rows decode once; then at most one prefill chunk runs.
+
+    prefill: the rows that share the prompt, one per choice.
+    """
 
     drop: list[str] = field(default_factory=list)
     decode: bool = False
-    prefill: Request | None = None
+    prefill: Sequence[Request] = ()
     max_prefill_tokens: int = 0
+
+
+@dataclass(slots=True)
+class RowOutput:
+    """What one row got in a step. logprobs: one per token, if the row asks for them. error: this row alone failed.
+
+    num_drafted, num_accepted: draft tokens that were verified, and how many of them are among token_ids.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    num_drafted: int = 0
+    num_accepted: int = 0
+    error: str | None = None
 
 
 @dataclass(slots=True)
 class PrefillOutput:
     """num_tokens: prompt tokens now in the cache (0 when the step encoded an image instead).
 
-    first_token: sampled from the last prompt position, set when the prompt is complete and the row has joined.
+    first: row id -> first token, for all choices at once, set when the prompt is complete and the rows have joined.
     """
 
     num_tokens: int
-    first_token: int | None = None
+    first: Mapping[str, RowOutput] | None = None
 
 
 class ModelRunner(Protocol):
-    """Computes; never decides. All methods run on the device thread; the attributes never change."""
+    """Computes; never decides. All methods run on the device thread; the attributes never change.
+
+    A row is a `core.Request`; its prompt is `row.prompt_token_ids`, which holds the tokens that it has given out
+    already when it was preempted. max_draft_tokens: 0 without an MTP head.
+    """
 
     max_context_tokens: int
     vocab_size: int
+    max_draft_tokens: int
     capabilities: dict[str, Any]
 
-    def decode(self) -> Mapping[str, tuple[int, ...]]:
-        """One step for every row that has joined: request id -> its new tokens, or NO_TOKEN."""
+    def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]:
+        """One step for every row that has joined: row id -> its new tokens, 1 to num_draft_tokens + 1 or NO_TOKEN.
+
+        Tokens may come out one call after the one that started them: with the number of drafts of that call.
+        """
         ...
 
-    def prefill(self, request: Request, max_tokens: int) -> PrefillOutput:
-        """The next at most `max_tokens` prompt tokens. The row joins the decode batch with the last of them."""
+    def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
+        """The next at most `max_tokens` tokens of the prompt that `rows` share. The rows join the decode batch with the
+        last of them."""
         ...
 
-    def drop(self, request_ids: list[str]) -> None:
-        """Frees what these requests hold; ids that it does not know are ignored."""
+    def drop(self, row_ids: Sequence[str]) -> None:
+        """Frees what these rows hold; ids that it does not know are ignored. The prompt of `rows` goes with the first
+        of them, unless another one is still to join."""
         ...
 
     def reset(self) -> None:

@@ -2,96 +2,129 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
-from engine.core.request import Request
+from engine.core.request import Matcher, Request
 from engine.core.scheduler import Chunks, Scheduler
+from engine.core.speculation import SpeculationController
 from engine.core.stats import Stats
 from engine.protocol import EngineRequest, InvalidRequest
 
 log = logging.getLogger("orchard.engine")
 
-MEMORY_PERIOD_S = 0.25
+FIGURES_PERIOD_S = 0.25
 
 Publish = Callable[[Chunks], None]
 
 
 class EngineCore:
-    def __init__(self, config: EngineConfig, runner: ModelRunner, publish: Publish):
+    """memory, speculation_status: figures for the status page, read now and then. `clock` gives seconds."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        publish: Publish,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.stats = Stats()
         self.scheduler = Scheduler(config, self.stats)
         self.runner = runner
-        self.memory = runner.memory()
-        self._memory_read = time.monotonic()
+        no_drafts = str(runner.capabilities.get("mtp", "the runner cannot draft"))
+        self._speculation = SpeculationController(config.mtp, runner.max_draft_tokens, no_drafts)
+        self.memory: dict[str, int] = runner.memory()
+        self.speculation_status: dict[str, Any] = self._speculation.status()
+        self._clock = clock
+        self._figures_read_s = clock()
+        self._decoded_s: float | None = None  # when the last decode step ended, unless something else came after it
         self._publish = publish
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add_request(self, spec: EngineRequest) -> None:
-        self.scheduler.add(Request(spec))
+    def add_request(self, spec: EngineRequest, matchers: Sequence[Matcher] = ()) -> None:
+        """matchers: of the request's grammar, one for each choice."""
+        each = matchers or [None] * spec.num_choices
+        self.scheduler.add([Request(spec, index, matcher) for index, matcher in enumerate(each)])
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
 
     def step(self) -> None:
         """One step for the rows, then one chunk of a prompt. Tokens go out as soon as each of the two has them."""
-        work = self.scheduler.schedule()
+        num_draft_tokens = self._speculation.num_draft_tokens(self.scheduler.num_decoding)
+        work = self.scheduler.schedule(num_draft_tokens)
         if work.drop:
             self._drop(work.drop)
-        if work.decode:
-            self._decode()
-        if work.prefill is not None:
+        if work.decode and self.scheduler.num_decoding:  # unless the drop failed, and all rows with it
+            self._decode(num_draft_tokens)
+        if work.prefill:
             self._prefill(work.prefill, work.max_prefill_tokens)
         self.stats.num_steps += 1
-        self._read_memory()
+        self._read_figures()
 
     def close(self) -> None:
         self.runner.close()
 
-    def _read_memory(self) -> None:
-        """For the status page: now and then while busy, and once more before the thread sleeps."""
-        now = time.monotonic()
-        if self.has_work and now - self._memory_read < MEMORY_PERIOD_S:
+    def _read_figures(self) -> None:
+        """Now and then while busy, and once more before the thread sleeps."""
+        now = self._clock()
+        if self.has_work and now - self._figures_read_s < FIGURES_PERIOD_S:
             return
+        self._figures_read_s = now
+        self.speculation_status = self._speculation.status()
         try:
-            self.memory, self._memory_read = self.runner.memory(), now
+            self.memory = self.runner.memory()
         except Exception:
             log.exception("the memory figures could not be read")
 
-    def _drop(self, request_ids: list[str]) -> None:
+    def _drop(self, row_ids: list[str]) -> None:
         try:
-            self.runner.drop(request_ids)
+            self.runner.drop(row_ids)
         except Exception as error:
-            log.exception("dropping %s failed", ", ".join(request_ids))
+            log.exception("dropping %s failed", ", ".join(row_ids))
             self._publish(self._fail_rows(f"dropping other rows failed: {type(error).__name__}"))
 
     def _fail_rows(self, error: str) -> Chunks:
         self.stats.failed_steps_in_a_row += 1
+        self._decoded_s = None
         self.runner.reset()
         return self.scheduler.fail_rows(error)
 
-    def _decode(self) -> None:
+    def _decode(self, num_draft_tokens: int) -> None:
+        num_rows, began_s = self.scheduler.num_decoding, self._decoded_s
         try:
-            chunks = self.scheduler.update_decode(self.runner.decode())
-            self.stats.failed_steps_in_a_row = 0
+            outputs = self.runner.decode(num_draft_tokens)
+            chunks = self.scheduler.update_decode(outputs)
         except Exception as error:
-            log.exception("decode step failed with %d rows", self.scheduler.num_running)
-            chunks = self._fail_rows(f"decode step failed: {type(error).__name__}")
+            log.exception("decode step failed with %d rows", num_rows)
+            self._publish(self._fail_rows(f"decode step failed: {type(error).__name__}"))
+            return
+        self.stats.failed_steps_in_a_row = 0
+        self._decoded_s = self._clock()
+        seconds = None if began_s is None else self._decoded_s - began_s
+        self._speculation.record(num_draft_tokens, num_rows, seconds, outputs.values())
         self._publish(chunks)
 
-    def _prefill(self, request: Request, max_tokens: int) -> None:
+    def _prefill(self, rows: Sequence[Request], max_tokens: int) -> None:
+        self._decoded_s, began_s = None, self._clock()
         try:
-            chunks = self.scheduler.update_prefill(request, self.runner.prefill(request, max_tokens))
-            self.stats.failed_steps_in_a_row = 0
+            output = self.runner.prefill(rows, max_tokens)
+            chunks = self.scheduler.update_prefill(rows, output)
         except InvalidRequest as error:  # the caller's fault says nothing about our health
-            chunks = self.scheduler.fail_prefill(request, str(error))
+            self._publish(self.scheduler.fail_prefill(rows, str(error)))
+            return
         except Exception as error:
-            log.exception("prefill of %s failed after %d tokens", request.id, request.num_prefilled)
+            log.exception("prefill of %s failed after %d tokens", rows[0].id, rows[0].num_prefilled)
             self.stats.failed_steps_in_a_row += 1
-            chunks = self.scheduler.fail_prefill(request, f"prefill failed: {type(error).__name__}")
+            self._publish(self.scheduler.fail_prefill(rows, f"prefill failed: {type(error).__name__}"))
+            return
+        self.stats.failed_steps_in_a_row = 0
+        if output.num_tokens:
+            self.scheduler.record_prefill(output.num_tokens, self._clock() - began_s)
         if chunks:
             self._publish(chunks)

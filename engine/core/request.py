@@ -1,9 +1,12 @@
-"""One request while the engine works on it."""
+"""One row while the engine works on it: one choice of a request."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Protocol
 
-from engine.protocol import EngineRequest, FinishReason
+import numpy as np
+
+from engine.protocol import EngineRequest, FinishReason, SamplingParams, choice_seed
 
 
 class RequestState(Enum):
@@ -13,26 +16,66 @@ class RequestState(Enum):
     FINISHED = "finished"
 
 
+class Matcher(Protocol):
+    """The state of one row's grammar. Raises ValueError when it cannot go on; the row fails, nothing else."""
+
+    def masks(self, draft: tuple[int, ...] = ()) -> np.ndarray:
+        """Which tokens may come next: now, after draft[0], after draft[1], ... up to the first draft token that is
+        forbidden. uint32 [1 to len(draft) + 1, ceil(vocab_size / 32)], bit i of word j is token 32 * j + i. The state
+        stays as it is."""
+        ...
+
+    def advance(self, token_ids: tuple[int, ...]) -> None:
+        """Takes tokens that were sampled under its masks. What follows a stop token is ignored."""
+        ...
+
+    def fork(self) -> "Matcher":
+        """An independent matcher in the same state."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Request:
+    """index: which choice of the request. id: of the row, different for each choice.
+
+    num_prefilled: tokens of prompt_token_ids in the cache. matcher: of the row's grammar, if it has one.
+    keep_until_s: a running row is not preempted before (the scheduler's clock).
+    """
+
     spec: EngineRequest
+    index: int = 0
+    matcher: Matcher | None = None
     state: RequestState = RequestState.WAITING
     num_prefilled: int = 0
     output_token_ids: list[int] = field(default_factory=list)
+    keep_until_s: float = 0.0
+    sampling: SamplingParams = field(init=False)
+
+    def __post_init__(self) -> None:
+        seed = choice_seed(self.spec.sampling.seed, self.index)
+        self.sampling = self.spec.sampling if not self.index else replace(self.spec.sampling, seed=seed)
 
     @property
     def id(self) -> str:
-        return self.spec.request_id
+        return f"{self.spec.request_id}/{self.index}"
+
+    @property
+    def prompt_token_ids(self) -> np.ndarray:
+        """int32: the prompt, and what the row has given out before it was preempted."""
+        if not self.output_token_ids:
+            return self.spec.token_ids
+        return np.concatenate([self.spec.token_ids, np.array(self.output_token_ids, np.int32)])
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.spec.token_ids)
+        """Of prompt_token_ids, as long as the row has not joined."""
+        return len(self.spec.token_ids) + len(self.output_token_ids)
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Takes one sampled token; a stop token ends the request and is not kept."""
+        """Takes one sampled token; a stop token ends the row and is not kept."""
         if token_id in self.spec.stop_token_ids:
             return FinishReason.STOP
         self.output_token_ids.append(token_id)
-        if len(self.output_token_ids) >= self.spec.sampling.max_tokens:
+        if len(self.output_token_ids) >= self.sampling.max_tokens:
             return FinishReason.LENGTH
         return None

@@ -5,11 +5,17 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Stats:
+    """num_finished, num_aborted, num_failed: rows, one for each choice of a request. num_prompt_tokens: prefilled,
+    after a preemption once more. num_accepted: draft tokens that were given out."""
+
     num_steps: int = 0
     num_finished: int = 0
     num_aborted: int = 0
     num_failed: int = 0
+    num_preempted: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     max_rows_in_a_step: int = 0
     failed_steps_in_a_row: int = 0

@@ -1,5 +1,6 @@
-"""Detokenizer: the tokens of one request to the text that is certain, ending at a stop string."""
+"""Tokens to text. Detokenizer: those of one answer, up to a stop string, as far as certain; TokenBytes: each alone."""
 
+import re
 from collections.abc import Iterable
 
 from tokenizers import Tokenizer
@@ -11,7 +12,7 @@ with the square of their number."""
 
 
 class Detokenizer:
-    """One per request. Text comes out once no later token can change it or make it part of a stop string.
+    """One per choice. Text comes out once no later token can change it or make it part of a stop string.
 
     stopped: a stop string was found; the text ends before it and further tokens are ignored.
     num_tokens: tokens taken so far, up to and including the one that completed the stop string.
@@ -70,3 +71,41 @@ class Detokenizer:
         """Length of the longest end of `text` with which a stop string could begin."""
         longest = min(len(text), max(map(len, self._stop)) - 1)
         return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0)
+
+
+class TokenBytes:
+    """What each token stands for, special ones too: their bytes in order are the UTF-8 of the text.
+
+    A byte-level tokenizer writes each byte as a character (GPT-2, `bytes_to_unicode`); others write a space as "▁" and
+    a byte as "<0xE2>". Ids outside the vocabulary (padding) are b"".
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._known: dict[int, bytes] = {}
+        self._is_byte_level = tokenizer.decoder is not None and tokenizer.decoder.decode(["aĠa"]) == "a a"
+
+    def __call__(self, token_id: int) -> bytes:
+        if (known := self._known.get(token_id)) is None:
+            known = self._known[token_id] = self._spell(self._tokenizer.id_to_token(token_id) or "")
+        return known
+
+    def _spell(self, token: str) -> bytes:
+        if self._is_byte_level:
+            # a token with any other character is text as it stands, as in the library's own ByteLevel decoder
+            if all(char in BYTE_OF_CHAR for char in token):
+                return bytes(BYTE_OF_CHAR[char] for char in token)
+            return token.encode()
+        if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
+            return bytes.fromhex(byte[1])
+        return token.replace("▁", " ").encode()
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Printable Latin-1 stands for itself; the n-th of all other bytes is written as the character 256 + n."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+BYTE_OF_CHAR = _byte_of_char()

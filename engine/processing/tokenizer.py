@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from engine.processing.checkpoint import read_config, read_optional_json
-from engine.processing.detokenizer import Detokenizer
+from engine.processing.detokenizer import Detokenizer, TokenBytes
 from engine.protocol import EngineFailed, InvalidRequest
 
 IMAGE_PARTS = ("image_url", "image", "input_image")
@@ -50,6 +50,7 @@ class GenerationDefaults:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 class ChatTokenizer:
@@ -57,6 +58,7 @@ class ChatTokenizer:
 
     stop_token_ids: every id that ends an answer, by generation_config, config, tokenizer and template.
     keeps_late_system: the template takes a system message after other turns and leaves it in place.
+    token_bytes: token id -> its bytes, see TokenBytes.
     image_token_id: the placeholder of a picture in the prompt, None for a model that sees none.
     Raises EngineFailed when the directory has no usable tokenizer.json or no chat template.
     """
@@ -69,6 +71,7 @@ class ChatTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._control = ControlTokens(self._tokenizer)
+        self.token_bytes = TokenBytes(self._tokenizer)
         self.image_token_id: int | None = config.get("image_token_id", config.get("image_token_index"))
         self._media_token_ids = {config.get(key) for key in ("image_token_id", "image_token_index", "video_token_id")}
         self._accepts_parts = self._probe_parts()
@@ -383,4 +386,5 @@ def _generation_defaults(generation: dict[str, Any]) -> GenerationDefaults:
         top_p=float(given("top_p", 1.0)),
         top_k=max(0, int(given("top_k", 0))),
         min_p=float(given("min_p", 0.0)),
+        repetition_penalty=float(given("repetition_penalty", 1.0)),
     )

@@ -1,106 +1,296 @@
-"""The decode batch: every running row, one token per step, computed one step ahead of what has been read.
+"""One batch of rows that step together: draft, verify in one forward, accept and commit per row, all on the device.
 
 A step launches the forward that follows and only then reads the tokens of the one before, so that the device works
-while the tokens travel. Rows join and leave between steps. A row that leaves has been computed one token too far,
-which goes with its cache; a row that joins brings its first token, which its prefill has already given out.
+while the tokens travel. Nothing in a step needs the host to know what was accepted: lengths, newest tokens, output
+positions and histories live on the device. Only a row with a grammar makes the step wait, with the forward launched,
+for the tokens that its matcher must see. Rows join and leave between steps; one that leaves has been computed one
+step too far, which goes with its cache.
+
+The target is sampled at each verified position, and a draft token is accepted while it equals the sample: what comes
+out is what plain decoding gives. Drafts are sampled with the noise of the very positions that they are drafts for
+(Gumbel coupling; Daliri, Musco, Suresh 2024, arXiv 2408.07978): head and target then agree as often as two
+distributions can, at any temperature.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
-from engine.protocol import SamplingParams
-from engine.worker import kv_cache
-from engine.worker.kv_cache import RowCache
+from engine.core.batch import RowOutput
+from engine.core.request import Request
+from engine.worker.compiled import CompiledForward
+from engine.worker.kv_cache import RowCache, RowsCache
+from engine.worker.logprobs import Logprobs, logprobs_of
+from engine.worker.mtp import Drafter, Feed, MTPHead
+from engine.worker.processors import Processors, advance, match
 from engine.worker.sampler import Sampler
-from engine.worker.view import View, evaluate
+from engine.worker.view import View
 
 EVAL_STEPS = 64  # lazy bookkeeping of the caches is computed at least this often
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Row:
-    """position: of the token that the next forward takes in. num_sampled: tokens sampled so far, launched included.
+    """num_cached: tokens of the row in the cache, as far as the host has read. offset: logical minus physical position.
 
-    announced: the newest token has been given out already.
+    error: why the row cannot go on. has_left: what it would still get is nobody's.
     """
 
-    request_id: str
-    sampling: SamplingParams
-    position: int
-    num_sampled: int
-    announced: bool
-
-
-class DecodeBatch:
-    def __init__(self, view: View):
-        self._view = view
-        self.clear()
-
-    def clear(self) -> None:
-        self._rows: list[Row] = []
-        self._cache: kv_cache.BatchCache = []
-        self._newest = mx.zeros(0, mx.int32)  # [B], maybe not computed yet
-        self._sampler: Sampler | None = None
-        self._steps = 0
+    request: Request
+    num_cached: int
+    offset: int
+    error: str | None = None
+    has_left: bool = False
 
     @property
-    def num_cache_bytes(self) -> int:
-        return kv_cache.num_bytes(self._cache)
+    def output_offset(self) -> int:
+        """Output position of a token minus its physical position."""
+        return -len(self.request.spec.token_ids)
 
-    def join(self, request_id: str, sampling: SamplingParams, cache: RowCache, position: int, first: int) -> None:
-        """Adds a row whose prompt is in `cache`; `first` is its first token, at logical `position`, given out.
 
-        When it raises, the batch is as it was.
-        """
-        batch, token = kv_cache.to_batch(cache), mx.array([first], mx.int32)
-        evaluate(batch)  # what the newcomer still owes is its own, not to be paid in a step of all rows
-        if self._rows:
-            batch, token = kv_cache.joined(self._cache, batch), mx.concatenate([self._newest, token])
-        self._cache, self._newest = batch, token
-        self._rows.append(Row(request_id, sampling, position, 1, announced=True))
-        self._sampler = None
+@dataclass(slots=True)
+class Newcomer:
+    """A prompt that is complete, and its first token, given out already. head_cache, hidden: without a head None."""
 
-    def leave(self, request_ids: set[str]) -> None:
-        """Removes these rows; others go on as if they had never been there."""
-        stay = [i for i, row in enumerate(self._rows) if row.request_id not in request_ids]
-        if len(stay) == len(self._rows):
+    request: Request
+    cache: RowCache
+    next_position: int
+    token_id: int
+    head_cache: RowCache | None = None
+    hidden: mx.array | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Launched:
+    """What a step will give: int32 tokens [B, k + 1], of which num_kept [B] count; None stands for all (k = 0)."""
+
+    rows: list[Row]
+    num_drafts: int
+    tokens: mx.array
+    num_kept: mx.array | None
+    logprobs: Logprobs | None
+    outputs: dict[str, RowOutput] | None = field(default=None)
+
+    def read(self) -> dict[str, RowOutput]:
+        """Waits for the device. The first call also tells rows and matchers what became of them."""
+        if self.outputs is None:
+            kept = [1] * len(self.rows) if self.num_kept is None else np.array(self.num_kept).tolist()
+            new = [tuple(ids[:n]) for ids, n in zip(np.array(self.tokens).tolist(), kept, strict=True)]
+            logprobs = {} if self.logprobs is None else self.logprobs.read(kept)
+            self.outputs = {}
+            for i, (row, ids) in enumerate(zip(self.rows, new, strict=True)):
+                if row.has_left:
+                    continue
+                row.num_cached += len(ids)
+                row.error = row.error or advance(row.request, ids)
+                self.outputs[row.request.id] = RowOutput(
+                    ids, logprobs.get(i, ()), self.num_drafts, len(ids) - 1, row.error
+                )
+        return self.outputs
+
+
+class DecodeGroup:
+    """Rows with one cache. `join` and `keep` change nothing when they raise."""
+
+    def __init__(
+        self,
+        view: View,
+        head: MTPHead | None,
+        vocab_size: int,
+        first: Newcomer,
+        compiled: CompiledForward | None = None,
+    ):
+        self._view = view
+        self._compiled = compiled
+        self._head = head
+        self._vocab_size = vocab_size
+        self.rows = [_row(first)]
+        self._cache = RowsCache.of(first.cache, as_offset=not view.explicit_positions)
+        self._drafter = self._drafter_of(first)
+        self._processors = _processors(first, vocab_size)
+        self._lengths = mx.array([self.rows[0].num_cached], mx.int32)
+        self._newest = mx.array([first.token_id], mx.int32)
+        self._launched: Launched | None = None
+        self._steps = 0
+        self._rows_changed()
+        mx.eval(self._cache.state)  # what a newcomer still owes is its own, not to be paid in a step of all rows
+
+    def _drafter_of(self, new: Newcomer) -> Drafter | None:
+        if self._head is None or new.head_cache is None or new.hidden is None:
+            return None
+        return Drafter.of(self._head, new.head_cache, Feed.of(new.token_id, new.hidden))
+
+    def _rows_changed(self) -> None:
+        """What the rows' requests fix once for all."""
+        self._sampler = Sampler([row.request.sampling for row in self.rows])
+        self._offsets = mx.array([row.offset for row in self.rows], mx.int32)
+        self._output_offsets = mx.array([row.output_offset for row in self.rows], mx.int32)
+        self._has_matchers = any(row.request.matcher is not None for row in self.rows)
+
+    def join(self, new: Newcomer) -> None:
+        cache = self._cache.with_row(new.cache)
+        drafter = None
+        if self._drafter is not None and new.head_cache is not None and new.hidden is not None:
+            drafter = self._drafter.with_row(new.head_cache, Feed.of(new.token_id, new.hidden))
+        processors = self._processors.joined(_processors(new, self._vocab_size))
+        row = _row(new)
+        lengths = mx.concatenate([self._lengths, mx.array([row.num_cached], mx.int32)])
+        newest = mx.concatenate([self._newest, mx.array([new.token_id], mx.int32)])
+        mx.eval(cache.state)
+        self._cache, self._drafter, self._processors = cache, drafter, processors
+        self._lengths, self._newest = lengths, newest
+        self.rows = [*self.rows, row]
+        self._rows_changed()
+
+    def keep(self, stay: list[int]) -> None:
+        """Removes all rows but these (indices)."""
+        rows = [self.rows[i] for i in stay]
+        num_slots = max(row.num_cached for row in rows) + self._num_in_flight + 1
+        cache = self._cache.kept(stay, num_slots)
+        drafter = self._drafter.kept(stay, num_slots) if self._drafter is not None else None
+        processors = self._processors.kept(stay)
+        index = mx.array(stay, mx.int32)
+        lengths, newest = self._lengths[index], self._newest[index]
+        mx.eval(cache.state)
+        self._cache, self._drafter, self._processors = cache, drafter, processors
+        self._lengths, self._newest = lengths, newest
+        for row in self.rows:
+            row.has_left = row not in rows
+        self.rows = rows
+        self._rows_changed()
+
+    def start_step(self, num_drafts: int) -> "Launched":
+        """Launches the next forward; what is to be read is that of the one before."""
+        if self._launched is None or all(row.has_left for row in self._launched.rows):
+            self._launched = self._launch(num_drafts)
+        before = self._launched
+        self._launched = self._launch(num_drafts)
+        return before
+
+    def finish_step(self, before: "Launched") -> dict[str, RowOutput]:
+        """New tokens of every row that has some to give: rows that have left meanwhile have not."""
+        outputs = before.read()
+        return {row.request.id: outputs[row.request.id] for row in before.rows if not row.has_left}
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._cache.bytes_per_token
+
+    @property
+    def num_bytes(self) -> int:
+        return self._cache.nbytes + (self._drafter.nbytes if self._drafter is not None else 0)
+
+    @property
+    def _num_in_flight(self) -> int:
+        """The most tokens that a step which has not been read can add to a row."""
+        return 0 if self._launched is None or self._launched.outputs is not None else self._launched.num_drafts + 1
+
+    def _launch(self, num_drafts: int) -> Launched:
+        if self._drafter is None:
+            num_drafts = 0
+        longest = max(row.num_cached for row in self.rows) + self._num_in_flight
+        first_position = self._lengths + self._output_offsets + 1
+        positions = first_position[:, None] + mx.arange(num_drafts + 1)
+        noise = self._sampler.noise(positions, self._vocab_size)
+        tokens = self._newest[:, None]
+        if num_drafts:
+            tokens = mx.concatenate([tokens, self._draft(num_drafts, positions, noise, longest)], axis=1)
+        logits, hidden = self._forward(tokens, longest)
+        shaped = self._processors(logits, tokens, positions)
+        if self._has_matchers:
+            shaped = self._match(shaped, tokens)
+        sampled = self._sampler(shaped, noise)
+        num_kept = _num_kept(tokens, sampled) if num_drafts else None
+        logprobs = logprobs_of([row.request for row in self.rows], logits, sampled)
+        self._commit(sampled, hidden, num_kept, longest)
+        return self._start(Launched(list(self.rows), num_drafts, sampled, num_kept, logprobs))
+
+    def _draft(self, num_drafts: int, positions: mx.array, noise: mx.array | None, longest: int) -> mx.array:
+        assert self._drafter is not None
+
+        def choose(hidden: mx.array, i: int) -> mx.array:
+            logits = self._view.logits(hidden)
+            logits = self._processors(logits, self._newest[:, None], positions[:, i : i + 1])
+            return mx.maximum(self._sampler(logits, None if noise is None else noise[:, i : i + 1]), 0)
+
+        return self._drafter.draft(num_drafts, self._lengths, longest, choose)
+
+    def _forward(self, tokens: mx.array, longest: int) -> tuple[mx.array, mx.array | None]:
+        num_new = tokens.shape[1]
+        if self._compiled is not None:
+            positions = (self._lengths + self._offsets)[:, None] + mx.arange(num_new)
+            extent = longest + num_new
+            return self._compiled(tokens, self._cache, self._lengths, extent, positions, num_new > 1)
+        cache = self._cache.at(self._lengths, longest + num_new, self._uniform_length(), record=num_new > 1)
+        positions = (self._lengths + self._offsets)[:, None] + mx.arange(num_new)
+        return self._view.decode(tokens, cache, positions)
+
+    def _uniform_length(self) -> int | None:
+        """Tokens in the cache, where the host knows that all rows have the same number."""
+        if self._launched is not None and self._launched.outputs is None:
+            if self._launched.num_drafts:
+                return None
+            behind = {id(row) for row in self._launched.rows}
+            lengths = {row.num_cached + (id(row) in behind) for row in self.rows}
+        else:
+            lengths = {row.num_cached for row in self.rows}
+        return lengths.pop() if len(lengths) == 1 else None
+
+    def _match(self, logits: mx.array, tokens: mx.array) -> mx.array:
+        """Masks the rows with grammars: their matchers take what the step before has given, while this one computes."""
+        mx.async_eval(logits)
+        if self._launched is not None:
+            self._launched.read()
+        drafts = np.array(tokens)[:, 1:].tolist()
+        errors = {i: row.error for i, row in enumerate(self.rows) if row.error is not None}
+        logits = match([row.request for row in self.rows], logits, drafts, errors)
+        for i, error in errors.items():
+            self.rows[i].error = error
+        return logits
+
+    def _commit(self, sampled: mx.array, hidden: mx.array | None, num_kept: mx.array | None, longest: int) -> None:
+        """The rows as they are when what was accepted has been taken in."""
+        ones = mx.ones_like(self._lengths)
+        self._lengths = self._lengths + (ones if num_kept is None else num_kept)
+        self._processors.commit(sampled, ones if num_kept is None else num_kept)
+        if num_kept is None:
+            self._newest = sampled[:, 0]
+            if self._drafter is not None and hidden is not None:
+                self._drafter.skip(mx.maximum(sampled, 0), hidden, self._lengths, longest + 1)
             return
-        if not stay:
-            return self.clear()
-        cache, newest = kv_cache.kept(self._cache, stay), self._newest[mx.array(stay, mx.int32)]
-        self._cache, self._newest = cache, newest
-        self._rows = [self._rows[i] for i in stay]
-        self._sampler = None
+        assert self._drafter is not None and hidden is not None
+        self._cache.commit(num_kept)
+        self._newest = mx.take_along_axis(sampled, (num_kept - 1)[:, None], axis=1)[:, 0]
+        self._drafter.feed = Feed(mx.maximum(sampled, 0), hidden, num_kept, sampled.shape[1])
 
-    def step(self) -> dict[str, tuple[int, ...]]:
-        """The next token of every row that has one to give, while the one after it is being computed."""
-        if all(row.announced for row in self._rows):
-            self._launch()
-        newest = self._newest
-        given_out = [row.announced for row in self._rows]
-        self._launch()
-        tokens = np.array(newest).tolist()
-        return {
-            row.request_id: (token,)
-            for row, token, given in zip(self._rows, tokens, given_out, strict=True)
-            if not given
-        }
-
-    def _launch(self) -> None:
-        """Starts one forward for all rows: takes in the newest tokens, samples those that follow."""
-        rows = self._rows
-        if self._sampler is None:
-            self._sampler = Sampler([row.sampling for row in rows])
-        positions = np.array([row.position for row in rows], np.int32)
-        logits = self._view.decode(self._newest, self._cache, positions)
-        self._newest = self._sampler(logits, np.array([row.num_sampled for row in rows]))
-        mx.async_eval(self._newest)
+    def _start(self, launched: Launched) -> Launched:
+        arrays = [launched.tokens, self._newest, self._lengths, *self._processors.state]
+        if launched.num_kept is not None:
+            arrays.append(launched.num_kept)
+        if launched.logprobs is not None:
+            arrays.extend(launched.logprobs.arrays)
+        if self._drafter is not None:
+            arrays.extend(self._drafter.feed.state)
+        mx.async_eval(arrays)
         self._steps += 1
         if self._steps % EVAL_STEPS == 0:
-            evaluate(self._cache)
-        for row in rows:
-            row.position += 1
-            row.num_sampled += 1
-            row.announced = False
+            mx.eval(self._cache.state, [] if self._drafter is None else self._drafter.state)
+        return launched
+
+
+def _row(new: Newcomer) -> Row:
+    num_cached = new.request.num_prompt_tokens
+    return Row(new.request, num_cached, new.next_position - num_cached)
+
+
+def _processors(new: Newcomer, vocab_size: int) -> Processors:
+    processors = Processors.of([new.request], vocab_size)
+    processors.commit(mx.array([[new.token_id]], mx.int32), mx.array([1], mx.int32))
+    return processors
+
+
+def _num_kept(tokens: mx.array, sampled: mx.array) -> mx.array:
+    """int32 [B], 1 to k + 1: samples that stand behind accepted drafts alone. tokens: the newest, then the drafts."""
+    agrees = (tokens[:, 1:] == sampled[:, :-1]).astype(mx.int32)
+    return 1 + mx.sum(mx.cumprod(agrees, axis=1), axis=1)

@@ -1,44 +1,279 @@
-"""Caches of rows: make a batch of one, join rows, keep some of them, all or nothing, and how many bytes they take."""
+"""The caches of a decode batch: every row left-justified in slots of its own, whatever its neighbours do.
 
-import copy
+The library's batch caches push all rows to one common end: rows that accept different numbers of draft tokens must be
+rolled, a join moves everybody. Here a row's tokens lie in slots 0, 1, 2, ... and `Cursor.start` says, on the device,
+where each row writes next. To forget rejected tokens is to write over them; nothing moves and nobody waits to know
+how many there are. What lies behind a row's end is masked out and finite.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_vlm.models.cache import ArraysCache, KVCache
 
 RowCache = list[Any]
 """Per layer the library's cache for one row: KVCache (attention) or ArraysCache (recurrent state)."""
 
-BatchCache = list[Any]
-"""Per layer the library's cache for all rows: BatchKVCache, left-padded and rectangular, or ArraysCache."""
+SLOTS_STEP = 256  # room for so many tokens is added at once
 
 
-def to_batch(row: RowCache) -> BatchCache:
-    """A batch of this one row. Raises TypeError for a layer that cannot be batched."""
-    for i, layer in enumerate(row):
-        if not hasattr(type(layer), "merge"):
-            raise TypeError(f"layer {i}: {type(layer).__name__} cannot be batched")
-    return [type(layer).merge([layer]) for layer in row]
+@dataclass(slots=True, eq=False)
+class Cursor:
+    """Where the rows write in the next forward; shared by all layers, set before each.
 
-
-def joined(batch: BatchCache, other: BatchCache) -> BatchCache:
-    """The rows of `batch`, then those of `other`; recurrent layers join as attention layers do.
-
-    The arguments stay as they are, so that an error half way leaves the running rows whole.
+    start: int32 [B], on the device. extent: slots to look at, at least max(start) + new tokens. uniform_start: the
+    same for all rows, where the host knows it: then slices and no masks will do. as_offset: what the layers call
+    their offset is `start` (they take their positions from it) or the extent (positions come from outside).
     """
-    result = copy.deepcopy(batch)  # shares the arrays
-    for layer, new in zip(result, other, strict=True):
-        layer.extend(new)
-    return result
+
+    start: mx.array
+    extent: int
+    uniform_start: int | None = None
+    as_offset: bool = False
+
+    def mask(self, num_new: int, window_size: int | None) -> mx.array | str | None:
+        """What each of the new tokens sees: bool [B, 1, num_new, extent], or the library's word for all before it."""
+        if self.uniform_start is not None and window_size is None:
+            return None if num_new == 1 else "causal"
+        slots = mx.arange(self.extent)[None, None]
+        own = (self.start[:, None] + mx.arange(num_new))[..., None]
+        seen = slots <= own
+        if window_size is not None:
+            seen &= slots > own - window_size
+        return seen[:, None]
 
 
-def kept(batch: BatchCache, rows: list[int]) -> BatchCache:
-    """These rows of `batch`, in this order; `batch` stays as it is."""
-    result = copy.deepcopy(batch)
-    indices = mx.array(rows, mx.int32)
-    for layer in result:
-        layer.filter(indices)
-    return result
+class KVRows:
+    """One attention layer. keys, values: [B, heads, slots, head_dim]."""
+
+    def __init__(self, keys: mx.array, values: mx.array, cursor: Cursor):
+        self.keys, self.values = keys, values
+        self.cursor = cursor
+
+    @property
+    def offset(self) -> int | mx.array:
+        return self.cursor.start if self.cursor.as_offset else self.cursor.extent
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [self.keys, self.values]
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def load(self, arrays: Iterator[mx.array], recorded: Iterator[mx.array]) -> None:
+        self.keys, self.values = next(arrays), next(arrays)
+
+    def make_mask(
+        self, num_new: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        if return_array:
+            self.cursor.uniform_start = None
+        return self.cursor.mask(num_new, window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        extent = self.cursor.extent
+        self.keys = _written(_with_slots(self.keys, extent), keys, self.cursor)
+        self.values = _written(_with_slots(self.values, extent), values, self.cursor)
+        return self.keys[..., :extent, :], self.values[..., :extent, :]
+
+    def with_row(self, row: Any, cursor: Cursor) -> "KVRows":
+        keys, values = row.state[:2]
+        return KVRows(_stacked(self.keys, keys), _stacked(self.values, values), cursor)
+
+    def kept(self, rows: mx.array, num_slots: int, cursor: Cursor) -> "KVRows":
+        slots = min(_rounded(num_slots), self.keys.shape[2])
+        return KVRows(self.keys[rows, :, :slots], self.values[rows, :, :slots], cursor)
 
 
-def num_bytes(cache: list[Any]) -> int:
+class RecurrentRows:
+    """One recurrent layer: slots (convolution window, state), arrays [B, ...]. Speaks the library's ArraysCache.
+
+    While it records, it keeps the state after each token of a forward, so that `commit` can go back to any of them.
+    """
+
+    lengths = None  # no row is padded
+
+    def __init__(self, slots: Sequence[mx.array]):
+        self.slots = list(slots)
+        self.recording = False
+        self._windows: dict[int, tuple[mx.array, int]] = {}
+        self._states: dict[int, mx.array] = {}
+
+    def __getitem__(self, index: int) -> mx.array:
+        return self.slots[index]
+
+    @property
+    def state(self) -> list[mx.array]:
+        return self.slots
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.nbytes for slot in self.slots)
+
+    @property
+    def recorded(self) -> list[mx.array]:
+        return [*(source for source, _ in self._windows.values()), *self._states.values()]
+
+    def load(self, arrays: Iterator[mx.array], recorded: Iterator[mx.array]) -> None:
+        self.slots = [next(arrays) for _ in self.slots]
+        if self.recording:
+            self._windows = {0: (next(recorded), self.slots[0].shape[1])}
+            self._states = {1: next(recorded)}
+
+    def update_window(self, index: int, source: mx.array, width: int, *, lengths: None = None) -> None:
+        """source [B, width + L, channels]: the window after t tokens is source[:, t : t + width]."""
+        self.slots[index] = mx.contiguous(source[:, source.shape[1] - width :])
+        if self.recording:
+            self._windows[index] = (source, width)
+
+    def update_recurrent(self, index: int, length: int, update: Callable[..., Any]) -> tuple[mx.array, mx.array]:
+        """update(state, n) -> output, last state, and if n is given the states [B, n, ...] after the first n tokens."""
+        keep_all = self.recording and length > 1
+        output, state, *before = update(self.slots[index], length - 1 if keep_all else None)
+        self.slots[index] = state
+        if keep_all:
+            self._states[index] = mx.concatenate([before[0], state[:, None]], axis=1)
+        return output, state
+
+    def commit(self, num_kept: mx.array) -> None:
+        """Goes back to the state after `num_kept` int32 [B] >= 1 tokens of the recorded forward."""
+        for index, (source, width) in self._windows.items():
+            at = num_kept[:, None] + mx.arange(width)
+            self.slots[index] = mx.take_along_axis(source, at[..., None], axis=1)
+        for index, states in self._states.items():
+            batch, length = states.shape[:2]
+            at = mx.arange(batch) * length + num_kept - 1
+            self.slots[index] = mx.take(states.reshape(batch * length, *states.shape[2:]), at, axis=0)
+        self._windows, self._states, self.recording = {}, {}, False
+
+    def with_row(self, row: Any, cursor: Cursor) -> "RecurrentRows":
+        return RecurrentRows([mx.concatenate([a, b]) for a, b in zip(self.slots, row.cache, strict=True)])
+
+    def kept(self, rows: mx.array, num_slots: int, cursor: Cursor) -> "RecurrentRows":
+        return RecurrentRows([slot[rows] for slot in self.slots])
+
+
+class RowsCache:
+    """All layers of a batch. The operations make a new one, so that an error half way leaves the old one whole."""
+
+    def __init__(self, layers: list[Any], cursor: Cursor):
+        self.layers = layers
+        self.cursor = cursor
+
+    @classmethod
+    def of(cls, row: RowCache, as_offset: bool = False) -> "RowsCache":
+        """A batch of this one row. Raises TypeError for a layer that cannot be batched."""
+        cursor = Cursor(mx.zeros(1, mx.int32), 0, None, as_offset)
+        return cls([_rows_of(i, layer, cursor) for i, layer in enumerate(row)], cursor)
+
+    def with_row(self, row: RowCache) -> "RowsCache":
+        cursor = Cursor(self.cursor.start, 0, None, self.cursor.as_offset)
+        return RowsCache([mine.with_row(new, cursor) for mine, new in zip(self.layers, row, strict=True)], cursor)
+
+    def kept(self, rows: list[int], num_slots: int) -> "RowsCache":
+        """These rows in this order, with room for `num_slots` tokens each."""
+        cursor = Cursor(self.cursor.start, 0, None, self.cursor.as_offset)
+        index = mx.array(rows, mx.int32)
+        return RowsCache([layer.kept(index, num_slots, cursor) for layer in self.layers], cursor)
+
+    def at(self, start: mx.array, extent: int, uniform_start: int | None = None, record: bool = False) -> list[Any]:
+        """The layers, ready for a forward that writes at `start`; see Cursor. record: `commit` will follow."""
+        self.cursor.start, self.cursor.extent, self.cursor.uniform_start = start, extent, uniform_start
+        for layer in self.layers:
+            if isinstance(layer, RecurrentRows):
+                layer.recording = record
+        return self.layers
+
+    def commit(self, num_kept: mx.array) -> None:
+        for layer in self.layers:
+            if isinstance(layer, RecurrentRows):
+                layer.commit(num_kept)
+
+    def reserve(self, num_slots: int) -> int:
+        """Makes room for that many tokens in every row; returns how many slots there are now."""
+        slots = _rounded(num_slots)
+        for layer in self.layers:
+            if isinstance(layer, KVRows):
+                layer.keys, layer.values = _with_slots(layer.keys, slots), _with_slots(layer.values, slots)
+                slots = layer.keys.shape[2]
+        return slots
+
+    @property
+    def recorded(self) -> list[mx.array]:
+        """What a forward has recorded for `commit`."""
+        layers = [layer for layer in self.layers if isinstance(layer, RecurrentRows)]
+        return [array for layer in layers for array in layer.recorded]
+
+    def load(self, state: Sequence[mx.array], recorded: Sequence[mx.array]) -> None:
+        """Takes what `state` and `recorded` of a cache of the same structure gave."""
+        arrays, records = iter(state), iter(recorded)
+        for layer in self.layers:
+            layer.load(arrays, records)
+
+    def like(self, state: Sequence[mx.array]) -> "RowsCache":
+        """Another cache of the same structure with these arrays."""
+        cursor = Cursor(self.cursor.start, 0, None, self.cursor.as_offset)
+        arrays = iter(state)
+        layers = [
+            KVRows(next(arrays), next(arrays), cursor)
+            if isinstance(layer, KVRows)
+            else RecurrentRows([next(arrays) for _ in layer.slots])
+            for layer in self.layers
+        ]
+        return RowsCache(layers, cursor)
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [array for layer in self.layers for array in layer.state]
+
+    @property
+    def nbytes(self) -> int:
+        return num_bytes(self.layers)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one slot of one row, in all attention layers."""
+        rows = [layer for layer in self.layers if isinstance(layer, KVRows)]
+        return sum(layer.nbytes // (layer.keys.shape[0] * layer.keys.shape[2]) for layer in rows)
+
+
+def num_bytes(cache: Sequence[Any]) -> int:
     return sum(layer.nbytes for layer in cache)
+
+
+def _rows_of(i: int, layer: Any, cursor: Cursor) -> KVRows | RecurrentRows:
+    kind: Any = type(layer)  # exactly: what derives from them stores otherwise
+    if kind is KVCache:
+        keys, values = layer.state[:2]
+        return KVRows(mx.contiguous(keys), mx.contiguous(values), cursor)
+    if kind is ArraysCache and all(slot is not None for slot in layer.cache):
+        return RecurrentRows(layer.cache)
+    raise TypeError(f"layer {i}: {type(layer).__name__} cannot be batched")
+
+
+def _rounded(num_slots: int) -> int:
+    return -(-num_slots // SLOTS_STEP) * SLOTS_STEP
+
+
+def _with_slots(array: mx.array, num_slots: int) -> mx.array:
+    missing = _rounded(num_slots) - array.shape[2] if num_slots > array.shape[2] else 0
+    return mx.pad(array, [(0, 0), (0, 0), (0, missing), (0, 0)]) if missing else array
+
+
+def _stacked(rows: mx.array, row: mx.array) -> mx.array:
+    slots = _rounded(max(rows.shape[2], row.shape[2]))
+    return mx.concatenate([_with_slots(rows, slots), _with_slots(row, slots)])
+
+
+def _written(slots: mx.array, new: mx.array, cursor: Cursor) -> mx.array:
+    """new [B, heads, L, head_dim] at slots start .. start + L of each row; in place, as nobody else holds `slots`."""
+    at, length = cursor.uniform_start, new.shape[2]
+    if at is not None:
+        slots[..., at : at + length, :] = new
+        return slots
+    index = (cursor.start[:, None] + mx.arange(length))[:, None, :, None]
+    return mx.put_along_axis(slots, mx.broadcast_to(index, new.shape), new, axis=2)

@@ -21,6 +21,7 @@ from engine.processing.checkpoint import (
     vocab_size,
 )
 from engine.protocol import EngineFailed
+from engine.worker import mtp_loader
 
 log = logging.getLogger("orchard.engine")
 
@@ -30,7 +31,10 @@ EVAL_BYTES = 256 * 2**20  # weights are read in pieces of this size, so that pro
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """module: the mlx_vlm model. media_kinds: what it can see. num_weight_bytes: as they lie in memory."""
+    """module: the mlx_vlm model. media_kinds: what it can see. num_weight_bytes: as they lie in memory, with the head.
+
+    mtp_head: mlx_vlm's Qwen3_5MTPDraftModel, not yet bound to the model. mtp_status: "ready", or why there is none.
+    """
 
     module: Any
     path: Path
@@ -40,10 +44,12 @@ class LoadedModel:
     vocab_size: int
     num_weight_bytes: int
     dtype: str
+    mtp_head: Any | None
+    mtp_status: str
 
 
 def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel:
-    """Loads `config.model` and evaluates every weight on the calling thread.
+    """Loads `config.model` and its MTP head, and evaluates every weight on the calling thread.
 
     Code that comes with a checkpoint is never run: `model_file` and `auto_map` are refused before the library sees
     them, and no processor is loaded here. Raises EngineFailed with the reason.
@@ -58,12 +64,19 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
     except (ValueError, FileNotFoundError, KeyError, RuntimeError) as error:
         raise EngineFailed(f"the model in {path} could not be loaded: {error}") from error
     cast(module, choose_dtype(config.dtype, model_config))
-    num_bytes = _read_weights(module, progress)
-    module.eval()
     dtype = _main_dtype(module)
+    head_dir, mtp_status = mtp_loader.find_head(config, path, model_config)
+    head = _load_head(config, head_dir, module, dtype)
+    num_bytes = _read_weights([module] if head is None else [module, head], progress)
+    module.eval()
+    if head is not None:
+        mtp_loader.check_values(head)
     log.info("loaded %s: %.1f MB of weights, %s, on %s", path, num_bytes / 1e6, dtype, mx.default_device())
+    log.info("MTP head: %s", head_dir or mtp_status)
     kinds = media_kinds(path, model_config)
-    return LoadedModel(module, path, model_config, kinds, max_context_tokens, num_tokens, num_bytes, dtype)
+    return LoadedModel(
+        module, path, model_config, kinds, max_context_tokens, num_tokens, num_bytes, dtype, head, mtp_status
+    )
 
 
 def use_device(device: str) -> None:
@@ -120,8 +133,18 @@ def _context(config: EngineConfig, model_config: dict[str, Any]) -> int:
     return config.max_context_tokens
 
 
-def _read_weights(module: nn.Module, progress: Callable[[float], None]) -> int:
-    weights = [w for _, w in weights_of(module)]
+def _load_head(config: EngineConfig, head_dir: Path | None, module: Any, dtype: str) -> Any | None:
+    """In the dtype that the model computes in; a quantized one by the rule for quantized models."""
+    if head_dir is None:
+        return None
+    head = mtp_loader.load_head(head_dir, module.language_model)
+    quantized = mtp_loader.is_quantized(head)
+    cast(head, choose_dtype(config.dtype, {"quantization": {}}) if quantized else DTYPES[dtype])
+    return head
+
+
+def _read_weights(modules: list[nn.Module], progress: Callable[[float], None]) -> int:
+    weights = [w for module in modules for _, w in weights_of(module)]
     total = sum(w.nbytes for w in weights)
     done, piece, piece_bytes = 0, [], 0
     for weight in weights:

@@ -1,24 +1,28 @@
 """Executes what the scheduler decides: the only caller of a forward pass."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput
+from engine.config import EngineConfig, MTPConfig
+from engine.core.batch import PrefillOutput, RowOutput
 from engine.core.request import Request
 from engine.processing.images import ImagePreprocessor
 from engine.protocol import EngineRequest, SamplingParams
-from engine.worker import blas, kv_cache, loader, memory
-from engine.worker.decode import DecodeBatch
-from engine.worker.prefill import Prefill, Prompt, first_token
+from engine.worker import blas, loader, memory
+from engine.worker.decode import Newcomer
+from engine.worker.decode_batch import DecodeBatch
+from engine.worker.mtp import MTPHead
+from engine.worker.patches import gated_delta_cuda
+from engine.worker.prefill import Prefill, Prompt, first_tokens
 from engine.worker.view import View
 from engine.worker.vision import VisionEncoder
 
 WARM_UP_TOKENS = 16
+AUTO_DRAFT_TOKENS = 3  # heads are trained for one to two tokens ahead; a fourth is rarely right
 
 
 def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> "MLXRunner":
@@ -33,49 +37,57 @@ class MLXRunner:
     """One model, one decode batch, and the prompts that are on their way into it."""
 
     def __init__(self, model: loader.LoadedModel, config: EngineConfig):
+        if mx.cuda.is_available():
+            gated_delta_cuda.install()
         self._model = model
         self._view = View(model.module.language_model)
+        self._head = MTPHead(model.mtp_head, self._view) if model.mtp_head is not None else None
         self._vision = self._make_vision(model, config)
-        self._prefill = Prefill(self._view, self._vision, model.config.get("image_token_id"))
-        self._batch = DecodeBatch(self._view)
-        self._prompts: dict[str, Prompt] = {}
+        self._prefill = Prefill(self._view, self._head, self._vision, model.config.get("image_token_id"))
+        compiled = use_compiled(config, self._view)
+        self._batch = DecodeBatch(self._view, self._head, model.vocab_size, model.num_weight_bytes, compiled)
+        self._prompts: dict[str, Prompt] = {}  # by the id of the first of the rows that share it
         self.max_context_tokens = model.max_context_tokens
         self.vocab_size = model.vocab_size
+        self.max_draft_tokens = 0 if self._head is None else max_draft_tokens(config)
         self.capabilities: dict[str, Any] = {
             "media": sorted(model.media_kinds),
             "device": str(mx.default_device()),
             "dtype": model.dtype,
             "blas": blas.preload().source,
             "explicit_positions": self._view.explicit_positions,
+            "mtp": model.mtp_status,
+            "compiled": compiled,
         }
 
     def warm_up(self) -> None:
         """One and two rows and a picture once through everything: no client shall wait for kernels to be compiled."""
         prompt = np.zeros(WARM_UP_TOKENS, np.int32)
-        requests = [Request(EngineRequest(f"warm-up-{i}", prompt, SamplingParams(4), ())) for i in range(2)]
-        for request in requests:
-            self.prefill(request, len(prompt) // 2)
-            self.prefill(request, len(prompt))
-            self.decode()
-        self.drop([request.id for request in requests])
+        rows = [Request(EngineRequest(f"warm-up-{i}", prompt, SamplingParams(4), ())) for i in range(2)]
+        for row in rows:
+            self.prefill([row], len(prompt) // 2)
+            self.prefill([row], len(prompt))
+            for num_drafts in range(self.max_draft_tokens + 1):
+                self.decode(num_drafts)
+        self.drop([row.id for row in rows])
         if self._vision is not None:
             self._vision.warm_up()
         mx.clear_cache()
 
-    def decode(self) -> dict[str, tuple[int, ...]]:
-        return self._batch.step()
+    def decode(self, num_draft_tokens: int = 0) -> dict[str, RowOutput]:
+        return self._batch.step(min(num_draft_tokens, self.max_draft_tokens))
 
-    def prefill(self, request: Request, max_tokens: int) -> PrefillOutput:
+    def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         try:
-            return self._advance(request, max_tokens)
+            return self._advance(rows, max_tokens)
         except Exception:
-            self._prompts.pop(request.id, None)
+            self._prompts.pop(rows[0].id, None)
             raise
 
-    def drop(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            self._prompts.pop(request_id, None)
-        self._batch.leave(set(request_ids))
+    def drop(self, row_ids: Sequence[str]) -> None:
+        for row_id in row_ids:
+            self._prompts.pop(row_id, None)
+        self._batch.leave(row_ids)
 
     def reset(self) -> None:
         self._batch.clear()
@@ -83,8 +95,8 @@ class MLXRunner:
     def memory(self) -> dict[str, int]:
         return memory.usage() | {
             "weights_bytes": self._model.num_weight_bytes,
-            "decode_cache_bytes": self._batch.num_cache_bytes,
-            "prefill_cache_bytes": sum(kv_cache.num_bytes(p.cache) for p in self._prompts.values()),
+            "decode_cache_bytes": self._batch.num_bytes,
+            "prefill_cache_bytes": sum(prompt.num_bytes for prompt in self._prompts.values()),
             "vision_cache_bytes": self._vision.num_cached_bytes if self._vision else 0,
         }
 
@@ -92,27 +104,50 @@ class MLXRunner:
         """Gives everything back, on the thread that took it, which must not use MLX again."""
         self._prompts.clear()
         self._batch.clear()
-        del self._model, self._view, self._prefill, self._vision, self._batch
+        del self._model, self._view, self._head, self._prefill, self._vision, self._batch
         gc.collect()
         mx.clear_cache()
         mx.clear_streams()
 
-    def _advance(self, request: Request, max_tokens: int) -> PrefillOutput:
-        prompt = self._prompts.get(request.id)
+    def _advance(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
+        prompt = self._prompts.get(rows[0].id)
         if prompt is None:
-            prompt = self._prompts[request.id] = self._prefill.begin(request)
-        if self._prefill.encode_next_image(prompt, request.spec.images):
+            prompt = self._prompts[rows[0].id] = self._prefill.begin(rows[0])
+        if self._prefill.encode_next_image(prompt, rows[0].spec.images):
             return PrefillOutput(0)
         num_tokens, logits = self._prefill.advance(prompt, max_tokens)
         if logits is None:
             return PrefillOutput(num_tokens)
-        token = first_token(logits, request)
-        del self._prompts[request.id]
-        self._batch.join(request.id, request.spec.sampling, prompt.cache, prompt.next_position, token)
-        return PrefillOutput(num_tokens, token)
+        first = first_tokens(rows, logits, self.vocab_size)
+        del self._prompts[rows[0].id]
+        self._join(rows, prompt, first)
+        return PrefillOutput(num_tokens, {row.id: output for row, output in zip(rows, first, strict=True)})
+
+    def _join(self, rows: Sequence[Request], prompt: Prompt, first: Sequence[RowOutput]) -> None:
+        """All of them or none."""
+        try:
+            for row, output in zip(rows, first, strict=True):
+                token_id = output.token_ids[0]
+                self._batch.join(
+                    Newcomer(row, prompt.cache, prompt.next_position, token_id, prompt.head_cache, prompt.hidden)
+                )
+        except Exception:
+            self._batch.leave([row.id for row in rows])
+            raise
 
     @staticmethod
     def _make_vision(model: loader.LoadedModel, config: EngineConfig) -> VisionEncoder | None:
         if "image" not in model.media_kinds:
             return None
         return VisionEncoder(model.module, ImagePreprocessor(model.path).normalization, config.vision_cache_mb * 2**20)
+
+
+def max_draft_tokens(config: EngineConfig) -> int:
+    return config.mtp.max_draft_tokens if isinstance(config.mtp, MTPConfig) else AUTO_DRAFT_TOKENS
+
+
+def use_compiled(config: EngineConfig, view: View) -> bool:
+    """auto: on CUDA. On the CPU each shape costs seconds of a C++ compiler; on Metal it has not been measured."""
+    if config.compile == "auto":
+        return view.explicit_positions and mx.cuda.is_available() and loader.on_gpu()
+    return config.compile == "on" and view.explicit_positions

@@ -1,13 +1,18 @@
 """Prompts into caches, chunk by chunk: text by its ids, pictures by their features, positions explicit."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
+from engine.core.batch import RowOutput
 from engine.core.request import Request
 from engine.protocol import ImagePatches, InvalidRequest
-from engine.worker.kv_cache import RowCache
+from engine.worker.kv_cache import RowCache, num_bytes
+from engine.worker.logprobs import logprobs_of
+from engine.worker.mtp import MTPHead
+from engine.worker.processors import Processors, advance, match
 from engine.worker.sampler import Sampler
 from engine.worker.view import View
 from engine.worker.vision import VisionEncoder
@@ -15,8 +20,9 @@ from engine.worker.vision import VisionEncoder
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt in progress. positions: int32 [3, 1, L] (time, height, width). next_position: of the first answer token.
+    """A prompt in progress. positions: int32 [3, 1, L] (time, height, width). next_position: of the token behind it.
 
+    head_cache, hidden: of the MTP head, and the last hidden state [1, 1, hidden] that it has not been given yet.
     image_index: int32 [n]: where in the prompt the image tokens are; all_features [n, hidden] go there, in order.
     features: of the pictures encoded so far.
     """
@@ -26,33 +32,44 @@ class Prompt:
     positions: np.ndarray
     next_position: int
     image_index: np.ndarray
+    head_cache: RowCache | None = None
+    hidden: mx.array | None = None
     features: list[mx.array] = field(default_factory=list)
     all_features: mx.array | None = None
     done: int = 0
 
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes(self.cache) + num_bytes(self.head_cache or [])
+
 
 class Prefill:
-    """Makes and advances prompts. `vision` is None for a model that sees no images."""
+    """Makes and advances prompts. `vision` is None for a model that sees no images, `head` for one that has no head."""
 
-    def __init__(self, view: View, vision: VisionEncoder | None, image_token_id: int | None):
+    def __init__(self, view: View, head: MTPHead | None, vision: VisionEncoder | None, image_token_id: int | None):
         self._view = view
+        self._head = head
         self._vision = vision
         self._image_token_id = image_token_id
 
     def begin(self, request: Request) -> Prompt:
-        ids = request.spec.token_ids
-        images = request.spec.images
-        if not images:
-            positions = np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, 1, len(ids)))
-            return Prompt(ids, self._view.make_cache(), positions, len(ids), np.empty(0, np.int32))
+        ids, images = request.prompt_token_ids, request.spec.images
+        index, positions, next_position = np.empty(0, np.int32), np.arange(len(ids), dtype=np.int32), len(ids)
+        if images:
+            index = self._image_index(request.spec.token_ids, images)
+            positions, next_position = self._positions(ids, images)
+        positions = np.broadcast_to(positions, (3, 1, len(ids)))
+        head_cache = self._head.make_cache() if self._head is not None else None
+        return Prompt(ids, self._view.make_cache(), positions, next_position, index, head_cache)
+
+    def _image_index(self, ids: np.ndarray, images: tuple[ImagePatches, ...]) -> np.ndarray:
         if self._vision is None:
             raise InvalidRequest("this model sees no images", "messages")
         index = np.flatnonzero(ids == self._image_token_id).astype(np.int32)
         expected = sum(image.num_tokens for image in images)
         if len(index) != expected:
             raise InvalidRequest(f"{len(index)} image tokens in the prompt, {expected} in its images", "messages")
-        positions, next_position = self._positions(ids, images)
-        return Prompt(ids, self._view.make_cache(), positions, next_position, index)
+        return index
 
     def encode_next_image(self, prompt: Prompt, images: tuple[ImagePatches, ...]) -> bool:
         """Encodes one picture of the prompt; False when there was none left."""
@@ -65,17 +82,34 @@ class Prefill:
         return True
 
     def advance(self, prompt: Prompt, max_tokens: int) -> tuple[int, mx.array | None]:
-        """Takes in the next chunk. Returns its size, and the last position's logits [1, vocab] when it was the last."""
+        """Takes in the next chunk. Returns its size, and behind the last chunk the logits [1, 1, vocab]."""
         start = prompt.done
         end = min(start + max_tokens, len(prompt.token_ids))
         token_ids = mx.array(prompt.token_ids[None, start:end].astype(np.int32))
         embeds = self._embed(prompt, token_ids, start, end)
         positions = prompt.positions[..., start:end]
         prompt.done = end
+        logits = None
         if end < len(prompt.token_ids):
-            self._view.extend(token_ids, embeds, prompt.cache, positions)
-            return end - start, None
-        return end - start, self._view.extend_to_end(token_ids, embeds, prompt.cache, positions)
+            hidden = self._view.extend(token_ids, embeds, prompt.cache, positions)
+        else:
+            logits, hidden = self._view.extend_to_end(token_ids, embeds, prompt.cache, positions)
+        if self._head is not None and hidden is not None:
+            self._prime(self._head, prompt, token_ids, hidden)
+        return end - start, logits
+
+    def _prime(self, head: MTPHead, prompt: Prompt, token_ids: mx.array, hidden: mx.array) -> None:
+        """Gives the head what it has not seen: each hidden state with the token behind it, the newest must wait."""
+        assert prompt.head_cache is not None
+        before = hidden[:, :-1]
+        if prompt.hidden is not None:
+            before = mx.concatenate([prompt.hidden, before], axis=1)
+        else:
+            token_ids = token_ids[:, 1:]
+        if before.shape[1]:
+            head.prime(token_ids, before, prompt.head_cache)
+        prompt.hidden = mx.contiguous(hidden[:, -1:])
+        mx.eval(prompt.hidden)
 
     def _embed(self, prompt: Prompt, token_ids: mx.array, start: int, end: int) -> mx.array | None:
         """Embeddings [1, L, hidden] of a chunk that holds image tokens; None when ids say it all."""
@@ -94,5 +128,21 @@ class Prefill:
         return np.array(positions, np.int32), len(ids) + int(np.array(deltas).reshape(-1)[0])
 
 
-def first_token(logits: mx.array, request: Request) -> int:
-    return int(np.array(Sampler([request.spec.sampling])(logits, np.zeros(1, np.int64)))[0])
+def first_tokens(rows: Sequence[Request], logits: mx.array, vocab_size: int) -> list[RowOutput]:
+    """The first token of each of the rows that share a prompt; logits [1, 1, vocab] of its last position."""
+    logits = mx.broadcast_to(logits, (len(rows), 1, logits.shape[-1]))
+    positions = mx.array([[len(row.output_token_ids)] for row in rows], mx.int32)
+    shaped = Processors.of(rows, vocab_size)(logits, positions, positions)  # no drafts: the tokens do not matter
+    matching = [i for i, row in enumerate(rows) if row.matcher is not None]
+    errors: dict[int, str] = {}
+    if matching:
+        shaped = match(rows, shaped, [()] * len(rows), errors)
+    sampler = Sampler([row.sampling for row in rows])
+    tokens = sampler(shaped, sampler.noise(positions, logits.shape[-1]))
+    logprobs = logprobs_of(rows, logits, tokens)
+    read = {} if logprobs is None else logprobs.read([1] * len(rows))
+    outputs = []
+    for i, (row, token_id) in enumerate(zip(rows, np.array(tokens)[:, 0].tolist(), strict=True)):
+        error = errors.get(i) or advance(row, (token_id,))
+        outputs.append(RowOutput((token_id,), read.get(i, ()), error=error))
+    return outputs

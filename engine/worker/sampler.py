@@ -22,32 +22,44 @@ class Sampler:
     """The parameters of a fixed set of rows, on the device once; made anew when rows join or leave."""
 
     def __init__(self, rows: Sequence[SamplingParams]):
-        cold = [p.temperature < COLDEST for p in rows]
-        self._greedy = all(cold)
-        if self._greedy:
+        hot = [i for i, p in enumerate(rows) if p.temperature >= COLDEST]
+        self._all_hot = len(hot) == len(rows)
+        self._hot = mx.array(hot, mx.int32) if hot else None
+        if not hot:
             return
-        self._seeds = np.array([p.seed for p in rows], np.uint64)
-        self._is_greedy = mx.array(cold)
-        self._temperature = mx.array([1.0 if c else p.temperature for p, c in zip(rows, cold, strict=True)])[:, None]
-        self._log_min_p = _log_min_p(rows) if any(p.min_p for p in rows) else None
-        ranked = [i for i, p in enumerate(rows) if not cold[i] and (p.top_k or p.top_p < 1)]
-        self._nucleus = Nucleus([rows[i] for i in ranked]) if ranked else None
+        params = [rows[i] for i in hot]
+        self._seeds = mx.array(mix_seeds(np.array([p.seed for p in params], np.uint64)))[:, None]
+        self._temperature = _column([p.temperature for p in params])
+        self._log_min_p = _log_min_p(params) if any(p.min_p for p in params) else None
+        ranked = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1]
+        self._nucleus = Nucleus([params[i] for i in ranked]) if ranked else None
         self._ranked = mx.array(ranked, mx.int32)
 
-    def __call__(self, logits: mx.array, positions: np.ndarray) -> mx.array:
-        """logits [B, vocab]; positions int [B]: how many tokens each row has sampled before. Returns int32 [B].
+    def noise(self, positions: mx.array, vocab_size: int) -> mx.array | None:
+        """Gumbel noise float32 [hot rows, L, vocab] for output positions int32 [B, L]; None when all are greedy."""
+        if self._hot is None:
+            return None
+        keys = random_keys(self._seeds, positions[self._hot])
+        noise = mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys.reshape(-1, 2))
+        return noise.reshape(*keys.shape[:2], vocab_size)
 
-        A row whose best logit is not a finite number gets NO_TOKEN.
+    def __call__(self, logits: mx.array, noise: mx.array | None) -> mx.array:
+        """logits [B, L, vocab], noise of the same positions. Returns int32 [B, L].
+
+        A position whose best logit is not a finite number gets NO_TOKEN.
         """
         logits = logits.astype(mx.float32)
-        best = mx.argmax(logits, axis=-1).astype(mx.int32)
-        tokens = best if self._greedy else mx.where(self._is_greedy, best, self._sample(logits, positions))
+        tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+        if self._hot is not None:
+            assert noise is not None
+            if self._all_hot:
+                tokens = self._sample(logits, noise)
+            else:
+                tokens[self._hot] = self._sample(logits[self._hot], noise)
         return mx.where(mx.isfinite(mx.max(logits, axis=-1)), tokens, NO_TOKEN)
 
-    def _sample(self, logits: mx.array, positions: np.ndarray) -> mx.array:
+    def _sample(self, logits: mx.array, noise: mx.array) -> mx.array:
         scaled = logits / self._temperature
-        keys = mx.array(random_keys(self._seeds, positions))
-        noise = mx.vmap(lambda key: mx.random.gumbel((scaled.shape[-1],), key=key))(keys)
         allowed = scaled
         if self._log_min_p is not None:
             limit = mx.max(scaled, axis=-1, keepdims=True) + self._log_min_p
@@ -63,47 +75,64 @@ class Nucleus:
 
     def __init__(self, rows: Sequence[SamplingParams]):
         no_limit = 2**31 - 1
-        self._top_k = mx.array([p.top_k or no_limit for p in rows], mx.int32)[:, None]
-        self._top_p = mx.array([p.top_p for p in rows], mx.float32)[:, None]
+        self._top_k = mx.array([p.top_k or no_limit for p in rows], mx.int32)[:, None, None]
+        self._top_p = _column([p.top_p for p in rows])
         self._log_min_p = _log_min_p(rows)
         self._depth = max(p.top_k or no_limit for p in rows)
 
     def __call__(self, scaled: mx.array, noise: mx.array) -> mx.array:
-        """Both float32 [rows, vocab]. Returns int32 [rows]."""
+        """Both float32 [rows, L, vocab]. Returns int32 [rows, L]."""
         order = self._best(scaled)
         logits = mx.take_along_axis(scaled, order, axis=-1)
-        rank = mx.arange(order.shape[-1])[None]
+        rank = mx.arange(order.shape[-1])
         logits = mx.where(rank < self._top_k, logits, -mx.inf)
         from_here_on = mx.cumsum(mx.softmax(logits, axis=-1), axis=-1, reverse=True)  # summed from the small end
         in_nucleus = (from_here_on > 1 - self._top_p) | (self._top_p >= 1) | (rank == 0)
-        in_nucleus &= logits >= logits[:, :1] + self._log_min_p
+        in_nucleus &= logits >= logits[..., :1] + self._log_min_p
         noisy = mx.where(in_nucleus, logits + mx.take_along_axis(noise, order, axis=-1), -mx.inf)
         chosen = mx.argmax(noisy, axis=-1, keepdims=True)
-        return mx.take_along_axis(order, chosen, axis=-1)[:, 0].astype(mx.int32)
+        return mx.take_along_axis(order, chosen, axis=-1)[..., 0].astype(mx.int32)
 
     def _best(self, scaled: mx.array) -> mx.array:
         """Token ids, best first, as many as the largest top_k asks for."""
         if self._depth >= scaled.shape[-1]:
             return mx.argsort(-scaled, axis=-1)
-        some = mx.argpartition(-scaled, kth=self._depth - 1, axis=-1)[:, : self._depth]
+        some = mx.argpartition(-scaled, kth=self._depth - 1, axis=-1)[..., : self._depth]
         order = mx.argsort(-mx.take_along_axis(scaled, some, axis=-1), axis=-1)
         return mx.take_along_axis(some, order, axis=-1)
 
 
+def _column(values: Sequence[float]) -> mx.array:
+    return mx.array(list(values), mx.float32)[:, None, None]
+
+
 def _log_min_p(rows: Sequence[SamplingParams]) -> mx.array:
-    """[rows, 1]: how far below the best logit the last allowed one lies; min_p 0 allows all that float32 can hold."""
-    return mx.log(mx.array([max(p.min_p, 1e-30) for p in rows], mx.float32))[:, None]
+    """[rows, 1, 1]: how far below the best logit the last allowed one lies; min_p 0 allows all that float32 holds."""
+    return mx.log(_column([max(p.min_p, 1e-30) for p in rows]))
 
 
-def random_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """uint32 [B, 2]: a key per (seed, position), mixed by SplitMix64 (Steele, Lea, Flood 2014)."""
+def random_keys(mixed_seeds: mx.array, positions: mx.array) -> mx.array:
+    """uint32 [B, L, 2]: a key per (seed, position), mixed by SplitMix64 (Steele, Lea, Flood 2014).
+
+    mixed_seeds: uint64 [B, 1], from mix_seeds; positions: int32 [B, L]. On the device, which alone knows the position
+    while tokens are still being computed.
+    """
+    x = mixed_seeds + (positions.astype(mx.uint64) + 1) * _uint64(_GOLDEN)
+    x = (x ^ (x >> 30)) * _uint64(_MIX_1)
+    x = (x ^ (x >> 27)) * _uint64(_MIX_2)
+    return (x ^ (x >> 31))[..., None].view(mx.uint32)
+
+
+def mix_seeds(x: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64, uint64 [B]: seeds that differ by a little are far apart."""
     with np.errstate(over="ignore"):
-        x = _mix(seeds.astype(np.uint64)) + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    return _mix(x)[:, None].view(np.uint32)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
     return x ^ (x >> np.uint64(31))
+
+
+def _uint64(value: int) -> mx.array:
+    return mx.array(np.array(value, np.uint64))  # mx.array takes Python integers as signed
+
+
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -21,6 +21,9 @@ class View:
     def __init__(self, language_model: Any):
         self.lm = language_model
         self.explicit_positions = hasattr(language_model, "get_rope_index")
+        # In low precision Metal's kernels for several tokens round otherwise than those for one; the library's
+        # verifier keeps to the latter. Elsewhere it would only take longer.
+        self.exact_verify = mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu
 
     def make_cache(self) -> RowCache:
         """An empty cache for one row, one entry per layer."""
@@ -30,45 +33,56 @@ class View:
         """[B, L] -> [B, L, hidden]."""
         return self.lm.model.embed_tokens(token_ids)
 
-    def decode(self, token_ids: mx.array, cache: list, positions: np.ndarray) -> mx.array:
-        """One token per row. token_ids [B], positions int32 [B] (logical). Returns logits [B, vocab]."""
-        if not self.explicit_positions:
-            return self.lm(token_ids[:, None], cache=cache).logits[:, -1]
-        out = self.lm(token_ids[:, None], cache=cache, position_ids=mx.array(positions[:, None]), capture_layer_ids=[])
-        return out.logits[:, -1]
+    def decode(self, token_ids: mx.array, cache: list, positions: mx.array) -> tuple[mx.array, mx.array | None]:
+        """token_ids, positions int32 [B, L] (logical). Returns logits [B, L, vocab] and hidden states [B, L, hidden].
 
-    def extend(self, token_ids: mx.array, embeds: mx.array | None, cache: list, positions: np.ndarray) -> None:
-        """Prompt tokens into the cache of one row, nothing else. token_ids [1, L], positions int32 [3, 1, L]."""
-        self._prompt(token_ids, embeds, cache, positions)
-        evaluate(cache)
+        Hidden states are those behind the last norm; None for a model without explicit positions.
+        """
+        if not self.explicit_positions:
+            return self.lm(token_ids, cache=cache).logits, None
+        verify = {"speculative_verify": True} if self.exact_verify and token_ids.shape[1] > 1 else {}
+        hidden = self._hidden(token_ids, cache, positions, **verify)
+        return self.logits(hidden), hidden
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """[B, L, hidden] -> [B, L, vocab]."""
+        return self.lm.speculative_logits_from_hidden(hidden)
+
+    def extend(
+        self, token_ids: mx.array, embeds: mx.array | None, cache: list, positions: np.ndarray
+    ) -> mx.array | None:
+        """Prompt tokens into the cache of one row, evaluated. token_ids [1, L], positions int32 [3, 1, L].
+
+        Returns the hidden states [1, L, hidden], None where the model gives none.
+        """
+        if not self.explicit_positions:
+            assert embeds is None, "this model takes no embeddings"
+            self.lm(token_ids, cache=cache)  # lazy: only the cache is ever evaluated
+            hidden = None
+        else:
+            hidden = self._hidden(token_ids, cache, mx.array(positions), inputs_embeds=embeds)
+        mx.eval([layer.state for layer in cache])
+        return hidden
 
     def extend_to_end(
         self, token_ids: mx.array, embeds: mx.array | None, cache: list, positions: np.ndarray
-    ) -> mx.array:
-        """The last prompt tokens; returns the logits [1, vocab] of the very last one (never of the others)."""
+    ) -> tuple[mx.array, mx.array | None]:
+        """The last prompt tokens; logits [1, 1, vocab] of the very last one (never of the others), hidden as above."""
         if self.explicit_positions:
-            hidden = self._prompt(token_ids, embeds, cache, positions)
-            return self.lm.speculative_logits_from_hidden(hidden[:, -1:])[:, -1]
+            hidden = self._hidden(token_ids, cache, mx.array(positions), inputs_embeds=embeds)
+            return self.logits(hidden[:, -1:]), hidden
         if token_ids.shape[1] > 1:
             self.extend(token_ids[:, :-1], None, cache, positions)
-        return self.lm(token_ids[:, -1:], cache=cache).logits[:, -1]
+        return self.lm(token_ids[:, -1:], cache=cache).logits[:, -1:], None
 
-    def _prompt(self, token_ids: mx.array, embeds: mx.array | None, cache: list, positions: np.ndarray) -> mx.array:
-        if not self.explicit_positions:
-            assert embeds is None, "this model takes no embeddings"
-            return self.lm(token_ids, cache=cache).logits  # lazy: only the cache is ever evaluated
+    def _hidden(self, token_ids: mx.array, cache: list, positions: mx.array, **kwargs: Any) -> mx.array:
         out = self.lm(
             token_ids,
-            inputs_embeds=embeds,
             cache=cache,
-            position_ids=mx.array(positions),
+            position_ids=positions,
             skip_logits=True,
             return_hidden=True,
             capture_layer_ids=[],
+            **kwargs,
         )
         return out.hidden_states[-1]
-
-
-def evaluate(cache: list) -> None:
-    """Computes all that the cache still owes; lazy graphs of its bookkeeping would grow without end otherwise."""
-    mx.eval([layer.state for layer in cache])

@@ -1,19 +1,28 @@
-"""The engine alone, without Ray and HTTP: prefill and decode rates, waits, and CPU time per token.
+"""The engine alone, without Ray and HTTP: prefill and decode rates, waits, CPU time per token; what drafts bring.
 
     uv run python -m tests.benchmarks.engine_bench --rounds 5
+    uv run python -m tests.benchmarks.engine_bench --mtp
 
 Every round runs every arm once, in an order of its own, so that a slow minute of the machine hits all arms alike.
-Requests have no stop tokens: each gives exactly --output-tokens.
+Requests have no stop tokens. Without --mtp nothing is drafted, and each gives exactly --output-tokens.
+
+--mtp compares plain decoding with 1, 2 and 3 drafts per step and with as many as the engine chooses, by task
+(tests/benchmarks/tasks.py). Each arm of each task and batch size keeps its engine: `auto` makes its first trials in the
+round before the first, which does not count; later trials do. Rates are of steps in which all rows run: from when the
+last has joined until the first has --tokens, fewer than its right answer has, as drafts behind an answer's end mean
+nothing. All arms of a round see the same prompts and must give the same tokens; ratios are within a round.
 """
 
 import argparse
 import asyncio
 import itertools
 import json
+import math
 import os
 import random
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,13 +32,29 @@ import numpy as np
 import psutil
 
 from engine.async_engine import AsyncEngine
-from engine.config import EngineConfig
+from engine.config import EngineConfig, MTPConfig
+from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.engine_core import EngineCore
+from engine.core.request import Request
+from engine.core.scheduler import Chunks
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
-from engine.worker import blas
+from engine.worker import blas, loader
+from engine.worker.model_runner import MLXRunner
+from engine.worker.prefill import Prompt, first_tokens
 from tests.benchmarks.measure import Spread, heading, percentile, provenance, table
 from tests.benchmarks.serve_bench import text_content
+from tests.benchmarks.tasks import TASKS, requests
+
+MAX_ROWS = 1024
+DRAFT_ARMS: dict[str, Any] = {
+    "plain": "off",
+    **{f"{k} drafts": MTPConfig(max_draft_tokens=k, max_rows=MAX_ROWS) for k in (1, 2, 3)},
+    "auto": "auto",
+}
+TOKENS_PER_ROW = 36  # at least, of each arm and round: shorter answers are repeated with other prompts
+MIN_PROMPTS = 16  # of each task: small batches have other ones in each round
 
 
 @dataclass(frozen=True)
@@ -133,16 +158,27 @@ async def measure(config: EngineConfig, arms: Sequence[Arm], rounds: int) -> dic
         status = engine.status()
     finally:
         await engine.shutdown()
+    return conditions(config, status.capabilities) | {
+        "memory": status.memory,
+        "max_rows_in_a_step": status.max_rows_in_a_step,
+        "arms": [summary(arm, figures_of_arm) for arm, figures_of_arm in collected.items()],
+    }
+
+
+def conditions(config: EngineConfig, capabilities: dict[str, Any]) -> dict[str, Any]:
     return {
         "provenance": provenance(),
         "config": config.model_dump(),
         "blas": asdict(blas.preload()),
         "threads": {name: os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")},
-        "capabilities": status.capabilities,
-        "memory": status.memory,
-        "max_rows_in_a_step": status.max_rows_in_a_step,
-        "arms": [summary(arm, figures_of_arm) for arm, figures_of_arm in collected.items()],
+        "capabilities": capabilities,
     }
+
+
+def print_conditions(title: str, report: dict[str, Any]) -> None:
+    print(heading(title))
+    print(f"BLAS: {report['blas']['source']} ({report['blas']['reason']}), threads {report['threads']}")
+    print(f"config: {report['config']}\ncapabilities: {report['capabilities']}")
 
 
 def summary(arm: Arm, rounds: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
@@ -165,34 +201,197 @@ def print_report(report: dict[str, Any], rounds: int) -> None:
             value = Spread(**value)
         return value if isinstance(value, str) else f"{value:.1f}"
 
-    print(heading("engine_bench"))
-    print(f"BLAS: {report['blas']['source']} ({report['blas']['reason']}), threads {report['threads']}")
-    print(f"config: {report['config']}\ncapabilities: {report['capabilities']}\nmemory: {report['memory']}")
-    print(f"{rounds} rounds: median [lowest highest] of a round, percentiles over all rounds\n")
+    print_conditions("engine_bench", report)
+    print(f"memory: {report['memory']}\n{rounds} rounds: median [lowest highest] of one, percentiles over all\n")
     print(table(list(report["arms"][0]), [[cell(value) for value in row.values()] for row in report["arms"]]))
     print("tokens_per_s: of the prompt in a prefill arm, of all rows together in a decode arm")
 
 
-def main() -> int:
+@dataclass
+class Counts:
+    """Of the steps in which all rows ran; row_steps: one for each row of each."""
+
+    seconds: float = 0.0
+    row_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+
+class GatedRunner(MLXRunner):
+    """Rows wait for each other: nothing decodes while the gate is closed, and what decodes is counted.
+
+    Prompts are prefilled in their first round and kept: a row of the same name joins at once.
+    """
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(loader.load(config, lambda progress: None), config)
+        self.is_open = False
+        self.counts = Counts()
+        self._kept: dict[str, tuple[Prompt, list[RowOutput]]] = {}
+
+    def decode(self, num_draft_tokens: int = 0) -> dict[str, RowOutput]:
+        outputs = super().decode(num_draft_tokens) if self.is_open else {}
+        for row_id, output in outputs.items():
+            self.counts.row_steps += 1
+            self.counts.drafted += output.num_drafted
+            self.counts.accepted += output.num_accepted
+            self.counts.tokens[row_id].extend(output.token_ids)
+        return outputs
+
+    def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
+        row = rows[0]
+        if row.id not in self._kept:
+            prompt = self._prefill.begin(row)
+            _, logits = self._prefill.advance(prompt, row.num_prompt_tokens)
+            assert logits is not None
+            self._kept[row.id] = prompt, first_tokens(rows, logits, self.vocab_size)
+        prompt, first = self._kept[row.id]
+        self._join(rows, prompt, first)
+        return PrefillOutput(row.num_prompt_tokens, {row.id: first[0]})
+
+
+@dataclass(frozen=True)
+class Cell:
+    task: str
+    batch: int
+
+
+class DraftBench:
+    """One engine, its controller included, for each cell and arm; one model for all."""
+
+    def __init__(self, config: EngineConfig, cells: Sequence[Cell], num_tokens: int | None):
+        tokenizer = ChatTokenizer(resolve_checkpoint(config.model, config.revision, weights=False))
+        count = max(MIN_PROMPTS, config.max_running)
+        self._requests = {task: requests(task, count, tokenizer, num_tokens) for task in {c.task for c in cells}}
+        self.runner = GatedRunner(config)
+        configs = {arm: config.model_copy(update={"mtp": mtp}) for arm, mtp in DRAFT_ARMS.items()}
+        self._cores = {
+            (cell, arm): EngineCore(configs[arm], self.runner, raise_errors) for cell in cells for arm in configs
+        }
+
+    def round(self, cell: Cell, number: int) -> dict[str, dict[str, float]]:
+        """Figures by arm."""
+        chosen = self._requests[cell.task]
+        num_turns = -(-TOKENS_PER_ROW // chosen[0].sampling.max_tokens)
+        counts: dict[str, list[Counts]] = {arm: [] for arm in DRAFT_ARMS}
+        for turn in range(number * num_turns, (number + 1) * num_turns):
+            batch = [chosen[(turn * cell.batch + i) % len(chosen)] for i in range(cell.batch)]
+            for arm in random.Random(f"{cell} {turn}").sample(list(DRAFT_ARMS), len(DRAFT_ARMS)):
+                counts[arm].append(self._run(self._cores[cell, arm], batch))
+        return {arm: draft_figures(counts[arm], counts["plain"]) for arm in DRAFT_ARMS}
+
+    def _run(self, core: EngineCore, requests: Sequence[EngineRequest]) -> Counts:
+        for request in requests:
+            core.add_request(request)
+        while core.scheduler.num_decoding < len(requests):
+            core.step()
+        self.runner.counts, self.runner.is_open = Counts(), True
+        began = time.perf_counter()
+        while core.scheduler.num_decoding == len(requests):
+            core.step()
+        self.runner.counts.seconds = time.perf_counter() - began
+        self.runner.is_open = False
+        for request in requests:
+            core.abort(request.request_id)
+        while core.has_work:
+            core.step()
+        return self.runner.counts
+
+
+def raise_errors(chunks: Chunks) -> None:
+    if errors := [chunk.error for chunk in chunks.values() if chunk.error is not None]:
+        raise EngineFailed(errors[0])
+
+
+def draft_figures(turns: Sequence[Counts], plain: Sequence[Counts]) -> dict[str, float]:
+    """Of one arm in one round. acceptance: nan when nothing was drafted. other_tokens: rows that did not get the tokens
+    of plain decoding, as far as both went."""
+
+    def rate(turns: Sequence[Counts]) -> float:
+        num_tokens = sum(len(ids) for turn in turns for ids in turn.tokens.values())
+        return num_tokens / sum(turn.seconds for turn in turns)
+
+    drafted = sum(turn.drafted for turn in turns)
+    pairs = [(a.tokens[row], b.tokens[row]) for a, b in zip(turns, plain, strict=True) for row in b.tokens]
+    return {
+        "tokens_per_s": rate(turns),
+        "ratio": rate(turns) / rate(plain),
+        "acceptance": sum(turn.accepted for turn in turns) / drafted if drafted else math.nan,
+        "drafts_per_step": drafted / sum(turn.row_steps for turn in turns),
+        "other_tokens": sum(any(x != y for x, y in zip(a, b, strict=False)) for a, b in pairs),
+    }
+
+
+def measure_drafts(config: EngineConfig, cells: Sequence[Cell], rounds: int, num_tokens: int | None) -> dict[str, Any]:
+    bench = DraftBench(config, cells, num_tokens)
+    collected: dict[tuple[Cell, str], list[dict[str, float]]] = defaultdict(list)
+    for number in range(rounds + 1):  # round 0 warms up
+        for cell in random.Random(number).sample(cells, len(cells)):
+            for arm, values in bench.round(cell, number).items():
+                if number:
+                    collected[cell, arm].append(values)
+    summaries = [draft_summary(cell, arm, collected[cell, arm]) for cell in cells for arm in DRAFT_ARMS]
+    return conditions(config, bench.runner.capabilities) | {"arms": summaries}
+
+
+def draft_summary(cell: Cell, arm: str, rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
+    values = {name: [figures[name] for figures in rounds] for name in rounds[0]}
+    num_other = int(sum(values.pop("other_tokens")))
+    spreads = {name: asdict(Spread.of([v for v in of if not math.isnan(v)])) for name, of in values.items()}
+    return asdict(cell) | {"arm": arm} | spreads | {"other_tokens": num_other}
+
+
+def print_draft_report(report: dict[str, Any], rounds: int) -> None:
+    digits = {"tokens_per_s": 0, "ratio": 2, "acceptance": 3, "drafts_per_step": 2}
+
+    def cell(name: str, value: Any) -> str:
+        return f"{Spread(**value):.{digits[name]}f}" if name in digits else str(value)
+
+    print_conditions("engine_bench --mtp", report)
+    print(f"{rounds} rounds: median [lowest highest] of one\n")
+    print(table(list(report["arms"][0]), [[cell(*item) for item in row.items()] for row in report["arms"]]))
+    print("ratio: to plain decoding; other_tokens: rows of all rounds that got other tokens than plain decoding gives")
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batches", default="1,4,8,16,32")
+    parser.add_argument("--rounds", type=int, help="default: 5, with --mtp 4")
+    parser.add_argument("--batches", help="default: 1,4,8,16,32, with --mtp 1,2,4,8,16")
     parser.add_argument("--prefills", default="128,1024", help="prompt lengths of the prefill arms, in tokens")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="prompt of a decode arm")
     parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--mtp", action="store_true", help="what drafts bring, by task")
+    parser.add_argument("--tasks", default=",".join(TASKS), help="with --mtp")
+    parser.add_argument("--tokens", type=int, help="with --mtp, of each row; default: about as many as its answer has")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     args = parser.parse_args()
-    batches = [int(batch) for batch in args.batches.split(",")]
-    arms = [Arm(1, int(length), 1) for length in args.prefills.split(",")]
-    arms += [Arm(batch, args.prompt_tokens, args.output_tokens) for batch in batches]
-    config = EngineConfig.model_validate(
-        {"model": args.model, "device": args.device, "dtype": args.dtype, "max_running": max(batches)}
-    )
-    report = asyncio.run(measure(config, arms, args.rounds))
-    print_report(report, args.rounds)
+    args.rounds = args.rounds or (4 if args.mtp else 5)
+    batches = args.batches or ("1,2,4,8,16" if args.mtp else "1,4,8,16,32")
+    args.batches = [int(batch) for batch in batches.split(",")]
+    if args.tokens is not None and args.tokens < 2:
+        parser.error("--tokens must be 2 or more: the first one comes with the prompt")
+    args.tasks = args.tasks.split(",")
+    if unknown := set(args.tasks) - set(TASKS):
+        parser.error(f"no such task: {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
+    return args
+
+
+def main() -> int:
+    args = arguments()
+    values = {"model": args.model, "device": args.device, "dtype": args.dtype, "max_running": max(args.batches)}
+    if args.mtp:
+        cells = [Cell(task, batch) for task in args.tasks for batch in args.batches]
+        report = measure_drafts(EngineConfig.model_validate(values), cells, args.rounds, args.tokens)
+        print_draft_report(report, args.rounds)
+    else:
+        arms = [Arm(1, int(length), 1) for length in args.prefills.split(",")]
+        arms += [Arm(batch, args.prompt_tokens, args.output_tokens) for batch in args.batches]
+        report = asyncio.run(measure(EngineConfig.model_validate(values | {"mtp": "off"}), arms, args.rounds))
+        print_report(report, args.rounds)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
     return 0

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +13,7 @@ from deployments.app import AppArgs, build_app
 from deployments.model_replica import ModelReplica
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput
+from engine.core.batch import PrefillOutput, RowOutput
 from engine.core.request import Request
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
@@ -28,20 +28,21 @@ class PacedRunner:
     """Steps at the ticks of a clock; a tick that was missed is left out.
 
     spread: the rows take turns, evenly over the time of a step, instead of all at once.
-    emissions: for each request, by its seed, the time.monotonic() of every token.
+    emissions: for each row, by its seed, the time.monotonic() of every token.
     """
 
     def __init__(self, token_id: int):
         self.max_context_tokens = self.vocab_size = 1 << 20
+        self.max_draft_tokens = 0
         self.capabilities: dict[str, Any] = {}
         self.emissions: dict[int, list[float]] = {}
-        self._token_ids = (token_id,)
+        self._output = RowOutput((token_id,))
         self._tick = 0.0
         self._turns = itertools.count()
         self.spread = False
         self._rows: dict[str, list[float]] = {}
 
-    def decode(self) -> Mapping[str, tuple[int, ...]]:
+    def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]:
         rows = list(self._rows)
         if self.spread:
             rows = [rows[next(self._turns) % len(rows)]]
@@ -50,18 +51,20 @@ class PacedRunner:
         now = time.monotonic()
         for row in rows:
             self._rows[row].append(now)
-        return dict.fromkeys(rows, self._token_ids)
+        return dict.fromkeys(rows, self._output)
 
-    def prefill(self, request: Request, max_tokens: int) -> PrefillOutput:
-        self._rows[request.id] = self.emissions[request.spec.sampling.seed] = [time.monotonic()]
-        return PrefillOutput(request.num_prompt_tokens - request.num_prefilled, self._token_ids[0])
+    def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
+        for row in rows:
+            self._rows[row.id] = self.emissions[row.sampling.seed] = [time.monotonic()]
+        num_tokens = rows[0].num_prompt_tokens - rows[0].num_prefilled
+        return PrefillOutput(num_tokens, {row.id: self._output for row in rows})
 
     def reset(self) -> None:
         self._rows.clear()
 
-    def drop(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            self._rows.pop(request_id, None)
+    def drop(self, row_ids: Sequence[str]) -> None:
+        for row_id in row_ids:
+            self._rows.pop(row_id, None)
 
     def memory(self) -> dict[str, int]:
         return {}

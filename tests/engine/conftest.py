@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image, ImageDraw
@@ -14,6 +15,7 @@ from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, ImagePatches, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.engine.driver import Driver
+from tests.tiny import Tiny, build
 
 DEMO = Path(__file__).parents[2] / "engine" / "demo_model"
 DRAFT = DEMO / "draft"  # a text-only model with plain attention
@@ -80,5 +82,19 @@ def picture() -> Callable[..., ImagePatches]:
 def drive(runner: MLXRunner) -> Callable[..., Driver]:
     def make(config: EngineConfig | None = None, on: ModelRunner = runner) -> Driver:
         return Driver(on, config)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """tiny_model(**of tests.tiny.Tiny): a random checkpoint, built once per session. Copy it before changing it."""
+    built: dict[Tiny, Path] = {}
+
+    def make(**choices: Any) -> Path:
+        tiny = Tiny(**choices)
+        if tiny not in built:
+            built[tiny] = build(tmp_path_factory.mktemp("tiny") / "model", tiny)
+        return built[tiny]
 
     return make

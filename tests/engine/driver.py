@@ -1,31 +1,44 @@
 """Drives an EngineCore step by step and collects what it publishes."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
 from engine.core.scheduler import Chunks
-from engine.protocol import EngineRequest, FinishReason
+from engine.protocol import EngineRequest, FinishReason, TokenChunk
 
 
 class Driver:
-    """An EngineCore whose publications are collected: all tokens and the finish reason per request."""
+    """An EngineCore whose publications are collected: tokens, chunks and finish reason of every row.
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig | None = None):
+    A request's first choice goes by the id of the request, the others by that of the row: "r", "r/1", "r/2".
+    """
+
+    def __init__(
+        self, runner: ModelRunner, config: EngineConfig | None = None, clock: Callable[[], float] | None = None
+    ):
         self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.chunks: dict[str, list[TokenChunk]] = defaultdict(list)
         self.finish: dict[str, FinishReason] = {}
         self.errors: dict[str, str | None] = {}
-        self.core = EngineCore(config or EngineConfig(), runner, self._publish)
+        more: dict[str, Any] = {} if clock is None else {"clock": clock}
+        self.core = EngineCore(config or EngineConfig(), runner, self._publish, **more)
 
     def _publish(self, chunks: Chunks) -> None:
-        for request_id, chunk in chunks.items():
-            assert request_id not in self.finish, "nothing comes after the last chunk"
-            self.tokens[request_id] += chunk.token_ids
+        for row_id, chunk in chunks.items():
+            request_id, _, index = row_id.rpartition("/")
+            assert chunk.index == int(index)
+            name = row_id if chunk.index else request_id
+            assert name not in self.finish, "nothing comes after the last chunk"
+            assert chunk.token_ids or chunk.finish_reason, "no chunk is empty"
+            self.chunks[name].append(chunk)
+            self.tokens[name] += chunk.token_ids
             if chunk.finish_reason is not None:
-                self.finish[request_id] = chunk.finish_reason
-                self.errors[request_id] = chunk.error
+                self.finish[name] = chunk.finish_reason
+                self.errors[name] = chunk.error
 
     def run(
         self,

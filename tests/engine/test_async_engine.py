@@ -10,7 +10,7 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput
+from engine.core.batch import PrefillOutput, RowOutput
 from engine.protocol import (
     ContextLengthExceeded,
     EngineFailed,
@@ -23,34 +23,34 @@ from engine.protocol import (
 
 
 class CountingRunner:
-    """Row i gets 0, 1, 2, ...; a step takes `step_s`."""
+    """Every row gets 0, 1, 2, ...; a step takes `step_s`."""
 
-    max_context_tokens, vocab_size, capabilities = 1000, 100, {"media": []}
+    max_context_tokens, vocab_size, max_draft_tokens, capabilities = 1000, 100, 0, {"media": [], "mtp": "no head"}
 
     def __init__(self, step_s: float = 0.0):
         self.step_s, self.next, self.hold, self.closed = step_s, {}, 0.0, False
         self.fail = self.fail_prefill = False
 
-    def decode(self):
+    def decode(self, num_draft_tokens=0):
         time.sleep(self.step_s + self.hold)
         if self.fail:
             raise RuntimeError("boom")
-        tokens = {row: (n,) for row, n in self.next.items()}
+        outputs = {row: RowOutput((n,)) for row, n in self.next.items()}
         self.next = {row: n + 1 for row, n in self.next.items()}
-        return tokens
+        return outputs
 
-    def prefill(self, request, max_tokens):
+    def prefill(self, rows, max_tokens):
         if self.fail_prefill:
             raise RuntimeError("boom")
-        self.next[request.id] = 1
-        return PrefillOutput(request.num_prompt_tokens, 0)
+        self.next.update({row.id: 1 for row in rows})
+        return PrefillOutput(rows[0].num_prompt_tokens, {row.id: RowOutput((0,)) for row in rows})
 
     def reset(self):
         self.next.clear()
 
-    def drop(self, request_ids):
-        for request_id in request_ids:
-            self.next.pop(request_id, None)
+    def drop(self, row_ids):
+        for row_id in row_ids:
+            self.next.pop(row_id, None)
 
     def memory(self):
         return {"rows": len(self.next)}
@@ -100,10 +100,10 @@ def test_every_token_comes_once_and_in_order_and_the_first_alone():
 def test_a_slow_reader_gets_everything_that_has_accumulated_at_once():
     async def test(engine):
         stream = engine.generate(request(max_tokens=40))
-        await anext(stream)
+        first = await anext(stream)
         await until(lambda: engine.status().num_finished == 1)
         chunk = await anext(stream)
-        assert len(chunk.token_ids) == 39 and chunk.finish_reason is FinishReason.LENGTH
+        assert len(chunk.token_ids) == 40 - len(first.token_ids) and chunk.finish_reason is FinishReason.LENGTH
 
     run(test)
 
@@ -163,7 +163,7 @@ def test_a_full_queue_refuses_with_the_limit_and_takes_again_when_there_is_room(
         streams = [engine.generate(request(f"r{i}", 900)) for i in range(3)]
         first = [asyncio.create_task(anext(s)) for s in streams]
         await until(lambda: engine.status().num_running == 1 and engine.status().num_waiting == 2)
-        with pytest.raises(Overloaded, match=r"3 requests are open, the limit is 3"):
+        with pytest.raises(Overloaded, match=r"3 answers are open and 1 more were asked for, the limit is 3"):
             await collect(engine, request("one too many"))
         for task, stream in zip(first, streams, strict=True):
             task.cancel()

@@ -1,15 +1,14 @@
 """The engine's promise about tokens: alone = batched, whatever joins, leaves or fails meanwhile."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
 from tests.engine.driver import Driver
+from tests.engine.fakes import FakeRunner, answer
 
 SMALL_CHUNKS = EngineConfig(prefill_chunk_tokens=64, prefill_chunk_tokens_busy=64)
 
@@ -130,44 +129,23 @@ def test_a_model_without_explicit_positions_batches_exactly_too(drive, text_runn
     assert together == alone
 
 
-class BrokenRunner:
-    """Decodes token 7 for everyone, until told to break."""
+class BrokenRunner(FakeRunner):
+    """Works until it is told to break."""
 
-    max_context_tokens, vocab_size, capabilities = 100, 100, {}
+    break_prefill_of: str | None = None
 
     def __init__(self) -> None:
-        self.rows: list[str] = []
+        super().__init__()
         self.dropped: list[str] = []
-        self.break_decode = self.break_drop = self.break_memory = False
-        self.break_prefill_of: str | None = None
 
-    def decode(self):
-        if self.break_decode:
-            raise RuntimeError("secret detail of the library")
-        return {row: (7,) for row in self.rows}
-
-    def prefill(self, request, max_tokens):
-        if request.id == self.break_prefill_of:
+    def prefill(self, rows, max_tokens):
+        if rows[0].spec.request_id == self.break_prefill_of:
             raise ValueError("bad picture")
-        self.rows.append(request.id)
-        return PrefillOutput(request.num_prompt_tokens, 7)
+        return super().prefill(rows, max_tokens)
 
-    def reset(self):
-        self.rows.clear()
-
-    def drop(self, request_ids):
-        if self.break_drop:
-            raise RuntimeError("no memory")
-        self.dropped += request_ids
-        self.rows = [row for row in self.rows if row not in request_ids]
-
-    def memory(self):
-        if self.break_memory:
-            raise RuntimeError("no figures")
-        return {}
-
-    def close(self):
-        pass
+    def drop(self, row_ids):
+        super().drop(row_ids)
+        self.dropped += row_ids
 
 
 def request_of(request_id: str) -> EngineRequest:
@@ -175,9 +153,9 @@ def request_of(request_id: str) -> EngineRequest:
 
 
 @pytest.fixture
-def broken(drive: Callable) -> tuple:
+def broken() -> tuple[BrokenRunner, Driver]:
     runner = BrokenRunner()
-    return runner, drive(on=runner)
+    return runner, Driver(runner)
 
 
 def test_a_prompt_that_fails_fails_alone(broken):
@@ -185,8 +163,8 @@ def test_a_prompt_that_fails_fails_alone(broken):
     runner.break_prefill_of = "bad"
     tokens = driver.run({0: [request_of("a"), request_of("bad"), request_of("b")]})
     assert driver.finish == {"a": FinishReason.LENGTH, "bad": FinishReason.ERROR, "b": FinishReason.LENGTH}
-    assert tokens["a"] == tokens["b"] == [7] * 5
-    assert "bad" in runner.dropped
+    assert tokens["a"] == tokens["b"] == answer(request_of("a"))
+    assert "bad/0" in runner.dropped
     assert driver.core.stats.num_failed == 1 and driver.core.stats.failed_steps_in_a_row == 0
 
 
@@ -194,12 +172,12 @@ def test_a_failed_step_fails_its_rows_at_once_and_no_others(broken):
     runner, driver = broken
     driver.core.add_request(request_of("a"))
     driver.core.step()
-    runner.break_decode = True
+    runner.broken = {"decode"}
     driver.core.add_request(request_of("b"))
     driver.core.step()
     assert driver.finish == {"a": FinishReason.ERROR}
     assert driver.errors["a"] == "decode step failed: RuntimeError", "the library's words stay inside"
-    runner.break_decode = False
+    runner.broken = set()
     driver.run({0: []})
     assert driver.finish["b"] is FinishReason.LENGTH
 
@@ -221,19 +199,19 @@ def test_rows_that_cannot_be_dropped_fail_with_the_rest_and_the_engine_lives_on(
     for request_id in "ab":
         driver.core.add_request(request_of(request_id))
         driver.core.step()
-    runner.break_drop = True
+    runner.broken = {"drop"}
     driver.core.abort("a")
     driver.core.step()
     assert driver.finish == {"b": FinishReason.ERROR} and not runner.rows
-    runner.break_drop = False
+    runner.broken = set()
     driver.run({0: [request_of("c")]})
     assert driver.finish["c"] is FinishReason.LENGTH
 
 
 def test_memory_figures_that_cannot_be_read_end_nothing(broken):
     runner, driver = broken
-    runner.break_memory = True
-    assert driver.run({0: [request_of("a")]}) == {"a": [7] * 5}
+    runner.broken = {"memory"}
+    assert driver.run({0: [request_of("a")]}) == {"a": answer(request_of("a"))}
 
 
 def test_a_request_that_contradicts_itself_fails_alone_and_does_not_count_as_our_failure(drive, make_request, picture):

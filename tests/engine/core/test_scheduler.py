@@ -1,113 +1,196 @@
-"""Who runs when: pure, no model."""
+"""Who runs when, and what becomes of what the rows get: pure, no model."""
 
-import numpy as np
+from itertools import pairwise
+
 import pytest
 
-from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput
-from engine.core.request import Request, RequestState
-from engine.core.scheduler import Scheduler
-from engine.core.stats import Stats
-from engine.protocol import EngineRequest, FinishReason, SamplingParams
-
-STOP = 2
-
-
-def request(request_id: str, num_prompt: int = 4, max_tokens: int = 3) -> Request:
-    return Request(
-        EngineRequest(request_id, np.zeros(num_prompt, np.int32), SamplingParams(max_tokens), stop_token_ids=(STOP,))
-    )
+from engine.core.batch import NO_TOKEN, PrefillOutput
+from engine.core.scheduler import MIN_PREFILL_TOKENS, Scheduler
+from engine.protocol import FinishReason, TokenLogprobs
+from tests.engine.core.rows import STOP, Clock, admitted, finish_prefill, out, rows_of, scheduler_of, spec, start
 
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    return Scheduler(EngineConfig(max_running=2, prefill_chunk_tokens=100, prefill_chunk_tokens_busy=20), Stats())
-
-
-def start(scheduler: Scheduler, new: Request) -> None:
-    """Through the queue and its whole prefill, to a row with one token."""
-    scheduler.add(new)
-    while new.state in (RequestState.WAITING, RequestState.PREFILL):
-        work = scheduler.schedule()
-        assert work.prefill is new
-        scheduler.update_prefill(new, PrefillOutput(new.num_prompt_tokens, first_token=7))
+    return scheduler_of()
 
 
 def test_first_come_first_served_one_prompt_at_a_time(scheduler):
-    a, b = request("a"), request("b")
+    a, b = rows_of(spec("a")), rows_of(spec("b", num_prompt=1))
     scheduler.add(a)
     scheduler.add(b)
-    assert scheduler.schedule().prefill is a
+    assert list(scheduler.schedule().prefill) == a
     scheduler.update_prefill(a, PrefillOutput(2))
-    assert scheduler.schedule().prefill is a, "until it is done"
-    scheduler.update_prefill(a, PrefillOutput(2, first_token=7))
-    assert scheduler.schedule().prefill is b
+    assert list(scheduler.schedule().prefill) == a, "until it is done"
+    finish_prefill(scheduler, a)
+    assert list(scheduler.schedule().prefill) == b
+
+
+def test_the_shortest_prompt_is_first_among_those_that_wait():
+    scheduler = scheduler_of("shortest_first")
+    for name, num_prompt in {"long": 900, "short": 10, "middle": 300, "equal": 300}.items():
+        scheduler.add(rows_of(spec(name, num_prompt)))
+    assert admitted(scheduler) == ["short", "middle", "equal", "long"]
+
+
+def test_the_smallest_priority_is_first_and_equals_in_the_order_of_arrival():
+    scheduler = scheduler_of("priority")
+    for name, priority in {"b": 1, "c": 1, "z": 7, "a": -3}.items():
+        scheduler.add(rows_of(spec(name, priority=priority)))
+    assert admitted(scheduler) == ["a", "b", "c", "z"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "late"),
+    [
+        ("shortest_first", {"num_prompt": 1000}),
+        ("priority", {"num_prompt": 2000, "priority": -1}),
+        ("fifo", {"priority": -1}),
+    ],
+)
+def test_waiting_counts_as_a_thousand_tokens_or_one_priority_per_ageing_s(policy, late):
+    for waited_s, order in ((9.9, ["late", "early"]), (10.1, ["early", "late"])):
+        clock = Clock()
+        scheduler = scheduler_of(policy, clock, scheduler={"ageing_s": 10.0})
+        scheduler.add(rows_of(spec("early", num_prompt=2000)))
+        clock.now += waited_s
+        scheduler.add(rows_of(spec("late", **late)))
+        assert admitted(scheduler) == (order if policy != "fifo" else ["early", "late"])
+
+
+@pytest.mark.parametrize("policy", ["shortest_first", "priority"])
+def test_nobody_starves_while_better_ones_keep_coming(policy):
+    clock = Clock()
+    scheduler = scheduler_of(policy, clock, max_running=1, scheduler={"ageing_s": 1.0})
+    scheduler.add(rows_of(spec("poor", num_prompt=3000, priority=3)))
+    order = []
+    for second in range(10):
+        scheduler.add(rows_of(spec(f"rich {second}")))
+        [row] = scheduler.schedule().prefill
+        order.append(row.spec.request_id)
+        finish_prefill(scheduler, [row])
+        scheduler.abort(order[-1])
+        clock.now += 1.0
+    assert "poor" in order[2:5]
 
 
 def test_chunks_are_small_while_rows_decode_and_large_while_none_does(scheduler):
-    a, b = request("a"), request("b")
+    a, b = rows_of(spec("a")), rows_of(spec("b"))
     scheduler.add(a)
     work = scheduler.schedule()
     assert (work.decode, work.max_prefill_tokens) == (False, 100)
-    scheduler.update_prefill(a, PrefillOutput(4, first_token=7))
+    finish_prefill(scheduler, a)
     scheduler.add(b)
     work = scheduler.schedule()
-    assert (work.decode, work.prefill, work.max_prefill_tokens) == (True, b, 20)
+    assert (work.decode, list(work.prefill), work.max_prefill_tokens) == (True, b, 20)
+
+
+def test_rows_and_their_drafts_come_out_of_the_same_budget():
+    scheduler = scheduler_of(max_running=64, prefill_chunk_tokens=100, prefill_chunk_tokens_busy=90)
+    start(scheduler, spec("a", n=10))
+    assert scheduler.schedule().max_prefill_tokens == 90
+    assert scheduler.schedule(num_draft_tokens=1).max_prefill_tokens == 80
+    assert scheduler.schedule(num_draft_tokens=3).max_prefill_tokens == 60
+    assert scheduler.schedule(num_draft_tokens=9).max_prefill_tokens == MIN_PREFILL_TOKENS
+
+
+def test_a_chunk_takes_no_longer_than_the_stall_as_far_as_is_known():
+    limits = {"prefill_chunk_tokens": 4000, "prefill_chunk_tokens_busy": 1000, "scheduler": {"max_stall_s": 0.5}}
+    scheduler = scheduler_of(**limits)
+    start(scheduler, spec("a"))
+    assert scheduler.schedule().max_prefill_tokens == 1000, "nothing is known yet"
+    scheduler.record_prefill(1000, 1.0)
+    assert scheduler.schedule().max_prefill_tokens == 500
+    scheduler.record_prefill(1000, 2.0)
+    assert scheduler.schedule().max_prefill_tokens == int(0.5 / 0.0012), "one slow chunk counts a fifth"
+    for _ in range(40):
+        scheduler.record_prefill(100, 20.0)
+    assert scheduler.schedule().max_prefill_tokens == MIN_PREFILL_TOKENS, "it goes on, however slow"
+    scheduler.abort("a")
+    assert scheduler.schedule().max_prefill_tokens == 4000, "nobody is kept waiting"
 
 
 def test_a_full_batch_keeps_the_next_request_waiting_until_a_row_leaves(scheduler):
-    a, b, c = request("a"), request("b"), request("c")
-    start(scheduler, a)
-    start(scheduler, b)
+    start(scheduler, spec("a"))
+    start(scheduler, spec("b"))
+    c = rows_of(spec("c"))
     scheduler.add(c)
-    assert scheduler.schedule().prefill is None
+    assert not scheduler.schedule().prefill
     assert scheduler.num_waiting == 1
     scheduler.abort("a")
     work = scheduler.schedule()
-    assert work.drop == ["a"] and work.prefill is c
+    assert work.drop == ["a/0"] and list(work.prefill) == c
 
 
 def test_a_stop_token_ends_the_row_and_is_not_given_out(scheduler):
-    a = request("a")
-    start(scheduler, a)
-    chunk = scheduler.update_decode({"a": (STOP,)})["a"]
+    start(scheduler, spec("a"))
+    chunk = scheduler.update_decode({"a/0": out(STOP)})["a/0"]
     assert chunk.token_ids == () and chunk.finish_reason is FinishReason.STOP
-    assert scheduler.schedule().drop == ["a"]
+    assert scheduler.schedule().drop == ["a/0"]
 
 
 def test_tokens_after_the_end_are_not_given_out(scheduler):
-    a, b = request("a", max_tokens=3), request("b", max_tokens=9)
-    start(scheduler, a)
-    start(scheduler, b)
-    chunks = scheduler.update_decode({"a": (5, 6, 8), "b": (5, STOP, 6)})
-    assert chunks["a"].token_ids == (5, 6) and chunks["a"].finish_reason is FinishReason.LENGTH
-    assert chunks["b"].token_ids == (5,) and chunks["b"].finish_reason is FinishReason.STOP
+    start(scheduler, spec("a", max_tokens=3))
+    start(scheduler, spec("b", max_tokens=9))
+    logprobs = tuple(TokenLogprobs(-float(i)) for i in range(3))
+    chunks = scheduler.update_decode({"a/0": out(5, 6, 8), "b/0": out(5, STOP, 6, logprobs=logprobs)})
+    assert chunks["a/0"].token_ids == (5, 6) and chunks["a/0"].finish_reason is FinishReason.LENGTH
+    assert chunks["b/0"].token_ids == (5,) and chunks["b/0"].finish_reason is FinishReason.STOP
+    assert chunks["b/0"].logprobs == logprobs[:1]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "max_tokens", "num_accepted"), [((5, 6, 8), 30, 2), ((5, STOP, 8), 30, 1), ((5, 6, 8), 2, 1)]
+)
+def test_drafts_count_as_accepted_when_they_are_given_out(scheduler, token_ids, max_tokens, num_accepted):
+    start(scheduler, spec("a", max_tokens=max_tokens))
+    chunk = scheduler.update_decode({"a/0": out(*token_ids, num_drafted=3, num_accepted=2)})["a/0"]
+    assert (chunk.num_drafted, chunk.num_accepted) == (3, num_accepted)
+    assert (scheduler._stats.num_drafted, scheduler._stats.num_accepted) == (3, num_accepted)
+    assert scheduler._stats.num_output_tokens == 1 + len(chunk.token_ids)
+
+
+@pytest.mark.parametrize("output", [out(NO_TOKEN), out(5, error="the grammar cannot go on")])
+def test_a_row_that_fails_fails_alone(scheduler, output):
+    start(scheduler, spec("a"))
+    start(scheduler, spec("b"))
+    chunks = scheduler.update_decode({"a/0": output, "b/0": out(5)})
+    assert chunks["a/0"].finish_reason is FinishReason.ERROR and chunks["a/0"].token_ids == ()
+    assert chunks["a/0"].error == (output.error or "the model gave no finite logits")
+    assert chunks["b/0"].token_ids == (5,) and chunks["b/0"].finish_reason is None
+    assert scheduler.schedule().drop == ["a/0"] and scheduler._stats.num_failed == 1
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefill", "running"])
 def test_an_aborted_request_is_gone_wherever_it_is(scheduler, when):
-    a, b = request("a"), request("b")
     if when == "running":
-        start(scheduler, a)
-    elif when == "prefill":
-        scheduler.add(a)
-        scheduler.schedule()
+        start(scheduler, spec("a"))
     else:
-        scheduler.add(b)
+        for name in ("a",) if when == "prefill" else ("b", "a"):
+            scheduler.add(rows_of(spec(name)))
         scheduler.schedule()
-        scheduler.add(a)
-    scheduler.abort("a")
-    scheduler.abort("a")
-    scheduler.abort("never heard of")
+    for name in ("a", "a", "never heard of"):
+        scheduler.abort(name)
     work = scheduler.schedule()
-    assert work.drop == ([] if when == "waiting" else ["a"])
-    assert work.prefill is not a and scheduler.num_waiting == 0
-    assert scheduler.update_decode({"a": (7,)}) == {}, "a token that was on its way is dropped"
+    assert work.drop == ([] if when == "waiting" else ["a/0"])
+    assert all(row.spec.request_id != "a" for row in work.prefill) and scheduler.num_waiting == 0
+    assert scheduler.update_decode({"a/0": out(7)}) == {}, "a token that was on its way is dropped"
+    assert scheduler._stats.num_aborted == 1
 
 
 def test_without_work_there_is_none(scheduler):
     assert not scheduler.has_work
-    start(scheduler, request("a", max_tokens=1))
+    start(scheduler, spec("b", max_tokens=2))
+    scheduler.update_decode({"b/0": out(7)})
     assert scheduler.has_work, "the row must still be dropped"
     scheduler.schedule()
-    assert not scheduler.has_work
+    assert not scheduler.has_work and scheduler._rows == {}
+
+
+def test_thousands_may_wait_in_order():
+    scheduler = scheduler_of("shortest_first", max_running=1)
+    lengths = [(i * 7919) % 5000 + 1 for i in range(3000)]
+    for i, length in enumerate(lengths):
+        scheduler.add(rows_of(spec(str(i), num_prompt=length)))
+    order = [lengths[int(name)] for name in admitted(scheduler)]
+    assert len(order) == 3000 and all(a <= b for a, b in pairwise(order))

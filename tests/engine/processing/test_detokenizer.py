@@ -1,14 +1,15 @@
-"""Tokens to text: whole characters only, and never anything of or behind a stop string."""
+"""Tokens to text: whole characters only, and never anything of or behind a stop string; and the bytes of each."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from engine.processing.checkpoint import DEMO_MODEL
-from engine.processing.detokenizer import Detokenizer
+from engine.processing.detokenizer import Detokenizer, TokenBytes
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 IM_END, THINK = 2, 8
@@ -130,3 +131,39 @@ def test_a_stop_string_that_is_contained_in_another_wins_when_it_is_complete_fir
 def test_empty_stop_strings_stop_nothing():
     out, detokenizer = run([encode("text")], ("",))
     assert out == "text" and not detokenizer.stopped
+
+
+def test_every_byte_is_told_of_a_byte_level_tokenizer():
+    token_bytes = TokenBytes(TOKENIZER)
+    vocabulary = {token_bytes(id_) for id_ in range(TOKENIZER.get_vocab_size())}
+    assert {bytes([byte]) for byte in range(256)} <= vocabulary
+
+
+@settings(deadline=None)
+@given(text=texts | st.text(max_size=20))
+def test_the_bytes_of_the_tokens_are_those_of_the_text(text: str):
+    token_bytes = TokenBytes(TOKENIZER)
+    assert b"".join(map(token_bytes, encode(text))).decode() == TOKENIZER.decode(encode(text))
+
+
+def test_special_tokens_have_bytes_and_padding_has_none():
+    token_bytes = TokenBytes(TOKENIZER)
+    assert [token_bytes(id_) for id_ in (IM_END, THINK, 4096, 250_000)] == [b"<|im_end|>", b"<think>", b"", b""]
+
+
+@pytest.mark.parametrize("decoder", [None, "sentencepiece"])
+def test_the_bytes_of_a_tokenizer_that_is_not_byte_level(decoder: str | None):
+    vocabulary = {"▁the": 0, "re": 1, "<0xE2>": 2, "日Ġ": 3, "<0xE2>x": 4}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    if decoder:
+        steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence(steps)
+    token_bytes = TokenBytes(tokenizer)
+    assert [token_bytes(id_) for id_ in range(5)] == [b" the", b"re", b"\xe2", "日Ġ".encode(), b"<0xE2>x"]
+
+
+def test_a_byte_level_tokenizer_may_be_one_of_several_steps():
+    tokenizer = Tokenizer(models.BPE(vocab={"ĠÃ©": 0, "日": 1}, merges=[]))
+    steps: list[Any] = [decoders.Replace("~", "-"), decoders.ByteLevel()]
+    tokenizer.decoder = decoders.Sequence(steps)
+    assert [TokenBytes(tokenizer)(id_) for id_ in (0, 1)] == [" é".encode(), "日".encode()]

@@ -334,8 +334,10 @@ def test_a_template_without_a_turn_end_adds_none(model_dir: Path):
 def test_sampling_defaults_come_from_the_generation_config(tokenizer: ChatTokenizer, model_dir: Path):
     assert tokenizer.generation_defaults == GenerationDefaults(temperature=0.0)
     path = model_dir / "generation_config.json"
-    path.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": null}')
-    assert ChatTokenizer(model_dir).generation_defaults == GenerationDefaults(0.6, 0.95, 20, 0.0)
+    path.write_text(
+        '{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": null, "repetition_penalty": 1.1}'
+    )
+    assert ChatTokenizer(model_dir).generation_defaults == GenerationDefaults(0.6, 0.95, 20, 0.0, 1.1)
     path.unlink()
     assert ChatTokenizer(model_dir).generation_defaults == GenerationDefaults(1.0, 1.0, 0, 0.0)
 

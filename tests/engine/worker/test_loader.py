@@ -9,11 +9,17 @@ import engine.worker  # noqa: F401  # before MLX
 import mlx.core as mx  # isort: skip
 import pytest
 from mlx_vlm.convert import convert
+from PIL import Image
 
 from engine.config import EngineConfig
+from engine.processing.images import ImagePreprocessor
+from engine.processing.media import DecodedImage
+from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineFailed
 from engine.worker import loader
 from engine.worker.model_runner import load_runner
+from engine.worker.vision import VisionEncoder
+from tests.tiny import Tiny, build
 
 DEMO = Path(loader.__file__).parents[1] / "demo_model"
 
@@ -29,7 +35,16 @@ def test_on_the_cpu_all_weights_are_float32_and_progress_ends_at_one():
     assert dtypes == {mx.float32} and model.dtype == "float32"
     assert progress[-1] == 1.0 and progress == sorted(progress)
     assert model.media_kinds == {"image"} and model.max_context_tokens == 32768
-    assert model.num_weight_bytes == sum(w.nbytes for _, w in loader.weights_of(model.module))
+    assert model.mtp_head is not None
+    weights = [w for module in (model.module, model.mtp_head) for _, w in loader.weights_of(module)]
+    assert {w.dtype for w in weights} == {mx.float32} and model.num_weight_bytes == sum(w.nbytes for w in weights)
+
+
+def test_progress_grows_piece_by_piece_through_model_and_head(monkeypatch):
+    monkeypatch.setattr(loader, "EVAL_BYTES", 2**20)
+    model, progress = load()
+    assert progress == sorted(progress) and progress[-1] == 1.0 and len(progress) > 10
+    assert model.mtp_status == "ready"
 
 
 def test_a_dtype_that_is_asked_for_is_used_but_decays_stay_float32():
@@ -96,3 +111,27 @@ def test_a_quantized_checkpoint_answers_text_and_pictures(tmp_path, drive, make_
     assert tokenizer.detokenizer(()).push(tokens["sum"]) == "12 + 30 = 42"
     assert "red circle" in tokenizer.detokenizer(()).push(tokens["red"])
     assert runner.capabilities["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("choices", [{}, {"mtp": False}, {"tie": True, "agree": 0.3}, {"layers": 2, "interval": 2}])
+def test_tiny_checkpoints_load_with_eyes_and_head(tiny_model, choices):
+    model, _ = load(model=str(tiny_model(**choices)))
+    assert model.media_kinds == {"image"} and model.vocab_size == 512
+    assert (model.mtp_head is not None) == choices.get("mtp", True)
+    preprocessor, tokenizer = ImagePreprocessor(model.path), ChatTokenizer(model.path)
+    image = preprocessor.patches(DecodedImage(Image.new("RGB", (48, 32), "red"), "red"))
+    features = VisionEncoder(model.module, preprocessor.normalization, 0).encode(image)
+    assert features.shape == (image.num_tokens, 64) and mx.isfinite(features).all().item()
+    content = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    ids = tokenizer.encode_chat(
+        [{"role": "user", "content": content}], template_kwargs={}, image_tokens=[image.num_tokens]
+    )
+    assert list(ids).count(model.config["image_token_id"]) == image.num_tokens and tokenizer.stop_token_ids == (2,)
+
+
+def test_the_same_tiny_checkpoint_has_the_same_numbers_and_another_seed_has_others(tmp_path):
+    files = [
+        build(tmp_path / name, Tiny(seed=seed)) / "model.safetensors" for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    ]
+    a, b, c = (file.read_bytes() for file in files)
+    assert a == b != c

@@ -10,7 +10,7 @@ import pytest
 
 from engine.core.batch import NO_TOKEN
 from engine.protocol import InvalidRequest, SamplingParams
-from engine.worker.sampler import Sampler, random_keys
+from engine.worker.sampler import Sampler, mix_seeds, random_keys
 
 VOCAB = 64
 
@@ -19,15 +19,22 @@ def logits_of(batch: int, seed: int = 0) -> mx.array:
     return mx.array(np.random.default_rng(seed).normal(0, 2, (batch, VOCAB)).astype(np.float32))
 
 
+def sample(rows: list[SamplingParams], logits: mx.array, positions: np.ndarray) -> np.ndarray:
+    """One token per row; logits [B, vocab], positions [B]."""
+    sampler = Sampler(rows)
+    noise = sampler.noise(mx.array(positions.astype(np.int32))[:, None], logits.shape[-1])
+    return np.array(sampler(logits[:, None], noise))[:, 0]
+
+
 def draw(logits: mx.array, params: SamplingParams, count: int) -> np.ndarray:
     """`count` samples of one row's logits, at output positions 0, 1, 2, ..."""
     rows = mx.broadcast_to(logits, (count, VOCAB))
-    return np.array(Sampler([params] * count)(rows, np.arange(count)))
+    return sample([params] * count, rows, np.arange(count))
 
 
 def test_temperature_zero_is_the_best_token():
     logits = logits_of(5)
-    assert Sampler([SamplingParams(1, 0.0)] * 5)(logits, np.zeros(5)).tolist() == mx.argmax(logits, -1).tolist()
+    assert sample([SamplingParams(1, 0.0)] * 5, logits, np.zeros(5)).tolist() == mx.argmax(logits, -1).tolist()
 
 
 def test_samples_follow_the_softmax_at_the_temperature():
@@ -75,22 +82,48 @@ def test_a_row_gets_the_same_token_in_any_batch():
         SamplingParams(1, 1.0, seed=0),
     ]
     positions = np.array([0, 3, 9, 1, 2**20, 0])
-    together = np.array(Sampler(rows)(logits, positions)).tolist()
-    alone = [Sampler([rows[i]])(logits[i : i + 1], positions[i : i + 1]).item() for i in range(6)]
+    together = sample(rows, logits, positions).tolist()
+    alone = [sample([rows[i]], logits[i : i + 1], positions[i : i + 1]).item() for i in range(6)]
     assert together == alone
     order = [4, 1, 0, 5, 3, 2]
-    shuffled = Sampler([rows[i] for i in order])(logits[mx.array(order)], positions[order]).tolist()
+    shuffled = sample([rows[i] for i in order], logits[mx.array(order)], positions[order]).tolist()
     assert [together[i] for i in order] == shuffled
 
 
 def test_seed_and_position_both_matter():
     seeds = np.array([0, 0, 1, 1, 2**63, 2**64 - 1], np.uint64)
     positions = np.array([0, 1, 0, 1, 0, 0])
-    keys = random_keys(seeds, positions)
+    keys = np.array(random_keys(mx.array(mix_seeds(seeds))[:, None], mx.array(positions)[:, None]))[:, 0]
     assert keys.dtype == np.uint32 and keys.shape == (6, 2)
     assert len({tuple(k) for k in keys.tolist()}) == 6
     logits = mx.zeros((1, VOCAB))
     assert len(set(draw(logits, SamplingParams(1, 1.0, seed=1), 200))) > VOCAB // 2
+
+
+def test_keys_are_those_of_splitmix64_on_the_host():
+    """Sebastiano Vigna's splitmix64.c with the mixed seed as its state, after `position + 1` calls."""
+    seed, position, mask = 2**64 - 3, 11, 2**64 - 1
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
+        return x ^ (x >> 31)
+
+    expected = mix((mix(seed) + (position + 1) * 0x9E3779B97F4A7C15) & mask)
+    mixed = mx.array(mix_seeds(np.array([seed], np.uint64)))[:, None]
+    low, high = np.array(random_keys(mixed, mx.array([[position]]))).reshape(-1).tolist()
+    assert low | high << 32 == expected
+
+
+def test_positions_of_one_row_are_sampled_as_one_by_one():
+    """What verification samples at once is what plain decoding samples step by step."""
+    rows = [SamplingParams(1, 1.0, seed=4, top_p=0.8), SamplingParams(1, 0.0), SamplingParams(1, 1.3, seed=9, top_k=7)]
+    logits = mx.array(np.random.default_rng(1).normal(0, 2, (3, 4, VOCAB)).astype(np.float32))
+    positions = mx.array([[5, 6, 7, 8], [0, 1, 2, 3], [9, 10, 11, 12]])
+    sampler = Sampler(rows)
+    together = np.array(sampler(logits, sampler.noise(positions, VOCAB)))
+    for i in range(4):
+        assert together[:, i].tolist() == sample(rows, logits[:, i], np.array(positions)[:, i]).tolist()
 
 
 def test_bfloat16_logits_are_sampled_in_float32():
@@ -109,9 +142,9 @@ def test_a_row_without_top_p_is_not_touched_by_a_neighbour_with_one():
     plain = SamplingParams(1, temperature=1.0, top_k=vocab, seed=1)
     for position in range(20, 30):
         at = np.array([position, position])
-        together = Sampler([plain, SamplingParams(1, temperature=1.0, top_p=0.9, seed=2)])(logits, at)
-        alone = Sampler([replace(plain, top_k=0)])(logits[:1], at[:1])
-        assert np.array(together)[0] == np.array(alone)[0]
+        together = sample([plain, SamplingParams(1, temperature=1.0, top_p=0.9, seed=2)], logits, at)
+        alone = sample([replace(plain, top_k=0)], logits[:1], at[:1])
+        assert together[0] == alone[0]
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-30, 1e-9, 1e-4])
@@ -125,7 +158,7 @@ def test_logits_that_are_no_numbers_give_no_token_and_only_in_their_row(bad):
     logits = mx.concatenate([logits_of(1), mx.full((1, VOCAB), bad)])
     for temperature in (0.0, 1.0):
         params = SamplingParams(1, temperature, seed=3, top_k=5)
-        tokens = np.array(Sampler([params, params])(logits, np.zeros(2)))
+        tokens = sample([params, params], logits, np.zeros(2))
         assert tokens[0] >= 0 and tokens[1] == NO_TOKEN
 
 

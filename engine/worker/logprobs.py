@@ -1,0 +1,56 @@
+"""Logprobs of sampled tokens: those of the model, before anything that shapes the sampling."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from engine.core.request import Request
+from engine.protocol import TokenLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class Logprobs:
+    """Of the rows of a batch that ask for them. rows: their indices; num_top: how many alternatives each wants.
+
+    chosen float32 [R, L]; top_ids int32 and top float32 [R, L, largest num_top], best first.
+    """
+
+    rows: list[int]
+    num_top: list[int]
+    chosen: mx.array
+    top_ids: mx.array
+    top: mx.array
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.chosen, self.top_ids, self.top]
+
+    def read(self, num_tokens: Sequence[int]) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """Row index -> one entry per token; num_tokens: of every row of the batch."""
+        chosen, ids, top = (np.array(array).tolist() for array in self.arrays)
+        return {
+            row: tuple(
+                TokenLogprobs(chosen[i][j], tuple(zip(ids[i][j][:n], top[i][j][:n], strict=True)))
+                for j in range(num_tokens[row])
+            )
+            for i, (row, n) in enumerate(zip(self.rows, self.num_top, strict=True))
+        }
+
+
+def logprobs_of(rows: Sequence[Request], logits: mx.array, tokens: mx.array) -> Logprobs | None:
+    """logits [B, L, vocab] as the model gave them, tokens int32 [B, L] as sampled. None when no row asks."""
+    asking = [(i, row.sampling.logprobs) for i, row in enumerate(rows) if row.sampling.logprobs is not None]
+    if not asking:
+        return None
+    index = mx.array([i for i, _ in asking])
+    mine = logits[index].astype(mx.float32)
+    mine = mine - mx.logsumexp(mine, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(mine, mx.maximum(tokens[index], 0)[..., None], axis=-1)[..., 0]
+    depth = max(1, *(n for _, n in asking)) if len(asking) > 1 else max(1, asking[0][1])
+    some = mx.argpartition(-mine, kth=depth - 1, axis=-1)[..., :depth]
+    order = mx.argsort(-mx.take_along_axis(mine, some, axis=-1), axis=-1)
+    ids = mx.take_along_axis(some, order, axis=-1)
+    top = mx.take_along_axis(mine, ids, axis=-1)
+    return Logprobs([i for i, _ in asking], [n for _, n in asking], chosen, ids.astype(mx.int32), top)

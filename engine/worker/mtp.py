@@ -1,0 +1,173 @@
+"""The MTP head: one decoder layer that guesses the token after the next from the target's hidden states.
+
+It reads pairs (token x[p+1], hidden state h[p]) for p = 0, 1, 2, ... and must have read all of them to guess well: a
+head that has not seen the prompt cannot copy from it. Prompts are fed chunk by chunk with their prefill, and what
+decoding adds waits in a `Feed` until the head is asked next, also through steps in which nothing is drafted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_vlm.models.base import create_attention_mask
+from mlx_vlm.models.cache import KVCache
+
+from engine.worker.kv_cache import RowCache, RowsCache
+from engine.worker.view import View
+
+FEED_CHUNK = 256  # pairs per forward when the head catches up
+FEED_LIMIT = 1024  # pairs that may wait: hidden states cost as much memory as an attention layer's keys and values
+
+
+class MTPHead:
+    """Shares embedding and output layer with the target. `module`: mlx_vlm's Qwen3_5MTPDraftModel."""
+
+    def __init__(self, module: Any, view: View):
+        self._module = module
+        self._view = view
+
+    def make_cache(self) -> RowCache:
+        """For one row, with no slots instead of nothing: a prompt of one token has no pair to begin with."""
+        cache = [KVCache() for _ in self._module.layers]
+        for layer, entry in zip(self._module.layers, cache, strict=True):
+            attention = layer.self_attn
+            shape = (1, attention.num_key_value_heads, 0, attention.head_dim)
+            entry.keys = entry.values = mx.zeros(shape, attention.k_norm.weight.dtype)
+        return cache
+
+    def prime(self, next_token_ids: mx.array, hidden: mx.array, cache: RowCache) -> None:
+        """A chunk of one prompt: token ids [1, L] behind those whose hidden states [1, L, hidden] these are."""
+        start = cache[0].offset
+        self(next_token_ids, hidden, cache, mx.arange(start, start + hidden.shape[1])[None])
+        mx.eval([layer.state for layer in cache])
+
+    def __call__(self, token_ids: mx.array, hidden: mx.array, cache: list[Any], positions: mx.array) -> mx.array:
+        """token_ids, positions [B, L], hidden [B, L, hidden]. Returns hidden states that `View.logits` reads."""
+        head = self._module
+        pair = [head.pre_fc_norm_embedding(self._view.embed(token_ids)), head.pre_fc_norm_hidden(hidden)]
+        x = head.fc(mx.concatenate(pair, axis=-1))
+        mask = create_attention_mask(x, cache[0])
+        for layer, layer_cache in zip(head.layers, cache, strict=True):
+            x = layer(x, mask=mask, cache=layer_cache, position_ids=positions)
+        return head.norm(x)
+
+
+@dataclass(slots=True, eq=False)
+class Feed:
+    """Pairs that the head has not read yet, left-justified: token_ids int32 [B, W], hidden [B, W, hidden].
+
+    count: int32 [B] >= 1, on the device: how many are a row's own. bound: at least max(count), on the host, <= W.
+    """
+
+    token_ids: mx.array
+    hidden: mx.array
+    count: mx.array
+    bound: int
+
+    @classmethod
+    def of(cls, token_id: int, hidden: mx.array) -> "Feed":
+        """The first token behind a prompt whose last hidden state [1, 1, hidden] this is."""
+        return cls(mx.array([[token_id]], mx.int32), hidden, mx.array([1], mx.int32), 1)
+
+    def joined(self, other: "Feed") -> "Feed":
+        width = max(self.bound, other.bound)
+        ids = mx.concatenate([_to_width(self.token_ids, width), _to_width(other.token_ids, width)])
+        hidden = mx.concatenate([_to_width(self.hidden, width), _to_width(other.hidden, width)])
+        return Feed(ids, hidden, mx.concatenate([self.count, other.count]), width)
+
+    def kept(self, rows: mx.array) -> "Feed":
+        return Feed(self.token_ids[rows], self.hidden[rows], self.count[rows], self.bound)
+
+    def with_step(self, token_ids: mx.array, hidden: mx.array) -> "Feed":
+        """One more pair per row: token_ids [B, 1], hidden [B, 1, hidden]."""
+        width = self.token_ids.shape[1]
+        if self.bound == width:
+            width *= 2
+        at = self.count[:, None]
+        ids = mx.put_along_axis(_to_width(self.token_ids, width), at, token_ids, axis=1)
+        at = mx.broadcast_to(at[..., None], hidden.shape)
+        rows = mx.put_along_axis(_to_width(self.hidden, width), at, hidden, axis=1)
+        return Feed(ids, rows, self.count + 1, self.bound + 1)
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [self.token_ids, self.hidden, self.count]
+
+    @property
+    def nbytes(self) -> int:
+        return self.token_ids.nbytes + self.hidden.nbytes
+
+
+class Drafter:
+    """The head's side of a decode batch: its cache and its feed, row for row those of the target."""
+
+    def __init__(self, head: MTPHead, cache: RowsCache, feed: Feed):
+        self._head = head
+        self._cache = cache
+        self.feed = feed
+
+    @classmethod
+    def of(cls, head: MTPHead, cache: RowCache, feed: Feed) -> "Drafter":
+        return cls(head, RowsCache.of(cache), feed)
+
+    def with_row(self, cache: RowCache, feed: Feed) -> "Drafter":
+        return Drafter(self._head, self._cache.with_row(cache), self.feed.joined(feed))
+
+    def kept(self, rows: list[int], num_slots: int) -> "Drafter":
+        return Drafter(self._head, self._cache.kept(rows, num_slots), self.feed.kept(mx.array(rows, mx.int32)))
+
+    def draft(
+        self, num_drafts: int, lengths: mx.array, extent: int, choose: Callable[[mx.array, int], mx.array]
+    ) -> mx.array:
+        """int32 [B, num_drafts]: what the head expects behind the newest tokens.
+
+        lengths: int32 [B], tokens in the target's cache; extent: at least their largest. choose(hidden [B, 1, hidden],
+        i) samples draft i.
+        """
+        hidden = self._catch_up(lengths, extent)
+        drafts = [choose(hidden, 0)]
+        for i in range(1, num_drafts):
+            at = lengths + (i - 1)
+            cache = self._cache.at(at, extent + i)
+            hidden = self._head(drafts[-1], hidden, cache, at[:, None])
+            drafts.append(choose(hidden, i))
+        return mx.concatenate(drafts, axis=1)
+
+    def skip(self, token_ids: mx.array, hidden: mx.array, lengths: mx.array, extent: int) -> None:
+        """After a step without drafts: its tokens [B, 1] and hidden states wait for the head; lengths as now."""
+        if self.feed.bound >= FEED_LIMIT:
+            self._catch_up(lengths - 1, extent)
+            self.feed = Feed(token_ids, hidden, mx.ones_like(lengths), 1)
+            mx.async_eval(self._cache.state)
+        else:
+            self.feed = self.feed.with_step(token_ids, hidden)
+
+    def _catch_up(self, lengths: mx.array, extent: int) -> mx.array:
+        """Feeds the head all that waits; the hidden state [B, 1, hidden] behind each row's last pair."""
+        feed, outputs = self.feed, []
+        start = lengths - feed.count
+        for begin in range(0, feed.bound, FEED_CHUNK):
+            end = min(begin + FEED_CHUNK, feed.bound)
+            at = start + begin
+            # A row with fewer pairs writes garbage behind its end, where its next pairs will be written.
+            cache = self._cache.at(at, extent + end)
+            positions = at[:, None] + mx.arange(end - begin)
+            outputs.append(self._head(feed.token_ids[:, begin:end], feed.hidden[:, begin:end], cache, positions))
+        hidden = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
+        return mx.take_along_axis(hidden, (feed.count - 1)[:, None, None], axis=1)
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [*self.feed.state, *self._cache.state]
+
+    @property
+    def nbytes(self) -> int:
+        return self._cache.nbytes + self.feed.nbytes
+
+
+def _to_width(array: mx.array, width: int) -> mx.array:
+    missing = width - array.shape[1]
+    if missing > 0:
+        return mx.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2))
+    return array[:, :width]

@@ -1,0 +1,172 @@
+"""The model's MTP head: where it is, whether it belongs to the model, and whether its numbers can be right.
+
+Taken are, in this order: `mtp_head` (a directory or hub repository with either of the following), the checkpoint's own
+`mtp.*` tensors, and what `mlx_vlm.split_mtp` or `mlx_vlm.convert --mtp` wrote beside it as `<model>-mtp`.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_vlm.speculative.drafters.mtp_split import detect_mtp_splitter
+from mlx_vlm.speculative.drafters.qwen3_5_mtp import ModelConfig, Qwen3_5MTPDraftModel
+from mlx_vlm.speculative.drafters.qwen3_5_mtp.split import Qwen3_5MTPSplitter
+from mlx_vlm.utils import load_model_weights
+
+from engine.config import EngineConfig, MTPConfig
+from engine.processing.checkpoint import read_config, read_optional_json, refuse_code, resolve_checkpoint
+from engine.protocol import EngineFailed
+
+READY = "ready"
+OFF = "off in the configuration"
+FAMILIES = ("qwen3_5", "qwen3_5_moe")
+SPLIT_TYPE = Qwen3_5MTPSplitter.output_model_type
+
+MAX_SHARE_NOT_POSITIVE = 0.25
+"""Of the gains in one norm. Trained gains are positive, in each of the demo's 28 norms. Unshifted (raw files hold
+gain - 1) pre_fc_norm_embedding at least is negative: 88 % of the demo's, all of published ones (MTPLX#511)."""
+MAX_SHARE_ABOVE_ONE = 0.99
+"""Of all gains of a head: 53 % in the demo's, 100 % when shifted twice. Means do not tell: in published heads they go
+from 0.27 (pre_fc_norm_embedding, omlx#3750) to 2.25 (norm, MTPLX#301), the demo's from 0.50 to 1.54."""
+
+
+def find_head(config: EngineConfig, model_dir: Path, model_config: dict[str, Any]) -> tuple[Path | None, str]:
+    """The directory with the head of the model in `model_dir`, and READY; or None, and why there is none.
+
+    Raises EngineFailed when there is none although the configuration asks for one.
+    """
+    if config.mtp == "off":
+        if config.mtp_head is not None:
+            raise EngineFailed(f"mtp_head: {config.mtp_head!r} has no effect: mtp is off")
+        return None, OFF
+    head_dir, status = _search(config.mtp_head, model_dir, model_config)
+    asked_for = "mtp_head" if config.mtp_head is not None else "mtp" if isinstance(config.mtp, MTPConfig) else None
+    if head_dir is None and asked_for is not None:
+        raise EngineFailed(f"{asked_for} is configured, but there is no usable MTP head: {status}")
+    return head_dir, status
+
+
+def load_head(head_dir: Path, language_model: Any) -> Qwen3_5MTPDraftModel:
+    """The head in `head_dir` for this target, not bound to it, in eval mode; weights as stored and perhaps lazy.
+
+    Code in the directory is refused, never run. Raises EngineFailed for a head that does not fit, naming what was found
+    and expected, and for tensors that are missing, left over or of another shape.
+    """
+    refuse_code(head_dir)
+    try:
+        return _load(head_dir, language_model)
+    except EngineFailed:
+        raise
+    except Exception as error:  # files of a checkpoint: anything can be wrong with them
+        reason = " ".join((str(error) if isinstance(error, ValueError) else repr(error)).split())
+        raise EngineFailed(f"the MTP head in {head_dir} could not be loaded: {reason}") from error
+
+
+def is_quantized(head: Qwen3_5MTPDraftModel) -> bool:
+    return any(name.endswith(".scales") for name, _ in _weights(head))
+
+
+def check_values(head: Any) -> None:
+    """Raises EngineFailed for values that are not finite, and for norms that were never or twice shifted by one.
+
+    A head with such norms loads and drafts, and next to nothing is ever accepted.
+    """
+    head_dir: Path = head.model_path
+    weights = [(name, w) for name, w in _weights(head) if mx.issubdtype(w.dtype, mx.floating)]
+    for name, w in weights:
+        if num_bad := w.size - _count(mx.isfinite(w)):
+            raise EngineFailed(f"the MTP head in {head_dir}: {num_bad} of {w.size} values in {name} are not finite")
+    _check_norms({name: w for name, w in weights if name.endswith("norm.weight")}, head_dir)
+
+
+def _search(mtp_head: str | None, model_dir: Path, model_config: dict[str, Any]) -> tuple[Path | None, str]:
+    family = model_config.get("model_type")
+    if family not in FAMILIES:
+        return None, f"family {family} has no MTP head here"
+    if mtp_head is not None:
+        return _resolve(mtp_head), READY
+    if detect_mtp_splitter(model_dir) is not None:
+        return model_dir, READY
+    sibling = model_dir.parent / f"{model_dir.name}-mtp"
+    missing = f"no mtp.* tensors in {model_dir}"
+    if not sibling.is_dir():
+        return None, missing
+    found = read_optional_json(sibling / "config.json").get("model_type")
+    if found != SPLIT_TYPE:
+        return None, f"{missing}; {sibling} holds model_type {found!r}, expected {SPLIT_TYPE!r}"
+    return sibling, READY
+
+
+def _resolve(mtp_head: str) -> Path:
+    try:
+        return resolve_checkpoint(mtp_head, None, weights=True)
+    except EngineFailed as error:
+        raise EngineFailed(f"mtp_head: {error}") from error
+
+
+def _load(head_dir: Path, language_model: Any) -> Qwen3_5MTPDraftModel:
+    config, weights = _read(head_dir)
+    head_config = ModelConfig.from_dict(copy.deepcopy(config))  # it edits what it is given
+    _check_fit(_identity(head_config.text_config), _identity(language_model.args), head_dir)
+    # Not mlx_vlm's load_model: it drops modules without tensors instead of refusing (0.7.10, utils.py).
+    head: Any = load_model_weights(Qwen3_5MTPDraftModel(head_config), config, weights, head_dir, lazy=True)
+    return head
+
+
+def _read(head_dir: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """Configuration and tensors of the head alone, its norms as gains. A split head already has them so."""
+    config = read_config(head_dir)
+    family = config.get("model_type")
+    if family == SPLIT_TYPE:
+        weights: dict[str, mx.array] = {}
+        for file in sorted(head_dir.glob("*.safetensors")):
+            weights |= mx.load(str(file))  # type: ignore[arg-type]
+        return config, weights
+    if family not in FAMILIES:
+        expected = ", ".join((SPLIT_TYPE, *FAMILIES))
+        raise EngineFailed(f"the MTP head in {head_dir}: model_type is {family!r}, expected one of {expected}")
+    return Qwen3_5MTPSplitter().prepare(head_dir)
+
+
+def _identity(text_config: Any) -> dict[str, Any]:
+    """What a head and its model must have in common: it reads the model's hidden states, embeddings and positions."""
+    rope = text_config.rope_parameters or {}
+    return {
+        "hidden_size": text_config.hidden_size,
+        "vocab_size": text_config.vocab_size,
+        **{key: rope.get(key) for key in ("rope_theta", "partial_rotary_factor", "mrope_section")},
+    }
+
+
+def _check_fit(head: dict[str, Any], target: dict[str, Any], head_dir: Path) -> None:
+    wrong = [f"{key} is {head[key]}, expected {target[key]}" for key in target if head[key] != target[key]]
+    if wrong:
+        raise EngineFailed(f"the MTP head in {head_dir} belongs to another model: {'; '.join(wrong)}")
+
+
+def _check_norms(gains: dict[str, mx.array], head_dir: Path) -> None:
+    for name, g in gains.items():
+        share = _count(g <= 0) / g.size
+        if share > MAX_SHARE_NOT_POSITIVE:
+            raise EngineFailed(
+                f"the MTP head in {head_dir}: {share:.0%} of {name} are not positive, expected at most "
+                f"{MAX_SHARE_NOT_POSITIVE:.0%}: it holds gain - 1 in a file or under names that promise the gain"
+            )
+    share = sum(_count(g > 1) for g in gains.values()) / sum(g.size for g in gains.values())
+    if share > MAX_SHARE_ABOVE_ONE:
+        raise EngineFailed(
+            f"the MTP head in {head_dir}: {share:.0%} of the gains in its norms are above 1, expected at most "
+            f"{MAX_SHARE_ABOVE_ONE:.0%}: it holds the gain in a file or under names that promise gain - 1"
+        )
+
+
+def _count(condition: mx.array) -> int:
+    count: Any = condition.sum().item()
+    return count
+
+
+def _weights(head: Qwen3_5MTPDraftModel) -> list[tuple[str, mx.array]]:
+    flat: Any = tree_flatten(head.parameters())
+    return flat

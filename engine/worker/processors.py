@@ -1,0 +1,202 @@
+"""What changes the logits of a row before it is sampled: penalties, biases, forbidden stop tokens, grammar masks.
+
+Every verified position has its own history: the row's output so far and the draft tokens before the position. What a
+row has said is counted on the device, since the host learns of it one step late. Order as in SamplingParams.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from engine.core.batch import NO_TOKEN
+from engine.core.request import Request
+from engine.protocol import SamplingParams
+
+
+class Processors:
+    """For a fixed set of rows; joined and kept along with them. Rows that ask for nothing cost nothing."""
+
+    def __init__(self, rows: Sequence[Request], vocab_size: int, penalties: "Penalties | None"):
+        self._rows = list(rows)
+        self._vocab_size = vocab_size
+        self._penalties = penalties
+        self._biased = [i for i, row in enumerate(rows) if row.sampling.logit_bias]
+        self._bias = self._dense_bias() if self._biased else None
+        self._delayed = [i for i, row in enumerate(rows) if row.sampling.min_tokens]
+        if self._delayed:
+            self._stops = self._stop_mask()
+            self._min_tokens = mx.array([rows[i].sampling.min_tokens for i in self._delayed])[:, None, None]
+
+    @classmethod
+    def of(cls, rows: Sequence[Request], vocab_size: int) -> "Processors":
+        """With the history that the host knows: all of `output_token_ids`."""
+        return cls(rows, vocab_size, Penalties.of(rows, vocab_size))
+
+    def joined(self, other: "Processors") -> "Processors":
+        penalties = Penalties.joined(self._penalties, other._penalties, len(self._rows))
+        return Processors([*self._rows, *other._rows], self._vocab_size, penalties)
+
+    def kept(self, rows: list[int]) -> "Processors":
+        penalties = self._penalties.kept(rows) if self._penalties is not None else None
+        return Processors([self._rows[i] for i in rows], self._vocab_size, penalties)
+
+    def __call__(self, logits: mx.array, tokens: mx.array, positions: mx.array) -> mx.array:
+        """logits [B, L, vocab] of output positions int32 [B, L], behind tokens [B, L]; returns the changed ones.
+
+        tokens[:, 0] is counted already, the others are drafts.
+        """
+        if self._penalties is None and self._bias is None and not self._delayed:
+            return logits
+        logits = logits.astype(mx.float32)
+        if self._penalties is not None:
+            logits = self._penalties(logits, tokens)
+        if self._bias is not None:
+            logits = logits.at[mx.array(self._biased)].add(self._bias)
+        if self._delayed:
+            at = mx.array(self._delayed)
+            early = positions[at][..., None] < self._min_tokens
+            logits[at] = mx.where(early & self._stops, -mx.inf, logits[at])
+        return logits
+
+    def commit(self, tokens: mx.array, num_kept: mx.array) -> None:
+        """Counts the first num_kept int32 [B] of the new tokens int32 [B, L]."""
+        if self._penalties is not None:
+            self._penalties.commit(tokens, num_kept)
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [] if self._penalties is None else [self._penalties.counts]
+
+    def _dense_bias(self) -> mx.array:
+        """[rows, 1, vocab]"""
+        bias = np.zeros((len(self._biased), 1, self._vocab_size), np.float32)
+        for i, row in enumerate(self._biased):
+            for token_id, value in self._rows[row].sampling.logit_bias:
+                bias[i, 0, token_id] += value
+        return mx.array(bias)
+
+    def _stop_mask(self) -> mx.array:
+        """bool [rows, 1, vocab]"""
+        stops = np.zeros((len(self._delayed), 1, self._vocab_size), np.uint8)
+        for i, row in enumerate(self._delayed):
+            stops[i, 0, list(self._rows[row].spec.stop_token_ids)] = 1
+        return mx.array(stops) > 0
+
+
+def has_penalties(p: SamplingParams) -> bool:
+    return p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
+
+
+@dataclass(slots=True, eq=False)
+class Penalties:
+    """Of R rows out of a batch. rows: their indices. counts float32 [R, vocab]: of the output. in_prompt: bool."""
+
+    rows: list[int]
+    params: list[SamplingParams]
+    counts: mx.array
+    in_prompt: mx.array
+
+    @classmethod
+    def of(cls, rows: Sequence[Request], vocab_size: int) -> "Penalties | None":
+        index = [i for i, row in enumerate(rows) if has_penalties(row.sampling)]
+        if not index:
+            return None
+        counts = np.stack([np.bincount(rows[i].output_token_ids, minlength=vocab_size) for i in index])
+        in_prompt = np.stack([np.bincount(rows[i].spec.token_ids, minlength=vocab_size) for i in index])
+        params = [rows[i].sampling for i in index]
+        return cls(index, params, mx.array(counts.astype(np.float32)), mx.array(in_prompt) > 0)
+
+    @staticmethod
+    def joined(mine: "Penalties | None", other: "Penalties | None", num_mine: int) -> "Penalties | None":
+        if other is None:
+            return mine
+        moved = Penalties([num_mine + i for i in other.rows], other.params, other.counts, other.in_prompt)
+        if mine is None:
+            return moved
+        return Penalties(
+            mine.rows + moved.rows,
+            mine.params + moved.params,
+            mx.concatenate([mine.counts, moved.counts]),
+            mx.concatenate([mine.in_prompt, moved.in_prompt]),
+        )
+
+    def kept(self, rows: list[int]) -> "Penalties | None":
+        stay = [(new, self.rows.index(old)) for new, old in enumerate(rows) if old in self.rows]
+        if not stay:
+            return None
+        at = mx.array([i for _, i in stay])
+        params = [self.params[i] for _, i in stay]
+        return Penalties([new for new, _ in stay], params, self.counts[at], self.in_prompt[at])
+
+    def __call__(self, logits: mx.array, tokens: mx.array) -> mx.array:
+        at = mx.array(self.rows)
+        counts = self._counts_before(tokens[at])
+        mine, said = logits[at], counts > 0
+        repetition = self._column("repetition_penalty")
+        mine = mx.where(said | self.in_prompt[:, None], mx.where(mine > 0, mine / repetition, mine * repetition), mine)
+        mine -= self._column("frequency_penalty") * counts + self._column("presence_penalty") * said
+        logits[at] = mine
+        return logits
+
+    def commit(self, tokens: mx.array, num_kept: mx.array) -> None:
+        at = mx.array(self.rows)
+        new = tokens[at]
+        kept = (mx.arange(new.shape[1]) < num_kept[at][:, None]).astype(mx.float32)
+        self.counts = self.counts.at[mx.arange(len(self.rows))[:, None], new].add(kept)
+
+    def _counts_before(self, tokens: mx.array) -> mx.array:
+        """[R, L, vocab]: what each of L positions has behind it; tokens [R, L], the first of them counted already."""
+        steps = [self.counts]
+        for i in range(1, tokens.shape[1]):
+            steps.append(steps[-1].at[mx.arange(len(self.rows)), tokens[:, i]].add(1.0))
+        return mx.stack(steps, axis=1)
+
+    def _column(self, name: str) -> mx.array:
+        return mx.array([getattr(p, name) for p in self.params], mx.float32)[:, None, None]
+
+
+def match(
+    rows: Sequence[Request], logits: mx.array, drafts: Sequence[Sequence[int]], errors: dict[int, str]
+) -> mx.array:
+    """logits [B, L, vocab] with -inf for what the rows' grammars forbid behind each of their drafts.
+
+    A matcher that fails adds its row's index and the reason to `errors`, and the row goes on unmasked until it is
+    taken out.
+    """
+    at, masks = [], []
+    for i, row in enumerate(rows):
+        if row.matcher is None or i in errors:
+            continue
+        try:
+            masks.append(row.matcher.masks(tuple(drafts[i])))
+            at.append(i)
+        except Exception as error:
+            errors[i] = f"the grammar's matcher failed: {error}"
+    return _masked(logits, at, masks) if at else logits
+
+
+def advance(row: Request, token_ids: tuple[int, ...]) -> str | None:
+    """Tells the row's matcher what was sampled; why it failed, or None."""
+    if row.matcher is None or NO_TOKEN in token_ids:
+        return None
+    try:
+        row.matcher.advance(token_ids)
+    except Exception as error:
+        return f"the grammar's matcher failed: {error}"
+    return None
+
+
+def _masked(logits: mx.array, rows: Sequence[int], masks: Sequence[np.ndarray]) -> mx.array:
+    """masks: uint32 [1 to L, words] per row. Positions that one does not reach lie behind a forbidden draft."""
+    length, vocab_size = logits.shape[1:]
+    words = np.full((len(rows), length, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+    for i, mask in enumerate(masks):
+        words[i, : len(mask)] = mask[:, : words.shape[2]]
+    bits = (mx.array(words)[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    allowed = bits.reshape(len(rows), length, -1)[..., :vocab_size].astype(mx.bool_)
+    at = mx.array(list(rows))
+    logits = logits.astype(mx.float32)
+    logits[at] = mx.where(allowed, logits[at], -mx.inf)
+    return logits

@@ -1,0 +1,66 @@
+"""Requests and a clock for the tests of the scheduler, and the way of a row into the batch."""
+
+from typing import Any
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.request import Request, RequestState
+from engine.core.scheduler import Scheduler
+from engine.core.stats import Stats
+from engine.protocol import EngineRequest, SamplingParams
+
+STOP = 2
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def spec(request_id: str, num_prompt: int = 4, max_tokens: int = 30, priority: int = 0, n: int = 1) -> EngineRequest:
+    prompt = np.zeros(num_prompt, np.int32)
+    return EngineRequest(request_id, prompt, SamplingParams(max_tokens), (STOP,), num_choices=n, priority=priority)
+
+
+def rows_of(request: EngineRequest) -> list[Request]:
+    return [Request(request, index) for index in range(request.num_choices)]
+
+
+def scheduler_of(policy: str = "fifo", clock: Clock | None = None, **config: Any) -> Scheduler:
+    limits: dict[str, Any] = {"max_running": 2, "prefill_chunk_tokens": 100, "prefill_chunk_tokens_busy": 20} | config
+    limits["scheduler"] = {"policy": policy, **config.get("scheduler", {})}
+    return Scheduler(EngineConfig.model_validate(limits), Stats(), clock or Clock())
+
+
+def out(*token_ids: int, **more: Any) -> RowOutput:
+    return RowOutput(token_ids, **more)
+
+
+def finish_prefill(scheduler: Scheduler, rows: list[Request]) -> None:
+    left = rows[0].num_prompt_tokens - rows[0].num_prefilled
+    scheduler.update_prefill(rows, PrefillOutput(left, {row.id: out(7) for row in rows}))
+
+
+def start(scheduler: Scheduler, request: EngineRequest) -> list[Request]:
+    """Through the queue and its whole prefill, to rows with one token."""
+    rows = rows_of(request)
+    scheduler.add(rows)
+    work = scheduler.schedule()
+    assert list(work.prefill) == rows
+    finish_prefill(scheduler, rows)
+    assert all(row.state is RequestState.RUNNING for row in rows)
+    return rows
+
+
+def admitted(scheduler: Scheduler) -> list[str]:
+    """Lets all in, one after the other, each leaving at once. Returns the requests in that order."""
+    order = []
+    while prefill := scheduler.schedule().prefill:
+        order.append(prefill[0].spec.request_id)
+        finish_prefill(scheduler, list(prefill))
+        scheduler.abort(order[-1])
+    return order

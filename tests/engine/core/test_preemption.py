@@ -1,0 +1,208 @@
+"""Rows that give their place to more urgent ones: nothing is given out twice, nothing is lost, nobody thrashes."""
+
+import random
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.request import RequestState
+from engine.protocol import EngineRequest, FinishReason, SamplingParams
+from tests.engine.core.rows import Clock, finish_prefill, out, rows_of, scheduler_of, spec, start
+from tests.engine.driver import Driver
+from tests.engine.fakes import STOP, FakeRunner, answer
+
+PRIORITY = EngineConfig.model_validate({"max_running": 2, "scheduler": {"policy": "priority"}})
+
+
+def request(
+    request_id: str, priority: int = 0, max_tokens: int = 20, n: int = 1, num_prompt: int = 30
+) -> EngineRequest:
+    sampling = SamplingParams(max_tokens, seed=sum(request_id.encode()))
+    prompt = np.arange(num_prompt, dtype=np.int32)
+    return EngineRequest(request_id, prompt, sampling, (STOP,), num_choices=n, priority=priority)
+
+
+def test_an_urgent_request_takes_the_place_of_the_least_urgent_row_the_latest_first():
+    scheduler = scheduler_of("priority", max_running=3)
+    for name, priority in {"a": 5, "b": 5, "c": 4}.items():
+        start(scheduler, spec(name, priority=priority))
+    urgent = rows_of(spec("urgent"))
+    scheduler.add(urgent)
+    work = scheduler.schedule()
+    assert work.drop == ["b/0"] and list(work.prefill) == urgent
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler._stats.num_preempted) == (3, 1, 1)
+
+
+@pytest.mark.parametrize(("policy", "priority"), [("priority", 4), ("priority", 5), ("fifo", 0), ("shortest_first", 0)])
+def test_nobody_is_preempted_for_an_equal_or_by_another_policy(policy, priority):
+    scheduler = scheduler_of(policy)
+    start(scheduler, spec("a", priority=4))
+    start(scheduler, spec("b", priority=4))
+    scheduler.add(rows_of(spec("c", num_prompt=1, priority=priority)))
+    assert not scheduler.schedule().prefill and scheduler._stats.num_preempted == 0
+
+
+def test_waiting_long_does_not_make_a_request_urgent_enough_to_preempt():
+    clock = Clock()
+    scheduler = scheduler_of("priority", clock, max_running=1)
+    start(scheduler, spec("a", priority=1))
+    scheduler.add(rows_of(spec("b", priority=1)))
+    clock.now += 1e6
+    assert not scheduler.schedule().prefill
+
+
+def test_nobody_is_preempted_in_vain():
+    scheduler = scheduler_of("priority", max_running=3)
+    for name, priority in {"a": 5, "b": 0, "c": 5}.items():
+        start(scheduler, spec(name, priority=priority))
+    scheduler.add(rows_of(spec("wide", n=3)))
+    assert not scheduler.schedule().prefill and scheduler._stats.num_preempted == 0
+    scheduler.abort("b")
+    work = scheduler.schedule()
+    assert len(work.prefill) == 3 and sorted(work.drop) == ["a/0", "b/0", "c/0"]
+
+
+def test_while_there_is_room_the_queue_goes_in_its_order():
+    scheduler = scheduler_of("priority", max_running=3)
+    start(scheduler, spec("a", priority=5))
+    wide = rows_of(spec("wide", n=3, priority=1))
+    scheduler.add(wide)
+    scheduler.schedule()
+    assert scheduler._stats.num_preempted == 1 and scheduler._prefill is not None and scheduler._prefill.rows == wide
+
+
+def test_an_urgent_request_does_not_overtake_into_a_free_row_that_the_head_waits_for():
+    clock = Clock()
+    scheduler = scheduler_of("priority", clock, max_running=3)
+    start(scheduler, spec("a", priority=0))
+    scheduler.add(rows_of(spec("wide", n=3, priority=1)))
+    clock.now += 60
+    scheduler.add(rows_of(spec("late", priority=0)))
+    assert not scheduler.schedule().prefill and scheduler._stats.num_preempted == 0
+
+
+def test_a_preempted_row_waits_at_the_head_of_its_priority():
+    clock = Clock()
+    scheduler = scheduler_of("priority", clock, max_running=1)
+    [row] = start(scheduler, spec("a", priority=5))
+    for name, priority in {"older equal": 5, "better": 4}.items():
+        scheduler.add(rows_of(spec(name, priority=priority)))
+    clock.now += 1
+    scheduler.preempt(row)
+    assert row.state is RequestState.WAITING and row.num_prefilled == 0
+    order = [group.rows[0].spec.request_id for group in scheduler._waiting]
+    assert order == ["better", "a", "older equal"]
+
+
+def test_what_a_preempted_row_gets_from_a_step_before_is_ignored():
+    scheduler = scheduler_of(max_running=2)
+    [row] = start(scheduler, spec("a"))
+    start(scheduler, spec("b"))
+    scheduler.preempt(row)
+    assert set(scheduler.update_decode({"a/0": out(9), "b/0": out(9)})) == {"b/0"}
+    assert row.output_token_ids == [7]
+    work = scheduler.schedule()
+    assert work.drop == ["a/0"] and list(work.prefill) == [row], "it is dropped before it is prefilled again"
+    assert row.num_prompt_tokens == len(row.prompt_token_ids) == 5
+    finish_prefill(scheduler, [row])
+    assert row.output_token_ids == [7, 7]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_preempted_row_goes_on_with_no_token_twice_or_lost(num_drafts):
+    config = PRIORITY.model_copy(update={"prefill_chunk_tokens_busy": 16})
+    runner = FakeRunner(num_drafts, accepts=lambda seed, position: position % 3 > 0)
+    driver = Driver(runner, config)
+    slow = [request("slow", 9, 60), request("wide", 7, 50)]
+    urgent = {step: [request(f"urgent {step}", 0, 8)] for step in (6, 10, 30)}
+    tokens = driver.run({0: slow, **urgent})
+    for each in (*slow, *(r for rs in urgent.values() for r in rs)):
+        assert tokens[each.request_id] == answer(each), each.request_id
+    assert driver.core.stats.num_preempted >= 2
+    assert set(driver.finish.values()) == {FinishReason.LENGTH} and not runner.rows
+
+
+def test_a_preempted_row_can_be_aborted():
+    scheduler = scheduler_of("priority", max_running=1)
+    start(scheduler, spec("a", priority=5))
+    scheduler.add(rows_of(spec("urgent")))
+    scheduler.schedule()
+    scheduler.abort("a")
+    assert scheduler.num_waiting == 0 and scheduler.schedule().drop == []
+
+
+def test_a_row_that_was_preempted_or_waited_long_keeps_its_place_for_a_while():
+    for waited_s in (1.0, 6.0):
+        clock = Clock()
+        scheduler = scheduler_of("priority", clock, max_running=1, scheduler={"ageing_s": 5.0})
+        start(scheduler, spec("first", priority=-1))
+        low = rows_of(spec("low", priority=3))
+        scheduler.add(low)
+        clock.now += waited_s
+        scheduler.abort("first")
+        assert list(scheduler.schedule().prefill) == low
+        finish_prefill(scheduler, low)
+        scheduler.add(rows_of(spec("urgent")))
+        assert bool(scheduler.schedule().prefill) == (waited_s < 5.0)
+        clock.now += 5.0
+        assert scheduler.schedule().prefill[0].spec.request_id == "urgent", "but not for ever"
+
+
+def test_a_row_that_was_preempted_is_not_preempted_again_at_once():
+    clock = Clock()
+    scheduler = scheduler_of("priority", clock, max_running=1, scheduler={"ageing_s": 5.0})
+    [poor] = start(scheduler, spec("poor", priority=3))
+    start(scheduler, spec("urgent"))
+    assert poor.state is RequestState.WAITING
+    scheduler.abort("urgent")
+    assert list(scheduler.schedule().prefill) == [poor]
+    finish_prefill(scheduler, [poor])
+    scheduler.add(rows_of(spec("urgent too")))
+    assert not scheduler.schedule().prefill
+    clock.now += 5.0
+    assert scheduler.schedule().prefill and scheduler._stats.num_preempted == 2
+
+
+def test_under_a_stream_of_urgent_requests_a_poor_one_still_gets_on_and_is_seldom_preempted():
+    clock = Clock()
+    scheduler = scheduler_of("priority", clock, max_running=1, scheduler={"ageing_s": 2.0})
+    [poor] = start(scheduler, spec("poor", priority=5, max_tokens=100))
+    for second in range(300):
+        scheduler.add(rows_of(spec(f"urgent {second}", max_tokens=11)))
+        for _ in range(10):
+            clock.now += 0.1
+            work = scheduler.schedule()
+            scheduler.update_decode({row_id: out(8) for row_id in scheduler._running})
+            if work.prefill:
+                finish_prefill(scheduler, list(work.prefill))
+    assert poor.state is RequestState.FINISHED
+    assert scheduler._stats.num_preempted <= 6
+
+
+def test_a_storm_ends_with_every_answer_whole_and_nothing_held():
+    for seed in range(5):
+        rng = random.Random(seed)
+        requests = [
+            request(f"{seed}-{i}", rng.randint(0, 3), rng.randint(1, 30), rng.randint(1, 3), rng.randint(1, 60))
+            for i in range(30)
+        ]
+        arrivals: dict[int, list[EngineRequest]] = {}
+        for each in requests:
+            arrivals.setdefault(rng.randint(0, 80), []).append(each)
+        aborted = {rng.choice(requests).request_id for _ in range(6)}
+        aborts = {rng.randint(0, 120): [request_id] for request_id in aborted}
+        runner = FakeRunner(3, accepts=lambda seed, position: (seed + position) % 4 > 0)
+        config = PRIORITY.model_copy(update={"max_running": 5, "prefill_chunk_tokens_busy": 16})
+        driver = Driver(runner, config)
+        tokens = driver.run(arrivals, aborts)
+        for each in requests:
+            for index in range(each.num_choices):
+                name = f"{each.request_id}/{index}" if index else each.request_id
+                whole = answer(each, index)
+                if each.request_id in aborted:
+                    assert tokens.get(name, []) == whole[: len(tokens.get(name, []))]
+                else:
+                    assert tokens[name] == whole
+        assert driver.core.stats.num_preempted > 0
+        assert not runner.rows and not runner.prompts and not driver.core.scheduler._rows

@@ -1,0 +1,136 @@
+"""EngineCore around a runner without a model: drafts, times, and that neither changes what is given out."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.protocol import EngineRequest, FinishReason, SamplingParams
+from tests.engine.driver import Driver
+from tests.engine.fakes import STOP, FakeRunner, answer
+
+
+class DeviceClock:
+    """Synthetic time: each call of the runner costs what `seconds` says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TimedRunner(FakeRunner):
+    """A step of k drafts takes 10 * (1 + 0.1 k) ms, a prefill chunk 1 s per 1000 tokens."""
+
+    def __init__(self, clock: DeviceClock, **more: Any):
+        super().__init__(**more)
+        self._clock = clock
+
+    def decode(self, num_draft_tokens=0):
+        self._clock.now += 0.01 * (1 + 0.1 * num_draft_tokens)
+        return super().decode(num_draft_tokens)
+
+    def prefill(self, rows, max_tokens):
+        output = super().prefill(rows, max_tokens)
+        self._clock.now += output.num_tokens / 1000
+        return output
+
+
+def config(mtp: Any, **more: Any) -> EngineConfig:
+    return EngineConfig.model_validate({"mtp": mtp, **more})
+
+
+def request(request_id: str, max_tokens: int = 50, num_prompt: int = 10, seed: int = 0) -> EngineRequest:
+    sampling = SamplingParams(max_tokens, seed=seed)
+    return EngineRequest(request_id, np.arange(num_prompt, dtype=np.int32), sampling, (STOP,))
+
+
+def drafts(runner: FakeRunner) -> list[int]:
+    return [call[1] for call in runner.calls if call[0] == "decode"]
+
+
+@pytest.mark.parametrize("mtp", ["off", "auto", {"max_draft_tokens": 1}, {"max_draft_tokens": 3}])
+def test_drafts_change_when_tokens_come_and_never_which(mtp):
+    requests = [request(f"r{i}", 20 + 7 * i, seed=i) for i in range(5)]
+    runner = FakeRunner(3, accepts=lambda seed, position: (seed + position) % 3 > 0)
+    runner.stops_at = {2: 11, 3: 0}
+    driver = Driver(runner, config(mtp))
+    tokens = driver.run({3 * i: [each] for i, each in enumerate(requests)})
+    for i, each in enumerate(requests):
+        assert tokens[each.request_id] == answer(each)[: runner.stops_at.get(i)]
+
+
+def test_fixed_drafts_stop_where_the_batch_is_too_large():
+    runner = FakeRunner(3)
+    Driver(runner, config({"max_draft_tokens": 2, "max_rows": 2})).run(
+        {0: [request(f"r{i}", 20 * (i + 1), seed=i) for i in range(4)]}
+    )
+    by_rows = {len(call) - 2: call[1] for call in runner.calls if call[0] == "decode"}
+    assert by_rows[1] == by_rows[2] == 2 and by_rows[3] == by_rows[4] == 0
+
+
+def test_auto_measures_and_takes_what_pays():
+    clock = DeviceClock()
+    runner = TimedRunner(clock, max_draft_tokens=3)
+    driver = Driver(runner, config("auto"), clock)
+    driver.run({0: [request("r", 600)]})
+    assert drafts(runner)[:4] == [0] * 4 and drafts(runner)[-20:] == [3] * 20
+    status = driver.core.speculation_status
+    assert status["mode"] == "auto" and status["acceptance"] == 1.0
+    assert status["step_ms"]["1"] == pytest.approx({"0": 10.0, "1": 11.0, "2": 12.0, "3": 13.0}, rel=1e-3)
+
+
+def test_auto_leaves_off_what_does_not_pay():
+    clock = DeviceClock()
+    runner = TimedRunner(clock, max_draft_tokens=3, accepts=lambda seed, position: False)
+    Driver(runner, config("auto"), clock).run({0: [request("r", 1000)]})
+    assert sum(k > 0 for k in drafts(runner)) < 40 and drafts(runner)[-100:] == [0] * 100
+
+
+def test_a_step_next_to_a_prefill_is_not_timed():
+    clock = DeviceClock()
+    runner = TimedRunner(clock, max_draft_tokens=3)
+    driver = Driver(runner, config("off", prefill_chunk_tokens_busy=16), clock)
+    driver.run({0: [request("r", 70)], 5: [request("long", 1, num_prompt=900)]})
+    assert driver.core.speculation_status["step_ms"] == {"1": {"0": 10.0}}
+
+
+def test_a_slow_prefill_makes_the_chunks_smaller_while_rows_decode():
+    clock = DeviceClock()
+    runner = TimedRunner(clock)
+    limits = {"prefill_chunk_tokens_busy": 256, "scheduler": {"max_stall_s": 0.1}}
+    driver = Driver(runner, config("off", **limits), clock)
+    driver.run({0: [request("r", 30)], 5: [request("long", 1, num_prompt=600)]})
+    sizes = [call[2] for call in runner.calls if call[0] == "prefill" and call[1] == "long/0"]
+    assert len(sizes) == 6 and all(99 <= size <= 100 for size in sizes)
+
+
+def test_without_a_head_the_status_says_why():
+    driver = Driver(FakeRunner())
+    assert driver.core.speculation_status["reason"] == "the fake has none"
+
+
+def test_drafts_are_counted_for_each_request_and_overall():
+    runner = FakeRunner(3, accepts=lambda seed, position: position % 2 == 0)
+    driver = Driver(runner, config({"max_draft_tokens": 2}))
+    driver.run({0: [request("r", 21)]})
+    drafted = sum(chunk.num_drafted for chunk in driver.chunks["r"])
+    accepted = sum(chunk.num_accepted for chunk in driver.chunks["r"])
+    assert (drafted, accepted) == (driver.core.stats.num_drafted, driver.core.stats.num_accepted)
+    assert 0 < accepted < drafted and driver.core.stats.num_output_tokens == 21
+
+
+def test_a_drop_that_fails_ends_the_rows_and_the_step_goes_on_without_them():
+    runner = FakeRunner()
+    driver = Driver(runner)
+    for name in "ab":
+        driver.core.add_request(request(name))
+        driver.core.step()
+    runner.broken = {"drop"}
+    driver.core.abort("a")
+    driver.core.add_request(request("c"))
+    driver.core.step()
+    assert driver.finish == {"b": FinishReason.ERROR} and len(driver.tokens["c"]) == 1
+    assert [call[0] for call in runner.calls[-2:]] == ["drop", "prefill"], "there is nothing to decode"

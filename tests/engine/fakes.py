@@ -1,0 +1,107 @@
+"""A ModelRunner without a model: a row's token is a function of its seed and of the position in its output."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.request import Request
+from engine.protocol import EngineRequest, TokenLogprobs, choice_seed
+
+VOCAB_SIZE = 1000
+STOP = 2
+
+
+def token(seed: int, position: int) -> int:
+    """Never STOP."""
+    return 3 + (seed * 7919 + position * 104729) % (VOCAB_SIZE - 3)
+
+
+def answer(request: EngineRequest, index: int = 0) -> list[int]:
+    """All that choice `index` of the request gets."""
+    seed = choice_seed(request.sampling.seed, index)
+    return [token(seed, position) for position in range(request.sampling.max_tokens)]
+
+
+class FakeRunner:
+    """Gives tokens one call after the one that started them, as the real one does.
+
+    accepts: (seed, position) -> whether the draft for that output position holds. stops_at: {seed: position of STOP}.
+    broken: the methods that raise. errors: {row id: the error that its next outputs have}. calls: what was asked.
+    """
+
+    def __init__(self, max_draft_tokens: int = 0, accepts: Callable[[int, int], bool] = lambda seed, position: True):
+        self.max_context_tokens, self.vocab_size = 100_000, VOCAB_SIZE
+        self.max_draft_tokens = max_draft_tokens
+        self.capabilities: dict[str, Any] = {"media": [], "mtp": "fake" if max_draft_tokens else "the fake has none"}
+        self.accepts = accepts
+        self.stops_at: dict[int, int] = {}
+        self.broken: set[str] = set()
+        self.errors: dict[str, str] = {}
+        self.calls: list[tuple[Any, ...]] = []
+        self.step_s = 0.0
+        self.closed = False
+        self.rows: dict[str, Request] = {}
+        self.prompts: dict[str, int] = {}  # by the id of the first row: tokens prefilled
+        self._positions: dict[str, int] = {}
+        self._in_flight: dict[str, RowOutput] = {}
+
+    def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]:
+        self._called("decode", num_draft_tokens, *self.rows)
+        assert self.rows and num_draft_tokens <= self.max_draft_tokens
+        time.sleep(self.step_s)
+        if not self._in_flight:
+            self._in_flight = self._launch(num_draft_tokens)
+        outputs, self._in_flight = self._in_flight, self._launch(num_draft_tokens)
+        return outputs
+
+    def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
+        first = rows[0]
+        self._called("prefill", first.id, max_tokens)
+        prompt, done = first.prompt_token_ids, self.prompts.get(first.id, 0)
+        assert done == first.num_prefilled and not any(row.id in self.rows for row in rows)
+        num_tokens = min(max_tokens, len(prompt) - done)
+        self.prompts[first.id] = done + num_tokens
+        if done + num_tokens < len(prompt):
+            return PrefillOutput(num_tokens)
+        del self.prompts[first.id]
+        for row in rows:
+            self.rows[row.id], self._positions[row.id] = row, len(row.output_token_ids)
+        return PrefillOutput(num_tokens, {row.id: self._output(row, 0) for row in rows})
+
+    def drop(self, row_ids: Sequence[str]) -> None:
+        self._called("drop", *row_ids)
+        for row_id in row_ids:
+            for held in (self.rows, self.prompts, self._positions, self._in_flight):
+                held.pop(row_id, None)
+
+    def reset(self) -> None:
+        for held in (self.rows, self._positions, self._in_flight):
+            held.clear()
+
+    def memory(self) -> dict[str, int]:
+        if "memory" in self.broken:
+            raise RuntimeError("no figures")
+        return {"rows": len(self.rows), "prompts": len(self.prompts)}
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _called(self, name: str, *args: Any) -> None:
+        self.calls.append((name, *args))
+        if name in self.broken:
+            raise RuntimeError("secret detail of the library")
+
+    def _launch(self, num_draft_tokens: int) -> dict[str, RowOutput]:
+        return {row.id: self._output(row, num_draft_tokens) for row in self.rows.values()}
+
+    def _output(self, row: Request, num_draft_tokens: int) -> RowOutput:
+        seed, start = row.sampling.seed, self._positions[row.id]
+        num_accepted = 0
+        while num_accepted < num_draft_tokens and self.accepts(seed, start + num_accepted):
+            num_accepted += 1
+        positions = range(start, start + num_accepted + 1)
+        self._positions[row.id] = positions.stop
+        ids = tuple(STOP if p == self.stops_at.get(seed) else token(seed, p) for p in positions)
+        logprobs = tuple(TokenLogprobs(-float(p)) for p in positions) if row.sampling.logprobs is not None else ()
+        return RowOutput(ids, logprobs, num_draft_tokens, num_accepted, self.errors.get(row.id))

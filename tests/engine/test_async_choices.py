@@ -1,0 +1,353 @@
+"""The asyncio door for several choices, grammars, and what is refused before it costs anything."""
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import engine.async_engine
+from engine.async_engine import AsyncEngine
+from engine.config import EngineConfig
+from engine.protocol import (
+    EngineFailed,
+    EngineRequest,
+    FinishReason,
+    GrammarSpec,
+    InvalidRequest,
+    Overloaded,
+    SamplingParams,
+    TokenChunk,
+)
+from tests.engine.fakes import STOP, VOCAB_SIZE, FakeRunner, answer
+
+JSON = GrammarSpec("json_object")
+
+
+def request(request_id: str = "r", n: int = 1, max_tokens: int = 10, **sampling: Any) -> EngineRequest:
+    params = SamplingParams(max_tokens, **sampling)
+    return EngineRequest(request_id, np.zeros(4, np.int32), params, (STOP,), num_choices=n)
+
+
+def run(test: Callable[[AsyncEngine, FakeRunner], Awaitable], runner: FakeRunner | None = None, **config: Any) -> None:
+    runner = runner or FakeRunner()
+
+    async def main() -> None:
+        engine = AsyncEngine(EngineConfig.model_validate(config), lambda config, progress: runner)
+        await engine.wait_ready()
+        try:
+            async with asyncio.timeout(20):
+                await test(engine, runner)
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def collect(engine: AsyncEngine, r: EngineRequest) -> list[TokenChunk]:
+    return [chunk async for chunk in engine.generate(r)]
+
+
+def tokens_by_choice(chunks: list[TokenChunk]) -> list[list[int]]:
+    tokens: dict[int, list[int]] = defaultdict(list)
+    for chunk in chunks:
+        tokens[chunk.index] += chunk.token_ids
+    return [tokens[index] for index in sorted(tokens)]
+
+
+def test_every_choice_gets_its_own_tokens_and_its_own_end():
+    async def test(engine, runner):
+        wanted = request(n=4, max_tokens=40)
+        chunks = await collect(engine, wanted)
+        assert tokens_by_choice(chunks) == [answer(wanted, i) for i in range(4)]
+        for index in range(4):
+            reasons = [chunk.finish_reason for chunk in chunks if chunk.index == index]
+            assert reasons[-1] is FinishReason.LENGTH and set(reasons[:-1]) <= {None}
+        assert engine.status().num_finished == 4
+
+    run(test)
+
+
+def test_the_stream_goes_on_until_the_last_choice_has_ended():
+    async def test(engine, runner):
+        wanted = request(n=2, max_tokens=30)
+        runner.stops_at = {0: 3}
+        chunks = await collect(engine, wanted)
+        assert [len(tokens) for tokens in tokens_by_choice(chunks)] == [3, 30]
+        assert {c.index: c.finish_reason for c in chunks if c.finish_reason} == {
+            0: FinishReason.STOP,
+            1: FinishReason.LENGTH,
+        }
+
+    run(test)
+
+
+def test_a_slow_reader_gets_one_chunk_per_choice_with_all_that_came():
+    async def test(engine, runner):
+        stream = engine.generate(request(n=3, max_tokens=12, logprobs=0))
+        first = [await anext(stream) for _ in range(3)]
+        await until(lambda: engine.status().num_finished == 3)
+        rest = [chunk async for chunk in stream]
+        assert [chunk.index for chunk in first] == [chunk.index for chunk in rest] == [0, 1, 2]
+        for chunk in rest:
+            assert chunk.finish_reason is FinishReason.LENGTH
+            assert [-entry.logprob for entry in chunk.logprobs] == list(range(12 - len(chunk.token_ids), 12))
+
+    run(test)
+
+
+def test_draft_counts_add_up_over_what_a_reader_left_waiting():
+    async def test(engine, runner):
+        stream = engine.generate(request(max_tokens=21))
+        first = await anext(stream)
+        await until(lambda: engine.status().num_finished == 1)
+        last = await anext(stream)
+        status = engine.status()
+        assert first.num_drafted + last.num_drafted == status.num_drafted > 0
+        assert first.num_accepted + last.num_accepted == status.num_accepted > 0
+        assert status.speculation["mode"] == "fixed"
+
+    run(test, FakeRunner(2, accepts=lambda seed, position: position % 2 == 0), mtp={"max_draft_tokens": 2})
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_a_reader_that_leaves_frees_all_rows(how):
+    async def test(engine, runner):
+        runner.step_s = 0.002
+        stream = engine.generate(request(n=3, max_tokens=5000))
+        await anext(stream)
+        await until(lambda: len(runner.rows) == 3)
+        if how == "close":
+            await stream.aclose()
+        else:
+            assert engine.abort("r")
+            rest = [chunk async for chunk in stream]
+            assert {c.index for c in rest if c.finish_reason is FinishReason.ABORT} == {0, 1, 2}
+            assert not engine.abort("r")
+        await until(lambda: engine.status().num_running == 0 and not runner.rows)
+        assert engine.status().num_aborted == 3
+
+    run(test)
+
+
+def test_a_choice_that_has_ended_is_not_aborted_again():
+    async def test(engine, runner):
+        runner.step_s, runner.stops_at = 0.002, {0: 2}
+        stream = engine.generate(request(n=2, max_tokens=5000))
+        seen: list[TokenChunk] = []
+        while not any(chunk.finish_reason for chunk in seen):
+            seen.append(await anext(stream))
+        assert engine.abort("r")
+        seen += [chunk async for chunk in stream]
+        reasons = [(chunk.index, chunk.finish_reason) for chunk in seen if chunk.finish_reason]
+        assert reasons == [(0, FinishReason.STOP), (1, FinishReason.ABORT)]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field", "message"),
+    [
+        ({"num_choices": 5}, "n", r"n is 5; it must be between 1 and 4 \(max_running\)"),
+        ({"num_choices": 0}, "n", "n is 0; it must be between 1 and 4"),
+        ({"priority": 2}, "priority", "priority is 2, but the scheduler's policy is fifo"),
+        ({"sampling": SamplingParams(5, logit_bias=((7, 1.0), (1000, 2.0)))}, "logit_bias", "token id 1000 is not"),
+        ({"sampling": SamplingParams(5, logit_bias=((-1, 1.0),))}, "logit_bias", "token id -1 is not within 0 and 999"),
+        ({"token_ids": np.array([0, VOCAB_SIZE], np.int32)}, "messages", "token id 1000 is not within 0 and 999"),
+        ({"token_ids": np.array([-3, 5], np.int32)}, "messages", "token id -3 is not within 0 and 999"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name_value_and_limit(wrong, field, message):
+    async def test(engine, runner):
+        with pytest.raises(InvalidRequest, match=message) as caught:
+            await collect(engine, replace(request(), **wrong))
+        assert caught.value.field == field and runner.calls == []
+
+    run(test, max_running=4)
+
+
+def test_priorities_are_taken_by_their_policy_and_the_urgent_one_is_first():
+    async def test(engine, runner):
+        runner.step_s = 0.002
+        slow = asyncio.create_task(collect(engine, replace(request("slow", max_tokens=200), priority=5)))
+        await until(lambda: bool(runner.rows))
+        await collect(engine, replace(request("urgent"), priority=-1))
+        assert not slow.done() and engine.status().num_preempted == 1
+        wanted = request("slow", max_tokens=200)
+        assert tokens_by_choice(await slow) == [answer(wanted)]
+
+    run(test, max_running=1, scheduler={"policy": "priority"})
+
+
+def test_each_answer_counts_towards_what_may_be_open():
+    async def test(engine, runner):
+        runner.step_s = 0.002
+        stream = engine.generate(request(n=3, max_tokens=5000))
+        await anext(stream)
+        with pytest.raises(Overloaded, match="3 answers are open and 3 more were asked for, the limit is 5"):
+            await collect(engine, request("two", n=3))
+        await stream.aclose()
+        await collect(engine, request("three", n=3))
+
+    run(test, max_running=3, max_waiting=2)
+
+
+class FakeMatcher:
+    def __init__(self, name: str):
+        self.name = name
+
+    def masks(self, draft=()):
+        raise NotImplementedError
+
+    def advance(self, token_ids):
+        raise NotImplementedError
+
+    def fork(self):
+        return FakeMatcher(f"{self.name}'")
+
+
+class FakeCompiler:
+    """Counts what is made; making waits for `makes`, compiling for `gate`. The first `broken` cannot be made."""
+
+    broken: int
+    makes: threading.Event
+    made: int
+    compiled: int
+    gate: asyncio.Event
+
+    def __init__(self, model_dir, vocab_size, stop_token_ids, config):
+        type(self).made += 1
+        assert threading.current_thread() is not threading.main_thread(), "it reads the tokenizer"
+        assert self.makes.wait(5)
+        if type(self).made <= self.broken:
+            raise EngineFailed("there is no tokenizer.json")
+        assert (vocab_size, tuple(stop_token_ids)) == (VOCAB_SIZE, (STOP,)) and model_dir.is_dir()
+
+    async def compile(self, spec):
+        type(self).compiled += 1
+        await self.gate.wait()
+        if spec.text == "bad":
+            raise InvalidRequest("the grammar is bad", spec.field)
+        return FakeMatcher(spec.text)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    FakeCompiler.made = FakeCompiler.compiled = FakeCompiler.broken = 0
+    FakeCompiler.makes = threading.Event()
+    FakeCompiler.makes.set()
+    FakeCompiler.gate = asyncio.Event()
+    monkeypatch.setattr(engine.async_engine, "GrammarCompiler", FakeCompiler)
+    return FakeCompiler
+
+
+def test_each_choice_has_a_matcher_of_the_compiled_grammar(compiler):
+    async def test(engine, runner):
+        runner.step_s = 0.002
+        compiler.gate.set()
+        stream = engine.generate(replace(request(n=3, max_tokens=5000), grammar=GrammarSpec("regex", "a+")))
+        await anext(stream)
+        assert [row.matcher.name for row in runner.rows.values()] == ["a+", "a+'", "a+'"]
+        assert len({id(row.matcher) for row in runner.rows.values()}) == 3
+        await stream.aclose()
+        without = engine.generate(request("without", max_tokens=5000))
+        await anext(without)
+        assert runner.rows["without#1/0"].matcher is None
+        await without.aclose()
+
+    run(test)
+
+
+def test_the_compiler_is_made_at_the_first_grammar_and_once(compiler):
+    async def test(engine, runner):
+        await collect(engine, request())
+        assert compiler.made == 0
+        compiler.gate.set()
+        await asyncio.gather(*(collect(engine, replace(request(f"r{i}"), grammar=JSON)) for i in range(4)))
+        assert (compiler.made, compiler.compiled) == (1, 4)
+
+    run(test)
+
+
+def test_a_compiler_that_cannot_be_made_is_an_error_for_the_request_and_tried_again(compiler):
+    async def test(engine, runner):
+        compiler.broken = 2
+        compiler.gate.set()
+        for _ in range(2):
+            with pytest.raises(EngineFailed, match=r"there is no tokenizer.json"):
+                await collect(engine, replace(request(), grammar=JSON))
+        assert engine._streams == {} and compiler.made == 2
+        assert await collect(engine, replace(request(), grammar=JSON))
+
+    run(test)
+
+
+def test_a_client_that_goes_while_the_compiler_is_made_does_not_take_it_from_others(compiler):
+    async def test(engine, runner):
+        compiler.makes.clear()
+        first, second = (asyncio.create_task(collect(engine, replace(request(name), grammar=JSON))) for name in "ab")
+        await until(lambda: compiler.made == 1)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        compiler.makes.set()
+        compiler.gate.set()
+        assert await second and compiler.made == 1
+
+    run(test)
+
+
+def test_a_grammar_that_is_refused_leaves_nothing_behind(compiler):
+    async def test(engine, runner):
+        compiler.gate.set()
+        with pytest.raises(InvalidRequest, match="the grammar is bad"):
+            await collect(engine, replace(request(), grammar=GrammarSpec("regex", "bad")))
+        assert engine._streams == engine._keys == {} and runner.calls == []
+        assert await collect(engine, request())
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["cancel", "abort"])
+def test_a_client_that_goes_while_its_grammar_compiles_leaves_nothing_behind(compiler, how):
+    async def test(engine, runner):
+        task = asyncio.create_task(collect(engine, replace(request(n=2), grammar=JSON)))
+        await until(lambda: compiler.compiled == 1)
+        with pytest.raises(InvalidRequest, match="in use"):
+            await collect(engine, request())
+        if how == "cancel":
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        else:
+            assert engine.abort("r")
+            compiler.gate.set()
+            assert [chunk.finish_reason for chunk in await task] == [FinishReason.ABORT] * 2
+        assert engine._streams == engine._keys == {}
+        compiler.gate.set()
+        await collect(engine, request("next"))
+        assert not any("r#" in str(call) for call in runner.calls) and engine.status().num_aborted == 0
+
+    run(test)
+
+
+def test_an_engine_that_ends_while_a_grammar_compiles_ends_the_stream(compiler):
+    async def test(engine, runner):
+        task = asyncio.create_task(collect(engine, replace(request(n=2), grammar=JSON)))
+        await until(lambda: compiler.compiled == 1)
+        await engine.shutdown()
+        compiler.gate.set()
+        assert [chunk.finish_reason for chunk in await task] == [FinishReason.ERROR] * 2
+
+    run(test)

@@ -1,0 +1,155 @@
+"""The decode batch below the scheduler: groups by length, exact bookkeeping, and both ways to run a forward."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.request import Request
+from engine.protocol import EngineRequest, SamplingParams
+from engine.worker import kv_cache
+from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.mtp import Feed
+
+VOCAB = 512
+
+
+def row(name: str, num_prompt_tokens: int, **params: object) -> Request:
+    ids = np.random.default_rng(num_prompt_tokens).integers(20, VOCAB, num_prompt_tokens).astype(np.int32)
+    return Request(EngineRequest(name, ids, SamplingParams(1000, **{"temperature": 0.0} | params), ()))  # type: ignore[arg-type]
+
+
+def join(runner: MLXRunner, request: Request) -> list[int]:
+    while (first := runner.prefill([request], 64).first) is None:
+        pass
+    return list(first[request.id].token_ids)
+
+
+def tokens(runner: MLXRunner, rows: Sequence[Request], num_drafts: Callable[[int], int], count: int) -> list[list[int]]:
+    """At least `count` tokens of each row, one joining every other step; cut to `count`."""
+    out: dict[str, list[int]] = {}
+    for step in range(100_000):
+        if step % 2 == 0 and step // 2 < len(rows):
+            out[rows[step // 2].id] = join(runner, rows[step // 2])
+        for row_id, output in runner.decode(num_drafts(step)).items():
+            out[row_id] += output.token_ids
+        if len(out) == len(rows) and min(map(len, out.values())) >= count:
+            break
+    runner.drop([r.id for r in rows])
+    return [out[r.id][:count] for r in rows]
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model: Callable[..., Path]) -> MLXRunner:
+    """Never closed: that would take the main thread's streams from the tests that follow."""
+    return load_runner(EngineConfig(model=str(tiny_model(agree=0.3, layers=4, interval=2))), lambda progress: None)
+
+
+def test_a_row_that_is_much_longer_steps_in_a_group_of_its_own(tiny: MLXRunner):
+    rows = [row("short", 20), row("long", 400), row("medium", 60), row("other", 30)]
+    alone = [tokens(tiny, [r], lambda step: 0, 20)[0] for r in rows]
+    batch = tiny._batch
+    batch._max_waste = 100 * kv_bytes_per_token(tiny)
+    groups: list[list[list[str]]] = []
+
+    def drafts(step: int) -> int:
+        groups.append([[r.request.spec.request_id for r in group.rows] for group in batch._groups])
+        return step % 4
+
+    assert tokens(tiny, rows, drafts, 20) == alone
+    assert [["short", "medium", "other"], ["long"]] in groups
+    batch._max_waste = 10**12
+    groups.clear()
+    assert tokens(tiny, rows, drafts, 20) == alone
+    assert max(map(len, groups)) == 1
+
+
+def kv_bytes_per_token(runner: MLXRunner) -> int:
+    """Two attention layers of two heads of 32 channels, keys and values, in float32."""
+    lm = runner._view.lm
+    layers = [layer for layer in lm.layers if not layer.is_linear]
+    return len(layers) * 2 * lm.args.num_key_value_heads * lm.args.head_dim * 4
+
+
+def test_memory_is_that_of_the_longest_row_and_is_given_back(tiny: MLXRunner):
+    rows = [row("a", 300), row("b", 10)]
+    for r in rows:
+        join(tiny, r)
+    group = tiny._batch._groups[0]
+    assert group.bytes_per_token == kv_bytes_per_token(tiny)
+    with_both = tiny.memory()["decode_cache_bytes"]
+    tiny.drop([rows[0].id])
+    after = tiny.memory()["decode_cache_bytes"]
+    assert after < with_both / 2, "the short row keeps no room for the long one"
+    tiny.drop([rows[1].id])
+    assert tiny.memory()["decode_cache_bytes"] == 0
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_library_s_exact_verifier_gives_the_same(tiny: MLXRunner, monkeypatch: pytest.MonkeyPatch, exact: bool):
+    """Metal uses it; here it only has to work with our caches."""
+    rows = [row("a", 40), row("b", 7, temperature=1.0, seed=4), row("c", 70)]
+    alone = [tokens(tiny, [r], lambda step: 0, 30)[0] for r in rows]
+    monkeypatch.setattr(tiny._view, "exact_verify", exact)
+    for num_drafts in (1, 2, 3):
+        assert tokens(tiny, rows, lambda step, k=num_drafts: k, 30) == alone
+
+
+def test_a_compiled_forward_gives_the_same(tiny: MLXRunner):
+    rows = [row("a", 40), row("b", 7, temperature=1.0, seed=4)]
+    expected = tokens(tiny, rows, lambda step: 2 * (step % 2), 24)
+    compiled = MLXRunner(tiny._model, tiny_config := EngineConfig(compile="on"))
+    assert tiny_config.compile == "on" and compiled.capabilities["compiled"]
+    assert tokens(compiled, rows, lambda step: 2 * (step % 2), 24) == expected
+    forward = compiled._batch._compiled
+    assert forward is not None and len(forward._graphs) == 4, "one and two rows, one and three tokens"
+
+
+def test_the_head_catches_up_after_any_number_of_plain_steps(tiny: MLXRunner, monkeypatch: pytest.MonkeyPatch):
+    """The first draft behind a plain phase is the one that a head would make that was asked at every step."""
+    monkeypatch.setattr("engine.worker.mtp.FEED_LIMIT", 16)
+    monkeypatch.setattr("engine.worker.mtp.FEED_CHUNK", 5)
+    drafts: dict[int, list[list[int]]] = {}
+    for every in (1, 7, 40):
+        request = row("a", 30)
+        join(tiny, request)
+        drafter = tiny._batch._groups[0]._drafter
+        assert drafter is not None
+        original, seen = drafter.draft, []
+
+        def spy(num_drafts, lengths, *args, original=original, seen=seen):
+            result = original(num_drafts, lengths, *args)
+            seen.append([int(np.array(lengths)[0]), int(np.array(result)[0, 0])])
+            return result
+
+        monkeypatch.setattr(drafter, "draft", spy)
+        for step in range(80):
+            tiny.decode(1 if step % every == every - 1 else 0)
+        tiny.drop([request.id])
+        drafts[every] = seen
+    everything = {at: draft for at, draft in drafts[1]}
+    for every in (7, 40):
+        common = [(at, draft) for at, draft in drafts[every] if at in everything]
+        assert common and all(everything[at] == draft for at, draft in common)
+
+
+def test_feeds_of_rows_join_whatever_their_widths():
+    narrow = Feed.of(7, mx.ones((1, 1, 4)))
+    wide = narrow.with_step(mx.array([[8]]), 2 * mx.ones((1, 1, 4))).with_step(mx.array([[9]]), 3 * mx.ones((1, 1, 4)))
+    for both in (narrow.joined(wide), wide.joined(narrow)):
+        assert sorted(np.array(both.count).tolist()) == [1, 3] and both.bound == 3
+        for i, count in enumerate(np.array(both.count).tolist()):
+            assert np.array(both.token_ids)[i, :count].tolist() == [7, 8, 9][:count]
+            assert np.array(both.hidden)[i, :count, 0].tolist() == [1, 2, 3][:count]
+
+
+def test_a_layer_that_cannot_be_batched_is_named(tiny: MLXRunner):
+    with pytest.raises(TypeError, match="layer 1: object cannot be batched"):
+        cache = tiny._view.make_cache()
+        tiny._view.extend(mx.array([[1, 2]]), None, cache, np.zeros((3, 1, 2), np.int32))
+        kv_cache.RowsCache.of([cache[0], object()])
