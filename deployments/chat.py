@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-from engine.protocol import EngineRequest
+from engine.protocol import EngineRequest, GrammarSpec
 
 Message = dict[str, Any]
 """A canonical message: `role` (system, user, assistant, tool) and `content` (str, list of parts, or None), and what
@@ -33,7 +33,11 @@ class Route(StrEnum):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """One request of any dialect after normalization. None means: the model's own default."""
+    """One request of any dialect after normalization. None means: the model's own default.
+
+    The fields of sampling are those of `SamplingParams`, where their meaning is told; num_choices, grammar and priority
+    those of `EngineRequest`. stop_token_ids: besides the model's own.
+    """
 
     request_id: str
     messages: tuple[Message, ...]
@@ -43,7 +47,17 @@ class ChatRequest:
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    num_choices: int = 1
+    grammar: GrammarSpec | None = None
+    priority: int = 0
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -57,16 +71,33 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class TextLogprobs:
+    """`TokenLogprobs` with tokens as the bytes that they stand for; `top` is best first."""
+
+    token: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class TextDelta:
-    """The text of all tokens since the last delta; `finish_reason` is set on the last one alone."""
+    """What all tokens of one choice since its last delta add; `finish_reason` is set on its last one alone.
+
+    logprobs: if asked for, one per token, also of tokens whose text is still held back. num_drafted, num_accepted: see
+    TokenChunk.
+    """
 
     text: str
     num_tokens: int
     finish_reason: str | None = None
+    index: int = 0
+    logprobs: tuple[TextLogprobs, ...] = ()
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class Generation(Protocol):
-    """A request that has begun: its prompt is planned and its first token is there."""
+    """A request that has begun: its prompt is planned and its first token is there. Ends when all choices have."""
 
     num_prompt_tokens: int
 

@@ -10,7 +10,7 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.chat import ChatRequest, Route, TextDelta
+from deployments.chat import ChatRequest, Route, TextDelta, TextLogprobs
 from deployments.engine_client import EngineClient, EngineStream
 from deployments.http.config import HttpConfig
 from deployments.http.openai import create_app
@@ -19,37 +19,66 @@ from engine.config import EngineConfig
 from engine.processing.checkpoint import media_kinds, read_config, resolve_checkpoint
 from engine.processing.detokenizer import Detokenizer
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import EngineFailed, FinishReason
+from engine.protocol import EngineFailed, FinishReason, TokenChunk
 
 STATUS_TIMEOUT_S = 5.0
 READY_CHECKED_EVERY_S = 1.0
 
 
 class TextGeneration:
-    """See chat.Generation. Ends the engine's stream as soon as a stop string is complete."""
+    """See chat.Generation. A choice ends as soon as a stop string is complete, the engine's stream with the last one.
 
-    def __init__(self, stream: EngineStream, detokenizer: Detokenizer):
-        self.num_prompt_tokens = len(stream.plan.request.token_ids)
+    The engine works on at a choice that a stop string has ended, as long as others run; nobody sees what comes of it.
+    """
+
+    def __init__(self, stream: EngineStream, tokenizer: ChatTokenizer, stop: tuple[str, ...]):
+        request = stream.plan.request
+        self.num_prompt_tokens = len(request.token_ids)
         self._stream = stream
-        self._detokenizer = detokenizer
+        self._token_bytes = tokenizer.token_bytes
+        self._running = {index: tokenizer.detokenizer(stop) for index in range(request.num_choices)}
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         """Raises EngineFailed when the engine cannot finish the answer."""
-        num_tokens = 0
         try:
             async for chunk in self._stream:
+                if (detokenizer := self._running.get(chunk.index)) is None:
+                    continue
                 if chunk.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                     raise EngineFailed(chunk.error or "The engine gave up the request. Please send it again.")
-                text = self._detokenizer.push(chunk.token_ids)
-                finish_reason = FinishReason.STOP if self._detokenizer.stopped else chunk.finish_reason
-                if finish_reason is not None:
-                    text += self._detokenizer.finish()
-                new_tokens, num_tokens = self._detokenizer.num_tokens - num_tokens, self._detokenizer.num_tokens
-                yield TextDelta(text, new_tokens, finish_reason.value if finish_reason else None)
-                if finish_reason is not None:
+                delta = self._delta(chunk, detokenizer)
+                if delta.finish_reason is not None:
+                    del self._running[chunk.index]
+                yield delta
+                if not self._running:
                     return
         finally:
             await self.aclose()
+
+    def _delta(self, chunk: TokenChunk, detokenizer: Detokenizer) -> TextDelta:
+        num_before = detokenizer.num_tokens
+        text = detokenizer.push(chunk.token_ids)
+        num_tokens = detokenizer.num_tokens - num_before  # fewer than the chunk has where a stop string is complete
+        finish_reason = FinishReason.STOP if detokenizer.stopped else chunk.finish_reason
+        if finish_reason is not None:
+            text += detokenizer.finish()
+        return TextDelta(
+            text,
+            num_tokens,
+            finish_reason.value if finish_reason else None,
+            chunk.index,
+            self._logprobs(chunk, num_tokens) if chunk.logprobs else (),
+            chunk.num_drafted,
+            chunk.num_accepted,
+        )
+
+    def _logprobs(self, chunk: TokenChunk, num_tokens: int) -> tuple[TextLogprobs, ...]:
+        spell = self._token_bytes
+        pairs = zip(chunk.token_ids[:num_tokens], chunk.logprobs[:num_tokens], strict=True)
+        return tuple(
+            TextLogprobs(spell(token_id), found.logprob, tuple((spell(other), logprob) for other, logprob in found.top))
+            for token_id, found in pairs
+        )
 
     async def aclose(self) -> None:
         await self._stream.aclose()
@@ -85,7 +114,7 @@ class Ingress:
 
     async def start(self, request: ChatRequest, route: Route) -> TextGeneration:
         stream = await self._client.start(request, route)
-        return TextGeneration(stream, self._tokenizer.detokenizer(request.stop))
+        return TextGeneration(stream, self._tokenizer, request.stop)
 
     async def status(self) -> dict[str, Any]:
         """Sums over all engines, then every replica of the graph, and the configuration in effect."""

@@ -40,7 +40,7 @@ def forget_dead_cluster() -> None:
 
     Where nobody listens at that address any more, the note goes, as a clean `ray stop` would have removed it.
     """
-    from ray._private.utils import get_ray_address_file
+    from ray._common.utils import get_ray_address_file
 
     note = Path(get_ray_address_file(None))
     address = note.read_text().strip() if note.exists() else ""

@@ -3,12 +3,17 @@
 import asyncio
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 from deployments.chat import ChatRequest, Message
 from engine.config import EngineConfig
-from engine.processing.checkpoint import context_limit, read_config, refuse_code, resolve_checkpoint
+from engine.processing.checkpoint import context_limit, read_config, refuse_code, resolve_checkpoint, vocab_size
 from engine.processing.tokenizer import ChatTokenizer, GenerationDefaults
-from engine.protocol import ContextLengthExceeded, EngineRequest, ImagePatches, SamplingParams
+from engine.protocol import ContextLengthExceeded, EngineRequest, ImagePatches, InvalidRequest, SamplingParams
+
+OF_THE_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Parameters of sampling that the checkpoint sets where the request does not."""
+AS_ASKED = ("presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "logprobs")
 
 
 class PromptPlanner:
@@ -17,14 +22,16 @@ class PromptPlanner:
     def __init__(self, config: EngineConfig):
         self.model_dir = resolve_checkpoint(config.model, config.revision, weights=False)
         refuse_code(self.model_dir)
-        trained_for = context_limit(read_config(self.model_dir))
+        config_of_model = read_config(self.model_dir)
+        trained_for = context_limit(config_of_model)
+        self._vocab_size = vocab_size(config_of_model)
         self._max_context_tokens = min(config.max_context_tokens or trained_for, trained_for)
         self._tokenizer = ChatTokenizer(self.model_dir)
 
     async def engine_request(
         self, request: ChatRequest, messages: Sequence[Message], images: tuple[ImagePatches, ...] = ()
     ) -> EngineRequest:
-        """Raises InvalidRequest for a conversation that the template refuses, ContextLengthExceeded."""
+        """Raises InvalidRequest, also for a conversation that the template refuses, and ContextLengthExceeded."""
         token_ids = await asyncio.to_thread(
             self._tokenizer.encode_chat,
             messages,
@@ -37,9 +44,21 @@ class PromptPlanner:
             sampling=sampling_params(
                 request, self._tokenizer.generation_defaults, len(token_ids), self._max_context_tokens
             ),
-            stop_token_ids=self._tokenizer.stop_token_ids,
+            stop_token_ids=self._stop_token_ids(request),
             images=images,
+            num_choices=request.num_choices,
+            grammar=request.grammar,
+            priority=request.priority,
         )
+
+    def _stop_token_ids(self, request: ChatRequest) -> tuple[int, ...]:
+        for i, token_id in enumerate(request.stop_token_ids):
+            if token_id >= self._vocab_size:
+                raise InvalidRequest(
+                    f"stop_token_ids[{i}] is {token_id}; this model's tokens are 0 to {self._vocab_size - 1}",
+                    f"stop_token_ids[{i}]",
+                )
+        return tuple(sorted({*self._tokenizer.stop_token_ids, *request.stop_token_ids}))
 
 
 def sampling_params(
@@ -47,13 +66,15 @@ def sampling_params(
 ) -> SamplingParams:
     """What the client asked for, then what the model's authors advise. Without max_tokens the context is the limit.
 
-    Raises ContextLengthExceeded when prompt and answer do not fit.
+    Raises ContextLengthExceeded when prompt and answer do not fit, and InvalidRequest, see SamplingParams.
     """
     room = max_context_tokens - num_prompt_tokens
     max_tokens = max(room, 1) if request.max_tokens is None else request.max_tokens
     if max_tokens > room:
         raise ContextLengthExceeded(num_prompt_tokens, max_tokens, max_context_tokens)
     seed = secrets.randbits(64) if request.seed is None else request.seed % 2**64
-    asked = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    chosen = {name: getattr(defaults, name) if value is None else value for name, value in asked.items()}
+    chosen: dict[str, Any] = {name: getattr(request, name) for name in AS_ASKED}
+    for name in OF_THE_MODEL:
+        asked = getattr(request, name)
+        chosen[name] = getattr(defaults, name) if asked is None else asked
     return SamplingParams(max_tokens=max_tokens, seed=seed, **chosen)

@@ -174,19 +174,25 @@ def from_validation(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(f"`{path}` is required.", path)
     if kind == "extra_forbidden":
         return InvalidRequest(f"`{path}` is not supported.", path)
-    rule = _RULES.get(kind) or re.sub(r"^\w+ should", "must", first["msg"]).replace(" after validation", "")
+    rule = _RULES.get(kind) or re.sub(r"^\w+ should", "must", first["msg"]).replace(
+        " after validation", ""
+    ).removesuffix(", not more")
     return InvalidRequest(f"`{path}` is {shown(value)}: it {rule}.", path)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """Without the tags of unions, which begin with NUL."""
-    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc if not str(step).startswith("\0")]
+    """Without the tags of unions, which begin with NUL. Names of fields can be the client's, of any length."""
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step[:100]}" for step in loc if not _is_tag(step)]
     return "".join(steps).removeprefix(".")
+
+
+def _is_tag(step: int | str) -> bool:
+    return isinstance(step, str) and step.startswith("\0")
 
 
 def shown(value: Any) -> str:
     """A client's value as an error may quote it: as JSON, and short."""
     if isinstance(value, list | dict):
-        return f"an array of {len(value)}" if isinstance(value, list) else "an object"
+        return f"an array of {len(value)}" if isinstance(value, list) else f"an object with {len(value)} fields"
     text = json.dumps(value[:101] if isinstance(value, str) else value, ensure_ascii=False)
     return text if len(text) <= 100 else text[:100] + "…"

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,13 +12,16 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.chat import Generation, TextDelta
+from deployments.chat import Generation, TextDelta, TextLogprobs
 from deployments.http.errors import CLIENT_LEFT, ErrorMap
 from engine.protocol import EngineFailed
 
 logger = logging.getLogger("orchard.http")
 
 T = TypeVar("T")
+
+LEAST_LOGPROB = -9999.0
+"""What OpenAI reports for what is most unlikely; JSON has no infinity."""
 
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -36,6 +39,8 @@ class Completion:
     created: int
     stream: bool = False
     include_usage: bool = False
+    num_choices: int = 1
+    logprobs: bool = False
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -44,70 +49,127 @@ class Completion:
 class Answer:
     """What the deltas of one generation add up to. One that failed or was aborted raises EngineFailed."""
 
-    def __init__(self, num_prompt_tokens: int):
+    def __init__(self, num_prompt_tokens: int, num_choices: int):
         self._num_prompt_tokens = num_prompt_tokens
-        self._num_tokens = 0
-        self._finish_reason: str | None = None
+        self._num_tokens = self._num_drafted = self._num_accepted = 0
+        self._finish_reasons: list[str | None] = [None] * num_choices
 
-    def add(self, delta: TextDelta) -> str:
+    def add(self, delta: TextDelta) -> None:
         self._num_tokens += delta.num_tokens
+        self._num_drafted += delta.num_drafted
+        self._num_accepted += delta.num_accepted
         if delta.finish_reason is not None:
             if delta.finish_reason not in ("stop", "length"):
                 raise EngineFailed(f"the generation ended with {delta.finish_reason}")
-            self._finish_reason = str(delta.finish_reason)
-        return delta.text
+            self._finish_reasons[delta.index] = delta.finish_reason
 
-    @property
-    def finish_reason(self) -> str:
-        if self._finish_reason is None:
+    def finish_reasons(self) -> list[str]:
+        """Of all choices, which must be over."""
+        reasons = [reason for reason in self._finish_reasons if reason is not None]
+        if len(reasons) < len(self._finish_reasons):
             raise EngineFailed("the generation ended without a finish reason")
-        return self._finish_reason
+        return reasons
 
     @property
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": self._num_tokens,
             "total_tokens": self._num_prompt_tokens + self._num_tokens,
+            # not OpenAI's accepted_prediction_tokens: those are of a prediction that the client sends
+            "completion_tokens_details": {
+                "drafted_tokens": self._num_drafted,
+                "accepted_draft_tokens": self._num_accepted,
+            },
         }
 
 
 async def collect(generation: Generation, completion: Completion) -> dict[str, Any]:
     """The body of a response that is not streamed. Raises what the generation raises."""
-    answer = Answer(generation.num_prompt_tokens)
-    text = "".join([answer.add(delta) async for delta in generation])
-    message = {"role": "assistant", "content": text, "refusal": None}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
-    return {**completion.head("chat.completion"), "choices": [choice], "usage": answer.usage}
+    answer = Answer(generation.num_prompt_tokens, completion.num_choices)
+    deltas: list[list[TextDelta]] = [[] for _ in range(completion.num_choices)]
+    async for delta in generation:
+        answer.add(delta)
+        deltas[delta.index].append(delta)
+    choices = []
+    for index, finish_reason in enumerate(answer.finish_reasons()):
+        text = "".join(delta.text for delta in deltas[index])
+        found = [entry for delta in deltas[index] for entry in delta.logprobs]
+        choices.append(
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": logprobs_body(found) if completion.logprobs else None,
+                "finish_reason": finish_reason,
+            }
+        )
+    return {**completion.head("chat.completion"), "choices": choices, "usage": answer.usage}
 
 
 async def events(
     generation: Generation, completion: Completion, error_body: Callable[[Exception], bytes]
 ) -> AsyncGenerator[bytes]:
-    """Server-sent events up to [DONE], or up to an error event.
-
-    Per token only the text is encoded: the bytes around it are always the same.
-    """
-    answer = Answer(generation.num_prompt_tokens)
-    yield _chunk(completion, {"role": "assistant", "content": "", "refusal": None})
-    before, after = _chunk(completion, {"content": "\0"}).split(b'"\\u0000"')
+    """Server-sent events up to [DONE], or up to an error event."""
+    answer = Answer(generation.num_prompt_tokens, completion.num_choices)
+    encoders = [ChoiceEncoder(completion, index) for index in range(completion.num_choices)]
+    yield b"".join(encoder.opening for encoder in encoders)
     try:
         async for delta in generation:
-            if text := answer.add(delta):
-                yield before + json.dumps(text).encode() + after
-        last = _chunk(completion, {}, answer.finish_reason)
+            answer.add(delta)
+            if sent := encoders[delta.index].encode(delta):
+                yield sent
+        answer.finish_reasons()
     except Exception as error:
         yield b"data: " + error_body(error) + b"\n\n"
         return
+    end = b"data: [DONE]\n\n"
     if completion.include_usage:
-        last += _event({**completion.head("chat.completion.chunk"), "choices": [], "usage": answer.usage})
-    yield last + b"data: [DONE]\n\n"
+        end = _event({**completion.head("chat.completion.chunk"), "choices": [], "usage": answer.usage}) + end
+    yield end
 
 
-def _chunk(completion: Completion, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
-    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-    chunk = {**completion.head("chat.completion.chunk"), "choices": [choice]}
-    return _event({**chunk, "usage": None} if completion.include_usage else chunk)
+class ChoiceEncoder:
+    """Deltas of one choice -> its chunks. Per token only the text is encoded: the bytes around it are always the same.
+
+    opening: the chunk before the first token.
+    """
+
+    def __init__(self, completion: Completion, index: int):
+        self._completion = completion
+        self._index = index
+        self.opening = self._chunk({"role": "assistant", "content": "", "refusal": None})
+        self._before, self._after = self._chunk({"content": "\0"}).split(b'"\\u0000"')
+
+    def encode(self, delta: TextDelta) -> bytes:
+        """One chunk for text or logprobs, one for the end, both or none."""
+        chunks = b""
+        if delta.logprobs:
+            chunks = self._chunk({"content": delta.text}, logprobs_body(delta.logprobs))
+        elif delta.text:
+            chunks = self._before + json.dumps(delta.text).encode() + self._after
+        if delta.finish_reason is not None:
+            chunks += self._chunk({}, finish_reason=delta.finish_reason)
+        return chunks
+
+    def _chunk(
+        self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+    ) -> bytes:
+        choice = {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        chunk = {**self._completion.head("chat.completion.chunk"), "choices": [choice]}
+        return _event({**chunk, "usage": None} if self._completion.include_usage else chunk)
+
+
+def logprobs_body(entries: Sequence[TextLogprobs]) -> dict[str, Any]:
+    content = [
+        {**_token(entry.token, entry.logprob), "top_logprobs": [_token(*other) for other in entry.top]}
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(token: bytes, logprob: float) -> dict[str, Any]:
+    text = token.decode(errors="replace")
+    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(token)}
 
 
 def _event(body: dict[str, Any]) -> bytes:

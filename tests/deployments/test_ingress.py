@@ -1,25 +1,33 @@
+"""From the engine's chunks to text, for one choice and for several, and on to the client over HTTP."""
+
 import asyncio
+import json
+import math
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from deployments.chat import TextDelta
+from deployments.chat import ChatRequest, Route, TextDelta
+from deployments.http.config import HttpConfig
+from deployments.http.openai import create_app
 from deployments.ingress import TextGeneration
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import EngineFailed, FinishReason, TokenChunk
+from engine.protocol import EngineFailed, FinishReason, TokenChunk, TokenLogprobs
 
-
-@pytest.fixture(scope="module")
-def tokenizer() -> ChatTokenizer:
-    return ChatTokenizer(DEMO_MODEL)
+TOKENIZER = ChatTokenizer(DEMO_MODEL)
 
 
 class FakeStream:
-    def __init__(self, chunks: list[TokenChunk]):
-        self.plan = SimpleNamespace(request=SimpleNamespace(token_ids=np.zeros(7)))
+    def __init__(self, chunks: list[TokenChunk], num_choices: int = 1):
+        request = SimpleNamespace(token_ids=np.zeros(7), num_choices=num_choices)
+        self.plan = SimpleNamespace(request=request)
         self.num_read = 0
         self.is_closed = False
         self._chunks = chunks
@@ -33,41 +41,240 @@ class FakeStream:
         self.is_closed = True
 
 
-def chunks_of(tokenizer: ChatTokenizer, text: str, last: TokenChunk) -> list[TokenChunk]:
-    return [TokenChunk((int(token),)) for token in tokenizer.encode_text(text)] + [last]
+def ids_of(text: str) -> list[int]:
+    return [int(token) for token in TOKENIZER.encode_text(text)]
 
 
-def deltas(stream: Any, tokenizer: ChatTokenizer, stop: tuple[str, ...] = ()) -> list[TextDelta]:
+def chunks_of(text: str, reason: FinishReason | None = FinishReason.STOP, **of_each: Any) -> list[TokenChunk]:
+    """One token per chunk, then the end."""
+    ended = TokenChunk((), reason, index=of_each.get("index", 0))
+    return [TokenChunk((token,), **of_each) for token in ids_of(text)] + [ended]
+
+
+def interleaved(*choices: list[TokenChunk]) -> list[TokenChunk]:
+    return [chunk for step in zip_longest(*choices) for chunk in step if chunk is not None]
+
+
+def deltas(stream: Any, stop: tuple[str, ...] = ()) -> list[TextDelta]:
     async def go() -> list[TextDelta]:
-        generation = TextGeneration(stream, tokenizer.detokenizer(stop))
+        generation = TextGeneration(stream, TOKENIZER, stop)
         assert generation.num_prompt_tokens == 7
         return [delta async for delta in generation]
 
     return asyncio.run(go())
 
 
+def text_of(got: list[TextDelta], index: int = 0) -> str:
+    return "".join(delta.text for delta in got if delta.index == index)
+
+
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
-def test_tokens_become_text_and_are_counted(tokenizer: ChatTokenizer, reason: FinishReason):
-    stream = FakeStream(chunks_of(tokenizer, "Once upon a time", TokenChunk((), reason)))
-    got = deltas(stream, tokenizer)
-    assert "".join(delta.text for delta in got) == "Once upon a time"
-    assert sum(delta.num_tokens for delta in got) == len(tokenizer.encode_text("Once upon a time"))
+def test_tokens_become_text_and_are_counted(reason: FinishReason):
+    stream = FakeStream(chunks_of("Once upon a time", reason))
+    got = deltas(stream)
+    assert text_of(got) == "Once upon a time"
+    assert sum(delta.num_tokens for delta in got) == len(ids_of("Once upon a time"))
     assert [delta.finish_reason for delta in got] == [None] * (len(got) - 1) + [reason.value]
     assert stream.is_closed
 
 
-def test_a_stop_string_ends_the_engines_stream_at_once(tokenizer: ChatTokenizer):
-    stream = FakeStream(chunks_of(tokenizer, "1, 2, 3, 4, 5, 6", TokenChunk((), FinishReason.STOP)))
-    got = deltas(stream, tokenizer, (", 3",))
-    assert "".join(delta.text for delta in got) == "1, 2"
+def test_a_stop_string_ends_the_engines_stream_at_once():
+    stream = FakeStream(chunks_of("1, 2, 3, 4, 5, 6"))
+    got = deltas(stream, (", 3",))
+    assert text_of(got) == "1, 2"
     assert got[-1].finish_reason == "stop"
     assert sum(delta.num_tokens for delta in got) == stream.num_read < len(stream._chunks)
     assert stream.is_closed
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
-def test_what_the_engine_cannot_finish_is_an_error(tokenizer: ChatTokenizer, reason: FinishReason):
-    stream = FakeStream(chunks_of(tokenizer, "Once", TokenChunk((), reason, "out of memory")))
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_what_the_engine_cannot_finish_is_an_error(reason: FinishReason, num_choices: int):
+    failed = TokenChunk((), reason, "out of memory", index=num_choices - 1)
+    stream = FakeStream([*chunks_of("Once")[:-1], failed], num_choices)
     with pytest.raises(EngineFailed, match="out of memory"):
-        deltas(stream, tokenizer)
+        deltas(stream)
     assert stream.is_closed
+
+
+def test_each_choice_has_its_own_detokenizer():
+    texts = ["日本語 🙂 one", "🇩🇪 two 🙂", "three"]
+    stream = FakeStream(interleaved(*(chunks_of(text, index=i) for i, text in enumerate(texts))), 3)
+    got = deltas(stream)
+    assert [text_of(got, i) for i in range(3)] == texts
+    assert [sum(d.num_tokens for d in got if d.index == i) for i in range(3)] == [len(ids_of(t)) for t in texts]
+
+
+def test_a_choice_ends_at_its_stop_string_while_the_others_go_on():
+    texts = ["1, 2, 3, 4, 5, 6, 7, 8, 9", "a, 3, b, c, d, e", "one and two and three and four and five and six"]
+    stream = FakeStream(interleaved(*(chunks_of(text, index=i) for i, text in enumerate(texts))), 3)
+    got = deltas(stream, (", 3",))
+    assert [text_of(got, i) for i in range(3)] == ["1, 2", "a", texts[2]]
+    ended = [(delta.index, delta.finish_reason) for delta in got if delta.finish_reason]
+    assert ended == [(1, "stop"), (0, "stop"), (2, "stop")]
+    alone = [deltas(FakeStream(chunks_of(text)), (", 3",)) for text in texts]
+    for i in range(3):
+        counted = sum(delta.num_tokens for delta in got if delta.index == i)
+        assert counted == sum(delta.num_tokens for delta in alone[i])
+
+
+def test_the_stream_is_closed_when_the_last_choice_reaches_its_stop_string():
+    stream = FakeStream(interleaved(chunks_of("x STOP more", index=0), chunks_of("yyy y STOP more", index=1)), 2)
+    got = deltas(stream, ("STOP",))
+    assert [text_of(got, i) for i in range(2)] == ["x ", "yyy y "]
+    assert stream.num_read < len(stream._chunks)
+    assert stream.is_closed
+
+
+def test_what_the_engine_says_of_a_choice_that_is_over_is_nobodys_business():
+    late = [TokenChunk((5, 6), num_drafted=9, num_accepted=9), TokenChunk((), FinishReason.ERROR, "late")]
+    stream = FakeStream([*chunks_of("x STOP")[:-1], *late, *chunks_of("y", index=1)], 2)
+    got = deltas(stream, ("STOP",))
+    assert [text_of(got, i) for i in range(2)] == ["x ", "y"]
+    assert sum(delta.num_drafted + delta.num_accepted for delta in got) == 0
+
+
+def test_draft_tokens_are_passed_on():
+    chunks = [TokenChunk(tuple(ids_of("one two")), num_drafted=3, num_accepted=2), TokenChunk((), FinishReason.STOP)]
+    assert [(delta.num_drafted, delta.num_accepted) for delta in deltas(FakeStream(chunks))] == [(3, 2), (0, 0)]
+
+
+def test_a_client_that_leaves_closes_the_stream_of_all_choices():
+    stream: Any = FakeStream(interleaved(chunks_of("one two", index=0), chunks_of("three four", index=1)), 2)
+
+    async def go() -> None:
+        generation = TextGeneration(stream, TOKENIZER, ())
+        async for _ in generation:
+            break
+        await generation.aclose()
+
+    asyncio.run(go())
+    assert stream.is_closed
+
+
+def with_logprobs(ids: list[int], reason: FinishReason | None = None, index: int = 0) -> TokenChunk:
+    """The logprob of token t is -t, and token 7 is always the second best."""
+    found = tuple(TokenLogprobs(-float(token), ((token, -float(token)), (7, -math.inf))) for token in ids)
+    return TokenChunk(tuple(ids), reason, index=index, logprobs=found)
+
+
+def test_logprobs_come_with_their_tokens_also_when_the_text_is_held_back():
+    ids = ids_of("🙂 EN") + ids_of("D")
+    stream = FakeStream([with_logprobs([token]) for token in ids] + [TokenChunk((), FinishReason.LENGTH)])
+    got = deltas(stream, ("ENDE",))
+    assert [len(delta.logprobs) for delta in got] == [1] * len(ids) + [0]
+    assert [delta.logprobs[0].logprob for delta in got[:-1]] == [-token for token in ids]
+    assert got[0].text == "" and got[-1].text == "END"
+    assert b"".join(delta.logprobs[0].token for delta in got[:-1]).decode() == "🙂 END"
+    assert got[0].logprobs[0].top[1] == (TOKENIZER.token_bytes(7), -math.inf)
+
+
+def test_tokens_behind_a_stop_string_have_no_logprobs():
+    ids = ids_of("one STOP two three")
+    (only,) = deltas(FakeStream([with_logprobs(ids)]), ("STOP",))
+    assert (only.text, only.finish_reason) == ("one ", "stop")
+    assert len(only.logprobs) == only.num_tokens < len(ids)
+    assert b"".join(entry.token for entry in only.logprobs).endswith(b"STOP")
+
+
+class EngineBackend:
+    """chat.Backend over what an engine says, as Ingress is."""
+
+    model_name = "demo"
+
+    def __init__(self, chunks: list[TokenChunk]):
+        self._chunks = chunks
+
+    async def start(self, request: ChatRequest, route: Route) -> TextGeneration:
+        stream: Any = FakeStream(self._chunks, request.num_choices)
+        return TextGeneration(stream, TOKENIZER, request.stop)
+
+    async def status(self) -> dict[str, Any]:
+        return {}
+
+    async def not_ready(self) -> str | None:
+        return None
+
+
+def post(chunks: list[TokenChunk], **fields: Any) -> httpx.Response:
+    async def talk() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(EngineBackend(chunks), HttpConfig(), frozenset()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://orchard") as client:
+            body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], **fields}
+            return await client.post("/v1/chat/completions", json=body)
+
+    return asyncio.run(talk())
+
+
+Read = dict[int, tuple[str, list[int], list[float], str]]
+"""index -> text, bytes of the logprobs' tokens, logprobs, finish reason."""
+
+
+def read_whole(response: httpx.Response) -> tuple[Read, dict[str, Any]]:
+    body = response.json()
+    read = {}
+    for choice in body["choices"]:
+        entries = choice["logprobs"]["content"]
+        bytes_ = [byte for entry in entries for byte in entry["bytes"]]
+        logprobs = [entry["logprob"] for entry in entries]
+        read[choice["index"]] = (choice["message"]["content"], bytes_, logprobs, choice["finish_reason"])
+    return read, body["usage"]
+
+
+def read_stream(response: httpx.Response) -> tuple[Read, dict[str, Any]]:
+    *events, done, _ = response.text.split("\n\n")
+    assert done == "data: [DONE]"
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    read: Read = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        text, bytes_, logprobs, finish_reason = read.get(choice["index"], ("", [], [], ""))
+        assert finish_reason == "", "nothing comes after the end of a choice"
+        entries = (choice["logprobs"] or {"content": []})["content"]
+        read[choice["index"]] = (
+            text + choice["delta"].get("content", ""),
+            bytes_ + [byte for entry in entries for byte in entry["bytes"]],
+            logprobs + [entry["logprob"] for entry in entries],
+            choice["finish_reason"] or "",
+        )
+    return read, chunks[-1]["usage"]
+
+
+texts = st.text(alphabet=st.sampled_from("ab nSTOP.,\té日本🙂🇩🇪ß"), max_size=20)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    answers=st.lists(st.tuples(texts, st.integers(1, 4)), min_size=1, max_size=4),
+    stop=st.lists(st.text(alphabet="abnSTOP日", min_size=1, max_size=3), max_size=2),
+    order=st.randoms(use_true_random=False),
+)
+@example([("one STOP two", 3), ("ab", 1)], ["STOP"], SimpleNamespace(choice=lambda seq: seq[0]))
+def test_streamed_and_whole_the_same_is_read_and_it_adds_up(answers: Any, stop: list[str], order: Any):
+    queues = [cut(ids_of(text), size, index) for index, (text, size) in enumerate(answers)]
+    chunks = []
+    while waiting := [queue for queue in queues if queue]:
+        chunks.append(order.choice(waiting).pop(0))
+    asked = {"n": len(answers), "stop": stop, "logprobs": True, "top_logprobs": 2}
+    whole, usage = read_whole(post(chunks, **asked))
+    assert read_stream(post(chunks, **asked, stream=True, stream_options={"include_usage": True})) == (whole, usage)
+    assert usage["completion_tokens"] == sum(len(logprobs) for _, _, logprobs, _ in whole.values())
+    for index, (text, bytes_, logprobs, finish_reason) in whole.items():
+        answer = answers[index][0]
+        assert logprobs == [-token for token in ids_of(answer)[: len(logprobs)]]
+        assert bytes(bytes_).startswith(text.encode())
+        stopped = any(s in answer for s in stop)
+        assert finish_reason == ("stop" if stopped else "length")
+        assert stopped or text == answer == bytes(bytes_).decode()
+
+
+def cut(ids: list[int], size: int, index: int) -> list[TokenChunk]:
+    """At most `size` tokens per chunk; the last one has tokens as well, if there are any."""
+    pieces = [ids[i : i + size] for i in range(0, len(ids), size)] or [[]]
+    ended = with_logprobs(pieces[-1], FinishReason.LENGTH, index)
+    return [with_logprobs(piece, None, index) for piece in pieces[:-1]] + [ended]
+
+
+def test_without_logprobs_asked_for_none_are_made():
+    chunks = chunks_of("Once upon a time")
+    assert post(chunks).json()["choices"][0]["logprobs"] is None
+    assert '"logprobs": {' not in post(chunks, stream=True).text

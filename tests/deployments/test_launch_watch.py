@@ -34,7 +34,7 @@ def test_the_note_of_a_cluster_that_was_killed_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     note = tmp_path / "ray_current_cluster"
-    monkeypatch.setattr("ray._private.utils.get_ray_address_file", lambda temp_dir: str(note))
+    monkeypatch.setattr("ray._common.utils.get_ray_address_file", lambda temp_dir: str(note))
     forget_dead_cluster()  # no note: nothing to do
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"

@@ -6,7 +6,14 @@ from deployments.chat import ChatRequest
 from deployments.planning import PromptPlanner, sampling_params
 from engine.config import EngineConfig
 from engine.processing.tokenizer import GenerationDefaults
-from engine.protocol import ContextLengthExceeded, EngineFailed, EngineRequest, InvalidRequest
+from engine.protocol import (
+    ContextLengthExceeded,
+    EngineFailed,
+    EngineRequest,
+    GrammarSpec,
+    InvalidRequest,
+    SamplingParams,
+)
 
 DEFAULTS = GenerationDefaults(temperature=0.7, top_p=0.8, top_k=20, min_p=0.1)
 
@@ -76,3 +83,41 @@ def test_prompt_and_answer_may_fill_the_context_exactly():
     with pytest.raises(ContextLengthExceeded) as error:
         sampling_params(request(max_tokens=91), DEFAULTS, 10, 100)
     assert error.value.args == (10, 91, 100)
+
+
+def test_what_shapes_the_answer_reaches_the_engine(planner: PromptPlanner):
+    sampling = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.2,
+        "logit_bias": ((5, -100.0), (7, 3.5)),
+        "min_tokens": 2,
+        "logprobs": 3,
+    }
+    grammar = GrammarSpec("json_schema", "{}", "structured_outputs.json")
+    planned = plan(planner, request(max_tokens=5, num_choices=3, grammar=grammar, priority=-2, **sampling))
+    assert {name: getattr(planned.sampling, name) for name in sampling} == sampling
+    assert (planned.num_choices, planned.grammar, planned.priority) == (3, grammar, -2)
+
+
+def test_a_request_that_asks_for_nothing_gets_one_plain_choice(planner: PromptPlanner):
+    planned = plan(planner, request(max_tokens=5, seed=1))
+    asked = planned.sampling
+    assert asked == SamplingParams(5, asked.temperature, asked.top_p, asked.top_k, asked.min_p, seed=1)
+    assert (planned.num_choices, planned.grammar, planned.priority) == (1, None, 0)
+
+
+def test_stop_tokens_of_the_client_join_those_of_the_model(planner: PromptPlanner):
+    assert plan(planner, request(stop_token_ids=(7, 2, 4095))).stop_token_ids == (0, 2, 7, 4095)
+    with pytest.raises(
+        InvalidRequest, match=r"stop_token_ids\[1\] is 4096; this model's tokens are 0 to 4095"
+    ) as error:
+        plan(planner, request(stop_token_ids=(7, 4096)))
+    assert error.value.field == "stop_token_ids[1]"
+
+
+def test_no_more_tokens_can_be_forced_than_are_allowed(planner: PromptPlanner):
+    assert plan(planner, request(max_tokens=5, min_tokens=5)).sampling.min_tokens == 5
+    with pytest.raises(InvalidRequest, match="min_tokens is 6; it must be between 0 and 5") as error:
+        plan(planner, request(max_tokens=5, min_tokens=6))
+    assert error.value.field == "min_tokens"

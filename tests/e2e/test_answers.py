@@ -39,8 +39,10 @@ def test_a_stream_is_the_same_answer_in_pieces_with_usage(client: openai.OpenAI)
     pieces = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
     assert "".join(pieces) == whole.choices[0].message.content
     assert len([piece for piece in pieces if piece]) > 20
-    assert chunks[-1].usage == whole.usage
     assert whole.usage is not None and whole.usage.completion_tokens > 20
+    assert chunks[-1].usage is not None
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):  # how many were drafted may differ
+        assert getattr(chunks[-1].usage, name) == getattr(whole.usage, name)
 
 
 def test_earlier_turns_are_remembered(client: openai.OpenAI):

@@ -89,6 +89,19 @@ def test_a_client_that_leaves_frees_its_row_within_a_second(client: openai.OpenA
     assert after["num_output_tokens"] - before["num_output_tokens"] < 300
 
 
+def test_a_client_of_several_choices_that_leaves_frees_all_their_rows(client: openai.OpenAI, http: httpx.Client):
+    wait_until_idle(http, 30)
+    stream = client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": LONG}], temperature=0, max_tokens=400, stream=True, n=4
+    )
+    for chunk in stream:
+        if chunk.choices[0].index == 3 and chunk.choices[0].delta.content:
+            break
+    assert engine_status(http)["engine"]["num_running"] == 4
+    stream.close()
+    wait_until_idle(http, 1.0)
+
+
 def test_a_client_that_leaves_before_the_first_token_frees_its_row_as_well(http: httpx.Client):
     before = wait_until_idle(http, 30)
     prompt = "Read this list. " + " ".join(["apple", "pear", "plum"] * 1500)

@@ -13,6 +13,12 @@ from engine.protocol import EngineFailed
 
 USER = {"role": "user", "content": "Hi"}
 IMAGE_URL = "data:image/png;base64,AA=="
+USAGE = {
+    "prompt_tokens": 7,
+    "completion_tokens": 4,
+    "total_tokens": 11,
+    "completion_tokens_details": {"drafted_tokens": 0, "accepted_draft_tokens": 0},
+}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
@@ -58,8 +64,6 @@ BAD_FIELDS = [
     ({"stream": True, "stream_options": []}, "stream_options", ["an object"]),
     ({"user": 5}, "user", ["5", "a string"]),
     # fields that cannot be honoured
-    ({"n": 2}, "n", ["2", "1"]),
-    ({"n": True}, "n", ["true"]),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", ["not supported"]),
     ({"tools": "f"}, "tools", ["not supported"]),
     ({"tool_choice": "required"}, "tool_choice", ['"required"', '"none"']),
@@ -67,15 +71,6 @@ BAD_FIELDS = [
     ({"parallel_tool_calls": 1}, "parallel_tool_calls", ["not supported"]),
     ({"functions": [{"name": "f"}]}, "functions", ["not supported"]),
     ({"function_call": {"name": "f"}}, "function_call", ["not supported"]),
-    ({"response_format": {"type": "json_object"}}, "response_format", ["not supported", '{"type": "text"}']),
-    ({"logprobs": True}, "logprobs", ["true", "false"]),
-    ({"logprobs": 0}, "logprobs", ["0", "false"]),
-    ({"top_logprobs": 5}, "top_logprobs", ["5", "0"]),
-    ({"logit_bias": {"5": 1}}, "logit_bias", ["not supported"]),
-    ({"presence_penalty": 0.5}, "presence_penalty", ["0.5", "0"]),
-    ({"frequency_penalty": -1}, "frequency_penalty", ["-1", "0"]),
-    ({"frequency_penalty": False}, "frequency_penalty", ["false"]),
-    ({"repetition_penalty": 1.1}, "repetition_penalty", ["1.1", "1"]),
     ({"modalities": ["text", "audio"]}, "modalities", ["not supported"]),
     ({"audio": {"voice": "x"}}, "audio", ["not supported"]),
     ({"prediction": {"type": "content"}}, "prediction", ["not supported"]),
@@ -317,7 +312,7 @@ def test_a_whole_answer_has_the_shape_of_openai(chat, backend):
                 "finish_reason": "stop",
             }
         ],
-        "usage": {"prompt_tokens": 7, "completion_tokens": 4, "total_tokens": 11},
+        "usage": USAGE,
     }
 
 
@@ -342,7 +337,7 @@ def test_a_stream_has_the_shape_of_openai(chat, backend):
     assert last["choices"][0]["delta"] == {}
     assert all(chunk["usage"] is None for chunk in (first, *middle, last))
     assert usage["choices"] == []
-    assert usage["usage"] == {"prompt_tokens": 7, "completion_tokens": 4, "total_tokens": 11}
+    assert usage["usage"] == USAGE
 
 
 def test_a_stream_without_usage_does_not_mention_it(chat):

@@ -1,0 +1,148 @@
+"""The wire models of messages and their parts, and what all wire models share: strictness, tags, choices."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+from deployments.chat import MEDIA_KINDS
+from deployments.http.errors import CHOICE
+from deployments.http.normalize import ROLES
+
+
+class Wire(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+def tag(name: str) -> Tag:
+    """Tags turn up in the paths of errors; the NUL tells them from the client's own field names."""
+    return Tag(f"\0{name}")
+
+
+def choose(by: Callable[[Any], str | None], rule: str, field: str = "") -> Discriminator:
+    """by: value -> tag. field: where the rule is about a field of the value, for `errors.from_validation`."""
+    return Discriminator(
+        lambda value: None if (tag := by(value)) is None else f"\0{tag}",
+        custom_error_type=f"{CHOICE}{field}",
+        custom_error_message=rule,
+    )
+
+
+def _role(message: Any) -> str | None:
+    role = message.get("role") if isinstance(message, dict) else "user"
+    return role if isinstance(role, str) else None
+
+
+def _type(part: Any) -> str | None:
+    kind = part.get("type") if isinstance(part, dict) else "text"
+    return _PART_TAGS.get(kind) if isinstance(kind, str) else None
+
+
+def _form(value: Any) -> str | None:
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else None
+
+
+_PART_TAGS = dict.fromkeys(MEDIA_KINDS, "media") | {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "image_url": "image_url",
+    "input_image": "image_url",
+    "image": "image",
+}
+STRING_OR_ARRAY = choose(_form, "must be a string or an array")
+
+
+class TextPart(Wire):
+    type: str
+    text: str
+
+
+class ImageSource(Wire):
+    url: str = Field(min_length=1)
+    detail: Literal["auto", "high"] | None = None  # pictures are always read at their full size
+
+
+Picture = Annotated[ImageSource, BeforeValidator(lambda value: {"url": value} if isinstance(value, str) else value)]
+
+
+class ImageUrlPart(Wire):
+    type: str
+    image_url: Picture
+
+
+class ImagePart(Wire):
+    type: str
+    image: Picture
+
+
+class MediaPart(Wire):
+    """Video, audio and files: whoever can read that kind knows its shape."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+
+
+Part = Annotated[
+    Annotated[TextPart, tag("text")]
+    | Annotated[ImageUrlPart, tag("image_url")]
+    | Annotated[ImagePart, tag("image")]
+    | Annotated[MediaPart, tag("media")],
+    choose(_type, f"must be one of: {', '.join(sorted(_PART_TAGS))}", "type"),
+]
+Content = Annotated[Annotated[str, tag("string")] | Annotated[list[Part], tag("array")], STRING_OR_ARRAY]
+
+
+class FunctionCall(Wire):
+    name: str
+    arguments: str
+
+
+class ToolCall(Wire):
+    id: str = Field(min_length=1)
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None  # clients that add up a stream's deltas leave it in
+
+
+class PlainMessage(Wire):
+    role: Literal["system", "developer", "user"]
+    content: Content
+    name: str | None = None
+
+
+class AssistantMessage(Wire):
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    function_call: FunctionCall | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: None = None
+    audio: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ToolMessage(Wire):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str = Field(min_length=1)
+    name: str | None = None
+
+
+class FunctionMessage(Wire):
+    role: Literal["function"]
+    content: Content
+    name: str = Field(min_length=1)
+
+
+WireMessage = Annotated[
+    Annotated[PlainMessage, tag("system")]
+    | Annotated[PlainMessage, tag("developer")]
+    | Annotated[PlainMessage, tag("user")]
+    | Annotated[AssistantMessage, tag("assistant")]
+    | Annotated[ToolMessage, tag("tool")]
+    | Annotated[FunctionMessage, tag("function")],
+    choose(_role, f"must be one of: {', '.join(ROLES)}", "role"),
+]

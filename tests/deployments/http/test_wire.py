@@ -1,0 +1,268 @@
+"""The fields that shape the answer beyond its temperature: from the wire to the ChatRequest, or to a 400."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.http.wire import parse_chat_completion, request_fields
+from engine.protocol import GrammarSpec, InvalidRequest
+
+SCHEMA = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"const": "é"}}, "required": ["z", "a"]}
+SCHEMA_FIELD = "response_format.json_schema.schema"
+
+
+def schema_format(**changes: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True} | changes}
+
+
+def without(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != name}
+
+
+BAD_FIELDS = [
+    # how many answers
+    ({"n": 0}, "n", ["0", "greater than or equal to 1"]),
+    ({"n": 129}, "n", ["129", "128"]),
+    ({"n": True}, "n", ["true", "an integer"]),
+    ({"n": 1.0}, "n", ["1.0", "an integer"]),
+    ({"n": "2"}, "n", ['"2"', "an integer"]),
+    # logprobs
+    ({"logprobs": 5}, "logprobs", ["5", "true or false"]),
+    ({"logprobs": "true"}, "logprobs", ['"true"', "true or false"]),
+    ({"top_logprobs": 5}, "top_logprobs", ["5", "`logprobs`: true"]),
+    ({"top_logprobs": 1, "logprobs": False}, "top_logprobs", ["1", "`logprobs`: true"]),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", ["21", "20"]),
+    ({"top_logprobs": -1, "logprobs": True}, "top_logprobs", ["-1", "0"]),
+    ({"top_logprobs": True, "logprobs": True}, "top_logprobs", ["true", "an integer"]),
+    # penalties
+    ({"presence_penalty": 2.1}, "presence_penalty", ["2.1", "2"]),
+    ({"presence_penalty": -2.1}, "presence_penalty", ["-2.1", "-2"]),
+    ({"presence_penalty": "1"}, "presence_penalty", ['"1"', "a number"]),
+    ({"frequency_penalty": -3}, "frequency_penalty", ["-3", "-2"]),
+    ({"frequency_penalty": 3}, "frequency_penalty", ["3", "2"]),
+    ({"frequency_penalty": False}, "frequency_penalty", ["false", "a number"]),
+    ({"repetition_penalty": 0}, "repetition_penalty", ["0", "0.01"]),
+    ({"repetition_penalty": -1}, "repetition_penalty", ["-1", "0.01"]),
+    ({"repetition_penalty": 101}, "repetition_penalty", ["101", "100"]),
+    ({"repetition_penalty": [1]}, "repetition_penalty", ["a number"]),
+    # biases
+    ({"logit_bias": []}, "logit_bias", ["an object"]),
+    ({"logit_bias": {"5": 100.5}}, "logit_bias.5", ["100.5", "100"]),
+    ({"logit_bias": {"5": -101}}, "logit_bias.5", ["-101", "-100"]),
+    ({"logit_bias": {"5": "1"}}, "logit_bias.5", ['"1"', "a number"]),
+    ({"logit_bias": {"5": None}}, "logit_bias.5", ["null", "a number"]),
+    ({"logit_bias": {"5": True}}, "logit_bias.5", ["true", "a number"]),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", ["1024", "1025"]),
+    *[
+        ({"logit_bias": {"7": 1, key: 1}}, "logit_bias", [json.dumps(key, ensure_ascii=False), "a token id"])
+        for key in ("", "x", "-1", "+1", " 1", "1 ", "1.0", "007", "1e3", "1_0", "٣", "5\n", "12345678901")
+    ],
+    # where it ends
+    ({"min_tokens": -1}, "min_tokens", ["-1", "0"]),
+    ({"min_tokens": 2**31}, "min_tokens", [str(2**31), str(2**31 - 1)]),
+    ({"min_tokens": 1.5}, "min_tokens", ["1.5", "an integer"]),
+    ({"stop_token_ids": 5}, "stop_token_ids", ["5", "an array"]),
+    ({"stop_token_ids": [1, -1]}, "stop_token_ids[1]", ["-1", "0"]),
+    ({"stop_token_ids": [1, "2"]}, "stop_token_ids[1]", ['"2"', "an integer"]),
+    ({"stop_token_ids": [True]}, "stop_token_ids[0]", ["true", "an integer"]),
+    ({"stop_token_ids": [2**31]}, "stop_token_ids[0]", [str(2**31)]),
+    ({"stop_token_ids": list(range(65))}, "stop_token_ids", ["64", "65"]),
+    # the queue
+    ({"priority": "high"}, "priority", ['"high"', "an integer"]),
+    ({"priority": 1.0}, "priority", ["1.0", "an integer"]),
+    ({"priority": 2**31}, "priority", [str(2**31), str(2**31 - 1)]),
+    ({"priority": -(2**31) - 1}, "priority", [str(-(2**31))]),
+    # grammars
+    ({"response_format": "json"}, "response_format", ['"json"', "an object"]),
+    ({"response_format": {}}, "response_format.type", ["required"]),
+    ({"response_format": {"type": 5}}, "response_format.type", ["5", "json_schema"]),
+    ({"response_format": {"type": "xml"}}, "response_format.type", ['"xml"', "text, json_object, json_schema"]),
+    ({"response_format": {"type": "regex", "regex": "a"}}, "response_format.type", ['"regex"', "json_object"]),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", ["not supported"]),
+    ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format.json_schema", ["not supported"]),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", ["required"]),
+    ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format.json_schema", ["required"]),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": without(schema_format()["json_schema"], "name")}},
+        "response_format.json_schema.name",
+        ["required"],
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        SCHEMA_FIELD,
+        ["required"],
+    ),
+    ({"response_format": schema_format(name="a b")}, "response_format.json_schema.name", ['"a b"', "{1,64}"]),
+    ({"response_format": schema_format(name="a\n")}, "response_format.json_schema.name", ["{1,64}"]),
+    ({"response_format": schema_format(name="x" * 65)}, "response_format.json_schema.name", ["{1,64}"]),
+    ({"response_format": schema_format(schema=json.dumps(SCHEMA))}, SCHEMA_FIELD, ["an object"]),
+    ({"response_format": schema_format(schema=True)}, SCHEMA_FIELD, ["true", "an object"]),
+    ({"response_format": schema_format(strict="yes")}, "response_format.json_schema.strict", ['"yes"']),
+    ({"response_format": schema_format(description=5)}, "response_format.json_schema.description", ["5"]),
+    ({"response_format": schema_format(schema_={})}, "response_format.json_schema.schema_", ["not supported"]),
+    ({"structured_outputs": []}, "structured_outputs", ["an object"]),
+    ({"structured_outputs": {}}, "structured_outputs", ["`json` or `regex`"]),
+    ({"structured_outputs": {"regex": None}}, "structured_outputs", ["`json` or `regex`"]),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", ["`json` or `regex`"]),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", ["1 character"]),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", ["5", "a string"]),
+    ({"structured_outputs": {"json": "{}"}}, "structured_outputs.json", ["an object"]),
+    ({"structured_outputs": {"json_": {}}}, "structured_outputs.json_", ["not supported"]),
+    ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice", ["not supported"]),
+    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", ["not supported"]),
+    (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+        ["`response_format`", "send one of them"],
+    ),
+    ({"min_tokens": 3, "structured_outputs": {"regex": "a"}}, "min_tokens", ["3", "`structured_outputs`"]),
+    ({"min_tokens": 3, "response_format": schema_format()}, "min_tokens", ["3", "`response_format`"]),
+    ({"stop_token_ids": [5], "response_format": schema_format()}, "stop_token_ids", ["`response_format`"]),
+    (
+        {"chat_template_kwargs": {"enable_thinking": True}, "response_format": schema_format()},
+        "chat_template_kwargs.enable_thinking",
+        ["`response_format`"],
+    ),
+    # neighbours of these fields in other servers
+    ({"ignore_eos": True}, "ignore_eos", ["not supported"]),
+    ({"guided_regex": "a"}, "guided_regex", ["not supported"]),
+    ({"prompt_logprobs": 1}, "prompt_logprobs", ["not supported"]),
+    ({"use_beam_search": False}, "use_beam_search", ["not supported"]),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "named"), BAD_FIELDS, ids=lambda value: str(value)[:60])
+def test_a_bad_field_is_a_400_that_names_it(chat, backend, fields, param, named):
+    response = chat(**fields)
+    error = response.json()["error"]
+    assert response.status_code == 400, error
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, None)
+    for value in [param, *named]:
+        assert value in error["message"]
+    assert backend.requests == []
+
+
+def test_the_name_of_a_field_is_quoted_in_short(chat):
+    for fields in ({"x" * 10_000: 1}, {"logit_bias": {"9" * 10_000: "x"}}, {"logit_bias": {"9" * 10_000: 1}}):
+        error = chat(**fields).json()["error"]
+        assert len(error["message"]) < 300
+        assert len(error["param"]) < 120
+
+
+NOTHING_ASKED = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": None,
+    "logit_bias": (),
+    "min_tokens": 0,
+    "logprobs": None,
+    "stop_token_ids": (),
+    "num_choices": 1,
+    "grammar": None,
+    "priority": 0,
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        dict.fromkeys(["n", "logprobs", "top_logprobs", "response_format", "structured_outputs", "logit_bias"]),
+        dict.fromkeys(["presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "priority"]),
+        {"n": 1, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "min_tokens": 0, "stop_token_ids": []},
+        {"presence_penalty": 0, "frequency_penalty": -0.0, "priority": 0},
+        {"response_format": {"type": "text"}, "stop_token_ids": None},
+        {"structured_outputs": None, "min_tokens": 0},
+    ],
+)
+def test_what_asks_for_nothing_changes_nothing(chat, backend, fields):
+    assert chat(**fields).status_code == 200
+    request = backend.requests[0][0]
+    assert {name: getattr(request, name) for name in NOTHING_ASKED} == NOTHING_ASKED
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "value"),
+    [
+        ({"presence_penalty": -2}, "presence_penalty", -2),
+        ({"frequency_penalty": 2.0}, "frequency_penalty", 2),
+        ({"repetition_penalty": 0.01}, "repetition_penalty", 0.01),
+        ({"repetition_penalty": 100}, "repetition_penalty", 100),
+        ({"logit_bias": {"17": -100, "0": 100.0, "3": 0.5}}, "logit_bias", ((17, -100), (0, 100), (3, 0.5))),
+        ({"logprobs": True}, "logprobs", 0),
+        ({"logprobs": True, "top_logprobs": 0}, "logprobs", 0),
+        ({"logprobs": True, "top_logprobs": 20}, "logprobs", 20),
+        ({"min_tokens": 7, "response_format": {"type": "text"}}, "min_tokens", 7),
+        ({"stop_token_ids": [9, 0, 9]}, "stop_token_ids", (9, 0, 9)),
+        ({"priority": -5}, "priority", -5),
+        ({"response_format": {"type": "json_object"}}, "grammar", GrammarSpec("json_object", "", "response_format")),
+        (
+            {"structured_outputs": {"regex": "[0-9]+ é"}, "response_format": {"type": "text"}},
+            "grammar",
+            GrammarSpec("regex", "[0-9]+ é", "structured_outputs.regex"),
+        ),
+        (
+            {"structured_outputs": {"json": {"b": 1, "a": 2}}},
+            "grammar",
+            GrammarSpec("json_schema", '{"b": 1, "a": 2}', "structured_outputs.json"),
+        ),
+        (
+            {"response_format": schema_format(schema={})},
+            "grammar",
+            GrammarSpec("json_schema", "{}", SCHEMA_FIELD),
+        ),
+    ],
+)
+def test_a_value_of_the_wire_becomes_the_canonical_one(chat, backend, fields, name, value):
+    assert chat(**fields).status_code == 200
+    assert getattr(backend.requests[0][0], name) == value
+
+
+def test_n_becomes_the_number_of_choices(chat, backend):
+    chat(n=128)
+    assert backend.requests[0][0].num_choices == 128
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_a_schema_arrives_as_it_was_written_whatever_strict_says(chat, backend, strict):
+    assert chat(response_format=schema_format(strict=strict, description="a thing")).status_code == 200
+    grammar = backend.requests[0][0].grammar
+    assert grammar == GrammarSpec("json_schema", json.dumps(SCHEMA, ensure_ascii=False), SCHEMA_FIELD)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def least(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
+
+
+@given(schema=st.dictionaries(st.text(), json_values, max_size=6))
+def test_any_schema_keeps_its_values_and_the_order_of_its_keys(schema: dict[str, Any]):
+    for fields in ({"response_format": schema_format(schema=schema)}, {"structured_outputs": {"json": schema}}):
+        grammar = request_fields(parse_chat_completion(least(**fields)))["grammar"]
+        assert json.dumps(json.loads(grammar.text)) == json.dumps(schema)
+
+
+@given(bias=st.dictionaries(st.text(max_size=3) | st.integers().map(str), json_values, max_size=3))
+def test_any_bias_is_either_honoured_exactly_or_refused(bias: dict[str, Any]):
+    try:
+        honoured = request_fields(parse_chat_completion(least(logit_bias=bias)))["logit_bias"]
+    except InvalidRequest as error:
+        assert error.field is not None and error.field.startswith("logit_bias")
+    else:
+        assert {str(token_id): value for token_id, value in honoured} == bias
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_the_engine_cannot_keep_is_a_400_of_that_field(chat, backend, stream):
+    backend.start_script = [InvalidRequest("the schema is no schema: ...", SCHEMA_FIELD)]
+    response = chat(response_format=schema_format(), stream=stream)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, SCHEMA_FIELD)
