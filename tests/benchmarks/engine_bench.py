@@ -266,9 +266,8 @@ class DraftBench:
         self._requests = {task: requests(task, count, tokenizer, num_tokens) for task in {c.task for c in cells}}
         self.runner = GatedRunner(config)
         configs = {arm: config.model_copy(update={"mtp": mtp}) for arm, mtp in DRAFT_ARMS.items()}
-        self._cores = {
-            (cell, arm): EngineCore(configs[arm], self.runner, raise_errors) for cell in cells for arm in configs
-        }
+        pairs = itertools.product(cells, configs)
+        self._cores = {(cell, arm): EngineCore(configs[arm], self.runner, raise_errors) for cell, arm in pairs}
 
     def round(self, cell: Cell, number: int) -> dict[str, dict[str, float]]:
         """Figures by arm."""
@@ -312,12 +311,12 @@ def draft_figures(turns: Sequence[Counts], plain: Sequence[Counts]) -> dict[str,
         num_tokens = sum(len(ids) for turn in turns for ids in turn.tokens.values())
         return num_tokens / sum(turn.seconds for turn in turns)
 
-    drafted = sum(turn.drafted for turn in turns)
+    drafted, accepted = sum(turn.drafted for turn in turns), sum(turn.accepted for turn in turns)
     pairs = [(a.tokens[row], b.tokens[row]) for a, b in zip(turns, plain, strict=True) for row in b.tokens]
     return {
         "tokens_per_s": rate(turns),
         "ratio": rate(turns) / rate(plain),
-        "acceptance": sum(turn.accepted for turn in turns) / drafted if drafted else math.nan,
+        "acceptance": accepted / drafted if drafted else math.nan,
         "drafts_per_step": drafted / sum(turn.row_steps for turn in turns),
         "other_tokens": sum(any(x != y for x, y in zip(a, b, strict=False)) for a, b in pairs),
     }
@@ -326,11 +325,10 @@ def draft_figures(turns: Sequence[Counts], plain: Sequence[Counts]) -> dict[str,
 def measure_drafts(config: EngineConfig, cells: Sequence[Cell], rounds: int, num_tokens: int | None) -> dict[str, Any]:
     bench = DraftBench(config, cells, num_tokens)
     collected: dict[tuple[Cell, str], list[dict[str, float]]] = defaultdict(list)
-    for number in range(rounds + 1):  # round 0 warms up
+    for number in range(rounds + 1):
         for cell in random.Random(number).sample(cells, len(cells)):
             for arm, values in bench.round(cell, number).items():
-                if number:
-                    collected[cell, arm].append(values)
+                collected[cell, arm] += [values] if number else []  # round 0 warms up
     summaries = [draft_summary(cell, arm, collected[cell, arm]) for cell in cells for arm in DRAFT_ARMS]
     return conditions(config, bench.runner.capabilities) | {"arms": summaries}
 
@@ -369,14 +367,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     args = parser.parse_args()
-    args.rounds = args.rounds or (4 if args.mtp else 5)
-    batches = args.batches or ("1,2,4,8,16" if args.mtp else "1,4,8,16,32")
-    args.batches = [int(batch) for batch in batches.split(",")]
+    rounds, batches = (4, "1,2,4,8,16") if args.mtp else (5, "1,4,8,16,32")
+    args.rounds = args.rounds or rounds
+    args.batches = [int(batch) for batch in (args.batches or batches).split(",")]
     if args.tokens is not None and args.tokens < 2:
         parser.error("--tokens must be 2 or more: the first one comes with the prompt")
     args.tasks = args.tasks.split(",")
     if unknown := set(args.tasks) - set(TASKS):
-        parser.error(f"no such task: {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
+        parser.error(f"no such task: {', '.join(unknown)}; there are {', '.join(TASKS)}")
     return args
 
 
