@@ -304,6 +304,11 @@ def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int,
     for token_id, _ in sampling.logit_bias:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"logit_bias: token id {token_id} is not within 0 and {vocab_size - 1}", "logit_bias")
+    if request.grammar is not None and sampling.min_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {sampling.min_tokens}: with a grammar it must be 0, as all that matches may be shorter",
+            "min_tokens",
+        )
     if not 1 <= request.num_choices <= config.max_running:
         raise InvalidRequest(
             f"n is {request.num_choices}; it must be between 1 and {config.max_running} (max_running)", "n"

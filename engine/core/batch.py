@@ -74,8 +74,8 @@ class ModelRunner(Protocol):
         ...
 
     def drop(self, row_ids: Sequence[str]) -> None:
-        """Frees what these rows hold; ids that it does not know are ignored. The prompt of `rows` goes with the first
-        of them, unless another one is still to join."""
+        """Frees what these rows hold; ids that it does not know are ignored. A shared prompt goes with the last of
+        its rows."""
         ...
 
     def reset(self) -> None:

@@ -136,23 +136,25 @@ class GrammarMatcher:
         self._ended = ended
 
     def masks(self, draft: tuple[int, ...] = ()) -> np.ndarray:
-        """uint32 [1 to len(draft) + 1, ceil(vocab_size / 32)]; see the protocol. Raises ValueError."""
+        """uint32 [1 to len(draft) + 1, ceil(vocab_size / 32)]; see the protocol. Raises ValueError.
+
+        Where only a draft token leads to an error, nothing is allowed behind it: it may be rejected yet.
+        """
         rows = np.empty((len(draft) + 1, (self._tokenizer.vocab_size + 31) // 32), np.int32)
-        self._fill(rows, 0, self._ended)
-        ended, num_rows, num_consumed = self._ended, 1, 0
-        for token_id in draft:
-            if not _allows(rows[num_rows - 1], token_id):
-                break
-            if token_id in self._stop_token_ids:
-                ended = True
-            else:
-                self._consume(token_id)
-                num_consumed += 1
-            self._fill(rows, num_rows, ended)
-            num_rows += 1
-        self._matcher.rollback(num_consumed)
-        self._check()  # on an error the library fills in the stop tokens, as if the output were complete
-        return rows[:num_rows].view(np.uint32)
+        walker = self.fork() if draft else self
+        walker._fill(rows, 0)
+        walker._check()  # on an error the library fills in the stop tokens, as if the output were complete
+        for i, token_id in enumerate(draft):
+            if not _allows(rows[i], token_id):
+                return rows[: i + 1].view(np.uint32)
+            try:
+                walker.advance((token_id,))
+                walker._fill(rows, i + 1)
+                walker._check()
+            except ValueError:
+                rows[i + 1] = 0
+                return rows[: i + 2].view(np.uint32)
+        return rows.view(np.uint32)
 
     def advance(self, token_ids: tuple[int, ...]) -> None:
         """Raises ValueError for a token that the mask forbids."""
@@ -167,8 +169,8 @@ class GrammarMatcher:
     def fork(self) -> "GrammarMatcher":
         return GrammarMatcher(self._matcher.deep_copy(), self._tokenizer, self._ended)
 
-    def _fill(self, rows: np.ndarray, index: int, ended: bool) -> None:
-        if ended:
+    def _fill(self, rows: np.ndarray, index: int) -> None:
+        if self._ended:
             rows[index] = _stop_mask(self._stop_token_ids, rows.shape[1])
         else:
             fill_next_token_bitmask(self._matcher, rows, index)

@@ -163,6 +163,7 @@ class DecodeGroup:
     def start_step(self, num_drafts: int) -> "Launched":
         """Launches the next forward; what is to be read is that of the one before."""
         if self._launched is None or all(row.has_left for row in self._launched.rows):
+            self._launched = None
             self._launched = self._launch(num_drafts)
         before = self._launched
         self._launched = self._launch(num_drafts)
@@ -222,7 +223,9 @@ class DecodeGroup:
             positions = (self._lengths + self._offsets)[:, None] + mx.arange(num_new)
             extent = longest + num_new
             return self._compiled(tokens, self._cache, self._lengths, extent, positions, num_new > 1)
-        cache = self._cache.at(self._lengths, longest + num_new, self._uniform_length(), record=num_new > 1)
+        uniform = self._uniform_length()  # without a mask every slot in the extent is seen: it must be exact then
+        extent = (longest if uniform is None else uniform) + num_new
+        cache = self._cache.at(self._lengths, extent, uniform, record=num_new > 1)
         positions = (self._lengths + self._offsets)[:, None] + mx.arange(num_new)
         return self._view.decode(tokens, cache, positions)
 

@@ -13,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache, KVCache
 
+from engine.worker.delta_rule import Factors
+
 RowCache = list[Any]
 """Per layer the library's cache for one row: KVCache (attention) or ArraysCache (recurrent state)."""
 
@@ -92,16 +94,19 @@ class KVRows:
 class RecurrentRows:
     """One recurrent layer: slots (convolution window, state), arrays [B, ...]. Speaks the library's ArraysCache.
 
-    While it records, it keeps the state after each token of a forward, so that `commit` can go back to any of them.
+    While it records, it keeps what `commit` needs to go back to the state after any token of the forward: the states,
+    or, where they are computed so (is_factored), the factors of their change; then the state itself waits for `commit`.
     """
 
     lengths = None  # no row is padded
+    is_factored = False  # for all layers of the process: see patches/gated_delta_rows.py
 
     def __init__(self, slots: Sequence[mx.array]):
         self.slots = list(slots)
         self.recording = False
         self._windows: dict[int, tuple[mx.array, int]] = {}
         self._states: dict[int, mx.array] = {}
+        self._factors: dict[int, Factors] = {}
 
     def __getitem__(self, index: int) -> mx.array:
         return self.slots[index]
@@ -116,13 +121,18 @@ class RecurrentRows:
 
     @property
     def recorded(self) -> list[mx.array]:
-        return [*(source for source, _ in self._windows.values()), *self._states.values()]
+        windows = [source for source, _ in self._windows.values()]
+        factors = [array for factors in self._factors.values() for array in factors.arrays]
+        return [*windows, *self._states.values(), *factors]
 
     def load(self, arrays: Iterator[mx.array], recorded: Iterator[mx.array]) -> None:
         self.slots = [next(arrays) for _ in self.slots]
         if self.recording:
             self._windows = {0: (next(recorded), self.slots[0].shape[1])}
-            self._states = {1: next(recorded)}
+            if self.is_factored:
+                self._factors = {1: Factors(next(recorded), next(recorded), next(recorded))}
+            else:
+                self._states = {1: next(recorded)}
 
     def update_window(self, index: int, source: mx.array, width: int, *, lengths: None = None) -> None:
         """source [B, width + L, channels]: the window after t tokens is source[:, t : t + width]."""
@@ -139,6 +149,9 @@ class RecurrentRows:
             self._states[index] = mx.concatenate([before[0], state[:, None]], axis=1)
         return output, state
 
+    def record_factors(self, index: int, factors: Factors) -> None:
+        self._factors[index] = factors
+
     def commit(self, num_kept: mx.array) -> None:
         """Goes back to the state after `num_kept` int32 [B] >= 1 tokens of the recorded forward."""
         for index, (source, width) in self._windows.items():
@@ -148,7 +161,9 @@ class RecurrentRows:
             batch, length = states.shape[:2]
             at = mx.arange(batch) * length + num_kept - 1
             self.slots[index] = mx.take(states.reshape(batch * length, *states.shape[2:]), at, axis=0)
-        self._windows, self._states, self.recording = {}, {}, False
+        for index, factors in self._factors.items():
+            self.slots[index] = factors.state_after(self.slots[index], num_kept)
+        self._windows, self._states, self._factors, self.recording = {}, {}, {}, False
 
     def with_row(self, row: Any, cursor: Cursor) -> "RecurrentRows":
         return RecurrentRows([mx.concatenate([a, b]) for a, b in zip(self.slots, row.cache, strict=True)])

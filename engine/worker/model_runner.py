@@ -16,7 +16,7 @@ from engine.worker import blas, loader, memory
 from engine.worker.decode import Newcomer
 from engine.worker.decode_batch import DecodeBatch
 from engine.worker.mtp import MTPHead
-from engine.worker.patches import gated_delta_cuda
+from engine.worker.patches import gated_delta_cuda, gated_delta_rows
 from engine.worker.prefill import Prefill, Prompt, first_tokens
 from engine.worker.view import View
 from engine.worker.vision import VisionEncoder
@@ -37,7 +37,9 @@ class MLXRunner:
     """One model, one decode batch, and the prompts that are on their way into it."""
 
     def __init__(self, model: loader.LoadedModel, config: EngineConfig):
-        if mx.cuda.is_available():
+        if not loader.on_gpu():
+            gated_delta_rows.install()
+        elif mx.cuda.is_available():
             gated_delta_cuda.install()
         self._model = model
         self._view = View(model.module.language_model)
@@ -46,7 +48,7 @@ class MLXRunner:
         self._prefill = Prefill(self._view, self._head, self._vision, model.config.get("image_token_id"))
         compiled = use_compiled(config, self._view)
         self._batch = DecodeBatch(self._view, self._head, model.vocab_size, model.num_weight_bytes, compiled)
-        self._prompts: dict[str, Prompt] = {}  # by the id of the first of the rows that share it
+        self._prompts: dict[str, Prompt] = {}  # by the ids of the rows that share it
         self.max_context_tokens = model.max_context_tokens
         self.vocab_size = model.vocab_size
         self.max_draft_tokens = 0 if self._head is None else max_draft_tokens(config)
@@ -81,7 +83,7 @@ class MLXRunner:
         try:
             return self._advance(rows, max_tokens)
         except Exception:
-            self._prompts.pop(rows[0].id, None)
+            self._forget_prompt(rows)
             raise
 
     def drop(self, row_ids: Sequence[str]) -> None:
@@ -96,7 +98,9 @@ class MLXRunner:
         return memory.usage() | {
             "weights_bytes": self._model.num_weight_bytes,
             "decode_cache_bytes": self._batch.num_bytes,
-            "prefill_cache_bytes": sum(prompt.num_bytes for prompt in self._prompts.values()),
+            "prefill_cache_bytes": sum(
+                prompt.num_bytes for prompt in {id(p): p for p in self._prompts.values()}.values()
+            ),
             "vision_cache_bytes": self._vision.num_cached_bytes if self._vision else 0,
         }
 
@@ -112,16 +116,21 @@ class MLXRunner:
     def _advance(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         prompt = self._prompts.get(rows[0].id)
         if prompt is None:
-            prompt = self._prompts[rows[0].id] = self._prefill.begin(rows[0])
+            prompt = self._prefill.begin(rows[0])
+            self._prompts |= {row.id: prompt for row in rows}
         if self._prefill.encode_next_image(prompt, rows[0].spec.images):
             return PrefillOutput(0)
         num_tokens, logits = self._prefill.advance(prompt, max_tokens)
         if logits is None:
             return PrefillOutput(num_tokens)
         first = first_tokens(rows, logits, self.vocab_size)
-        del self._prompts[rows[0].id]
+        self._forget_prompt(rows)
         self._join(rows, prompt, first)
         return PrefillOutput(num_tokens, {row.id: output for row, output in zip(rows, first, strict=True)})
+
+    def _forget_prompt(self, rows: Sequence[Request]) -> None:
+        for row in rows:
+            self._prompts.pop(row.id, None)
 
     def _join(self, rows: Sequence[Request], prompt: Prompt, first: Sequence[RowOutput]) -> None:
         """All of them or none."""
