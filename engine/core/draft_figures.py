@@ -90,10 +90,14 @@ class StepTimes:
 
     def hoped_for(self, size: int, k: int) -> float:
         """As measured. Else what may be hoped for, given plain steps of this size: that the step is as much longer as
-        at the nearest size where it was measured, or that drafts cost little."""
+        at the nearest size where it was measured, or that drafts cost little; never more than their share of a step
+        with more of them."""
         if (size, k) in self._medians:
             return self._medians[size, k]
         plain = self._medians[size, 0]
+        more = [drafts for near, drafts in self._medians if near == size and drafts > k]
+        if more:
+            return plain + (self._medians[size, min(more)] - plain) * k / min(more)
         if k > 1 and (size, k - 1) in self._medians:
             return self._medians[size, k - 1] + ASSUMED_DRAFT_COST * plain
         known = [near for near, drafts in self._medians if drafts == k and (near, 0) in self._medians]

@@ -26,7 +26,7 @@ MIN_TIMES = 4
 SETTLE_STEPS = 1
 """Steps after a change of rows or k whose times are not counted: the runner's pipeline mixes them."""
 
-TRIAL_STEPS, TRIAL_ROWS, MAX_TRIAL_STEPS = 8, 24, 32
+TRIAL_STEPS, TRIAL_ROWS, MAX_TRIAL_STEPS = 8, 12, 32
 """A trial ends with so many measured steps and row-rounds, or when it has lost its credit, in tokens per row."""
 START_CREDIT, CREDIT_RATE, MIN_CREDIT, MAX_CREDIT = 0.8, 0.01, 0.8, 8.0
 """Tokens per row: little of an answer of 60, and 1 % of all that is given out. Less than MIN_CREDIT begins no trial."""
@@ -164,14 +164,14 @@ class Arms:
             self._try(k, self._credit)
 
     def _candidate(self, since: int) -> int | None:
-        """What is worth a trial: the nearest untried k that may be better; in turn plain decoding and the neighbours;
+        """What is worth a trial: the untried k that is hoped to be best; in turn plain decoding and the neighbours;
         one that looks better."""
         k, wanted = self.num_draft_tokens, MIN_GAIN * self._rate(self.num_draft_tokens)
         others = [other for other in range(len(self._seen_at)) if other != k]
         better = [other for other in others if self._rate(other) > wanted]
         untried = [other for other in better if self._seen_at[other] is None]
         if untried:
-            return min(untried, key=lambda other: abs(other - k))
+            return max(untried, key=self._rate)
         if since >= self._retest_steps:
             neighbours = [other for other in others if other in (0, k - 1, k + 1)]
             return min(neighbours, key=lambda other: self._seen_at[other] or self._num_steps)  # the longest unseen
