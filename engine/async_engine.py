@@ -301,6 +301,9 @@ def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int,
     for token_id in (int(request.token_ids.min()), int(request.token_ids.max())):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"token id {token_id} is not within 0 and {vocab_size - 1}", "messages")
+    for token_id in request.stop_token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"stop token id {token_id} is not within 0 and {vocab_size - 1}", "stop_token_ids")
     for token_id, _ in sampling.logit_bias:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"logit_bias: token id {token_id} is not within 0 and {vocab_size - 1}", "logit_bias")

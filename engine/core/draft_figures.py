@@ -15,6 +15,7 @@ ASSUMED_DRAFT_COST = 0.1
 """What one more draft adds to a step before that is measured, in plain steps."""
 
 TIMES_KEPT = 16
+SHORTEST_S = 1e-9  # a clock may stand still
 
 
 class Acceptance:
@@ -82,7 +83,7 @@ class StepTimes:
         self.replace(size, k, [*self._times.get((size, k), ()), seconds])
 
     def replace(self, size: int, k: int, seconds: list[float]) -> None:
-        times = self._times[size, k] = deque(seconds, TIMES_KEPT)
+        times = self._times[size, k] = deque([max(s, SHORTEST_S) for s in seconds], TIMES_KEPT)
         self._medians[size, k] = median_low(times)
 
     def count(self, size: int, k: int) -> int:

@@ -102,6 +102,8 @@ class EngineCore:
             chunks = self.scheduler.update_decode(outputs)
         except Exception as error:
             log.exception("decode step failed with %d rows", num_rows)
+            if num_draft_tokens:
+                self._speculation.failed()  # a step without drafts may still work
             self._publish(self._fail_rows(f"decode step failed: {type(error).__name__}"))
             return
         self.stats.failed_steps_in_a_row = 0
@@ -123,7 +125,8 @@ class EngineCore:
             self.stats.failed_steps_in_a_row += 1
             self._publish(self.scheduler.fail_prefill(rows, f"prefill failed: {type(error).__name__}"))
             return
-        self.stats.failed_steps_in_a_row = 0
+        if output.first is not None and not self.scheduler.num_decoding:  # nothing is left for a decode step to show
+            self.stats.failed_steps_in_a_row = 0
         if output.num_tokens:
             self.scheduler.record_prefill(output.num_tokens, self._clock() - began_s)
         if chunks:

@@ -123,8 +123,9 @@ class Scheduler:
         if output.first is None:
             return {}
         first = [output.first[row.id] for row in rows]
-        group, self._prefill = self._prefill, None
+        group = self._prefill
         assert group is not None and all(row.num_prefilled == row.num_prompt_tokens for row in rows)
+        self._prefill = None
         for row in rows:
             row.state = RequestState.RUNNING
             row.keep_until_s = self._clock() + self._config.scheduler.ageing_s if group.keeps_place else 0.0

@@ -219,6 +219,10 @@ class Watchdog:
         """Until drafts are due again; 0 while nothing is wrong."""
         return self._num_rounds_left
 
+    def pause(self) -> None:
+        self._window.clear()
+        self._num_rounds_left, self._pause = self._pause, 2 * self._pause
+
     def record(self, num_drafted: int, num_accepted: int, pays: bool) -> bool:
         """One round of all rows, with drafts or without. True when it trips: not when drafts are seen to pay, as a few
         that hold may do where they cost little."""
@@ -246,7 +250,7 @@ class Watchdog:
             self._pause,
         )
         self.num_trips += 1
-        self._num_rounds_left, self._pause = self._pause, 2 * self._pause
+        self.pause()
         return True
 
 
@@ -307,6 +311,12 @@ class SpeculationController:
         self._record_drafts(outputs, pays=False)
         if settled and seconds is not None:
             self._times.add(size, num_draft_tokens, seconds)
+
+    def failed(self) -> None:
+        """A step with drafts has failed: plain decoding for a while, whatever has been measured."""
+        if self._mode == "auto":
+            self._watchdog.pause()
+            self._give_up()
 
     def status(self) -> dict[str, Any]:
         """For the status page; acceptance is None before anything was drafted."""

@@ -57,7 +57,10 @@ class Prefill:
         index, positions, next_position = np.empty(0, np.int32), np.arange(len(ids), dtype=np.int32), len(ids)
         if images:
             index = self._image_index(request.spec.token_ids, images)
-            positions, next_position = self._positions(ids, images)
+            positions, next_position = self._positions(request.spec.token_ids, images)
+            said = next_position + np.arange(len(request.output_token_ids), dtype=np.int32)
+            positions = np.concatenate([positions, np.broadcast_to(said, (3, 1, len(said)))], axis=-1)
+            next_position += len(said)
         positions = np.broadcast_to(positions, (3, 1, len(ids)))
         head_cache = self._head.make_cache() if self._head is not None else None
         return Prompt(ids, self._view.make_cache(), positions, next_position, index, head_cache)

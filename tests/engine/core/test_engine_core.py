@@ -87,7 +87,7 @@ def test_prompts_are_the_same_in_chunks_of_any_size(drive, mixed, alone):
 
 
 def test_a_late_request_does_not_wait_for_a_long_one(drive, make_request):
-    driver = drive()
+    driver = drive(EngineConfig(mtp="off"))
     long = make_request("long", "Tell me a story.", max_tokens=300, stops=False)
     driver.core.add_request(long)
     for _ in range(20):

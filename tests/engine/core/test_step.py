@@ -134,3 +134,37 @@ def test_a_drop_that_fails_ends_the_rows_and_the_step_goes_on_without_them():
     driver.core.step()
     assert driver.finish == {"b": FinishReason.ERROR} and len(driver.tokens["c"]) == 1
     assert [call[0] for call in runner.calls[-2:]] == ["drop", "prefill"], "there is nothing to decode"
+
+
+class BrokenRunner(TimedRunner):
+    """Every decode step with at least `from_drafts` drafts fails."""
+
+    def __init__(self, from_drafts: int, clock: DeviceClock, **more: Any):
+        super().__init__(clock, **more)
+        self._from_drafts = from_drafts
+
+    def decode(self, num_draft_tokens=0):
+        if num_draft_tokens >= self._from_drafts:
+            raise RuntimeError("no such kernel")
+        return super().decode(num_draft_tokens)
+
+
+@pytest.mark.parametrize("num_prompt", [10, 5000])
+def test_decode_steps_that_always_fail_are_counted_although_prompts_still_succeed(num_prompt):
+    driver = Driver(BrokenRunner(0, DeviceClock()), config("off"))
+    for i in range(4):
+        driver.run({0: [request(f"r{i}", num_prompt=num_prompt)]})
+        assert driver.finish[f"r{i}"] is FinishReason.ERROR
+    assert driver.core.stats.failed_steps_in_a_row == 4
+    driver.run({0: [request("one token", max_tokens=1)]})
+    assert driver.finish["one token"] is FinishReason.LENGTH
+
+
+def test_steps_with_drafts_that_always_fail_cost_one_batch_and_not_every_one():
+    clock = DeviceClock()
+    driver = Driver(BrokenRunner(1, clock, max_draft_tokens=3), config("auto"), clock)
+    for i in range(6):
+        driver.run({0: [request(f"r{i}", 60)]})
+    failed = [name for name, reason in driver.finish.items() if reason is FinishReason.ERROR]
+    assert len(failed) == 1
+    assert driver.core.stats.failed_steps_in_a_row == 0
