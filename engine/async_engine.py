@@ -78,8 +78,13 @@ class _Stream:
         self._waiter: asyncio.Future[None] | None = None
 
     @property
+    def num_open(self) -> int:
+        """Choices that have not ended."""
+        return sum(choice.finish is None for choice in self.choices)
+
+    @property
     def is_finished(self) -> bool:
-        return all(choice.finish is not None for choice in self.choices)
+        return self.num_open == 0
 
     def put(self, chunk: TokenChunk) -> None:
         self.choices[chunk.index].put(chunk)
@@ -216,7 +221,9 @@ class AsyncEngine:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         runner = self._core.runner
         check_request(request, self.config, runner.vocab_size, runner.max_context_tokens)
-        num_open = sum(len(stream.choices) for stream in self._streams.values())
+        num_open = sum(
+            max(stream.num_open, 1) for stream in self._streams.values()
+        )  # one that nobody reads counts, too
         limit = self.config.max_running + self.config.max_waiting
         if num_open + request.num_choices > limit:
             raise Overloaded(

@@ -8,11 +8,11 @@ step too far, which goes with its cache.
 
 The target is sampled at each verified position, and a draft token is accepted while it equals the sample: what comes
 out is what plain decoding gives. Drafts are sampled with the noise of the very positions that they are drafts for
-(Gumbel coupling; Daliri, Musco, Suresh 2024, arXiv 2408.07978): head and target then agree as often as two
-distributions can, at any temperature.
+(Gumbel coupling; Daliri, Musco, Suresh 2024, arXiv 2408.07978): at total variation distance d, head and target then
+give the same token with a probability of at least (1 - d) / (1 + d), at any temperature.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -70,7 +70,7 @@ class Launched:
     tokens: mx.array
     num_kept: mx.array | None
     logprobs: Logprobs | None
-    outputs: dict[str, RowOutput] | None = field(default=None)
+    outputs: dict[str, RowOutput] | None = None
 
     def read(self) -> dict[str, RowOutput]:
         """Waits for the device. The first call also tells rows and matchers what became of them."""
@@ -219,14 +219,13 @@ class DecodeGroup:
 
     def _forward(self, tokens: mx.array, longest: int) -> tuple[mx.array, mx.array | None]:
         num_new = tokens.shape[1]
+        positions = (self._lengths + self._offsets)[:, None] + mx.arange(num_new)
         if self._compiled is not None:
-            positions = (self._lengths + self._offsets)[:, None] + mx.arange(num_new)
             extent = longest + num_new
             return self._compiled(tokens, self._cache, self._lengths, extent, positions, num_new > 1)
         uniform = self._uniform_length()  # without a mask every slot in the extent is seen: it must be exact then
         extent = (longest if uniform is None else uniform) + num_new
         cache = self._cache.at(self._lengths, extent, uniform, record=num_new > 1)
-        positions = (self._lengths + self._offsets)[:, None] + mx.arange(num_new)
         return self._view.decode(tokens, cache, positions)
 
     def _uniform_length(self) -> int | None:

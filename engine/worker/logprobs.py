@@ -48,7 +48,7 @@ def logprobs_of(rows: Sequence[Request], logits: mx.array, tokens: mx.array) -> 
     mine = logits[index].astype(mx.float32)
     mine = mine - mx.logsumexp(mine, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(mine, mx.maximum(tokens[index], 0)[..., None], axis=-1)[..., 0]
-    depth = max(1, *(n for _, n in asking)) if len(asking) > 1 else max(1, asking[0][1])
+    depth = max([1, *(n for _, n in asking)])
     some = mx.argpartition(-mine, kth=depth - 1, axis=-1)[..., :depth]
     order = mx.argsort(-mx.take_along_axis(mine, some, axis=-1), axis=-1)
     ids = mx.take_along_axis(some, order, axis=-1)

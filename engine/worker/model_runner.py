@@ -11,7 +11,7 @@ from engine.config import EngineConfig, MTPConfig
 from engine.core.batch import PrefillOutput, RowOutput
 from engine.core.request import Request
 from engine.processing.images import ImagePreprocessor
-from engine.protocol import EngineRequest, SamplingParams
+from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker import blas, loader, memory
 from engine.worker.decode import Newcomer
 from engine.worker.decode_batch import DecodeBatch
@@ -156,7 +156,12 @@ def max_draft_tokens(config: EngineConfig) -> int:
 
 
 def use_compiled(config: EngineConfig, view: View) -> bool:
-    """auto: on CUDA. On the CPU each shape costs seconds of a C++ compiler; on Metal it has not been measured."""
+    """auto: on CUDA. On the CPU each shape costs seconds of a C++ compiler; on Metal it has not been measured.
+
+    Raises EngineFailed where it is asked for and cannot be.
+    """
     if config.compile == "auto":
         return view.explicit_positions and mx.cuda.is_available() and loader.on_gpu()
-    return config.compile == "on" and view.explicit_positions
+    if config.compile == "on" and not view.explicit_positions:
+        raise EngineFailed("compile: on is configured, but this model takes no explicit positions; use auto or off")
+    return config.compile == "on"

@@ -136,10 +136,8 @@ def first_tokens(rows: Sequence[Request], logits: mx.array, vocab_size: int) -> 
     logits = mx.broadcast_to(logits, (len(rows), 1, logits.shape[-1]))
     positions = mx.array([[len(row.output_token_ids)] for row in rows], mx.int32)
     shaped = Processors.of(rows, vocab_size)(logits, positions, positions)  # no drafts: the tokens do not matter
-    matching = [i for i, row in enumerate(rows) if row.matcher is not None]
     errors: dict[int, str] = {}
-    if matching:
-        shaped = match(rows, shaped, [()] * len(rows), errors)
+    shaped = match(rows, shaped, [()] * len(rows), errors)
     sampler = Sampler([row.sampling for row in rows])
     tokens = sampler(shaped, sampler.noise(positions, logits.shape[-1]))
     logprobs = logprobs_of(rows, logits, tokens)

@@ -5,7 +5,7 @@ row has said is counted on the device, since the host learns of it one step late
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -97,6 +97,13 @@ class Penalties:
     params: list[SamplingParams]
     counts: mx.array
     in_prompt: mx.array
+    _at: mx.array = field(init=False)
+    _columns: tuple[mx.array, mx.array, mx.array] = field(init=False)
+
+    def __post_init__(self) -> None:
+        p = np.array([(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in self.params], np.float32)
+        self._at = mx.array(self.rows)
+        self._columns = (mx.array(p[:, 0, None, None]), mx.array(p[:, 1, None, None]), mx.array(p[:, 2, None, None]))
 
     @classmethod
     def of(cls, rows: Sequence[Request], vocab_size: int) -> "Penalties | None":
@@ -131,19 +138,17 @@ class Penalties:
         return Penalties([new for new, _ in stay], params, self.counts[at], self.in_prompt[at])
 
     def __call__(self, logits: mx.array, tokens: mx.array) -> mx.array:
-        at = mx.array(self.rows)
-        counts = self._counts_before(tokens[at])
-        mine, said = logits[at], counts > 0
-        repetition = self._column("repetition_penalty")
+        counts = self._counts_before(tokens[self._at])
+        mine, said = logits[self._at], counts > 0
+        repetition, frequency, presence = self._columns
         mine = mx.where(said | self.in_prompt[:, None], mx.where(mine > 0, mine / repetition, mine * repetition), mine)
-        mine -= self._column("frequency_penalty") * counts + self._column("presence_penalty") * said
-        logits[at] = mine
+        mine -= frequency * counts + presence * said
+        logits[self._at] = mine
         return logits
 
     def commit(self, tokens: mx.array, num_kept: mx.array) -> None:
-        at = mx.array(self.rows)
-        new = tokens[at]
-        kept = (mx.arange(new.shape[1]) < num_kept[at][:, None]).astype(mx.float32)
+        new = tokens[self._at]
+        kept = (mx.arange(new.shape[1]) < num_kept[self._at][:, None]).astype(mx.float32)
         self.counts = self.counts.at[mx.arange(len(self.rows))[:, None], new].add(kept)
 
     def _counts_before(self, tokens: mx.array) -> mx.array:
@@ -152,9 +157,6 @@ class Penalties:
         for i in range(1, tokens.shape[1]):
             steps.append(steps[-1].at[mx.arange(len(self.rows)), tokens[:, i]].add(1.0))
         return mx.stack(steps, axis=1)
-
-    def _column(self, name: str) -> mx.array:
-        return mx.array([getattr(p, name) for p in self.params], mx.float32)[:, None, None]
 
 
 def match(

@@ -1,9 +1,12 @@
 """A ModelRunner without a model: a row's token is a function of its seed and of the position in its output."""
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from engine.async_engine import AsyncEngine
+from engine.config import EngineConfig
 from engine.core.batch import PrefillOutput, RowOutput
 from engine.core.request import Request
 from engine.protocol import EngineRequest, TokenLogprobs, choice_seed
@@ -105,3 +108,24 @@ class FakeRunner:
         ids = tuple(STOP if p == self.stops_at.get(seed) else token(seed, p) for p in positions)
         logprobs = tuple(TokenLogprobs(-float(p)) for p in positions) if row.sampling.logprobs is not None else ()
         return RowOutput(ids, logprobs, num_draft_tokens, num_accepted, self.errors.get(row.id))
+
+
+def run_engine(test: Callable[[AsyncEngine], Awaitable], runner: Any, config: Mapping[str, Any]) -> None:
+    """The test with an engine around this runner, for at most 20 s."""
+
+    async def main() -> None:
+        engine = AsyncEngine(EngineConfig.model_validate(config), lambda config, progress: runner)
+        await engine.wait_ready()
+        try:
+            async with asyncio.timeout(20):
+                await test(engine)
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -12,7 +12,6 @@ import pytest
 
 import engine.async_engine
 from engine.async_engine import AsyncEngine
-from engine.config import EngineConfig
 from engine.protocol import (
     EngineFailed,
     EngineRequest,
@@ -23,7 +22,7 @@ from engine.protocol import (
     SamplingParams,
     TokenChunk,
 )
-from tests.engine.fakes import STOP, VOCAB_SIZE, FakeRunner, answer
+from tests.engine.fakes import STOP, VOCAB_SIZE, FakeRunner, answer, run_engine, until
 
 JSON = GrammarSpec("json_object")
 
@@ -35,23 +34,7 @@ def request(request_id: str = "r", n: int = 1, max_tokens: int = 10, **sampling:
 
 def run(test: Callable[[AsyncEngine, FakeRunner], Awaitable], runner: FakeRunner | None = None, **config: Any) -> None:
     runner = runner or FakeRunner()
-
-    async def main() -> None:
-        engine = AsyncEngine(EngineConfig.model_validate(config), lambda config, progress: runner)
-        await engine.wait_ready()
-        try:
-            async with asyncio.timeout(20):
-                await test(engine, runner)
-        finally:
-            await engine.shutdown()
-
-    asyncio.run(main())
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
+    run_engine(lambda engine: test(engine, runner), runner, config)
 
 
 async def collect(engine: AsyncEngine, r: EngineRequest) -> list[TokenChunk]:

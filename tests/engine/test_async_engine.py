@@ -20,6 +20,7 @@ from engine.protocol import (
     Overloaded,
     SamplingParams,
 )
+from tests.engine.fakes import run_engine, until
 
 
 class CountingRunner:
@@ -64,22 +65,7 @@ def request(request_id: str = "r", max_tokens: int = 10, num_prompt: int = 3) ->
 
 
 def run(test: Callable[[AsyncEngine], Awaitable], runner: CountingRunner | None = None, **config) -> None:
-    async def main() -> None:
-        engine = AsyncEngine(EngineConfig(**config), lambda c, p: runner or CountingRunner())
-        await engine.wait_ready()
-        try:
-            async with asyncio.timeout(20):
-                await test(engine)
-        finally:
-            await engine.shutdown()
-
-    asyncio.run(main())
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
+    run_engine(test, runner or CountingRunner(), config)
 
 
 async def collect(engine: AsyncEngine, r: EngineRequest) -> list[int]:

@@ -105,6 +105,16 @@ class Connection:
         return b"".join(message.get("body", b"") for message in self.sent)
 
 
+def assert_refused(response: Any, backend: FakeBackend, param: str, named: list[str]) -> None:
+    """A 400 that names the field and these values, and nothing has begun."""
+    error = response.json()["error"]
+    assert response.status_code == 400, error
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, None)
+    for value in [param, *named]:
+        assert value in error["message"]
+    assert backend.requests == []
+
+
 @pytest.fixture
 def backend() -> FakeBackend:
     return FakeBackend()

@@ -10,6 +10,7 @@ import pytest
 
 from deployments.chat import Route, TextDelta
 from engine.protocol import EngineFailed
+from tests.deployments.http.conftest import assert_refused
 
 USER = {"role": "user", "content": "Hi"}
 IMAGE_URL = "data:image/png;base64,AA=="
@@ -136,14 +137,7 @@ BAD_FIELDS = [
 
 @pytest.mark.parametrize(("fields", "param", "named"), BAD_FIELDS, ids=lambda value: str(value)[:60])
 def test_a_bad_field_is_a_400_that_names_it(chat, backend, fields, param, named):
-    response = chat(**fields)
-    error = response.json()["error"]
-    assert response.status_code == 400, error
-    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, None)
-    assert param in error["message"]
-    for value in named:
-        assert value in error["message"]
-    assert backend.requests == []
+    assert_refused(chat(**fields), backend, param, named)
 
 
 def test_a_missing_model_or_messages_is_a_400(send):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from deployments.http.wire import parse_chat_completion, request_fields
 from engine.protocol import GrammarSpec, InvalidRequest
+from tests.deployments.http.conftest import assert_refused
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"const": "é"}}, "required": ["z", "a"]}
 SCHEMA_FIELD = "response_format.json_schema.schema"
@@ -136,13 +137,7 @@ BAD_FIELDS = [
 
 @pytest.mark.parametrize(("fields", "param", "named"), BAD_FIELDS, ids=lambda value: str(value)[:60])
 def test_a_bad_field_is_a_400_that_names_it(chat, backend, fields, param, named):
-    response = chat(**fields)
-    error = response.json()["error"]
-    assert response.status_code == 400, error
-    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, None)
-    for value in [param, *named]:
-        assert value in error["message"]
-    assert backend.requests == []
+    assert_refused(chat(**fields), backend, param, named)
 
 
 def test_the_name_of_a_field_is_quoted_in_short(chat):

@@ -11,10 +11,11 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.request import Request
-from engine.protocol import EngineRequest, SamplingParams
+from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker import kv_cache
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.mtp import Feed
+from tests.engine.conftest import DRAFT
 
 VOCAB = 512
 
@@ -108,6 +109,11 @@ def test_a_compiled_forward_gives_the_same(tiny: MLXRunner):
     assert tokens(compiled, rows, lambda step: 2 * (step % 2), 24) == expected
     forward = compiled._batch._compiled
     assert forward is not None and len(forward._graphs) == 4, "one and two rows, one and three tokens"
+
+
+def test_a_model_that_cannot_be_compiled_is_refused_where_it_is_asked_for():
+    with pytest.raises(EngineFailed, match="compile: on is configured, but"):
+        load_runner(EngineConfig(model=str(DRAFT), compile="on"), lambda progress: None)
 
 
 def test_the_head_catches_up_after_any_number_of_plain_steps(tiny: MLXRunner, monkeypatch: pytest.MonkeyPatch):
