@@ -1,8 +1,10 @@
 """Every knob of the engine and of media loading: default, unit and bounds. Unknown keys are refused by name."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+BoundaryKind = Literal["system", "turn", "prompt"]
 
 
 class Frozen(BaseModel):
@@ -29,6 +31,40 @@ class SchedulerConfig(Frozen):
 class GrammarConfig(Frozen):
     compile_timeout_s: float = Field(default=5.0, gt=0, description="one grammar, off the device thread")
     max_bytes: int = Field(default=256 * 2**10, ge=1024, description="of a schema, regex or grammar as text")
+
+
+class PinnedPrompt(Frozen):
+    """A system part that is taken in at the start and never evicted. Exactly one of system and system_file."""
+
+    system: str | None = Field(default=None, min_length=1, description="the text of the system message")
+    system_file: str | None = Field(default=None, description="a file that holds it, UTF-8")
+    tools: tuple[dict[str, Any], ...] = Field(default=(), description="tool definitions that are sent along with it")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "PinnedPrompt":
+        if (self.system is None) == (self.system_file is None):
+            raise ValueError("a pinned prompt has either system or system_file")
+        return self
+
+
+class DiskCacheConfig(Frozen):
+    path: str = Field(description="directory of the snapshots; made if it is not there")
+    max_gb: float = Field(default=20.0, gt=0, description="GiB; the least recently used files go first")
+
+
+class PrefixCacheConfig(Frozen):
+    enabled: bool = Field(default=True, description="keep the state behind prefixes of prompts for others")
+    max_gb: float | None = Field(
+        default=None, gt=0, description="GiB of memory for snapshots; default: a tenth of the device's memory"
+    )
+    boundaries: tuple[BoundaryKind, ...] = Field(
+        default=("system", "turn", "prompt"), description="where prompts are cut: see engine.protocol.Boundary"
+    )
+    min_tokens: int = Field(
+        default=16, ge=1, description="a snapshot is taken where it saves at least so many tokens over the one before"
+    )
+    pinned: tuple[PinnedPrompt, ...] = Field(default=(), description="taken in at the start and never evicted")
+    disk: DiskCacheConfig | None = Field(default=None, description="snapshots that survive a restart; default: none")
 
 
 class EngineConfig(Frozen):
@@ -61,6 +97,7 @@ class EngineConfig(Frozen):
     )
     scheduler: SchedulerConfig = SchedulerConfig()
     grammar: GrammarConfig = GrammarConfig()
+    prefix_cache: PrefixCacheConfig = PrefixCacheConfig()
     vision_cache_mb: int = Field(default=256, ge=0, description="image features kept for pictures that come back")
     mlx_cache_mb: int = Field(default=2048, ge=0, description="freed buffers that MLX may keep for reuse")
     step_timeout_s: float = Field(

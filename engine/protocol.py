@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from engine.config import BoundaryKind
+
 
 class OrchardError(Exception):
     """Every error that we raise on purpose. All arguments reach `Exception`, so that pickling keeps them."""
@@ -153,11 +155,33 @@ class ImagePatches:
 
 
 @dataclass(frozen=True)
+class Boundary:
+    """A place in a prompt behind which later prompts may go on otherwise, so that its state is worth keeping.
+
+    kind: `system` is the end of the system part (tools included), `turn` the end of the last turn before the one that
+    is asked for, `prompt` the last token but one. num_tokens: of the prompt, in front of it.
+    """
+
+    kind: BoundaryKind
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class PromptOrigin:
+    """What a prompt was rendered with, as digests: they tell why two prompts differ. The tokens alone are the key."""
+
+    tools: str = ""
+    template_kwargs: str = ""
+
+
+@dataclass(frozen=True)
 class EngineRequest:
     """token_ids: int32 [num_prompt_tokens], image placeholders already repeated per image token.
 
     num_choices: answers wanted; they share the prompt's prefill, and choice i is sampled with `choice_seed(seed, i)`.
-    priority: smaller is more urgent; only with the scheduler's policy `priority`.
+    priority: smaller is more urgent; only with the scheduler's policy `priority`. boundaries: by num_tokens; the kind
+    `prompt` is the engine's own business. tenant: requests share cached prefixes with those of the same tenant alone.
+    pinned: what is cached at its system boundary is never evicted.
     """
 
     request_id: str
@@ -168,6 +192,10 @@ class EngineRequest:
     num_choices: int = 1
     grammar: GrammarSpec | None = None
     priority: int = 0
+    boundaries: tuple[Boundary, ...] = ()
+    tenant: str = ""
+    origin: PromptOrigin = PromptOrigin()
+    pinned: bool = False
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -189,6 +217,7 @@ class TokenChunk:
 
     `finish_reason` is set on the choice's last chunk alone; `error` tells why when it is ERROR. logprobs: one per
     token, if asked for. num_drafted, num_accepted: draft tokens that were verified in these steps, and how many held.
+    num_cached: tokens of the prompt that came out of the prefix cache; the same in all chunks of a request.
     """
 
     token_ids: tuple[int, ...]
@@ -198,6 +227,85 @@ class TokenChunk:
     logprobs: tuple[TokenLogprobs, ...] = ()
     num_drafted: int = 0
     num_accepted: int = 0
+    num_cached: int = 0
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """One snapshot of the prefix cache. num_bytes: its own, without what it shares with the snapshots in front of it.
+
+    tenant: a digest. where: memory, disk or both. Seconds since it was made and since it was last used.
+    """
+
+    kind: BoundaryKind
+    num_tokens: int
+    num_bytes: int
+    num_hits: int
+    pinned: bool
+    tenant: str
+    where: Literal["memory", "disk", "both"]
+    age_s: float
+    idle_s: float
+
+
+CacheMissReason = Literal["cold", "evicted", "cleared", "tenant", "image", "tools", "template_kwargs", "text"]
+
+
+@dataclass(frozen=True)
+class CacheMiss:
+    """Why a prompt was not served from the cache as far as it could have been.
+
+    num_cached: tokens that were served. boundary, boundary_tokens: of the snapshot that would have served more.
+    num_common: tokens that it has in common with the prompt; reason tells what is behind them. For `text`,
+    prompt_token_ids and stored_token_ids are the next few tokens of either side. `cold`: there is no such snapshot.
+    """
+
+    request_id: str
+    reason: CacheMissReason
+    num_prompt_tokens: int
+    num_cached: int = 0
+    num_common: int = 0
+    boundary: BoundaryKind | None = None
+    boundary_tokens: int = 0
+    prompt_token_ids: tuple[int, ...] = ()
+    stored_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class CacheStatus:
+    """The prefix cache for `GET /v1/cache`. off: why there is none, None if there is.
+
+    num_bytes is of the memory alone, max_bytes its budget. num_hits, num_misses: prompts that were served some tokens,
+    or none; misses: the latter by reason. num_cached_tokens: served. num_rejected: snapshots that did not fit.
+    entries: the most recently used first. recent_misses: the newest first, also of prompts that were served less than
+    they could have been. disk: figures of the disk tier, None without one.
+    """
+
+    off: str | None = None
+    max_bytes: int = 0
+    num_bytes: int = 0
+    num_entries: int = 0
+    num_pinned: int = 0
+    num_hits: int = 0
+    num_misses: int = 0
+    num_cached_tokens: int = 0
+    num_stored: int = 0
+    num_evicted: int = 0
+    num_rejected: int = 0
+    num_integrity_errors: int = 0
+    misses: dict[str, int] = field(default_factory=dict)
+    entries: tuple[CacheEntry, ...] = ()
+    recent_misses: tuple[CacheMiss, ...] = ()
+    disk: dict[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class CacheCleared:
+    """What clearing the prefix cache has freed; pinned snapshots stay."""
+
+    num_entries: int
+    num_bytes: int
+    num_files: int = 0
 
 
 @dataclass(frozen=True)
@@ -217,6 +325,7 @@ class EngineStatus:
     num_aborted: int = 0
     num_failed: int = 0
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     num_output_tokens: int = 0
     max_rows_in_a_step: int = 0
     num_preempted: int = 0

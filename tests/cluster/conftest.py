@@ -53,15 +53,21 @@ class OrchardCluster:
     def living_nodes(self) -> list[str]:
         return sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
 
-    def kill_worker(self) -> str:
-        """As when the plug is pulled: the processes of one node die at once, and Ray finds out by itself."""
-        node = self._workers.pop()
+    def worker_pids(self) -> dict[str, list[int]]:
+        """Node id -> the processes of its replicas, of every node but the head."""
         replicas = [replica for deployment in DEPLOYMENTS for replica in self.replicas(deployment)]
-        for replica in replicas:
-            if replica["node_id"] == node.node_id:
-                os.kill(replica["pid"], signal.SIGKILL)
+        return {
+            node.node_id: [replica["pid"] for replica in replicas if replica["node_id"] == node.node_id]
+            for node in self._workers
+        }
+
+    def kill_worker(self, node_id: str, pids: list[int]) -> None:
+        """As when the plug is pulled: the processes of one node die at once, and Ray finds out by itself."""
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        node = next(node for node in self._workers if node.node_id == node_id)
+        self._workers.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
-        return node.node_id
 
     def add_worker(self) -> str:
         self._workers.append(self._cluster.add_node(**NODE))

@@ -14,7 +14,8 @@ from tests.e2e.pictures import about, image_part, shape
 pytestmark = pytest.mark.cluster
 
 QUESTION = ({"role": "user", "content": "What is 12 + 30?"},)
-LONG = ({"role": "user", "content": "Repeat after me: " + " ".join(["red", "green", "blue", "yellow"] * 60)},)
+LONG = {"max_tokens": 400, "min_tokens": 400}
+"""An answer that lasts for seconds, however fast the machine is."""
 
 
 def client(cluster: Any) -> EngineClient:
@@ -67,9 +68,10 @@ def test_a_hundred_requests_are_planned_where_they_are_answered(cluster: Any):
 def test_a_lost_node_costs_its_own_streams_only_and_a_new_one_joins(cluster: Any):
     async def while_a_node_dies() -> tuple[str, list[tuple[str, str]]]:
         engine = client(cluster)
-        requests = [ChatRequest(f"long-{i}", LONG, temperature=0) for i in range(9)]
+        requests = [ChatRequest(f"long-{i}", QUESTION, temperature=0, **LONG) for i in range(9)]
         streams = await asyncio.gather(*[engine.start(request, Route.TEXT) for request in requests])
-        dead = await asyncio.to_thread(cluster.kill_worker)
+        dead = next(stream.node_id for stream in streams if stream.node_id in pids)
+        await asyncio.to_thread(cluster.kill_worker, dead, pids[dead])
 
         async def end_of(stream: Any) -> tuple[str, str]:
             try:
@@ -81,6 +83,7 @@ def test_a_lost_node_costs_its_own_streams_only_and_a_new_one_joins(cluster: Any
         async with asyncio.timeout(120):
             return dead, await asyncio.gather(*map(end_of, streams))
 
+    pids = cluster.worker_pids()
     dead, ends = asyncio.run(while_a_node_dies())
     lost = [node for node, end in ends if "The engine was lost" in end]
     assert lost and set(lost) == {dead}
