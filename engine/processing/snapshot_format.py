@@ -1,0 +1,285 @@
+"""One snapshot of the prefix cache as one file: safetensors, with checksums over every byte.
+
+Any reader of safetensors can open it. The header's `__metadata__` holds the format's version, the fingerprint of the
+model, the `SnapshotMeta`, and three CRC-32: of the header (with zeros in its own place), of the token ids, and of all
+tensors. Header and token ids are checked without reading the rest. They are written and read by hand here, as the
+library neither reads into one buffer nor lets us cover every byte.
+
+CRC-32 notices every error of up to 32 bits in a row, and others but for one in four billion. It is against accidents:
+who may write to the directory may also compute a checksum.
+"""
+
+import io
+import json
+import os
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from engine.config import BoundaryKind
+from engine.protocol import PromptOrigin
+
+FORMAT = "orchard-snapshot-1"
+DIGEST = re.compile(r"[0-9a-f]{32,64}")
+TOKEN_IDS = "token_ids"
+RESERVED_NAMES = frozenset({TOKEN_IDS, "__metadata__"})
+
+MAX_HEADER_BYTES = 1 << 20
+"""Of the JSON. Ours take about 100 bytes per tensor and picture."""
+
+CHUNK_BYTES = 16 << 20
+"""Read or written at a time. While another thread computes in Python, this one waits 5 ms for the GIL behind each."""
+
+DTYPES = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "I64": np.dtype("<i8"),
+    "U64": np.dtype("<u8"),
+    "I32": np.dtype("<i4"),
+    "U32": np.dtype("<u4"),
+    "I16": np.dtype("<i2"),
+    "U16": np.dtype("<u2"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+    "C64": np.dtype("<c8"),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_CRC_AT = slice(8 + len('{"__metadata__":{"header_crc32":"'), 8 + len('{"__metadata__":{"header_crc32":"') + 8)
+"""Of a header with its length in front: eight lower-case hex digits."""
+
+
+class TornFile(Exception):
+    """The file is not what was written."""
+
+
+class ForeignFile(Exception):
+    """The file is none of ours: another format, another version, or not a snapshot at all."""
+
+
+@dataclass(frozen=True, eq=False)
+class SnapshotMeta:
+    """What a snapshot's file says of itself. Raises ValueError where that cannot be.
+
+    digest: its own, 32 to 64 lower-case hex digits, one per tenant, tokens and media. parent, parent_tokens: digest and
+    number of tokens of the snapshot whose stretch precedes this one's; '' and 0 for none. token_ids: int32
+    [num_tokens], all tokens in front of the boundary. media: (start, end, content hash) of the pictures among them.
+    created_s: unix time.
+    """
+
+    digest: str
+    parent: str
+    parent_tokens: int
+    kind: BoundaryKind
+    tenant: str
+    token_ids: np.ndarray
+    media: tuple[tuple[int, int, str], ...]
+    origin: PromptOrigin
+    created_s: float
+
+    def __post_init__(self) -> None:
+        if not DIGEST.fullmatch(self.digest) or (self.parent and not DIGEST.fullmatch(self.parent)):
+            raise ValueError(f"digest {self.digest!r}, parent {self.parent!r}: expected 32 to 64 hex digits")
+        if self.token_ids.dtype != np.int32 or self.token_ids.ndim != 1:
+            raise ValueError(f"token_ids: expected int32 [num_tokens], not {self.token_ids.dtype}")
+        if not 0 <= self.parent_tokens < self.num_tokens or bool(self.parent) != bool(self.parent_tokens):
+            raise ValueError(
+                f"parent {self.parent!r} has {self.parent_tokens} tokens, the snapshot behind it {self.num_tokens}"
+            )
+        if self.kind not in get_args(BoundaryKind):
+            raise ValueError(f"kind {self.kind!r}: expected one of {get_args(BoundaryKind)}")
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class SnapshotHead:
+    """What is known of a file without its tensors. tensors: the header's entries by name. data_at: their offset."""
+
+    meta: SnapshotMeta
+    fingerprint: str
+    tensors: dict[str, dict[str, Any]]
+    data_at: int
+    data_bytes: int
+    data_crc32: str
+
+
+def open_snapshot(path: Path) -> io.FileIO:
+    """The file for reading; neither a symlink is followed nor a pipe waited for. Raises OSError."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return io.FileIO(str(path), "r", opener=lambda name, _: os.open(name, flags))
+
+
+def snapshot_bytes(meta: SnapshotMeta, fingerprint: str, arrays: dict[str, np.ndarray]) -> int:
+    """The size of the file that `write_snapshot` would write."""
+    tensors = _in_order(meta, arrays)
+    return len(_header(meta, fingerprint, tensors)) + sum(array.nbytes for array in tensors.values())
+
+
+def write_snapshot(file: io.FileIO, meta: SnapshotMeta, fingerprint: str, arrays: dict[str, np.ndarray]) -> None:
+    """Into an empty file. Arrays need not be contiguous. Raises OSError, KeyError for a dtype that is not in DTYPES,
+    and ValueError when the header is too large."""
+    tensors = _in_order(meta, arrays)
+    file.seek(len(_header(meta, fingerprint, tensors)))
+    token_ids_crc32, data_crc32 = 0, 0
+    for name, array in tensors.items():
+        data = _bytes_of(array)
+        if name == TOKEN_IDS:
+            token_ids_crc32 = zlib.crc32(data)
+        for start in range(0, len(data), CHUNK_BYTES):
+            chunk = data[start : start + CHUNK_BYTES]
+            data_crc32 = zlib.crc32(chunk, data_crc32)
+            _write_all(file, chunk)
+    file.seek(0)
+    _write_all(file, memoryview(_header(meta, fingerprint, tensors, data_crc32, token_ids_crc32)))
+
+
+def read_head(file: io.FileIO) -> SnapshotHead:
+    """Reads and checks everything but the tensors. Raises TornFile, ForeignFile, OSError."""
+    length = _read_exactly(file, 8)
+    header_bytes = int.from_bytes(length, "little")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise TornFile(f"its header has {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
+    header = length + _read_exactly(file, header_bytes)
+    tensors = _parse(header)
+    if _sealed(header) != header:
+        raise TornFile("its header is damaged")
+    try:
+        return _head_of(file, tensors, len(header))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise TornFile(f"its header makes no sense ({error!r})") from None
+
+
+def read_arrays(file: io.FileIO, head: SnapshotHead) -> dict[str, np.ndarray]:
+    """All arrays, writable views of one buffer, as they were written; little-endian. Raises TornFile, OSError."""
+    data = np.empty(head.data_bytes, np.uint8)
+    file.seek(head.data_at)
+    data_crc32 = 0
+    for start in range(0, len(data), CHUNK_BYTES):
+        chunk = data.data[start : start + CHUNK_BYTES]
+        _read_into(file, chunk)
+        data_crc32 = zlib.crc32(chunk, data_crc32)
+    if f"{data_crc32:08x}" != head.data_crc32:
+        raise TornFile("its tensors are damaged")
+    return {name: _array_of(data, tensor) for name, tensor in head.tensors.items() if name != TOKEN_IDS}
+
+
+def _in_order(meta: SnapshotMeta, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Wide items first, so that every tensor is aligned: the format has no room between them."""
+    tensors = {TOKEN_IDS: meta.token_ids, **arrays}
+    return dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+
+
+def _header(
+    meta: SnapshotMeta, fingerprint: str, tensors: dict[str, np.ndarray], data_crc32: int = 0, token_ids_crc32: int = 0
+) -> bytes:
+    """With its length in front. It is as long with any checksums."""
+    metadata = {
+        "header_crc32": "0" * 8,
+        "format": FORMAT,
+        "fingerprint": fingerprint,
+        "data_crc32": f"{data_crc32:08x}",
+        "token_ids_crc32": f"{token_ids_crc32:08x}",
+        "snapshot": json.dumps(_as_json(meta)),
+    }
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, array in tensors.items():
+        dtype = _NAMES[array.dtype.newbyteorder("<")]
+        end = offset + array.nbytes
+        entries[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"the header would have {len(text)} bytes; the limit is {MAX_HEADER_BYTES}")
+    return _sealed(len(text).to_bytes(8, "little") + text)
+
+
+def _as_json(meta: SnapshotMeta) -> dict[str, Any]:
+    return {
+        "digest": meta.digest,
+        "parent": meta.parent,
+        "parent_tokens": meta.parent_tokens,
+        "kind": meta.kind,
+        "tenant": meta.tenant,
+        "media": meta.media,
+        "origin": {"tools": meta.origin.tools, "template_kwargs": meta.origin.template_kwargs},
+        "created_s": meta.created_s,
+    }
+
+
+def _sealed(header: bytes) -> bytes:
+    """The header with its own checksum in place."""
+    front, back = header[: _CRC_AT.start], header[_CRC_AT.stop :]
+    return front + f"{zlib.crc32(front + b'0' * 8 + back):08x}".encode() + back
+
+
+def _parse(header: bytes) -> dict[str, dict[str, Any]]:
+    """The entries of a header that claims to be of this format."""
+    try:
+        entries = json.loads(header[8:])
+    except (ValueError, RecursionError):
+        raise TornFile("its header is damaged") from None
+    metadata = entries.get("__metadata__") if isinstance(entries, dict) else None
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        raise ForeignFile(f"it is not of the format {FORMAT}")
+    return entries
+
+
+def _head_of(file: io.FileIO, entries: dict[str, dict[str, Any]], data_at: int) -> SnapshotHead:
+    metadata = entries["__metadata__"]
+    tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
+    data_bytes = max(tensor["data_offsets"][1] for tensor in tensors.values())
+    file_bytes = os.fstat(file.fileno()).st_size
+    if file_bytes != data_at + data_bytes:
+        raise TornFile(f"it has {file_bytes} bytes instead of {data_at + data_bytes}")
+    start, end = tensors[TOKEN_IDS]["data_offsets"]
+    token_ids = os.pread(file.fileno(), end - start, data_at + start)
+    if f"{zlib.crc32(token_ids):08x}" != metadata["token_ids_crc32"]:
+        raise TornFile("its token ids are damaged")
+    fields = json.loads(metadata["snapshot"])
+    fields["media"] = tuple((begin, stop, content_hash) for begin, stop, content_hash in fields["media"])
+    fields["origin"] = PromptOrigin(**fields["origin"])
+    meta = SnapshotMeta(token_ids=np.frombuffer(token_ids, DTYPES["I32"]), **fields)
+    return SnapshotHead(meta, metadata["fingerprint"], tensors, data_at, data_bytes, metadata["data_crc32"])
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    """Little-endian, in the order of the last index; without a copy if it can be."""
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
+
+
+def _array_of(data: np.ndarray, tensor: dict[str, Any]) -> np.ndarray:
+    start, end = tensor["data_offsets"]
+    try:
+        return data[start:end].view(DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise TornFile(f"its header makes no sense ({error!r})") from None
+
+
+def _write_all(file: io.FileIO, rest: memoryview) -> None:
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _read_exactly(file: io.FileIO, num_bytes: int) -> bytes:
+    data = bytearray(num_bytes)
+    _read_into(file, memoryview(data))
+    return bytes(data)
+
+
+def _read_into(file: io.FileIO, rest: memoryview) -> None:
+    while rest:
+        count = file.readinto(rest)
+        if not count:
+            raise TornFile("it ends too early")
+        rest = rest[count:]

@@ -1,0 +1,286 @@
+"""The disk tier from outside: nobody waits, nothing wrong is loaded, and a restart finds what was there."""
+
+import gc
+import os
+import random
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.config import DiskCacheConfig
+from engine.processing import snapshot_files
+from engine.processing.snapshot_files import SnapshotFiles, SnapshotLost, SnapshotMeta
+from tests.engine.processing.snapshots import (
+    MODEL,
+    OTHER_MODEL,
+    SIZE,
+    WAIT_S,
+    Stall,
+    Tier,
+    arrays_of,
+    assert_same_arrays,
+    assert_same_meta,
+    counts,
+    digest_of,
+    load,
+    meta_of,
+    names,
+    path_of,
+    save,
+)
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[Tier]:
+    tier = Tier(tmp_path / "cache")
+    yield tier
+    tier.close()
+
+
+@pytest.fixture
+def stall(tier: Tier, monkeypatch) -> Iterator[Stall]:
+    stall = Stall()
+    monkeypatch.setattr(os, "fsync", stall.fsync)
+    yield stall
+    stall.end()
+
+
+def test_a_saved_snapshot_is_loaded_now_and_after_a_restart(tier: Tier) -> None:
+    files = tier.open()
+    meta = save(files, "root", tenant="salt", media=((2, 5, "ab"),))
+    files.flush()
+    assert_same_arrays(load(files, meta), arrays_of("root", SIZE))
+    files.close(WAIT_S)
+
+    files = tier.open()
+    assert_same_meta(files.entries()[0], meta)
+    assert_same_arrays(load(files, meta), arrays_of("root", SIZE))
+    assert counts(files, "files", "read", "written", "errors") == (1, 1, 0, 0)
+
+
+def test_a_restart_sees_the_same_entries_in_the_same_order(tier: Tier) -> None:
+    files = tier.open()
+    all_names = [f"snapshot {i}" for i in range(20)]
+    for name in all_names:
+        save(files, name)
+    files.flush()
+    used = all_names * 2
+    random.Random(0).shuffle(used)
+    for name in used[:25]:
+        files.touch(digest_of(name))
+    load(files, meta_of(used[0]))
+    files.flush()
+    order = names(files, *all_names)
+
+    assert order[0] == used[0] and order != all_names[::-1]
+    assert names(tier.open(), *all_names) == order
+
+
+def test_a_use_refreshes_the_whole_path(tier: Tier) -> None:
+    files = tier.open()
+    root = save(files, "root")
+    save(files, "leaf", save(files, "child", root))
+    save(files, "other")
+    save(files, "second child", root)
+    files.flush()
+    files.touch(digest_of("leaf"))
+    files.touch(digest_of("nobody"))
+
+    order = ["leaf", "child", "root", "second child", "other"]
+    assert names(files, *order) == order
+    files.flush()
+    assert names(tier.open(), *order) == order
+
+
+def test_a_full_queue_drops_what_comes_and_nobody_waits(tier: Tier, stall: Stall, monkeypatch) -> None:
+    stall.begin()
+    monkeypatch.setattr(snapshot_files, "MAX_QUEUED_BYTES", 3 * SIZE)
+    files = tier.open()
+    save(files, "s0")
+    stall.wait()
+    began = time.monotonic()
+    for i in range(1, 10):
+        save(files, f"s{i}")
+        files.touch(digest_of("s0"))
+    assert (files.entries(), files.status()["num_dropped"]) == ([], 7)
+    assert time.monotonic() - began < 1
+
+    stall.end()
+    files.flush()
+    assert names(files, *(f"s{i}" for i in range(10))) == ["s2", "s1", "s0"]
+    assert counts(files, "written", "dropped") == (3, 7)
+    save(files, "s9")
+    files.flush()
+    assert digest_of("s9") in files
+
+
+def test_a_snapshot_larger_than_the_queue_is_written_when_nothing_waits(tier: Tier, monkeypatch) -> None:
+    monkeypatch.setattr(snapshot_files, "MAX_QUEUED_BYTES", SIZE // 2)
+    files = tier.open()
+    save(files, "root")
+    files.flush()
+
+    assert counts(files, "written", "dropped") == (1, 0)
+
+
+def test_the_same_snapshot_is_written_once_and_counts_as_used(tier: Tier, stall: Stall, monkeypatch) -> None:
+    monkeypatch.setattr(snapshot_files, "MAX_QUEUED_BYTES", 2 * SIZE)
+    stall.begin()
+    files = tier.open()
+    for name in ("a", "a", "b", "b"):
+        save(files, name)
+    stall.wait()
+    save(files, "a")
+    stall.end()
+    files.flush()
+    assert names(files, "a", "b") == ["b", "a"] and counts(files, "written", "dropped") == (2, 0)
+
+    stall.begin()
+    for name in ("c", "d", "a"):
+        save(files, name)
+    assert names(files, "a", "b") == ["a", "b"] and counts(files, "written", "dropped") == (2, 0)
+
+
+def test_loads_go_before_writes_that_wait(tier: Tier, stall: Stall, monkeypatch) -> None:
+    files = tier.open()
+    meta = save(files, "root")
+    files.flush()
+    stall.begin()
+    for i in range(5):
+        save(files, f"s{i}")
+    stall.wait()
+    seen: list[int] = []
+    future = files.load(meta.digest)
+    future.add_done_callback(lambda _: seen.append(files.status()["num_written"]))
+    stall.end()
+    files.flush()
+
+    assert seen == [2]
+
+
+def test_what_is_not_yet_written_can_be_loaded_already(tier: Tier, stall: Stall) -> None:
+    stall.begin()
+    files = tier.open()
+    written, waits = save(files, "being written"), save(files, "waits")
+    stall.wait()
+
+    for meta in (written, waits):
+        assert meta.digest in files
+        assert_same_arrays(load(files, meta), arrays_of("waits" if meta is waits else "being written", SIZE))
+    assert files.entries() == [] and digest_of("nobody") not in files
+
+
+def test_what_is_discarded_before_it_is_written_cannot_be_loaded(tier: Tier, stall: Stall) -> None:
+    stall.begin()
+    files = tier.open()
+    root = save(files, "root")
+    child = save(files, "child", root)
+    grandchild = save(files, "grandchild", child)
+    stall.wait()
+    files.discard(root.digest)
+
+    for meta in (root, child, grandchild):
+        assert meta.digest not in files
+        with pytest.raises(SnapshotLost, match="is not there"):
+            load(files, meta)
+    save(files, "root")
+    stall.end()
+    files.flush()
+    assert names(files, "root") == ["root"] and counts(files, "written", "orphans") == (2, 0)
+
+
+def test_arrays_are_let_go_when_they_are_written(tier: Tier) -> None:
+    files = tier.open()
+    arrays = arrays_of("root", SIZE)
+    written = weakref.ref(arrays["state"])
+    files.save(meta_of("root"), arrays)
+    files.flush()
+    del arrays
+    gc.collect()
+
+    assert written() is None
+
+
+def test_discarding_removes_a_snapshot_and_all_behind_it_at_once(tier: Tier) -> None:
+    files = tier.open()
+    child = save(files, "child", save(files, "root"))
+    save(files, "grandchild", child)
+    save(files, "other")
+    files.flush()
+    done = files.discard(child.digest)
+
+    assert set(names(files, "root", "other")) == {"root", "other"} and child.digest not in files
+    assert done.result(WAIT_S) == 2
+    assert len(list(tier.path.iterdir())) == 2
+    assert files.discard(child.digest).result(WAIT_S) == 0
+
+
+def test_what_is_discarded_while_it_is_written_or_waits_does_not_come_back(tier: Tier, stall: Stall) -> None:
+    stall.begin()
+    files = tier.open()
+    root = save(files, "root")
+    save(files, "child", root)
+    waits = save(files, "waits")
+    stall.wait()
+    done = [files.discard(root.digest), files.discard(waits.digest)]
+    save(files, "later")
+    stall.end()
+    files.flush()
+
+    assert [each.result(WAIT_S) for each in done] == [1, 0]
+    assert names(files, "later") == ["later"] and len(list(tier.path.iterdir())) == 1
+
+
+def test_clearing_removes_this_models_snapshots_and_those_that_wait(tier: Tier, stall: Stall) -> None:
+    others = tier.open(fingerprint=OTHER_MODEL)
+    save(others, "theirs")
+    others.flush()
+    files = tier.open()
+    save(files, "child", save(files, "root"))
+    files.flush()
+    stall.begin()
+    save(files, "being written")
+    save(files, "waits")
+    stall.wait()
+    done = files.clear()
+    save(files, "later")
+    published: list[int] = []
+    done.add_done_callback(lambda _: published.append(len(files.entries())))
+
+    assert files.entries() == [] and files.status()["num_files"] == 2
+    stall.end()
+    files.flush()
+    assert done.result(WAIT_S) == 3 and published == [0]
+    assert names(files, "later") == ["later"]
+    assert path_of(tier.path, "theirs").exists() and len(list(tier.path.iterdir())) == 2
+
+
+def test_while_a_removal_waits_nothing_that_goes_is_seen_again(tier: Tier, stall: Stall, monkeypatch) -> None:
+    files = tier.open()
+    root = save(files, "root")
+    files.flush()
+    stall.begin()
+    save(files, "being written")
+    stall.wait()
+    files.discard(root.digest)
+    seen: list[list[SnapshotMeta]] = []
+    publish = files._publish
+
+    def look() -> None:
+        publish()
+        seen.append(files.entries())
+
+    monkeypatch.setattr(files, "_publish", look)
+    stall.end()
+    files.flush()
+    assert [len(entries) for entries in seen] == [0, 1]
+
+
+def test_the_home_directory_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    SnapshotFiles(DiskCacheConfig(path="~/snapshots"), MODEL).close(WAIT_S)
+
+    assert (tmp_path / "snapshots").is_dir()
