@@ -3,9 +3,11 @@
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from engine.protocol import EngineRequest, GrammarSpec
+
+T = TypeVar("T")
 
 Message = dict[str, Any]
 """A canonical message: `role` (system, user, assistant, tool) and `content` (str, list of parts, or None), and what
@@ -35,8 +37,8 @@ class Route(StrEnum):
 class ChatRequest:
     """One request of any dialect after normalization. None means: the model's own default.
 
-    The fields of sampling are those of `SamplingParams`, where their meaning is told; num_choices, grammar and priority
-    those of `EngineRequest`. stop_token_ids: besides the model's own.
+    The fields of sampling are those of `SamplingParams`, where their meaning is told; num_choices, grammar, priority
+    and tenant those of `EngineRequest`. stop_token_ids: besides the model's own.
     """
 
     request_id: str
@@ -59,6 +61,7 @@ class ChatRequest:
     grammar: GrammarSpec | None = None
     priority: int = 0
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tenant: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,31 @@ class TextDelta:
     num_accepted: int = 0
 
 
+@dataclass(frozen=True)
+class EngineAnswer(Generic[T]):
+    """What one engine says, and where it is; `node_id` is '' without Ray."""
+
+    node_id: str
+    replica_id: str
+    answer: T
+
+
+@dataclass(frozen=True)
+class SilentEngine:
+    """A node whose engine was asked and gave no answer. reason: for the operator."""
+
+    node_id: str
+    reason: str
+
+
 class Generation(Protocol):
-    """A request that has begun: its prompt is planned and its first token is there. Ends when all choices have."""
+    """A request that has begun: its prompt is planned and its first token is there. Ends when all choices have.
+
+    num_cached_tokens: those of the prompt that came out of the prefix cache.
+    """
 
     num_prompt_tokens: int
+    num_cached_tokens: int
 
     def __aiter__(self) -> AsyncIterator[TextDelta]: ...
 
@@ -122,6 +146,14 @@ class Backend(Protocol):
 
     async def status(self) -> dict[str, Any]:
         """The body of `/v1/status`."""
+        ...
+
+    async def cache_status(self) -> dict[str, Any]:
+        """The body of `GET /v1/cache`, see http/cache.py."""
+        ...
+
+    async def clear_cache(self) -> dict[str, Any]:
+        """Empties the prefix caches of all engines, but for what is pinned; the body of `DELETE /v1/cache`."""
         ...
 
     async def not_ready(self) -> str | None:

@@ -1,15 +1,25 @@
 """What both planners do: turn a conversation into token ids and fix how its answer is sampled."""
 
 import asyncio
+import hashlib
+import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deployments.chat import ChatRequest, Message
 from engine.config import EngineConfig
 from engine.processing.checkpoint import context_limit, read_config, refuse_code, resolve_checkpoint, vocab_size
-from engine.processing.tokenizer import ChatTokenizer, GenerationDefaults
-from engine.protocol import ContextLengthExceeded, EngineRequest, ImagePatches, InvalidRequest, SamplingParams
+from engine.processing.conversation import DEFAULT_KWARGS
+from engine.processing.tokenizer import ChatPrompt, ChatTokenizer, GenerationDefaults
+from engine.protocol import (
+    ContextLengthExceeded,
+    EngineRequest,
+    ImagePatches,
+    InvalidRequest,
+    PromptOrigin,
+    SamplingParams,
+)
 
 OF_THE_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters of sampling that the checkpoint sets where the request does not."""
@@ -27,29 +37,38 @@ class PromptPlanner:
         self._vocab_size = vocab_size(config_of_model)
         self._max_context_tokens = min(config.max_context_tokens or trained_for, trained_for)
         self._tokenizer = ChatTokenizer(self.model_dir)
+        self._finds_boundaries = config.prefix_cache.enabled
 
     async def engine_request(
         self, request: ChatRequest, messages: Sequence[Message], images: tuple[ImagePatches, ...] = ()
     ) -> EngineRequest:
         """Raises InvalidRequest, also for a conversation that the template refuses, and ContextLengthExceeded."""
-        token_ids = await asyncio.to_thread(
-            self._tokenizer.encode_chat,
-            messages,
-            template_kwargs=request.template_kwargs,
-            image_tokens=[image.num_tokens for image in images],
-        )
+        image_tokens = [image.num_tokens for image in images]
+        prompt, origin = await asyncio.to_thread(self._prompt, messages, request.template_kwargs, image_tokens)
         return EngineRequest(
             request_id=request.request_id,
-            token_ids=token_ids,
+            token_ids=prompt.token_ids,
             sampling=sampling_params(
-                request, self._tokenizer.generation_defaults, len(token_ids), self._max_context_tokens
+                request, self._tokenizer.generation_defaults, len(prompt.token_ids), self._max_context_tokens
             ),
             stop_token_ids=self._stop_token_ids(request),
             images=images,
             num_choices=request.num_choices,
             grammar=request.grammar,
             priority=request.priority,
+            boundaries=prompt.boundaries,
+            tenant=request.tenant,
+            origin=origin,
         )
+
+    def _prompt(
+        self, messages: Sequence[Message], template_kwargs: Mapping[str, Any], image_tokens: Sequence[int]
+    ) -> tuple[ChatPrompt, PromptOrigin]:
+        if self._finds_boundaries:
+            prompt = self._tokenizer.chat_prompt(messages, template_kwargs=template_kwargs, image_tokens=image_tokens)
+            return prompt, prompt_origin(template_kwargs)
+        ids = self._tokenizer.encode_chat(messages, template_kwargs=template_kwargs, image_tokens=image_tokens)
+        return ChatPrompt(ids, ()), PromptOrigin()
 
     def _stop_token_ids(self, request: ChatRequest) -> tuple[int, ...]:
         for i, token_id in enumerate(request.stop_token_ids):
@@ -59,6 +78,26 @@ class PromptPlanner:
                     f"stop_token_ids[{i}]",
                 )
         return tuple(sorted({*self._tokenizer.stop_token_ids, *request.stop_token_ids}))
+
+
+def prompt_origin(template_kwargs: Mapping[str, Any]) -> PromptOrigin:
+    """Digests of what a prompt is rendered with besides its messages, '' for nothing but what is the default.
+
+    Keys inside of a value count in their order: templates write them as they come.
+    """
+    chosen = {
+        name: template_kwargs[name]
+        for name in sorted(template_kwargs)
+        if name != "tools" and (name, template_kwargs[name]) not in DEFAULT_KWARGS.items()
+    }
+    return PromptOrigin(tools=_digest(template_kwargs.get("tools")), template_kwargs=_digest(chosen))
+
+
+def _digest(value: Any) -> str:
+    if not value:
+        return ""
+    text = json.dumps(value, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def sampling_params(

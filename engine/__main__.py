@@ -88,24 +88,25 @@ class Chat:
         await self._engine.shutdown()
 
     def _request(self) -> EngineRequest:
-        token_ids = self._tokenizer.encode_chat(
+        prompt = self._tokenizer.chat_prompt(
             self._messages,
             template_kwargs={"enable_thinking": self._options.think},
             image_tokens=[image.num_tokens for image in self._images],
         )
         limit = self._engine.status().max_context_tokens
-        room = limit - len(token_ids)
+        room = limit - len(prompt.token_ids)
         if room < 1:
-            raise ContextLengthExceeded(len(token_ids), 1, limit)
+            raise ContextLengthExceeded(len(prompt.token_ids), 1, limit)
         chosen = {name: getattr(self._options, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         defaults = self._tokenizer.generation_defaults
         sampling = {name: getattr(defaults, name) if value is None else value for name, value in chosen.items()}
         return EngineRequest(
             request_id=f"turn-{self._turn}",
-            token_ids=token_ids,
+            token_ids=prompt.token_ids,
             sampling=SamplingParams(self._options.max_tokens or room, seed=self._options.seed % 2**64, **sampling),
             stop_token_ids=self._tokenizer.stop_token_ids,
             images=self._images,
+            boundaries=prompt.boundaries,
         )
 
 

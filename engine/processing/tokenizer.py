@@ -1,17 +1,9 @@
-"""ChatTokenizer: conversations to token ids through the model's own template, and what the model says about stopping.
+"""ChatTokenizer: conversations to token ids through the model's own template, and what the model says of stopping."""
 
-Text from a client never becomes a control token. Strings such as `<|im_end|>` inside messages are replaced by sentinels
-while the template renders; afterwards the pieces between the sentinels are tokenised as usual and the strings
-themselves as plain text. The idea is that of transformers' `sanitize_control_tokens`, which knows no roles, skips keys
-and leaves lists of text parts that join into a control token.
-"""
-
-import inspect
-import json
 import re
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +12,12 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from engine.processing.boundaries import Messages, RenderedPrompt, find_boundaries
 from engine.processing.checkpoint import read_config, read_optional_json
+from engine.processing.control_tokens import ControlTokens, Quarantine, any_of, encode_inside
+from engine.processing.conversation import DEFAULT_KWARGS, Conversation, convert
 from engine.processing.detokenizer import Detokenizer, TokenBytes
-from engine.protocol import EngineFailed, InvalidRequest
-
-IMAGE_PARTS = ("image_url", "image", "input_image")
-
-RESERVED_KWARGS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {"messages"}
-"""Names that a client may not set in the template: they are arguments of the rendering itself."""
-RESERVED_KWARGS -= {"tools", "documents", "kwargs"}
+from engine.protocol import Boundary, EngineFailed, InvalidRequest
 
 TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -41,6 +30,9 @@ TEMPLATE_ERRORS = (
 )
 """What a template raises on a conversation that it was not written for."""
 
+MAX_BEGINNINGS = 8
+"""Beginnings of prompts whose ids are remembered: those of long system messages that no control token ends."""
+
 
 @dataclass(frozen=True)
 class GenerationDefaults:
@@ -51,6 +43,15 @@ class GenerationDefaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """token_ids: int32 [num_prompt_tokens], placeholders repeated per image token. boundaries: `system` and `turn`, by
+    num_tokens, each where there is one; 0 < num_tokens < num_prompt_tokens."""
+
+    token_ids: np.ndarray
+    boundaries: tuple[Boundary, ...]
 
 
 class ChatTokenizer:
@@ -74,6 +75,7 @@ class ChatTokenizer:
         self.token_bytes = TokenBytes(self._tokenizer)
         self.image_token_id: int | None = config.get("image_token_id", config.get("image_token_index"))
         self._media_token_ids = {config.get(key) for key in ("image_token_id", "image_token_index", "video_token_id")}
+        self._encode_known = lru_cache(MAX_BEGINNINGS)(lambda pieces: np.asarray(self._encode_pieces(pieces), np.int32))
         self._accepts_parts = self._probe_parts()
         self.keeps_late_system = self._probe_late_system()
         self.stop_token_ids = self._find_stop_token_ids(config, generation)
@@ -93,16 +95,27 @@ class ChatTokenizer:
         of appearance, how many placeholders it takes.
         Raises InvalidRequest, also with the template's own words when the template refuses the conversation.
         """
-        quarantine = Quarantine(self._control)
-        try:
-            conversation = [self._convert(i, message, quarantine) for i, message in enumerate(messages)]
-            kwargs = quarantine.value(_checked_kwargs(template_kwargs))
-        except RecursionError:
-            raise InvalidRequest("the messages or tools are nested too deeply", "messages") from None
-        rendered = self._render(conversation, {"enable_thinking": False, **kwargs}, quarantine.restore)
-        ids = np.asarray(self._encode_rendered(rendered, quarantine), dtype=np.int32)
-        num_images = sum(part == {"type": "image"} for message in conversation for part in _parts(message))
-        return self._expand_images(ids, num_images, image_tokens)
+        conversation = self._convert(messages, template_kwargs)
+        _, ids = self._encode_conversation(conversation)
+        return np.repeat(ids, self._image_repeats(ids, conversation.num_images, image_tokens))
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template_kwargs: Mapping[str, Any],
+        image_tokens: Sequence[int] = (),
+    ) -> ChatPrompt:
+        """As `encode_chat`, with the places where the prompt may be cut. Raises InvalidRequest."""
+        conversation = self._convert(messages, template_kwargs)
+        text, ids = self._encode_conversation(conversation)
+        ends = np.cumsum(repeats := self._image_repeats(ids, conversation.num_images, image_tokens))
+        prompt = RenderedPrompt(text, ids, self._control, partial(self._encode_beginning, conversation.quarantine))
+        cuts = find_boundaries(
+            conversation.messages, conversation.kwargs, prompt, partial(self._try_render, conversation.kwargs)
+        )
+        boundaries = tuple(Boundary(cut.kind, int(ends[cut.num_tokens - 1])) for cut in cuts)
+        return ChatPrompt(np.repeat(ids, repeats), boundaries)
 
     def encode_text(self, text: str) -> np.ndarray:
         """A raw prompt, int32 [num_tokens]: as the tokenizer does it, control tokens included, media placeholders not.
@@ -111,54 +124,44 @@ class ChatTokenizer:
         """
         media = {token for token, id_ in self._control.ids.items() if id_ in self._media_token_ids}
         quarantine = Quarantine(self._control)
-        held = quarantine.text(text, _any_of(media))
+        held = quarantine.text(text, any_of(media))
         if not quarantine.held:
             return np.asarray(self._encode(text, add_special_tokens=True), dtype=np.int32)
-        return np.asarray(self._encode_rendered(held, quarantine, add_special_tokens=True), dtype=np.int32)
+        return np.asarray(self._encode_rendered(quarantine, held, add_special_tokens=True), dtype=np.int32)
 
     def detokenizer(self, stop: tuple[str, ...]) -> Detokenizer:
         return Detokenizer(self._tokenizer, stop)
 
-    def _convert(self, index: int, message: Mapping[str, Any], quarantine: "Quarantine") -> dict[str, Any]:
-        path = f"messages[{index}]"
-        from_model = message.get("role") == "assistant"
-        converted = {k: quarantine.value(v) for k, v in message.items() if k not in ("content", "tool_calls")}
-        if (content := message.get("content")) is not None:
-            converted["content"] = self._convert_content(content, path, quarantine, from_model)
-        if calls := message.get("tool_calls"):
-            converted["tool_calls"] = [
-                quarantine.value(_parse_arguments(call, f"{path}.tool_calls[{i}]")) for i, call in enumerate(calls)
-            ]
-        return converted
+    def _convert(self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]) -> Conversation:
+        return convert(messages, template_kwargs, Quarantine(self._control), self._accepts_parts)
 
-    def _convert_content(self, content: Any, path: str, quarantine: "Quarantine", from_model: bool) -> Any:
-        # An assistant's own <think> and <tool_call> are the template's business; its special tokens are nobody's.
-        pattern = self._control.special if from_model else self._control.every
-        if isinstance(content, str):
-            return quarantine.text(content, pattern)
-        parts = _media_and_text(content, f"{path}.content", pattern)
-        if all(isinstance(part, str) for part in parts) and not self._accepts_parts:
-            return quarantine.text("\n".join(parts), pattern)
-        return [
-            {"type": "text", "text": quarantine.text(part, pattern)} if isinstance(part, str) else part
-            for part in parts
-        ]
+    def _encode_conversation(self, conversation: Conversation) -> tuple[str, np.ndarray]:
+        """The prompt as the template renders it, control strings held back, and its ids, one per picture."""
+        quarantine = conversation.quarantine
+        text = self._render(conversation.kwargs, conversation.messages, restore=quarantine.restore)
+        return text, np.asarray(self._encode_rendered(quarantine, text), dtype=np.int32)
 
     def _render(
         self,
-        conversation: list[dict[str, Any]],
         kwargs: dict[str, Any],
-        restore: Callable[[str], str] = str,
+        messages: Messages,
         add_generation_prompt: bool = True,
+        restore: Callable[[str], str] = str,
     ) -> str:
         try:
             rendered = self._renderer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
             )
         except TEMPLATE_ERRORS as error:
             reason = restore(str(error)) or type(error).__name__
             raise InvalidRequest(f"The model's chat template refuses this conversation: {reason}", "messages") from None
         return str(rendered)
+
+    def _try_render(self, kwargs: dict[str, Any], messages: Messages, add_generation_prompt: bool) -> str | None:
+        try:
+            return self._render(kwargs, messages, add_generation_prompt)
+        except InvalidRequest:
+            return None
 
     def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         try:
@@ -166,15 +169,22 @@ class ChatTokenizer:
         except (TypeError, UnicodeError):
             raise InvalidRequest("the text is not valid Unicode: it holds half of a surrogate pair") from None
 
-    def _encode_rendered(self, text: str, quarantine: "Quarantine", add_special_tokens: bool = False) -> list[int]:
-        pieces = quarantine.split(text)
+    def _encode_rendered(self, quarantine: Quarantine, text: str, add_special_tokens: bool = False) -> list[int]:
+        return self._encode_pieces(quarantine.split(text), add_special_tokens)
+
+    def _encode_beginning(self, quarantine: Quarantine, text: str) -> np.ndarray:
+        return self._encode_known(tuple(quarantine.split(text)))
+
+    def _encode_pieces(self, pieces: Sequence[str], add_special_tokens: bool = False) -> list[int]:
+        """See `Quarantine.split`."""
         ids = self._encode(pieces[0], add_special_tokens)
         for held, piece in zip(pieces[1::2], pieces[2::2], strict=True):
             ids += self._control.as_text[held]
-            ids += _inside(self._encode, piece)
+            ids += encode_inside(self._encode, piece)
         return ids
 
-    def _expand_images(self, ids: np.ndarray, num_images: int, image_tokens: Sequence[int]) -> np.ndarray:
+    def _image_repeats(self, ids: np.ndarray, num_images: int, image_tokens: Sequence[int]) -> np.ndarray:
+        """How many times each token is there once every picture has all its placeholders, int64 [len(ids)]."""
         placeholders = ids == (-1 if self.image_token_id is None else self.image_token_id)
         num_placed = int(placeholders.sum())
         if not num_images == num_placed == len(image_tokens):
@@ -183,18 +193,13 @@ class ChatTokenizer:
                 f"and {len(image_tokens)} were prepared",
                 "messages",
             )
-        if not num_images:
-            return ids
         repeats = np.ones(len(ids), dtype=np.int64)
         repeats[placeholders] = image_tokens
-        return np.repeat(ids, repeats)
+        return repeats
 
-    def _probe(self, conversation: list[dict[str, Any]]) -> str:
+    def _probe(self, messages: Messages) -> str:
         """A rendering without generation prompt, or '' when the template refuses."""
-        try:
-            return self._render(conversation, {"enable_thinking": False}, add_generation_prompt=False)
-        except InvalidRequest:
-            return ""
+        return self._try_render(dict(DEFAULT_KWARGS), messages, False) or ""
 
     def _probe_parts(self) -> bool:
         as_text = self._probe([{"role": "user", "content": "Qprobe"}])
@@ -222,68 +227,6 @@ class ChatTokenizer:
         return [id_ for id_ in first if id_ in self._control.special_ids]
 
 
-class ControlTokens:
-    """The added tokens of a tokenizer, and how each is written in ordinary tokens."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        added = tokenizer.get_added_tokens_decoder()
-        # Some tokenizers add runs of spaces or line breaks: no control tokens, and found in every text.
-        tokens = {id_: token for id_, token in added.items() if token.content.strip()}
-        self.ids = {token.content: id_ for id_, token in tokens.items()}
-        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
-        self.every = _any_of(self.ids)
-        self.special = _any_of(token.content for token in tokens.values() if token.special)
-        plain = _without_added_tokens(tokenizer)
-        self.as_text = {content: self._spell(plain, content) for content in self.ids}
-
-    def _spell(self, plain: Tokenizer, content: str) -> list[int]:
-        def encode(text: str) -> list[int]:
-            return plain.encode(text, add_special_tokens=False).ids
-
-        spelled = _inside(encode, content)
-        if self.ids[content] not in spelled:
-            return spelled
-        return [id_ for char in content for id_ in _inside(encode, char)]  # the vocabulary holds it as a word
-
-
-class Quarantine:
-    """The control strings of one request, held back behind sentinels while its template renders."""
-
-    def __init__(self, control: ControlTokens):
-        self.held: list[str] = []
-        self._every = control.every
-        self._nonce = f"Q{secrets.token_hex(8)}Q"
-        self._sentinel = re.compile(self._nonce + r"(\d+)Q")
-
-    def text(self, text: str, pattern: re.Pattern[str]) -> str:
-        return pattern.sub(self._hold, text)
-
-    def value(self, value: Any) -> Any:
-        """A copy of JSON-like data with the control strings of every key and string held back."""
-        if isinstance(value, str):
-            return self.text(value, self._every)
-        if isinstance(value, Mapping):
-            return {self.value(k): self.value(v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.value(item) for item in value]
-        return value
-
-    def split(self, rendered: str) -> list[str]:
-        """Text, held string, text, held string, ..., text."""
-        if not self.held:
-            return [rendered]
-        pieces = self._sentinel.split(rendered)
-        pieces[1::2] = [self.held[int(index)] for index in pieces[1::2]]
-        return pieces
-
-    def restore(self, text: str) -> str:
-        return "".join(self.split(text))
-
-    def _hold(self, match: re.Match[str]) -> str:
-        self.held.append(match[0])
-        return f"{self._nonce}{len(self.held) - 1}Q"
-
-
 def _load_renderer(model_dir: Path) -> PreTrainedTokenizerFast:
     # By its generic class: tokenizer.json as it is shipped. AutoTokenizer picks a class by the model's type and
     # rebuilds the normalizer and the splitting pattern, which for the demo model are not those it was trained with.
@@ -296,79 +239,6 @@ def _load_renderer(model_dir: Path) -> PreTrainedTokenizerFast:
     except ValueError:
         raise EngineFailed(f"{model_dir}: no chat template in tokenizer_config.json or chat_template.jinja") from None
     return renderer
-
-
-def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    description = json.loads(tokenizer.to_str())
-    return Tokenizer.from_str(json.dumps({**description, "added_tokens": [], "post_processor": None}))
-
-
-def _inside(encode: Callable[[str], list[int]], text: str) -> list[int]:
-    """Ids of a piece from the middle of a text: encoded behind a line break that is then removed, because some
-    tokenizers (SentencePiece) put a space at the start of every text."""
-    line_break, ids = encode("\n"), encode("\n" + text)
-    return ids[len(line_break) :] if ids[: len(line_break)] == line_break else encode(text)
-
-
-def _any_of(strings: Any) -> re.Pattern[str]:
-    longest_first = sorted(strings, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-
-def _checked_kwargs(template_kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    for name in template_kwargs:
-        if name in RESERVED_KWARGS:
-            raise InvalidRequest(f"{name!r} cannot be set for the chat template", f"chat_template_kwargs.{name}")
-    return template_kwargs
-
-
-def _media_and_text(content: Any, path: str, control: re.Pattern[str]) -> list[Any]:
-    """Parts in order: text as str, a picture as the template's {"type": "image"}."""
-    if not isinstance(content, list | tuple):
-        raise InvalidRequest(f"expected text or a list of parts, found {type(content).__name__}", path)
-    parts: list[Any] = []
-    texts: list[str] = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in IMAGE_PARTS:
-            parts += [*_joined_if_control(texts, control), {"type": "image"}]
-            texts = []
-        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
-            raise InvalidRequest(f"a content part of type {kind!r} is not supported", f"{path}[{i}]")
-    return parts + _joined_if_control(texts, control)
-
-
-def _joined_if_control(texts: list[str], control: re.Pattern[str]) -> list[str]:
-    """Neighbouring texts as they are, or as one where a control string begins in one and ends in another."""
-    joined = "".join(texts)
-    alone = [found for text in texts for found in control.findall(text)]
-    return texts if control.findall(joined) == alone else [joined]
-
-
-def _parse_arguments(call: Any, path: str) -> dict[str, Any]:
-    """A copy of a tool call with its arguments as an object: clients send JSON text, templates read objects."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        raise InvalidRequest("a tool call needs a function with name and arguments", f"{path}.function")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
-            raise InvalidRequest("the arguments are not valid JSON", f"{path}.function.arguments") from None
-    arguments = {} if arguments is None else arguments
-    if not isinstance(arguments, Mapping):
-        raise InvalidRequest(
-            f"the arguments must be a JSON object, found {type(arguments).__name__}", f"{path}.function.arguments"
-        )
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _parts(message: dict[str, Any]) -> list[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
 
 
 def _as_ids(value: Any) -> list[int]:

@@ -3,8 +3,8 @@ import asyncio
 import pytest
 
 from deployments.chat import ChatRequest
-from deployments.planning import PromptPlanner, sampling_params
-from engine.config import EngineConfig
+from deployments.planning import PromptPlanner, prompt_origin, sampling_params
+from engine.config import EngineConfig, PrefixCacheConfig
 from engine.processing.tokenizer import GenerationDefaults
 from engine.protocol import (
     ContextLengthExceeded,
@@ -12,6 +12,7 @@ from engine.protocol import (
     EngineRequest,
     GrammarSpec,
     InvalidRequest,
+    PromptOrigin,
     SamplingParams,
 )
 
@@ -121,3 +122,57 @@ def test_no_more_tokens_can_be_forced_than_are_allowed(planner: PromptPlanner):
     with pytest.raises(InvalidRequest, match="min_tokens is 6; it must be between 0 and 5") as error:
         plan(planner, request(max_tokens=5, min_tokens=6))
     assert error.value.field == "min_tokens"
+
+
+# --- what the prefix cache needs to know ---------------------------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+
+
+def test_a_prompt_comes_with_the_places_where_it_can_be_cut(planner: PromptPlanner):
+    messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
+    planned = plan(planner, ChatRequest("r", messages))
+    assert [boundary.kind for boundary in planned.boundaries] == ["system", "turn"]
+    answered = (*messages, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Bye"})
+    later = plan(planner, ChatRequest("r", answered))
+    for boundary in planned.boundaries:
+        assert later.token_ids[: boundary.num_tokens].tolist() == planned.token_ids[: boundary.num_tokens].tolist()
+    assert later.boundaries[0] == planned.boundaries[0]
+
+
+def test_without_a_prefix_cache_nothing_is_cut(planner: PromptPlanner):
+    off = PromptPlanner(EngineConfig(prefix_cache=PrefixCacheConfig(enabled=False)))
+    asked = request(template_kwargs={"tools": TOOLS}, max_tokens=5)
+    cut, whole = plan(planner, asked), plan(off, asked)
+    assert whole.token_ids.tolist() == cut.token_ids.tolist()
+    assert (whole.boundaries, whole.origin) == ((), PromptOrigin())
+    assert cut.boundaries and cut.origin.tools
+
+
+def test_the_tenant_reaches_the_engine(planner: PromptPlanner):
+    assert plan(planner, request()).tenant == ""
+    assert plan(planner, request(tenant="acme")).tenant == "acme"
+
+
+def test_the_origin_tells_what_a_prompt_was_rendered_with(planner: PromptPlanner):
+    assert plan(planner, request(template_kwargs={"tools": TOOLS})).origin == prompt_origin({"tools": TOOLS})
+    plain, tools, thinking = (prompt_origin(kwargs) for kwargs in ({}, {"tools": TOOLS}, {"enable_thinking": True}))
+    assert plain == PromptOrigin("", "")
+    assert tools.tools and not tools.template_kwargs
+    assert thinking.template_kwargs and not thinking.tools
+    assert prompt_origin({"tools": TOOLS, "enable_thinking": True}) == PromptOrigin(
+        tools.tools, thinking.template_kwargs
+    )
+
+
+@pytest.mark.parametrize("kwargs", [{"enable_thinking": False}, {"tools": []}, {"tools": None}])
+def test_what_is_the_default_anyway_leaves_no_trace_in_the_origin(kwargs: dict):
+    assert prompt_origin(kwargs) == PromptOrigin()
+    assert prompt_origin({**kwargs, "lang": "en"}) == prompt_origin({"lang": "en"})
+
+
+def test_digests_are_stable_and_tell_things_apart():
+    assert prompt_origin({"a": 1, "b": [2]}) == prompt_origin({"b": [2], "a": 1})
+    assert prompt_origin({"tools": TOOLS}).tools == "23f0c3dec7902f96"
+    distinct = [{"a": 1}, {"a": "1"}, {"b": 1}, {"a": 1, "b": 1}, {"enable_thinking": None}, {"a": {"b": 1, "c": 2}}]
+    assert len({prompt_origin(kwargs) for kwargs in [*distinct, {"a": {"c": 2, "b": 1}}]}) == 7

@@ -1,13 +1,23 @@
 """python -m engine, as a person calls it."""
 
+import asyncio
+import itertools
 import os
 import pty
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image, ImageDraw
+
+import engine.__main__
+from engine.__main__ import Chat, arguments
+from engine.processing.checkpoint import DEMO_MODEL
+from engine.processing.tokenizer import ChatTokenizer
+from engine.protocol import EngineRequest, FinishReason, TokenChunk
 
 
 def ask(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -64,3 +74,31 @@ def test_ctrl_c_at_the_prompt_of_a_chat_ends_it():
         chat.communicate()
         os.close(terminal)
         os.close(stdin)
+
+
+class Parrot:
+    """An engine that always says the same and keeps what it was asked."""
+
+    def __init__(self):
+        self.asked: list[EngineRequest] = []
+
+    def status(self) -> SimpleNamespace:
+        return SimpleNamespace(max_context_tokens=32768)
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:
+        self.asked.append(request)
+        said = ChatTokenizer(DEMO_MODEL).encode_text("hm\n</think>\n\nYes.").tolist()
+        yield TokenChunk(tuple(said), FinishReason.STOP)
+
+
+@pytest.mark.parametrize("options", [[], ["--think"], ["--system", "Be brief."]])
+def test_each_turn_of_a_chat_goes_on_where_the_one_before_can_be_cut(monkeypatch: pytest.MonkeyPatch, options):
+    parrot = Parrot()
+    monkeypatch.setattr(engine.__main__, "AsyncEngine", lambda config: parrot)
+    chat = Chat(arguments(options))
+    for text in ("Hi", "And?", "So?"):
+        asyncio.run(chat.ask(text))
+    for before, after in itertools.pairwise(parrot.asked):
+        turn = before.boundaries[-1]
+        assert turn.kind == "turn" and turn.num_tokens > len(before.token_ids) - 12
+        assert after.token_ids[: turn.num_tokens].tolist() == before.token_ids[: turn.num_tokens].tolist()

@@ -1,0 +1,138 @@
+"""Conversation: a client's messages and template variables as a chat template takes them, control strings held back."""
+
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from engine.processing.control_tokens import Quarantine
+from engine.protocol import InvalidRequest
+
+IMAGE_PARTS = ("image_url", "image", "input_image")
+
+RESERVED_KWARGS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {"messages"}
+"""Names that a client may not set in the template: they are arguments of the rendering itself."""
+RESERVED_KWARGS -= {"tools", "documents", "kwargs"}
+
+DEFAULT_KWARGS: Mapping[str, Any] = {"enable_thinking": False}
+"""Variables of the template where the client says nothing."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """messages: copies, with text parts joined where the template knows none. kwargs: the template's variables.
+
+    quarantine: what both of them hold back.
+    """
+
+    messages: list[dict[str, Any]]
+    kwargs: dict[str, Any]
+    quarantine: Quarantine
+
+    @property
+    def num_images(self) -> int:
+        return sum(part == {"type": "image"} for message in self.messages for part in _parts(message))
+
+
+def convert(
+    messages: Sequence[Mapping[str, Any]],
+    template_kwargs: Mapping[str, Any],
+    quarantine: Quarantine,
+    accepts_parts: bool,
+) -> Conversation:
+    """accepts_parts: the template takes a list of text parts. Raises InvalidRequest naming the field at fault."""
+    try:
+        converted = [
+            _convert(message, f"messages[{i}]", quarantine, accepts_parts) for i, message in enumerate(messages)
+        ]
+        kwargs = {**DEFAULT_KWARGS, **quarantine.value(_checked_kwargs(template_kwargs))}
+    except RecursionError:
+        raise InvalidRequest("the messages or tools are nested too deeply", "messages") from None
+    return Conversation(converted, kwargs, quarantine)
+
+
+def _convert(message: Mapping[str, Any], path: str, quarantine: Quarantine, accepts_parts: bool) -> dict[str, Any]:
+    converted = {k: quarantine.value(v) for k, v in message.items() if k not in ("content", "tool_calls")}
+    if (content := message.get("content")) is not None:
+        # An assistant's own <think> and <tool_call> are the template's business; its special tokens are nobody's.
+        control = quarantine.control
+        pattern = control.special if message.get("role") == "assistant" else control.every
+        converted["content"] = _convert_content(content, f"{path}.content", quarantine, pattern, accepts_parts)
+    if calls := message.get("tool_calls"):
+        converted["tool_calls"] = [
+            quarantine.value(_parse_arguments(call, f"{path}.tool_calls[{i}]")) for i, call in enumerate(calls)
+        ]
+    return converted
+
+
+def _convert_content(
+    content: Any, path: str, quarantine: Quarantine, pattern: re.Pattern[str], accepts_parts: bool
+) -> Any:
+    if isinstance(content, str):
+        return quarantine.text(content, pattern)
+    parts = _media_and_text(content, path, pattern)
+    if all(isinstance(part, str) for part in parts) and not accepts_parts:
+        return quarantine.text("\n".join(parts), pattern)
+    return [
+        {"type": "text", "text": quarantine.text(part, pattern)} if isinstance(part, str) else part for part in parts
+    ]
+
+
+def _checked_kwargs(template_kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name in template_kwargs:
+        if name in RESERVED_KWARGS:
+            raise InvalidRequest(f"{name!r} cannot be set for the chat template", f"chat_template_kwargs.{name}")
+    return template_kwargs
+
+
+def _media_and_text(content: Any, path: str, control: re.Pattern[str]) -> list[Any]:
+    """Parts in order: text as str, a picture as the template's {"type": "image"}."""
+    if not isinstance(content, list | tuple):
+        raise InvalidRequest(f"expected text or a list of parts, found {type(content).__name__}", path)
+    parts: list[Any] = []
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in IMAGE_PARTS:
+            parts += [*_joined_if_control(texts, control), {"type": "image"}]
+            texts = []
+        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            raise InvalidRequest(f"a content part of type {kind!r} is not supported", f"{path}[{i}]")
+    return parts + _joined_if_control(texts, control)
+
+
+def _joined_if_control(texts: list[str], control: re.Pattern[str]) -> list[str]:
+    """Neighbouring texts as they are, or as one where a control string begins in one and ends in another."""
+    joined = "".join(texts)
+    alone = [found for text in texts for found in control.findall(text)]
+    return texts if control.findall(joined) == alone else [joined]
+
+
+def _parse_arguments(call: Any, path: str) -> dict[str, Any]:
+    """A copy of a tool call with its arguments as an object: clients send JSON text, templates read objects."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise InvalidRequest("a tool call needs a function with name and arguments", f"{path}.function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            raise InvalidRequest("the arguments are not valid JSON", f"{path}.function.arguments") from None
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, Mapping):
+        raise InvalidRequest(
+            f"the arguments must be a JSON object, found {type(arguments).__name__}", f"{path}.function.arguments"
+        )
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _parts(message: dict[str, Any]) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
