@@ -6,16 +6,23 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, replace
+from typing import Any, TypeVar
 
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
 from engine.core.request import Matcher
 from engine.core.scheduler import Chunks
+from engine.core.stats import Stats
 from engine.device_thread import DeviceThread
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.grammar import GrammarCompiler
+from engine.processing.pinned import pinned_requests
+from engine.processing.snapshot_files import SnapshotFiles
+from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import (
+    CacheCleared,
+    CacheStatus,
     ContextLengthExceeded,
     EngineFailed,
     EngineRequest,
@@ -24,8 +31,8 @@ from engine.protocol import (
     InvalidRequest,
     Overloaded,
     TokenChunk,
-    TokenLogprobs,
 )
+from engine.token_stream import TokenStream
 from engine.worker.model_runner import load_runner
 
 log = logging.getLogger("orchard.engine")
@@ -33,75 +40,10 @@ log = logging.getLogger("orchard.engine")
 MAX_COMPILERS = 4
 """Grammar compilers kept, one for each set of stop tokens; each holds the vocabulary."""
 
+T = TypeVar("T")
+
 RunnerFactory = Callable[[EngineConfig, Callable[[float], None]], ModelRunner]
 """Makes the runner on the device thread; the second argument takes the load's progress, 0 to 1."""
-
-
-class _Choice:
-    """What one choice has produced and its reader has not taken yet. At most max_tokens token ids wait in it."""
-
-    def __init__(self) -> None:
-        self.finish: TokenChunk | None = None
-        self._clear()
-
-    def _clear(self) -> None:
-        self.has_news = False
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._num_drafted = self._num_accepted = 0
-
-    def put(self, chunk: TokenChunk) -> None:
-        """Nothing is taken after a finish reason: tokens of an aborted request may still be on their way."""
-        if self.finish is not None:
-            return
-        self.has_news = True
-        self._token_ids.extend(chunk.token_ids)
-        self._logprobs.extend(chunk.logprobs)
-        self._num_drafted += chunk.num_drafted
-        self._num_accepted += chunk.num_accepted
-        if chunk.finish_reason is not None:
-            self.finish = chunk
-
-    def take(self, index: int) -> TokenChunk:
-        reason, error = (self.finish.finish_reason, self.finish.error) if self.finish is not None else (None, None)
-        token_ids, logprobs = tuple(self._token_ids), tuple(self._logprobs)
-        chunk = TokenChunk(token_ids, reason, error, index, logprobs, self._num_drafted, self._num_accepted)
-        self._clear()
-        return chunk
-
-
-class _Stream:
-    """All choices of one request."""
-
-    def __init__(self, num_choices: int) -> None:
-        self.choices = [_Choice() for _ in range(num_choices)]
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def num_open(self) -> int:
-        """Choices that have not ended."""
-        return sum(choice.finish is None for choice in self.choices)
-
-    @property
-    def is_finished(self) -> bool:
-        return self.num_open == 0
-
-    def put(self, chunk: TokenChunk) -> None:
-        self.choices[chunk.index].put(chunk)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def end(self, reason: FinishReason, error: str | None = None) -> None:
-        """Of every choice that has not ended."""
-        for index in range(len(self.choices)):
-            self.put(TokenChunk((), reason, error, index))
-
-    async def get(self) -> list[TokenChunk]:
-        """All that came since the last call, one chunk for each choice, waiting for something to come."""
-        if not any(choice.has_news for choice in self.choices):
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return [choice.take(index) for index, choice in enumerate(self.choices) if choice.has_news]
 
 
 class AsyncEngine:
@@ -115,12 +57,14 @@ class AsyncEngine:
         self._make_runner = make_runner
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, TokenStream] = {}
         self._keys: dict[str, str] = {}  # request id -> key of its stream, never the same twice: an id may come back
         self._serial = itertools.count()  # while the last tokens of its former use are still on their way
         self._grammars: dict[tuple[int, ...], asyncio.Task[GrammarCompiler]] = {}  # by stop tokens
         self._core: EngineCore | None = None
         self._state, self._progress = "loading", 0.0
+        self._num_pinned_tokens = 0
+        self._questions: set[asyncio.Future[Any]] = set()  # that the device thread has not answered yet
         self._error: str | None = None
         self._closing = False
         self._thread = DeviceThread(self._make_core, self._on_ready, self._on_end)
@@ -140,7 +84,7 @@ class AsyncEngine:
         """
         core = self._admit(request)
         key = f"{request.request_id}#{next(self._serial)}"
-        stream = self._streams[key] = _Stream(request.num_choices)
+        stream = self._streams[key] = TokenStream(request.num_choices)
         self._keys[request.request_id] = key
         try:
             matchers = await self._matchers(request, core)
@@ -170,7 +114,7 @@ class AsyncEngine:
         status = EngineStatus(
             state=self._state,
             model=self.config.model,
-            load_progress=self._progress,
+            load_progress=self._progress if self._state != "warming" else self._pinned_progress,
             max_running=self.config.max_running,
             max_waiting=self.config.max_waiting,
             error=self._error,
@@ -200,6 +144,19 @@ class AsyncEngine:
         failed = self._core.stats.failed_steps_in_a_row if self._core else 0
         if failed >= self.config.max_failed_steps:
             raise EngineFailed(f"{failed} steps in a row failed, the limit is {self.config.max_failed_steps}")
+
+    async def cache_status(self) -> CacheStatus:
+        """Raises EngineFailed when the engine is not ready."""
+        status = await self._ask(lambda core: core.prefix.status())
+        misses = [replace(miss, request_id=miss.request_id.rpartition("#")[0]) for miss in status.recent_misses]
+        return replace(status, recent_misses=tuple(misses))
+
+    async def clear_cache(self) -> CacheCleared:
+        """Forgets every snapshot that is not pinned, and all files of the disk tier. Raises as `cache_status`."""
+        cleared, num_files = await self._ask(lambda core: (core.prefix.clear(), core.prefix.clear_files()))
+        if num_files is None:
+            return cleared
+        return replace(cleared, num_files=await asyncio.wrap_future(num_files))
 
     async def shutdown(self, timeout_s: float = 30.0) -> None:
         """Ends after the step that is running, and takes nothing more; open streams end with ERROR."""
@@ -251,10 +208,52 @@ class AsyncEngine:
             task = self._grammars[stop_token_ids] = asyncio.ensure_future(make)
         return await asyncio.shield(task)
 
+    async def _ask(self, question: Callable[[EngineCore], T]) -> T:
+        """What the core answers between two steps. Raises EngineFailed when there is none."""
+        if self._core is None or self._closing:
+            raise EngineFailed(self._error or f"the engine is not ready: it is {self._state}")
+        answer: asyncio.Future[T] = self._loop.create_future()
+        self._questions.add(answer)
+        try:
+            self._thread.submit(lambda core: self._answer(answer, core, question))
+            return await answer
+        finally:
+            self._questions.discard(answer)
+
+    async def _take_in_pinned(self) -> None:
+        """Prefills what is pinned; then the engine is ready."""
+        if self.config.prefix_cache.pinned:
+            requests = await asyncio.to_thread(_make_pinned, self.config)
+            self._state, self._num_pinned_tokens = "warming", sum(len(request.token_ids) for request in requests)
+            for i, request in enumerate(requests):
+                await self._take_in(request)
+                log.info("pinned prompt %d of %d is taken in: %d tokens", i + 1, len(requests), len(request.token_ids))
+        self._state = "ready"
+        if not self._ready.done():
+            self._ready.set_result(None)
+
+    async def _take_in(self, request: EngineRequest) -> None:
+        """Raises EngineFailed when its system part is not pinned afterwards."""
+        chunks = [chunk async for chunk in self.generate(request)]
+        status = await self.cache_status()
+        if not any(entry.pinned and entry.num_tokens == len(request.token_ids) - 1 for entry in status.entries):
+            too_small = f"it needs more than the cache has (prefix_cache.max_gb, {status.max_bytes} bytes)"
+            reason = chunks[-1].error or status.off or too_small
+            raise EngineFailed(f"{request.request_id}, {len(request.token_ids)} tokens, cannot be pinned: {reason}")
+
     # On the device thread.
 
     def _make_core(self) -> EngineCore:
-        return EngineCore(self.config, self._make_runner(self.config, self._set_progress), self._publish)
+        runner, cache = self._make_runner(self.config, self._set_progress), self.config.prefix_cache
+        files = SnapshotFiles(cache.disk, runner.fingerprint) if cache.enabled and cache.disk is not None else None
+        return EngineCore(self.config, runner, self._publish, files=files)
+
+    def _answer(self, answer: asyncio.Future[T], core: EngineCore, question: Callable[[EngineCore], T]) -> None:
+        try:
+            self._call(_set_result, answer, question(core))
+        except Exception as error:  # the thread lives on
+            log.exception("a question could not be answered")
+            self._call(_set_error, answer, EngineFailed(f"the engine could not tell: {type(error).__name__}"))
 
     def _set_progress(self, progress: float) -> None:
         self._progress = progress
@@ -275,6 +274,11 @@ class AsyncEngine:
 
     # On the event loop.
 
+    @property
+    def _pinned_progress(self) -> float:
+        stats = self._core.stats if self._core is not None else Stats()
+        return min(1.0, (stats.num_prompt_tokens + stats.num_cached_tokens) / self._num_pinned_tokens)
+
     def _deliver(self, chunks: Chunks) -> None:
         for row_id, chunk in chunks.items():
             stream = self._streams.get(row_id.rpartition("/")[0])
@@ -284,9 +288,14 @@ class AsyncEngine:
     def _became_ready(self, core: EngineCore) -> None:
         if self._closing:
             return
-        self._core, self._state, self._progress = core, "ready", 1.0
-        if not self._ready.done():
-            self._ready.set_result(None)
+        self._core, self._progress = core, 1.0
+        self._warming = asyncio.ensure_future(self._take_in_pinned())
+        self._warming.add_done_callback(self._warmed)
+
+    def _warmed(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._ended(error)
+            self._thread.stop()
 
     def _ended(self, error: BaseException | None) -> None:
         if self._state in ("failed", "stopped"):
@@ -295,6 +304,8 @@ class AsyncEngine:
         self._error = f"{type(error).__name__}: {error}" if error else "the engine was shut down"
         for stream in self._streams.values():
             stream.end(FinishReason.ERROR, self._error)
+        for question in self._questions:
+            _set_error(question, EngineFailed(self._error))
         if not self._ready.done():
             self._ready.set_exception(EngineFailed(self._error))
             self._ready.exception()  # read here, in case nobody waits for it
@@ -331,6 +342,21 @@ def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int,
         )
     if num_prompt_tokens + sampling.max_tokens > max_context_tokens:
         raise ContextLengthExceeded(num_prompt_tokens, sampling.max_tokens, max_context_tokens)
+
+
+def _make_pinned(config: EngineConfig) -> list[EngineRequest]:
+    tokenizer = ChatTokenizer(resolve_checkpoint(config.model, config.revision, weights=False))
+    return pinned_requests(config.prefix_cache.pinned, tokenizer)
+
+
+def _set_result(answer: asyncio.Future[T], result: T) -> None:
+    if not answer.done():
+        answer.set_result(result)
+
+
+def _set_error(answer: asyncio.Future[Any], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)
 
 
 def _make_compiler(config: EngineConfig, vocab_size: int, stop_token_ids: tuple[int, ...]) -> GrammarCompiler:

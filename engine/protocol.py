@@ -312,9 +312,9 @@ class CacheCleared:
 class EngineStatus:
     """A snapshot for `/v1/status`: gauges are of this moment, counters since the start. Bytes, seconds, tokens."""
 
-    state: str  # loading, ready, failed, stopped
+    state: str  # loading, warming (pinned prompts are taken in), ready, failed, stopped
     model: str
-    load_progress: float  # 0 to 1, of the bytes of the weights
+    load_progress: float  # 0 to 1, of the bytes of the weights; while warming, of the tokens of the pinned prompts
     num_running: int = 0
     num_waiting: int = 0
     max_running: int = 0

@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
+from engine.core.prefix_cache import Snapshot
 from engine.core.request import Request
 from engine.protocol import TokenLogprobs
 
@@ -53,13 +56,19 @@ class ModelRunner(Protocol):
     """Computes; never decides. All methods run on the device thread; the attributes never change.
 
     A row is a `core.Request`; its prompt is `row.prompt_token_ids`, which holds the tokens that it has given out
-    already when it was preempted. max_draft_tokens: 0 without an MTP head.
+    already when it was preempted. max_draft_tokens: 0 without an MTP head. image_token_id: the placeholder in prompts.
+    no_snapshots: why this model's prompts cannot be cached, None if they can. device_bytes: memory of the device.
+    fingerprint: hex digest of all that a snapshot depends on: weights, dtype, layout.
     """
 
     max_context_tokens: int
     vocab_size: int
     max_draft_tokens: int
     capabilities: dict[str, Any]
+    image_token_id: int | None
+    no_snapshots: str | None
+    device_bytes: int
+    fingerprint: str
 
     def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]:
         """One step for every row that has joined: row id -> its new tokens, 1 to num_draft_tokens + 1 or NO_TOKEN.
@@ -71,6 +80,27 @@ class ModelRunner(Protocol):
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         """The next at most `max_tokens` tokens of the prompt that `rows` share. The rows join the decode batch with the
         last of them."""
+        ...
+
+    def restore(self, rows: Sequence[Request], snapshot: Snapshot) -> None:
+        """Begins the prompt that `rows` share with the state behind its first tokens; it has not begun yet."""
+        ...
+
+    def snapshot(self, rows: Sequence[Request], parent: Any) -> Snapshot | None:
+        """Of the prompt in progress that `rows` share, as it stands. parent: the stretch of a snapshot of a shorter
+        prefix of the same prompt, None without one.
+
+        None if the state is not finite: nobody shall go on from it.
+        """
+        ...
+
+    def export_snapshot(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
+        """What `import_snapshot` needs besides the parent, in host memory; without a copy where that can be."""
+        ...
+
+    def import_snapshot(self, arrays: Mapping[str, np.ndarray], num_tokens: int, parent: Any) -> Snapshot:
+        """Of the first num_tokens tokens. Raises ValueError when the arrays are not of this model or not behind
+        `parent`."""
         ...
 
     def drop(self, row_ids: Sequence[str]) -> None:

@@ -7,21 +7,26 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
+from engine.core.prefix_reuse import PrefixReuse
 from engine.core.request import Matcher, Request
 from engine.core.scheduler import Chunks, Scheduler
 from engine.core.speculation import SpeculationController
 from engine.core.stats import Stats
+from engine.processing.snapshot_files import SnapshotFiles
 from engine.protocol import EngineRequest, InvalidRequest
 
 log = logging.getLogger("orchard.engine")
 
 FIGURES_PERIOD_S = 0.25
+DISK_WAIT_S = 0.05  # for a snapshot that is read from disk, while there is nothing else to do
+DISK_CLOSE_S = 10.0  # for snapshots that are still to be written at the end
 
 Publish = Callable[[Chunks], None]
 
 
 class EngineCore:
-    """memory, speculation_status: figures for the status page, read now and then. `clock` gives seconds."""
+    """memory, speculation_status: figures for the status page, read now and then. `clock` gives seconds. files: of the
+    prefix cache's disk tier."""
 
     def __init__(
         self,
@@ -29,13 +34,15 @@ class EngineCore:
         runner: ModelRunner,
         publish: Publish,
         clock: Callable[[], float] = time.perf_counter,
+        files: SnapshotFiles | None = None,
     ):
         self.stats = Stats()
         self.scheduler = Scheduler(config, self.stats)
         self.runner = runner
         no_drafts = str(runner.capabilities.get("mtp", "the runner cannot draft"))
         self._speculation = SpeculationController(config.mtp, runner.max_draft_tokens, no_drafts)
-        self.memory: dict[str, int] = runner.memory()
+        self.prefix = PrefixReuse(config.prefix_cache, runner, self.stats, files)
+        self.memory: dict[str, int] = self._memory()
         self.speculation_status: dict[str, Any] = self._speculation.status()
         self._clock = clock
         self._figures_read_s = clock()
@@ -64,10 +71,13 @@ class EngineCore:
             self._decode(num_draft_tokens)
         if work.prefill:
             self._prefill(work.prefill, work.max_prefill_tokens)
+        else:
+            self.prefix.end()  # of a prompt that is gone
         self.stats.num_steps += 1
         self._read_figures()
 
     def close(self) -> None:
+        self.prefix.close(DISK_CLOSE_S)
         self.runner.close()
 
     def _read_figures(self) -> None:
@@ -78,9 +88,16 @@ class EngineCore:
         self._figures_read_s = now
         self.speculation_status = self._speculation.status()
         try:
-            self.memory = self.runner.memory()
+            self.memory = self._memory()
         except Exception:
             log.exception("the memory figures could not be read")
+        if not self.has_work:
+            self.prefix.check_integrity()
+
+    def _memory(self) -> dict[str, int]:
+        cache = self.prefix.cache
+        books = {"prefix_cache_bytes": cache.num_bytes, "prefix_cache_max_bytes": cache.max_bytes}
+        return self.runner.memory() | books
 
     def _drop(self, row_ids: list[str]) -> None:
         try:
@@ -113,21 +130,39 @@ class EngineCore:
         self._publish(chunks)
 
     def _prefill(self, rows: Sequence[Request], max_tokens: int) -> None:
-        self._decoded_s, began_s = None, self._clock()
+        """So many tokens of the prompt in one or more chunks: each ends at a boundary that is to be kept."""
+        self._decoded_s = None
+        num_tokens, seconds, chunks, is_complete = 0, 0.0, Chunks(), False
         try:
-            output = self.runner.prefill(rows, max_tokens)
-            chunks = self.scheduler.update_prefill(rows, output)
-        except InvalidRequest as error:  # the caller's fault says nothing about our health
-            self._publish(self.scheduler.fail_prefill(rows, str(error)))
-            return
+            if not self.prefix.begin(rows, 0.0 if self.scheduler.num_decoding else DISK_WAIT_S):
+                return
+            while num_tokens < max_tokens and not is_complete:
+                began_s = self._clock()
+                output = self.runner.prefill(rows, self.prefix.clip(rows[0].num_prefilled, max_tokens - num_tokens))
+                seconds += self._clock() - began_s
+                num_tokens += output.num_tokens
+                chunks = self.scheduler.update_prefill(rows, output)
+                self.prefix.passed(rows)
+                is_complete = output.first is not None
+                if not output.num_tokens:  # a picture, which may take long
+                    break
         except Exception as error:
-            log.exception("prefill of %s failed after %d tokens", rows[0].id, rows[0].num_prefilled)
-            self.stats.failed_steps_in_a_row += 1
-            self._publish(self.scheduler.fail_prefill(rows, f"prefill failed: {type(error).__name__}"))
+            self._prefill_failed(rows, error)
             return
-        if output.first is not None and not self.scheduler.num_decoding:  # nothing is left for a decode step to show
-            self.stats.failed_steps_in_a_row = 0
-        if output.num_tokens:
-            self.scheduler.record_prefill(output.num_tokens, self._clock() - began_s)
+        if is_complete:
+            self.prefix.end()
+            if not self.scheduler.num_decoding:  # nothing is left for a decode step to show
+                self.stats.failed_steps_in_a_row = 0
+        if num_tokens:
+            self.scheduler.record_prefill(num_tokens, seconds)
         if chunks:
             self._publish(chunks)
+
+    def _prefill_failed(self, rows: Sequence[Request], error: Exception) -> None:
+        self.prefix.end(failed=True)
+        if isinstance(error, InvalidRequest):  # the caller's fault says nothing about our health
+            self._publish(self.scheduler.fail_prefill(rows, str(error)))
+            return
+        log.error("prefill of %s failed after %d tokens", rows[0].id, rows[0].num_prefilled, exc_info=error)
+        self.stats.failed_steps_in_a_row += 1
+        self._publish(self.scheduler.fail_prefill(rows, f"prefill failed: {type(error).__name__}"))

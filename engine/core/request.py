@@ -38,7 +38,8 @@ class Matcher(Protocol):
 class Request:
     """index: which choice of the request. id: of the row, different for each choice.
 
-    num_prefilled: tokens of prompt_token_ids in the cache. matcher: of the row's grammar, if it has one.
+    num_prefilled: tokens of prompt_token_ids in the cache. num_cached: those of the prompt that came out of the prefix
+    cache when the row began. matcher: of the row's grammar, if it has one.
     keep_until_s: a running row is not preempted before (the scheduler's clock).
     """
 
@@ -47,6 +48,7 @@ class Request:
     matcher: Matcher | None = None
     state: RequestState = RequestState.WAITING
     num_prefilled: int = 0
+    num_cached: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     keep_until_s: float = 0.0
     sampling: SamplingParams = field(init=False)

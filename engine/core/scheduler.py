@@ -14,6 +14,7 @@ from engine.protocol import FinishReason, TokenChunk
 MIN_PREFILL_TOKENS = 16
 """A chunk is never smaller, however much else there is to do."""
 
+MIN_MEASURED_TOKENS = 64
 PREFILL_EMA_WEIGHT = 0.2
 
 Chunks = dict[str, TokenChunk]
@@ -133,7 +134,9 @@ class Scheduler:
         return {row.id: self._take(row, token) for row, token in zip(rows, first, strict=True)}
 
     def record_prefill(self, num_tokens: int, seconds: float) -> None:
-        """How long a chunk of so many prompt tokens took."""
+        """How long so many prompt tokens of one step took. A few say nothing: a forward takes its time in any case."""
+        if num_tokens < MIN_MEASURED_TOKENS and self._prefill_s_per_token is not None:
+            return
         per_token, before = seconds / num_tokens, self._prefill_s_per_token
         weight = 1.0 if before is None else PREFILL_EMA_WEIGHT
         self._prefill_s_per_token = weight * per_token + (1 - weight) * (before or 0.0)
@@ -216,7 +219,7 @@ class Scheduler:
             self._stats.num_finished += error is None
             self._remove(row)
         logprobs = output.logprobs[: len(new)]
-        return TokenChunk(new, reason, error, row.index, logprobs, output.num_drafted, num_accepted)
+        return TokenChunk(new, reason, error, row.index, logprobs, output.num_drafted, num_accepted, row.num_cached)
 
     def _fail(self, rows: list[Request], error: str) -> Chunks:
         self._stats.num_failed += len(rows)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class Stats:
     """num_finished, num_aborted, num_failed: rows, one for each choice of a request. num_prompt_tokens: prefilled,
-    after a preemption once more. num_accepted: draft tokens that were given out."""
+    after a preemption once more. num_cached_tokens: of prompts, from the prefix cache.
+    num_accepted: draft tokens that were given out."""
 
     num_steps: int = 0
     num_finished: int = 0
@@ -14,6 +15,7 @@ class Stats:
     num_failed: int = 0
     num_preempted: int = 0
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0

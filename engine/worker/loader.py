@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from mlx_vlm.utils import load_model
 from engine.config import EngineConfig
 from engine.processing.checkpoint import (
     context_limit,
+    fingerprint,
     media_kinds,
     read_config,
     refuse_code,
@@ -26,6 +28,7 @@ from engine.worker import mtp_loader
 log = logging.getLogger("orchard.engine")
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+COMPUTED_BY = tuple(f"{name} {version(name)}" for name in ("mlx", "mlx-vlm"))
 EVAL_BYTES = 256 * 2**20  # weights are read in pieces of this size, so that progress is seen
 
 
@@ -34,6 +37,7 @@ class LoadedModel:
     """module: the mlx_vlm model. media_kinds: what it can see. num_weight_bytes: as they lie in memory, with the head.
 
     mtp_head: mlx_vlm's Qwen3_5MTPDraftModel, not yet bound to the model. mtp_status: "ready", or why there is none.
+    fingerprint: see ModelRunner.
     """
 
     module: Any
@@ -46,6 +50,7 @@ class LoadedModel:
     dtype: str
     mtp_head: Any | None
     mtp_status: str
+    fingerprint: str
 
 
 def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel:
@@ -74,8 +79,9 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
     log.info("loaded %s: %.1f MB of weights, %s, on %s", path, num_bytes / 1e6, dtype, mx.default_device())
     log.info("MTP head: %s", head_dir or mtp_status)
     kinds = media_kinds(path, model_config)
+    digest = fingerprint([path] if head_dir is None else [path, head_dir], dtype, *COMPUTED_BY, device_kind())
     return LoadedModel(
-        module, path, model_config, kinds, max_context_tokens, num_tokens, num_bytes, dtype, head, mtp_status
+        module, path, model_config, kinds, max_context_tokens, num_tokens, num_bytes, dtype, head, mtp_status, digest
     )
 
 
@@ -89,6 +95,13 @@ def use_device(device: str) -> None:
 
 def has_gpu() -> bool:
     return mx.metal.is_available() or mx.cuda.is_available()
+
+
+def device_kind() -> str:
+    """Which kernels compute: cpu, metal or cuda."""
+    if not on_gpu():
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
 
 
 def on_gpu() -> bool:

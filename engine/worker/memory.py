@@ -1,6 +1,7 @@
 """Device memory: what the limits are set to, and what is in use for what."""
 
 import mlx.core as mx
+import psutil
 
 from engine.config import EngineConfig
 
@@ -16,3 +17,13 @@ def usage() -> dict[str, int]:
         "peak_bytes": mx.get_peak_memory(),
         "mlx_cache_bytes": mx.get_cache_memory(),
     }
+
+
+def device_bytes() -> int:
+    """What the device can hold: a GPU's memory (on Metal what it may use of it), or the machine's."""
+    if mx.default_device().type == mx.DeviceType.gpu:
+        info = mx.device_info()
+        for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+            if isinstance(size := info.get(name), int) and size > 0:
+                return size
+    return psutil.virtual_memory().total

@@ -1,7 +1,7 @@
 """Executes what the scheduler decides: the only caller of a forward pass."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,8 +16,9 @@ from engine.worker import blas, loader, memory
 from engine.worker.decode import Newcomer
 from engine.worker.decode_batch import DecodeBatch
 from engine.worker.mtp import MTPHead
-from engine.worker.patches import gated_delta_cuda, gated_delta_rows
+from engine.worker.patches import gated_delta_chunks, gated_delta_cuda, gated_delta_rows
 from engine.worker.prefill import Prefill, Prompt, first_tokens
+from engine.worker.snapshot import StateSnapshot, export, import_arrays, why_not
 from engine.worker.view import View
 from engine.worker.vision import VisionEncoder
 
@@ -39,6 +40,7 @@ class MLXRunner:
     def __init__(self, model: loader.LoadedModel, config: EngineConfig):
         if not loader.on_gpu():
             gated_delta_rows.install()
+            gated_delta_chunks.install()
         elif mx.cuda.is_available():
             gated_delta_cuda.install()
         self._model = model
@@ -52,6 +54,11 @@ class MLXRunner:
         self.max_context_tokens = model.max_context_tokens
         self.vocab_size = model.vocab_size
         self.max_draft_tokens = 0 if self._head is None else max_draft_tokens(config)
+        self.image_token_id = self._prefill.image_token_id
+        self.no_snapshots = why_not(self._view.make_cache())
+        self.device_bytes = memory.device_bytes()
+        self.fingerprint = model.fingerprint
+        self._a_snapshot: StateSnapshot | None = None
         self.capabilities: dict[str, Any] = {
             "media": sorted(model.media_kinds),
             "device": str(mx.default_device()),
@@ -68,6 +75,7 @@ class MLXRunner:
         rows = [Request(EngineRequest(f"warm-up-{i}", prompt, SamplingParams(4), ())) for i in range(2)]
         for row in rows:
             self.prefill([row], len(prompt) // 2)
+            self._a_snapshot = self.snapshot([row]) if self.no_snapshots is None else None
             self.prefill([row], len(prompt))
             for num_drafts in range(self.max_draft_tokens + 1):
                 self.decode(num_drafts)
@@ -85,6 +93,22 @@ class MLXRunner:
         except Exception:
             self._forget_prompt(rows)
             raise
+
+    def restore(self, rows: Sequence[Request], snapshot: Any) -> None:
+        assert isinstance(snapshot, StateSnapshot) and rows[0].id not in self._prompts
+        prompt = self._prefill.begin(rows[0])
+        self._prefill.restore(prompt, snapshot, rows[0].spec.images)
+        self._prompts |= {row.id: prompt for row in rows}
+
+    def snapshot(self, rows: Sequence[Request], parent: Any = None) -> StateSnapshot | None:
+        return self._prefill.snapshot(self._prompts[rows[0].id], parent)
+
+    def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:
+        return export(snapshot)
+
+    def import_snapshot(self, arrays: Mapping[str, np.ndarray], num_tokens: int, parent: Any = None) -> StateSnapshot:
+        assert self._a_snapshot is not None
+        return import_arrays(arrays, self._a_snapshot, num_tokens, parent)
 
     def drop(self, row_ids: Sequence[str]) -> None:
         for row_id in row_ids:

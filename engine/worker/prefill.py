@@ -14,6 +14,7 @@ from engine.worker.logprobs import logprobs_of
 from engine.worker.mtp import MTPHead
 from engine.worker.processors import Processors, advance, match
 from engine.worker.sampler import Sampler
+from engine.worker.snapshot import StateSnapshot, Stretch, is_finite, restore, take
 from engine.worker.view import View
 from engine.worker.vision import VisionEncoder
 
@@ -23,8 +24,9 @@ class Prompt:
     """A prompt in progress. positions: int32 [3, 1, L] (time, height, width). next_position: of the token behind it.
 
     head_cache, hidden: of the MTP head, and the last hidden state [1, 1, hidden] that it has not been given yet.
-    image_index: int32 [n]: where in the prompt the image tokens are; all_features [n, hidden] go there, in order.
-    features: of the pictures encoded so far.
+    image_index: int32 [n]: where in the prompt the image tokens are; all_features go there, in order. features: of the
+    pictures encoded so far. num_images_restored, num_image_tokens_restored: in front of what was restored: these
+    pictures need no features any more, and all_features [n - num_image_tokens_restored, hidden] begin behind them.
     """
 
     token_ids: np.ndarray
@@ -36,6 +38,8 @@ class Prompt:
     hidden: mx.array | None = None
     features: list[mx.array] = field(default_factory=list)
     all_features: mx.array | None = None
+    num_images_restored: int = 0
+    num_image_tokens_restored: int = 0
     done: int = 0
 
     @property
@@ -50,7 +54,7 @@ class Prefill:
         self._view = view
         self._head = head
         self._vision = vision
-        self._image_token_id = image_token_id
+        self.image_token_id = image_token_id
 
     def begin(self, request: Request) -> Prompt:
         ids, images = request.prompt_token_ids, request.spec.images
@@ -65,10 +69,30 @@ class Prefill:
         head_cache = self._head.make_cache() if self._head is not None else None
         return Prompt(ids, self._view.make_cache(), positions, next_position, index, head_cache)
 
+    def restore(self, prompt: Prompt, snapshot: StateSnapshot, images: tuple[ImagePatches, ...]) -> None:
+        """Puts a prompt that has just begun behind the tokens of the snapshot, which are its first ones."""
+        done = snapshot.num_tokens
+        assert prompt.done == 0 and done < len(prompt.token_ids)
+        restore(snapshot, [*prompt.cache, *(prompt.head_cache or [])], len(prompt.token_ids))
+        prompt.done, prompt.hidden = done, snapshot.hidden
+        num_tokens = prompt.num_image_tokens_restored = int(np.searchsorted(prompt.image_index, done))
+        for image in images:
+            num_tokens -= image.num_tokens
+            if num_tokens < 0:
+                break
+            prompt.num_images_restored += 1
+
+    def snapshot(self, prompt: Prompt, parent: Stretch | None) -> StateSnapshot | None:
+        """Of a prompt as it stands between two chunks; None if its state is not finite."""
+        cache = [*prompt.cache, *(prompt.head_cache or [])]
+        if not is_finite(cache):
+            return None
+        return take(cache, prompt.hidden, prompt.done, parent)
+
     def _image_index(self, ids: np.ndarray, images: tuple[ImagePatches, ...]) -> np.ndarray:
         if self._vision is None:
             raise InvalidRequest("this model sees no images", "messages")
-        index = np.flatnonzero(ids == self._image_token_id).astype(np.int32)
+        index = np.flatnonzero(ids == self.image_token_id).astype(np.int32)
         expected = sum(image.num_tokens for image in images)
         if len(index) != expected:
             raise InvalidRequest(f"{len(index)} image tokens in the prompt, {expected} in its images", "messages")
@@ -76,11 +100,12 @@ class Prefill:
 
     def encode_next_image(self, prompt: Prompt, images: tuple[ImagePatches, ...]) -> bool:
         """Encodes one picture of the prompt; False when there was none left."""
-        if len(prompt.features) == len(images):
+        index = prompt.num_images_restored + len(prompt.features)
+        if index == len(images):
             return False
         assert self._vision is not None
-        prompt.features.append(self._vision.encode(images[len(prompt.features)]))
-        if len(prompt.features) == len(images):
+        prompt.features.append(self._vision.encode(images[index]))
+        if index + 1 == len(images):
             prompt.all_features = mx.concatenate(prompt.features)
         return True
 
@@ -121,7 +146,8 @@ class Prefill:
             return None
         embeds = self._view.embed(token_ids)
         assert prompt.all_features is not None
-        features = prompt.all_features[int(first) : int(last)]
+        skipped = prompt.num_image_tokens_restored
+        features = prompt.all_features[int(first) - skipped : int(last) - skipped]
         embeds[0, mx.array(prompt.image_index[first:last] - start)] = features.astype(embeds.dtype)
         return embeds
 

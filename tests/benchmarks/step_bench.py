@@ -100,7 +100,7 @@ def random_model(shape: dict[str, int]) -> loader.LoadedModel:
     mx.eval(module.parameters(), head.parameters())
     num_bytes = sum(w.nbytes for part in (module.language_model, head) for _, w in loader.weights_of(part))
     return loader.LoadedModel(
-        module, Path(), config, frozenset(), 32768, shape["vocab_size"], num_bytes, str(dtype), head, "ready"
+        module, Path(), config, frozenset(), 32768, shape["vocab_size"], num_bytes, str(dtype), head, "ready", "random"
     )
 
 

@@ -17,6 +17,7 @@ from engine.core.batch import PrefillOutput, RowOutput
 from engine.core.request import Request
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
+from tests.engine.fakes import NoSnapshots
 
 STEPS_PER_S = 50.0
 
@@ -24,7 +25,7 @@ LETTER = "a"
 """What every token decodes to: the client counts tokens by counting letters."""
 
 
-class PacedRunner:
+class PacedRunner(NoSnapshots):
     """Steps at the ticks of a clock; a tick that was missed is left out.
 
     spread: the rows take turns, evenly over the time of a step, instead of all at once.

@@ -3,7 +3,10 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
@@ -26,6 +29,47 @@ def answer(request: EngineRequest, index: int = 0) -> list[int]:
     return [token(seed, position) for position in range(request.sampling.max_tokens)]
 
 
+class NoSnapshots:
+    """The part of a ModelRunner that nobody asks of one whose prompts cannot be cached."""
+
+    image_token_id: int | None = None
+    no_snapshots: str | None = "there is no model"
+    device_bytes: int = 2**30
+    fingerprint: str = "none"
+
+    restore: Any = None
+    snapshot: Any = None
+    export_snapshot: Any = None
+    import_snapshot: Any = None
+
+
+STATE_BYTES, BYTES_PER_TOKEN = 1000, 10
+
+
+@dataclass(frozen=True)
+class FakeSnapshot:
+    """A core.Snapshot; it is its own stretch. num_own: tokens behind its parent."""
+
+    token_ids: np.ndarray
+    num_own: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def stretch(self) -> "FakeSnapshot":
+        return self
+
+    @property
+    def stretch_bytes(self) -> int:
+        return BYTES_PER_TOKEN * self.num_own
+
+    @property
+    def state_bytes(self) -> int:
+        return STATE_BYTES
+
+
 class FakeRunner:
     """Gives tokens one call after the one that started them, as the real one does.
 
@@ -36,6 +80,9 @@ class FakeRunner:
     def __init__(self, max_draft_tokens: int = 0, accepts: Callable[[int, int], bool] = lambda seed, position: True):
         self.max_context_tokens, self.vocab_size = 100_000, VOCAB_SIZE
         self.max_draft_tokens = max_draft_tokens
+        self.image_token_id: int | None = None
+        self.no_snapshots: str | None = None
+        self.device_bytes, self.fingerprint = 2**30, "fake"
         self.capabilities: dict[str, Any] = {"media": [], "mtp": "fake" if max_draft_tokens else "the fake has none"}
         self.accepts = accepts
         self.stops_at: dict[int, int] = {}
@@ -71,6 +118,24 @@ class FakeRunner:
         for row in rows:
             self.rows[row.id], self._positions[row.id] = row, len(row.output_token_ids)
         return PrefillOutput(num_tokens, {row.id: self._output(row, 0) for row in rows})
+
+    def restore(self, rows: Sequence[Request], snapshot: Any) -> None:
+        self._called("restore", rows[0].id, snapshot.num_tokens)
+        assert np.array_equal(rows[0].prompt_token_ids[: snapshot.num_tokens], snapshot.token_ids)
+        self.prompts[rows[0].id] = snapshot.num_tokens
+
+    def snapshot(self, rows: Sequence[Request], parent: Any) -> "FakeSnapshot | None":
+        first, done = rows[0], self.prompts[rows[0].id]
+        self._called("snapshot", first.id, done)
+        return FakeSnapshot(first.prompt_token_ids[:done].copy(), done - (parent.num_tokens if parent else 0))
+
+    def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:
+        return {"tokens": snapshot.token_ids}
+
+    def import_snapshot(self, arrays: Mapping[str, np.ndarray], num_tokens: int, parent: Any) -> "FakeSnapshot":
+        if arrays["tokens"].shape != (num_tokens,):
+            raise ValueError("not of this model")
+        return FakeSnapshot(arrays["tokens"], num_tokens - (parent.num_tokens if parent else 0))
 
     def drop(self, row_ids: Sequence[str]) -> None:
         self._called("drop", *row_ids)

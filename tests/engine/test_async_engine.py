@@ -20,10 +20,10 @@ from engine.protocol import (
     Overloaded,
     SamplingParams,
 )
-from tests.engine.fakes import run_engine, until
+from tests.engine.fakes import NoSnapshots, run_engine, until
 
 
-class CountingRunner:
+class CountingRunner(NoSnapshots):
     """Every row gets 0, 1, 2, ...; a step takes `step_s`."""
 
     max_context_tokens, vocab_size, max_draft_tokens, capabilities = 1000, 100, 0, {"media": [], "mtp": "no head"}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, PrefixCacheConfig
 from engine.core.batch import PrefillOutput
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
 from tests.engine.core.rows import finish_prefill, out, rows_of, scheduler_of, spec, start
@@ -18,7 +18,7 @@ def request(request_id: str, n: int, max_tokens: int = 12, seed: int = 1, **samp
 
 def test_choices_share_one_prefill_and_are_sampled_each_with_its_own_seed():
     runner = FakeRunner()
-    driver = Driver(runner, EngineConfig(prefill_chunk_tokens=16))
+    driver = Driver(runner, EngineConfig(prefill_chunk_tokens=16, prefix_cache=PrefixCacheConfig(enabled=False)))
     tokens = driver.run({0: [request("r", 3)]})
     assert tokens == {"r": answer(request("r", 3)), **{f"r/{i}": answer(request("r", 3), i) for i in (1, 2)}}
     assert len({tuple(ids) for ids in tokens.values()}) == 3

@@ -64,7 +64,7 @@ def test_rows_that_are_aborted_do_not_change_those_that_stay(drive, mixed, alone
 
 
 def test_after_a_storm_nothing_is_held(drive, runner, mixed):
-    before = runner.memory()
+    before, driver = runner.memory(), None
     for seed in range(2):
         rng = np.random.default_rng(seed)
         requests = [replace(r, request_id=f"{r.request_id}-{seed}") for r in mixed]
@@ -74,10 +74,15 @@ def test_after_a_storm_nothing_is_held(drive, runner, mixed):
             arrivals.setdefault(int(rng.integers(0, 20)), []).append(request)
             if rng.random() < 0.6:
                 aborts.setdefault(int(rng.integers(0, 60)), []).append(request.request_id)
-        drive(SMALL_CHUNKS).run(arrivals, aborts)
+        driver = drive(SMALL_CHUNKS)
+        driver.run(arrivals, aborts)
     after = runner.memory()
     assert after["decode_cache_bytes"] == after["prefill_cache_bytes"] == 0
-    assert after["active_bytes"] - before["active_bytes"] < 2**20
+    assert driver is not None
+    assert after["active_bytes"] - before["active_bytes"] - driver.core.prefix.cache.num_bytes < 2**20
+    assert driver.core.prefix.cache.num_bytes > 0
+    driver.core.prefix.clear()
+    assert runner.memory()["active_bytes"] - before["active_bytes"] < 2**20
 
 
 def test_prompts_are_the_same_in_chunks_of_any_size(drive, mixed, alone):

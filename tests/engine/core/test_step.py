@@ -100,7 +100,7 @@ def test_a_step_next_to_a_prefill_is_not_timed():
 def test_a_slow_prefill_makes_the_chunks_smaller_while_rows_decode():
     clock = DeviceClock()
     runner = TimedRunner(clock)
-    limits = {"prefill_chunk_tokens_busy": 256, "scheduler": {"max_stall_s": 0.1}}
+    limits = {"prefill_chunk_tokens_busy": 256, "scheduler": {"max_stall_s": 0.1}, "prefix_cache": {"enabled": False}}
     driver = Driver(runner, config("off", **limits), clock)
     driver.run({0: [request("r", 30)], 5: [request("long", 1, num_prompt=600)]})
     sizes = [call[2] for call in runner.calls if call[0] == "prefill" and call[1] == "long/0"]

@@ -1,0 +1,245 @@
+"""The prompt that is being taken in: it goes on from what the prefix cache has, and leaves snapshots at its boundaries.
+
+Prompts are taken in one at a time, and each looks into the cache when its turn comes: of several with the same new
+prefix the first computes it, and the others find it. A snapshot is stored as soon as a chunk that succeeded ends at its
+boundary and its state is finite, so that a client that gives up and comes again finds what was done for it. If a later
+chunk of the prompt fails, all that the prompt has stored is thrown away.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from engine.config import PrefixCacheConfig
+from engine.core.batch import ModelRunner
+from engine.core.disk_tier import DiskTier, Reading
+from engine.core.prefix_cache import Entry, Held, PrefixCache
+from engine.core.prefix_miss import explain
+from engine.core.prefix_status import cache_status
+from engine.core.prompt_key import PromptKey
+from engine.core.request import Request
+from engine.core.stats import Stats
+from engine.processing.snapshot_files import SnapshotFiles
+from engine.protocol import Boundary, CacheCleared, CacheStatus
+
+log = logging.getLogger("orchard.engine")
+
+DEVICE_SHARE = 0.1
+"""Of the device's memory, for snapshots, where the configuration does not say."""
+
+KIND_ORDER = ("system", "turn", "prompt")
+
+
+@dataclass(slots=True, eq=False)
+class Current:
+    """A prompt in progress. todo: boundaries in front of it, the next one first. base: the snapshot that it goes on
+    from or has left last; base_digest: its entry. stored: what it has left so far. reading: what it waits for.
+    in_memory: what is on disk could not be had.
+    """
+
+    row: Request
+    key: PromptKey
+    todo: list[Boundary] = field(default_factory=list)
+    base: Held | None = None
+    base_digest: str | None = None
+    stored: list[Entry] = field(default_factory=list)
+    reading: Reading | None = None
+    in_memory: bool = False
+
+
+class PrefixReuse:
+    """off: why nothing is cached, None if it is. `clock` gives monotonic seconds."""
+
+    def __init__(
+        self,
+        config: PrefixCacheConfig,
+        runner: ModelRunner,
+        stats: Stats,
+        files: SnapshotFiles | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._config = config
+        self._runner = runner
+        self._stats = stats
+        self._clock = clock
+        self._current: Current | None = None
+        self.off = runner.no_snapshots if config.enabled else "prefix_cache.enabled is false"
+        max_bytes = runner.device_bytes * DEVICE_SHARE if config.max_gb is None else config.max_gb * 2**30
+        self.cache = PrefixCache(int(max_bytes), clock)
+        self._disk = None if files is None or self.off is not None else DiskTier(files, self.cache, runner, clock)
+
+    def begin(self, rows: Sequence[Request], wait_s: float = 0.0) -> bool:
+        """Restores the longest stored prefix of a prompt that has not begun; `rows` share it.
+
+        False while it is still read from disk, which is waited for so long: call again in the next step.
+        """
+        row, current = rows[0], self._current
+        if self.off is not None:
+            return True
+        if current is None or current.row is not row:
+            self.end()
+            spec = row.spec
+            key = PromptKey.of(spec.tenant, row.prompt_token_ids, spec.images, self._runner.image_token_id)
+            current = self._current = Current(row, key)
+        elif current.reading is None:
+            return True
+        while (entry := self._find(current, wait_s)) is not None and not self._restore(rows, current, entry):
+            pass
+        if current.reading is not None:
+            return False
+        num_cached = row.num_prefilled
+        if not row.output_token_ids:  # else it has been here before it was preempted
+            self._record(rows, current.key, num_cached)
+        current.todo = self._boundaries(row, current.key, num_cached)
+        return True
+
+    def clip(self, num_prefilled: int, max_tokens: int) -> int:
+        """A chunk ends at the next boundary."""
+        current = self._current
+        if current is None or not current.todo:
+            return max_tokens
+        return min(max_tokens, current.todo[0].num_tokens - num_prefilled)
+
+    def passed(self, rows: Sequence[Request]) -> None:
+        """After a chunk: takes the snapshot if it ended at a boundary. Never raises: the answer does not need it."""
+        current = self._current
+        if current is None or not current.todo or current.todo[0].num_tokens != rows[0].num_prefilled:
+            return
+        boundary = current.todo.pop(0)
+        try:
+            self._take(rows, current, boundary)
+        except Exception:
+            log.exception("no snapshot of %s at its %s boundary", current.row.id, boundary.kind)
+            self.cache.counters.num_rejected += 1
+            current.todo.clear()
+
+    def end(self, failed: bool = False) -> None:
+        """The prompt has been taken in, or is given up. failed: what it has left must not serve."""
+        current, self._current = self._current, None
+        if current is None:
+            return
+        if failed:
+            for entry in current.stored:
+                if self.cache.get(entry.digest) is entry:
+                    self._forget(entry)
+        if current.base is not None:
+            self.cache.release(current.base)
+
+    def check_integrity(self) -> None:
+        """While nothing is being taken in. A cache whose books are wrong is emptied: it might serve wrong tokens."""
+        assert self._current is None
+        if (error := self.cache.integrity_error()) is not None:
+            log.error("the prefix cache is emptied: %s", error)
+            self.cache.reset()
+            if self._disk is not None:
+                self._disk.clear()
+
+    def clear(self) -> CacheCleared:
+        """Of the memory; what is pinned stays."""
+        return CacheCleared(*self.cache.clear())
+
+    def clear_files(self) -> Future[int] | None:
+        """The future of the number of files that are removed, None without a disk tier."""
+        return self._disk.clear() if self._disk is not None else None
+
+    def status(self) -> CacheStatus:
+        disk = self._disk.status() if self._disk is not None else None
+        return cache_status(self.cache, self.off, self._clock(), disk)
+
+    def close(self, timeout_s: float) -> None:
+        """Waits until what has been stored is written."""
+        if self._disk is not None:
+            self._disk.close(timeout_s)
+
+    def _find(self, current: Current, wait_s: float) -> Entry | None:
+        """The longest stored prefix, in memory; None without one, or while it is still read from disk.
+
+        At least one token stays to be computed: it gives the logits.
+        """
+        while True:
+            if current.reading is not None:
+                if not current.reading.is_done(wait_s):
+                    return None
+                assert self._disk is not None
+                current.in_memory = not self._disk.finish(current.reading)
+                current.reading = None
+            entry = self.cache.match(current.key, len(current.key) - 1, current.in_memory)
+            if entry is None or entry.held is not None:
+                return entry
+            assert self._disk is not None
+            current.reading = self._disk.read(entry)
+
+    def _restore(self, rows: Sequence[Request], current: Current, entry: Entry) -> bool:
+        """False when that fails: the entry is gone then."""
+        assert entry.held is not None and entry.held.snapshot is not None
+        try:
+            self._runner.restore(rows, entry.held.snapshot)
+        except Exception:
+            log.exception("a snapshot of %d tokens could not be restored and is thrown away", entry.num_tokens)
+            self._forget(entry)
+            return False
+        current.base, current.base_digest = self.cache.use(entry), entry.digest
+        for row in rows:
+            row.num_prefilled = entry.num_tokens
+        if rows[0].spec.pinned and entry.kind == "system":
+            self.cache.pin(entry)
+        if self._disk is not None and entry.on_disk:
+            self._disk.touch(entry)
+        return True
+
+    def _forget(self, entry: Entry) -> None:
+        if self._disk is not None:
+            self._disk.forget(entry)
+        else:
+            self.cache.forget(entry)
+
+    def _record(self, rows: Sequence[Request], key: PromptKey, num_cached: int) -> None:
+        spec, counters = rows[0].spec, self.cache.counters
+        for row in rows:
+            row.num_cached = num_cached
+        self._stats.num_cached_tokens += num_cached
+        counters.num_cached_tokens += num_cached
+        counters.num_hits += num_cached > 0
+        counters.num_misses += num_cached == 0
+        miss = explain(self.cache, spec.request_id, key, spec.origin, num_cached, self._config.min_tokens)
+        if miss is not None:
+            self.cache.recent_misses.appendleft(miss)
+            if not num_cached:
+                counters.misses[miss.reason] += 1
+
+    def _boundaries(self, row: Request, key: PromptKey, start: int) -> list[Boundary]:
+        """Where to take snapshots: not twice within min_tokens, nor where a picture would be cut."""
+        wanted = [*row.spec.boundaries, Boundary("prompt", len(row.spec.token_ids) - 1)]
+        wanted = [b for b in wanted if b.kind in self._config.boundaries or (row.spec.pinned and b.kind == "system")]
+        boundaries, last = [], start
+        for boundary in sorted(wanted, key=lambda b: (b.num_tokens, KIND_ORDER.index(b.kind))):
+            is_pinned = row.spec.pinned and boundary.kind == "system" and boundary.num_tokens > last
+            far_enough = boundary.num_tokens - last >= self._config.min_tokens or is_pinned
+            if far_enough and boundary.num_tokens < len(key) and key.may_cut(boundary.num_tokens):
+                boundaries.append(boundary)
+                last = boundary.num_tokens
+        return boundaries
+
+    def _take(self, rows: Sequence[Request], current: Current, boundary: Boundary) -> None:
+        base = current.base
+        snapshot = self._runner.snapshot(rows, base.stretch if base is not None else None)
+        if snapshot is None:
+            log.warning("the state of %s at its %s boundary is not finite", current.row.id, boundary.kind)
+            self.cache.counters.num_rejected += 1
+            current.todo.clear()
+            return
+        spec, key, now = current.row.spec, current.key.prefix(boundary.num_tokens), self._clock()
+        pinned, digest = spec.pinned and boundary.kind == "system", key.digest()
+        entry = self.cache.get(digest)  # there already, if it is on disk and could not be read back
+        if entry is None:
+            entry = Entry(digest, key, boundary.kind, current.base_digest, spec.origin, pinned, now, now)
+        if not self.cache.store(entry, snapshot, base):
+            return
+        current.stored.append(entry)
+        if self._disk is not None:
+            self._disk.save(entry, snapshot)
+        if base is not None:
+            self.cache.release(base)
+        current.base, current.base_digest = self.cache.hold(entry), entry.digest

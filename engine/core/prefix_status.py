@@ -1,0 +1,48 @@
+"""The prefix cache as others see it."""
+
+from hashlib import sha256
+from itertools import islice
+from typing import Literal
+
+from engine.core.prefix_cache import Entry, PrefixCache
+from engine.protocol import CacheEntry, CacheStatus
+
+MAX_ENTRIES_SHOWN = 256
+
+
+def cache_status(cache: PrefixCache, off: str | None, now: float, disk: dict[str, int] | None = None) -> CacheStatus:
+    counters = cache.counters
+    return CacheStatus(
+        off=off,
+        max_bytes=cache.max_bytes if off is None else 0,
+        num_bytes=cache.num_bytes,
+        num_entries=len(cache),
+        num_pinned=cache.num_pinned,
+        num_hits=counters.num_hits,
+        num_misses=counters.num_misses,
+        num_cached_tokens=counters.num_cached_tokens,
+        num_stored=counters.num_stored,
+        num_evicted=counters.num_evicted,
+        num_rejected=counters.num_rejected,
+        num_integrity_errors=counters.num_integrity_errors,
+        misses=dict(counters.misses),
+        entries=tuple(_entry(entry, now) for entry in islice(cache.entries(), MAX_ENTRIES_SHOWN)),
+        recent_misses=tuple(cache.recent_misses),
+        disk=disk,
+    )
+
+
+def _entry(entry: Entry, now: float) -> CacheEntry:
+    held = entry.held
+    where: Literal["memory", "disk", "both"] = "disk" if held is None else "both" if entry.on_disk else "memory"
+    return CacheEntry(
+        kind=entry.kind,
+        num_tokens=entry.num_tokens,
+        num_bytes=held.stretch_bytes + held.state_bytes if held is not None else 0,
+        num_hits=entry.num_hits,
+        pinned=entry.pinned,
+        tenant=sha256(entry.key.tenant.encode()).hexdigest()[:12] if entry.key.tenant else "",
+        where=where,
+        age_s=now - entry.created_s,
+        idle_s=now - entry.used_s,
+    )

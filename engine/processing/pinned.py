@@ -1,0 +1,36 @@
+"""The system parts that serve_config.yaml pins, as requests that take them in."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.config import PinnedPrompt
+from engine.processing.tokenizer import ChatTokenizer
+from engine.protocol import EngineFailed, EngineRequest, InvalidRequest, SamplingParams
+
+
+def read_system(prompt: PinnedPrompt) -> str:
+    """Raises EngineFailed for a file that cannot be read."""
+    if prompt.system_file is None:
+        return prompt.system or ""
+    try:
+        return Path(prompt.system_file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise EngineFailed(f"prefix_cache.pinned: {prompt.system_file} cannot be read: {error}") from None
+
+
+def pinned_requests(prompts: Sequence[PinnedPrompt], tokenizer: ChatTokenizer) -> list[EngineRequest]:
+    """One request for each: its system part and one token more. Raises EngineFailed naming the prompt."""
+    requests = []
+    for i, prompt in enumerate(prompts):
+        messages = [{"role": "system", "content": read_system(prompt)}, {"role": "user", "content": "Hello"}]
+        kwargs = {"tools": list(prompt.tools)} if prompt.tools else {}
+        try:
+            chat = tokenizer.chat_prompt(messages, template_kwargs=kwargs)
+        except InvalidRequest as error:
+            raise EngineFailed(f"prefix_cache.pinned[{i}]: {error}") from None
+        system = [boundary for boundary in chat.boundaries if boundary.kind == "system"]
+        if not system:
+            raise EngineFailed(f"prefix_cache.pinned[{i}]: this model's chat template has no system part to pin")
+        ids = chat.token_ids[: system[0].num_tokens + 1]
+        requests.append(EngineRequest(f"pinned-{i}", ids, SamplingParams(1), (), boundaries=tuple(system), pinned=True))
+    return requests

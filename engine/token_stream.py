@@ -1,0 +1,75 @@
+"""What the engine has produced and its reader has not taken yet: the event loop's end of a request."""
+
+import asyncio
+
+from engine.protocol import FinishReason, TokenChunk, TokenLogprobs
+
+
+class ChoiceTokens:
+    """What one choice has produced and its reader has not taken yet. At most max_tokens token ids wait in it."""
+
+    def __init__(self) -> None:
+        self.finish: TokenChunk | None = None
+        self._num_cached = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.has_news = False
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._num_drafted = self._num_accepted = 0
+
+    def put(self, chunk: TokenChunk) -> None:
+        """Nothing is taken after a finish reason: tokens of an aborted request may still be on their way."""
+        if self.finish is not None:
+            return
+        self.has_news = True
+        self._token_ids.extend(chunk.token_ids)
+        self._logprobs.extend(chunk.logprobs)
+        self._num_drafted += chunk.num_drafted
+        self._num_accepted += chunk.num_accepted
+        self._num_cached = max(self._num_cached, chunk.num_cached)  # what we end ourselves does not know it
+        if chunk.finish_reason is not None:
+            self.finish = chunk
+
+    def take(self, index: int) -> TokenChunk:
+        reason, error = (self.finish.finish_reason, self.finish.error) if self.finish is not None else (None, None)
+        token_ids, logprobs = tuple(self._token_ids), tuple(self._logprobs)
+        figures = self._num_drafted, self._num_accepted, self._num_cached
+        chunk = TokenChunk(token_ids, reason, error, index, logprobs, *figures)
+        self._clear()
+        return chunk
+
+
+class TokenStream:
+    """All choices of one request."""
+
+    def __init__(self, num_choices: int) -> None:
+        self.choices = [ChoiceTokens() for _ in range(num_choices)]
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Choices that have not ended."""
+        return sum(choice.finish is None for choice in self.choices)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.num_open == 0
+
+    def put(self, chunk: TokenChunk) -> None:
+        self.choices[chunk.index].put(chunk)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def end(self, reason: FinishReason, error: str | None = None) -> None:
+        """Of every choice that has not ended."""
+        for index in range(len(self.choices)):
+            self.put(TokenChunk((), reason, error, index))
+
+    async def get(self) -> list[TokenChunk]:
+        """All that came since the last call, one chunk for each choice, waiting for something to come."""
+        if not any(choice.has_news for choice in self.choices):
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return [choice.take(index) for index, choice in enumerate(self.choices) if choice.has_news]

@@ -1,0 +1,188 @@
+"""The state behind a prefix, taken from one row's caches and put into another's; never changed in between.
+
+Attention layers append: a snapshot holds the keys and values of its own stretch, and its parents hold those in front,
+so that what a growing conversation keeps grows with it and not with its square. Recurrent layers have one state, which
+is complete. Nobody writes into an array of a snapshot: the stretch is a copy, is copied again when it is restored, and
+recurrent layers replace their states instead of writing into them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_vlm.models.cache import ArraysCache, KVCache
+
+from engine.worker.kv_cache import SLOTS_STEP, RowCache
+
+KeysValues = tuple[mx.array, mx.array]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretch:
+    """Per attention layer keys and values [1, heads, n, head_dim] behind those of `parent`; ends: slots up to here."""
+
+    parent: "Stretch | None"
+    layers: tuple[KeysValues, ...]
+    ends: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
+
+    def chain(self) -> list["Stretch"]:
+        """From the first token on."""
+        chain: list[Stretch] = []
+        at: Stretch | None = self
+        while at is not None:
+            chain.append(at)
+            at = at.parent
+        return chain[::-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateSnapshot:
+    """core.Snapshot. states: per recurrent layer its slots. hidden: [1, 1, hidden], the last, for the MTP head."""
+
+    num_tokens: int
+    stretch: Stretch
+    states: tuple[tuple[mx.array, ...], ...]
+    hidden: mx.array | None
+
+    @property
+    def stretch_bytes(self) -> int:
+        return self.stretch.num_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(array.nbytes for state in self.states for array in state) + (
+            self.hidden.nbytes if self.hidden is not None else 0
+        )
+
+
+def why_not(cache: RowCache) -> str | None:
+    """Why a row with such layers cannot be cached, None if it can."""
+    for i, layer in enumerate(cache):
+        kind: Any = type(layer)  # exactly: what derives from them stores otherwise
+        if kind is not KVCache and kind is not ArraysCache:
+            return f"layer {i} keeps its state in a {kind.__name__}, which cannot be restored"
+    return None
+
+
+def is_finite(cache: RowCache) -> bool:
+    """Whether a row's state is free of NaN and infinity: recurrent states, and the newest keys and values.
+
+    What is not finite anywhere in a prompt is not finite at the newest position of a deeper layer. Waits for the
+    device.
+    """
+    arrays: list[Any] = [slot for layer in cache if isinstance(layer, ArraysCache) for slot in layer.cache]
+    for layer in cache:
+        if isinstance(layer, KVCache) and layer.offset:
+            arrays += [_copied(slots, layer.offset - 1, layer.offset) for slots in (layer.keys, layer.values)]
+    return bool(mx.all(mx.stack([mx.all(mx.isfinite(array)) for array in arrays])).item())
+
+
+def take(cache: RowCache, hidden: mx.array | None, num_tokens: int, parent: Stretch | None) -> StateSnapshot:
+    """Of one row's evaluated caches (the target's layers, then the head's); copies the stretch, evaluated."""
+    attention = [layer for layer in cache if isinstance(layer, KVCache)]
+    ends = tuple(layer.offset for layer in attention)
+    starts = parent.ends if parent is not None else (0,) * len(ends)
+    layers = tuple(
+        (_copied(layer.keys, start, end), _copied(layer.values, start, end))
+        for layer, start, end in zip(attention, starts, ends, strict=True)
+    )
+    states: Any = tuple(tuple(layer.cache) for layer in cache if isinstance(layer, ArraysCache))
+    mx.eval(layers, states, [] if hidden is None else hidden)
+    return StateSnapshot(num_tokens, Stretch(parent, layers, ends), states, hidden)
+
+
+def _copied(slots: Any, start: int, end: int) -> mx.array:
+    return mx.contiguous(slots[..., start:end, :])
+
+
+def restore(snapshot: StateSnapshot, cache: RowCache, num_slots: int) -> None:
+    """Into the empty caches of a row, evaluated, with room for `num_slots` tokens."""
+    chain = snapshot.stretch.chain()
+    attention = [layer for layer in cache if isinstance(layer, KVCache)]
+    recurrent = [layer for layer in cache if isinstance(layer, ArraysCache)]
+    slots = -(-num_slots // SLOTS_STEP) * SLOTS_STEP
+    for i, (layer, end) in enumerate(zip(attention, snapshot.stretch.ends, strict=True)):
+        layer.keys = _joined([stretch.layers[i][0] for stretch in chain], slots - end)
+        layer.values = _joined([stretch.layers[i][1] for stretch in chain], slots - end)
+        layer.offset = end
+    for layer, state in zip(recurrent, snapshot.states, strict=True):
+        layer.cache = list(state)
+    mx.eval([layer.state for layer in cache])
+
+
+def _joined(parts: Sequence[mx.array], missing: int) -> mx.array:
+    first = parts[0]
+    empty = mx.zeros((*first.shape[:2], missing, first.shape[3]), first.dtype)
+    return mx.concatenate([*parts, empty], axis=2)
+
+
+def export(snapshot: StateSnapshot) -> dict[str, np.ndarray]:
+    """In host memory, without a copy where the device shares it. See `import_arrays`."""
+    arrays: dict[str, mx.array] = {}
+    for i, (keys, values) in enumerate(snapshot.stretch.layers):
+        arrays |= {f"attention.{i}.keys": keys, f"attention.{i}.values": values}
+    for i, state in enumerate(snapshot.states):
+        arrays |= {f"recurrent.{i}.{j}": array for j, array in enumerate(state)}
+    if snapshot.hidden is not None:
+        arrays["hidden"] = snapshot.hidden
+    return {name: _to_host(array) for name, array in arrays.items()}
+
+
+def import_arrays(
+    arrays: Mapping[str, np.ndarray], like: StateSnapshot, num_tokens: int, parent: Stretch | None
+) -> StateSnapshot:
+    """The snapshot that `export` gave the arrays of, evaluated. like: one of the same model, for shapes and dtypes.
+
+    Raises ValueError when the arrays are not of this model, or not those behind `parent`.
+    """
+    reader = _Reader(arrays)
+    starts = parent.ends if parent is not None else (0,) * len(like.stretch.ends)
+    lag = [like.num_tokens - end for end in like.stretch.ends]  # the head has read one pair less than there are tokens
+    ends = tuple(num_tokens - missing for missing in lag)
+    layers = tuple(
+        (
+            reader.take(f"attention.{i}.keys", keys, length=end - start),
+            reader.take(f"attention.{i}.values", values, length=end - start),
+        )
+        for i, ((keys, values), start, end) in enumerate(zip(like.stretch.layers, starts, ends, strict=True))
+    )
+    states = tuple(
+        tuple(reader.take(f"recurrent.{i}.{j}", slot) for j, slot in enumerate(state))
+        for i, state in enumerate(like.states)
+    )
+    hidden = reader.take("hidden", like.hidden) if like.hidden is not None else None
+    reader.check_all_taken()
+    mx.eval(layers, states, [] if hidden is None else hidden)
+    return StateSnapshot(num_tokens, Stretch(parent, layers, ends), states, hidden)
+
+
+class _Reader:
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
+        self._arrays = dict(arrays)
+
+    def take(self, name: str, like: mx.array, length: int | None = None) -> mx.array:
+        """length: of axis 2, where it is not that of `like`."""
+        found = self._arrays.pop(name, None)
+        shape = like.shape if length is None else (*like.shape[:2], length, *like.shape[3:])
+        dtype = np.dtype(np.uint16) if like.dtype == mx.bfloat16 else np.array(mx.zeros(0, like.dtype)).dtype
+        if found is None or found.shape != shape or found.dtype != dtype:
+            there = "nothing" if found is None else f"{found.dtype} {found.shape}"
+            raise ValueError(f"{name}: expected {dtype} {shape}, found {there}")
+        array = mx.array(found)
+        return mx.view(array, mx.bfloat16) if like.dtype == mx.bfloat16 else array
+
+    def check_all_taken(self) -> None:
+        if self._arrays:
+            raise ValueError(f"arrays that this model does not have: {', '.join(sorted(self._arrays))}")
+
+
+def _to_host(array: mx.array) -> np.ndarray:
+    if array.dtype == mx.bfloat16:  # numpy has none
+        array = mx.view(array, mx.uint16)
+    return np.array(array, copy=False)
