@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: Serve validates `args` only if it finds AppArgs itself as annotation.
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from pydantic import Field
 from ray.serve import Application
 
 from deployments.http.config import HttpConfig
+from deployments.http.normalize import normalize
 from deployments.ingress import Ingress
 from deployments.mllm import MLLM
 from deployments.model_replica import ModelReplica
@@ -18,6 +20,7 @@ from deployments.replica import node_id
 from deployments.text import TextMTP
 from engine.config import EngineConfig, Frozen, MediaConfig
 from engine.processing.checkpoint import refuse_code, resolve_checkpoint
+from engine.processing.pinned import read_system
 from engine.protocol import EngineFailed
 
 ENGINE_SHARE, SMALL_SHARE = 0.9, 0.03
@@ -52,9 +55,10 @@ class AppArgs(Frozen):
 def build_app(args: AppArgs) -> Application:
     """One replica of each deployment per node that offers `mlx`, following nodes that come and go.
 
-    Raises EngineFailed when there is no such node, or no such model.
+    Raises EngineFailed when there is no such node, no such model, or a pinned prompt that no request could have.
     """
     num_nodes = _check_cluster(args.engine)
+    _check_pinned(args)
     most = args.engine.max_running + args.engine.max_waiting + SPARE_SLOTS
     engine = ModelReplica.options(
         **_one_per_node(ENGINE_SHARE, num_nodes),
@@ -82,9 +86,30 @@ def _check_cluster(config: EngineConfig) -> int:
             "No node of this Ray cluster offers the resource 'mlx'. "
             """Start Ray on every node that is to hold the model with: ray start --resources='{"mlx": 1}' ..."""
         )
-    if node_id() in nodes:  # the model need not be on a node that only routes
+    if _has_files():
         refuse_code(resolve_checkpoint(config.model, config.revision, weights=False))
     return len(nodes)
+
+
+def _check_pinned(args: AppArgs) -> None:
+    """A line that is dropped from all system messages may not stand in one that is to match them."""
+    for i, prompt in enumerate(args.engine.prefix_cache.pinned):
+        if prompt.system_file is not None and not _has_files():
+            continue
+        lines = read_system(prompt).removesuffix("\n").split("\n")
+        for (number, line), pattern in product(enumerate(lines, 1), args.http.volatile_patterns):
+            message = {"role": "system", "content": line + "\n"}
+            if normalize([message], volatile_patterns=[pattern]) != (message,):
+                raise EngineFailed(
+                    f"engine.prefix_cache.pinned[{i}]: line {number} ({line.strip()[:80]!r}) is one that the pattern "
+                    f"'{pattern.pattern}' of http.volatile_patterns drops from every request, so that none could match "
+                    "this prompt. Remove the line or the pattern."
+                )
+
+
+def _has_files() -> bool:
+    """Whether the files that the configuration names are to be on this node; on one that only routes they need not."""
+    return ray.is_initialized() and node_id() in mlx_node_ids()
 
 
 def _one_per_node(share: float, num_nodes: int) -> dict[str, Any]:

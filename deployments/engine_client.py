@@ -1,5 +1,7 @@
 """EngineClient: the one hop between the ingress and the engines; reserve a replica, plan on its node, dispatch, stream.
 
+It also asks all engines at once what is no request: the state of their caches.
+
 The reservation holds a slot of the replica while the plan is made, so that placing, planning and generating agree on
 the node. Whatever ends a call (its last token, an error, a client that leaves) cancels the engine's generator and
 gives the slot back.
@@ -7,7 +9,7 @@ gives the slot back.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -16,15 +18,17 @@ from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTas
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.chat import ChatRequest, Plan, Route
+from deployments.chat import ChatRequest, EngineAnswer, Plan, Route, SilentEngine
 from deployments.routing import NODE_SESSION
-from engine.protocol import EngineFailed, Overloaded, TokenChunk
+from engine.protocol import EngineFailed, OrchardError, Overloaded, TokenChunk
 
 log = logging.getLogger("ray.serve")
 
 RESERVE_TIMEOUT_S = 30.0
 """How long a request waits for a replica: Serve itself would wait for ever."""
 PLAN_TIMEOUT_S = 120.0
+ASK_TIMEOUT_S = 10.0
+"""An engine answers between two steps, and a step of a long prompt may last for seconds."""
 RETRY_AFTER_S = 2.0
 
 GONE = (RayActorError, NodeDiedError, ObjectLostError, ReplicaUnavailableError)
@@ -37,6 +41,7 @@ class EngineStream:
     def __init__(self, plan: Plan, node_id: str, first: TokenChunk, rest: Any, resources: AsyncExitStack):
         self.plan = plan
         self.node_id = node_id
+        self.num_cached_tokens = first.num_cached
         self._first = first
         self._rest = rest
         self._resources = resources
@@ -71,6 +76,7 @@ class EngineClient:
         engine: DeploymentHandle,
         planners: Mapping[Route, DeploymentHandle],
         reserve_timeout_s: float = RESERVE_TIMEOUT_S,
+        ask_timeout_s: float = ASK_TIMEOUT_S,
     ):
         # options() connects a handle to its deployment, so that the first request need not wait for it
         # Chunks are plain dataclasses: pickle takes a fifth of the engine's CPU per item off what cloudpickle costs.
@@ -78,7 +84,9 @@ class EngineClient:
             stream=True, _by_reference=False, method_name="generate", response_serialization="pickle"
         )
         self._planners = {route: planner.options(method_name="plan") for route, planner in planners.items()}
+        self._questions = engine
         self._reserve_timeout_s = reserve_timeout_s
+        self._ask_timeout_s = ask_timeout_s
 
     async def start(self, request: ChatRequest, route: Route) -> EngineStream:
         """Returns with the first chunk. A replica that dies before it is replaced by another one, once.
@@ -95,6 +103,24 @@ class EngineClient:
             return await self._attempt(request, route)
         except Exception as error:
             raise answer_to(error) from None
+
+    async def ask_all(self, method: str, node_ids: Iterable[str]) -> tuple[list[EngineAnswer[Any]], list[SilentEngine]]:
+        """What the engines on these nodes answer, and those that give no answer in time.
+
+        One call per node: Ray's broadcast does not say who is silent, and loses all answers when one comes too late.
+        """
+        said = await asyncio.gather(*(self._ask(method, node_id) for node_id in node_ids))
+        return [s for s in said if isinstance(s, EngineAnswer)], [s for s in said if isinstance(s, SilentEngine)]
+
+    async def _ask(self, method: str, node_id: str) -> EngineAnswer[Any] | SilentEngine:
+        handle = self._questions.options(method_name=method, session_id=NODE_SESSION + node_id)
+        try:
+            return await within(self._ask_timeout_s, handle.remote())
+        except TimeoutError:
+            return SilentEngine(node_id, f"no answer within {self._ask_timeout_s:g} s")
+        except Exception as error:
+            log.warning("the engine on node %s did not answer %s: %s", node_id, method, error)
+            return SilentEngine(node_id, why_silent(error))
 
     async def _attempt(self, request: ChatRequest, route: Route) -> EngineStream:
         async with AsyncExitStack() as resources:
@@ -124,16 +150,20 @@ class EngineClient:
         planner = self._planners[route]
         if selection is not None:
             planner = planner.options(session_id=NODE_SESSION + selection.node_id)
-        response = planner.remote(request)
         try:
-            async with asyncio.timeout(PLAN_TIMEOUT_S):
-                return await response
+            return await within(PLAN_TIMEOUT_S, planner.remote(request))
         except TimeoutError:
-            response.cancel()
             raise EngineFailed(f"The request could not be prepared within {PLAN_TIMEOUT_S:.0f} s.") from None
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
+
+
+async def within(timeout_s: float, response: Any) -> Any:
+    """What a handle's call returns; cancelled when it lasts longer (TimeoutError), or when the caller is."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await response
+    except (TimeoutError, asyncio.CancelledError):
+        response.cancel()
+        raise
 
 
 def cancel(response: Any) -> None:
@@ -168,3 +198,12 @@ def answer_to(error: Exception) -> Exception:
     if is_gone(error) or isinstance(error, DeploymentUnavailableError):
         return EngineFailed("The engine was lost before the first token. Please send the request again.")
     return error
+
+
+def why_silent(error: Exception) -> str:
+    error = cause_of(error)
+    if isinstance(error, OrchardError):
+        return error.message
+    if isinstance(error, BackPressureError):
+        return "too many requests are waiting for it"
+    return "it is gone" if is_gone(error) or isinstance(error, DeploymentUnavailableError) else "it could not answer"

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
@@ -12,8 +13,10 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.chat import ChatRequest, Route, TextDelta, TextLogprobs
 from deployments.engine_client import EngineClient, EngineStream
+from deployments.http.cache import cache_body, cleared_body
 from deployments.http.config import HttpConfig
 from deployments.http.openai import create_app
+from deployments.policies import mlx_node_ids
 from deployments.replica import replica_info
 from engine.config import EngineConfig
 from engine.processing.checkpoint import media_kinds, read_config, resolve_checkpoint
@@ -34,6 +37,7 @@ class TextGeneration:
     def __init__(self, stream: EngineStream, tokenizer: ChatTokenizer, stop: tuple[str, ...]):
         request = stream.plan.request
         self.num_prompt_tokens = len(request.token_ids)
+        self.num_cached_tokens = stream.num_cached_tokens
         self._stream = stream
         self._token_bytes = tokenizer.token_bytes
         self._running = {index: tokenizer.detokenizer(stop) for index in range(request.num_choices)}
@@ -130,6 +134,13 @@ class Ingress:
             "config": self._effective_config,
         }
 
+    async def cache_status(self) -> dict[str, Any]:
+        answers, missing = await self._client.ask_all("cache_status", await engine_node_ids())
+        return cache_body(answers, missing, self._tokenizer.token_bytes)
+
+    async def clear_cache(self) -> dict[str, Any]:
+        return cleared_body(*await self._client.ask_all("clear_cache", await engine_node_ids()))
+
     async def not_ready(self) -> str | None:
         if time.monotonic() < self._ready_until:
             return None
@@ -138,6 +149,11 @@ class Ingress:
             self._ready_until = time.monotonic() + READY_CHECKED_EVERY_S
             return None
         return engines[0]["engine"]["error"] if engines else "No engine is ready: the model is being loaded."
+
+
+async def engine_node_ids() -> list[str]:
+    """The nodes on which there is to be an engine, also while there is none; [''] without Ray."""
+    return await asyncio.to_thread(mlx_node_ids) if ray.is_initialized() else [""]
 
 
 async def status_of_all(handle: DeploymentHandle) -> list[dict[str, Any]]:

@@ -6,15 +6,18 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from ray import serve
 
+from deployments.chat import EngineAnswer
 from deployments.replica import log_refusals_in_one_line, replica_info
 from engine.config import EngineConfig
-from engine.protocol import EngineRequest, TokenChunk
+from engine.protocol import CacheCleared, CacheStatus, EngineRequest, TokenChunk
 
 log = logging.getLogger("ray.serve")
+
+T = TypeVar("T")
 
 PROGRESS_PERIOD_S = 5.0
 
@@ -31,7 +34,8 @@ class ModelReplica:
         self._engine = AsyncEngine(config)
         loaded = asyncio.ensure_future(self._engine.wait_ready())
         while not (await asyncio.wait({loaded}, timeout=PROGRESS_PERIOD_S))[0]:
-            log.info("loading %s: %.0f %%", config.model, 100 * self._engine.status().load_progress)
+            status = self._engine.status()
+            log.info("%s %s: %.0f %%", status.state, config.model, 100 * status.load_progress)
         await loaded
         log.info("%s is loaded", config.model)
 
@@ -45,9 +49,22 @@ class ModelReplica:
     async def status(self) -> dict[str, Any]:
         return {**replica_info(), "engine": asdict(self._engine.status())}
 
+    async def cache_status(self) -> EngineAnswer[CacheStatus]:
+        """Raises EngineFailed when the engine is not ready."""
+        return _from_here(await self._engine.cache_status())
+
+    async def clear_cache(self) -> EngineAnswer[CacheCleared]:
+        """Raises EngineFailed when the engine is not ready."""
+        return _from_here(await self._engine.clear_cache())
+
     async def check_health(self) -> None:
         self._engine.check_health()
 
     async def __del__(self) -> None:
         """Serve awaits it once the open requests are answered."""
         await self._engine.shutdown()
+
+
+def _from_here(answer: T) -> EngineAnswer[T]:
+    info = replica_info()
+    return EngineAnswer(info["node_id"], info["replica_id"], answer)

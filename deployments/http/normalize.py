@@ -16,8 +16,14 @@ SystemPolicy = Literal["hoist", "inline", "error"]
 """What becomes of a system message behind another role: `hoist` moves it to the front; `inline` leaves it in place as
 marked user text, so that the prefix in front of it stays the same from turn to turn; `error` refuses it."""
 
-DEFAULT_VOLATILE_PATTERNS = (re.compile(r"^[ \t]*x-anthropic-billing-header:", re.IGNORECASE),)
-"""Lines that agents write into system prompts and that change with every request."""
+_PAIR = r"[ \t]*[\w.-]+=[^;\s]*"
+DEFAULT_VOLATILE_PATTERNS = (re.compile(rf"(?i)^[ \t]*x-anthropic-billing-header:{_PAIR}(;{_PAIR})*;?[ \t]*$"),)
+"""Lines that agents write into system prompts for somebody else than the model, and that change with every request.
+
+Claude Code's: `x-anthropic-billing-header: cc_version=2.1.100.7b4; cc_entrypoint=cli; cch=eb6c6;`. A line that holds
+more than such pairs stays: proxies join the blocks of a prompt, some without a line break. Dates, directories and the
+like are meant for the model.
+"""
 
 INLINE_MARK = "[system] "
 

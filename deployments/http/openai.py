@@ -101,6 +101,11 @@ class OpenAIRoutes:
     async def status(self, request: Request) -> Response:
         return JSONResponse(await self._backend.status())
 
+    async def cache(self, request: Request) -> Response:
+        if request.method == "DELETE":
+            return JSONResponse(await self._backend.clear_cache())
+        return JSONResponse(await self._backend.cache_status())
+
 
 def create_app(
     backend: Backend,
@@ -121,6 +126,7 @@ def create_app(
     app.add_route("/v1/models", errors.guard(routes.models), ["GET"])
     app.add_route("/v1/models/{model:path}", errors.guard(routes.model), ["GET"])
     app.add_route("/v1/status", errors.guard(routes.status), ["GET"])
+    app.add_route("/v1/cache", errors.guard(routes.cache), ["GET", "DELETE"])  # one route, for a whole Allow header
     app.add_route("/health/live", errors.guard(routes.live), ["GET"])
     app.add_route("/health/ready", errors.guard(routes.ready), ["GET"])
     app.add_exception_handler(HTTPException, errors.handle_http_exception)

@@ -49,8 +49,9 @@ class Completion:
 class Answer:
     """What the deltas of one generation add up to. One that failed or was aborted raises EngineFailed."""
 
-    def __init__(self, num_prompt_tokens: int, num_choices: int):
-        self._num_prompt_tokens = num_prompt_tokens
+    def __init__(self, generation: Generation, num_choices: int):
+        self._num_prompt_tokens = generation.num_prompt_tokens
+        self._num_cached_tokens = generation.num_cached_tokens
         self._num_tokens = self._num_drafted = self._num_accepted = 0
         self._finish_reasons: list[str | None] = [None] * num_choices
 
@@ -76,6 +77,7 @@ class Answer:
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": self._num_tokens,
             "total_tokens": self._num_prompt_tokens + self._num_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
             # not OpenAI's accepted_prediction_tokens: those are of a prediction that the client sends
             "completion_tokens_details": {
                 "drafted_tokens": self._num_drafted,
@@ -86,7 +88,7 @@ class Answer:
 
 async def collect(generation: Generation, completion: Completion) -> dict[str, Any]:
     """The body of a response that is not streamed. Raises what the generation raises."""
-    answer = Answer(generation.num_prompt_tokens, completion.num_choices)
+    answer = Answer(generation, completion.num_choices)
     deltas: list[list[TextDelta]] = [[] for _ in range(completion.num_choices)]
     async for delta in generation:
         answer.add(delta)
@@ -110,7 +112,7 @@ async def events(
     generation: Generation, completion: Completion, error_body: Callable[[Exception], bytes]
 ) -> AsyncGenerator[bytes]:
     """Server-sent events up to [DONE], or up to an error event."""
-    answer = Answer(generation.num_prompt_tokens, completion.num_choices)
+    answer = Answer(generation, completion.num_choices)
     encoders = [ChoiceEncoder(completion, index) for index in range(completion.num_choices)]
     yield b"".join(encoder.opening for encoder in encoders)
     try:

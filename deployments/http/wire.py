@@ -8,7 +8,8 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from deployments.http.errors import from_validation, shown
 from deployments.http.wire_messages import STRING_OR_ARRAY, Wire, WireMessage, choose, tag
@@ -19,6 +20,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 128
+MAX_CACHE_SALT_CHARS = 128
 _INT32_MAX = 2**31 - 1
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
@@ -50,6 +52,15 @@ StopStrings = Annotated[
 ]
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise PydanticCustomError("not_printable", "must hold printable characters alone")
+    return value
+
+
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS), AfterValidator(_printable)]
 
 
 class StreamOptions(Wire):
@@ -98,7 +109,9 @@ class StructuredOutputs(Wire):
 
 
 class ChatCompletionBody(Wire):
-    """`user` names the client's end user and never changes a token."""
+    """`user` names the client's end user and never changes a token. Neither does `cache_salt`, vLLM's field: a request
+    shares the cached prefixes of prompts only with requests of the same salt, or, without one, with those without.
+    """
 
     model: str
     messages: list[WireMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -125,6 +138,7 @@ class ChatCompletionBody(Wire):
     structured_outputs: StructuredOutputs | None = None
     priority: int | None = Field(None, ge=-(2**31), le=_INT32_MAX)
     chat_template_kwargs: TemplateKwargs | None = None
+    cache_salt: CacheSalt | None = None
     user: str | None = None
 
 
@@ -221,6 +235,7 @@ def request_fields(body: ChatCompletionBody) -> dict[str, Any]:
         "grammar": _grammar(body),
         "priority": body.priority or 0,
         "template_kwargs": {} if kwargs is None else kwargs.model_dump(exclude_none=True),
+        "tenant": body.cache_salt or "",
     }
 
 

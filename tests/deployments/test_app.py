@@ -1,8 +1,10 @@
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from deployments import app
 from deployments.app import ENGINE_SHARE, SMALL_SHARE, AppArgs, build_app
@@ -66,6 +68,27 @@ def test_the_shipped_config_names_our_app_with_valid_arguments():
     assert {d["name"] for d in application["deployments"]} == set(deployments_of(build_app(AppArgs())))
 
 
+KNOB = re.compile(r"^( +)# ( *(?:[a-z_]+:|- '))", re.MULTILINE)
+
+
+def left_out(given: BaseModel, path: str = "") -> list[str]:
+    """Fields of a configuration that its YAML does not name."""
+    missing = []
+    for name, value in given:
+        if name not in given.model_fields_set:
+            missing.append(f"{path}{name}")
+        elif isinstance(value, BaseModel):
+            missing += left_out(value, f"{path}{name}.")
+    return missing
+
+
+def test_the_shipped_config_shows_every_knob_with_its_default():
+    (application,) = yaml.safe_load(KNOB.sub(r"\1\2", SHIPPED_CONFIG.read_text()))["applications"]
+    shown = AppArgs.model_validate(application["args"])
+    assert shown == AppArgs()
+    assert left_out(shown) == []
+
+
 def test_there_is_one_of_each_per_node(monkeypatch: pytest.MonkeyPatch):
     fake_cluster(monkeypatch, ["a", "b", "c"])
     deployments = deployments_of(build_app(AppArgs()))
@@ -99,3 +122,63 @@ def test_a_missing_model_is_found_out_before_anything_starts(monkeypatch: pytest
         build_app(args)
     fake_cluster(monkeypatch, ["a"], here="a node that only routes")
     build_app(args)
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=81f2"
+
+
+def pinning(*pinned: dict[str, Any], **http: Any) -> AppArgs:
+    return AppArgs.model_validate({"engine": {"prefix_cache": {"pinned": pinned}}, "http": http})
+
+
+def refusal(args: AppArgs) -> str:
+    with pytest.raises(EngineFailed) as error:
+        build_app(args)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("system", "http", "line", "pattern"),
+    [
+        (f"You are helpful.\n{BILLING}\nBe brief.", {}, f"line 2 ('{BILLING}')", "x-anthropic-billing-header"),
+        ("You are helpful.\r\nNow: 12:00\r\n", {"volatile_patterns": ["x$", "^now:", "^Now:"]}, "line 2", "'^Now:'"),
+        ("You are helpful.\n\nBe brief.", {"volatile_patterns": ["^$"]}, "line 2 ('')", "'^$'"),
+        ("You are helpful.\n\n", {"volatile_patterns": ["^$"]}, "line 2 ('')", "'^$'"),
+    ],
+)
+def test_a_pinned_prompt_that_no_request_can_match_ends_the_start(
+    system: str, http: dict[str, Any], line: str, pattern: str
+):
+    reason = refusal(pinning({"system": "Be brief."}, {"system": system}, **http))
+    assert "engine.prefix_cache.pinned[1]" in reason
+    assert line in reason
+    assert pattern in reason
+
+
+def test_a_pinned_prompt_may_hold_what_no_pattern_drops():
+    build_app(pinning({"system": f"It is called {BILLING}"}))
+    build_app(pinning({"system": BILLING}, volatile_patterns=[]))
+    build_app(pinning({"system": "You are helpful.\n"}, volatile_patterns=["^$"], system_policy="error"))
+
+
+def test_a_pinned_file_is_read_where_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    good, volatile, binary = tmp_path / "good.txt", tmp_path / "volatile.txt", tmp_path / "binary.txt"
+    good.write_text("Du bist höflich.\n", encoding="utf-8")
+    volatile.write_text(f"Du bist höflich.\n{BILLING}\n", encoding="utf-8")
+    binary.write_bytes(b"\xff\xfe")
+    build_app(pinning({"system_file": str(binary)}))  # without Ray
+    fake_cluster(monkeypatch, ["a"])
+    build_app(pinning({"system_file": str(good)}))
+    assert "pinned[0]: line 2" in refusal(pinning({"system_file": str(volatile)}))
+    for path in (binary, tmp_path / "none.txt", tmp_path):
+        assert f"{path} cannot be read" in refusal(pinning({"system_file": str(good)}, {"system_file": str(path)}))
+    fake_cluster(monkeypatch, ["a"], here="a node that only routes")
+    build_app(pinning({"system_file": str(binary)}))
+    assert "pinned[1]: line 1" in refusal(pinning({"system_file": str(binary)}, {"system": BILLING}))
+
+
+def test_a_pinned_file_may_lie_under_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "prompt.txt").write_text(BILLING)
+    fake_cluster(monkeypatch, ["a"])
+    assert "pinned[0]: line 1" in refusal(pinning({"system_file": "~/prompt.txt"}))

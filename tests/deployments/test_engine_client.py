@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -13,7 +14,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 
-from deployments.chat import ChatRequest, Plan, Route
+from deployments.chat import ChatRequest, EngineAnswer, Plan, Route, SilentEngine
 from deployments.engine_client import EngineClient, EngineStream
 from deployments.model_replica import ModelReplica
 from deployments.text import TextMTP
@@ -75,7 +76,9 @@ class Response:
 
 
 class Planned:
-    def __init__(self, outcome: Item | Plan, log: list[str]):
+    """A response that is one item: what it holds, seconds to wait, or an error to raise."""
+
+    def __init__(self, outcome: Any, log: list[str]):
         self._outcome = outcome
         self._log = log
 
@@ -87,7 +90,7 @@ class Planned:
             await asyncio.sleep(self._outcome)
         if isinstance(self._outcome, Exception):
             raise self._outcome
-        return PLAN
+        return self._outcome
 
     def cancel(self) -> None:
         self._log.append("cancel plan")
@@ -273,6 +276,67 @@ def test_a_stream_that_is_never_read_can_be_closed_twice():
 
     run(go)
     assert graph.log == ["reserve", "plan", "dispatch", "cancel", "release"]
+
+
+def test_tokens_of_the_prefix_cache_are_those_that_the_first_chunk_tells_of():
+    async def go() -> int:
+        graph = Graph(streams=[[TokenChunk((1,), num_cached=9), TokenChunk((2,)), LAST]])
+        return (await graph.client().start(REQUEST, Route.TEXT)).num_cached_tokens
+
+    assert run(go) == 9
+
+
+@dataclass
+class Engines:
+    """Handles of one engine per node. says: its answer, seconds to wait, or an error to raise."""
+
+    says: dict[str, Any]
+    log: list[str] = field(default_factory=list)
+    question: str = ""
+
+    def options(self, **options: Any) -> "Engines":
+        return replace(self, question=f"{options['method_name']} {options.get('session_id')}")
+
+    def remote(self) -> Planned:
+        self.log.append(self.question)
+        return Planned(self.says[self.question.partition(" node:")[2]], self.log)
+
+    async def ask(self, timeout_s: float = 0.05) -> tuple[list[EngineAnswer[Any]], list[SilentEngine]]:
+        engines: Any = self
+        return await EngineClient(engines, {}, ask_timeout_s=timeout_s).ask_all("cache_status", self.says)
+
+
+def here(node_id: str) -> EngineAnswer[str]:
+    return EngineAnswer(node_id, f"replica on {node_id}", "well")
+
+
+def test_the_engine_of_every_node_is_asked_and_answers_for_itself():
+    engines = Engines({"a": here("a"), "b": here("b")})
+    assert run(engines.ask) == ([here("a"), here("b")], [])
+    assert engines.log == ["cache_status node:a", "cache_status node:b"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason"),
+    [
+        (60.0, "no answer within 0.05 s"),
+        (ActorDiedError(), "it is gone"),
+        (task_error(EngineFailed("the engine is not ready: it is loading")), "the engine is not ready: it is loading"),
+        (BackPressureError(num_queued_requests=9, max_queued_requests=8), "too many requests are waiting for it"),
+        (task_error(ZeroDivisionError("secret")), "it could not answer"),
+    ],
+)
+def test_an_engine_that_does_not_answer_is_named_and_costs_no_other_answer(outcome: Any, reason: str):
+    engines = Engines({"a": here("a"), "b": outcome, "c": here("c")})
+    assert run(engines.ask) == ([here("a"), here("c")], [SilentEngine("b", reason)])
+    assert ("cancel plan" in engines.log) == isinstance(outcome, float), "nobody waits for it any more"
+
+
+def test_several_silent_engines_are_waited_for_at_once():
+    began = time.monotonic()
+    _, silent = run(lambda: Engines(dict.fromkeys("abcdef", 60.0)).ask(0.5))
+    assert [engine.node_id for engine in silent] == list("abcdef")
+    assert time.monotonic() - began < 2
 
 
 def test_an_error_that_nobody_foresaw_stays_itself():

@@ -12,14 +12,25 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from ray import serve
 
-from deployments.chat import ChatRequest, Route, TextDelta
+from deployments import ingress
+from deployments.chat import ChatRequest, EngineAnswer, Route, TextDelta
 from deployments.http.config import HttpConfig
 from deployments.http.openai import create_app
-from deployments.ingress import TextGeneration
+from deployments.ingress import Ingress, TextGeneration, engine_node_ids
+from engine.config import EngineConfig
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import EngineFailed, FinishReason, TokenChunk, TokenLogprobs
+from engine.protocol import (
+    CacheCleared,
+    CacheMiss,
+    CacheStatus,
+    EngineFailed,
+    FinishReason,
+    TokenChunk,
+    TokenLogprobs,
+)
 
 TOKENIZER = ChatTokenizer(DEMO_MODEL)
 
@@ -28,6 +39,7 @@ class FakeStream:
     def __init__(self, chunks: list[TokenChunk], num_choices: int = 1):
         request = SimpleNamespace(token_ids=np.zeros(7), num_choices=num_choices)
         self.plan = SimpleNamespace(request=request)
+        self.num_cached_tokens = 4
         self.num_read = 0
         self.is_closed = False
         self._chunks = chunks
@@ -58,7 +70,7 @@ def interleaved(*choices: list[TokenChunk]) -> list[TokenChunk]:
 def deltas(stream: Any, stop: tuple[str, ...] = ()) -> list[TextDelta]:
     async def go() -> list[TextDelta]:
         generation = TextGeneration(stream, TOKENIZER, stop)
-        assert generation.num_prompt_tokens == 7
+        assert (generation.num_prompt_tokens, generation.num_cached_tokens) == (7, 4)
         return [delta async for delta in generation]
 
     return asyncio.run(go())
@@ -192,6 +204,12 @@ class EngineBackend:
     async def status(self) -> dict[str, Any]:
         return {}
 
+    async def cache_status(self) -> dict[str, Any]:
+        return {}
+
+    async def clear_cache(self) -> dict[str, Any]:
+        return {}
+
     async def not_ready(self) -> str | None:
         return None
 
@@ -278,3 +296,57 @@ def test_without_logprobs_asked_for_none_are_made():
     chunks = chunks_of("Once upon a time")
     assert post(chunks).json()["choices"][0]["logprobs"] is None
     assert '"logprobs": {' not in post(chunks, stream=True).text
+
+
+@serve.deployment()
+class CachingEngine:
+    """A ModelReplica of which nothing is there but its cache."""
+
+    def __init__(self) -> None:
+        self._num_entries = 3
+
+    async def cache_status(self) -> EngineAnswer[CacheStatus]:
+        differs = CacheMiss(
+            "r", "text", 40, 0, 12, "system", 38, tuple(ids_of(" blue")), tuple(ids_of(" red") + ids_of("<|im_end|>"))
+        )
+        return EngineAnswer("n", "e", CacheStatus(num_entries=self._num_entries, recent_misses=(differs,)))
+
+    async def clear_cache(self) -> EngineAnswer[CacheCleared]:
+        num_entries, self._num_entries = self._num_entries, 0
+        return EngineAnswer("n", "e", CacheCleared(num_entries, 100))
+
+
+@serve.deployment()
+class SilentReplica:
+    async def cache_status(self) -> None:
+        raise EngineFailed("the engine is not ready: it is loading")
+
+
+def ingress_before(engine: Any) -> Any:
+    """In Serve's local testing mode, without Ray."""
+    arguments = ("demo", EngineConfig(), HttpConfig(), {}, engine.bind(), engine.bind(), engine.bind())
+    return serve.run(Ingress.bind(*arguments), name=engine.name, _local_testing_mode=True)
+
+
+def test_the_cache_of_the_engines_is_shown_with_the_text_of_the_models_own_tokens_and_emptied():
+    deployed = ingress_before(CachingEngine)
+    body = deployed.cache_status.remote().result(timeout_s=20)
+    assert body["totals"]["entries"] == 3
+    assert [(engine["node_id"], engine["replica_id"]) for engine in body["engines"]] == [("n", "e")]
+    assert "' blue' instead of ' red<|im_end|>'" in body["engines"][0]["recent_misses"][0]["explanation"]
+    assert body["missing"] == []
+    assert deployed.clear_cache.remote().result(timeout_s=20)["cleared"] == {"entries": 3, "bytes": 100, "files": 0}
+    assert deployed.cache_status.remote().result(timeout_s=20)["totals"]["entries"] == 0
+
+
+def test_an_engine_that_cannot_tell_of_its_cache_is_missing():
+    body = ingress_before(SilentReplica).cache_status.remote().result(timeout_s=20)
+    assert body["missing"] == [{"node_id": "", "reason": "the engine is not ready: it is loading"}]
+    assert (body["engines"], body["totals"]["entries"]) == ([], 0)
+
+
+def test_every_node_that_offers_mlx_is_to_have_an_engine(monkeypatch: pytest.MonkeyPatch):
+    assert asyncio.run(engine_node_ids()) == [""]
+    monkeypatch.setattr(ingress.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ingress, "mlx_node_ids", lambda: ["a", "b"])
+    assert asyncio.run(engine_node_ids()) == ["a", "b"]

@@ -16,6 +16,7 @@ from deployments.http.openai import create_app
 
 class FakeGeneration:
     num_prompt_tokens = 7
+    num_cached_tokens = 5
 
     def __init__(self, script: list[Any]):
         self._script = script
@@ -47,6 +48,7 @@ class FakeBackend:
         self.requests: list[tuple[ChatRequest, Route]] = []
         self.generations: list[FakeGeneration] = []
         self.num_starts_cancelled = 0
+        self.num_entries = 4
 
     async def start(self, request: ChatRequest, route: Route) -> FakeGeneration:
         self.requests.append((request, route))
@@ -62,6 +64,13 @@ class FakeBackend:
 
     async def status(self) -> dict[str, Any]:
         return {"num_running": 3}
+
+    async def cache_status(self) -> dict[str, Any]:
+        return {"totals": {"entries": self.num_entries}}
+
+    async def clear_cache(self) -> dict[str, Any]:
+        num_entries, self.num_entries = self.num_entries, 0
+        return {"cleared": {"entries": num_entries}}
 
     async def not_ready(self) -> str | None:
         return self.unready

@@ -43,6 +43,7 @@ def test_choices_are_sorted_by_index_and_their_tokens_are_added_up(chat, backend
         "prompt_tokens": 7,
         "completion_tokens": 5,
         "total_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 5},
         "completion_tokens_details": {"drafted_tokens": 5, "accepted_draft_tokens": 3},
     }
 
@@ -193,6 +194,7 @@ def test_the_openai_client_reads_choices_logprobs_and_usage(make_app, backend):
     details = whole.usage.completion_tokens_details
     assert (details.drafted_tokens, details.accepted_draft_tokens) == (4, 3)
     assert details.accepted_prediction_tokens is None
+    assert whole.usage.prompt_tokens_details.cached_tokens == 5
     assert chunks[-1].usage == whole.usage
     entries = [entry for chunk in chunks for c in chunk.choices if c.logprobs for entry in c.logprobs.content]
     assert len(entries) == 4

@@ -91,6 +91,9 @@ def test_a_converter_may_leave_an_error_unexpected():
         ("GET", "/openapi.json", 404),
         ("GET", "/v1/chat/completions", 405),
         ("DELETE", "/v1/models", 405),
+        ("POST", "/v1/cache", 405),
+        ("PUT", "/v1/cache", 405),
+        ("GET", "/v1/cache/entries", 404),
     ],
 )
 def test_an_unknown_route_or_method_has_an_error_body_that_names_it(send, method, path, status):
@@ -100,12 +103,18 @@ def test_an_unknown_route_or_method_has_an_error_body_that_names_it(send, method
     assert ("allow" in response.headers) == (status == 405)
 
 
-@pytest.mark.parametrize("path", ["/v1/status", "/health/ready"])
-def test_a_backend_that_cannot_even_tell_its_state_is_a_500(send, backend, path):
+def test_what_may_be_done_with_the_cache_is_said_to_who_tries_something_else(send):
+    assert set(send("PATCH", "/v1/cache").headers["allow"].split(", ")) == {"GET", "HEAD", "DELETE"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/v1/status"), ("GET", "/health/ready"), ("GET", "/v1/cache"), ("DELETE", "/v1/cache")]
+)
+def test_a_backend_that_cannot_even_tell_its_state_is_a_500(send, backend, method, path):
     async def broken():
         raise RuntimeError("secret")
 
-    backend.status = backend.not_ready = broken
-    response = send("GET", path)
+    backend.status = backend.not_ready = backend.cache_status = backend.clear_cache = broken
+    response = send(method, path)
     assert response.status_code == 500
     assert "secret" not in response.text

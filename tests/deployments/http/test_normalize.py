@@ -3,6 +3,7 @@
 import copy
 import itertools
 import re
+import time
 from typing import Any, get_args
 
 import pytest
@@ -212,6 +213,11 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=81f2"
         ([text(f"{BILLING}\na"), text("")], [text("a"), text("")]),
         ([{**text(BILLING), "id": 1}], [{**text(""), "id": 1}]),
         (f"It is called {BILLING}", f"It is called {BILLING}"),
+        (f"{BILLING};\n \tX-Anthropic-Billing-Header:cch=0 \nYou are helpful.", "You are helpful."),
+        (f"{BILLING};You are helpful.", f"{BILLING};You are helpful."),
+        (f"{BILLING}; You are helpful, x=3.\nBe brief.", f"{BILLING}; You are helpful, x=3.\nBe brief."),
+        ("x-anthropic-billing-header: what Claude Code sends", "x-anthropic-billing-header: what Claude Code sends"),
+        ("Today is Monday.\nx-request-id: 5", "Today is Monday.\nx-request-id: 5"),
     ],
 )
 @pytest.mark.parametrize("role", ["system", "developer"])
@@ -261,6 +267,14 @@ def test_what_is_no_message_is_refused_by_its_path(message, path):
         normalize([user("a"), message])
     assert caught.value.field == path
     assert f"`{path}`" in caught.value.message
+
+
+def test_a_long_line_that_is_almost_volatile_costs_linear_time():
+    lines = [f"x-anthropic-billing-header: {pair * 300_000}!  x" for pair in ("a=b;", "a=", "a=b; ", " ")]
+    for line in lines:
+        began = time.process_time()
+        assert normalize([system(line)]) == (system(line),)
+        assert time.process_time() - began < 2
 
 
 def test_many_long_messages_merge_in_linear_time():

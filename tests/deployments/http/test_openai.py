@@ -18,6 +18,7 @@ USAGE = {
     "prompt_tokens": 7,
     "completion_tokens": 4,
     "total_tokens": 11,
+    "prompt_tokens_details": {"cached_tokens": 5},
     "completion_tokens_details": {"drafted_tokens": 0, "accepted_draft_tokens": 0},
 }
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -64,6 +65,11 @@ BAD_FIELDS = [
     ({"stream": True, "stream_options": {"foo": 1}}, "stream_options.foo", ["not supported"]),
     ({"stream": True, "stream_options": []}, "stream_options", ["an object"]),
     ({"user": 5}, "user", ["5", "a string"]),
+    ({"cache_salt": 5}, "cache_salt", ["5", "a string"]),
+    ({"cache_salt": ""}, "cache_salt", ["1 character"]),
+    ({"cache_salt": "x" * 129}, "cache_salt", ["128"]),
+    ({"cache_salt": "a\nb"}, "cache_salt", ["a\\nb", "printable"]),
+    ({"cache_salt": "a\u202eb"}, "cache_salt", ["printable"]),
     # fields that cannot be honoured
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", ["not supported"]),
     ({"tools": "f"}, "tools", ["not supported"]),
@@ -280,6 +286,13 @@ def test_health_and_status(send, backend):
     assert (response.status_code, response.json()["reason"]) == (503, backend.unready)
     assert send("GET", "/health/live").status_code == 200
     assert send("GET", "/v1/status").json() == {"num_running": 3}
+
+
+def test_the_cache_is_shown_and_emptied(send, backend):
+    assert send("GET", "/v1/cache").json() == {"totals": {"entries": 4}}
+    assert backend.num_entries == 4
+    assert send("DELETE", "/v1/cache").json() == {"cleared": {"entries": 4}}
+    assert send("GET", "/v1/cache").json() == {"totals": {"entries": 0}}
 
 
 def test_a_request_before_the_model_is_loaded_is_a_503_with_the_reason(chat, backend):

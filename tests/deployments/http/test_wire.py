@@ -158,6 +158,7 @@ NOTHING_ASKED = {
     "num_choices": 1,
     "grammar": None,
     "priority": 0,
+    "tenant": "",
 }
 
 
@@ -171,6 +172,7 @@ NOTHING_ASKED = {
         {"presence_penalty": 0, "frequency_penalty": -0.0, "priority": 0},
         {"response_format": {"type": "text"}, "stop_token_ids": None},
         {"structured_outputs": None, "min_tokens": 0},
+        {"cache_salt": None},
     ],
 )
 def test_what_asks_for_nothing_changes_nothing(chat, backend, fields):
@@ -193,6 +195,8 @@ def test_what_asks_for_nothing_changes_nothing(chat, backend, fields):
         ({"min_tokens": 7, "response_format": {"type": "text"}}, "min_tokens", 7),
         ({"stop_token_ids": [9, 0, 9]}, "stop_token_ids", (9, 0, 9)),
         ({"priority": -5}, "priority", -5),
+        ({"cache_salt": "x"}, "tenant", "x"),
+        ({"cache_salt": "salt 🙂é " * 16}, "tenant", "salt 🙂é " * 16),
         ({"response_format": {"type": "json_object"}}, "grammar", GrammarSpec("json_object", "", "response_format")),
         (
             {"structured_outputs": {"regex": "[0-9]+ é"}, "response_format": {"type": "text"}},

@@ -1,0 +1,127 @@
+"""The bodies of `/v1/cache`: the figures of all engines, and in a sentence each why prompts were not served."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any, get_args
+
+from deployments.chat import EngineAnswer, SilentEngine
+from engine.protocol import CacheCleared, CacheMiss, CacheMissReason, CacheStatus
+
+Spell = Callable[[int], bytes]
+"""Token id -> the bytes that it stands for."""
+
+MAX_QUOTED_TOKENS = 8
+MAX_QUOTED_CHARS = 80
+
+MISS_REASONS: tuple[str, ...] = get_args(CacheMissReason)
+
+
+def cache_body(
+    answers: Sequence[EngineAnswer[CacheStatus]], missing: Iterable[SilentEngine], spell: Spell
+) -> dict[str, Any]:
+    """Sums over the engines that answered, each engine, and by node those that did not."""
+    return {
+        "totals": _totals([answer.answer for answer in answers]),
+        "engines": [
+            {
+                "node_id": answer.node_id,
+                "replica_id": answer.replica_id,
+                "off": answer.answer.off,
+                "totals": _totals([answer.answer]),
+                "entries": [asdict(entry) for entry in answer.answer.entries],
+                "recent_misses": [
+                    {**asdict(miss), "explanation": explanation(miss, spell)} for miss in answer.answer.recent_misses
+                ],
+                "disk": answer.answer.disk,
+            }
+            for answer in answers
+        ],
+        "missing": [asdict(engine) for engine in missing],
+    }
+
+
+def cleared_body(answers: Sequence[EngineAnswer[CacheCleared]], missing: Iterable[SilentEngine]) -> dict[str, Any]:
+    """As `cache_body`; an engine that did not answer may have cleared its cache even so."""
+    figures = [
+        {"entries": answer.answer.num_entries, "bytes": answer.answer.num_bytes, "files": answer.answer.num_files}
+        for answer in answers
+    ]
+    return {
+        "cleared": {name: sum(figure[name] for figure in figures) for name in ("entries", "bytes", "files")},
+        "engines": [
+            {"node_id": answer.node_id, "replica_id": answer.replica_id, **figure}
+            for answer, figure in zip(answers, figures, strict=True)
+        ],
+        "missing": [asdict(engine) for engine in missing],
+    }
+
+
+def _totals(statuses: Iterable[CacheStatus]) -> dict[str, Any]:
+    """Zeros where there is no engine."""
+    by_reason = Counter(dict.fromkeys(MISS_REASONS, 0))
+    figures = Counter(_figures(CacheStatus()))
+    for status in statuses:
+        by_reason.update(status.misses)
+        figures.update(_figures(status))
+    return {**figures, "misses_by_reason": dict(by_reason)}
+
+
+def _figures(status: CacheStatus) -> dict[str, int]:
+    return {
+        "bytes": status.num_bytes,
+        "max_bytes": status.max_bytes,
+        "entries": status.num_entries,
+        "pinned": status.num_pinned,
+        "hits": status.num_hits,
+        "misses": status.num_misses,
+        "cached_tokens": status.num_cached_tokens,
+        "stored": status.num_stored,
+        "evicted": status.num_evicted,
+        "rejected": status.num_rejected,
+        "integrity_errors": status.num_integrity_errors,
+    }
+
+
+def explanation(miss: CacheMiss, spell: Spell) -> str:
+    """Why the prompt was served no more than it was. Text of its tokens is quoted with control characters escaped."""
+    served = f"{miss.num_cached} of {miss.num_prompt_tokens} tokens were served; " if miss.num_cached else ""
+    return served + _unserved(miss, spell)
+
+
+def _unserved(miss: CacheMiss, spell: Spell) -> str:
+    stored = f"a stored {miss.boundary or 'prompt'} boundary"
+    lost = f"{stored} would have served {miss.boundary_tokens} of {miss.num_prompt_tokens} tokens, but"
+    common = (
+        f"{miss.num_common} of {miss.num_prompt_tokens} tokens are those of {stored} ({miss.boundary_tokens} tokens);"
+    )
+    match miss.reason:
+        case "cold":
+            return f"nothing is stored that begins like this prompt of {miss.num_prompt_tokens} tokens"
+        case "evicted":
+            return f"{lost} it was evicted to make room for others"
+        case "cleared":
+            return f"{lost} it was cleared"
+        case "tenant":
+            return f"{lost} it belongs to another cache_salt"
+        case "image":
+            return f"{common} the pictures differ at token {miss.num_common}"
+        case "tools":
+            return f"{common} the tools differ"
+        case "template_kwargs":
+            return f"{common} the chat_template_kwargs differ"
+        case "text":
+            return f"{common} {_difference(miss, spell)}"
+
+
+def _difference(miss: CacheMiss, spell: Spell) -> str:
+    ours, theirs = quoted(miss.prompt_token_ids, spell), quoted(miss.stored_token_ids, spell)
+    if miss.prompt_token_ids:
+        return f"the text differs at token {miss.num_common}: {ours} instead of {theirs}"
+    return f"the prompt ends there, and what is stored goes on with {theirs}"
+
+
+def quoted(token_ids: Sequence[int], spell: Spell) -> str:
+    """The text of the first tokens, as a short Python string: no control characters, and � for parts of a character."""
+    text = b"".join(spell(token_id) for token_id in token_ids[:MAX_QUOTED_TOKENS]).decode(errors="replace")
+    return repr(text if len(text) <= MAX_QUOTED_CHARS else text[:MAX_QUOTED_CHARS] + "…")

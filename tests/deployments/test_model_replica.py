@@ -1,0 +1,82 @@
+"""What a ModelReplica adds to the engine's answers: where they come from."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from deployments import model_replica
+from deployments.chat import EngineAnswer
+from deployments.model_replica import ModelReplica
+from engine import async_engine
+from engine.config import EngineConfig
+from engine.protocol import CacheCleared, CacheStatus, EngineFailed
+
+STATUS = CacheStatus(max_bytes=1000, num_bytes=100)
+CLEARED = CacheCleared(3, 100, 2)
+
+
+class CachingEngine:
+    """An engine of which nothing is there but its cache. error: what is raised instead of an answer."""
+
+    error: Exception | None = None
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+
+    async def wait_ready(self) -> None:
+        pass
+
+    async def cache_status(self) -> CacheStatus:
+        if self.error is not None:
+            raise self.error
+        return STATUS
+
+    async def clear_cache(self) -> CacheCleared:
+        if self.error is not None:
+            raise self.error
+        return CLEARED
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> type[CachingEngine]:
+    class Engine(CachingEngine):
+        pass
+
+    monkeypatch.setattr(async_engine, "AsyncEngine", Engine)
+    monkeypatch.setattr(model_replica, "replica_info", lambda: {"node_id": "n", "replica_id": "r", "pid": 7})
+    return Engine
+
+
+MODEL_REPLICA: Any = ModelReplica.func_or_class
+
+
+class Replica(MODEL_REPLICA):
+    def __del__(self) -> None:
+        """Serve awaits the one of ModelReplica; here nobody does."""
+
+
+def ask(question: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
+    async def go() -> Any:
+        replica: Any = Replica.__new__(Replica)
+        await replica.__init__(EngineConfig())
+        return await question(replica)
+
+    return asyncio.run(go())
+
+
+def test_the_state_of_the_cache_comes_with_the_place_of_the_engine():
+    assert ask(lambda replica: replica.cache_status()) == EngineAnswer("n", "r", STATUS)
+
+
+def test_what_was_cleared_comes_with_the_place_of_the_engine():
+    assert ask(lambda replica: replica.clear_cache()) == EngineAnswer("n", "r", CLEARED)
+
+
+def test_an_engine_that_has_failed_says_so(engine: type[CachingEngine]):
+    engine.error = EngineFailed("the engine is not ready: it is loading")
+    with pytest.raises(EngineFailed, match="it is loading"):
+        ask(lambda replica: replica.cache_status())
+    with pytest.raises(EngineFailed, match="it is loading"):
+        ask(lambda replica: replica.clear_cache())
