@@ -26,6 +26,8 @@ def explain(
     best: tuple[int, Entry] | None = None
     for entry in islice(cache.entries(), MAX_COMPARED):
         num_common = key.num_common(entry.key)
+        if num_common == len(key):  # it goes on where this prompt ends: nothing differs
+            continue
         if entry.key.tenant != key.tenant:
             num_common = num_common if num_common == entry.num_tokens else 0  # all or nothing of what is not ours
         if num_common > num_cached and (best is None or num_common > best[0]):

@@ -210,13 +210,17 @@ class PrefixReuse:
                 counters.misses[miss.reason] += 1
 
     def _boundaries(self, row: Request, key: PromptKey, start: int) -> list[Boundary]:
-        """Where to take snapshots: not twice within min_tokens, nor where a picture would be cut."""
+        """Where to take snapshots: not twice within min_tokens, nor where a picture would be cut. The end of the prompt
+        is not taken instead of the end of its turn: templates may render what is between them otherwise in the next.
+        """
         wanted = [*row.spec.boundaries, Boundary("prompt", len(row.spec.token_ids) - 1)]
         wanted = [b for b in wanted if b.kind in self._config.boundaries or (row.spec.pinned and b.kind == "system")]
+        turn = max((b.num_tokens for b in row.spec.boundaries if b.kind == "turn"), default=0)
         boundaries, last = [], start
         for boundary in sorted(wanted, key=lambda b: (b.num_tokens, KIND_ORDER.index(b.kind))):
             is_pinned = row.spec.pinned and boundary.kind == "system" and boundary.num_tokens > last
-            far_enough = boundary.num_tokens - last >= self._config.min_tokens or is_pinned
+            behind = max(last, turn) if boundary.kind == "prompt" else last
+            far_enough = boundary.num_tokens - behind >= self._config.min_tokens or is_pinned
             if far_enough and boundary.num_tokens < len(key) and key.may_cut(boundary.num_tokens):
                 boundaries.append(boundary)
                 last = boundary.num_tokens

@@ -75,6 +75,13 @@ def test_a_boundary_that_saves_fewer_than_min_tokens_is_passed_over(runner):
     assert snapshots(runner) == [40, 109], "the turn is 30 tokens behind the system part"
 
 
+def test_the_end_of_a_prompt_is_not_taken_in_place_of_the_end_of_its_turn(runner):
+    """The turn is 10 tokens behind the system part and the prompt 20, of which the next turn may not have the last 10."""
+    driver = Driver(runner, config())
+    cached(driver, request("a", SYSTEM, [5] * 10, generation=[6] * 11))
+    assert snapshots(runner) == [40]
+
+
 def test_only_the_boundaries_of_the_configuration_are_taken(runner):
     driver = Driver(runner, config(boundaries=["turn"]))
     cached(driver, request("a", SYSTEM, QUESTION, generation=[5] * 40))
@@ -172,6 +179,13 @@ def test_a_miss_shows_where_the_text_differs(runner):
     assert (miss.reason, miss.num_common, miss.request_id) == ("text", 39, "b")
     assert miss.prompt_token_ids == (77, *QUESTION[:7]) and miss.stored_token_ids[:1] == (139,)
     assert driver.core.prefix.status().misses == {"cold": 1, "text": 1}
+
+
+def test_a_prompt_that_ends_inside_of_another_is_not_said_to_differ(runner):
+    driver = Driver(runner, config(boundaries=["turn"]))
+    long = request("long", SYSTEM, [5] * 100, origin=PromptOrigin(template_kwargs="one"))
+    assert cached(driver, long, request("short", SYSTEM, [5] * 20, generation=[5])) == [0, 0]
+    assert driver.core.prefix.status().recent_misses[0].reason == "cold"
 
 
 def test_a_conversation_whose_history_was_rewritten_is_explained_although_its_system_part_hits(runner):
