@@ -253,7 +253,7 @@ class SnapshotFiles:
         try:
             result = job.run()
         except SnapshotLost as lost:
-            error = lost.with_traceback(None)  # its frames hold on to the buffer
+            error = SnapshotLost(lost.message)  # without the frames, which hold on to the buffer
         except Exception as unexpected:
             log.exception("a job of the disk tier failed")
             self._directory.complain("handle", unexpected)
@@ -277,10 +277,10 @@ class SnapshotFiles:
             self._directory.write(write.meta, write.arrays, write.used_ns)
         except Exception as error:  # also what numpy says of arrays that cannot be written
             self._directory.complain("write", error)
+        self._publish()  # first, so that it can be loaded all the time
         with self._changed:
             self._queued_bytes -= write.num_bytes
-            self._writing: _Write | None = None
-        self._publish()
+            self._writing = None
 
     def _publish(self) -> None:
         index = {file.digest: file for file in self._directory.files.values() if file.meta is not None}

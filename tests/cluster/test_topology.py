@@ -14,7 +14,7 @@ from tests.e2e.pictures import about, image_part, shape
 pytestmark = pytest.mark.cluster
 
 QUESTION = ({"role": "user", "content": "What is 12 + 30?"},)
-LONG = {"max_tokens": 400, "min_tokens": 400}
+LONG: dict[str, Any] = {"max_tokens": 400, "min_tokens": 400}
 """An answer that lasts for seconds, however fast the machine is."""
 
 

@@ -59,8 +59,9 @@ def test_a_torn_file_is_never_loaded_and_leaves_the_entries_with_its_children(ti
         file.seek(-3, os.SEEK_END)
         file.write(b"\0\0\0")
 
-    with pytest.raises(SnapshotLost, match="damaged"):
-        load(files, root)
+    error = files.load(root.digest).exception(WAIT_S)
+    assert isinstance(error, SnapshotLost) and "damaged" in error.message
+    assert error.__traceback__ is error.__context__ is None  # they would hold on to what was read
     assert names(files, "root", "child", "other") == ["other"]
     with pytest.raises(SnapshotLost, match="is not there"):
         load(files, root)
@@ -183,6 +184,16 @@ def test_a_directory_that_cannot_be_used_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(EngineFailed, match="file cannot be used"):
         SnapshotFiles(DiskCacheConfig(path=str(tmp_path / "file")), MODEL)
+
+
+def test_a_process_ends_although_nobody_closed_the_tier(tier: Tier) -> None:
+    leave = """
+import sys
+from engine.config import DiskCacheConfig
+from engine.processing.snapshot_files import SnapshotFiles
+SnapshotFiles(DiskCacheConfig(path=sys.argv[1]), "model")
+"""
+    assert subprocess.run([sys.executable, "-c", leave, str(tier.path)], timeout=60).returncode == 0
 
 
 USE = """

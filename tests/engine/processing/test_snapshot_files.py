@@ -117,6 +117,26 @@ def test_a_full_queue_drops_what_comes_and_nobody_waits(tier: Tier, stall: Stall
     assert digest_of("s9") in files
 
 
+def test_what_is_given_up_leaves_room_in_the_queue(tier: Tier, stall: Stall, monkeypatch) -> None:
+    monkeypatch.setattr(snapshot_files, "MAX_QUEUED_BYTES", 3 * SIZE)
+    stall.begin()
+    files = tier.open()
+    save(files, "being written")
+    stall.wait()
+    for i in range(5):
+        save(files, f"discarded {i}")
+        files.discard(digest_of(f"discarded {i}"))
+        save(files, f"a{i}")
+        save(files, f"b{i}")
+        files.clear()
+
+    assert files.status()["num_dropped"] == 0
+    save(files, "c0")
+    save(files, "c1")
+    save(files, "c2")
+    assert files.status()["num_dropped"] == 1
+
+
 def test_a_snapshot_larger_than_the_queue_is_written_when_nothing_waits(tier: Tier, monkeypatch) -> None:
     monkeypatch.setattr(snapshot_files, "MAX_QUEUED_BYTES", SIZE // 2)
     files = tier.open()
@@ -161,7 +181,7 @@ def test_loads_go_before_writes_that_wait(tier: Tier, stall: Stall, monkeypatch)
     assert seen == [2]
 
 
-def test_what_is_not_yet_written_can_be_loaded_already(tier: Tier, stall: Stall) -> None:
+def test_what_is_not_yet_written_can_be_loaded_already(tier: Tier, stall: Stall, monkeypatch) -> None:
     stall.begin()
     files = tier.open()
     written, waits = save(files, "being written"), save(files, "waits")
@@ -171,6 +191,18 @@ def test_what_is_not_yet_written_can_be_loaded_already(tier: Tier, stall: Stall)
         assert meta.digest in files
         assert_same_arrays(load(files, meta), arrays_of("waits" if meta is waits else "being written", SIZE))
     assert files.entries() == [] and digest_of("nobody") not in files
+
+    seen: list[bool] = []
+    publish = files._publish
+
+    def look() -> None:
+        seen.append(written.digest in files and waits.digest in files)
+        publish()
+
+    monkeypatch.setattr(files, "_publish", look)
+    stall.end()
+    files.flush()
+    assert seen == [True, True] and written.digest in files and waits.digest in files
 
 
 def test_what_is_discarded_before_it_is_written_cannot_be_loaded(tier: Tier, stall: Stall) -> None:
