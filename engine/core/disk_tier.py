@@ -109,6 +109,8 @@ class DiskTier:
 
     def _save(self, entry: Entry, snapshot: Snapshot) -> None:
         key, parent = entry.key, self._cache.get(entry.parent)
+        if entry.parent is not None and parent is None:
+            return  # what is in front of it has left: nobody could read it back
         meta = SnapshotMeta(
             digest=entry.digest,
             parent=entry.parent or "",
@@ -122,10 +124,12 @@ class DiskTier:
         )
         arrays: Mapping[str, np.ndarray] = self._runner.export_snapshot(snapshot)
         self._files.save(meta, dict(arrays))
-        entry.on_disk = True
+        entry.on_disk = entry.digest in self._files
 
     def _entry(self, meta: SnapshotMeta) -> Entry:
-        key = PromptKey(meta.tenant, meta.token_ids, tuple(Media(*media) for media in meta.media))
+        key = PromptKey(
+            self._runner.fingerprint, meta.tenant, meta.token_ids, tuple(Media(*media) for media in meta.media)
+        )
         now, age_s = self._clock(), max(0.0, time.time() - meta.created_s)
         return Entry(
             meta.digest, key, meta.kind, meta.parent or None, meta.origin, False, now - age_s, now, on_disk=True

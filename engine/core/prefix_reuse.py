@@ -81,7 +81,9 @@ class PrefixReuse:
         if current is None or current.row is not row:
             self.end()
             spec = row.spec
-            key = PromptKey.of(spec.tenant, row.prompt_token_ids, spec.images, self._runner.image_token_id)
+            runner = self._runner
+            ids = row.prompt_token_ids
+            key = PromptKey.of(runner.fingerprint, spec.tenant, ids, spec.images, runner.image_token_id)
             current = self._current = Current(row, key)
         elif current.reading is None:
             return True

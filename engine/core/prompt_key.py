@@ -1,4 +1,4 @@
-"""What a prompt is found by: tenant, token ids, and the contents of its pictures."""
+"""What a prompt is found by: model, tenant, token ids, and the contents of its pictures."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,15 +20,21 @@ class Media:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptKey:
-    """token_ids: int32 [num_tokens]. media: in the order of the prompt."""
+    """model: its fingerprint. token_ids: int32 [num_tokens]. media: in the order of the prompt."""
 
+    model: str
     tenant: str
     token_ids: np.ndarray
     media: tuple[Media, ...] = ()
 
     @classmethod
     def of(
-        cls, tenant: str, token_ids: np.ndarray, images: Sequence[ImagePatches], image_token_id: int | None
+        cls,
+        model: str,
+        tenant: str,
+        token_ids: np.ndarray,
+        images: Sequence[ImagePatches],
+        image_token_id: int | None,
     ) -> "PromptKey":
         places = np.flatnonzero(token_ids == image_token_id).tolist() if images else []
         media, first = [], 0
@@ -37,7 +43,7 @@ class PromptKey:
             if own:  # else the prompt does not fit its pictures, and its prefill will say so
                 media.append(Media(own[0], own[-1] + 1, image.content_hash))
             first += image.num_tokens
-        return cls(tenant, np.ascontiguousarray(token_ids, np.int32), tuple(media))
+        return cls(model, tenant, np.ascontiguousarray(token_ids, np.int32), tuple(media))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -48,8 +54,10 @@ class PromptKey:
 
     def digests(self, lengths: Iterable[int]) -> Iterator[tuple[int, str]]:
         """Of the prefixes of these lengths, ascending; those that would cut a picture are left out."""
-        tenant = self.tenant.encode(errors="surrogatepass")
-        state = blake2b(len(tenant).to_bytes(8, "little") + tenant, digest_size=20)
+        state = blake2b(digest_size=20)
+        for name in (self.model, self.tenant):
+            encoded = name.encode(errors="surrogatepass")
+            state.update(len(encoded).to_bytes(8, "little") + encoded)
         done, media = 0, list(self.media)
         for length in lengths:
             while media and media[0].end <= length:
@@ -69,7 +77,7 @@ class PromptKey:
     def prefix(self, num_tokens: int) -> "PromptKey":
         assert self.may_cut(num_tokens)
         media = tuple(media for media in self.media if media.end <= num_tokens)
-        return PromptKey(self.tenant, self.token_ids[:num_tokens], media)
+        return PromptKey(self.model, self.tenant, self.token_ids[:num_tokens], media)
 
     def num_common(self, other: "PromptKey") -> int:
         """Tokens that both begin with, whatever their tenants; a picture that differs ends it."""

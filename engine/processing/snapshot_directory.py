@@ -2,7 +2,8 @@
 
 `<digest>.safetensors` are snapshots, `<digest>.<random>.tmp` are being written; anything else is foreign: neither read
 nor removed. A snapshot is written under its temporary name, flushed to the disk and renamed, so a crash leaves nothing
-or a whole file. Its writer holds a lock (flock) on the temporary file, so one without a lock was left by a crash.
+or a whole file. Its writer holds a lock (flock) on the temporary file, so one without a lock was left by a crash, and
+is removed at the next start. (A start in the instant between making and locking a file fails that one write.)
 
 Several processes may share a directory. Each looks again before it writes, takes over what others of the same model
 have written, and counts all snapshots against its own limit: the least recently used goes first, whichever model it is
