@@ -18,7 +18,7 @@ from engine.device_thread import DeviceThread
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.grammar import GrammarCompiler
 from engine.processing.pinned import pinned_requests
-from engine.processing.snapshot_files import SnapshotFiles
+from engine.processing.snapshot_files import SnapshotFiles, SnapshotLost
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import (
     CacheCleared,
@@ -39,6 +39,8 @@ log = logging.getLogger("orchard.engine")
 
 MAX_COMPILERS = 4
 """Grammar compilers kept, one for each set of stop tokens; each holds the vocabulary."""
+
+CLEAR_TIMEOUT_S = 30.0
 
 T = TypeVar("T")
 
@@ -156,7 +158,12 @@ class AsyncEngine:
         cleared, num_files = await self._ask(lambda core: (core.prefix.clear(), core.prefix.clear_files()))
         if num_files is None:
             return cleared
-        return replace(cleared, num_files=await asyncio.wrap_future(num_files))
+        try:
+            async with asyncio.timeout(CLEAR_TIMEOUT_S):
+                return replace(cleared, num_files=await asyncio.wrap_future(num_files))
+        except (SnapshotLost, TimeoutError) as error:
+            reason = str(error) or f"not within {CLEAR_TIMEOUT_S:.0f} s"
+            raise EngineFailed(f"the memory is cleared, but the files could not be removed: {reason}") from None
 
     async def shutdown(self, timeout_s: float = 30.0) -> None:
         """Ends after the step that is running, and takes nothing more; open streams end with ERROR."""
@@ -224,12 +231,13 @@ class AsyncEngine:
         """Prefills what is pinned; then the engine is ready."""
         if self.config.prefix_cache.pinned:
             requests = await asyncio.to_thread(_make_pinned, self.config)
-            self._state, self._num_pinned_tokens = "warming", sum(len(request.token_ids) for request in requests)
+            self._num_pinned_tokens = sum(len(request.token_ids) for request in requests)
+            self._state = "warming" if self._core is not None else self._state
             for i, request in enumerate(requests):
                 await self._take_in(request)
                 log.info("pinned prompt %d of %d is taken in: %d tokens", i + 1, len(requests), len(request.token_ids))
-        self._state = "ready"
-        if not self._ready.done():
+        if self._core is not None:  # else it has ended meanwhile
+            self._state = "ready"
             self._ready.set_result(None)
 
     async def _take_in(self, request: EngineRequest) -> None:
@@ -237,16 +245,24 @@ class AsyncEngine:
         chunks = [chunk async for chunk in self.generate(request)]
         status = await self.cache_status()
         if not any(entry.pinned and entry.num_tokens == len(request.token_ids) - 1 for entry in status.entries):
-            too_small = f"it needs more than the cache has (prefix_cache.max_gb, {status.max_bytes} bytes)"
-            reason = chunks[-1].error or status.off or too_small
+            refused = (
+                f"{status.num_rejected} snapshots were refused; the cache may hold {status.max_bytes} bytes (max_gb)"
+            )
+            reason = chunks[-1].error or status.off or refused
             raise EngineFailed(f"{request.request_id}, {len(request.token_ids)} tokens, cannot be pinned: {reason}")
 
     # On the device thread.
 
     def _make_core(self) -> EngineCore:
-        runner, cache = self._make_runner(self.config, self._set_progress), self.config.prefix_cache
-        files = SnapshotFiles(cache.disk, runner.fingerprint) if cache.enabled and cache.disk is not None else None
-        return EngineCore(self.config, runner, self._publish, files=files)
+        runner, disk = self._make_runner(self.config, self._set_progress), self.config.prefix_cache.disk
+        try:
+            if disk is not None and runner.no_snapshots is not None:
+                raise EngineFailed(f"prefix_cache.disk has no effect with this model: {runner.no_snapshots}")
+            files = SnapshotFiles(disk, runner.fingerprint) if disk is not None else None
+            return EngineCore(self.config, runner, self._publish, files=files)
+        except BaseException:
+            runner.close()
+            raise
 
     def _answer(self, answer: asyncio.Future[T], core: EngineCore, question: Callable[[EngineCore], T]) -> None:
         try:

@@ -66,6 +66,12 @@ class PrefixCacheConfig(Frozen):
     pinned: tuple[PinnedPrompt, ...] = Field(default=(), description="taken in at the start and never evicted")
     disk: DiskCacheConfig | None = Field(default=None, description="snapshots that survive a restart; default: none")
 
+    @model_validator(mode="after")
+    def _effective(self) -> "PrefixCacheConfig":
+        if not self.enabled and (without := [name for name in ("pinned", "disk") if getattr(self, name)]):
+            raise ValueError(f"prefix_cache.enabled is false: {' and '.join(without)} would have no effect")
+        return self
+
 
 class EngineConfig(Frozen):
     model: str = Field(

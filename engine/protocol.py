@@ -276,7 +276,8 @@ class CacheStatus:
     """The prefix cache for `GET /v1/cache`. off: why there is none, None if there is.
 
     num_bytes is of the memory alone, max_bytes its budget. num_hits, num_misses: prompts that were served some tokens,
-    or none; misses: the latter by reason. num_cached_tokens: served. num_rejected: snapshots that did not fit.
+    or none; misses: the latter by reason. num_cached_tokens: served. num_rejected: snapshots that
+    did not fit, were not finite, or could not be taken.
     entries: the most recently used first. recent_misses: the newest first, also of prompts that were served less than
     they could have been. disk: figures of the disk tier, None without one.
     """

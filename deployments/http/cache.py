@@ -97,7 +97,7 @@ def _unserved(miss: CacheMiss, spell: Spell) -> str:
     )
     match miss.reason:
         case "cold":
-            return f"nothing is stored that begins like this prompt of {miss.num_prompt_tokens} tokens"
+            return f"nothing is stored that this prompt of {miss.num_prompt_tokens} tokens begins with"
         case "evicted":
             return f"{lost} it was evicted to make room for others"
         case "cleared":

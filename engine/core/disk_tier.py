@@ -9,18 +9,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.core.batch import ModelRunner
-from engine.core.prefix_cache import Entry, Held, PrefixCache, Snapshot
+from engine.core.prefix_cache import Entry, PrefixCache, Snapshot
 from engine.core.prompt_key import Media, PromptKey
 from engine.processing.snapshot_files import SnapshotFiles, SnapshotLost, SnapshotMeta
 
 log = logging.getLogger("orchard.engine")
 
+READ_TIMEOUT_S = 5.0
+"""A disk that takes longer hangs, or is slower than the device."""
+PRUNE_EVERY = 64
+
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """A snapshot on its way from disk, with those in front of it that are on disk alone, too; the first one first."""
+    """A snapshot on its way from disk, with those in front of it that are on disk alone, too; the first one first.
+
+    until_s: it is not waited for any longer.
+    """
 
     pending: list[tuple[Entry, Future[dict[str, np.ndarray]]]]
+    until_s: float
 
     def is_done(self, wait_s: float) -> bool:
         return not wait([future for _, future in self.pending], wait_s).not_done
@@ -34,14 +42,19 @@ class DiskTier:
         self._cache = cache
         self._runner = runner
         self._clock = clock
+        self._num_saved = 0
+        cache.file_parent = self._file_parent
         for meta in reversed(files.entries()):
-            self._cache.add(self._entry(meta))
+            cache.add(self._entry(meta))
 
     def save(self, entry: Entry, snapshot: Snapshot) -> None:
         """Behind those in front of it, which may not have been written. Never raises: memory has it."""
+        self._num_saved += 1
+        if self._num_saved % PRUNE_EVERY == 0:
+            self._cache.prune()
         try:
             for one in reversed(self._cache.path(entry)[1:]):
-                if not one.on_disk and one.held is not None and one.held.snapshot is not None:
+                if one.held is not None and one.held.snapshot is not None and one.digest not in self._files:
                     self._save(one, one.held.snapshot)
             self._save(entry, snapshot)
         except Exception:
@@ -53,44 +66,53 @@ class DiskTier:
     def read(self, entry: Entry) -> Reading | None:
         """Begins to read an entry that is on disk alone. None, and it is gone, if something in front is missing."""
         missing = []
-        for one in self._cache.path(entry):
-            if one.held is not None:
-                break
-            missing.append(one)
-        if self._cache.get(missing[-1].parent) is None and missing[-1].parent is not None:
-            self.forget(entry)
+        at: Entry | None = entry
+        while at is not None and at.held is None:
+            missing.append(at)
+            at = self._in_front_of(at)
+        if at is None and missing[-1].parent is not None:
+            self._cache.forget(entry)
             return None
-        return Reading([(one, self._files.load(one.digest)) for one in reversed(missing)])
+        pending = [(one, self._files.load(one.digest)) for one in reversed(missing)]
+        return Reading(pending, self._clock() + READ_TIMEOUT_S)
 
     def finish(self, reading: Reading) -> bool:
-        """Takes into memory what has been read; False when some of it was lost or there was no room for it."""
-        for entry, future in reading.pending:
-            if self._cache.get(entry.digest) is not entry:
+        """Takes into memory what has been read; False when some of it was lost or there was no room for it.
+
+        Of those in between only the stretch is kept: their states may be read again if they are needed.
+        """
+        for i, (entry, future) in enumerate(reading.pending):
+            parent = self._cache.get(entry.parent)
+            if self._cache.get(entry.digest) is not entry or (entry.parent is not None and parent is None):
                 return False
             try:
+                held = parent.held if parent is not None else None
                 arrays = future.result()
-                parent = self._parent(entry)
                 snapshot = self._runner.import_snapshot(
-                    arrays, entry.num_tokens, parent.stretch if parent is not None else None
+                    arrays, entry.num_tokens, held.stretch if held is not None else None
                 )
-            except (SnapshotLost, ValueError) as error:
+            except Exception as error:  # what is read back saves time, and an answer does not need it
                 log.warning("a snapshot of %d tokens could not be read back: %s", entry.num_tokens, error)
-                self.forget(entry)
+                if isinstance(error, SnapshotLost | ValueError):
+                    self.forget(entry)
                 return False
-            if not self._cache.store(entry, snapshot, parent):
+            if not self._cache.store(entry, snapshot, held):
                 return False
+            if i > 1:
+                self._cache.let_go(reading.pending[i - 1][0])
         return True
 
     def forget(self, entry: Entry) -> None:
-        """Neither in memory nor on disk any more."""
+        """Neither in memory nor on disk any more, nor what is behind it on disk alone."""
         self._cache.forget(entry)
         self._files.discard(entry.digest)
+        self._cache.prune()
 
     def clear(self) -> Future[int]:
         """All files, also of what is pinned: that is taken in again at the next start. The future has their number."""
-        for entry in self._cache.entries():
-            entry.on_disk = False
-        return self._files.clear()
+        future = self._files.clear()
+        self._cache.prune()
+        return future
 
     def status(self) -> dict[str, int]:
         return self._files.status()
@@ -98,14 +120,19 @@ class DiskTier:
     def close(self, timeout_s: float) -> None:
         self._files.close(timeout_s)
 
-    def _parent(self, entry: Entry) -> Held | None:
-        """Raises ValueError when the snapshot in front has left since the reading began."""
+    def _file_parent(self, digest: str) -> str | None:
+        meta = self._files.meta_of(digest)
+        return meta.parent if meta is not None else None
+
+    def _in_front_of(self, entry: Entry) -> Entry | None:
+        """None if nothing is, or if it is gone; another process may have written it."""
         if entry.parent is None:
             return None
         parent = self._cache.get(entry.parent)
-        if parent is None or parent.held is None:
-            raise ValueError("the snapshot in front of it is gone")
-        return parent.held
+        if parent is None and (meta := self._files.meta_of(entry.parent)) is not None:
+            parent = self._entry(meta)
+            self._cache.add(parent)
+        return parent
 
     def _save(self, entry: Entry, snapshot: Snapshot) -> None:
         key, parent = entry.key, self._cache.get(entry.parent)
@@ -124,13 +151,10 @@ class DiskTier:
         )
         arrays: Mapping[str, np.ndarray] = self._runner.export_snapshot(snapshot)
         self._files.save(meta, dict(arrays))
-        entry.on_disk = entry.digest in self._files
 
     def _entry(self, meta: SnapshotMeta) -> Entry:
         key = PromptKey(
             self._runner.fingerprint, meta.tenant, meta.token_ids, tuple(Media(*media) for media in meta.media)
         )
         now, age_s = self._clock(), max(0.0, time.time() - meta.created_s)
-        return Entry(
-            meta.digest, key, meta.kind, meta.parent or None, meta.origin, False, now - age_s, now, on_disk=True
-        )
+        return Entry(meta.digest, key, meta.kind, meta.parent or None, meta.origin, False, now - age_s, now)

@@ -19,7 +19,7 @@ log = logging.getLogger("orchard.engine")
 
 FIGURES_PERIOD_S = 0.25
 DISK_WAIT_S = 0.05  # for a snapshot that is read from disk, while there is nothing else to do
-DISK_CLOSE_S = 10.0  # for snapshots that are still to be written at the end
+DISK_CLOSE_S = 5.0  # for snapshots that are still to be written at the end
 
 Publish = Callable[[Chunks], None]
 
@@ -77,8 +77,10 @@ class EngineCore:
         self._read_figures()
 
     def close(self) -> None:
-        self.prefix.close(DISK_CLOSE_S)
-        self.runner.close()
+        try:
+            self.prefix.close(DISK_CLOSE_S)
+        finally:
+            self.runner.close()
 
     def _read_figures(self) -> None:
         """Now and then while busy, and once more before the thread sleeps."""
@@ -96,7 +98,8 @@ class EngineCore:
 
     def _memory(self) -> dict[str, int]:
         cache = self.prefix.cache
-        books = {"prefix_cache_bytes": cache.num_bytes, "prefix_cache_max_bytes": cache.max_bytes}
+        max_bytes = cache.max_bytes if self.prefix.off is None else 0
+        books = {"prefix_cache_bytes": cache.num_bytes, "prefix_cache_max_bytes": max_bytes}
         return self.runner.memory() | books
 
     def _drop(self, row_ids: list[str]) -> None:

@@ -14,7 +14,7 @@ from engine.config import BoundaryKind
 from engine.core.prompt_key import PromptKey
 from engine.protocol import CacheMiss, PromptOrigin
 
-MAX_GHOSTS = 4096
+MAX_GHOSTS = 1024
 MAX_RECENT_MISSES = 32
 
 
@@ -54,7 +54,8 @@ class Held:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A boundary of some prompt. held: None if its snapshot is on disk alone. parent: digest of the one in front."""
+    """A boundary of some prompt. held: None if its snapshot is on disk alone. parent: digest of the one in front, as it
+    is in memory, else on disk."""
 
     digest: str
     key: PromptKey
@@ -65,7 +66,6 @@ class Entry:
     created_s: float
     used_s: float
     held: Held | None = None
-    on_disk: bool = False
     num_hits: int = 0
 
     @property
@@ -97,10 +97,15 @@ class Counters:
 
 
 class PrefixCache:
-    """`clock` gives monotonic seconds. num_bytes: of everything held, what outlives its entry included."""
+    """`clock` gives monotonic seconds. num_bytes: of everything held, what outlives its entry included.
+
+    file_parent: whether a snapshot can be read from disk: None if not, else the digest of the one in front of it there,
+    '' for none.
+    """
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic):
         self.max_bytes = max_bytes
+        self.file_parent: Callable[[str], str | None] = lambda digest: None
         self.num_bytes = 0
         self.counters = Counters()
         self.recent_misses: deque[CacheMiss] = deque(maxlen=MAX_RECENT_MISSES)
@@ -110,6 +115,7 @@ class PrefixCache:
         self._pinned: dict[str, Entry] = {}
         self._lengths: dict[str, Counter[int]] = {}  # tenant -> lengths of its entries
         self._ghosts: OrderedDict[str, Ghost] = OrderedDict()
+        self._ghost_lengths: Counter[int] = Counter()
         self._loose: set[Held] = set()  # held, but no entry's any more
 
     def entries(self) -> Iterator[Entry]:
@@ -140,8 +146,8 @@ class PrefixCache:
         return None
 
     def ghost(self, key: PromptKey, min_tokens: int) -> Ghost | None:
-        """The longest prefix of at least so many tokens that has been here and has left."""
-        lengths = sorted({ghost.num_tokens for ghost in self._ghosts.values() if ghost.num_tokens >= min_tokens})
+        """The longest prefix of at least so many tokens that has been here and has left; not all of the prompt."""
+        lengths = sorted(length for length in self._ghost_lengths if min_tokens <= length < len(key))
         found = [self._ghosts[digest] for _, digest in key.digests(lengths) if digest in self._ghosts]
         return found[-1] if found else None
 
@@ -185,7 +191,7 @@ class PrefixCache:
 
     def add(self, entry: Entry) -> None:
         """An entry without a snapshot in memory: one that was found on disk."""
-        assert entry.held is None and entry.on_disk and entry.digest not in self._entries
+        assert entry.held is None and entry.digest not in self._entries
         self._insert(entry)
 
     def store(self, entry: Entry, snapshot: Snapshot, parent: Held | None) -> bool:
@@ -218,9 +224,15 @@ class PrefixCache:
         """Out of the store, for a reason that is no ghost's: it must not serve again."""
         self._remove(entry)
 
+    def prune(self) -> None:
+        """Forgets what was on disk alone and is there no more."""
+        for entry in [e for e in self._entries.values() if e.held is None and self.file_parent(e.digest) is None]:
+            self._remember(entry, "evicted")
+            self._remove(entry)
+
     def clear(self) -> tuple[int, int]:
         """Everything but what is pinned, and what stands in front of it. Returns entries and bytes freed."""
-        kept = {one.digest for entry in self._entries.values() if entry.pinned for one in self.path(entry)}
+        kept = {one.digest for entry in self._pinned.values() for one in self.path(entry) if one.held is not None}
         gone = [entry for entry in self._entries.values() if entry.digest not in kept]
         before = self.num_bytes
         for entry in gone:
@@ -232,8 +244,10 @@ class PrefixCache:
         """Lets go of everything, whatever the books say."""
         self.counters.num_integrity_errors += 1
         self.num_bytes = 0
-        for books in (self._entries, self._victims, self._pinned, self._lengths, self._ghosts, self._loose):
+        for books in (self._entries, self._victims, self._pinned, self._lengths, self._loose):
             books.clear()
+        self._ghosts.clear()
+        self._ghost_lengths.clear()
 
     def integrity_error(self) -> str | None:
         """What is wrong with the books while no prompt is being taken in, or None."""
@@ -246,8 +260,6 @@ class PrefixCache:
             return "a snapshot has other dependents than it counts"
         if any(h.snapshot is not None or not h.num_dependents for h in self._loose):
             return "a snapshot outlives its entry without need"
-        if any(entry.held is None and not entry.on_disk for entry in self._entries.values()):
-            return "an entry has no snapshot"
         booked = {**self._victims, **self._pinned}
         if booked != {digest: entry for digest, entry in self._entries.items() if entry.held is not None}:
             return "the list of those that may leave is wrong"
@@ -259,7 +271,8 @@ class PrefixCache:
     def _insert(self, entry: Entry) -> None:
         self._entries[entry.digest] = entry
         self._lengths.setdefault(entry.key.tenant, Counter())[entry.num_tokens] += 1
-        self._ghosts.pop(entry.digest, None)
+        if (ghost := self._ghosts.pop(entry.digest, None)) is not None:
+            self._uncount(ghost)
 
     def _num_bytes_that_stay(self, parent: Held | None) -> int:
         """However many leave: the pinned, and the stretches in front of them and of what is about to come."""
@@ -273,16 +286,24 @@ class PrefixCache:
         return num_bytes
 
     def _evict(self, entry: Entry) -> None:
-        if entry.on_disk:
-            self._let_go(entry)
+        parent = self.file_parent(entry.digest)
+        if parent is not None:
+            self.let_go(entry)
+            entry.parent = parent or None
             return
         self._remember(entry, "evicted")
         self._remove(entry)
 
     def _remember(self, entry: Entry, reason: Literal["evicted", "cleared"]) -> None:
         self._ghosts[entry.digest] = Ghost(entry.kind, entry.num_tokens, reason)
+        self._ghost_lengths[entry.num_tokens] += 1
         if len(self._ghosts) > MAX_GHOSTS:
-            self._ghosts.popitem(last=False)
+            self._uncount(self._ghosts.popitem(last=False)[1])
+
+    def _uncount(self, ghost: Ghost) -> None:
+        self._ghost_lengths[ghost.num_tokens] -= 1
+        if not self._ghost_lengths[ghost.num_tokens]:
+            del self._ghost_lengths[ghost.num_tokens]
 
     def _remove(self, entry: Entry) -> None:
         del self._entries[entry.digest]
@@ -292,10 +313,10 @@ class PrefixCache:
             del lengths[entry.num_tokens]
         if not lengths:
             del self._lengths[entry.key.tenant]
-        self._let_go(entry)
+        self.let_go(entry)
 
-    def _let_go(self, entry: Entry) -> None:
-        """Of the snapshot in memory."""
+    def let_go(self, entry: Entry) -> None:
+        """Of the snapshot in memory; its file may still be there."""
         self._victims.pop(entry.digest, None)
         self._pinned.pop(entry.digest, None)
         held, entry.held = entry.held, None

@@ -2,6 +2,8 @@
 
 from itertools import islice
 
+import numpy as np
+
 from engine.core.prefix_cache import Entry, PrefixCache
 from engine.core.prompt_key import PromptKey
 from engine.protocol import CacheMiss, CacheMissReason, PromptOrigin
@@ -24,7 +26,10 @@ def explain(
             **served, reason=ghost.reason, num_common=num_tokens, boundary=ghost.kind, boundary_tokens=num_tokens
         )
     best: tuple[int, Entry] | None = None
+    ahead = slice(num_cached, needed)
     for entry in islice(cache.entries(), MAX_COMPARED):
+        if num_cached and not np.array_equal(key.token_ids[ahead], entry.key.token_ids[ahead]):
+            continue  # what is soon over: most prompts that were served have nothing more in common with others
         num_common = key.num_common(entry.key)
         if num_common == len(key):  # it goes on where this prompt ends: nothing differs
             continue

@@ -22,12 +22,15 @@ from engine.core.prompt_key import PromptKey
 from engine.core.request import Request
 from engine.core.stats import Stats
 from engine.processing.snapshot_files import SnapshotFiles
-from engine.protocol import Boundary, CacheCleared, CacheStatus
+from engine.protocol import Boundary, CacheCleared, CacheStatus, InvalidRequest
 
 log = logging.getLogger("orchard.engine")
 
 DEVICE_SHARE = 0.1
 """Of the device's memory, for snapshots, where the configuration does not say."""
+
+MIN_TOKENS_FROM_DISK = 64
+"""What a snapshot on disk must save over one in memory to be read."""
 
 KIND_ORDER = ("system", "turn", "prompt")
 
@@ -36,11 +39,12 @@ KIND_ORDER = ("system", "turn", "prompt")
 class Current:
     """A prompt in progress. todo: boundaries in front of it, the next one first. base: the snapshot that it goes on
     from or has left last; base_digest: its entry. stored: what it has left so far. reading: what it waits for.
-    in_memory: what is on disk could not be had.
+    in_memory: what is on disk could not be had. max_tokens: longer prefixes could not be restored.
     """
 
     row: Request
     key: PromptKey
+    max_tokens: int
     todo: list[Boundary] = field(default_factory=list)
     base: Held | None = None
     base_digest: str | None = None
@@ -65,6 +69,7 @@ class PrefixReuse:
         self._stats = stats
         self._clock = clock
         self._current: Current | None = None
+        self._next_check_s = 0.0
         self.off = runner.no_snapshots if config.enabled else "prefix_cache.enabled is false"
         max_bytes = runner.device_bytes * DEVICE_SHARE if config.max_gb is None else config.max_gb * 2**30
         self.cache = PrefixCache(int(max_bytes), clock)
@@ -84,7 +89,7 @@ class PrefixReuse:
             runner = self._runner
             ids = row.prompt_token_ids
             key = PromptKey.of(runner.fingerprint, spec.tenant, ids, spec.images, runner.image_token_id)
-            current = self._current = Current(row, key)
+            current = self._current = Current(row, key, len(key) - 1)  # the last token gives the logits
         elif current.reading is None:
             return True
         while (entry := self._find(current, wait_s)) is not None and not self._restore(rows, current, entry):
@@ -130,13 +135,20 @@ class PrefixReuse:
             self.cache.release(current.base)
 
     def check_integrity(self) -> None:
-        """While nothing is being taken in. A cache whose books are wrong is emptied: it might serve wrong tokens."""
+        """While nothing is being taken in, for at most a thousandth of the time.
+
+        A cache whose books are wrong is emptied: it might serve wrong tokens.
+        """
         assert self._current is None
+        if (began_s := self._clock()) < self._next_check_s:
+            return
         if (error := self.cache.integrity_error()) is not None:
             log.error("the prefix cache is emptied: %s", error)
             self.cache.reset()
             if self._disk is not None:
                 self._disk.clear()
+        now = self._clock()
+        self._next_check_s = now + 1000 * (now - began_s)
 
     def clear(self) -> CacheCleared:
         """Of the memory; what is pinned stays."""
@@ -156,38 +168,49 @@ class PrefixReuse:
             self._disk.close(timeout_s)
 
     def _find(self, current: Current, wait_s: float) -> Entry | None:
-        """The longest stored prefix, in memory; None without one, or while it is still read from disk.
-
-        At least one token stays to be computed: it gives the logits.
-        """
+        """The longest stored prefix, in memory; None without one, or while it is still read from disk."""
         while True:
-            if current.reading is not None:
-                if not current.reading.is_done(wait_s):
-                    return None
-                assert self._disk is not None
-                current.in_memory = not self._disk.finish(current.reading)
-                current.reading = None
-            entry = self.cache.match(current.key, len(current.key) - 1, current.in_memory)
+            if current.reading is not None and not self._has_read(current, current.reading, wait_s):
+                return None
+            entry = self.cache.match(current.key, current.max_tokens, current.in_memory)
             if entry is None or entry.held is not None:
                 return entry
+            here = self.cache.match(current.key, current.max_tokens, in_memory=True)
+            if here is not None and entry.num_tokens - here.num_tokens < MIN_TOKENS_FROM_DISK:
+                return here
             assert self._disk is not None
             current.reading = self._disk.read(entry)
 
+    def _has_read(self, current: Current, reading: Reading, wait_s: float) -> bool:
+        """False while it is worth waiting for."""
+        assert self._disk is not None
+        if reading.is_done(wait_s):
+            current.in_memory = not self._disk.finish(reading)
+        elif self._clock() < reading.until_s:
+            return False
+        else:
+            log.warning("reading a snapshot takes too long: %s is computed without it", current.row.id)
+            current.in_memory = True
+        current.reading = None
+        return True
+
     def _restore(self, rows: Sequence[Request], current: Current, entry: Entry) -> bool:
-        """False when that fails: the entry is gone then."""
+        """False when that fails: this prompt does without it. Raises InvalidRequest: it is not the snapshot's fault."""
         assert entry.held is not None and entry.held.snapshot is not None
         try:
             self._runner.restore(rows, entry.held.snapshot)
+        except InvalidRequest:
+            raise
         except Exception:
-            log.exception("a snapshot of %d tokens could not be restored and is thrown away", entry.num_tokens)
-            self._forget(entry)
+            log.exception("a snapshot of %d tokens could not be restored", entry.num_tokens)
+            current.max_tokens = entry.num_tokens - 1
             return False
         current.base, current.base_digest = self.cache.use(entry), entry.digest
         for row in rows:
             row.num_prefilled = entry.num_tokens
-        if rows[0].spec.pinned and entry.kind == "system":
+        if rows[0].spec.pinned and Boundary("system", entry.num_tokens) in rows[0].spec.boundaries:
             self.cache.pin(entry)
-        if self._disk is not None and entry.on_disk:
+        if self._disk is not None:
             self._disk.touch(entry)
         return True
 
@@ -239,9 +262,12 @@ class PrefixReuse:
         spec, key, now = current.row.spec, current.key.prefix(boundary.num_tokens), self._clock()
         pinned, digest = spec.pinned and boundary.kind == "system", key.digest()
         entry = self.cache.get(digest)  # there already, if it is on disk and could not be read back
-        if entry is None:
+        if entry is not None:
+            entry.pinned |= pinned
+        else:
             entry = Entry(digest, key, boundary.kind, current.base_digest, spec.origin, pinned, now, now)
         if not self.cache.store(entry, snapshot, base):
+            current.todo.clear()  # those behind it are larger
             return
         current.stored.append(entry)
         if self._disk is not None:

@@ -26,22 +26,25 @@ def cache_status(cache: PrefixCache, off: str | None, now: float, disk: dict[str
         num_rejected=counters.num_rejected,
         num_integrity_errors=counters.num_integrity_errors,
         misses=dict(counters.misses),
-        entries=tuple(_entry(entry, now) for entry in islice(cache.entries(), MAX_ENTRIES_SHOWN)),
+        entries=tuple(
+            _entry(entry, now, cache.file_parent(entry.digest) is not None)
+            for entry in islice(cache.entries(), MAX_ENTRIES_SHOWN)
+        ),
         recent_misses=tuple(cache.recent_misses),
         disk=disk,
     )
 
 
-def _entry(entry: Entry, now: float) -> CacheEntry:
+def _entry(entry: Entry, now: float, on_disk: bool) -> CacheEntry:
     held = entry.held
-    where: Literal["memory", "disk", "both"] = "disk" if held is None else "both" if entry.on_disk else "memory"
+    where: Literal["memory", "disk", "both"] = "disk" if held is None else "both" if on_disk else "memory"
     return CacheEntry(
         kind=entry.kind,
         num_tokens=entry.num_tokens,
         num_bytes=held.stretch_bytes + held.state_bytes if held is not None else 0,
         num_hits=entry.num_hits,
         pinned=entry.pinned,
-        tenant=sha256(entry.key.tenant.encode()).hexdigest()[:12] if entry.key.tenant else "",
+        tenant=sha256(entry.key.tenant.encode(errors="surrogatepass")).hexdigest()[:12] if entry.key.tenant else "",
         where=where,
         age_s=now - entry.created_s,
         idle_s=now - entry.used_s,

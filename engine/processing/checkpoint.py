@@ -162,14 +162,16 @@ SAMPLE_BYTES = 4096
 
 
 def fingerprint(model_dirs: Iterable[Path], *facts: str) -> str:
-    """Hex digest of checkpoints and of what else counts: configuration, and name, shape and first 4 KiB of each tensor.
+    """Hex digest of checkpoints and other facts.
 
-    Weights that were trained further differ in the beginning of every tensor that was trained; reading all of them
-    would take as long as loading the model.
+    Of a checkpoint its configurations count, and name, shape and first 4 KiB of each tensor. Weights that were trained
+    further differ in the beginning of every tensor that was trained; reading all would take as long as loading them.
     """
     digest = sha256("\0".join(facts).encode())
     for model_dir in model_dirs:
-        digest.update((model_dir / "config.json").read_bytes())
+        for name in ("config.json", "preprocessor_config.json", "processor_config.json"):
+            if (path := model_dir / name).is_file():
+                digest.update(name.encode() + path.read_bytes())
         for path in sorted(model_dir.glob("*.safetensors")):
             digest.update(path.name.encode())
             for sample in _samples(path):

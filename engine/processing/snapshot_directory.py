@@ -132,7 +132,7 @@ class SnapshotDirectory:
         try:
             with open_snapshot(self._path_of(meta.digest)) as file:
                 head = read_head(file)
-                if head.fingerprint != self._fingerprint or head.meta.parent != meta.parent:
+                if head.fingerprint != self._fingerprint or not head.meta.says_the_same_as(meta):
                     raise ForeignFile("another one has taken its place")
                 arrays = read_arrays(file, head)
             self._counts["num_read"] += 1

@@ -91,6 +91,14 @@ class SnapshotFiles:
         with self._changed:
             return digest in self._index or self._on_its_way(digest) is not None
 
+    def meta_of(self, digest: str) -> SnapshotMeta | None:
+        """Of a snapshot that `load` would find."""
+        with self._changed:
+            file, write = self._index.get(digest), self._on_its_way(digest)
+            if file is not None and file.meta is not None:
+                return file.meta
+            return write.meta if write is not None else None
+
     def save(self, meta: SnapshotMeta, arrays: dict[str, np.ndarray]) -> None:
         """Queues a snapshot, behind its parent. The arrays must not change any more; they are let go on the thread.
 

@@ -83,6 +83,12 @@ class SnapshotMeta:
     origin: PromptOrigin
     created_s: float
 
+    def says_the_same_as(self, other: "SnapshotMeta") -> bool:
+        """Whether both are of the same stretch of the same prompt."""
+        mine = self.digest, self.parent, self.parent_tokens, self.tenant, self.media
+        theirs = other.digest, other.parent, other.parent_tokens, other.tenant, other.media
+        return mine == theirs and np.array_equal(self.token_ids, other.token_ids)
+
     def __post_init__(self) -> None:
         if not DIGEST.fullmatch(self.digest) or (self.parent and not DIGEST.fullmatch(self.parent)):
             raise ValueError(f"digest {self.digest!r}, parent {self.parent!r}: expected 32 to 64 hex digits")

@@ -28,7 +28,8 @@ from engine.worker import mtp_loader
 log = logging.getLogger("orchard.engine")
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-COMPUTED_BY = tuple(f"{name} {version(name)}" for name in ("mlx", "mlx-vlm"))
+STATE_VERSION = 1  # raise it when a prompt's state comes out otherwise: positions, pictures, the rule of a layer
+COMPUTED_BY = (*(f"{name} {version(name)}" for name in ("mlx", "mlx-vlm")), f"state {STATE_VERSION}")
 EVAL_BYTES = 256 * 2**20  # weights are read in pieces of this size, so that progress is seen
 
 

@@ -12,7 +12,7 @@ import pytest
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.protocol import Boundary, EngineFailed, EngineRequest, SamplingParams
-from tests.engine.fakes import STOP, FakeRunner, answer, run_engine
+from tests.engine.fakes import STOP, FakeRunner, answer, run_engine, until
 
 SYSTEM = list(range(100, 150))
 
@@ -99,7 +99,6 @@ def test_pinned_prompts_are_taken_in_before_the_engine_is_ready():
     ("config", "reason"),
     [
         (pins("You sell fruit.", max_gb=1e-7), "max_gb"),
-        (pins("You sell fruit.", enabled=False), "enabled is false"),
         ({"prefix_cache": {"pinned": [{"system_file": "/nonexistent/system.txt"}]}}, "system.txt cannot be read"),
     ],
 )
@@ -111,6 +110,39 @@ def test_a_prompt_that_cannot_be_pinned_ends_the_start_with_the_reason(config, r
         assert engine.status().state == "failed"
         with pytest.raises(EngineFailed, match=reason):
             engine.check_health()
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_shut_down_while_it_takes_in_pinned_prompts_stays_shut_down():
+    async def main() -> None:
+        config = EngineConfig.model_validate(pins("You sell fruit.", "You are a poet."))
+        engine = AsyncEngine(config, lambda config, progress: words_runner())
+        await until(lambda: engine._core is not None)
+        await engine.shutdown()
+        with pytest.raises(EngineFailed, match="shut down"):
+            await engine.wait_ready()
+        await asyncio.wait({engine._warming})
+        assert engine.status().state == "stopped"
+
+    asyncio.run(main())
+
+
+def test_disk_and_pins_without_a_cache_are_refused():
+    with pytest.raises(ValueError, match="enabled is false: pinned and disk would have no effect"):
+        EngineConfig.model_validate(pins("You sell fruit.", enabled=False, disk={"path": "/tmp/x"}))
+
+
+def test_a_disk_for_a_model_that_cannot_be_cached_ends_the_start(tmp_path: Path):
+    async def main() -> None:
+        runner = FakeRunner()
+        runner.no_snapshots = "layer 3 cannot"
+        config = EngineConfig.model_validate({"prefix_cache": {"disk": {"path": str(tmp_path)}}})
+        engine = AsyncEngine(config, lambda config, progress: runner)
+        with pytest.raises(EngineFailed, match="no effect with this model: layer 3 cannot"):
+            await engine.wait_ready()
+        assert runner.closed
         await engine.shutdown()
 
     asyncio.run(main())

@@ -34,7 +34,7 @@ LOST = {"num_common": 38}
 @pytest.mark.parametrize(
     ("found", "sentence"),
     [
-        (COLD, "nothing is stored that begins like this prompt of 40 tokens"),
+        (COLD, "nothing is stored that this prompt of 40 tokens begins with"),
         (
             miss("evicted", **LOST),
             "a stored system boundary would have served 38 of 40 tokens, but it was evicted to make room for others",

@@ -1,5 +1,6 @@
 """What a prompt takes from the cache and leaves in it, through the engine's step, with a runner that knows no model."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_a_boundary_that_saves_fewer_than_min_tokens_is_passed_over(runner):
 
 
 def test_the_end_of_a_prompt_is_not_taken_in_place_of_the_end_of_its_turn(runner):
-    """The turn is 10 tokens behind the system part and the prompt 20, of which the next turn may not have the last 10."""
+    """The turn is 10 tokens behind the system part, the prompt 20, and the next turn may not have the last 10."""
     driver = Driver(runner, config())
     cached(driver, request("a", SYSTEM, [5] * 10, generation=[6] * 11))
     assert snapshots(runner) == [40]
@@ -327,6 +328,15 @@ def test_a_state_that_is_not_finite_is_not_stored(runner, monkeypatch):
     assert driver.core.prefix.status().num_entries == 0 and driver.core.prefix.status().num_rejected == 2
 
 
+def test_what_could_not_be_restored_once_stays_for_the_next(runner):
+    driver = Driver(runner, config())
+    cached(driver, request("a", SYSTEM, QUESTION))
+    runner.broken = {"restore"}
+    assert cached(driver, request("b", SYSTEM, QUESTION)) == [0]
+    runner.broken = set()
+    assert cached(driver, request("c", SYSTEM, QUESTION)) == [70]
+
+
 @pytest.mark.parametrize("fault", ["snapshot", "restore"])
 def test_a_snapshot_that_fails_costs_the_request_nothing_but_time(runner, fault):
     driver = Driver(runner, config())
@@ -356,7 +366,11 @@ def test_books_that_are_wrong_are_noticed_when_idle_and_the_cache_begins_anew(ru
     driver = Driver(runner, config())
     cached(driver, request("a", SYSTEM, QUESTION))
     driver.core.prefix.cache.num_bytes += 1
-    driver.run({0: [EngineRequest("x", np.array([1], np.int32), SamplingParams(1), (STOP,))]})
+    for i in range(100):  # it does not look all the time
+        if "the prefix cache is emptied" in caplog.text:
+            break
+        time.sleep(0.01)
+        driver.run({0: [EngineRequest(f"x{i}", np.array([1], np.int32), SamplingParams(1), (STOP,))]})
     assert "the prefix cache is emptied" in caplog.text
     status = driver.core.prefix.status()
     assert status.num_entries == status.num_bytes == 0 and status.num_integrity_errors == 1

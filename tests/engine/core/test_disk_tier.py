@@ -1,0 +1,217 @@
+"""What the prefix cache and its files know of each other: real files, a runner that knows no model."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.config import DiskCacheConfig, EngineConfig
+from engine.core.engine_core import EngineCore
+from engine.processing.snapshot_files import SnapshotFiles
+from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams
+from tests.engine.driver import Driver
+from tests.engine.fakes import BYTES_PER_TOKEN, STATE_BYTES, STOP, FakeRunner, answer
+
+SYSTEM = list(range(100, 140))
+
+
+def request(name: str, *parts: list[int], **more: Any) -> EngineRequest:
+    ids = [token for part in parts for token in part]
+    boundaries = (Boundary("system", len(parts[0])), Boundary("turn", len(ids)))
+    spec = {"boundaries": boundaries, **more}
+    return EngineRequest(name, np.array([*ids, 7, 8], np.int32), SamplingParams(2, seed=len(name)), (STOP,), **spec)
+
+
+def turns(num_turns: int) -> list[list[int]]:
+    return [SYSTEM, *([1000 + i] * 20 for i in range(num_turns))]
+
+
+class Engine(Driver):
+    """With files of its own; another one with the same path is a restarted one."""
+
+    def __init__(self, path: Path, runner: FakeRunner | None = None, max_bytes: int = 2**30, max_gb: float = 1):
+        self.runner = runner or FakeRunner()
+        super().__init__(self.runner)
+        self.files = SnapshotFiles(DiskCacheConfig(path=str(path), max_gb=max_gb), "model")
+        config = EngineConfig.model_validate({"prefix_cache": {"max_gb": max_bytes / 2**30}})
+        self.core = EngineCore(config, self.runner, self._publish, files=self.files)
+
+    def cached(self, *requests: EngineRequest) -> list[int]:
+        """One after the other, each written before the next."""
+        for one in requests:
+            self.run({0: [one]})
+            self.files.flush()
+            assert self.finish[one.request_id] is FinishReason.LENGTH and self.tokens[one.request_id] == answer(one)
+            assert self.core.prefix.cache.integrity_error() is None
+        return [self.chunks[one.request_id][0].num_cached for one in requests]
+
+    def where(self) -> dict[int, str]:
+        return {entry.num_tokens: entry.where for entry in self.core.prefix.status().entries}
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Any]:
+    made: list[Engine] = []
+
+    def make(**more: Any) -> Engine:
+        made.append(Engine(tmp_path, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.core.close()
+
+
+def restarted(engines: Any, before: Engine, **more: Any) -> Engine:
+    before.core.close()
+    return engines(**more)
+
+
+def test_what_leaves_the_memory_is_read_back_from_its_file(engines):
+    engine = engines(max_bytes=2 * STATE_BYTES + 100 * BYTES_PER_TOKEN)
+    first, other = request("a", SYSTEM, [1] * 20), request("b", [500 + t for t in SYSTEM[:30]], [1] * 21)
+    assert engine.cached(first, other, replace(first, request_id="c")) == [0, 0, 60]
+    assert set(engine.where().values()) == {"disk", "both"}
+    assert engine.core.prefix.cache.counters.num_evicted > 0
+
+
+def test_a_chain_is_read_back_without_the_states_in_between(engines):
+    before = engines()
+    for i in range(12):
+        before.cached(request(f"t{i}", *turns(i + 1)))
+    room = 4 * STATE_BYTES + 300 * BYTES_PER_TOKEN
+    engine = restarted(engines, before, max_bytes=room)
+    assert engine.cached(request("again", *turns(12))) == [40 + 12 * 20]
+    assert engine.core.prefix.cache.num_bytes <= room
+    assert engine.core.prefix.cache.counters.num_evicted == 0, "nobody else had to leave for them"
+
+
+def test_a_prefix_that_does_not_fit_into_memory_is_computed(engines):
+    before = engines()
+    before.cached(request("a", *turns(12)))
+    engine = restarted(engines, before, max_bytes=2 * STATE_BYTES)
+    assert engine.cached(request("b", *turns(12))) == [40]
+
+
+def test_files_that_are_evicted_are_forgotten_and_the_books_do_not_grow(engines):
+    engine = engines(max_bytes=4 * STATE_BYTES, max_gb=2**16 / 2**30)
+    for i in range(200):
+        engine.cached(request(f"r{i}", [i * 50 + t for t in range(40)], [1] * 20))
+    engine.core.prefix.cache.prune()
+    assert len(engine.core.prefix.cache) <= len(engine.files.entries()) + 4 < 100
+    miss = engine.cached(request("old", list(range(40)), [1] * 20))
+    assert miss == [0] and engine.core.prefix.status().recent_misses[0].reason == "evicted"
+
+
+def test_a_snapshot_that_could_not_be_restored_once_costs_no_file(engines):
+    engine = engines()
+    engine.cached(request("a", SYSTEM, [1] * 20), request("b", SYSTEM, [1] * 20, [2] * 20))
+    before = len(engine.files.entries())
+    engine.runner.broken = {"restore"}
+    assert engine.cached(request("c", SYSTEM, [1] * 20)) == [0]
+    engine.runner.broken = set()
+    assert len(engine.files.entries()) == before
+    assert engine.cached(request("d", SYSTEM, [1] * 20, [2] * 20)) == [80]
+
+
+@pytest.mark.parametrize("error", [ValueError("not of this model"), MemoryError(), RuntimeError("[malloc]")])
+def test_a_snapshot_that_cannot_be_read_back_costs_a_prefill_and_no_answer(engines, monkeypatch, error):
+    before = engines()
+    before.cached(request("a", SYSTEM, [1] * 20))
+    engine = restarted(engines, before)
+
+    def failing(*args: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(engine.runner, "import_snapshot", failing)
+    assert engine.cached(request("b", SYSTEM, [1] * 20)) == [0]
+    assert engine.core.stats.failed_steps_in_a_row == 0
+    monkeypatch.undo()
+    assert engine.cached(request("c", SYSTEM, [1] * 20)) == [60]
+
+
+def hang(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.files, "load", lambda digest: Future())
+
+
+def test_a_disk_that_hangs_is_given_up_after_a_while(engines, monkeypatch):
+    monkeypatch.setattr("engine.core.disk_tier.READ_TIMEOUT_S", 0.2)
+    before = engines()
+    before.cached(request("a", SYSTEM, [1] * 20))
+    engine = restarted(engines, before)
+    hang(engine, monkeypatch)
+    began = time.monotonic()
+    assert engine.cached(request("b", SYSTEM, [1] * 20)) == [0]
+    assert time.monotonic() - began >= 0.2
+
+
+def test_a_prompt_that_is_aborted_or_whose_snapshots_are_cleared_while_it_waits_for_the_disk_harms_nobody(
+    engines, monkeypatch
+):
+    before = engines()
+    before.cached(request("a", SYSTEM, [1] * 20))
+    engine = restarted(engines, before)
+    hang(engine, monkeypatch)
+    engine.core.add_request(request("gone", SYSTEM, [1] * 20))
+    engine.core.step()
+    engine.core.abort("gone")
+    engine.run({0: [request("other", [5] * 40, [6] * 20)]})
+    engine.core.add_request(request("cleared", SYSTEM, [1] * 20))
+    engine.core.step()
+    monkeypatch.undo()
+    engine.core.prefix.clear()
+    engine.core.prefix.clear_files()
+    current = engine.core.prefix._current
+    assert current is not None and current.reading is not None
+    current.reading.until_s = 0.0
+    engine.run({0: []})
+    assert engine.tokens["cleared"] == answer(request("cleared", SYSTEM, [1] * 20)) and "gone" not in engine.tokens
+    assert engine.core.prefix.cache.integrity_error() is None
+
+
+def pinned(name: str, ids: list[int]) -> EngineRequest:
+    boundaries = (Boundary("system", len(ids)),)
+    ids_array = np.array([*ids, 1], np.int32)
+    return EngineRequest(name, ids_array, SamplingParams(2), (STOP,), boundaries=boundaries, pinned=True)
+
+
+def test_a_pinned_prompt_is_pinned_also_if_its_tokens_were_stored_as_something_else(engines):
+    before = engines()
+    before.cached(EngineRequest("raw", np.array([*SYSTEM, 1], np.int32), SamplingParams(2), (STOP,)))
+    assert [entry.kind for entry in before.core.prefix.status().entries] == ["prompt"]
+    engine = restarted(engines, before)
+    engine.cached(pinned("pin", SYSTEM))
+    assert [(entry.num_tokens, entry.pinned) for entry in engine.core.prefix.status().entries] == [(40, True)]
+
+
+def test_a_shorter_system_part_is_not_pinned_in_place_of_the_whole(engines):
+    engine = engines()
+    engine.cached(request("a", SYSTEM[:30], [1] * 20), pinned("pin", SYSTEM))
+    assert {e.num_tokens: e.pinned for e in engine.core.prefix.status().entries} == {50: False, 30: False, 40: True}
+
+
+def test_clearing_keeps_what_is_pinned_also_where_what_is_in_front_of_it_is_on_disk_alone(engines):
+    engine = engines(max_bytes=3 * STATE_BYTES + 120 * BYTES_PER_TOKEN)
+    engine.cached(request("a", SYSTEM[:20], [1] * 20), pinned("pin", SYSTEM))
+    engine.cached(*(request(f"r{i}", [i * 50 + t for t in range(300, 340)], [1] * 20) for i in range(4)))
+    assert engine.where()[20] == "disk"
+    engine.core.prefix.clear()
+    engine.core.prefix.clear_files()
+    engine.files.flush()
+    assert engine.where() == {40: "memory"} and engine.core.prefix.cache.integrity_error() is None
+    assert engine.cached(request("b", SYSTEM, [1] * 20)) == [40]
+
+
+def test_a_snapshot_that_is_in_a_file_behind_another_parent_is_read_back_behind_that(engines):
+    one, other = engines(), engines()  # two processes with one directory
+    one.cached(request("a", SYSTEM, [1] * 20))
+    whole = [*SYSTEM, *[1] * 20]
+    other.core.prefix.cache.max_bytes = STATE_BYTES + 70 * BYTES_PER_TOKEN
+    other.cached(request("b", whole[:20], whole[20:]))
+    other.cached(request("c", [9] * 50, [1] * 5))
+    assert other.cached(request("d", whole[:20], whole[20:])) == [60]
