@@ -240,7 +240,7 @@ class PrefixReuse:
         """
         wanted = [*row.spec.boundaries, Boundary("prompt", len(row.spec.token_ids) - 1)]
         wanted = [b for b in wanted if b.kind in self._config.boundaries or (row.spec.pinned and b.kind == "system")]
-        turn = max((b.num_tokens for b in row.spec.boundaries if b.kind == "turn"), default=0)
+        turn = max((b.num_tokens for b in wanted if b.kind == "turn"), default=0)
         boundaries, last = [], start
         for boundary in sorted(wanted, key=lambda b: (b.num_tokens, KIND_ORDER.index(b.kind))):
             is_pinned = row.spec.pinned and boundary.kind == "system" and boundary.num_tokens > last

@@ -225,7 +225,7 @@ class Scheduler:
         self._stats.num_failed += len(rows)
         for row in rows:
             self._remove(row)
-        return {row.id: TokenChunk((), FinishReason.ERROR, error, row.index) for row in rows}
+        return {row.id: TokenChunk((), FinishReason.ERROR, error, row.index, num_cached=row.num_cached) for row in rows}
 
     def _remove(self, row: Request) -> None:
         self._leave(row)

@@ -16,6 +16,8 @@ from mlx_vlm.models.cache import ArraysCache, KVCache
 
 from engine.worker.kv_cache import SLOTS_STEP, RowCache
 
+SMALL_BYTES = 2**22
+
 KeysValues = tuple[mx.array, mx.array]
 
 
@@ -92,13 +94,19 @@ def take(cache: RowCache, hidden: mx.array | None, num_tokens: int, parent: Stre
         (_copied(layer.keys, start, end), _copied(layer.values, start, end))
         for layer, start, end in zip(attention, starts, ends, strict=True)
     )
-    states: Any = tuple(tuple(layer.cache) for layer in cache if isinstance(layer, ArraysCache))
+    states: Any = tuple(tuple(map(_own, layer.cache)) for layer in cache if isinstance(layer, ArraysCache))
+    hidden = _own(hidden) if hidden is not None else None
     mx.eval(layers, states, [] if hidden is None else hidden)
     return StateSnapshot(num_tokens, Stretch(parent, layers, ends), states, hidden)
 
 
 def _copied(slots: Any, start: int, end: int) -> mx.array:
-    return mx.contiguous(slots[..., start:end, :])
+    return _own(mx.contiguous(slots[..., start:end, :]))
+
+
+def _own(array: mx.array) -> mx.array:
+    """In a buffer of its own size: a slice may keep alive up to 16 KiB more than it has, and small ones are many."""
+    return array * 1 if array.nbytes < SMALL_BYTES else array
 
 
 def restore(snapshot: StateSnapshot, cache: RowCache, num_slots: int) -> None:
