@@ -104,7 +104,7 @@ def _copied(slots: Any, start: int, end: int) -> mx.array:
     return _own(mx.contiguous(slots[..., start:end, :]))
 
 
-def _own(array: mx.array) -> mx.array:
+def _own(array: Any) -> mx.array:
     """In a buffer of its own size: a slice may keep alive up to 16 KiB more than it has, and small ones are many."""
     return array * 1 if array.nbytes < SMALL_BYTES else array
 
