@@ -264,6 +264,7 @@ class PrefixReuse:
         entry = self.cache.get(digest)  # there already, if it is on disk and could not be read back
         if entry is not None:
             entry.pinned |= pinned
+            entry.parent = current.base_digest
         else:
             entry = Entry(digest, key, boundary.kind, current.base_digest, spec.origin, pinned, now, now)
         if not self.cache.store(entry, snapshot, base):

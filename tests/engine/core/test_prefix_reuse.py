@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.prompt_key import PromptKey
 from engine.protocol import Boundary, EngineRequest, FinishReason, ImagePatches, PromptOrigin, SamplingParams
 from tests.engine.driver import Driver
 from tests.engine.fakes import BYTES_PER_TOKEN, STATE_BYTES, STOP, FakeRunner, answer
@@ -123,6 +124,19 @@ def test_tenants_never_share_and_the_miss_says_so(runner):
     misses = driver.core.prefix.status().recent_misses
     assert [miss.reason for miss in misses] == ["tenant", "tenant", "cold"]
     assert not any(miss.prompt_token_ids or miss.stored_token_ids for miss in misses), "nobody reads another's text"
+
+
+def test_what_has_the_same_digest_is_still_compared(runner, monkeypatch):
+    monkeypatch.setattr(PromptKey, "digests", lambda self, lengths: ((n, f"{n}") for n in lengths if n <= len(self)))
+    runner.image_token_id = 9
+    driver = Driver(runner, config(boundaries=["turn"]))
+    seen = request("seen", SYSTEM, [9] * 10, QUESTION, images=(picture("red"),), tenant="mine")
+    others = (
+        replace(seen, request_id="blue", images=(picture("blue"),)),
+        replace(seen, request_id="theirs", tenant="theirs"),
+        replace(seen, request_id="text", token_ids=np.concatenate([[5], seen.token_ids[1:]]).astype(np.int32)),
+    )
+    assert cached(driver, seen, *others, replace(seen, request_id="same")) == [0, 0, 0, 0, 80]
 
 
 def test_two_system_prompts_in_turns_both_stay(runner):
@@ -274,6 +288,22 @@ def test_what_is_pinned_stays_whatever_comes(runner):
     assert entry.num_tokens == 40 and driver.core.prefix.status().num_pinned == 1
 
 
+def test_what_does_not_fit_beside_the_pinned_evicts_nobody(runner):
+    driver = Driver(runner, sized(2 * PER_PROMPT))
+    pinned = EngineRequest(
+        "pin",
+        np.array([*SYSTEM, 1], np.int32),
+        SamplingParams(1),
+        (STOP,),
+        boundaries=(Boundary("system", 40),),
+        pinned=True,
+    )
+    small = request("small", [9] * 20, [8] * 20)
+    large = request("large", list(range(350)), QUESTION)
+    assert cached(driver, pinned, small, large, replace(small, request_id="again")) == [0, 0, 0, 40]
+    assert driver.core.prefix.status().num_rejected == 1 and driver.core.prefix.status().num_evicted == 0
+
+
 def test_clearing_empties_it_and_the_next_miss_says_so(runner):
     driver = Driver(runner, config())
     cached(driver, request("a", SYSTEM, QUESTION))
@@ -309,10 +339,10 @@ def test_an_aborted_prompt_leaves_what_was_complete_and_holds_nothing(runner):
 def test_a_prompt_that_fails_takes_back_what_it_has_left(runner):
     driver = Driver(runner, EngineConfig(prefill_chunk_tokens=16))
     cached(driver, request("before", SYSTEM, [5] * 30))
-    driver.core.add_request(request("a", SYSTEM, [300] * 30, [301] * 30))
-    for _ in range(3):
+    driver.core.add_request(request("a", [9, *SYSTEM], [300] * 60))
+    for _ in range(4):
         driver.core.step()
-    driver.core.prefix.cache.integrity_error()
+    assert {entry.num_tokens for entry in driver.core.prefix.status().entries} == {40, 41, 70}
     runner.broken = {"prefill"}
     driver.core.step()
     assert driver.finish["a"] is FinishReason.ERROR
