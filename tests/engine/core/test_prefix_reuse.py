@@ -158,7 +158,8 @@ def test_another_picture_is_another_prompt(runner):
     seen = [1, 2, *[9] * 10, 3, 4, 5, 6]
     red = request("red", SYSTEM, seen, QUESTION, images=(picture("red"),))
     blue = replace(red, request_id="blue", images=(picture("blue"),))
-    assert cached(driver, red, blue, replace(red, request_id="red2")) == [0, 40, 86]
+    again = [replace(red, request_id="red2"), replace(blue, request_id="blue2")]
+    assert cached(driver, red, blue, *again) == [0, 40, 86, 86]
     assert driver.core.prefix.status().recent_misses[0].reason == "image"
     assert driver.core.prefix.status().recent_misses[0].num_common == 42
 
