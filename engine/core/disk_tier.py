@@ -83,10 +83,10 @@ class DiskTier:
         """
         for i, (entry, future) in enumerate(reading.pending):
             parent = self._cache.get(entry.parent)
-            if self._cache.get(entry.digest) is not entry or (entry.parent is not None and parent is None):
-                return False
+            held = parent.held if parent is not None else None
+            if self._cache.get(entry.digest) is not entry or (entry.parent is not None and held is None):
+                return False  # cleared, or what is in front of it has left memory since
             try:
-                held = parent.held if parent is not None else None
                 arrays = future.result()
                 snapshot = self._runner.import_snapshot(
                     arrays, entry.num_tokens, held.stretch if held is not None else None

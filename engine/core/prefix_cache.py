@@ -178,7 +178,8 @@ class PrefixCache:
             self._pinned[entry.digest] = self._victims.pop(entry.digest)
 
     def release(self, held: Held) -> None:
-        self._detach(held)
+        held.num_dependents -= 1
+        self._drop_if_unneeded(held)
 
     def touch(self, entry: Entry) -> None:
         """What is in front of a used snapshot is used, too: it leaves after it."""
@@ -206,7 +207,7 @@ class PrefixCache:
         if self._num_bytes_that_stay(parent) + need > self.max_bytes:
             self.counters.num_rejected += 1
             if parent is not None:
-                self._detach(parent)
+                self.release(parent)
             return False
         while self.num_bytes + need > self.max_bytes:
             self.counters.num_evicted += 1
@@ -242,7 +243,6 @@ class PrefixCache:
 
     def reset(self) -> None:
         """Lets go of everything, whatever the books say."""
-        self.counters.num_integrity_errors += 1
         self.num_bytes = 0
         for books in (self._entries, self._victims, self._pinned, self._lengths, self._loose):
             books.clear()
@@ -325,10 +325,6 @@ class PrefixCache:
         held.snapshot = None
         self.num_bytes -= held.state_bytes
         self._loose.add(held)
-        self._drop_if_unneeded(held)
-
-    def _detach(self, held: Held) -> None:
-        held.num_dependents -= 1
         self._drop_if_unneeded(held)
 
     def _drop_if_unneeded(self, held: Held | None) -> None:

@@ -145,6 +145,7 @@ class PrefixReuse:
         if (error := self.cache.integrity_error()) is not None:
             log.error("the prefix cache is emptied: %s", error)
             self.cache.reset()
+            self.cache.counters.num_integrity_errors += 1
             if self._disk is not None:
                 self._disk.clear()
         now = self._clock()
@@ -163,9 +164,11 @@ class PrefixReuse:
         return cache_status(self.cache, self.off, self._clock(), disk)
 
     def close(self, timeout_s: float) -> None:
-        """Waits until what has been stored is written."""
+        """Waits until what has been stored is written, and lets go of it on the thread that made it."""
+        self.end()
         if self._disk is not None:
             self._disk.close(timeout_s)
+        self.cache.reset()
 
     def _find(self, current: Current, wait_s: float) -> Entry | None:
         """The longest stored prefix, in memory; None without one, or while it is still read from disk."""

@@ -133,6 +133,7 @@ class MLXRunner:
         self._prompts.clear()
         self._batch.clear()
         del self._model, self._view, self._head, self._prefill, self._vision, self._batch
+        self._a_snapshot = None
         gc.collect()
         mx.clear_cache()
         mx.clear_streams()

@@ -139,6 +139,28 @@ def hang(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.files, "load", lambda digest: Future())
 
 
+def test_a_file_stays_when_what_is_in_front_of_it_leaves_memory_while_it_is_read(engines, monkeypatch):
+    before = engines()
+    before.cached(request("a", SYSTEM, [1] * 90))
+    engine = restarted(engines, before)
+    assert engine.cached(request("b", SYSTEM, [2] * 20)) == [40]
+    load, read = engine.files.load, Future()
+    monkeypatch.setattr(engine.files, "load", lambda digest: read)
+    engine.core.add_request(request("c", SYSTEM, [1] * 90))
+    engine.core.step()
+    cache = engine.core.prefix.cache
+    (turn,) = [entry for entry in cache.entries() if entry.num_tokens == 130]
+    system = cache.get(turn.parent)
+    assert system is not None
+    cache.let_go(system)
+    monkeypatch.undo()
+    read.set_result(load(turn.digest).result(10))
+    engine.run({0: []})
+    assert engine.tokens["c"] == answer(request("c", SYSTEM, [1] * 90))
+    assert 130 in {meta.num_tokens for meta in engine.files.entries()}
+    assert cache.integrity_error() is None
+
+
 def test_a_disk_that_hangs_is_given_up_after_a_while(engines, monkeypatch):
     monkeypatch.setattr("engine.core.disk_tier.READ_TIMEOUT_S", 0.2)
     before = engines()
