@@ -130,12 +130,13 @@ class FakeRunner:
         return FakeSnapshot(first.prompt_token_ids[:done].copy(), done - (parent.num_tokens if parent else 0))
 
     def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:
-        return {"tokens": snapshot.token_ids}
+        return {"tokens": snapshot.token_ids, "num_own": np.array([snapshot.num_own], np.int32)}
 
     def import_snapshot(self, arrays: Mapping[str, np.ndarray], num_tokens: int, parent: Any) -> "FakeSnapshot":
-        if arrays["tokens"].shape != (num_tokens,):
-            raise ValueError("not of this model")
-        return FakeSnapshot(arrays["tokens"], num_tokens - (parent.num_tokens if parent else 0))
+        num_own = num_tokens - (parent.num_tokens if parent else 0)
+        if arrays["tokens"].shape != (num_tokens,) or int(arrays["num_own"][0]) != num_own:
+            raise ValueError("not of this model, or not behind this parent")
+        return FakeSnapshot(arrays["tokens"], num_own)
 
     def drop(self, row_ids: Sequence[str]) -> None:
         self._called("drop", *row_ids)
