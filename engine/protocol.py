@@ -277,7 +277,8 @@ class CacheStatus:
 
     num_bytes is of the memory alone, max_bytes its budget. num_hits, num_misses: prompts that were served some tokens,
     or none; misses: the latter by reason. num_cached_tokens: served. num_rejected: snapshots that
-    did not fit, were not finite, or could not be taken.
+    did not fit, were not finite, or could not be taken. num_unusable: that were there and could not be restored, or not
+    be read back, or not in time: their prompts were computed.
     entries: the most recently used first. recent_misses: the newest first, also of prompts that were served less than
     they could have been. disk: figures of the disk tier, None without one.
     """
@@ -293,6 +294,7 @@ class CacheStatus:
     num_stored: int = 0
     num_evicted: int = 0
     num_rejected: int = 0
+    num_unusable: int = 0
     num_integrity_errors: int = 0
     misses: dict[str, int] = field(default_factory=dict)
     entries: tuple[CacheEntry, ...] = ()

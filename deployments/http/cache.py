@@ -79,6 +79,7 @@ def _figures(status: CacheStatus) -> dict[str, int]:
         "stored": status.num_stored,
         "evicted": status.num_evicted,
         "rejected": status.num_rejected,
+        "unusable": status.num_unusable,
         "integrity_errors": status.num_integrity_errors,
     }
 

@@ -93,6 +93,7 @@ class DiskTier:
                 )
             except Exception as error:  # what is read back saves time, and an answer does not need it
                 log.warning("a snapshot of %d tokens could not be read back: %s", entry.num_tokens, error)
+                self._cache.counters.num_unusable += 1
                 if isinstance(error, SnapshotLost | ValueError):
                     self.forget(entry)
                 return False

@@ -84,7 +84,10 @@ class Ghost:
 
 @dataclass(slots=True)
 class Counters:
-    """num_hits, num_misses: prompts that were served some tokens, or none; misses: the latter by reason."""
+    """num_hits, num_misses: prompts that were served some tokens, or none; misses: the latter by reason.
+
+    num_unusable: snapshots that were there and could not be restored, or not be read back, or not in time.
+    """
 
     num_hits: int = 0
     num_misses: int = 0
@@ -92,6 +95,7 @@ class Counters:
     num_stored: int = 0
     num_evicted: int = 0
     num_rejected: int = 0
+    num_unusable: int = 0
     num_integrity_errors: int = 0
     misses: Counter[str] = field(default_factory=Counter)
 

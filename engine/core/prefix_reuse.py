@@ -193,6 +193,7 @@ class PrefixReuse:
             return False
         else:
             log.warning("reading a snapshot takes too long: %s is computed without it", current.row.id)
+            self.cache.counters.num_unusable += 1
             current.in_memory = True
         current.reading = None
         return True
@@ -206,6 +207,7 @@ class PrefixReuse:
             raise
         except Exception:
             log.exception("a snapshot of %d tokens could not be restored", entry.num_tokens)
+            self.cache.counters.num_unusable += 1
             current.max_tokens = entry.num_tokens - 1
             return False
         current.base, current.base_digest = self.cache.use(entry), entry.digest

@@ -24,6 +24,7 @@ def cache_status(cache: PrefixCache, off: str | None, now: float, disk: dict[str
         num_stored=counters.num_stored,
         num_evicted=counters.num_evicted,
         num_rejected=counters.num_rejected,
+        num_unusable=counters.num_unusable,
         num_integrity_errors=counters.num_integrity_errors,
         misses=dict(counters.misses),
         entries=tuple(

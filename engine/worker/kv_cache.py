@@ -87,7 +87,7 @@ class KVRows:
         return KVRows(_stacked(self.keys, keys), _stacked(self.values, values), cursor)
 
     def kept(self, rows: mx.array, num_slots: int, cursor: Cursor) -> "KVRows":
-        slots = min(_rounded(num_slots), self.keys.shape[2])
+        slots = min(rounded(num_slots), self.keys.shape[2])
         return KVRows(self.keys[rows, :, :slots], self.values[rows, :, :slots], cursor)
 
 
@@ -210,7 +210,7 @@ class RowsCache:
 
     def reserve(self, num_slots: int) -> int:
         """Makes room for that many tokens in every row; returns how many slots there are now."""
-        slots = _rounded(num_slots)
+        slots = rounded(num_slots)
         for layer in self.layers:
             if isinstance(layer, KVRows):
                 layer.keys, layer.values = _with_slots(layer.keys, slots), _with_slots(layer.values, slots)
@@ -270,17 +270,18 @@ def _rows_of(i: int, layer: Any, cursor: Cursor) -> KVRows | RecurrentRows:
     raise TypeError(f"layer {i}: {type(layer).__name__} cannot be batched")
 
 
-def _rounded(num_slots: int) -> int:
+def rounded(num_slots: int) -> int:
+    """Room for so many tokens, and for more."""
     return -(-num_slots // SLOTS_STEP) * SLOTS_STEP
 
 
 def _with_slots(array: mx.array, num_slots: int) -> mx.array:
-    missing = _rounded(num_slots) - array.shape[2] if num_slots > array.shape[2] else 0
+    missing = rounded(num_slots) - array.shape[2] if num_slots > array.shape[2] else 0
     return mx.pad(array, [(0, 0), (0, 0), (0, missing), (0, 0)]) if missing else array
 
 
 def _stacked(rows: mx.array, row: mx.array) -> mx.array:
-    slots = _rounded(max(rows.shape[2], row.shape[2]))
+    slots = rounded(max(rows.shape[2], row.shape[2]))
     return mx.concatenate([_with_slots(rows, slots), _with_slots(row, slots)])
 
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.cache import ArraysCache, KVCache
 
-from engine.worker.kv_cache import SLOTS_STEP, RowCache
+from engine.worker.kv_cache import RowCache, rounded
 
 SMALL_BYTES = 2**22
 """Of an array; 16 KiB more are less than half a percent of a larger one."""
@@ -116,7 +116,7 @@ def restore(snapshot: StateSnapshot, cache: RowCache, num_slots: int) -> None:
     chain = snapshot.stretch.chain()
     attention = [layer for layer in cache if isinstance(layer, KVCache)]
     recurrent = [layer for layer in cache if isinstance(layer, ArraysCache)]
-    slots = -(-num_slots // SLOTS_STEP) * SLOTS_STEP
+    slots = rounded(num_slots)
     for i, (layer, end) in enumerate(zip(attention, snapshot.stretch.ends, strict=True)):
         layer.keys = _joined([stretch.layers[i][0] for stretch in chain], slots - end)
         layer.values = _joined([stretch.layers[i][1] for stretch in chain], slots - end)

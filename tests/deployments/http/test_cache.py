@@ -124,6 +124,7 @@ STATUSES = (
         num_stored=6,
         num_evicted=7,
         num_rejected=8,
+        num_unusable=10,
         num_integrity_errors=9,
         misses={"cold": 3, "text": 1},
         entries=(ENTRY,),
@@ -153,6 +154,7 @@ def test_the_figures_of_all_engines_are_added_up():
         "stored": 6,
         "evicted": 7,
         "rejected": 8,
+        "unusable": 10,
         "integrity_errors": 9,
     }
     assert by_reason == {**dict.fromkeys(get_args(CacheMissReason), 0), "cold": 3, "text": 3}

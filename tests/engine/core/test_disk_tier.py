@@ -130,6 +130,7 @@ def test_a_snapshot_that_cannot_be_read_back_costs_a_prefill_and_no_answer(engin
 
     monkeypatch.setattr(engine.runner, "import_snapshot", failing)
     assert engine.cached(request("b", SYSTEM, [1] * 20)) == [0]
+    assert engine.core.prefix.status().num_unusable == 1
     assert engine.core.stats.failed_steps_in_a_row == 0
     monkeypatch.undo()
     assert engine.cached(request("c", SYSTEM, [1] * 20)) == [60]
@@ -169,7 +170,7 @@ def test_a_disk_that_hangs_is_given_up_after_a_while(engines, monkeypatch):
     hang(engine, monkeypatch)
     began = time.monotonic()
     assert engine.cached(request("b", SYSTEM, [1] * 20)) == [0]
-    assert time.monotonic() - began >= 0.2
+    assert time.monotonic() - began >= 0.2 and engine.core.prefix.status().num_unusable == 1
 
 
 def test_a_prompt_that_is_aborted_or_whose_snapshots_are_cleared_while_it_waits_for_the_disk_harms_nobody(

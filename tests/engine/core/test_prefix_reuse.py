@@ -214,6 +214,14 @@ def test_a_conversation_whose_history_was_rewritten_is_explained_although_its_sy
     assert driver.core.prefix.status().misses == {"cold": 1}, "it was a hit"
 
 
+PINNED = EngineRequest(
+    "pin",
+    np.array([*SYSTEM, 1], np.int32),
+    SamplingParams(1),
+    (STOP,),
+    boundaries=(Boundary("system", 40),),
+    pinned=True,
+)
 PER_PROMPT = 2 * STATE_BYTES + 70 * BYTES_PER_TOKEN
 
 
@@ -272,15 +280,7 @@ def test_a_snapshot_that_is_larger_than_the_memory_for_all_evicts_nobody(runner)
 
 def test_what_is_pinned_stays_whatever_comes(runner):
     driver = Driver(runner, sized(2 * PER_PROMPT))
-    pinned = EngineRequest(
-        "pin",
-        np.array([*SYSTEM, 1], np.int32),
-        SamplingParams(1),
-        (STOP,),
-        boundaries=(Boundary("system", 40),),
-        pinned=True,
-    )
-    cached(driver, pinned)
+    cached(driver, PINNED)
     others = [request(f"r{i}", [300 + 50 * i + token for token in range(40)], QUESTION) for i in range(6)]
     cached(driver, *others)
     driver.core.prefix.clear()
@@ -291,17 +291,9 @@ def test_what_is_pinned_stays_whatever_comes(runner):
 
 def test_what_does_not_fit_beside_the_pinned_evicts_nobody(runner):
     driver = Driver(runner, sized(2 * PER_PROMPT))
-    pinned = EngineRequest(
-        "pin",
-        np.array([*SYSTEM, 1], np.int32),
-        SamplingParams(1),
-        (STOP,),
-        boundaries=(Boundary("system", 40),),
-        pinned=True,
-    )
     small = request("small", [9] * 20, [8] * 20)
     large = request("large", list(range(350)), QUESTION)
-    assert cached(driver, pinned, small, large, replace(small, request_id="again")) == [0, 0, 0, 40]
+    assert cached(driver, PINNED, small, large, replace(small, request_id="again")) == [0, 0, 0, 40]
     assert driver.core.prefix.status().num_rejected == 1 and driver.core.prefix.status().num_evicted == 0
 
 
@@ -364,6 +356,7 @@ def test_what_could_not_be_restored_once_stays_for_the_next(runner):
     cached(driver, request("a", SYSTEM, QUESTION))
     runner.broken = {"restore"}
     assert cached(driver, request("b", SYSTEM, QUESTION)) == [0]
+    assert driver.core.prefix.status().num_unusable == 2, "the turn's, then the system part's"
     runner.broken = set()
     assert cached(driver, request("c", SYSTEM, QUESTION)) == [70]
 

@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -32,21 +31,6 @@ from tests.engine.processing.snapshots import (
     path_of,
     save,
 )
-
-
-@pytest.fixture
-def tier(tmp_path: Path) -> Iterator[Tier]:
-    tier = Tier(tmp_path / "cache")
-    yield tier
-    tier.close()
-
-
-@pytest.fixture
-def stall(tier: Tier, monkeypatch) -> Iterator[Stall]:
-    stall = Stall()
-    monkeypatch.setattr(os, "fsync", stall.fsync)
-    yield stall
-    stall.end()
 
 
 def test_a_torn_file_is_never_loaded_and_leaves_the_entries_with_its_children(tier: Tier) -> None:

@@ -1,11 +1,9 @@
 """The disk tier from outside: nobody waits, nothing wrong is loaded, and a restart finds what was there."""
 
 import gc
-import os
 import random
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,21 +29,6 @@ from tests.engine.processing.snapshots import (
     path_of,
     save,
 )
-
-
-@pytest.fixture
-def tier(tmp_path: Path) -> Iterator[Tier]:
-    tier = Tier(tmp_path / "cache")
-    yield tier
-    tier.close()
-
-
-@pytest.fixture
-def stall(tier: Tier, monkeypatch) -> Iterator[Stall]:
-    stall = Stall()
-    monkeypatch.setattr(os, "fsync", stall.fsync)
-    yield stall
-    stall.end()
 
 
 def test_a_saved_snapshot_is_loaded_now_and_after_a_restart(tier: Tier) -> None:
