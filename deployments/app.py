@@ -10,21 +10,26 @@ import ray
 from pydantic import Field
 from ray.serve import Application
 
+from deployments.engine_client import PLAN_TIMEOUT_S
 from deployments.http.config import HttpConfig
 from deployments.http.normalize import normalize
 from deployments.ingress import Ingress
 from deployments.mllm import MLLM
 from deployments.model_replica import ModelReplica
-from deployments.policies import mlx_node_ids
+from deployments.policies import Resource, nodes_offering
 from deployments.replica import node_id
+from deployments.spec_prefill import SpecPrefillScorer
 from deployments.text import TextMTP
-from engine.config import EngineConfig, Frozen, MediaConfig
-from engine.processing.checkpoint import refuse_code, resolve_checkpoint
+from engine.config import EngineConfig, Frozen, MediaConfig, SpecPrefillConfig
+from engine.processing.checkpoint import DEMO_MODEL, refuse_code, resolve_checkpoint
 from engine.processing.pinned import read_system
 from engine.protocol import EngineFailed
 
 ENGINE_SHARE, SMALL_SHARE = 0.9, 0.03
 """Parts of a node's resource `mlx`. A second engine does not fit, one of each other deployment does."""
+
+SCORER_SHARE = 0.9
+"""Part of a node's resource `mlx_scorer`: a second scorer does not fit."""
 
 SAME_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 """A replica serves, routes and runs its code in one event loop: a third of the CPU per token of Serve's three."""
@@ -32,10 +37,16 @@ SAME_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_R
 SPARE_SLOTS = 32
 """Requests in planning hold a slot as well; the engine, not Serve, says when there are too many."""
 
+SPARE_SCORES = 8
+"""Likewise the scorer; and its status must be heard when it is full."""
+
 
 class AppArgs(Frozen):
     engine: EngineConfig = Field(
         default_factory=lambda: EngineConfig(), description="the model and how it runs, the same on every node"
+    )
+    spec_prefill: SpecPrefillConfig = Field(
+        default_factory=lambda: SpecPrefillConfig(), description="whether and how long prompts are taken in sparsely"
     )
     media: MediaConfig = Field(default_factory=lambda: MediaConfig(), description="limits on the pictures of a request")
     http: HttpConfig = Field(default_factory=lambda: HttpConfig(), description="what the HTTP faces accept")
@@ -53,48 +64,91 @@ class AppArgs(Frozen):
 
 
 def build_app(args: AppArgs) -> Application:
-    """One replica of each deployment per node that offers `mlx`, following nodes that come and go.
+    """One replica of each deployment per node that offers `mlx`, following nodes that come and go; a scorer per node
+    that offers `mlx_scorer`, if prompts are to be scored.
 
     Raises EngineFailed when there is no such node, no such model, or a pinned prompt that no request could have.
     """
     num_nodes = _check_cluster(args.engine)
     _check_pinned(args)
+    scorer = _bind_scorer(args) if args.spec_prefill.enabled else None
     most = args.engine.max_running + args.engine.max_waiting + SPARE_SLOTS
     engine = ModelReplica.options(
-        **_one_per_node(ENGINE_SHARE, num_nodes),
+        **_one_per_node("mlx", ENGINE_SHARE, num_nodes),
         max_ongoing_requests=most,
-        request_router_config=_router(local_default=False),
+        request_router_config=_router(),
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=30,
     ).bind(args.engine)
-    planner = {**_one_per_node(SMALL_SHARE, num_nodes), "request_router_config": _router(local_default=True)}
-    text = TextMTP.options(**planner, max_ongoing_requests=64).bind(args.engine)
-    mllm = MLLM.options(**planner, max_ongoing_requests=32).bind(args.engine, args.media)
-    return Ingress.options(**_one_per_node(SMALL_SHARE, num_nodes), max_ongoing_requests=4 * most).bind(
-        args.model_name, args.engine, args.http, args.model_dump(mode="json"), engine, text, mllm
+    small = _one_per_node("mlx", SMALL_SHARE, num_nodes)
+    planner = {**small, "request_router_config": _router(local_default=True)}
+    sparse = (args.spec_prefill, engine, scorer)
+    text = TextMTP.options(**planner, max_ongoing_requests=64).bind(args.engine, *sparse)
+    mllm = MLLM.options(**planner, max_ongoing_requests=32).bind(args.engine, args.media, *sparse)
+    shown, plan_timeout_s = args.model_dump(mode="json"), PLAN_TIMEOUT_S + args.spec_prefill.deadline_s
+    return Ingress.options(**small, max_ongoing_requests=4 * most).bind(
+        args.model_name, args.engine, args.http, shown, engine, text, mllm, scorer, plan_timeout_s
     )
+
+
+def _bind_scorer(args: AppArgs) -> Application:
+    config = args.spec_prefill
+    return SpecPrefillScorer.options(
+        **_one_per_node("mlx_scorer", SCORER_SHARE, _check_scorer_nodes(config)),
+        max_ongoing_requests=config.max_running + config.max_waiting + SPARE_SCORES,
+        request_router_config=_router(local_first=True),
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+        graceful_shutdown_timeout_s=5,
+        # In serve_config.yaml the deployment may not be named: Serve refuses names of what is switched off.
+        logging_config={"enable_access_log": False},
+    ).bind(config, args.engine)
 
 
 def _check_cluster(config: EngineConfig) -> int:
     """The number of nodes that an engine fits on; 1 in Serve's local testing mode."""
     if not ray.is_initialized():
         return 1
-    nodes = mlx_node_ids()
+    nodes = nodes_offering("mlx")
     if not nodes:
         raise EngineFailed(
             "No node of this Ray cluster offers the resource 'mlx'. "
             """Start Ray on every node that is to hold the model with: ray start --resources='{"mlx": 1}' ..."""
         )
-    if _has_files():
+    if _is_among(nodes):
         refuse_code(resolve_checkpoint(config.model, config.revision, weights=False))
     return len(nodes)
 
 
+def _check_scorer_nodes(config: SpecPrefillConfig) -> int:
+    """The number of nodes that a scorer fits on; 1 in Serve's local testing mode."""
+    if not ray.is_initialized():
+        return 1
+    nodes = nodes_offering("mlx_scorer")
+    if not nodes:
+        raise EngineFailed(
+            "spec_prefill.enabled is true, but no node of this Ray cluster offers the resource 'mlx_scorer'. "
+            "Start Ray on every node that is to score prompts with: "
+            """ray start --resources='{"mlx": 1, "mlx_scorer": 1}' ..., """
+            "or switch it off with spec_prefill.enabled: false"
+        )
+    if _is_among(nodes):
+        refuse_code(_resolve_draft(config))
+    return len(nodes)
+
+
+def _resolve_draft(config: SpecPrefillConfig) -> Path:
+    """The directory with the draft's configuration. Raises EngineFailed."""
+    draft = str(DEMO_MODEL / "draft") if config.draft_model == "demo" else config.draft_model
+    return resolve_checkpoint(draft, config.draft_revision, weights=False)
+
+
 def _check_pinned(args: AppArgs) -> None:
     """A line that is dropped from all system messages may not stand in one that is to match them."""
+    has_files = ray.is_initialized() and _is_among(nodes_offering("mlx"))
     for i, prompt in enumerate(args.engine.prefix_cache.pinned):
-        if prompt.system_file is not None and not _has_files():
+        if prompt.system_file is not None and not has_files:
             continue
         lines = read_system(prompt).removesuffix("\n").split("\n")
         for (number, line), pattern in product(enumerate(lines, 1), args.http.volatile_patterns):
@@ -107,16 +161,16 @@ def _check_pinned(args: AppArgs) -> None:
                 )
 
 
-def _has_files() -> bool:
+def _is_among(nodes: list[str]) -> bool:
     """Whether the files that the configuration names are to be on this node; on one that only routes they need not."""
-    return ray.is_initialized() and node_id() in mlx_node_ids()
+    return node_id() in nodes
 
 
-def _one_per_node(share: float, num_nodes: int) -> dict[str, Any]:
+def _one_per_node(resource: Resource, share: float, num_nodes: int) -> dict[str, Any]:
     return {
         "ray_actor_options": {
             "num_cpus": 0,
-            "resources": {"mlx": share},
+            "resources": {resource: share},
             "runtime_env": {"env_vars": SAME_LOOP},
         },
         "max_replicas_per_node": 1,
@@ -126,14 +180,14 @@ def _one_per_node(share: float, num_nodes: int) -> dict[str, Any]:
             "max_replicas": max(64, num_nodes),
             "upscale_delay_s": 1,
             "downscale_delay_s": 10,
-            "policy": {"policy_function": "deployments.policies:OnePerMlxNode"},
+            "policy": {
+                "policy_function": "deployments.policies:OnePerOfferingNode",
+                "policy_kwargs": {"resource": resource},
+            },
         },
         "graceful_shutdown_wait_loop_s": 0.5,
     }
 
 
-def _router(local_default: bool) -> dict[str, Any]:
-    return {
-        "request_router_class": "deployments.routing.NodeRouter",
-        "request_router_kwargs": {"local_default": local_default},
-    }
+def _router(**choice: bool) -> dict[str, Any]:
+    return {"request_router_class": "deployments.routing.NodeRouter", "request_router_kwargs": choice}

@@ -38,7 +38,8 @@ class ChatRequest:
     """One request of any dialect after normalization. None means: the model's own default.
 
     The fields of sampling are those of `SamplingParams`, where their meaning is told; num_choices, grammar, priority
-    and tenant those of `EngineRequest`. stop_token_ids: besides the model's own.
+    and tenant those of `EngineRequest`. stop_token_ids: besides the model's own. spec_prefill: whether a long prompt
+    may be taken in sparsely; None: by the configuration's rules. spec_prefill_keep: the part of it that is computed.
     """
 
     request_id: str
@@ -62,15 +63,34 @@ class ChatRequest:
     priority: int = 0
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tenant: str = ""
+    spec_prefill: bool | None = None
+    spec_prefill_keep: float | None = None
+
+
+@dataclass(frozen=True)
+class SpecPrefillReport:
+    """What became of a prompt that was to be taken in sparsely.
+
+    num_scored: tokens that the draft model read for it. scoring_s: how long the prompt waited for its plan, seconds.
+    dense_because: why all of it is computed, for the client; None if it is not.
+    """
+
+    num_scored: int
+    scoring_s: float
+    dense_because: str | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a planner makes of a ChatRequest; `planner_node` is the id of the node that made it ('' without Ray)."""
+    """What a planner makes of a ChatRequest; `planner_node` is the id of the node that made it ('' without Ray).
+
+    spec_prefill: None where nobody asked for a sparse prompt and the configuration wants none.
+    """
 
     request: EngineRequest
     route: Route
     planner_node: str = ""
+    spec_prefill: SpecPrefillReport | None = None
 
 
 @dataclass(frozen=True)
@@ -119,11 +139,14 @@ class SilentEngine:
 class Generation(Protocol):
     """A request that has begun: its prompt is planned and its first token is there. Ends when all choices have.
 
-    num_cached_tokens: those of the prompt that came out of the prefix cache.
+    num_cached_tokens: those of the prompt that came out of the prefix cache. num_skipped_tokens: those that were never
+    computed; spec_prefill tells why, or why there are none.
     """
 
     num_prompt_tokens: int
     num_cached_tokens: int
+    num_skipped_tokens: int
+    spec_prefill: SpecPrefillReport | None
 
     def __aiter__(self) -> AsyncIterator[TextDelta]: ...
 

@@ -42,6 +42,7 @@ class EngineStream:
         self.plan = plan
         self.node_id = node_id
         self.num_cached_tokens = first.num_cached
+        self.num_skipped_tokens = first.num_skipped
         self._first = first
         self._rest = rest
         self._resources = resources
@@ -77,6 +78,7 @@ class EngineClient:
         planners: Mapping[Route, DeploymentHandle],
         reserve_timeout_s: float = RESERVE_TIMEOUT_S,
         ask_timeout_s: float = ASK_TIMEOUT_S,
+        plan_timeout_s: float = PLAN_TIMEOUT_S,
     ):
         # options() connects a handle to its deployment, so that the first request need not wait for it
         # Chunks are plain dataclasses: pickle takes a fifth of the engine's CPU per item off what cloudpickle costs.
@@ -87,6 +89,7 @@ class EngineClient:
         self._questions = engine
         self._reserve_timeout_s = reserve_timeout_s
         self._ask_timeout_s = ask_timeout_s
+        self._plan_timeout_s = plan_timeout_s
 
     async def start(self, request: ChatRequest, route: Route) -> EngineStream:
         """Returns with the first chunk. A replica that dies before it is replaced by another one, once.
@@ -151,9 +154,9 @@ class EngineClient:
         if selection is not None:
             planner = planner.options(session_id=NODE_SESSION + selection.node_id)
         try:
-            return await within(PLAN_TIMEOUT_S, planner.remote(request))
+            return await within(self._plan_timeout_s, planner.remote(request))
         except TimeoutError:
-            raise EngineFailed(f"The request could not be prepared within {PLAN_TIMEOUT_S:.0f} s.") from None
+            raise EngineFailed(f"The request could not be prepared within {self._plan_timeout_s:.0f} s.") from None
 
 
 async def within(timeout_s: float, response: Any) -> Any:

@@ -12,11 +12,11 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.chat import ChatRequest, Route, TextDelta, TextLogprobs
-from deployments.engine_client import EngineClient, EngineStream
+from deployments.engine_client import PLAN_TIMEOUT_S, EngineClient, EngineStream
 from deployments.http.cache import cache_body, cleared_body
 from deployments.http.config import HttpConfig
 from deployments.http.openai import create_app
-from deployments.policies import mlx_node_ids
+from deployments.policies import nodes_offering
 from deployments.replica import replica_info
 from engine.config import EngineConfig
 from engine.processing.checkpoint import media_kinds, read_config, resolve_checkpoint
@@ -38,6 +38,8 @@ class TextGeneration:
         request = stream.plan.request
         self.num_prompt_tokens = len(request.token_ids)
         self.num_cached_tokens = stream.num_cached_tokens
+        self.num_skipped_tokens = stream.num_skipped_tokens
+        self.spec_prefill = stream.plan.spec_prefill
         self._stream = stream
         self._token_bytes = tokenizer.token_bytes
         self._running = {index: tokenizer.detokenizer(stop) for index in range(request.num_choices)}
@@ -102,6 +104,8 @@ class Ingress:
         engine: DeploymentHandle,
         text: DeploymentHandle,
         mllm: DeploymentHandle,
+        scorer: DeploymentHandle | None = None,
+        plan_timeout_s: float = PLAN_TIMEOUT_S,
     ):
         self.model_name = model_name
         self._http = http
@@ -109,8 +113,9 @@ class Ingress:
         model_dir = resolve_checkpoint(config.model, config.revision, weights=False)
         self._tokenizer = ChatTokenizer(model_dir)
         self._media_kinds = media_kinds(model_dir, read_config(model_dir))
-        self._client = EngineClient(engine, {Route.TEXT: text, Route.MLLM: mllm})
-        self._graph = {"engines": engine, "text": text, "mllm": mllm}
+        self._client = EngineClient(engine, {Route.TEXT: text, Route.MLLM: mllm}, plan_timeout_s=plan_timeout_s)
+        self._engines = engine
+        self._graph = {"engines": engine, "text": text, "mllm": mllm, "spec_prefill": scorer}
         self._ready_until = float("-inf")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -121,14 +126,19 @@ class Ingress:
         return TextGeneration(stream, self._tokenizer, request.stop)
 
     async def status(self) -> dict[str, Any]:
-        """Sums over all engines, then every replica of the graph, and the configuration in effect."""
-        replicas = dict(zip(self._graph, await asyncio.gather(*map(status_of_all, self._graph.values())), strict=True))
+        """Sums over all engines, then every replica of the graph, and the configuration in effect.
+
+        `spec_prefill`: the scorers, null where there are none by configuration.
+        """
+        there = {name: handle for name, handle in self._graph.items() if handle is not None}
+        replicas = dict(zip(there, await asyncio.gather(*map(status_of_all, there.values())), strict=True))
         engines = [replica["engine"] for replica in replicas["engines"]]
         return {
             "model": self.model_name,
             "ready": any(engine["state"] == "ready" for engine in engines),
             "num_running": sum(engine["num_running"] for engine in engines),
             "num_waiting": sum(engine["num_waiting"] for engine in engines),
+            "spec_prefill": None,
             **replicas,
             "ingress": [replica_info()],
             "config": self._effective_config,
@@ -144,7 +154,7 @@ class Ingress:
     async def not_ready(self) -> str | None:
         if time.monotonic() < self._ready_until:
             return None
-        engines = await status_of_all(self._graph["engines"])
+        engines = await status_of_all(self._engines)
         if any(replica["engine"]["state"] == "ready" for replica in engines):
             self._ready_until = time.monotonic() + READY_CHECKED_EVERY_S
             return None
@@ -153,7 +163,7 @@ class Ingress:
 
 async def engine_node_ids() -> list[str]:
     """The nodes on which there is to be an engine, also while there is none; [''] without Ray."""
-    return await asyncio.to_thread(mlx_node_ids) if ray.is_initialized() else [""]
+    return await asyncio.to_thread(nodes_offering, "mlx") if ray.is_initialized() else [""]
 
 
 async def status_of_all(handle: DeploymentHandle) -> list[dict[str, Any]]:

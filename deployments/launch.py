@@ -34,16 +34,19 @@ DARWIN_DEFAULTS = {
     "GRPC_ENABLE_FORK_SUPPORT": "0",
 }
 
+RESOURCES = {"mlx": 1, "mlx_scorer": 1}
+"""What a node offers by which an engine, or a scorer of prompts, may be placed on it."""
+
 RAY_INIT_HOOK = "RAY_RUNTIME_ENV_HOOK"
 """Ray calls the function that this variable names when the process connects, before any node is started."""
 
 
 def prepare() -> None:
-    """Sets the defaults; in `serve run <config>` also gives a local cluster its `mlx` and asks for the watcher."""
+    """Sets the defaults; in `serve run <config>` also gives a local cluster its resources and asks for the watcher."""
     for name, value in {**DEFAULTS, **(DARWIN_DEFAULTS if sys.platform == "darwin" else {})}.items():
         os.environ.setdefault(name, value)
     if serve_run_config(sys.argv) is not None:
-        _offer_mlx()
+        _offer_resources()
         os.environ.setdefault(RAY_INIT_HOOK, "deployments.launch_watch.watch_serve_run")
 
 
@@ -54,11 +57,12 @@ def serve_run_config(argv: list[str]) -> str | None:
     return next((word for word in argv[2:] if word.endswith((".yaml", ".yml"))), None)
 
 
-def _offer_mlx() -> None:
-    """A Ray node that this process starts offers the resource `mlx`. Has no effect on a cluster that it joins."""
+def _offer_resources() -> None:
+    """A Ray node that this process starts offers our resources. Has no effect on a cluster that it joins."""
     try:
         resources = json.loads(os.environ.get("RAY_OVERRIDE_RESOURCES") or "{}")
-        resources.setdefault("mlx", 1)
+        for name, amount in RESOURCES.items():
+            resources.setdefault(name, amount)
     except (ValueError, AttributeError):
         return  # not a JSON object: Ray's own message about it is the better one
     os.environ["RAY_OVERRIDE_RESOURCES"] = json.dumps(resources)

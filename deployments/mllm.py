@@ -5,11 +5,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from deployments.chat import MEDIA_KINDS, ChatRequest, Message, Plan, Route
 from deployments.planning import PromptPlanner
 from deployments.replica import log_refusals_in_one_line, node_id, replica_info
-from engine.config import EngineConfig, MediaConfig
+from deployments.sparse_planner import PromptFacts, SparsePlanner
+from engine.config import EngineConfig, MediaConfig, SpecPrefillConfig
 from engine.processing.images import ImagePreprocessor
 from engine.processing.media import MediaLoader
 from engine.protocol import ImagePatches, InvalidRequest
@@ -22,9 +24,17 @@ MAX_PIXEL_BYTES = 60 * 2**20
 class MLLM:
     """Fetches, decodes and cuts the pictures, renders and tokenizes, on the node whose engine will answer."""
 
-    def __init__(self, config: EngineConfig, media: MediaConfig):
+    def __init__(
+        self,
+        config: EngineConfig,
+        media: MediaConfig,
+        spec_prefill: SpecPrefillConfig,
+        engine: DeploymentHandle | None = None,
+        scorer: DeploymentHandle | None = None,
+    ):
         log_refusals_in_one_line()
-        self._planner = PromptPlanner(config)
+        self._planner = PromptPlanner(config, finds_boundaries=spec_prefill.enabled)
+        self._sparse = SparsePlanner(spec_prefill, PromptFacts.of(self._planner.tokenizer), engine, scorer)
         self._loader = MediaLoader(media)
         model_dir = self._planner.model_dir
         self._preprocessor = ImagePreprocessor(model_dir) if ImagePreprocessor.supported(model_dir) else None
@@ -32,10 +42,12 @@ class MLLM:
     async def plan(self, request: ChatRequest) -> Plan:
         """Raises InvalidRequest naming the part that is at fault, ContextLengthExceeded."""
         images = await self._load(list(image_sources(request.messages)))
-        return Plan(await self._planner.engine_request(request, request.messages, images), Route.MLLM, node_id())
+        dense = await self._planner.engine_request(request, request.messages, images)
+        planned, report = await self._sparse.plan(request, dense)
+        return Plan(planned, Route.MLLM, node_id(), report)
 
     async def status(self) -> dict[str, Any]:
-        return replica_info()
+        return {**replica_info(), "spec_prefill": self._sparse.status()}
 
     async def _load(self, sources: Sequence[tuple[str, str]]) -> tuple[ImagePatches, ...]:
         if self._preprocessor is None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict
@@ -11,9 +10,9 @@ from typing import Any, TypeVar
 from ray import serve
 
 from deployments.chat import EngineAnswer
-from deployments.replica import log_refusals_in_one_line, replica_info
+from deployments.replica import lend_blas_half_the_cores, log_refusals_in_one_line, replica_info
 from engine.config import EngineConfig
-from engine.protocol import CacheCleared, CacheStatus, EngineRequest, TokenChunk
+from engine.protocol import CacheCleared, CachedPrefix, CacheStatus, EngineRequest, TokenChunk
 
 log = logging.getLogger("ray.serve")
 
@@ -27,8 +26,7 @@ class ModelReplica:
     async def __init__(self, config: EngineConfig):
         """Returns when the weights are in memory; until then Serve sends no request. Raises EngineFailed."""
         log_refusals_in_one_line()
-        # Ray sets OMP_NUM_THREADS to 1 where num_cpus is 0; half of the cores is better, see engine/worker/blas.py
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
+        lend_blas_half_the_cores()
         from engine.async_engine import AsyncEngine  # brings MLX, which no other process of the graph may hold
 
         self._engine = AsyncEngine(config)
@@ -48,6 +46,10 @@ class ModelReplica:
 
     async def status(self) -> dict[str, Any]:
         return {**replica_info(), "engine": asdict(self._engine.status())}
+
+    async def cached_prefix(self, request: EngineRequest) -> CachedPrefix:
+        """See AsyncEngine.cached_prefix. Raises EngineFailed when the engine is not ready."""
+        return await self._engine.cached_prefix(request)
 
     async def cache_status(self) -> EngineAnswer[CacheStatus]:
         """Raises EngineFailed when the engine is not ready."""

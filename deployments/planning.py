@@ -27,17 +27,20 @@ AS_ASKED = ("presence_penalty", "frequency_penalty", "logit_bias", "min_tokens",
 
 
 class PromptPlanner:
-    """Knows the model's tokenizer, template and defaults, not its weights. Raises EngineFailed for a bad checkpoint."""
+    """Knows the model's tokenizer, template and defaults, not its weights. Raises EngineFailed for a bad checkpoint.
 
-    def __init__(self, config: EngineConfig):
+    finds_boundaries: somebody needs to know where a prompt may be cut, besides the prefix cache.
+    """
+
+    def __init__(self, config: EngineConfig, finds_boundaries: bool = False):
         self.model_dir = resolve_checkpoint(config.model, config.revision, weights=False)
         refuse_code(self.model_dir)
         config_of_model = read_config(self.model_dir)
         trained_for = context_limit(config_of_model)
         self._vocab_size = vocab_size(config_of_model)
         self._max_context_tokens = min(config.max_context_tokens or trained_for, trained_for)
-        self._tokenizer = ChatTokenizer(self.model_dir)
-        self._finds_boundaries = config.prefix_cache.enabled
+        self.tokenizer = ChatTokenizer(self.model_dir)
+        self._finds_boundaries = config.prefix_cache.enabled or finds_boundaries
 
     async def engine_request(
         self, request: ChatRequest, messages: Sequence[Message], images: tuple[ImagePatches, ...] = ()
@@ -49,7 +52,7 @@ class PromptPlanner:
             request_id=request.request_id,
             token_ids=prompt.token_ids,
             sampling=sampling_params(
-                request, self._tokenizer.generation_defaults, len(prompt.token_ids), self._max_context_tokens
+                request, self.tokenizer.generation_defaults, len(prompt.token_ids), self._max_context_tokens
             ),
             stop_token_ids=self._stop_token_ids(request),
             images=images,
@@ -65,9 +68,9 @@ class PromptPlanner:
         self, messages: Sequence[Message], template_kwargs: Mapping[str, Any], image_tokens: Sequence[int]
     ) -> tuple[ChatPrompt, PromptOrigin]:
         if self._finds_boundaries:
-            prompt = self._tokenizer.chat_prompt(messages, template_kwargs=template_kwargs, image_tokens=image_tokens)
+            prompt = self.tokenizer.chat_prompt(messages, template_kwargs=template_kwargs, image_tokens=image_tokens)
             return prompt, prompt_origin(template_kwargs)
-        ids = self._tokenizer.encode_chat(messages, template_kwargs=template_kwargs, image_tokens=image_tokens)
+        ids = self.tokenizer.encode_chat(messages, template_kwargs=template_kwargs, image_tokens=image_tokens)
         return ChatPrompt(ids, ()), PromptOrigin()
 
     def _stop_token_ids(self, request: ChatRequest) -> tuple[int, ...]:
@@ -77,7 +80,7 @@ class PromptPlanner:
                     f"stop_token_ids[{i}] is {token_id}; this model's tokens are 0 to {self._vocab_size - 1}",
                     f"stop_token_ids[{i}]",
                 )
-        return tuple(sorted({*self._tokenizer.stop_token_ids, *request.stop_token_ids}))
+        return tuple(sorted({*self.tokenizer.stop_token_ids, *request.stop_token_ids}))
 
 
 def prompt_origin(template_kwargs: Mapping[str, Any]) -> PromptOrigin:

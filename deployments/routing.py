@@ -13,12 +13,14 @@ NODE_SESSION = "node:"
 
 class NodeRouter(LocalityMixin, RequestRouter):
     """`local_default`: a request that names no node stays on the caller's node; otherwise the least loaded replica.
+    `local_first`: the same, but where the caller's node has no replica, or a full one, the others do as well.
 
     Runs in the process of the caller. Without a replica that may take the request, it waits without limit.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
         self._local_default: bool = kwargs.get("local_default", False)
+        self._local_first: bool = kwargs.get("local_first", False)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -32,7 +34,10 @@ class NodeRouter(LocalityMixin, RequestRouter):
         if self._local_default and self._self_node_id:
             return [on_node(candidate_replicas, self._self_node_id)]
         loads = {r.replica_id: self._replica_queue_len_cache.get(r.replica_id) or 0 for r in candidate_replicas}
-        return [[r] for r in by_load(candidate_replicas, loads, pending_request.metadata.internal_request_id)]
+        ranked = by_load(candidate_replicas, loads, pending_request.metadata.internal_request_id)
+        if self._local_first:
+            ranked.sort(key=lambda r: r.node_id != self._self_node_id)
+        return [[r] for r in ranked]
 
     def _fulfill_next_pending_request(self, replica: RunningReplica, request_metadata: Any = None) -> None:
         """Gives the replica to the request for which this very task looked for one.

@@ -3,24 +3,35 @@
 from typing import Any
 
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from deployments.chat import ChatRequest, Plan, Route
 from deployments.planning import PromptPlanner
 from deployments.replica import log_refusals_in_one_line, node_id, replica_info
-from engine.config import EngineConfig
+from deployments.sparse_planner import PromptFacts, SparsePlanner
+from engine.config import EngineConfig, SpecPrefillConfig
 
 
 @serve.deployment()
 class TextMTP:
     """Renders the chat template and tokenizes, on the node whose engine will answer."""
 
-    def __init__(self, config: EngineConfig):
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec_prefill: SpecPrefillConfig,
+        engine: DeploymentHandle | None = None,
+        scorer: DeploymentHandle | None = None,
+    ):
         log_refusals_in_one_line()
-        self._planner = PromptPlanner(config)
+        self._planner = PromptPlanner(config, finds_boundaries=spec_prefill.enabled)
+        self._sparse = SparsePlanner(spec_prefill, PromptFacts.of(self._planner.tokenizer), engine, scorer)
 
     async def plan(self, request: ChatRequest) -> Plan:
         """Raises InvalidRequest, ContextLengthExceeded."""
-        return Plan(await self._planner.engine_request(request, request.messages), Route.TEXT, node_id())
+        dense = await self._planner.engine_request(request, request.messages)
+        planned, report = await self._sparse.plan(request, dense)
+        return Plan(planned, Route.TEXT, node_id(), report)
 
     async def status(self) -> dict[str, Any]:
-        return replica_info()
+        return {**replica_info(), "spec_prefill": self._sparse.status()}

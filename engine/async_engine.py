@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
 from engine.core.request import Matcher
+from engine.core.request_check import check_plan, check_request
 from engine.core.scheduler import Chunks
 from engine.core.stats import Stats
 from engine.device_thread import DeviceThread
@@ -22,8 +23,8 @@ from engine.processing.snapshot_files import SnapshotFiles, SnapshotLost
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import (
     CacheCleared,
+    CachedPrefix,
     CacheStatus,
-    ContextLengthExceeded,
     EngineFailed,
     EngineRequest,
     EngineStatus,
@@ -147,6 +148,10 @@ class AsyncEngine:
         if failed >= self.config.max_failed_steps:
             raise EngineFailed(f"{failed} steps in a row failed, the limit is {self.config.max_failed_steps}")
 
+    async def cached_prefix(self, request: EngineRequest) -> CachedPrefix:
+        """What a sparse plan for the prompt can build on. Raises EngineFailed when the engine is not ready."""
+        return await self._ask(lambda core: CachedPrefix(core.prefix.peek(request), core.runner.no_sparse))
+
     async def cache_status(self) -> CacheStatus:
         """Raises EngineFailed when the engine is not ready."""
         status = await self._ask(lambda core: core.prefix.status())
@@ -185,6 +190,7 @@ class AsyncEngine:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         runner = self._core.runner
         check_request(request, self.config, runner.vocab_size, runner.max_context_tokens)
+        check_plan(request, runner.no_sparse)
         num_open = sum(
             max(stream.num_open, 1) for stream in self._streams.values()
         )  # one that nobody reads counts, too
@@ -325,39 +331,6 @@ class AsyncEngine:
         if not self._ready.done():
             self._ready.set_exception(EngineFailed(self._error))
             self._ready.exception()  # read here, in case nobody waits for it
-
-
-def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int, max_context_tokens: int) -> None:
-    """Raises InvalidRequest or ContextLengthExceeded for a request that could never be served, or not as it asks."""
-    num_prompt_tokens, sampling = len(request.token_ids), request.sampling
-    if not num_prompt_tokens:
-        raise InvalidRequest("the prompt has 0 tokens, it needs at least 1", "messages")
-    for token_id in (int(request.token_ids.min()), int(request.token_ids.max())):
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"token id {token_id} is not within 0 and {vocab_size - 1}", "messages")
-    for token_id in request.stop_token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"stop token id {token_id} is not within 0 and {vocab_size - 1}", "stop_token_ids")
-    for token_id, _ in sampling.logit_bias:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"logit_bias: token id {token_id} is not within 0 and {vocab_size - 1}", "logit_bias")
-    if request.grammar is not None and sampling.min_tokens:
-        raise InvalidRequest(
-            f"min_tokens is {sampling.min_tokens}: with a grammar it must be 0, as all that matches may be shorter",
-            "min_tokens",
-        )
-    if not 1 <= request.num_choices <= config.max_running:
-        raise InvalidRequest(
-            f"n is {request.num_choices}; it must be between 1 and {config.max_running} (max_running)", "n"
-        )
-    if request.priority and config.scheduler.policy != "priority":
-        raise InvalidRequest(
-            f"priority is {request.priority}, but the scheduler's policy is {config.scheduler.policy}, which knows "
-            "only priority 0",
-            "priority",
-        )
-    if num_prompt_tokens + sampling.max_tokens > max_context_tokens:
-        raise ContextLengthExceeded(num_prompt_tokens, sampling.max_tokens, max_context_tokens)
 
 
 def _make_pinned(config: EngineConfig) -> list[EngineRequest]:

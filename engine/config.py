@@ -112,6 +112,43 @@ class EngineConfig(Frozen):
     max_failed_steps: int = Field(default=5, ge=1, description="failed steps in a row before the engine is unhealthy")
 
 
+class SpecPrefillConfig(Frozen):
+    """The scorer: a small draft model tells which parts of a long prompt matter, the target computes only those."""
+
+    enabled: bool = Field(default=False, description="score long prompts and take them in sparsely")
+    draft_model: str = Field(
+        default="demo",
+        description="with the tokenizer of the target: 'demo' (the demo model's draft), a directory, a hub repository",
+    )
+    draft_revision: str | None = Field(default=None, description="branch, tag or commit of a hub repository")
+    threshold_tokens: int = Field(
+        default=8192, ge=1, description="so many tokens behind what is cached, and requests need not ask for it"
+    )
+    keep: float = Field(default=0.3, ge=0.1, le=1.0, description="part of the scored tokens that is computed")
+    chunk_size: int = Field(
+        default=2048, ge=16, description="tokens per forward of the draft; a request is given up between two"
+    )
+    lookahead: int = Field(default=8, ge=1, le=64, description="tokens of the answer that the draft looks ahead")
+    max_tokens_scored: int = Field(default=65536, ge=64, description="longer prompts are taken in densely")
+    max_running: int = Field(default=4, ge=1, le=64, description="prompts that are scored in turns, chunk by chunk")
+    max_waiting: int = Field(default=8, ge=0, description="prompts that wait for that; one more is taken in densely")
+    deadline_s: float = Field(default=30.0, gt=0, description="a prompt that is not scored by then is taken in densely")
+    device: Literal["auto", "cpu", "gpu"] = Field(
+        default="auto", description="auto: the CPU beside an engine, else the GPU if MLX has one"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="of the draft's weights; auto: float32 on the CPU, bfloat16 on a GPU"
+    )
+    memory_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=0.9,
+        description="part of the device's memory for weights and caches; default: 0.1; on a GPU that an engine uses "
+        "as well it must be said",
+    )
+    mlx_cache_mb: int = Field(default=512, ge=0, description="freed buffers that MLX may keep for reuse")
+
+
 class MediaConfig(Frozen):
     max_images: int = Field(default=16, ge=1, description="pictures in one request")
     max_bytes: int = Field(default=20 * 2**20, ge=1024, description="one encoded picture")

@@ -175,13 +175,27 @@ class PromptOrigin:
 
 
 @dataclass(frozen=True)
+class SparsePlan:
+    """Which tokens of a long prompt are computed; the others are left out, and all keep their places.
+
+    positions: int32, ascending: the first num_dense tokens are all among them, so is the last. fingerprint: hex digest
+    of the prompt's tokens and of all that is said here, see core/spec_prefill/plan.py.
+    """
+
+    positions: np.ndarray
+    num_dense: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
 class EngineRequest:
     """token_ids: int32 [num_prompt_tokens], image placeholders already repeated per image token.
 
     num_choices: answers wanted; they share the prompt's prefill, and choice i is sampled with `choice_seed(seed, i)`.
     priority: smaller is more urgent; only with the scheduler's policy `priority`. boundaries: by num_tokens; the kind
     `prompt` is the engine's own business. tenant: requests share cached prefixes with those of the same tenant alone.
-    pinned: what is cached at its system boundary is never evicted.
+    pinned: what is cached at its system boundary is never evicted. sparse: the prompt is taken in by this plan; never
+    the state behind the first token that it leaves out reaches the prefix cache.
     """
 
     request_id: str
@@ -196,6 +210,7 @@ class EngineRequest:
     tenant: str = ""
     origin: PromptOrigin = PromptOrigin()
     pinned: bool = False
+    sparse: SparsePlan | None = None
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -217,7 +232,8 @@ class TokenChunk:
 
     `finish_reason` is set on the choice's last chunk alone; `error` tells why when it is ERROR. logprobs: one per
     token, if asked for. num_drafted, num_accepted: draft tokens that were verified in these steps, and how many held.
-    num_cached: tokens of the prompt that came out of the prefix cache; the same in all chunks of a request.
+    num_cached: tokens of the prompt that came out of the prefix cache; num_skipped: that its sparse plan left out; both
+    are the same in all chunks of a request.
     """
 
     token_ids: tuple[int, ...]
@@ -228,6 +244,15 @@ class TokenChunk:
     num_drafted: int = 0
     num_accepted: int = 0
     num_cached: int = 0
+    num_skipped: int = 0
+
+
+@dataclass(frozen=True)
+class CachedPrefix:
+    """How many tokens of a prompt the prefix cache holds now. no_sparse: why no sparse plan can be carried out here."""
+
+    num_tokens: int
+    no_sparse: str | None = None
 
 
 @dataclass(frozen=True)
@@ -329,6 +354,8 @@ class EngineStatus:
     num_failed: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_sparse: int = 0
+    num_skipped_tokens: int = 0
     num_output_tokens: int = 0
     max_rows_in_a_step: int = 0
     num_preempted: int = 0

@@ -10,7 +10,7 @@ class ChoiceTokens:
 
     def __init__(self) -> None:
         self.finish: TokenChunk | None = None
-        self._num_cached = 0
+        self._num_cached = self._num_skipped = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -28,14 +28,15 @@ class ChoiceTokens:
         self._logprobs.extend(chunk.logprobs)
         self._num_drafted += chunk.num_drafted
         self._num_accepted += chunk.num_accepted
-        self._num_cached = max(self._num_cached, chunk.num_cached)  # what we end ourselves does not know it
+        self._num_cached = max(self._num_cached, chunk.num_cached)  # what we end ourselves does not know them
+        self._num_skipped = max(self._num_skipped, chunk.num_skipped)
         if chunk.finish_reason is not None:
             self.finish = chunk
 
     def take(self, index: int) -> TokenChunk:
         reason, error = (self.finish.finish_reason, self.finish.error) if self.finish is not None else (None, None)
         token_ids, logprobs = tuple(self._token_ids), tuple(self._logprobs)
-        figures = self._num_drafted, self._num_accepted, self._num_cached
+        figures = self._num_drafted, self._num_accepted, self._num_cached, self._num_skipped
         chunk = TokenChunk(token_ids, reason, error, index, logprobs, *figures)
         self._clear()
         return chunk

@@ -51,7 +51,7 @@ class Answer:
 
     def __init__(self, generation: Generation, num_choices: int):
         self._num_prompt_tokens = generation.num_prompt_tokens
-        self._num_cached_tokens = generation.num_cached_tokens
+        self._prompt_details = prompt_details(generation)
         self._num_tokens = self._num_drafted = self._num_accepted = 0
         self._finish_reasons: list[str | None] = [None] * num_choices
 
@@ -77,13 +77,26 @@ class Answer:
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": self._num_tokens,
             "total_tokens": self._num_prompt_tokens + self._num_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
+            "prompt_tokens_details": self._prompt_details,
             # not OpenAI's accepted_prediction_tokens: those are of a prediction that the client sends
             "completion_tokens_details": {
                 "drafted_tokens": self._num_drafted,
                 "accepted_draft_tokens": self._num_accepted,
             },
         }
+
+
+def prompt_details(generation: Generation) -> dict[str, Any]:
+    """Where a prompt's tokens came from. `specprefill` is there if a sparse prompt was asked for or tried."""
+    details: dict[str, Any] = {"cached_tokens": generation.num_cached_tokens}
+    if (report := generation.spec_prefill) is not None:
+        details["specprefill"] = {
+            "skipped_tokens": generation.num_skipped_tokens,
+            "scored_tokens": report.num_scored,
+            "scoring_ms": round(1000 * report.scoring_s, 1),
+            "dense_because": report.dense_because,
+        }
+    return details
 
 
 async def collect(generation: Generation, completion: Completion) -> dict[str, Any]:

@@ -111,6 +111,7 @@ class StructuredOutputs(Wire):
 class ChatCompletionBody(Wire):
     """`user` names the client's end user and never changes a token. Neither does `cache_salt`, vLLM's field: a request
     shares the cached prefixes of prompts only with requests of the same salt, or, without one, with those without.
+    `specprefill` asks for a sparse prompt, or forbids it; `specprefill_keep_pct` is the part of it that is computed.
     """
 
     model: str
@@ -139,6 +140,8 @@ class ChatCompletionBody(Wire):
     priority: int | None = Field(None, ge=-(2**31), le=_INT32_MAX)
     chat_template_kwargs: TemplateKwargs | None = None
     cache_salt: CacheSalt | None = None
+    specprefill: bool | None = None
+    specprefill_keep_pct: float | None = Field(None, ge=0.1, le=1)
     user: str | None = None
 
 
@@ -174,6 +177,11 @@ def _check_together(body: ChatCompletionBody) -> None:
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest(
             f"`top_logprobs` is {body.top_logprobs}: it may only be sent with `logprobs`: true.", "top_logprobs"
+        )
+    if body.specprefill is False and body.specprefill_keep_pct is not None:
+        raise InvalidRequest(
+            f"`specprefill_keep_pct` is {body.specprefill_keep_pct}: it may not be sent with `specprefill`: false.",
+            "specprefill_keep_pct",
         )
     for key in body.logit_bias or ():
         if not _TOKEN_ID.fullmatch(key):
@@ -236,6 +244,8 @@ def request_fields(body: ChatCompletionBody) -> dict[str, Any]:
         "priority": body.priority or 0,
         "template_kwargs": {} if kwargs is None else kwargs.model_dump(exclude_none=True),
         "tenant": body.cache_salt or "",
+        "spec_prefill": body.specprefill,
+        "spec_prefill_keep": body.specprefill_keep_pct,
     }
 
 

@@ -56,8 +56,10 @@ class ModelRunner(Protocol):
     """Computes; never decides. All methods run on the device thread; the attributes never change.
 
     A row is a `core.Request`; its prompt is `row.prompt_token_ids`, which holds the tokens that it has given out
-    already when it was preempted. max_draft_tokens: 0 without an MTP head. image_token_id: the placeholder in prompts.
-    no_snapshots: why this model's prompts cannot be cached, None if they can. device_bytes: memory of the device.
+    already when it was preempted, and of which `row.computed_index` are computed; they alone are counted.
+    max_draft_tokens: 0 without an MTP head. image_token_id: the placeholder in prompts.
+    no_snapshots: why this model's prompts cannot be cached, None if they can. no_sparse: why it can carry out no sparse
+    plan. device_bytes: memory of the device.
     fingerprint: hex digest of all that a snapshot depends on: weights, dtype, layout.
     """
 
@@ -67,6 +69,7 @@ class ModelRunner(Protocol):
     capabilities: dict[str, Any]
     image_token_id: int | None
     no_snapshots: str | None
+    no_sparse: str | None
     device_bytes: int
     fingerprint: str
 

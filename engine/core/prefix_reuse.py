@@ -22,7 +22,7 @@ from engine.core.prompt_key import PromptKey
 from engine.core.request import Request
 from engine.core.stats import Stats
 from engine.processing.snapshot_files import SnapshotFiles
-from engine.protocol import Boundary, CacheCleared, CacheStatus, InvalidRequest
+from engine.protocol import Boundary, CacheCleared, CacheStatus, EngineRequest, InvalidRequest
 
 log = logging.getLogger("orchard.engine")
 
@@ -89,7 +89,8 @@ class PrefixReuse:
             runner = self._runner
             ids = row.prompt_token_ids
             key = PromptKey.of(runner.fingerprint, spec.tenant, ids, spec.images, runner.image_token_id)
-            current = self._current = Current(row, key, len(key) - 1)  # the last token gives the logits
+            most = len(key) if spec.sparse is None else row.num_dense_tokens
+            current = self._current = Current(row, key, min(most, len(key) - 1))  # the last token gives the logits
         elif current.reading is None:
             return True
         while (entry := self._find(current, wait_s)) is not None and not self._restore(rows, current, entry):
@@ -101,6 +102,18 @@ class PrefixReuse:
             self._record(rows, current.key, num_cached)
         current.todo = self._boundaries(row, current.key, num_cached)
         return True
+
+    def peek(self, spec: EngineRequest) -> int:
+        """How many tokens of a prompt are cached. They count as used: what is planned with them shall find them."""
+        if self.off is not None:
+            return 0
+        runner = self._runner
+        key = PromptKey.of(runner.fingerprint, spec.tenant, spec.token_ids, spec.images, runner.image_token_id)
+        entry = self.cache.match(key, len(key) - 1)
+        if entry is None:
+            return 0
+        self.cache.touch(entry)
+        return entry.num_tokens
 
     def clip(self, num_prefilled: int, max_tokens: int) -> int:
         """A chunk ends at the next boundary."""
@@ -229,10 +242,14 @@ class PrefixReuse:
         spec, counters = rows[0].spec, self.cache.counters
         for row in rows:
             row.num_cached = num_cached
+        if spec.sparse is not None and not num_cached and not spec.sparse.num_dense:
+            return  # it asked for nothing
         self._stats.num_cached_tokens += num_cached
         counters.num_cached_tokens += num_cached
         counters.num_hits += num_cached > 0
         counters.num_misses += num_cached == 0
+        if spec.sparse is not None and num_cached >= spec.sparse.num_dense:
+            return  # more than it was planned for
         miss = explain(self.cache, spec.request_id, key, spec.origin, num_cached, self._config.min_tokens)
         if miss is not None:
             self.cache.recent_misses.appendleft(miss)
@@ -244,6 +261,7 @@ class PrefixReuse:
         is not taken instead of the end of its turn: templates may render what is between them otherwise in the next.
         """
         wanted = [*row.spec.boundaries, Boundary("prompt", len(row.spec.token_ids) - 1)]
+        wanted = [b for b in wanted if b.num_tokens <= row.num_dense_tokens]  # behind it nobody else may go on
         wanted = [b for b in wanted if b.kind in self._config.boundaries or (row.spec.pinned and b.kind == "system")]
         turn = max((b.num_tokens for b in wanted if b.kind == "turn"), default=0)
         boundaries, last = [], start

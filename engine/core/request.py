@@ -6,6 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
+from engine.core.spec_prefill.plan import num_contiguous
 from engine.protocol import EngineRequest, FinishReason, SamplingParams, choice_seed
 
 
@@ -38,8 +39,8 @@ class Matcher(Protocol):
 class Request:
     """index: which choice of the request. id: of the row, different for each choice.
 
-    num_prefilled: tokens of prompt_token_ids in the cache. num_cached: those of the prompt that came out of the prefix
-    cache when the row began. matcher: of the row's grammar, if it has one.
+    num_prefilled: computed tokens of the prompt in the cache. num_cached: those that came out of the prefix cache when
+    the row began. matcher: of the row's grammar, if it has one.
     keep_until_s: a running row is not preempted before (the scheduler's clock).
     """
 
@@ -69,9 +70,35 @@ class Request:
         return np.concatenate([self.spec.token_ids, np.array(self.output_token_ids, np.int32)])
 
     @property
+    def computed_index(self) -> np.ndarray | None:
+        """int32: which of prompt_token_ids are computed; None for all."""
+        if self.spec.sparse is None:
+            return None
+        num_input = len(self.spec.token_ids)
+        given_out = np.arange(num_input, num_input + len(self.output_token_ids), dtype=np.int32)
+        return np.concatenate([self.spec.sparse.positions, given_out])
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Of the request's own prompt, those that are computed."""
+        return len(self.spec.token_ids) - self.num_skipped
+
+    @property
     def num_prompt_tokens(self) -> int:
-        """Of prompt_token_ids, as long as the row has not joined."""
-        return len(self.spec.token_ids) + len(self.output_token_ids)
+        """Of prompt_token_ids those that are computed, as long as the row has not joined."""
+        return self.num_input_tokens + len(self.output_token_ids)
+
+    @property
+    def num_skipped(self) -> int:
+        """Tokens of the prompt that its sparse plan leaves out."""
+        return 0 if self.spec.sparse is None else len(self.spec.token_ids) - len(self.spec.sparse.positions)
+
+    @property
+    def num_dense_tokens(self) -> int:
+        """Of the request's own prompt, those in front of the first one that is left out."""
+        if self.spec.sparse is None:
+            return len(self.spec.token_ids)
+        return num_contiguous(self.spec.sparse.positions)
 
     def append(self, token_id: int) -> FinishReason | None:
         """Takes one sampled token; a stop token ends the row and is not kept."""

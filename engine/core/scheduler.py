@@ -3,7 +3,7 @@
 import time
 from bisect import insort_left, insort_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
 from engine.core.batch import NO_TOKEN, PrefillOutput, RowOutput, SchedulerOutput
@@ -128,6 +128,9 @@ class Scheduler:
         assert group is not None and all(row.num_prefilled == row.num_prompt_tokens for row in rows)
         self._prefill = None
         for row in rows:
+            if row.num_skipped and not row.output_token_ids:
+                self._stats.num_sparse += 1
+                self._stats.num_skipped_tokens += row.num_skipped
             row.state = RequestState.RUNNING
             row.keep_until_s = self._clock() + self._config.scheduler.ageing_s if group.keeps_place else 0.0
             self._running[row.id] = row
@@ -219,13 +222,18 @@ class Scheduler:
             self._stats.num_finished += error is None
             self._remove(row)
         logprobs = output.logprobs[: len(new)]
-        return TokenChunk(new, reason, error, row.index, logprobs, output.num_drafted, num_accepted, row.num_cached)
+        figures = output.num_drafted, num_accepted, row.num_cached, row.num_skipped
+        return TokenChunk(new, reason, error, row.index, logprobs, *figures)
 
     def _fail(self, rows: list[Request], error: str) -> Chunks:
         self._stats.num_failed += len(rows)
         for row in rows:
             self._remove(row)
-        return {row.id: TokenChunk((), FinishReason.ERROR, error, row.index, num_cached=row.num_cached) for row in rows}
+        chunk = TokenChunk((), FinishReason.ERROR, error)
+        return {
+            row.id: replace(chunk, index=row.index, num_cached=row.num_cached, num_skipped=row.num_skipped)
+            for row in rows
+        }
 
     def _remove(self, row: Request) -> None:
         self._leave(row)

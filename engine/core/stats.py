@@ -6,8 +6,9 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class Stats:
     """num_finished, num_aborted, num_failed: rows, one for each choice of a request. num_prompt_tokens: prefilled,
-    after a preemption once more. num_cached_tokens: of prompts, from the prefix cache.
-    num_accepted: draft tokens that were given out."""
+    after a preemption once more. num_cached_tokens: of prompts, from the prefix cache. num_sparse: rows whose prompts
+    were taken in by a sparse plan; num_skipped_tokens: that those left out. num_accepted: draft tokens that were given
+    out."""
 
     num_steps: int = 0
     num_finished: int = 0
@@ -16,6 +17,8 @@ class Stats:
     num_preempted: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_sparse: int = 0
+    num_skipped_tokens: int = 0
     num_output_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0

@@ -61,6 +61,7 @@ class ChatTokenizer:
     keeps_late_system: the template takes a system message after other turns and leaves it in place.
     token_bytes: token id -> its bytes, see TokenBytes.
     image_token_id: the placeholder of a picture in the prompt, None for a model that sees none.
+    control_token_ids: of the added tokens, which structure a prompt, but for the placeholders of media.
     Raises EngineFailed when the directory has no usable tokenizer.json or no chat template.
     """
 
@@ -80,6 +81,10 @@ class ChatTokenizer:
         self.keeps_late_system = self._probe_late_system()
         self.stop_token_ids = self._find_stop_token_ids(config, generation)
         self.generation_defaults = _generation_defaults(generation)
+
+    @property
+    def control_token_ids(self) -> frozenset[int]:
+        return frozenset(self._control.ids.values()) - self._media_token_ids
 
     def encode_chat(
         self,

@@ -46,7 +46,7 @@ class Row:
     @property
     def output_offset(self) -> int:
         """Output position of a token minus its physical position."""
-        return -len(self.request.spec.token_ids)
+        return -self.request.num_input_tokens
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from engine.worker import blas, loader, memory
 from engine.worker.decode import Newcomer
 from engine.worker.decode_batch import DecodeBatch
 from engine.worker.mtp import MTPHead
-from engine.worker.patches import gated_delta_chunks, gated_delta_cuda, gated_delta_rows
+from engine.worker.patches import attention_cpu, gated_delta_chunks, gated_delta_cuda, gated_delta_rows
 from engine.worker.prefill import Prefill, Prompt, first_tokens
 from engine.worker.snapshot import StateSnapshot, export, import_arrays, why_not
 from engine.worker.view import View
@@ -41,6 +41,7 @@ class MLXRunner:
         if not loader.on_gpu():
             gated_delta_rows.install()
             gated_delta_chunks.install()
+            attention_cpu.install()
         elif mx.cuda.is_available():
             gated_delta_cuda.install()
         self._model = model
@@ -56,6 +57,7 @@ class MLXRunner:
         self.max_draft_tokens = 0 if self._head is None else max_draft_tokens(config)
         self.image_token_id = self._prefill.image_token_id
         self.no_snapshots = why_not(self._view.make_cache())
+        self.no_sparse = None if self._view.explicit_positions else "this model takes no explicit positions"
         self.device_bytes = memory.device_bytes()
         self.fingerprint = model.fingerprint
         self._a_snapshot: StateSnapshot | None = None

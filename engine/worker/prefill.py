@@ -1,4 +1,8 @@
-"""Prompts into caches, chunk by chunk: text by its ids, pictures by their features, positions explicit."""
+"""Prompts into caches, chunk by chunk: text by its ids, pictures by their features, positions explicit.
+
+A prompt with a sparse plan is shorter here than it was sent: only the tokens of the plan, at the positions that they
+have in the whole. Attention sees the distances that there were; recurrent layers read on as if nothing were missing.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +27,9 @@ from engine.worker.vision import VisionEncoder
 class Prompt:
     """A prompt in progress. positions: int32 [3, 1, L] (time, height, width). next_position: of the token behind it.
 
+    token_ids: int32 [L], those that are computed. successors: int32 [L], what stands behind each of them in the prompt
+    as it was sent, computed or not; the last one has none.
+
     head_cache, hidden: of the MTP head, and the last hidden state [1, 1, hidden] that it has not been given yet.
     image_index: int32 [n]: where in the prompt the image tokens are; all_features go there, in order. features: of the
     pictures encoded so far. num_images_restored, num_image_tokens_restored: in front of what was restored: these
@@ -30,6 +37,7 @@ class Prompt:
     """
 
     token_ids: np.ndarray
+    successors: np.ndarray
     cache: RowCache
     positions: np.ndarray
     next_position: int
@@ -66,8 +74,13 @@ class Prefill:
             positions = np.concatenate([positions, np.broadcast_to(said, (3, 1, len(said)))], axis=-1)
             next_position += len(said)
         positions = np.broadcast_to(positions, (3, 1, len(ids)))
+        successors = np.append(ids[1:], 0)
+        if (computed := request.computed_index) is not None:
+            _check_images(index, computed)
+            ids, successors, positions = ids[computed], successors[computed], positions[..., computed]
+            index = np.searchsorted(computed, index).astype(np.int32)
         head_cache = self._head.make_cache() if self._head is not None else None
-        return Prompt(ids, self._view.make_cache(), positions, next_position, index, head_cache)
+        return Prompt(ids, successors, self._view.make_cache(), positions, next_position, index, head_cache)
 
     def restore(self, prompt: Prompt, snapshot: StateSnapshot, images: tuple[ImagePatches, ...]) -> None:
         """Puts a prompt that has just begun behind the tokens of the snapshot, which are its first ones."""
@@ -123,19 +136,18 @@ class Prefill:
         else:
             logits, hidden = self._view.extend_to_end(token_ids, embeds, prompt.cache, positions)
         if self._head is not None and hidden is not None:
-            self._prime(self._head, prompt, token_ids, hidden)
+            self._prime(self._head, prompt, hidden)
         return end - start, logits
 
-    def _prime(self, head: MTPHead, prompt: Prompt, token_ids: mx.array, hidden: mx.array) -> None:
+    def _prime(self, head: MTPHead, prompt: Prompt, hidden: mx.array) -> None:
         """Gives the head what it has not seen: each hidden state with the token behind it, the newest must wait."""
         assert prompt.head_cache is not None
-        before = hidden[:, :-1]
+        before, start = hidden[:, :-1], prompt.done - hidden.shape[1]
         if prompt.hidden is not None:
-            before = mx.concatenate([prompt.hidden, before], axis=1)
-        else:
-            token_ids = token_ids[:, 1:]
+            before, start = mx.concatenate([prompt.hidden, before], axis=1), start - 1
         if before.shape[1]:
-            head.prime(token_ids, before, prompt.head_cache)
+            behind = prompt.successors[None, start : prompt.done - 1].astype(np.int32)
+            head.prime(mx.array(behind), before, prompt.head_cache)
         prompt.hidden = mx.contiguous(hidden[:, -1:])
         mx.eval(prompt.hidden)
 
@@ -155,6 +167,12 @@ class Prefill:
         grids = mx.array([image.grid_thw for image in images], mx.int32)
         positions, deltas = self._view.lm.get_rope_index(mx.array(ids[None].astype(np.int32)), grids)
         return np.array(positions, np.int32), len(ids) + int(np.array(deltas).reshape(-1)[0])
+
+
+def _check_images(image_index: np.ndarray, computed: np.ndarray) -> None:
+    num_missing = len(image_index) - int(np.isin(image_index, computed).sum())
+    if num_missing:
+        raise InvalidRequest(f"the sparse plan leaves out {num_missing} of {len(image_index)} image tokens", "messages")
 
 
 def first_tokens(rows: Sequence[Request], logits: mx.array, vocab_size: int) -> list[RowOutput]:

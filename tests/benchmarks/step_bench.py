@@ -49,6 +49,17 @@ SHAPES: dict[str, dict[str, int]] = {
         "linear_num_value_heads": 16,
         "vocab_size": 248320,
     },
+    "medium": {
+        "hidden_size": 768,
+        "intermediate_size": 2304,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 96,
+        "linear_num_key_heads": 6,
+        "linear_num_value_heads": 6,
+        "vocab_size": 4096,
+    },
     "small": {
         "hidden_size": 256,
         "intermediate_size": 768,
@@ -100,7 +111,7 @@ def random_model(shape: dict[str, int]) -> loader.LoadedModel:
     mx.eval(module.parameters(), head.parameters())
     num_bytes = sum(w.nbytes for part in (module.language_model, head) for _, w in loader.weights_of(part))
     return loader.LoadedModel(
-        module, Path(), config, frozenset(), 32768, shape["vocab_size"], num_bytes, str(dtype), head, "ready", "random"
+        module, Path(), config, frozenset(), 131072, shape["vocab_size"], num_bytes, str(dtype), head, "ready", "random"
     )
 
 

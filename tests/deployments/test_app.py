@@ -7,14 +7,20 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from deployments import app
-from deployments.app import ENGINE_SHARE, SMALL_SHARE, AppArgs, build_app
+from deployments.app import ENGINE_SHARE, SCORER_SHARE, SMALL_SHARE, AppArgs, build_app
+from engine.config import SpecPrefillConfig
+from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import EngineFailed
 from tests.e2e.server import SHIPPED_CONFIG
 
+SHIPPED = AppArgs(spec_prefill=SpecPrefillConfig(enabled=True))
 
-def fake_cluster(monkeypatch: pytest.MonkeyPatch, nodes: list[str], here: str = "a") -> None:
+
+def fake_cluster(
+    monkeypatch: pytest.MonkeyPatch, nodes: list[str], here: str = "a", scorers: tuple[str, ...] = ()
+) -> None:
     monkeypatch.setattr(app.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(app, "mlx_node_ids", lambda: nodes)
+    monkeypatch.setattr(app, "nodes_offering", {"mlx": nodes, "mlx_scorer": list(scorers)}.__getitem__)
     monkeypatch.setattr(app, "node_id", lambda: here)
 
 
@@ -35,6 +41,8 @@ def deployments_of(application: Any) -> dict[str, Any]:
         ({"engine": {"max_runing": 3}}, "engine.max_runing"),
         ({"engine": {"dtype": "int4"}}, "engine.dtype"),
         ({"media": {"max_images": 0}}, "media.max_images"),
+        ({"spec_prefill": {"keep": 0.05}}, "spec_prefill.keep"),
+        ({"spec_prefill": {"treshold_tokens": 1}}, "spec_prefill.treshold_tokens"),
         ({"http": {"system_policy": "ignore"}}, "http.system_policy"),
     ],
 )
@@ -64,7 +72,8 @@ def test_a_directory_is_served_under_its_last_component(tmp_path: Any):
 def test_the_shipped_config_names_our_app_with_valid_arguments():
     (application,) = yaml.safe_load(SHIPPED_CONFIG.read_text())["applications"]
     assert application["import_path"] == "deployments.app:build_app"
-    assert AppArgs.model_validate(application["args"]) == AppArgs()
+    assert AppArgs.model_validate(application["args"]) == SHIPPED
+    # those that are always there: Serve refuses options of others
     assert {d["name"] for d in application["deployments"]} == set(deployments_of(build_app(AppArgs())))
 
 
@@ -85,7 +94,7 @@ def left_out(given: BaseModel, path: str = "") -> list[str]:
 def test_the_shipped_config_shows_every_knob_with_its_default():
     (application,) = yaml.safe_load(KNOB.sub(r"\1\2", SHIPPED_CONFIG.read_text()))["applications"]
     shown = AppArgs.model_validate(application["args"])
-    assert shown == AppArgs()
+    assert shown == SHIPPED
     assert left_out(shown) == []
 
 
@@ -107,6 +116,61 @@ def test_the_engine_rather_than_serve_says_when_there_are_too_many(monkeypatch: 
     fake_cluster(monkeypatch, ["a"])
     args = AppArgs.model_validate({"engine": {"max_running": 3, "max_waiting": 5}})
     assert deployments_of(build_app(args))["ModelReplica"].max_ongoing_requests > 8
+
+
+def scoring(**spec_prefill: Any) -> AppArgs:
+    return AppArgs.model_validate({"spec_prefill": {"enabled": True, **spec_prefill}})
+
+
+def test_there_is_a_scorer_on_each_node_that_offers_one(monkeypatch: pytest.MonkeyPatch):
+    fake_cluster(monkeypatch, ["a", "b", "c"], scorers=("c", "d"))
+    deployments = deployments_of(build_app(scoring()))
+    assert set(deployments) == {"Ingress", "TextMTP", "MLLM", "ModelReplica", "SpecPrefillScorer"}
+    scorer = deployments["SpecPrefillScorer"]
+    assert scorer.ray_actor_options["resources"] == {"mlx_scorer": SCORER_SHARE}
+    assert 2 * SCORER_SHARE > 1
+    assert scorer._replica_config.max_replicas_per_node == 1
+    for deployment, num_nodes, resource in ((scorer, 2, "mlx_scorer"), (deployments["ModelReplica"], 3, "mlx")):
+        autoscaling = deployment._deployment_config.autoscaling_config
+        assert autoscaling.initial_replicas == num_nodes
+        assert autoscaling.policy.policy_kwargs == {"resource": resource}
+        assert autoscaling.policy.policy_function == "deployments.policies:OnePerOfferingNode"
+
+
+def test_the_scorer_rather_than_serve_says_when_there_are_too_many_prompts():
+    scorer = deployments_of(build_app(scoring(max_running=3, max_waiting=5)))["SpecPrefillScorer"]
+    assert scorer.max_ongoing_requests > 8
+
+
+def test_planning_may_last_beyond_the_deadline_of_a_score():
+    arguments: Any = build_app(scoring(deadline_s=500))._bound_deployment.init_args
+    scorer, plan_timeout_s = arguments[-2:]
+    assert scorer._bound_deployment.name == "SpecPrefillScorer"
+    assert plan_timeout_s >= 560
+
+
+def test_a_cluster_without_a_place_for_scorers_is_told_how_to_offer_one_or_do_without(monkeypatch: pytest.MonkeyPatch):
+    fake_cluster(monkeypatch, ["a"])
+    reason = refusal(scoring())
+    assert """ray start --resources='{"mlx": 1, "mlx_scorer": 1}'""" in reason
+    assert "spec_prefill.enabled: false" in reason
+    build_app(AppArgs())
+
+
+def test_a_draft_that_is_not_there_or_brings_code_is_found_out_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fake_cluster(monkeypatch, ["a"], scorers=("a",))
+    build_app(scoring())
+    assert "no-such-draft" in refusal(scoring(draft_model="./no-such-draft"))
+    (tmp_path / "config.json").write_text('{"auto_map": {"AutoModel": "code.py"}}')
+    assert "auto_map" in refusal(scoring(draft_model=str(tmp_path)))
+    fake_cluster(monkeypatch, ["a"], scorers=("b",))
+    build_app(scoring(draft_model=str(tmp_path)))
+
+
+def test_the_draft_of_the_demo_model_is_beside_it():
+    assert app._resolve_draft(SpecPrefillConfig()) == DEMO_MODEL / "draft"
 
 
 def test_a_cluster_without_mlx_is_told_how_to_offer_it(monkeypatch: pytest.MonkeyPatch):

@@ -18,7 +18,7 @@ from deployments.chat import ChatRequest, EngineAnswer, Plan, Route, SilentEngin
 from deployments.engine_client import EngineClient, EngineStream
 from deployments.model_replica import ModelReplica
 from deployments.text import TextMTP
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SpecPrefillConfig
 from engine.protocol import (
     EngineFailed,
     EngineRequest,
@@ -286,6 +286,22 @@ def test_tokens_of_the_prefix_cache_are_those_that_the_first_chunk_tells_of():
     assert run(go) == 9
 
 
+def test_tokens_that_were_left_out_are_those_that_the_first_chunk_tells_of():
+    async def go() -> int:
+        graph = Graph(streams=[[TokenChunk((1,), num_skipped=7), TokenChunk((2,)), LAST]])
+        return (await graph.client().start(REQUEST, Route.TEXT)).num_skipped_tokens
+
+    assert run(go) == 7
+
+
+def test_planning_may_take_as_long_as_it_is_told():
+    async def go() -> None:
+        await Graph(plans=[60.0]).client(plan_timeout_s=0.05).start(REQUEST, Route.TEXT)
+
+    with pytest.raises(EngineFailed, match="could not be prepared within"):
+        run(go)
+
+
 @dataclass
 class Engines:
     """Handles of one engine per node. says: its answer, seconds to wait, or an error to raise."""
@@ -347,7 +363,7 @@ def test_an_error_that_nobody_foresaw_stays_itself():
 @pytest.fixture(scope="module")
 def local_graph() -> Iterator[tuple[Any, Any]]:
     engine = serve.run(ModelReplica.bind(EngineConfig()), name="engine", _local_testing_mode=True)
-    yield engine, serve.run(TextMTP.bind(EngineConfig()), name="text", _local_testing_mode=True)
+    yield engine, serve.run(TextMTP.bind(EngineConfig(), SpecPrefillConfig()), name="text", _local_testing_mode=True)
     engine.options(method_name="__del__").remote().result()  # as Serve does; the local mode forgets it
 
 

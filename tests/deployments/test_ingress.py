@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ray import serve
 
 from deployments import ingress
-from deployments.chat import ChatRequest, EngineAnswer, Route, TextDelta
+from deployments.chat import ChatRequest, EngineAnswer, Route, SpecPrefillReport, TextDelta
 from deployments.http.config import HttpConfig
 from deployments.http.openai import create_app
 from deployments.ingress import Ingress, TextGeneration, engine_node_ids
@@ -33,13 +33,15 @@ from engine.protocol import (
 )
 
 TOKENIZER = ChatTokenizer(DEMO_MODEL)
+REPORT = SpecPrefillReport(6, 0.5)
 
 
 class FakeStream:
     def __init__(self, chunks: list[TokenChunk], num_choices: int = 1):
         request = SimpleNamespace(token_ids=np.zeros(7), num_choices=num_choices)
-        self.plan = SimpleNamespace(request=request)
+        self.plan = SimpleNamespace(request=request, spec_prefill=REPORT)
         self.num_cached_tokens = 4
+        self.num_skipped_tokens = 2
         self.num_read = 0
         self.is_closed = False
         self._chunks = chunks
@@ -71,6 +73,7 @@ def deltas(stream: Any, stop: tuple[str, ...] = ()) -> list[TextDelta]:
     async def go() -> list[TextDelta]:
         generation = TextGeneration(stream, TOKENIZER, stop)
         assert (generation.num_prompt_tokens, generation.num_cached_tokens) == (7, 4)
+        assert (generation.num_skipped_tokens, generation.spec_prefill) == (2, REPORT)
         return [delta async for delta in generation]
 
     return asyncio.run(go())
@@ -322,9 +325,10 @@ class SilentReplica:
         raise EngineFailed("the engine is not ready: it is loading")
 
 
-def ingress_before(engine: Any) -> Any:
+def ingress_before(engine: Any, scorer: Any = None) -> Any:
     """In Serve's local testing mode, without Ray."""
-    arguments = ("demo", EngineConfig(), HttpConfig(), {}, engine.bind(), engine.bind(), engine.bind())
+    graph = (engine.bind(), engine.bind(), engine.bind(), scorer)
+    arguments = ("demo", EngineConfig(), HttpConfig(), {}, *graph)
     return serve.run(Ingress.bind(*arguments), name=engine.name, _local_testing_mode=True)
 
 
@@ -339,6 +343,23 @@ def test_the_cache_of_the_engines_is_shown_with_the_text_of_the_models_own_token
     assert deployed.cache_status.remote().result(timeout_s=20)["totals"]["entries"] == 0
 
 
+@serve.deployment()
+class Scorer:
+    async def status(self) -> dict[str, Any]:
+        return {"node_id": "n", "scorer": {"state": "unavailable"}}
+
+
+@pytest.mark.parametrize(
+    ("scorer", "shown"), [(None, None), (Scorer, [{"node_id": "n", "scorer": {"state": "unavailable"}}])]
+)
+def test_the_status_shows_the_scorers_or_that_there_are_none_by_configuration(
+    scorer: Any, shown: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ingress, "replica_info", dict)
+    body = ingress_before(CachingEngine, scorer and scorer.bind()).status.remote().result(timeout_s=20)
+    assert body["spec_prefill"] == shown
+
+
 def test_an_engine_that_cannot_tell_of_its_cache_is_missing():
     body = ingress_before(SilentReplica).cache_status.remote().result(timeout_s=20)
     assert body["missing"] == [{"node_id": "", "reason": "the engine is not ready: it is loading"}]
@@ -348,5 +369,5 @@ def test_an_engine_that_cannot_tell_of_its_cache_is_missing():
 def test_every_node_that_offers_mlx_is_to_have_an_engine(monkeypatch: pytest.MonkeyPatch):
     assert asyncio.run(engine_node_ids()) == [""]
     monkeypatch.setattr(ingress.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ingress, "mlx_node_ids", lambda: ["a", "b"])
+    monkeypatch.setattr(ingress, "nodes_offering", {"mlx": ["a", "b"]}.__getitem__)
     assert asyncio.run(engine_node_ids()) == ["a", "b"]

@@ -51,9 +51,17 @@ def test_serve_run_with_a_config_file_is_recognised(argv: list[str], config: str
 
 
 @pytest.mark.parametrize(
-    "given, expected", [(None, {"mlx": 1}), ('{"tpu": 2}', {"tpu": 2, "mlx": 1}), ('{"mlx": 3}', {"mlx": 3})]
+    "given, expected",
+    [
+        (None, {"mlx": 1, "mlx_scorer": 1}),
+        ('{"tpu": 2}', {"tpu": 2, "mlx": 1, "mlx_scorer": 1}),
+        ('{"mlx": 3}', {"mlx": 3, "mlx_scorer": 1}),
+        ('{"mlx_scorer": 0}', {"mlx": 1, "mlx_scorer": 0}),
+    ],
 )
-def test_serve_run_offers_mlx(environ: dict, monkeypatch: pytest.MonkeyPatch, given: str | None, expected: dict):
+def test_serve_run_offers_what_engine_and_scorer_are_placed_by(
+    environ: dict, monkeypatch: pytest.MonkeyPatch, given: str | None, expected: dict
+):
     monkeypatch.setattr(sys, "argv", ["serve", "run", "serve_config.yaml"])
     if given is not None:
         environ["RAY_OVERRIDE_RESOURCES"] = given

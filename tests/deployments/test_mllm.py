@@ -10,7 +10,7 @@ from PIL import Image
 from deployments import mllm
 from deployments.chat import ChatRequest, Plan, Route
 from deployments.mllm import MLLM, image_sources
-from engine.config import EngineConfig, MediaConfig
+from engine.config import EngineConfig, MediaConfig, SpecPrefillConfig
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import InvalidRequest
 
@@ -37,7 +37,7 @@ TEXT = {"type": "text", "text": "What is in the image?"}
 def plan(*messages: dict[str, Any], config: EngineConfig = CONFIG[0]) -> Plan:
     async def go() -> Plan:
         make: Any = MLLM.func_or_class
-        return await make(config, CONFIG[1]).plan(ChatRequest("r", messages))
+        return await make(config, CONFIG[1], SpecPrefillConfig()).plan(ChatRequest("r", messages))
 
     return asyncio.run(go())
 

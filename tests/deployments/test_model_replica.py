@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import numpy as np
 import pytest
 
 from deployments import model_replica
@@ -11,7 +12,14 @@ from deployments.chat import EngineAnswer
 from deployments.model_replica import ModelReplica
 from engine import async_engine
 from engine.config import EngineConfig
-from engine.protocol import CacheCleared, CacheStatus, EngineFailed
+from engine.protocol import (
+    CacheCleared,
+    CachedPrefix,
+    CacheStatus,
+    EngineFailed,
+    EngineRequest,
+    SamplingParams,
+)
 
 STATUS = CacheStatus(max_bytes=1000, num_bytes=100)
 CLEARED = CacheCleared(3, 100, 2)
@@ -32,6 +40,9 @@ class CachingEngine:
         if self.error is not None:
             raise self.error
         return STATUS
+
+    async def cached_prefix(self, request: EngineRequest) -> CachedPrefix:
+        return CachedPrefix(len(request.token_ids))
 
     async def clear_cache(self) -> CacheCleared:
         if self.error is not None:
@@ -72,6 +83,11 @@ def test_the_state_of_the_cache_comes_with_the_place_of_the_engine():
 
 def test_what_was_cleared_comes_with_the_place_of_the_engine():
     assert ask(lambda replica: replica.clear_cache()) == EngineAnswer("n", "r", CLEARED)
+
+
+def test_the_engine_is_asked_what_it_has_of_a_prompt():
+    request = EngineRequest("r", np.zeros(3, np.int32), SamplingParams(8), (2,))
+    assert ask(lambda replica: replica.cached_prefix(request)) == CachedPrefix(3)
 
 
 def test_an_engine_that_has_failed_says_so(engine: type[CachingEngine]):

@@ -149,6 +149,11 @@ def test_without_a_prefix_cache_nothing_is_cut(planner: PromptPlanner):
     assert cut.boundaries and cut.origin.tools
 
 
+def test_boundaries_may_be_wanted_without_a_prefix_cache(planner: PromptPlanner):
+    off = PromptPlanner(EngineConfig(prefix_cache=PrefixCacheConfig(enabled=False)), finds_boundaries=True)
+    assert plan(off, request()).boundaries == plan(planner, request()).boundaries != ()
+
+
 def test_the_tenant_reaches_the_engine(planner: PromptPlanner):
     assert plan(planner, request()).tenant == ""
     assert plan(planner, request(tenant="acme")).tenant == "acme"

@@ -121,6 +121,28 @@ def test_planners_stay_on_the_callers_node():
     assert asyncio.run(go()) == {"node-2"}
 
 
+def test_a_scorer_on_the_callers_node_comes_first_even_when_another_has_less_to_do():
+    async def go() -> str:
+        replicas = [FakeReplica("a", "node-0", 0), FakeReplica("b", "node-1", 3)]
+        router = make_router(NodeRouter, replicas, "node-1", local_first=True)
+        await asyncio.sleep(0.1)  # the router asks new replicas for their load
+        return (await call(router)).node_id
+
+    assert asyncio.run(go()) == "node-1"
+
+
+@pytest.mark.parametrize(
+    "replicas", [[("a", "node-0", 2), ("b", "node-1", 1)], [("b", "node-1", 1), ("c", "node-2", 4)]]
+)
+def test_without_a_scorer_of_its_own_that_has_room_a_node_goes_to_the_least_loaded(replicas: list):
+    async def go() -> str:
+        router = make_router(NodeRouter, [FakeReplica(*args) for args in replicas], "node-2", local_first=True)
+        await asyncio.sleep(0.1)
+        return (await asyncio.wait_for(call(router), 5)).node_id
+
+    assert asyncio.run(go()) == "node-1"
+
+
 def test_the_least_loaded_engine_comes_first():
     async def go() -> str:
         loads = {"a": 2, "b": 1, "c": 3}

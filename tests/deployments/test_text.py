@@ -1,14 +1,25 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from deployments.chat import ChatRequest, Route
 from deployments.text import TextMTP
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SpecPrefillConfig
+from engine.protocol import InvalidRequest
 
 
 def test_a_text_request_is_planned():
     planner: Any = TextMTP.func_or_class
-    plan = asyncio.run(planner(EngineConfig()).plan(ChatRequest("r", ({"role": "user", "content": "Hello!"},), seed=1)))
+    request = ChatRequest("r", ({"role": "user", "content": "Hello!"},), seed=1)
+    plan = asyncio.run(planner(EngineConfig(), SpecPrefillConfig()).plan(request))
     assert plan.route == Route.TEXT
     assert plan.request.images == () and len(plan.request.token_ids) > 5
-    assert plan.planner_node == ""
+    assert (plan.planner_node, plan.spec_prefill) == ("", None)
+
+
+def test_a_sparse_prompt_is_refused_where_there_is_no_scorer():
+    planner: Any = TextMTP.func_or_class
+    request = ChatRequest("r", ({"role": "user", "content": "Hello!"},), spec_prefill=True)
+    with pytest.raises(InvalidRequest, match=r"spec_prefill\.enabled: false"):
+        asyncio.run(planner(EngineConfig(), SpecPrefillConfig()).plan(request))

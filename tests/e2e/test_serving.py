@@ -112,16 +112,19 @@ def test_a_client_that_leaves_before_the_first_token_frees_its_row_as_well(http:
     assert after["num_aborted"] == before["num_aborted"] + 1
 
 
-def test_only_the_engine_holds_mlx_and_the_others_are_small(http: httpx.Client):
+def test_only_engine_and_scorer_hold_mlx_and_the_others_are_small(http: httpx.Client):
     status = http.get("/v1/status").json()
-    assert [replica["has_mlx"] for replica in status["engines"]] == [True]
+    for deployment in ("engines", "spec_prefill"):
+        assert [replica["has_mlx"] for replica in status[deployment]] == [True], deployment
     for deployment in ("ingress", "text", "mllm"):
         assert len(status[deployment]) == 1
         for replica in status[deployment]:
             assert not replica["has_mlx"], deployment
             assert replica["rss_bytes"] < 600 * MB, deployment
-    pids = {replica["pid"] for name in ("engines", "ingress", "text", "mllm") for replica in status[name]}
-    assert len(pids) == 4
+    pids = {
+        replica["pid"] for name in ("engines", "spec_prefill", "ingress", "text", "mllm") for replica in status[name]
+    }
+    assert len(pids) == 5
 
 
 def test_status_shows_the_configuration_in_effect(http: httpx.Client):

@@ -34,6 +34,7 @@ class NoSnapshots:
 
     image_token_id: int | None = None
     no_snapshots: str | None = "there is no model"
+    no_sparse: str | None = None
     device_bytes: int = 2**30
     fingerprint: str = "none"
 
@@ -82,6 +83,7 @@ class FakeRunner:
         self.max_draft_tokens = max_draft_tokens
         self.image_token_id: int | None = None
         self.no_snapshots: str | None = None
+        self.no_sparse: str | None = None
         self.device_bytes, self.fingerprint = 2**30, "fake"
         self.capabilities: dict[str, Any] = {"media": [], "mtp": "fake" if max_draft_tokens else "the fake has none"}
         self.accepts = accepts

@@ -27,7 +27,7 @@ MIN_QUERIES = 16
 
 BLOCK_QUERIES = 256
 
-_library = base.scaled_dot_product_attention
+_library: Any = base.scaled_dot_product_attention
 
 
 def _attention(

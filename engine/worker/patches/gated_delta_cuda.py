@@ -2,7 +2,8 @@
 
 mlx_vlm 0.7.10 (models/qwen3_5/gated_delta.py) has it as one kernel on Metal only. Elsewhere a token is half a dozen
 operations per layer, and on CUDA, where each costs the host microseconds to launch, verifying four tokens took three
-times as long as decoding one. `install` puts the kernel in the place of the two functions that loop over tokens; it
+times as long as decoding one, and a prompt's chunks cost by their number, whatever the width of the model. `install`
+puts the kernel in the place of the two functions that loop over tokens and of the one that takes a prompt in chunks; it
 can go when the library, or `mx.fast.gated_delta_update`, has one for CUDA that also returns the states in between.
 """
 
@@ -13,8 +14,12 @@ from mlx_vlm.models.qwen3_5 import gated_delta
 
 WARPS_PER_BLOCK = 4
 
+MAX_COMPILED_TOKENS = 16
+"""For each length up to this there is a kernel of its own; one takes all the longer ones."""
+
 SOURCE = """
-    // One warp per value row: a state row S[dv] of Dk floats lies in its lanes' registers, N each.
+    // One warp per value row: a state row S[dv] of Dk floats lies in its lanes' registers, N each. A token is loaded
+    // while the one before is computed: nothing but the sums over the lanes is waited for.
     constexpr int N = Dk / 32;
     const int lane = threadIdx.x;
     const int dv = blockIdx.y * blockDim.y + threadIdx.y;
@@ -23,27 +28,37 @@ SOURCE = """
     float s[N];
     const float* from = state_in + (size_t(n) * Dv + dv) * Dk + lane * N;
     for (int i = 0; i < N; ++i) s[i] = from[i];
-    for (int t = 0; t < T; ++t) {
+    float next_k[N], next_q[N], next_v, next_decay, next_beta;
+    auto load = [&](int t) {
         const size_t bt = size_t(b) * T + t;
         const auto* k_row = k + (bt * Hk + hk) * Dk + lane * N;
         const auto* q_row = q + (bt * Hk + hk) * Dk + lane * N;
-        const float decay = static_cast<float>(g[bt * Hv + hv]);
-        float memory = 0.0f, keys[N];
         for (int i = 0; i < N; ++i) {
-            keys[i] = static_cast<float>(k_row[i]);
+            next_k[i] = static_cast<float>(k_row[i]);
+            next_q[i] = static_cast<float>(q_row[i]);
+        }
+        next_v = static_cast<float>(v[(bt * Hv + hv) * Dv + dv]);
+        next_decay = static_cast<float>(g[bt * Hv + hv]);
+        next_beta = static_cast<float>(beta[bt * Hv + hv]);
+    };
+    load(0);
+    for (int t = 0; t < T; ++t) {
+        float keys[N], queries[N], memory = 0.0f, out = 0.0f;
+        const float value = next_v, decay = next_decay, rate = next_beta;
+        for (int i = 0; i < N; ++i) { keys[i] = next_k[i]; queries[i] = next_q[i]; }
+        if (t + 1 < T) load(t + 1);
+        for (int i = 0; i < N; ++i) {
             s[i] *= decay;
             memory += s[i] * keys[i];
         }
         for (int step = 16; step; step >>= 1) memory += __shfl_xor_sync(0xffffffffu, memory, step);
-        const size_t at = (bt * Hv + hv) * Dv + dv;
-        const float delta = (static_cast<float>(v[at]) - memory) * static_cast<float>(beta[bt * Hv + hv]);
-        float out = 0.0f;
+        const float delta = (value - memory) * rate;
         for (int i = 0; i < N; ++i) {
             s[i] += keys[i] * delta;
-            out += s[i] * static_cast<float>(q_row[i]);
+            out += s[i] * queries[i];
         }
         for (int step = 16; step; step >>= 1) out += __shfl_xor_sync(0xffffffffu, out, step);
-        if (lane == 0) y[at] = static_cast<InT>(out);
+        if (lane == 0) y[((size_t(b) * T + t) * Hv + hv) * Dv + dv] = static_cast<InT>(out);
         if (t < Kept) {
             float* to = states + (((size_t(b) * Kept + t) * Hv + hv) * Dv + dv) * Dk + lane * N;
             for (int i = 0; i < N; ++i) to[i] = s[i];
@@ -71,15 +86,17 @@ def run(
     num_v_heads, v_dim = v.shape[2:]
     if state is None:
         state = mx.zeros((batch, num_v_heads, v_dim, k_dim), mx.float32)
+    is_long = length > MAX_COMPILED_TOKENS
     kernel: Any = mx.fast.cuda_kernel(
-        name="gated_delta_rows",
-        input_names=["q", "k", "v", "g", "beta", "state_in"],
+        name="gated_delta_prompt" if is_long else "gated_delta_rows",
+        input_names=["q", "k", "v", "g", "beta", "state_in", *(["length"] if is_long else [])],
         output_names=["y", "state_out", "states"],
-        source=SOURCE,
+        source="    const int T = length[0];" + SOURCE if is_long else SOURCE,
     )
-    sizes = {"T": length, "Kept": num_states, "Hk": num_k_heads, "Hv": num_v_heads, "Dk": k_dim, "Dv": v_dim}
+    sizes = {"Kept": num_states, "Hk": num_k_heads, "Hv": num_v_heads, "Dk": k_dim, "Dv": v_dim}
+    sizes |= {} if is_long else {"T": length}
     y, last, states = kernel(
-        inputs=[q, k, v, g, beta, state],
+        inputs=[q, k, v, g, beta, state, *([mx.array([length], mx.int32)] if is_long else [])],
         template=[("InT", q.dtype), *sizes.items()],
         grid=(32, v_dim, batch * num_v_heads),
         threadgroup=(32, WARPS_PER_BLOCK, 1),
@@ -94,6 +111,7 @@ def install() -> None:
     if getattr(gated_delta.gated_delta_ops, "is_ours", False):
         return
     ops, with_states = gated_delta.gated_delta_ops, gated_delta._gated_delta_with_states_ops
+    chunked = gated_delta.gated_delta_chunked
 
     def one_kernel(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any = None, mask: Any = None) -> Any:
         if mask is not None or not supported(k, v, g, state):
@@ -107,6 +125,14 @@ def install() -> None:
             return with_states(q, k, v, g, beta, state, mask, state_steps)
         return run(q, k, v, g, beta, state, q.shape[1] if state_steps is None else state_steps)
 
+    def one_kernel_for_prompts(
+        q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, mask: Any = None, **kwargs: Any
+    ) -> Any:
+        if mask is not None or not supported(k, v, g, state):
+            return chunked(q, k, v, g, beta, state, mask, **kwargs)
+        return run(q, k, v, g, beta, state, 0)[:2]
+
     one_kernel.is_ours = True  # type: ignore[attr-defined]
     gated_delta.gated_delta_ops = one_kernel
     gated_delta._gated_delta_with_states_ops = one_kernel_with_states
+    gated_delta.gated_delta_chunked = one_kernel_for_prompts

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from deployments.chat import ChatRequest, Route, TextDelta
+from deployments.chat import ChatRequest, Route, SpecPrefillReport, TextDelta
 from deployments.http.config import HttpConfig
 from deployments.http.openai import create_app
 
@@ -17,8 +17,10 @@ from deployments.http.openai import create_app
 class FakeGeneration:
     num_prompt_tokens = 7
     num_cached_tokens = 5
+    num_skipped_tokens = 3
 
-    def __init__(self, script: list[Any]):
+    def __init__(self, script: list[Any], spec_prefill: SpecPrefillReport | None = None):
+        self.spec_prefill = spec_prefill
         self._script = script
         self.num_closed = 0
 
@@ -44,6 +46,7 @@ class FakeBackend:
     def __init__(self):
         self.script: list[Any] = [TextDelta("Hel", 1), TextDelta("", 1), TextDelta("lo", 2, "stop")]
         self.start_script: list[Any] = []
+        self.spec_prefill: SpecPrefillReport | None = None
         self.unready: str | None = None
         self.requests: list[tuple[ChatRequest, Route]] = []
         self.generations: list[FakeGeneration] = []
@@ -59,7 +62,7 @@ class FakeBackend:
             await asyncio.sleep(0)
             self.num_starts_cancelled += 1
             raise
-        self.generations.append(FakeGeneration(self.script))
+        self.generations.append(FakeGeneration(self.script, self.spec_prefill))
         return self.generations[-1]
 
     async def status(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from deployments.chat import TextDelta, TextLogprobs
+from deployments.chat import SpecPrefillReport, TextDelta, TextLogprobs
 from engine.protocol import EngineFailed
 
 HELLO = (TextLogprobs(b"Hel", -0.5, ((b"Hel", -0.5), (b"\xf0\x9f", -2.0))), TextLogprobs(b"lo", -0.25))
@@ -46,6 +46,26 @@ def test_choices_are_sorted_by_index_and_their_tokens_are_added_up(chat, backend
         "prompt_tokens_details": {"cached_tokens": 5},
         "completion_tokens_details": {"drafted_tokens": 5, "accepted_draft_tokens": 3},
     }
+
+
+@pytest.mark.parametrize("dense_because", [None, "deadline of 30 s"])
+def test_the_usage_tells_what_became_of_a_sparse_prompt_streamed_and_whole(chat, backend, dense_because):
+    backend.spec_prefill = SpecPrefillReport(9000, 1.23456, dense_because)
+    whole = chat().json()["usage"]
+    assert whole["prompt_tokens_details"] == {
+        "cached_tokens": 5,
+        "specprefill": {
+            "skipped_tokens": 3,
+            "scored_tokens": 9000,
+            "scoring_ms": 1234.6,
+            "dense_because": dense_because,
+        },
+    }
+    assert chunks_of(chat(stream=True, stream_options={"include_usage": True}))[-1]["usage"] == whole
+
+
+def test_the_usage_is_silent_about_sparse_prompts_where_none_was_wanted(chat):
+    assert chat().json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
 
 
 def test_streamed_choices_come_as_they_grow_and_end_by_themselves(chat, backend):

@@ -76,6 +76,15 @@ BAD_FIELDS = [
     ({"priority": 1.0}, "priority", ["1.0", "an integer"]),
     ({"priority": 2**31}, "priority", [str(2**31), str(2**31 - 1)]),
     ({"priority": -(2**31) - 1}, "priority", [str(-(2**31))]),
+    # sparse prompts
+    ({"specprefill": "true"}, "specprefill", ['"true"', "true or false"]),
+    ({"specprefill": 1}, "specprefill", ["1", "true or false"]),
+    ({"specprefill_keep_pct": 0.09}, "specprefill_keep_pct", ["0.09", "0.1"]),
+    ({"specprefill_keep_pct": 1.01}, "specprefill_keep_pct", ["1.01", "1"]),
+    ({"specprefill_keep_pct": 30}, "specprefill_keep_pct", ["30", "1"]),
+    ({"specprefill_keep_pct": "0.3"}, "specprefill_keep_pct", ['"0.3"', "a number"]),
+    ({"specprefill_keep_pct": True}, "specprefill_keep_pct", ["true", "a number"]),
+    ({"specprefill": False, "specprefill_keep_pct": 0.3}, "specprefill_keep_pct", ["0.3", "`specprefill`: false"]),
     # grammars
     ({"response_format": "json"}, "response_format", ['"json"', "an object"]),
     ({"response_format": {}}, "response_format.type", ["required"]),
@@ -159,6 +168,8 @@ NOTHING_ASKED = {
     "grammar": None,
     "priority": 0,
     "tenant": "",
+    "spec_prefill": None,
+    "spec_prefill_keep": None,
 }
 
 
@@ -173,6 +184,7 @@ NOTHING_ASKED = {
         {"response_format": {"type": "text"}, "stop_token_ids": None},
         {"structured_outputs": None, "min_tokens": 0},
         {"cache_salt": None},
+        {"specprefill": None, "specprefill_keep_pct": None},
     ],
 )
 def test_what_asks_for_nothing_changes_nothing(chat, backend, fields):
@@ -196,6 +208,11 @@ def test_what_asks_for_nothing_changes_nothing(chat, backend, fields):
         ({"stop_token_ids": [9, 0, 9]}, "stop_token_ids", (9, 0, 9)),
         ({"priority": -5}, "priority", -5),
         ({"cache_salt": "x"}, "tenant", "x"),
+        ({"specprefill": True}, "spec_prefill", True),
+        ({"specprefill": False, "specprefill_keep_pct": None}, "spec_prefill", False),
+        ({"specprefill_keep_pct": 0.1}, "spec_prefill_keep", 0.1),
+        ({"specprefill_keep_pct": 1}, "spec_prefill_keep", 1),
+        ({"specprefill": True, "specprefill_keep_pct": 0.5}, "spec_prefill_keep", 0.5),
         ({"cache_salt": "salt 🙂é " * 16}, "tenant", "salt 🙂é " * 16),
         ({"response_format": {"type": "json_object"}}, "grammar", GrammarSpec("json_object", "", "response_format")),
         (

@@ -83,6 +83,12 @@ def test_text_without_control_strings_is_encoded_like_one_text(tokenizer: ChatTo
     assert encode(tokenizer, user(content)) == TOKENIZER.encode(expected, add_special_tokens=False).ids
 
 
+def test_the_control_tokens_are_all_that_structure_a_prompt_but_no_pictures(tokenizer: ChatTokenizer):
+    assert {IM_START, IM_END, THINK, TOOL_CALL} <= tokenizer.control_token_ids
+    media = {IMAGE, CONTROL["<|video_pad|>"]} if "<|video_pad|>" in CONTROL else {IMAGE}
+    assert tokenizer.control_token_ids == set(CONTROL.values()) - media
+
+
 def test_thinking_is_off_unless_asked_for(tokenizer: ChatTokenizer):
     assert decode(encode(tokenizer, user("Hi"))).endswith("<think>\n\n</think>\n\n")
     assert decode(encode(tokenizer, user("Hi"), enable_thinking=True)).endswith("assistant\n<think>\n")

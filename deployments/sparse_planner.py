@@ -1,0 +1,228 @@
+"""SparsePlanner: which prompts are taken in sparsely, by which plan, and why the others are not."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from ray.serve.handle import DeploymentHandle
+
+from deployments.chat import ChatRequest, SpecPrefillReport
+from deployments.scorer_client import NoPlan, ScorerClient
+from engine.config import SpecPrefillConfig
+from engine.core.spec_prefill.plan import ScoreRequest, find_anchors, why_unfit
+from engine.core.spec_prefill.select import CHUNK_TOKENS
+from engine.processing.tokenizer import ChatTokenizer
+from engine.protocol import EngineRequest, InvalidRequest, SparsePlan
+
+log = logging.getLogger("ray.serve")
+
+MIN_CHUNKS = 4
+"""Of fewer, first and last are kept in any case, and there is hardly anything to choose from."""
+
+
+@dataclass(frozen=True)
+class PromptFacts:
+    """control_token_ids: of tokens that structure a prompt. image_token_id: the placeholder of a picture, if any."""
+
+    control_token_ids: Set[int]
+    image_token_id: int | None = None
+
+    @classmethod
+    def of(cls, tokenizer: ChatTokenizer) -> "PromptFacts":
+        return cls(tokenizer.control_token_ids, tokenizer.image_token_id)
+
+
+class SparsePlanner:
+    """engine, scorer: handles; without a scorer, or with `enabled` false, every prompt is dense."""
+
+    def __init__(
+        self,
+        config: SpecPrefillConfig,
+        facts: PromptFacts,
+        engine: DeploymentHandle | None = None,
+        scorer: DeploymentHandle | None = None,
+    ):
+        self._client: ScorerClient | None = None
+        if config.enabled and engine is not None and scorer is not None:
+            self._client = ScorerClient(engine, scorer)
+        self._config = config
+        self._facts = facts
+        self._num_sparse = self._num_replanned = 0
+        self._dense: Counter[str] = Counter()
+
+    async def plan(
+        self, request: ChatRequest, engine_request: EngineRequest
+    ) -> tuple[EngineRequest, SpecPrefillReport | None]:
+        """The request with a sparse plan, or as it was. Whatever goes wrong on the way to a plan makes it dense.
+
+        No report: nobody has asked, and the configuration wants no plan for such a prompt. Raises InvalidRequest for a
+        request that asks where there is no scorer by configuration.
+        """
+        if self._client is None:
+            _refuse_to_ask(request)
+            return engine_request, None
+        too_short = len(engine_request.token_ids) < self._config.threshold_tokens
+        if request.spec_prefill is False or (request.spec_prefill is None and too_short):
+            return engine_request, None
+        attempt = Attempt(self._config, self._facts, self._client, request, engine_request)
+        try:
+            plan = await attempt.plan()
+        except NotWanted:
+            return engine_request, None
+        except NoPlan as why:
+            return engine_request, self._densely(attempt, why)
+        except Exception as error:
+            return engine_request, self._densely(attempt, NoPlan("failed", "failed", is_failure=True), error)
+        finally:
+            self._num_replanned += attempt.is_replanned
+        self._num_sparse += 1
+        return replace(engine_request, sparse=plan), attempt.report()
+
+    def status(self) -> dict[str, Any] | None:
+        """Prompts since the start: taken in sparsely, scored again as the cached prefix had changed, and densely by
+        category of the reason. None where there is no scorer by configuration."""
+        if self._client is None:
+            return None
+        return {"sparse": self._num_sparse, "replanned": self._num_replanned, "dense": dict(self._dense)}
+
+    def _densely(self, attempt: "Attempt", why: NoPlan, unforeseen: Exception | None = None) -> SpecPrefillReport:
+        self._dense[why.category] += 1
+        log.log(
+            logging.WARNING if why.is_failure else logging.INFO,
+            "request %s: its prompt is taken in densely: %s%s",
+            attempt.request_id,
+            why.reason,
+            f" ({why.__cause__})" if why.__cause__ is not None else "",
+            exc_info=unforeseen,
+        )
+        return attempt.report(why.reason)
+
+
+class NotWanted(Exception):
+    """Nobody has asked, and so few tokens are to be computed that the configuration wants no plan."""
+
+
+class Attempt:
+    """One prompt on its way to a sparse plan. is_replanned: it was scored again."""
+
+    def __init__(
+        self,
+        config: SpecPrefillConfig,
+        facts: PromptFacts,
+        client: ScorerClient,
+        request: ChatRequest,
+        engine_request: EngineRequest,
+    ):
+        self.request_id = engine_request.request_id
+        self.is_replanned = False
+        self._config = config
+        self._facts = facts
+        self._client = client
+        self._asked = request.spec_prefill is True
+        self._has_tools = bool(request.template_kwargs.get("tools"))
+        self._keep = config.keep if request.spec_prefill_keep is None else request.spec_prefill_keep
+        self._request = engine_request
+        self._num_system = max((b.num_tokens for b in engine_request.boundaries if b.kind == "system"), default=0)
+        self._num_scored = 0
+        self._scorer_node: str | None = None
+        self._began = time.monotonic()
+
+    async def plan(self) -> SparsePlan:
+        """Raises NoPlan, and NotWanted."""
+        self._check_wanted()
+        self._check_enough(self._num_system)
+        try:
+            async with asyncio.timeout(self._config.deadline_s):
+                return await self._plan()
+        except TimeoutError:
+            reason = f"deadline of {self._config.deadline_s:g} s"
+            raise NoPlan("deadline", reason, is_failure=True) from None
+
+    def report(self, dense_because: str | None = None) -> SpecPrefillReport:
+        return SpecPrefillReport(self._num_scored, time.monotonic() - self._began, dense_because)
+
+    def _check_wanted(self) -> None:
+        """What can be known without asking anybody."""
+        request, limit = self._request, self._config.max_tokens_scored
+        if not self._asked:
+            special = {"tools": self._has_tools, "grammar": request.grammar is not None, "media": bool(request.images)}
+            if reason := next((name for name, is_there in special.items() if is_there), None):
+                raise NoPlan(reason, reason)
+        if self._keep >= 1:
+            raise NoPlan("keep", "keep is 1")
+        if len(request.token_ids) > limit:
+            reason = f"too long: the prompt has {len(request.token_ids)} tokens, the limit is {limit}"
+            raise NoPlan("too_long", reason)
+
+    def _check_enough(self, num_dense: int) -> None:
+        """Whether so much is left behind the dense part that choosing from it is worth it, and is wanted."""
+        num_behind = len(self._request.token_ids) - num_dense
+        if not self._asked and num_behind < self._config.threshold_tokens:
+            if self._scorer_node is None:
+                raise NotWanted
+            raise NoPlan("cached", f"{num_dense} tokens of the prompt are cached by now")
+        if num_behind < MIN_CHUNKS * CHUNK_TOKENS:
+            least = MIN_CHUNKS * CHUNK_TOKENS
+            raise NoPlan("too_short", f"too short: {num_behind} tokens to choose from, at least {least} are needed")
+
+    async def _plan(self) -> SparsePlan:
+        """Scored again, once, if meanwhile another part of the prompt is cached."""
+        plan = await self._score(await self._find_dense())
+        by_now = await self._find_dense()
+        if by_now != plan.num_dense:
+            self.is_replanned = True
+            plan = await self._score(by_now)
+        return plan
+
+    async def _find_dense(self) -> int:
+        """What is cached; but the system part at least, so that its snapshot can be kept for the next request."""
+        found = await self._client.cached_prefix(self._request)
+        if found.no_sparse is not None:
+            raise NoPlan("unsupported", found.no_sparse)
+        num_dense = max(found.num_tokens, self._num_system)
+        self._check_enough(num_dense)
+        return num_dense
+
+    async def _score(self, num_dense: int) -> SparsePlan:
+        request = self._request
+        asked = ScoreRequest(
+            request_id=request.request_id,
+            token_ids=request.token_ids,
+            num_dense=num_dense,
+            anchors=self._anchors(num_dense),
+            keep=self._keep,
+            boundaries=request.boundaries,
+            tenant=request.tenant,
+        )
+        scored, self._scorer_node = await self._client.score(asked, self._scorer_node)
+        self._num_scored += scored.num_scored
+        plan = scored.plan
+        unfit = why_unfit(plan, request.token_ids)
+        if unfit is None and plan.num_dense != num_dense:
+            unfit = f"{plan.num_dense} tokens are dense instead of {num_dense}"
+        if unfit is not None:
+            raise NoPlan("unfit", f"the plan is unfit: {unfit}", is_failure=True)
+        if len(plan.positions) == len(request.token_ids):
+            raise NoPlan("nothing", "nothing to leave out")
+        return plan
+
+    def _anchors(self, num_dense: int) -> np.ndarray:
+        request, image_token_id = self._request, self._facts.image_token_id
+        media = np.flatnonzero(request.token_ids == (-1 if image_token_id is None else image_token_id))
+        control = sorted(self._facts.control_token_ids)
+        anchors = find_anchors(request.token_ids, control, request.boundaries, media)
+        return anchors[anchors >= num_dense]
+
+
+def _refuse_to_ask(request: ChatRequest) -> None:
+    """Raises InvalidRequest where the request wants what the configuration has switched off."""
+    asked = {"specprefill": request.spec_prefill or None, "specprefill_keep_pct": request.spec_prefill_keep}
+    for field, value in asked.items():
+        if value is not None:
+            shown = "true" if value is True else value
+            raise InvalidRequest(f"`{field}` is {shown}, but this server has spec_prefill.enabled: false", field)

@@ -1,0 +1,47 @@
+"""What is refused at the engine's door: requests that could never be served, or not as they ask."""
+
+from engine.config import EngineConfig
+from engine.core.spec_prefill.plan import why_unfit
+from engine.protocol import ContextLengthExceeded, EngineRequest, InvalidRequest
+
+
+def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int, max_context_tokens: int) -> None:
+    """Raises InvalidRequest or ContextLengthExceeded for a request that could never be served, or not as it asks."""
+    num_prompt_tokens, sampling = len(request.token_ids), request.sampling
+    if not num_prompt_tokens:
+        raise InvalidRequest("the prompt has 0 tokens, it needs at least 1", "messages")
+    for token_id in (int(request.token_ids.min()), int(request.token_ids.max())):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"token id {token_id} is not within 0 and {vocab_size - 1}", "messages")
+    for token_id in request.stop_token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"stop token id {token_id} is not within 0 and {vocab_size - 1}", "stop_token_ids")
+    for token_id, _ in sampling.logit_bias:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"logit_bias: token id {token_id} is not within 0 and {vocab_size - 1}", "logit_bias")
+    if request.grammar is not None and sampling.min_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {sampling.min_tokens}: with a grammar it must be 0, as all that matches may be shorter",
+            "min_tokens",
+        )
+    if not 1 <= request.num_choices <= config.max_running:
+        raise InvalidRequest(
+            f"n is {request.num_choices}; it must be between 1 and {config.max_running} (max_running)", "n"
+        )
+    if request.priority and config.scheduler.policy != "priority":
+        raise InvalidRequest(
+            f"priority is {request.priority}, but the scheduler's policy is {config.scheduler.policy}, which knows "
+            "only priority 0",
+            "priority",
+        )
+    if num_prompt_tokens + sampling.max_tokens > max_context_tokens:
+        raise ContextLengthExceeded(num_prompt_tokens, sampling.max_tokens, max_context_tokens)
+
+
+def check_plan(request: EngineRequest, no_sparse: str | None) -> None:
+    """Raises InvalidRequest for a sparse plan that is not one of this prompt, or that this model cannot carry out."""
+    if request.sparse is None:
+        return
+    reason = no_sparse or why_unfit(request.sparse, request.token_ids)
+    if reason is not None:
+        raise InvalidRequest(f"the sparse plan cannot be carried out: {reason}", "sparse")

@@ -1,0 +1,235 @@
+"""The scorer's door for asyncio: a long prompt in, the plan of which of its tokens are computed out."""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from engine.config import EngineConfig, SpecPrefillConfig
+from engine.core.spec_prefill.plan import Scored, ScoreRequest, ScorerStatus, make_plan
+from engine.device_thread import DeviceThread
+from engine.processing.checkpoint import resolve_checkpoint
+from engine.processing.tokenizer_match import why_different
+from engine.protocol import EngineFailed, InvalidRequest, OrchardError, Overloaded
+from engine.worker.spec_prefill.draft import draft_engine_config
+from engine.worker.spec_prefill.scorer import Outcome, Publish, Scorer, load_scorer
+
+STEP_TIMEOUT_S = 120.0
+"""A step that takes longer makes the scorer unhealthy."""
+
+MIN_KEEP = 0.1  # as SpecPrefillConfig.keep
+
+ScorerFactory = Callable[[SpecPrefillConfig, EngineConfig, Publish], Scorer]
+"""Makes the worker on the device thread; the second argument says where the draft is and how it is loaded."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """See ScorerStatus."""
+
+    num_scored: int = 0
+    num_scored_tokens: int = 0
+    num_reused_tokens: int = 0
+    num_cancelled: int = 0
+    num_refused: int = 0
+    num_failed: int = 0
+
+
+class AsyncDraftScorer:
+    """Loads its draft at once, in its own thread. Belongs to the event loop that is running when it is made.
+
+    target: whose prompts are scored; its tokenizer must be the draft's. beside_engine: an engine in another process
+    uses the same GPU, if there is one.
+    """
+
+    def __init__(
+        self,
+        config: SpecPrefillConfig,
+        target: EngineConfig,
+        beside_engine: bool = False,
+        make_scorer: ScorerFactory = load_scorer,
+    ):
+        self.config = config
+        self._target = target
+        self._beside_engine = beside_engine
+        self._make_scorer = make_scorer
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._open: dict[str, asyncio.Future[tuple[np.ndarray, int]]] = {}  # by keys that are never the same twice
+        self._serial = itertools.count()
+        self._scorer: Scorer | None = None
+        self._counts = Counts()
+        self._state = "loading"
+        self._error: str | None = None
+        self._closing = False
+        self._thread = DeviceThread(self._make, self._on_ready, self._on_end)
+        self._thread.start()
+
+    async def wait_ready(self) -> None:
+        """Returns when the draft can score. Raises EngineFailed with the reason when it never will."""
+        await asyncio.shield(self._ready)
+
+    async def score(self, request: ScoreRequest) -> Scored:
+        """Which of the prompt's tokens are to be computed. Cancelling it stops the draft before its next chunk.
+
+        Raises Overloaded when max_running + max_waiting prompts are open, InvalidRequest for what this draft cannot
+        score, EngineFailed when it is not ready, fails, or is shut down.
+        """
+        began_s = time.perf_counter()
+        self._admit(request)
+        key = f"{request.request_id}#{next(self._serial)}"
+        outcome = self._open[key] = self._loop.create_future()
+        self._thread.submit(lambda scorer: scorer.add(key, request))
+        try:
+            importance, num_read = await outcome
+            plan = await asyncio.to_thread(make_plan, request, importance)
+        except asyncio.CancelledError:
+            self._counts.num_cancelled += 1
+            raise
+        except EngineFailed:
+            self._counts.num_failed += 1
+            raise
+        finally:
+            del self._open[key]
+            if outcome.cancelled():
+                self._thread.submit(lambda scorer: scorer.abort(key))
+        self._counts.num_scored += 1
+        self._counts.num_scored_tokens += num_read
+        self._counts.num_reused_tokens += len(request.token_ids) - num_read
+        return Scored(plan, num_read, time.perf_counter() - began_s)
+
+    def status(self) -> ScorerStatus:
+        scorer = self._scorer
+        status = ScorerStatus(self._state, self.config.draft_model, error=self._error, **asdict(self._counts))
+        if scorer is None:
+            return status
+        return replace(
+            status,
+            device=scorer.device,
+            num_running=scorer.num_running,
+            num_waiting=scorer.num_waiting,
+            memory=scorer.memory,
+        )
+
+    def check_health(self) -> None:
+        """Raises EngineFailed when the scorer could serve once and will not again. A draft that could not be loaded is
+        no reason to try again."""
+        if self._state in ("failed", "stopped"):
+            raise EngineFailed(self._error or self._state)
+        age_s = self._thread.step_age_s
+        if age_s > STEP_TIMEOUT_S:
+            raise EngineFailed(f"a step has lasted {age_s:.0f} s, the limit is {STEP_TIMEOUT_S:.0f} s")
+
+    async def shutdown(self, timeout_s: float = 30.0) -> None:
+        """Ends after the step that is running; what is open fails."""
+        self._closing = True
+        self._thread.stop()
+        if not await asyncio.to_thread(self._thread.join, timeout_s):
+            self._ended(EngineFailed(f"the step that was running did not end within {timeout_s:.0f} s"))
+
+    def _admit(self, request: ScoreRequest) -> None:
+        """Raises what `score` raises."""
+        if self._scorer is None or self._closing:
+            raise EngineFailed(
+                self._error or f"the scorer is not ready: it is {'shutting down' if self._closing else self._state}"
+            )
+        limit = self.config.max_running + self.config.max_waiting
+        try:
+            check_request(request, self.config.max_tokens_scored)
+            self._scorer.limits.check(request)
+            if len(self._open) >= limit:
+                raise Overloaded(
+                    f"{len(self._open)} prompts are being scored, the limit is {limit} "
+                    f"({self.config.max_running} running, {self.config.max_waiting} waiting)",
+                    retry_after_s=1.0,
+                )
+        except OrchardError:
+            self._counts.num_refused += 1
+            raise
+
+    # On the device thread.
+
+    def _make(self) -> Scorer:
+        draft = draft_engine_config(self.config, choose_device(self.config, self._beside_engine))
+        target_dir, draft_dir = (
+            resolve_checkpoint(model.model, model.revision, weights=False) for model in (self._target, draft)
+        )
+        if (difference := why_different(target_dir, draft_dir)) is not None:
+            raise EngineFailed(f"this draft cannot score for {self._target.model}: {difference}")
+        return self._make_scorer(self.config, draft, self._publish)
+
+    def _publish(self, key: str, outcome: Outcome) -> None:
+        self._call(self._deliver, key, outcome)
+
+    def _on_ready(self, scorer: Scorer) -> None:
+        self._call(self._became_ready, scorer)
+
+    def _on_end(self, error: BaseException | None) -> None:
+        self._call(self._ended, error)
+
+    def _call(self, callback: Callable[..., None], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear it
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    # On the event loop.
+
+    def _deliver(self, key: str, outcome: Outcome) -> None:
+        future = self._open.get(key)
+        if future is None or future.done():
+            return
+        if outcome.importance is not None:
+            future.set_result((outcome.importance, outcome.num_read))
+        else:
+            future.set_exception(EngineFailed(outcome.error))
+
+    def _became_ready(self, scorer: Scorer) -> None:
+        if not self._closing:
+            self._scorer, self._state = scorer, "ready"
+            self._ready.set_result(None)
+
+    def _ended(self, error: BaseException | None) -> None:
+        if self._state not in ("loading", "ready"):
+            return
+        failed = "failed" if self._ready.done() else "unavailable"
+        self._scorer, self._state = None, "stopped" if error is None else failed
+        self._error = "the scorer was shut down" if error is None else described(error)
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(EngineFailed(self._error))
+        if not self._ready.done():
+            self._ready.set_exception(EngineFailed(self._error))
+            self._ready.exception()  # read here, in case nobody waits for it
+
+
+def choose_device(config: SpecPrefillConfig, beside_engine: bool) -> str:
+    """auto, cpu or gpu, as the loader knows them. Raises EngineFailed when a GPU would be shared without saying how."""
+    if beside_engine and config.device == "gpu" and config.memory_share is None:
+        raise EngineFailed(
+            "device: gpu is configured for the draft, and the engine uses the same GPU from another process; neither "
+            "sees what the other takes: set memory_share to the draft's part of the GPU's memory, or device to cpu"
+        )
+    return "cpu" if beside_engine and config.device == "auto" else config.device
+
+
+def check_request(request: ScoreRequest, max_tokens: int) -> None:
+    """Raises InvalidRequest for one that no draft could score, or that is longer than it may be."""
+    num_tokens = len(request.token_ids)
+    if not 1 <= num_tokens <= max_tokens:
+        raise InvalidRequest(
+            f"the prompt has {num_tokens} tokens; between 1 and {max_tokens} (max_tokens_scored) are scored", "messages"
+        )
+    if not 0 <= request.num_dense <= num_tokens:
+        raise InvalidRequest(f"num_dense is {request.num_dense}; it must be between 0 and {num_tokens}", "num_dense")
+    if not MIN_KEEP <= request.keep <= 1:
+        raise InvalidRequest(f"keep is {request.keep}; it must be between {MIN_KEEP} and 1", "keep")
+    for anchor in (int(request.anchors.min()), int(request.anchors.max())) if len(request.anchors) else ():
+        if not 0 <= anchor < num_tokens:
+            raise InvalidRequest(f"an anchor is at {anchor}; it must be between 0 and {num_tokens - 1}", "anchors")
+
+
+def described(error: BaseException) -> str:
+    return str(error) if isinstance(error, OrchardError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,156 @@
+"""What one token attends to, read from the public modules of a model's layers: no patches, nothing is replaced.
+
+Read are decoder blocks of the common shape (`input_layernorm`, `self_attn`, `post_attention_layernorm`, `mlp`) with
+rotary positions, with or without norms of queries and gates of outputs: Llama, Qwen2, Qwen3, Qwen3-VL, Qwen3.5.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_vlm.models.cache import ArraysCache, KVCache
+
+from engine.protocol import EngineFailed
+
+POOL = 13
+"""Scores are averaged over so many neighbours: one token alone says little of its surroundings."""
+
+KEYS_AT_ONCE = 4096
+"""Keys of low precision are widened to float32 in pieces of so many tokens."""
+
+BLOCK_PARTS = ("self_attn", "input_layernorm", "post_attention_layernorm", "mlp")
+ATTENTION_PARTS = ("q_proj", "o_proj", "scale")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionLayer:
+    """One block with full attention. normalize: queries [1, 1, heads, head_dim] -> the same, as keys are compared with.
+    rotate: queries [1, heads, 1, head_dim] and their position -> rotated queries.
+    """
+
+    index: int
+    block: Any
+    num_heads: int
+    normalize: Callable[[mx.array], mx.array]
+    rotate: Callable[[mx.array, int], mx.array]
+
+    def query(self, hidden: mx.array, position: int, head_dim: int) -> tuple[mx.array, mx.array | None]:
+        """hidden [1, 1, hidden] that comes into the block -> query [1, heads, 1, head_dim], and the output's gate
+        [1, 1, heads * head_dim] where q_proj makes one."""
+        attention = self.block.self_attn
+        heads = attention.q_proj(self.block.input_layernorm(hidden)).reshape(1, 1, self.num_heads, -1)
+        gate = None
+        if heads.shape[-1] == 2 * head_dim:
+            heads, gate = mx.split(heads, 2, axis=-1)
+            gate = gate.reshape(1, 1, -1)
+        if heads.shape[-1] != head_dim:
+            raise EngineFailed(f"q_proj gives {heads.shape[-1]} numbers per head, keys have {head_dim}")
+        return self.rotate(self.normalize(heads).transpose(0, 2, 1, 3), position), gate
+
+    def output(self, hidden: mx.array, query: mx.array, gate: mx.array | None, cache: KVCache) -> mx.array:
+        """What the block makes of `hidden`, [1, 1, hidden], from our query and the cached keys and values."""
+        attention, block = self.block.self_attn, self.block
+        values: Any = cache.values
+        attended = _grouped(self.weights(query, cache, cache.offset), values.shape[1]) @ (
+            values[0, :, : cache.offset].astype(mx.float32)
+        )
+        attended = attended.reshape(1, 1, -1).astype(hidden.dtype)
+        if gate is not None:
+            attended = attended * mx.sigmoid(gate)
+        hidden = hidden + attention.o_proj(attended)
+        return hidden + block.mlp(block.post_attention_layernorm(hidden))
+
+    def weights(self, query: mx.array, cache: KVCache, num_keys: int) -> mx.array:
+        """Softmax over the first keys alone, float32 [heads, num_keys]."""
+        keys: Any = cache.keys
+        grouped = _grouped(query[0, :, 0].astype(mx.float32) * self.block.self_attn.scale, keys.shape[1])
+        ends = [min(start + KEYS_AT_ONCE, num_keys) for start in range(0, num_keys, KEYS_AT_ONCE)]
+        scores = [
+            grouped @ keys[0, :, start:end].astype(mx.float32).swapaxes(-1, -2)
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+        return mx.softmax(mx.concatenate(scores, axis=-1).reshape(self.num_heads, num_keys), axis=-1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """One token's way through an attention layer: hidden states [1, 1, hidden] before and behind the block."""
+
+    layer: AttentionLayer
+    cache: KVCache
+    before: mx.array
+    behind: mx.array
+    query: mx.array
+    gate: mx.array | None
+
+
+def attention_layers(blocks: Sequence[Any], cache: Sequence[Any]) -> list[AttentionLayer | None]:
+    """Per layer how its attention is read; None for one with a recurrent state, which attends to nothing.
+
+    Raises EngineFailed naming the layer that cannot be read.
+    """
+    layers = [
+        _attention_layer(i, block, kind) for i, (block, kind) in enumerate(zip(blocks, map(type, cache), strict=True))
+    ]
+    if not any(layers):
+        raise EngineFailed(f"none of its {len(layers)} layers has attention")
+    return layers
+
+
+def importance(seen: Sequence[Seen], num_keys: int) -> mx.array:
+    """float32 [num_keys]: of each token the highest of all layers' and heads' smoothed attention, not evaluated."""
+    best = mx.zeros(num_keys)
+    for one in seen:
+        best = mx.maximum(best, pooled(one.layer.weights(one.query, one.cache, num_keys)).max(axis=0))
+    return best
+
+
+def pooled(weights: mx.array) -> mx.array:
+    """[heads, n] -> means over POOL neighbours; at the edges over those that are there."""
+    n, reach = weights.shape[-1], POOL // 2
+    ones = mx.pad(weights, [(0, 0), (reach, reach)])
+    twos = ones[:, :-1] + ones[:, 1:]
+    fours = twos[:, :-2] + twos[:, 2:]
+    eights = fours[:, :-4] + fours[:, 4:]
+    sums = eights[:, :n] + fours[:, 8 : 8 + n] + ones[:, 12:]
+    place = mx.arange(n)
+    return sums / (mx.minimum(place + reach, n - 1) - mx.maximum(place - reach, 0) + 1)
+
+
+def _grouped(heads: mx.array, num_kv_heads: int) -> mx.array:
+    """[heads, n] -> [kv heads, heads per kv head, n]."""
+    return heads.reshape(num_kv_heads, -1, heads.shape[-1])
+
+
+def _attention_layer(index: int, block: Any, kind: type) -> AttentionLayer | None:
+    if kind is ArraysCache:
+        return None
+    name = f"layer {index} ({type(block).__name__})"
+    if kind is not KVCache:  # exactly: what derives from it stores otherwise
+        raise EngineFailed(f"{name} keeps its keys in a {kind.__name__}, where not all of them stay")
+    for part in BLOCK_PARTS:
+        if not hasattr(block, part):
+            raise EngineFailed(f"{name} has no {part}")
+    attention = block.self_attn
+    for part in ATTENTION_PARTS:
+        if not hasattr(attention, part):
+            raise EngineFailed(f"the attention of {name} has no {part}")
+    num_heads = getattr(attention, "n_heads", None) or getattr(attention, "num_attention_heads", None)
+    if num_heads is None:
+        raise EngineFailed(f"the attention of {name} does not say how many heads it has")
+    normalize = attention.q_norm if hasattr(attention, "q_norm") else lambda heads: heads
+    return AttentionLayer(index, block, num_heads, normalize, _rotation(name, attention))
+
+
+def _rotation(name: str, attention: Any) -> Callable[[mx.array, int], mx.array]:
+    if hasattr(attention, "rope"):
+        return lambda queries, position: attention.rope(queries, offset=position)
+    if not hasattr(getattr(attention, "rotary_emb", None), "apply_rotary"):
+        raise EngineFailed(f"the attention of {name} has neither rope nor rotary_emb.apply_rotary")
+
+    def rotate(queries: mx.array, position: int) -> mx.array:
+        positions = mx.full((3, 1, 1), position, mx.int32)
+        return attention.rotary_emb.apply_rotary(queries, queries, positions, unsqueeze_dim=1)[0]
+
+    return rotate

@@ -1,0 +1,174 @@
+"""The draft model: reads a prompt chunk by chunk, then looks ahead token by token and tells what it attended to."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_vlm.models.cache import KVCache, make_prompt_cache
+
+from engine.config import EngineConfig, SpecPrefillConfig
+from engine.processing.checkpoint import DEMO_MODEL, read_optional_json
+from engine.protocol import EngineFailed
+from engine.worker import loader, memory
+from engine.worker.kv_cache import RowCache, num_bytes, rounded
+from engine.worker.patches import attention_cpu, gated_delta_chunks, gated_delta_cuda
+from engine.worker.spec_prefill.attention import Seen, attention_layers, importance
+
+PROBE_TOKENS = 48
+TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
+"""Of the largest number that a layer adds, or of the largest logit; rounding of the sum itself is allowed for."""
+
+MAX_SCORES_BYTES = 2**28
+"""On the CPU attention holds its scores, float32 [heads, chunk, context]: chunks are smaller where they would pass."""
+
+SMALLEST_CHUNK = 16
+
+
+def draft_engine_config(config: SpecPrefillConfig, device: str) -> EngineConfig:
+    """What the loader is told; device: auto, cpu or gpu."""
+    model = str(DEMO_MODEL / "draft") if config.draft_model == "demo" else config.draft_model
+    return EngineConfig.model_validate(
+        {
+            "model": model,
+            "revision": config.draft_revision,
+            "device": device,
+            "dtype": config.dtype,
+            "mtp": "off",
+            "mlx_cache_mb": config.mlx_cache_mb,
+        }
+    )
+
+
+def load_draft(config: EngineConfig) -> "Draft":
+    """On the calling thread, which must be the one that will use it. Raises EngineFailed, also if it cannot score."""
+    model = loader.load(config, lambda progress: None)
+    memory.set_limits(config)
+    try:
+        return Draft(model)
+    except Exception as error:  # of whatever architecture the library knows
+        reason = str(error) if isinstance(error, EngineFailed) else f"{type(error).__name__}: {error}"
+        raise EngineFailed(f"this draft cannot score: {reason}") from error
+
+
+class Draft:
+    """One loaded model, without state of its own: each prompt brings its cache.
+
+    stop_token_ids: by its own configuration. bytes_per_token: of a cache, in all attention layers; state_bytes: of its
+    recurrent states. Raises EngineFailed, or whatever the library raises, for a model that cannot be read.
+    """
+
+    def __init__(self, model: loader.LoadedModel):
+        if not loader.on_gpu():
+            gated_delta_chunks.install()
+            attention_cpu.install()
+        elif mx.cuda.is_available():
+            gated_delta_cuda.install()
+        self._lm: Any = model.module.language_model
+        self._explicit_positions = hasattr(self._lm, "get_rope_index")
+        self._tolerance = TOLERANCE.get(model.dtype, max(TOLERANCE.values()))
+        self.vocab_size = model.vocab_size
+        self.max_context_tokens = model.max_context_tokens
+        self.num_weight_bytes = model.num_weight_bytes
+        self.fingerprint = model.fingerprint
+        generation = read_optional_json(model.path / "generation_config.json")
+        self.stop_token_ids = _stop_token_ids(model.config, model.config.get("text_config") or {}, generation)
+        self._layers = attention_layers(self._lm.model.layers, self.make_cache())
+        self.bytes_per_token, self.state_bytes = _measured(self._check())
+        mx.clear_cache()
+
+    def make_cache(self) -> RowCache:
+        """An empty one for one prompt."""
+        return make_prompt_cache(self._lm)
+
+    def cache_bytes(self, num_tokens: int) -> int:
+        """What a prompt's cache takes with so many tokens in it."""
+        return self.state_bytes + rounded(num_tokens) * self.bytes_per_token
+
+    def chunk_tokens(self, start: int, wanted: int) -> int:
+        """How many of the tokens wanted from `start` on are read at once."""
+        if loader.on_gpu():
+            return wanted
+        heads = max(layer.num_heads for layer in self._layers if layer is not None)
+        fitting = MAX_SCORES_BYTES // (4 * heads * (start + wanted))
+        return min(wanted, max(fitting, SMALLEST_CHUNK))
+
+    def extend(self, token_ids: np.ndarray, start: int, cache: RowCache, num_slots: int) -> None:
+        """Reads int32 [n], the tokens from `start` on, into the cache, evaluated, with room for num_slots in all."""
+        self._forward(token_ids, start, cache, skip_logits=True)  # lazy: only the cache is ever evaluated
+        for layer in cache:
+            if isinstance(layer, KVCache):
+                layer.prefix_cache_reserve(num_slots)
+        mx.eval([layer.state for layer in cache])
+
+    def look_ahead(self, token_id: int, position: int, cache: RowCache, num_prompt: int) -> tuple[mx.array, int]:
+        """Reads one token; returns the importance of the prompt's tokens to it, float32 [num_prompt], evaluated, and
+        the token that the draft would say next."""
+        logits, seen = self.walk(token_id, position, cache)
+        scores, best = importance(seen, num_prompt), logits[0, -1].argmax()
+        mx.eval(scores, best, [layer.state for layer in cache])
+        return scores, int(np.array(best))
+
+    def walk(self, token_id: int, position: int, cache: RowCache) -> tuple[mx.array, list[Seen]]:
+        """One token through the layers one by one. Logits [1, 1, vocab] and what was seen on the way, not evaluated."""
+        model = self._lm.model
+        hidden, seen = model.embed_tokens(mx.array([[token_id]])), []
+        for block, layer, own in zip(model.layers, self._layers, cache, strict=True):
+            before, hidden = hidden, block(hidden, mask=None, cache=own)
+            if layer is not None:
+                query, gate = layer.query(before, position, own.keys.shape[-1])
+                seen.append(Seen(layer, own, before, hidden, query, gate))
+        hidden = model.norm(hidden)
+        return self._lm.lm_head(hidden) if hasattr(self._lm, "lm_head") else model.embed_tokens.as_linear(hidden), seen
+
+    def _check(self) -> RowCache:
+        """Proves on a probe that the walk is the model's own forward, and that what it reads are the queries and keys
+        that the layers use: their outputs can be computed again from them. Returns the probe's cache.
+
+        Raises EngineFailed naming the layer and the error.
+        """
+        ids = (np.arange(PROBE_TOKENS) * 7919 % self.vocab_size).astype(np.int32)
+        last = PROBE_TOKENS - 1
+        walked, own = self.make_cache(), self.make_cache()
+        for cache in (walked, own):
+            self.extend(ids[: last // 2], 0, cache, PROBE_TOKENS)
+            self.extend(ids[last // 2 : last], last // 2, cache, PROBE_TOKENS)
+        logits, seen = self.walk(int(ids[last]), last, walked)
+        expected = self._forward(ids[last:], last, own)[:, -1:]
+        self._compare("the logits of its layers, one by one, are not its own", logits, expected, expected)
+        for one in seen:
+            again = one.layer.output(one.before, one.query, one.gate, one.cache)
+            what = f"the output of layer {one.layer.index} is not what its queries and keys give"
+            self._compare(what, again, one.behind, one.behind - one.before)
+        return walked
+
+    def _compare(self, what: str, found: mx.array, expected: mx.array, scale: mx.array) -> None:
+        """Raises EngineFailed beyond the tolerance, relative to the largest of `scale`."""
+        error, size, largest = (
+            np.abs(np.array(array.astype(mx.float32))).max() for array in (found - expected, scale, expected)
+        )
+        limit = self._tolerance * size + 4 * mx.finfo(expected.dtype).eps * largest
+        if not error <= limit:
+            raise EngineFailed(f"{what}: they differ by {error:.3g}, the limit is {limit:.3g}")
+
+    def _forward(self, token_ids: np.ndarray, start: int, cache: RowCache, **kwargs: Any) -> Any:
+        """The model's own; logits [1, n, vocab], not evaluated, None where it can do without."""
+        tokens = mx.array(token_ids[None].astype(np.int32))
+        if not self._explicit_positions:
+            return self._lm(tokens, cache=cache).logits
+        positions = mx.arange(start, start + len(token_ids), dtype=mx.int32)
+        positions = mx.broadcast_to(positions, (3, 1, len(token_ids)))
+        return self._lm(tokens, cache=cache, position_ids=positions, capture_layer_ids=[], **kwargs).logits
+
+
+def _stop_token_ids(*configs: dict[str, Any]) -> frozenset[int]:
+    found: list[Any] = [config.get("eos_token_id") for config in configs]
+    flat: Sequence[Any] = [id_ for ids in found for id_ in (ids if isinstance(ids, list) else [ids])]
+    return frozenset(id_ for id_ in flat if isinstance(id_, int))
+
+
+def _measured(cache: RowCache) -> tuple[int, int]:
+    """Bytes per token in attention layers, and bytes of recurrent states."""
+    attention = [layer for layer in cache if isinstance(layer, KVCache)]
+    per_token = sum(layer.nbytes // rounded(layer.offset) for layer in attention)
+    return per_token, num_bytes(cache) - num_bytes(attention)

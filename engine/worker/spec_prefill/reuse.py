@@ -1,0 +1,107 @@
+"""What the draft has read already: snapshots behind prefixes of prompts, and the importance of the last few prompts."""
+
+import logging
+import time
+from collections import OrderedDict
+
+import numpy as np
+
+from engine.config import BoundaryKind
+from engine.core.prefix_cache import Entry, PrefixCache
+from engine.core.prompt_key import PromptKey
+from engine.protocol import PromptOrigin
+from engine.worker.kv_cache import RowCache
+from engine.worker.snapshot import StateSnapshot, is_finite, restore, take
+from engine.worker.spec_prefill.draft import Draft
+
+log = logging.getLogger("orchard.scorer")
+
+MAX_IMPORTANCES = 8
+
+
+class DraftReuse:
+    """Snapshots are held by nobody while a prompt is read: what it goes on from has been copied into its own cache,
+    and what its own snapshots go on from is looked up again."""
+
+    def __init__(self, draft: Draft):
+        self._draft = draft
+        self._cache = PrefixCache(0)
+        self._importances: OrderedDict[str, np.ndarray] = OrderedDict()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._cache.num_bytes
+
+    def limit(self, max_bytes: int) -> None:
+        """From now on; what has not been used for longest leaves first."""
+        self._cache.max_bytes = max_bytes
+        self._make_room(0)
+
+    def touch(self, key: PromptKey, max_tokens: int) -> Entry | None:
+        """The longest prefix of at most so many tokens that is here; now it is the last to leave."""
+        entry = self._cache.match(key, max_tokens)
+        if entry is not None:
+            self._cache.touch(entry)
+        return entry
+
+    def restore(self, key: PromptKey, cache: RowCache, num_slots: int) -> int:
+        """Into an empty cache; returns how many tokens of the prompt it holds now, never the last one.
+
+        Raises what the library raises; then the snapshot is gone, and the next prompt does without it.
+        """
+        entry = self.touch(key, len(key) - 1)
+        if entry is None:
+            return 0
+        assert entry.held is not None and isinstance(entry.held.snapshot, StateSnapshot)
+        try:
+            restore(entry.held.snapshot, cache, num_slots)
+        except Exception:
+            self._cache.forget(entry)
+            raise
+        return entry.num_tokens
+
+    def store(self, key: PromptKey, kind: BoundaryKind, cache: RowCache) -> str | None:
+        """The state behind all tokens of `key`; returns its digest, None if it is here already or finds no room."""
+        parent = self.touch(key, len(key))
+        num_tokens = len(key) - (parent.num_tokens if parent is not None else 0)
+        if num_tokens == 0 or not self._make_room(self._draft.cache_bytes(num_tokens)):
+            return None
+        if not is_finite(cache):
+            log.warning("the draft's state behind %d tokens is not finite", len(key))
+            return None
+        parent = self._cache.match(key, len(key))  # it may have left to make room
+        held = parent.held if parent is not None else None
+        snapshot = take(cache, None, len(key), held.stretch if held is not None else None)
+        digest, now = key.digest(), time.monotonic()
+        in_front = parent.digest if parent is not None else None
+        entry = Entry(digest, key, kind, in_front, PromptOrigin(), pinned=False, created_s=now, used_s=now)
+        return digest if self._cache.store(entry, snapshot, held) else None
+
+    def forget(self, digest: str) -> None:
+        if (entry := self._cache.get(digest)) is not None:
+            self._cache.forget(entry)
+
+    def importance(self, key: PromptKey) -> np.ndarray | None:
+        """Of a prompt that has been scored lately: float32 [num_prompt_tokens]."""
+        digest = key.digest()
+        if digest in self._importances:
+            self._importances.move_to_end(digest)
+        return self._importances.get(digest)
+
+    def remember(self, key: PromptKey, importance: np.ndarray) -> None:
+        self._importances[key.digest()] = importance
+        while len(self._importances) > MAX_IMPORTANCES:
+            self._importances.popitem(last=False)
+
+    def clear(self) -> None:
+        self._cache.reset()
+        self._importances.clear()
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """False when so many bytes can never be free."""
+        if num_bytes > self._cache.max_bytes:
+            return False
+        while self._cache.num_bytes + num_bytes > self._cache.max_bytes:
+            *_, oldest = self._cache.entries()
+            self._cache.forget(oldest)
+        return True

@@ -1,0 +1,237 @@
+"""Scores prompts in turns on the device thread: one chunk of one prompt, or one look-ahead token, per step."""
+
+import gc
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from engine.config import BoundaryKind, EngineConfig, SpecPrefillConfig
+from engine.core.prompt_key import PromptKey
+from engine.core.spec_prefill.plan import ScoreRequest
+from engine.protocol import Boundary, EngineFailed
+from engine.worker import memory
+from engine.worker.kv_cache import RowCache
+from engine.worker.spec_prefill.draft import Draft, load_draft
+from engine.worker.spec_prefill.limits import Limits
+from engine.worker.spec_prefill.reuse import DraftReuse
+
+log = logging.getLogger("orchard.scorer")
+
+DEVICE_SHARE = 0.1
+"""Of the device's memory, for weights and caches, where the configuration does not say."""
+
+MIN_TOKENS = 16
+"""A snapshot is taken where it saves at least so many tokens over the one before."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a job. importance: float32 [num_prompt_tokens]; None when it failed, error tells why. num_read: tokens of the
+    prompt that the draft has read for it."""
+
+    importance: np.ndarray | None = None
+    num_read: int = 0
+    error: str | None = None
+
+
+Publish = Callable[[str, Outcome], None]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A prompt on its way. num_bytes: of its cache when it is done. todo: boundaries in front of it, the next one
+    first. done: tokens of the prompt in the cache, num_reused of them read for others; the last one is the first to
+    look ahead from: token_id. total: sum over num_looked steps. stored: digests of the snapshots that it has left.
+    """
+
+    id: str
+    request: ScoreRequest
+    key: PromptKey
+    num_bytes: int
+    todo: list[Boundary]
+    token_id: int
+    cache: RowCache = field(default_factory=list)
+    done: int = 0
+    num_reused: int = 0
+    total: mx.array | None = None
+    num_looked: int = 0
+    stored: list[str] = field(default_factory=list)
+
+
+def load_scorer(config: SpecPrefillConfig, draft: EngineConfig, publish: Publish) -> "Scorer":
+    """Loads the draft on the calling thread. Raises EngineFailed with the reason."""
+    return Scorer(load_draft(draft), config, publish)
+
+
+class Scorer:
+    """`publish` gets each job's outcome, on the device thread. memory: bytes, as they were after the last step."""
+
+    def __init__(self, draft: Draft, config: SpecPrefillConfig, publish: Publish):
+        self._draft = draft
+        self._config = config
+        self._publish = publish
+        self._running: deque[Job] = deque()  # whose turn is next first
+        self._waiting: deque[Job] = deque()
+        self._reuse = DraftReuse(draft)
+        self.device = str(mx.default_device())
+        self.limits = Limits(
+            draft.vocab_size,
+            draft.max_context_tokens,
+            config.lookahead,
+            draft.bytes_per_token,
+            draft.state_bytes,
+            _budget(config, draft),
+        )
+        self._account()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, job_id: str, request: ScoreRequest) -> None:
+        """A request that `limits` has let pass. One that has been scored lately is published at once."""
+        key = PromptKey(self._draft.fingerprint, request.tenant, np.ascontiguousarray(request.token_ids, np.int32))
+        if (known := self._reuse.importance(key)) is not None:
+            self._publish(job_id, Outcome(known))
+            return
+        num_bytes, last = self.limits.num_bytes(len(key)), int(key.token_ids[-1])
+        self._waiting.append(Job(job_id, request, key, num_bytes, boundaries(request), last))
+
+    def abort(self, job_id: str) -> None:
+        """Nothing is published; its cache is free when this returns."""
+        self._running = deque(job for job in self._running if job.id != job_id)
+        self._waiting = deque(job for job in self._waiting if job.id != job_id)
+        self._account()
+
+    def step(self) -> None:
+        self._admit()
+        self._take_turn()
+        self._account()
+
+    def close(self) -> None:
+        """Gives everything back, on the thread that took it, which must not use MLX again."""
+        self._running.clear()
+        self._waiting.clear()
+        self._reuse.clear()
+        del self._draft, self._reuse
+        gc.collect()
+        mx.clear_cache()
+        mx.clear_streams()
+
+    def _account(self) -> None:
+        """Snapshots get half of the budget, and no more than the jobs leave."""
+        job_bytes = sum(job.num_bytes for job in self._running)
+        self._reuse.limit(min(self.limits.budget // 2, self.limits.budget - job_bytes))
+        self.memory = memory.usage() | {
+            "weights_bytes": self._draft.num_weight_bytes,
+            "budget_bytes": self.limits.budget,
+            "job_bytes": job_bytes,
+            "snapshot_bytes": self._reuse.num_bytes,
+        }
+
+    def _admit(self) -> None:
+        """First come, first served: nobody overtakes one that needs more bytes."""
+        free = self.limits.budget - sum(job.num_bytes for job in self._running)
+        while self._waiting and len(self._running) < self._config.max_running and self._waiting[0].num_bytes <= free:
+            job = self._waiting.popleft()
+            free -= job.num_bytes
+            self._reuse.touch(job.key, len(job.key) - 1)
+            self._running.append(job)
+        self._account()
+
+    def _take_turn(self) -> None:
+        job = self._running[0]
+        try:
+            outcome = self._advance(job)
+        except Exception as error:
+            log.exception("prompt %s could not be scored", job.request.request_id)
+            job.cache.clear()  # whoever keeps the traceback keeps the job
+            for digest in job.stored:
+                self._reuse.forget(digest)
+            outcome = Outcome(error=f"{type(error).__name__}: {error}")
+        if outcome is None:
+            self._running.rotate(-1)
+        else:
+            self._running.popleft()
+            self._publish(job.id, outcome)
+
+    def _advance(self, job: Job) -> Outcome | None:
+        """One step of the job; its outcome behind the last one."""
+        if not job.cache:
+            if (known := self._reuse.importance(job.key)) is not None:  # another has asked for the same meanwhile
+                return Outcome(known)
+            self._begin(job)
+        if job.done < len(job.key) - 1:
+            self._read_chunk(job)
+            return None
+        return self._look_ahead(job)
+
+    def _begin(self, job: Job) -> None:
+        job.cache = self._draft.make_cache()
+        job.done = job.num_reused = self._reuse.restore(job.key, job.cache, len(job.key) + self._config.lookahead)
+        job.todo = [boundary for boundary in job.todo if boundary.num_tokens >= job.done + MIN_TOKENS]
+
+    def _read_chunk(self, job: Job) -> None:
+        """Chunks end at boundaries, and in front of the last token."""
+        until = job.todo[0].num_tokens if job.todo else len(job.key) - 1
+        end = min(job.done + self._draft.chunk_tokens(job.done, self._config.chunk_size), until)
+        num_slots = len(job.key) + self._config.lookahead
+        self._draft.extend(job.key.token_ids[job.done : end], job.done, job.cache, num_slots)
+        job.done = end
+        if job.todo and end == until:
+            boundary = job.todo.pop(0)
+            digest = self._reuse.store(job.key.prefix(end), boundary.kind, job.cache)
+            job.stored += [] if digest is None else [digest]
+
+    def _look_ahead(self, job: Job) -> Outcome | None:
+        num_prompt = len(job.key)
+        scores, token_id = self._draft.look_ahead(job.token_id, job.done, job.cache, num_prompt)
+        job.total = scores if job.total is None else job.total + scores
+        job.done, job.token_id, job.num_looked = job.done + 1, token_id, job.num_looked + 1
+        if job.num_looked < self._config.lookahead and token_id not in self._draft.stop_token_ids:
+            return None
+        importance = np.array(job.total / job.num_looked)
+        if not np.isfinite(importance).any():
+            raise EngineFailed(f"none of the scores of {num_prompt} tokens is finite")
+        self._reuse.remember(job.key, importance)
+        return Outcome(importance, num_prompt - job.num_reused)
+
+
+def _budget(config: SpecPrefillConfig, draft: Draft) -> int:
+    """What the weights leave. Raises EngineFailed if that is nothing."""
+    share = DEVICE_SHARE if config.memory_share is None else config.memory_share
+    device_bytes, weights = memory.device_bytes(), draft.num_weight_bytes
+    budget = int(share * device_bytes) - weights
+    if budget <= 0:
+        raise EngineFailed(
+            f"memory_share: {share} of the device's {device_bytes} bytes is less than the draft's weights, "
+            f"{weights} bytes"
+        )
+    return budget
+
+
+def boundaries(request: ScoreRequest) -> list[Boundary]:
+    """Where the draft's state is worth keeping, ascending: at the request's boundaries, and in front of the last token.
+
+    Not the end of the prompt instead of the end of its turn: what is between them may be rendered otherwise next time.
+    """
+    prompt: BoundaryKind = "prompt"
+    wanted = [*request.boundaries, Boundary(prompt, len(request.token_ids) - 1)]
+    found, last = [], 0
+    for boundary in sorted(wanted, key=lambda boundary: boundary.num_tokens):
+        if last + MIN_TOKENS <= boundary.num_tokens < len(request.token_ids):
+            found.append(boundary)
+            last = boundary.num_tokens
+    return found

@@ -1,0 +1,198 @@
+"""An engine and a scorer that behave as Ray's handles do, and what a SparsePlanner makes of prompts between them."""
+
+import asyncio
+import contextlib
+import pickle
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from ray.exceptions import RayTaskError
+
+from deployments.chat import ChatRequest, SpecPrefillReport
+from deployments.sparse_planner import PromptFacts, SparsePlanner
+from engine.config import SpecPrefillConfig
+from engine.core.spec_prefill.plan import Scored, ScoreRequest, make_plan
+from engine.protocol import (
+    Boundary,
+    CachedPrefix,
+    EngineRequest,
+    SamplingParams,
+    SparsePlan,
+)
+
+NUM_TOKENS, NUM_SYSTEM = 1000, 100
+THRESHOLD = 500
+CONTROL, PICTURE = 1, 6
+IMPORTANT = range(512, 544)
+"""The chunk that the draft looks at."""
+
+CONFIG = SpecPrefillConfig(enabled=True, threshold_tokens=THRESHOLD, max_tokens_scored=2000, deadline_s=5)
+
+
+def prompt(num_tokens: int = NUM_TOKENS, **options: Any) -> EngineRequest:
+    """Ordinary tokens, a system part, and a last turn that ends 20 tokens before the end."""
+    boundaries = (Boundary("system", NUM_SYSTEM), Boundary("turn", num_tokens - 20))
+    given: dict[str, Any] = {"boundaries": tuple(b for b in boundaries if b.num_tokens > 0), **options}
+    token_ids = np.arange(num_tokens, dtype=np.int32) + 50
+    return EngineRequest("r", token_ids, SamplingParams(8), (2,), **given)
+
+
+def asking(**options: Any) -> ChatRequest:
+    return ChatRequest("r", ({"role": "user", "content": "?"},), **options)
+
+
+ASKED = asking(spec_prefill=True)
+
+
+def plan_of(request: ScoreRequest) -> SparsePlan:
+    importance = np.zeros(len(request.token_ids), np.float32)
+    importance[IMPORTANT.start : IMPORTANT.stop] = 1
+    return make_plan(request, importance)
+
+
+def scored(request: ScoreRequest, plan: SparsePlan | None = None, num_scored: int = 7) -> Scored:
+    return Scored(plan_of(request) if plan is None else plan, num_scored, 0.5)
+
+
+class Dispatched:
+    """What Ray holds of a call that is under way."""
+
+    def __init__(self, cancelled: list[str], name: str):
+        self._cancelled, self._name = cancelled, name
+
+    def cancel(self) -> None:
+        if self._name not in self._cancelled:  # Ray is told twice, see engine_client.cancel
+            self._cancelled.append(self._name)
+
+
+class Response:
+    """A call that is under way. outcome: what it returns, seconds that it takes, or an error that it raises."""
+
+    def __init__(self, outcome: Any, cancelled: list[str], name: str):
+        self._outcome = outcome
+        self._own = Dispatched(cancelled, name)
+        self._replica_result_future = asyncio.get_running_loop().create_future()
+        self._replica_result_future.set_result(self._own)
+
+    def __await__(self) -> Any:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
+        if isinstance(self._outcome, float):
+            await asyncio.sleep(self._outcome)
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+    def cancel(self) -> None:
+        self._own.cancel()
+
+
+@dataclass
+class Selection:
+    node_id: str
+
+
+Script = list[Any]
+
+
+@dataclass
+class Graph:
+    """An engine and scorers; of each list every call takes the next, and the last one stays. engine: CachedPrefix,
+    seconds or an error. scorer: the same, or what makes a Scored of a ScoreRequest. reserve: None, seconds, an error.
+    """
+
+    engine: Script = field(default_factory=lambda: [CachedPrefix(0)])
+    scorer: Script = field(default_factory=lambda: [scored])
+    reserve: Script = field(default_factory=lambda: [None])
+    log: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    asked: list[EngineRequest] = field(default_factory=list)
+    to_score: list[ScoreRequest] = field(default_factory=list)
+
+    def planner(self, config: SpecPrefillConfig = CONFIG, image_token_id: int | None = PICTURE) -> SparsePlanner:
+        facts = PromptFacts(frozenset({CONTROL}), image_token_id)
+        engine: Any = Handle(self, "engine")
+        scorer: Any = Handle(self, "scorer")
+        return SparsePlanner(config, facts, engine, scorer)
+
+
+@dataclass
+class Handle:
+    graph: Graph
+    name: str
+    chosen: dict[str, Any] = field(default_factory=dict)
+
+    def options(self, **options: Any) -> "Handle":
+        return replace(self, chosen=self.chosen | options)
+
+    def remote(self, request: Any) -> Response:
+        assert self.name == "engine" and self.chosen == {"method_name": "cached_prefix", "session_id": "node:"}
+        self.graph.log.append("ask")
+        self.graph.asked.append(request)
+        return Response(_next(self.graph.engine), self.graph.cancelled, "ask")
+
+    @contextlib.asynccontextmanager
+    async def choose_replica(self) -> AsyncIterator[Selection]:
+        assert self.name == "scorer" and self.chosen["method_name"] == "score"
+        outcome = _next(self.graph.reserve)
+        if isinstance(outcome, float):
+            await asyncio.sleep(outcome)
+        if isinstance(outcome, Exception):
+            raise outcome
+        self.graph.log.append(f"reserve {self.chosen.get('session_id', 'anywhere')}")
+        try:
+            yield Selection("node-7")
+        finally:
+            self.graph.log.append("release")
+
+    def dispatch(self, selection: Selection, request: ScoreRequest) -> Response:
+        sent = pickle.loads(pickle.dumps(request))  # noqa: S301
+        self.graph.log.append("score")
+        self.graph.to_score.append(sent)
+        outcome = _next(self.graph.scorer)
+        return Response(outcome(sent) if callable(outcome) else outcome, self.graph.cancelled, "score")
+
+
+def _next(script: Script) -> Any:
+    return script.pop(0) if len(script) > 1 else script[0]
+
+
+Planned = tuple[EngineRequest, SpecPrefillReport | None]
+
+
+def plan(planner: SparsePlanner, request: ChatRequest = ASKED, engine_request: EngineRequest | None = None) -> Planned:
+    async def go() -> Planned:
+        async with asyncio.timeout(10):
+            return await planner.plan(request, prompt() if engine_request is None else engine_request)
+
+    return asyncio.run(go())
+
+
+def dense_because(
+    graph: Graph, request: ChatRequest = ASKED, engine_request: EngineRequest | None = None, **config: Any
+) -> tuple[str, str]:
+    """Category and reason, of a prompt that is dense and says why."""
+    planner = graph.planner(CONFIG.model_copy(update=config))
+    planned, report = plan(planner, request, engine_request)
+    status = planner.status()
+    assert report is not None and report.dense_because is not None and status is not None
+    assert planned.sparse is None and status["sparse"] == 0
+    ((category, count),) = status["dense"].items()
+    assert count == 1
+    return category, report.dense_because
+
+
+def is_left_alone(graph: Graph, request: ChatRequest, engine_request: EngineRequest | None = None) -> bool:
+    """Dense, without a word about it in usage or counters."""
+    planner = graph.planner()
+    given = prompt() if engine_request is None else engine_request
+    counters = {"sparse": 0, "replanned": 0, "dense": {}}
+    return plan(planner, request, given) == (given, None) and planner.status() == counters
+
+
+def task_error(cause: Exception) -> RayTaskError:
+    """As a replica's exception arrives: wrapped, with a traceback for a message."""
+    return RayTaskError("score", "Traceback ...", cause).as_instanceof_cause()

@@ -1,0 +1,146 @@
+"""Whatever keeps engine or scorer from answering makes a prompt dense, and what nobody waits for is cancelled."""
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+
+from deployments import scorer_client
+from deployments.sparse_planner import PromptFacts, SparsePlanner
+from engine.protocol import (
+    CachedPrefix,
+    EngineFailed,
+    InvalidRequest,
+    Overloaded,
+)
+from tests.deployments.scoring_graph import (
+    ASKED,
+    CONFIG,
+    Graph,
+    Handle,
+    Response,
+    Selection,
+    dense_because,
+    plan,
+    prompt,
+    task_error,
+)
+
+SECRET = "/secret/path of node 10.0.0.1"
+GONE = DeploymentUnavailableError(DeploymentID(name="SpecPrefillScorer", app_name="orchard"))
+
+
+@pytest.mark.parametrize(
+    ("broken", "category", "reason"),
+    [
+        ({"scorer": [task_error(Overloaded(SECRET, 1.0))]}, "busy", "busy"),
+        ({"reserve": [BackPressureError(num_queued_requests=9, max_queued_requests=8)]}, "busy", "busy"),
+        ({"reserve": [60.0]}, "unavailable", "unavailable: no scorer took the prompt within 0.1 s"),
+        ({"reserve": [GONE]}, "unavailable", "unavailable: the scorer is gone"),
+        ({"scorer": [ActorDiedError()]}, "unavailable", "unavailable: the scorer is gone"),
+        ({"scorer": [RequestCancelledError("r")]}, "unavailable", "unavailable: the scorer is gone"),
+        (
+            {"scorer": [task_error(EngineFailed(SECRET))]},
+            "unavailable",
+            "unavailable: the scorer has failed or is not ready, see /v1/status",
+        ),
+        ({"scorer": [task_error(InvalidRequest(SECRET))]}, "failed", "failed"),
+        ({"scorer": [task_error(ZeroDivisionError(SECRET))]}, "failed", "failed"),
+        ({"scorer": [lambda request: None]}, "failed", "failed"),
+        ({"scorer": [60.0]}, "deadline", "deadline of 0.3 s"),
+        ({"engine": [60.0]}, "deadline", "deadline of 0.3 s"),
+        ({"engine": [ActorDiedError()]}, "unavailable", "unavailable: the engine is gone"),
+        (
+            {"engine": [task_error(EngineFailed(SECRET))]},
+            "unavailable",
+            "unavailable: the engine has failed or is not ready, see /v1/status",
+        ),
+        ({"engine": [ZeroDivisionError(SECRET)]}, "failed", "failed"),
+        ({"engine": [CachedPrefix(0), 60.0]}, "deadline", "deadline of 0.3 s"),
+    ],
+)
+def test_whatever_fails_makes_the_prompt_dense_with_a_reason_and_a_warning(
+    broken: dict[str, Any],
+    category: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.setattr(scorer_client, "RESERVE_TIMEOUT_S", 0.1)
+    graph = Graph(**broken)
+    assert dense_because(graph, deadline_s=0.3) == (category, reason)
+    (record,) = [record for record in caplog.records if record.name == "ray.serve"]
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(f"request r: its prompt is taken in densely: {reason}")
+    assert graph.log.count("release") == sum(entry.startswith("reserve") for entry in graph.log)
+
+
+def test_what_was_not_foreseen_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture):
+    dense_because(Graph(scorer=[ZeroDivisionError(SECRET)]))
+    assert "ZeroDivisionError" in caplog.text and SECRET in caplog.text
+
+
+def test_what_is_known_of_a_failure_is_in_the_log(caplog: pytest.LogCaptureFixture):
+    dense_because(Graph(scorer=[task_error(EngineFailed(SECRET))]))
+    assert SECRET in caplog.text and "Traceback" not in caplog.text
+
+
+def test_an_engine_that_gives_no_answer_does_not_hold_a_prompt_until_the_deadline(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scorer_client, "ENGINE_TIMEOUT_S", 0.1)
+    graph = Graph(engine=[60.0])
+    assert dense_because(graph) == ("unavailable", "unavailable: the engine gave no answer within 0.1 s")
+    assert graph.cancelled == ["ask"]
+
+
+@pytest.mark.parametrize(("broken", "cancelled"), [({"scorer": [60.0]}, "score"), ({"engine": [60.0]}, "ask")])
+def test_at_the_deadline_what_is_under_way_is_cancelled(broken: dict[str, Any], cancelled: str):
+    graph = Graph(**broken)
+    dense_because(graph, deadline_s=0.1)
+    assert graph.cancelled == [cancelled]
+
+
+@pytest.mark.parametrize(
+    ("broken", "log", "cancelled"),
+    [
+        ({"engine": [60.0]}, ["ask"], ["ask"]),
+        ({"reserve": [0.9]}, ["ask"], []),
+        ({"scorer": [60.0]}, ["ask", "reserve anywhere", "score", "release"], ["score"]),
+        ({"engine": [CachedPrefix(0), 60.0]}, ["ask", "reserve anywhere", "score", "release", "ask"], ["ask"]),
+    ],
+)
+def test_a_client_that_leaves_stops_the_scoring(broken: dict[str, Any], log: list[str], cancelled: list[str]):
+    graph = Graph(**broken)
+    planner = graph.planner()
+
+    async def go() -> None:
+        task = asyncio.ensure_future(planner.plan(ASKED, prompt()))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(go())
+    assert (graph.log, graph.cancelled) == (log, cancelled)
+    assert planner.status() == {"sparse": 0, "replanned": 0, "dense": {}}
+
+
+def test_in_serves_local_testing_mode_which_cannot_choose_the_scorer_is_called_all_the_same():
+    class Local(Handle):
+        def options(self, **options: Any) -> "Local":
+            return Local(self.graph, self.name, self.chosen | options)
+
+        def choose_replica(self) -> Any:
+            raise NotImplementedError
+
+        def remote(self, request: Any) -> Response:
+            return self.dispatch(Selection(""), request)
+
+    graph = Graph()
+    engine: Any = Handle(graph, "engine")
+    scorer: Any = Local(graph, "scorer")
+    planned, _ = plan(SparsePlanner(CONFIG, PromptFacts(frozenset()), engine, scorer))
+    assert planned.sparse is not None

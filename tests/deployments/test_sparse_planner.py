@@ -1,0 +1,283 @@
+"""SparsePlanner: which prompts are sparse, and why others are not; the plans are made as a scorer makes them, of
+importance that the test chooses."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deployments.chat import ChatRequest
+from deployments.sparse_planner import PromptFacts, SparsePlanner
+from engine.config import SpecPrefillConfig
+from engine.core.spec_prefill.plan import ScoreRequest, fingerprint
+from engine.protocol import (
+    CachedPrefix,
+    GrammarSpec,
+    ImagePatches,
+    InvalidRequest,
+    Overloaded,
+    SparsePlan,
+)
+from tests.deployments.scoring_graph import (
+    ASKED,
+    CONTROL,
+    IMPORTANT,
+    NUM_SYSTEM,
+    NUM_TOKENS,
+    PICTURE,
+    THRESHOLD,
+    Graph,
+    asking,
+    dense_because,
+    is_left_alone,
+    plan,
+    plan_of,
+    prompt,
+    scored,
+    task_error,
+)
+
+# --- a sparse prompt -----------------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_taken_in_by_the_plan_of_the_scorer():
+    graph, given = Graph(), prompt()
+    planner = graph.planner()
+    planned, report = plan(planner, asking(), given)
+    assert planned.sparse is not None and planned == replace(given, sparse=planned.sparse)
+    kept = set(planned.sparse.positions.tolist())
+    assert set(IMPORTANT) <= kept and set(range(NUM_SYSTEM)) <= kept and len(kept) < NUM_TOKENS / 2
+    assert report is not None and (report.num_scored, report.dense_because) == (7, None)
+    assert report.scoring_s >= 0
+    assert planner.status() == {"sparse": 1, "replanned": 0, "dense": {}}
+    assert graph.log == ["ask", "reserve anywhere", "score", "release", "ask"]
+    assert graph.cancelled == []
+
+
+def test_the_scorer_is_told_all_that_a_plan_depends_on():
+    graph = Graph(engine=[CachedPrefix(200)])
+    given = prompt(tenant="acme")
+    given.token_ids[[40, 300]] = CONTROL
+    plan(graph.planner(), ASKED, given)
+    (request,) = graph.to_score
+    assert request.token_ids.tolist() == given.token_ids.tolist()
+    assert (request.request_id, request.num_dense, request.keep) == ("r", 200, 0.3)
+    assert (request.boundaries, request.tenant) == (given.boundaries, "acme")
+    anchors = request.anchors.tolist()
+    assert {300, 301, 302} <= set(anchors) and min(anchors) >= 200, "what is dense anyway needs no anchor"
+    assert anchors == sorted(anchors) and request.anchors.dtype == np.int32
+
+
+@pytest.mark.parametrize(("num_cached", "num_dense"), [(0, NUM_SYSTEM), (99, NUM_SYSTEM), (101, 101)])
+def test_the_system_part_is_dense_whatever_is_cached(num_cached: int, num_dense: int):
+    planned, _ = plan(Graph(engine=[CachedPrefix(num_cached)]).planner())
+    assert planned.sparse is not None and planned.sparse.num_dense == num_dense
+
+
+def test_without_a_system_part_only_what_is_cached_is_dense():
+    planned, _ = plan(Graph().planner(), ASKED, prompt(boundaries=()))
+    assert planned.sparse is not None and planned.sparse.num_dense == 0
+
+
+@pytest.mark.parametrize(("asked", "keep"), [(None, 0.3), (0.1, 0.1), (0.9, 0.9)])
+def test_a_request_may_say_how_much_is_kept(asked: float | None, keep: float):
+    graph = Graph()
+    plan(graph.planner(), asking(spec_prefill=True, spec_prefill_keep=asked))
+    assert graph.to_score[0].keep == keep
+
+
+def test_a_short_prompt_is_scored_when_that_is_asked_for():
+    planned, _ = plan(Graph().planner(), ASKED, prompt(400))
+    assert planned.sparse is not None
+
+
+def test_pictures_are_kept_when_a_sparse_prompt_with_some_is_asked_for():
+    graph = Graph()
+    image = ImagePatches(np.ones((16, 3, 16, 16), np.uint8), (1, 4, 4), 4, "hash")
+    given = prompt(images=(image,))
+    given.token_ids[700:704] = PICTURE
+    planned, _ = plan(graph.planner(), ASKED, given)
+    assert planned.sparse is not None and {700, 701, 702, 703} <= set(planned.sparse.positions.tolist())
+    assert planned.images == (image,)
+    asked = graph.asked[0]
+    assert [(i.content_hash, i.num_tokens, i.patches.size) for i in asked.images] == [("hash", 4, 0)], "no pixels"
+
+
+def test_tools_and_grammars_are_no_hindrance_when_a_sparse_prompt_is_asked_for():
+    request = replace(ASKED, template_kwargs={"tools": [{"type": "function"}]})
+    planned, _ = plan(Graph().planner(), request, prompt(grammar=GrammarSpec("json_object")))
+    assert planned.sparse is not None
+
+
+# --- what is dense by intention ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "num_tokens"),
+    [
+        (asking(spec_prefill=False), NUM_TOKENS),
+        (asking(), THRESHOLD - 1),
+        (asking(spec_prefill_keep=0.5), THRESHOLD - 1),
+        (asking(), THRESHOLD + NUM_SYSTEM - 1),
+    ],
+)
+def test_where_nobody_wants_a_plan_nobody_is_asked(request_: ChatRequest, num_tokens: int):
+    graph = Graph()
+    assert is_left_alone(graph, request_, prompt(num_tokens))
+    assert graph.log == []
+
+
+def test_the_threshold_counts_what_is_not_cached():
+    assert is_left_alone(Graph(engine=[CachedPrefix(NUM_TOKENS - THRESHOLD + 1)]), asking())
+    planned, _ = plan(Graph(engine=[CachedPrefix(NUM_TOKENS - THRESHOLD)]).planner(), asking())
+    assert planned.sparse is not None
+
+
+IMAGE = ImagePatches(np.zeros((4, 3, 16, 16), np.uint8), (1, 2, 2), 1, "hash")
+
+
+@pytest.mark.parametrize(
+    ("request_", "options", "reason"),
+    [
+        (asking(template_kwargs={"tools": [{"type": "function"}]}), {}, "tools"),
+        (asking(), {"grammar": GrammarSpec("json_object")}, "grammar"),
+        (asking(), {"images": (IMAGE,)}, "media"),
+    ],
+)
+def test_long_prompts_with_tools_grammar_or_media_are_dense_unless_asked(request_: Any, options: Any, reason: str):
+    graph = Graph()
+    assert dense_because(graph, request_, prompt(**options)) == (reason, reason)
+    assert graph.log == []
+    assert is_left_alone(graph, request_, prompt(THRESHOLD - 1, **options)), "a short one is none of our business"
+
+
+def test_no_tools_are_no_tools():
+    planned, _ = plan(Graph().planner(), asking(template_kwargs={"tools": [], "enable_thinking": False}))
+    assert planned.sparse is not None
+
+
+def test_to_keep_everything_is_to_be_dense():
+    graph = Graph()
+    assert dense_because(graph, asking(spec_prefill=True, spec_prefill_keep=1.0)) == ("keep", "keep is 1")
+    assert dense_because(graph, ASKED, keep=1.0) == ("keep", "keep is 1")
+    assert graph.log == []
+
+
+def test_a_prompt_that_is_too_long_to_score_names_both_numbers(caplog: pytest.LogCaptureFixture):
+    graph = Graph()
+    caplog.set_level(logging.INFO, "ray.serve")
+    for request in (ASKED, asking()):
+        category, reason = dense_because(graph, request, prompt(2001))
+        assert category == "too_long" and "2001" in reason and "2000" in reason
+    assert graph.log == []
+    assert "request r: its prompt is taken in densely: too long" in caplog.text
+    planned, _ = plan(graph.planner(), ASKED, prompt(2000))
+    assert planned.sparse is not None
+
+
+def test_what_the_engine_cannot_carry_out_is_dense_in_its_words():
+    graph = Graph(engine=[CachedPrefix(0, "this model has no positions")])
+    assert dense_because(graph) == ("unsupported", "this model has no positions")
+    assert graph.log == ["ask"]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_cached"), [(NUM_SYSTEM + 127, 0), (NUM_TOKENS, NUM_TOKENS - 127)])
+def test_there_must_be_something_to_choose_from(num_tokens: int, num_cached: int):
+    category, reason = dense_because(Graph(engine=[CachedPrefix(num_cached)]), ASKED, prompt(num_tokens))
+    assert category == "too_short" and "127" in reason and "128" in reason
+    planned, _ = plan(Graph(engine=[CachedPrefix(num_cached)]).planner(), ASKED, prompt(NUM_TOKENS + 1))
+    assert planned.sparse is not None
+
+
+def test_a_tiny_threshold_does_not_make_tiny_prompts_sparse():
+    assert dense_because(Graph(), asking(), prompt(NUM_SYSTEM + 100), threshold_tokens=1)[0] == "too_short"
+
+
+def test_a_plan_that_leaves_nothing_out_is_none():
+    everything = np.arange(NUM_TOKENS, dtype=np.int32)
+    digest = fingerprint(prompt().token_ids, everything, NUM_SYSTEM)
+    graph = Graph(scorer=[lambda request: scored(request, SparsePlan(everything, NUM_SYSTEM, digest))])
+    assert dense_because(graph) == ("nothing", "nothing to leave out")
+
+
+def without_end(plan: SparsePlan) -> SparsePlan:
+    return replace(plan, positions=plan.positions[:-1])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda request: replace(plan_of(request), fingerprint="0"), "fingerprints differ"),
+        (lambda request: plan_of(replace(request, token_ids=request.token_ids + 1)), "fingerprints differ"),
+        (lambda request: without_end(plan_of(request)), "last token"),
+        (lambda request: plan_of(replace(request, num_dense=NUM_SYSTEM + 1)), "instead of 100"),
+    ],
+)
+def test_a_plan_for_another_prompt_is_not_followed(spoil: Callable[[ScoreRequest], SparsePlan], told: str):
+    category, reason = dense_because(Graph(scorer=[lambda request: scored(request, spoil(request))]))
+    assert category == "unfit" and told in reason
+
+
+# --- where scoring is switched off ---------------------------------------------------------------------------------
+
+
+def test_where_it_is_switched_off_nothing_is_sparse_and_asking_is_refused_by_name():
+    planner = SparsePlanner(SpecPrefillConfig(), PromptFacts(frozenset()))
+    for request in (asking(), asking(spec_prefill=False)):
+        given = prompt()
+        assert plan(planner, request, given) == (given, None)
+    for request, name in ((ASKED, "specprefill"), (asking(spec_prefill_keep=0.5), "specprefill_keep_pct")):
+        with pytest.raises(InvalidRequest, match=rf"`{name}`.*spec_prefill\.enabled: false") as error:
+            plan(planner, request)
+        assert error.value.field == name
+    assert planner.status() is None
+
+
+# --- when the prefix changes meanwhile -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 300), (300, 0), (300, 400)])
+def test_a_prefix_that_has_changed_meanwhile_makes_another_plan_by_the_same_scorer(before: int, after: int):
+    graph = Graph(engine=[CachedPrefix(before), CachedPrefix(after), CachedPrefix(999)])
+    planner = graph.planner()
+    planned, report = plan(planner)
+    assert planned.sparse is not None and planned.sparse.num_dense == max(after, NUM_SYSTEM)
+    assert [request.num_dense for request in graph.to_score] == [max(n, NUM_SYSTEM) for n in (before, after)]
+    assert graph.log.count("ask") == 2, "once more, not for ever"
+    assert [entry for entry in graph.log if entry.startswith("reserve")] == ["reserve anywhere", "reserve node:node-7"]
+    assert report is not None and report.num_scored == 14
+    assert planner.status() == {"sparse": 1, "replanned": 1, "dense": {}}
+
+
+def test_a_prefix_that_has_changed_within_the_system_part_changes_nothing():
+    planner = Graph(engine=[CachedPrefix(0), CachedPrefix(NUM_SYSTEM)]).planner()
+    plan(planner)
+    assert planner.status() == {"sparse": 1, "replanned": 0, "dense": {}}
+
+
+def test_a_prompt_that_is_mostly_cached_by_the_time_it_is_scored_is_dense_unless_asked():
+    cached = [CachedPrefix(0), CachedPrefix(600)]
+    category, reason = dense_because(Graph(engine=list(cached)), asking())
+    assert category == "cached" and "600" in reason
+    planned, _ = plan(Graph(engine=list(cached)).planner(), ASKED)
+    assert planned.sparse is not None and planned.sparse.num_dense == 600
+
+
+def test_a_second_score_that_fails_makes_the_prompt_dense():
+    graph = Graph(engine=[CachedPrefix(0), CachedPrefix(300)], scorer=[scored, task_error(Overloaded("full", 1.0))])
+    planner = graph.planner()
+    _, report = plan(planner)
+    assert report is not None and (report.num_scored, report.dense_because) == (7, "busy")
+    assert planner.status() == {"sparse": 0, "replanned": 1, "dense": {"busy": 1}}
+
+
+def test_the_counters_add_up_over_requests():
+    graph = Graph(scorer=[scored, task_error(Overloaded("full", 1.0)), task_error(Overloaded("full", 1.0)), scored])
+    planner = graph.planner()
+    for _ in range(4):
+        plan(planner)
+    plan(planner, asking(spec_prefill_keep=1.0))
+    assert planner.status() == {"sparse": 2, "replanned": 0, "dense": {"busy": 2, "keep": 1}}

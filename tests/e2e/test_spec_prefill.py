@@ -1,0 +1,226 @@
+"""Sparse prompts as a client sees them in the usage, and what becomes of them when the scorer is lost."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.benchmarks.tasks import recipe
+from tests.e2e.server import ServeRun, serve_run
+
+pytestmark = pytest.mark.server
+
+THRESHOLD = 512
+VERY_LONG = 10_000
+"""Tokens; the draft reads them for seconds."""
+PEOPLE = {"type": "object", "properties": {"code": {"type": "integer"}}, "required": ["code"]}
+
+
+def lower_the_threshold(config: dict[str, Any]) -> None:
+    config["applications"][0]["args"]["spec_prefill"]["threshold_tokens"] = THRESHOLD
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServeRun]:
+    with serve_run(lower_the_threshold) as server:
+        server.wait_ready()
+        yield server
+        assert server.stop() == 0, server.output[-4000:]
+
+
+@pytest.fixture(scope="module")
+def client(server: ServeRun) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def http(server: ServeRun) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.base_url, timeout=120) as http:
+        yield http
+
+
+def needle(num_tokens: int = 2000, seed: int = 0) -> tuple[list[dict[str, Any]], str]:
+    """A fact in a long text with a question about it, all in one message of the user, and the right answer."""
+    rng = random.Random(seed)
+    while len(messages := recipe().retrieval(rng, num_tokens, single=True)["messages"]) > 2:
+        pass  # the text is in the system part, which is always dense
+    return messages[:1], messages[1]["content"]
+
+
+def ask(
+    client: openai.OpenAI, messages: list[dict[str, Any]], extra: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """By a tenant of its own: nothing of it is cached."""
+    body = {"cache_salt": uuid.uuid4().hex, **(extra or {})}
+    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "extra_body": body, **options}
+    return client.chat.completions.create(model="demo", messages=messages, **asked)  # pyright: ignore
+
+
+def report(answer: Any) -> dict[str, Any] | None:
+    return (answer.usage.prompt_tokens_details.model_extra or {}).get("specprefill")
+
+
+def is_sparse(answer: Any) -> bool:
+    found = report(answer)
+    return found is not None and found["dense_because"] is None and found["skipped_tokens"] > 0
+
+
+def scorer(http: httpx.Client) -> dict[str, Any]:
+    """What the one scorer says of itself; raises while there is none."""
+    (replica,) = http.get("/v1/status").json()["spec_prefill"]
+    return replica
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(ValueError, httpx.HTTPError):  # no scorer, or two
+            if condition():
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_long_prompt_is_taken_in_sparsely_and_answered(client: openai.OpenAI, http: httpx.Client):
+    messages, right = needle()
+    before = http.get("/v1/status").json()["engines"][0]["engine"]
+    answer = ask(client, messages)
+    found = report(answer)
+    assert found is not None and found["dense_because"] is None
+    num_tokens = answer.usage.prompt_tokens
+    assert 0.5 * num_tokens < found["skipped_tokens"] <= 0.7 * num_tokens
+    assert found["scored_tokens"] == num_tokens and found["scoring_ms"] > 0
+    assert answer.choices[0].message.content == right
+    status = http.get("/v1/status").json()
+    engine = status["engines"][0]["engine"]
+    assert engine["num_sparse"] == before["num_sparse"] + 1
+    assert engine["num_skipped_tokens"] == before["num_skipped_tokens"] + found["skipped_tokens"]
+    assert status["text"][0]["spec_prefill"]["sparse"] >= 1
+    (replica,) = status["spec_prefill"]
+    assert replica["scorer"]["state"] == "ready" and replica["scorer"]["num_scored"] >= 1
+    assert replica["pid"] not in {status["engines"][0]["pid"], status["text"][0]["pid"]}
+
+
+def test_a_stream_tells_the_same(client: openai.OpenAI):
+    messages, right = needle(seed=1)
+    whole = ask(client, messages)
+    *chunks, last = ask(client, messages, stream=True, stream_options={"include_usage": True})
+    assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == right
+    found, streamed = report(whole), report(last)
+    assert found is not None and streamed is not None
+    assert streamed["skipped_tokens"] == found["skipped_tokens"] and is_sparse(last)
+
+
+def test_how_much_is_kept_is_the_clients_to_say(client: openai.OpenAI):
+    messages, _ = needle(seed=2)
+    skipped = []
+    for keep in (0.1, 0.5):
+        found = report(ask(client, messages, {"specprefill": True, "specprefill_keep_pct": keep}))
+        assert found is not None
+        skipped.append(found["skipped_tokens"])
+    assert skipped[0] > 1.4 * skipped[1] > 0
+
+
+def test_who_wants_no_sparse_prompt_gets_none(client: openai.OpenAI):
+    messages, right = needle(seed=3)
+    answer = ask(client, messages, {"specprefill": False})
+    assert report(answer) is None
+    assert answer.choices[0].message.content == right
+
+
+def test_below_the_threshold_nothing_is_said_of_it_unless_asked(client: openai.OpenAI):
+    messages, _ = needle(300)
+    assert report(ask(client, messages)) is None
+    assert is_sparse(ask(client, messages, {"specprefill": True}))
+    found = report(ask(client, [{"role": "user", "content": "What is 12 + 30?"}], {"specprefill": True}))
+    assert found is not None and found["dense_because"].startswith("too short") and found["skipped_tokens"] == 0
+
+
+def test_the_next_turn_goes_on_from_the_dense_system_part(client: openai.OpenAI):
+    rules = "You are Kira, a baker from Oakdale. " + " ".join(["The blue square is to the left."] * 20)
+    salt = {"cache_salt": uuid.uuid4().hex}
+    cached = []
+    for seed in (4, 5):
+        messages, _ = needle(seed=seed)
+        answer = ask(client, [{"role": "system", "content": rules}, *messages], salt)
+        assert is_sparse(answer)
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert cached[0] == 0 < 100 < cached[1]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"specprefill_keep_pct": 0.05},
+        {"specprefill_keep_pct": 1.5},
+        {"specprefill": False, "specprefill_keep_pct": 0.5},
+    ],
+)
+def test_a_part_out_of_range_is_refused_by_name(client: openai.OpenAI, extra: dict[str, Any]):
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, needle()[0], extra)
+    assert refused.value.param == "specprefill_keep_pct"
+
+
+def test_a_grammar_is_dense_with_the_reason_unless_asked(client: openai.OpenAI):
+    messages, _ = needle(seed=6)
+    grammar: dict[str, Any] = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "code", "schema": PEOPLE}}
+    }
+    found = report(ask(client, messages, **grammar))
+    assert found is not None and (found["dense_because"], found["skipped_tokens"]) == ("grammar", 0)
+    assert is_sparse(ask(client, messages, {"specprefill": True}, **grammar))
+
+
+def test_a_client_that_leaves_stops_the_scoring(server: ServeRun, http: httpx.Client):
+    messages, _ = needle(VERY_LONG, seed=7)
+    before = scorer(http)["scorer"]
+    body = {"model": "demo", "messages": messages, "max_tokens": 40}
+
+    async def leave_while_it_is_scored() -> None:
+        async with httpx.AsyncClient(base_url=server.base_url, timeout=120) as leaving:
+            asked = asyncio.ensure_future(leaving.post("/v1/chat/completions", json=body))
+            await asyncio.to_thread(wait_until, lambda: scorer(http)["scorer"]["num_running"] == 1, 30)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+
+    asyncio.run(leave_while_it_is_scored())
+    wait_until(lambda: scorer(http)["scorer"]["num_running"] == 0, 10)
+    after = scorer(http)["scorer"]
+    assert after["num_cancelled"] == before["num_cancelled"] + 1
+    assert after["num_scored"] == before["num_scored"]
+
+
+def test_a_scorer_that_dies_costs_a_prompt_nothing_but_its_sparseness_and_is_replaced(
+    client: openai.OpenAI, http: httpx.Client
+):
+    messages, _ = needle(VERY_LONG, seed=8)
+    pid = scorer(http)["pid"]
+    with ThreadPoolExecutor(1) as pool:
+        in_progress = pool.submit(ask, client, messages)
+        wait_until(lambda: scorer(http)["scorer"]["num_running"] == 1, 30)
+        os.kill(pid, signal.SIGKILL)
+        short, right = needle(seed=9)
+        meanwhile = ask(client, short)
+        answers = [meanwhile, in_progress.result()]
+    assert meanwhile.choices[0].message.content == right
+    for answer in answers:
+        found = report(answer)
+        assert found is not None and found["dense_because"].startswith("unavailable: "), found
+        assert found["skipped_tokens"] == 0 and answer.choices[0].finish_reason in ("stop", "length")
+    planner = http.get("/v1/status").json()["text"][0]["spec_prefill"]
+    assert planner["dense"]["unavailable"] == 2
+    wait_until(lambda: scorer(http)["pid"] != pid and scorer(http)["scorer"]["state"] == "ready", 60)
+    wait_until(lambda: is_sparse(ask(client, short)), 10)

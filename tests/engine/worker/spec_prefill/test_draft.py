@@ -1,0 +1,145 @@
+"""What the draft reads out of its layers, against the model's own forward."""
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+import pytest
+
+from engine.config import SpecPrefillConfig
+from engine.protocol import EngineFailed
+from engine.worker.kv_cache import num_bytes
+from engine.worker.spec_prefill import attention, draft
+from engine.worker.spec_prefill.draft import Draft, draft_engine_config
+from tests.engine.worker.spec_prefill.drafts import FAMILIES, brute_force, greedy, load, make, prompt
+
+STEPS = 3
+
+
+def look(draft: Draft, ids: np.ndarray, num_steps: int = STEPS, chunk: int = 32) -> tuple[np.ndarray, list[int]]:
+    """Scores of each step and the tokens said, as the scorer does it."""
+    cache, last = draft.make_cache(), len(ids) - 1
+    for start in range(0, last, chunk):
+        draft.extend(ids[start : min(start + chunk, last)], start, cache, len(ids) + num_steps)
+    scores, said = [], [int(ids[-1])]
+    for step in range(num_steps):
+        score, token_id = draft.look_ahead(said[-1], last + step, cache, len(ids))
+        scores.append(np.array(score))
+        said.append(token_id)
+    return np.array(scores), said[1:]
+
+
+def close(a: mx.array, b: mx.array) -> bool:
+    return bool(mx.allclose(a, b, rtol=1e-4, atol=1e-4).item())
+
+
+@pytest.mark.parametrize("family", ["demo", *FAMILIES])
+def test_the_walk_gives_the_models_own_logits_and_layers_that_can_be_computed_again(draft_of, family):
+    draft, ids = draft_of(family), prompt(70)
+    walked, own = draft.make_cache(), draft.make_cache()
+    for cache in (walked, own):
+        draft.extend(ids[:-1], 0, cache, len(ids))
+    logits, seen = draft.walk(int(ids[-1]), 69, walked)
+    assert close(logits, draft._forward(ids[-1:], 69, own))
+    assert len(seen) == {"demo": 4, "hybrid": 2}.get(family, 3)
+    for one in seen:
+        assert close(one.layer.output(one.before, one.query, one.gate, one.cache), one.behind)
+        assert (one.gate is not None) == (family == "hybrid")
+
+
+@pytest.mark.parametrize("family", ["demo", *FAMILIES])
+def test_importance_is_what_all_scores_of_one_full_forward_give(draft_of, family, monkeypatch):
+    draft, ids = draft_of(family), prompt(100, seed=1)
+    scores, _ = look(draft, ids)
+    expected = brute_force(draft, ids, STEPS, monkeypatch)
+    np.testing.assert_allclose(scores.mean(axis=0), expected, rtol=1e-3, atol=1e-6)
+    assert expected.max() > 1.3 * expected.min(), "the scores say something"
+
+
+@pytest.mark.parametrize("family", ["demo", *FAMILIES])
+def test_it_looks_ahead_along_plain_greedy_decoding(draft_of, family):
+    ids = prompt(50, seed=2)
+    assert look(draft_of(family), ids, 6)[1] == greedy(draft_of(family), ids, 6)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 13, 40])
+def test_scores_are_averaged_over_those_neighbours_that_are_there(num_tokens):
+    weights = np.random.default_rng(0).random((3, num_tokens), np.float32)
+    expected = [weights[:, max(i - 6, 0) : i + 7].mean(axis=1) for i in range(num_tokens)]
+    np.testing.assert_allclose(attention.pooled(mx.array(weights)), np.transpose(expected), rtol=1e-5)
+
+
+def test_keys_in_pieces_give_the_same_scores(draft_of, monkeypatch):
+    whole, _ = look(draft_of("qwen3"), prompt(60))
+    monkeypatch.setattr(attention, "KEYS_AT_ONCE", 7)
+    pieces, _ = look(draft_of("qwen3"), prompt(60))
+    np.testing.assert_allclose(pieces, whole, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "family, dtype", [(family, "bfloat16") for family in ("demo", *FAMILIES)] + [("qwen3", "float16")]
+)
+def test_in_low_precision_it_can_score_and_scores_are_nearly_the_same(checkpoint, draft_of, family, dtype):
+    low = load("demo" if family == "demo" else checkpoint(family), dtype=dtype)
+    scores, _ = look(low, prompt(60), 1)
+    expected, _ = look(draft_of(family), prompt(60), 1)
+    assert scores.dtype == np.float32
+    assert np.corrcoef(scores[0], expected[0])[0, 1] > 0.98
+
+
+@pytest.mark.parametrize("family", ["demo", "hybrid"])
+def test_a_cache_takes_what_was_said(draft_of, family):
+    draft, ids = draft_of(family), prompt(600)
+    cache = draft.make_cache()
+    for start in range(0, 600, 200):
+        draft.extend(ids[start : start + 200], start, cache, 700)
+        assert num_bytes(cache) == draft.cache_bytes(700)
+
+
+def test_the_draft_stops_where_its_own_files_say_so(draft_of):
+    assert draft_of("demo").stop_token_ids == {0, 2} and draft_of("qwen3").stop_token_ids == {1}
+    assert draft_of("qwen3_vl").stop_token_ids == {1}
+
+
+def test_on_the_cpu_chunks_shrink_where_the_scores_would_take_too_much(draft_of, monkeypatch):
+    demo = draft_of("demo")
+    assert demo.chunk_tokens(0, 1024) == demo.chunk_tokens(8192, 1024) == 1024
+    monkeypatch.setattr(draft, "MAX_SCORES_BYTES", 4 * 4 * 1000 * 100)
+    assert demo.chunk_tokens(900, 100) == 100 and demo.chunk_tokens(1900, 100) == 50
+    assert demo.chunk_tokens(10**6, 1024) == 16
+
+
+def test_demo_is_the_demo_models_draft_without_its_head_in_the_dtype_asked_for():
+    config = draft_engine_config(SpecPrefillConfig(dtype="bfloat16", mlx_cache_mb=7), "cpu")
+    assert config.model.endswith("demo_model/draft") and config.mtp == "off"
+    assert (config.dtype, config.device, config.mlx_cache_mb) == ("bfloat16", "cpu", 7)
+
+
+UNREADABLE = {
+    "a window": ("llama", {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2}),
+    "one projection": ("phi3", {}),
+    "scaled embeddings": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16.0}),
+}
+
+
+@pytest.mark.parametrize(
+    "what, reason",
+    {
+        "a window": r"layer 1 \(TransformerBlock\) keeps its keys in a RotatingKVCache",
+        "one projection": r"the attention of layer 0 \(TransformerBlock\) has no q_proj",
+        "scaled embeddings": r"the logits of its layers, one by one, are not its own: they differ by .*, the limit is",
+    }.items(),
+)
+def test_a_model_that_cannot_be_read_says_why(tmp_path, what, reason):
+    family, changes = UNREADABLE[what]
+    with pytest.raises(EngineFailed, match="this draft cannot score: " + reason):
+        load(make(tmp_path / "draft", family, sliding_window=64, **changes))
+
+
+def test_a_layer_that_is_read_wrongly_is_found_at_the_start(checkpoint, monkeypatch):
+    monkeypatch.setattr(attention, "_rotation", lambda name, attention: lambda queries, position: queries)
+    for family in FAMILIES:
+        with pytest.raises(
+            EngineFailed, match=r"cannot score: the output of layer \d is not what its queries and keys"
+        ):
+            load(checkpoint(family))
