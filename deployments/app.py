@@ -37,6 +37,10 @@ SAME_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_R
 SPARE_SLOTS = 32
 """Requests in planning hold a slot as well; the engine, not Serve, says when there are too many."""
 
+MAX_PLANNING = {"text": 64, "mllm": 32}
+"""Requests that a planner prepares at once. Each holds a slot of the engine, and for a sparse plan asks it in another
+what is cached."""
+
 SPARE_SCORES = 8
 """Likewise the scorer; and its status must be heard when it is full."""
 
@@ -73,9 +77,10 @@ def build_app(args: AppArgs) -> Application:
     _check_pinned(args)
     scorer = _bind_scorer(args) if args.spec_prefill.enabled else None
     most = args.engine.max_running + args.engine.max_waiting + SPARE_SLOTS
+    questions = sum(MAX_PLANNING.values()) if scorer is not None else 0
     engine = ModelReplica.options(
         **_one_per_node("mlx", ENGINE_SHARE, num_nodes),
-        max_ongoing_requests=most,
+        max_ongoing_requests=most + questions,
         request_router_config=_router(),
         health_check_period_s=2,
         health_check_timeout_s=10,
@@ -84,9 +89,10 @@ def build_app(args: AppArgs) -> Application:
     small = _one_per_node("mlx", SMALL_SHARE, num_nodes)
     planner = {**small, "request_router_config": _router(local_default=True)}
     sparse = (args.spec_prefill, engine, scorer)
-    text = TextMTP.options(**planner, max_ongoing_requests=64).bind(args.engine, *sparse)
-    mllm = MLLM.options(**planner, max_ongoing_requests=32).bind(args.engine, args.media, *sparse)
-    shown, plan_timeout_s = args.model_dump(mode="json"), PLAN_TIMEOUT_S + args.spec_prefill.deadline_s
+    text = TextMTP.options(**planner, max_ongoing_requests=MAX_PLANNING["text"]).bind(args.engine, *sparse)
+    mllm = MLLM.options(**planner, max_ongoing_requests=MAX_PLANNING["mllm"]).bind(args.engine, args.media, *sparse)
+    shown = args.model_dump(mode="json")
+    plan_timeout_s = PLAN_TIMEOUT_S + (args.spec_prefill.deadline_s if scorer is not None else 0)
     return Ingress.options(**small, max_ongoing_requests=4 * most).bind(
         args.model_name, args.engine, args.http, shown, engine, text, mllm, scorer, plan_timeout_s
     )

@@ -39,7 +39,8 @@ class ChatRequest:
 
     The fields of sampling are those of `SamplingParams`, where their meaning is told; num_choices, grammar, priority
     and tenant those of `EngineRequest`. stop_token_ids: besides the model's own. spec_prefill: whether a long prompt
-    may be taken in sparsely; None: by the configuration's rules. spec_prefill_keep: the part of it that is computed.
+    may be taken in sparsely; None: by the configuration's rules. spec_prefill_keep: at least this part of what is not
+    dense in any case is computed.
     """
 
     request_id: str

@@ -159,12 +159,22 @@ class EngineClient:
             raise EngineFailed(f"The request could not be prepared within {self._plan_timeout_s:.0f} s.") from None
 
 
+class NoAnswer(TimeoutError):
+    """The time of `within` is over; a TimeoutError of the call itself is none."""
+
+
 async def within(timeout_s: float, response: Any) -> Any:
-    """What a handle's call returns; cancelled when it lasts longer (TimeoutError), or when the caller is."""
+    """What a handle's call returns; cancelled when it lasts longer (NoAnswer), or when the caller is."""
+    scope = asyncio.timeout(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with scope:
             return await response
-    except (TimeoutError, asyncio.CancelledError):
+    except TimeoutError:
+        response.cancel()
+        if scope.expired():
+            raise NoAnswer from None
+        raise
+    except asyncio.CancelledError:
         response.cancel()
         raise
 

@@ -8,16 +8,16 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.engine_client import cancel, cause_of, is_gone, within
+from deployments.engine_client import NoAnswer, cancel, cause_of, is_gone, within
 from deployments.replica import node_id
 from deployments.routing import NODE_SESSION
 from engine.core.spec_prefill.plan import Scored, ScoreRequest
-from engine.protocol import CachedPrefix, EngineFailed, EngineRequest, OrchardError, Overloaded
+from engine.protocol import CachedPrefix, EngineFailed, EngineRequest, InvalidRequest, OrchardError, Overloaded
 
 RESERVE_TIMEOUT_S = 1.0
 """A prompt does not wait for a scorer to start: it is taken in meanwhile."""
@@ -51,7 +51,7 @@ class ScorerClient:
         with _no_plan_without("engine"):
             try:
                 return await within(ENGINE_TIMEOUT_S, self._engine.remote(replace(request, images=pictures)))
-            except TimeoutError:
+            except NoAnswer:
                 raise _unavailable(f"the engine gave no answer within {ENGINE_TIMEOUT_S:g} s") from None
 
     async def score(self, request: ScoreRequest, node_id: str | None = None) -> Answer:
@@ -73,12 +73,15 @@ class ScorerClient:
     async def _reserve(self, node_id: str | None, resources: AsyncExitStack) -> Any | None:
         """A slot on the scorer that will answer; None in Serve's local testing mode, which cannot choose."""
         scorer = self._scorer if node_id is None else self._scorer.options(session_id=NODE_SESSION + node_id)
+        scope = asyncio.timeout(RESERVE_TIMEOUT_S)
         try:
-            async with asyncio.timeout(RESERVE_TIMEOUT_S):
+            async with scope:
                 return await resources.enter_async_context(scorer.choose_replica())
         except NotImplementedError:
             return None
         except TimeoutError:
+            if not scope.expired():
+                raise
             raise _unavailable(f"no scorer took the prompt within {RESERVE_TIMEOUT_S:g} s") from None
 
 
@@ -86,21 +89,34 @@ def _unavailable(why: str) -> NoPlan:
     return NoPlan("unavailable", f"unavailable: {why}", is_failure=True)
 
 
+_ONE = {"engine": "an engine", "scorer": "a scorer"}
+
+
 @contextmanager
-def _no_plan_without(who: str) -> Iterator[None]:
-    """What another process raises may tell of paths and hosts: the client reads only what stands here."""
+def _no_plan_without(who: Literal["engine", "scorer"]) -> Iterator[None]:
+    """What another process raises may tell of paths and hosts: the client reads only what stands here, and what is
+    written for clients."""
     try:
         yield
-    except (NoPlan, TimeoutError):  # of the caller's deadline
+    except NoPlan:
         raise
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise _unavailable(f"the {who} is gone") from None  # Ray says so when the call was cancelled over there
     except Exception as error:
         cause = cause_of(error)
-        if isinstance(cause, Overloaded | BackPressureError):
-            raise NoPlan("busy", "busy", is_failure=True) from cause
+        if isinstance(cause, InvalidRequest):
+            raise NoPlan("unfit_prompt", cause.message) from cause
+        if isinstance(cause, Overloaded):
+            raise NoPlan("busy", f"busy: {cause.message}", is_failure=True) from cause
+        if isinstance(cause, BackPressureError):
+            raise NoPlan("busy", f"busy: too many prompts are waiting for {_ONE[who]}", is_failure=True) from cause
         if is_gone(cause) or isinstance(cause, DeploymentUnavailableError | RequestCancelledError):
             raise _unavailable(f"the {who} is gone") from cause
         if isinstance(cause, EngineFailed):
             raise _unavailable(f"the {who} has failed or is not ready, see /v1/status") from cause
-        if isinstance(cause, OrchardError):
+        if isinstance(cause, OrchardError | TimeoutError):
             raise NoPlan("failed", "failed", is_failure=True) from cause
         raise

@@ -24,6 +24,9 @@ log = logging.getLogger("ray.serve")
 MIN_CHUNKS = 4
 """Of fewer, first and last are kept in any case, and there is hardly anything to choose from."""
 
+MIN_LEFT_OUT = 0.1
+"""Part of the tokens to choose from. A plan that leaves out less costs quality and saves next to nothing."""
+
 
 @dataclass(frozen=True)
 class PromptFacts:
@@ -66,8 +69,7 @@ class SparsePlanner:
         if self._client is None:
             _refuse_to_ask(request)
             return engine_request, None
-        too_short = len(engine_request.token_ids) < self._config.threshold_tokens
-        if request.spec_prefill is False or (request.spec_prefill is None and too_short):
+        if request.spec_prefill is False:
             return engine_request, None
         attempt = Attempt(self._config, self._facts, self._client, request, engine_request)
         try:
@@ -97,7 +99,7 @@ class SparsePlanner:
             "request %s: its prompt is taken in densely: %s%s",
             attempt.request_id,
             why.reason,
-            f" ({why.__cause__})" if why.__cause__ is not None else "",
+            f" ({type(why.__cause__).__name__}: {why.__cause__})" if why.__cause__ is not None else "",
             exc_info=unforeseen,
         )
         return attempt.report(why.reason)
@@ -124,22 +126,27 @@ class Attempt:
         self._facts = facts
         self._client = client
         self._asked = request.spec_prefill is True
-        self._has_tools = bool(request.template_kwargs.get("tools"))
+        self._has_tools = _has_tools(request)
+        self._asked_keep = request.spec_prefill_keep is not None
         self._keep = config.keep if request.spec_prefill_keep is None else request.spec_prefill_keep
         self._request = engine_request
         self._num_system = max((b.num_tokens for b in engine_request.boundaries if b.kind == "system"), default=0)
         self._num_scored = 0
         self._scorer_node: str | None = None
+        self._is_scored = False
         self._began = time.monotonic()
 
     async def plan(self) -> SparsePlan:
         """Raises NoPlan, and NotWanted."""
         self._check_wanted()
         self._check_enough(self._num_system)
+        deadline = asyncio.timeout(self._config.deadline_s)
         try:
-            async with asyncio.timeout(self._config.deadline_s):
+            async with deadline:
                 return await self._plan()
         except TimeoutError:
+            if not deadline.expired():
+                raise
             reason = f"deadline of {self._config.deadline_s:g} s"
             raise NoPlan("deadline", reason, is_failure=True) from None
 
@@ -149,6 +156,7 @@ class Attempt:
     def _check_wanted(self) -> None:
         """What can be known without asking anybody."""
         request, limit = self._request, self._config.max_tokens_scored
+        self._check_threshold(len(request.token_ids), "tokens")
         if not self._asked:
             special = {"tools": self._has_tools, "grammar": request.grammar is not None, "media": bool(request.images)}
             if reason := next((name for name, is_there in special.items() if is_there), None):
@@ -162,13 +170,22 @@ class Attempt:
     def _check_enough(self, num_dense: int) -> None:
         """Whether so much is left behind the dense part that choosing from it is worth it, and is wanted."""
         num_behind = len(self._request.token_ids) - num_dense
-        if not self._asked and num_behind < self._config.threshold_tokens:
-            if self._scorer_node is None:
-                raise NotWanted
+        if self._is_scored and not self._asked and num_behind < self._config.threshold_tokens:
             raise NoPlan("cached", f"{num_dense} tokens of the prompt are cached by now")
+        self._check_threshold(num_behind, "tokens to choose from")
         if num_behind < MIN_CHUNKS * CHUNK_TOKENS:
             least = MIN_CHUNKS * CHUNK_TOKENS
             raise NoPlan("too_short", f"too short: {num_behind} tokens to choose from, at least {least} are needed")
+
+    def _check_threshold(self, num_tokens: int, what: str) -> None:
+        """Who says how much is kept wants a plan, and is told why there is none."""
+        threshold = self._config.threshold_tokens
+        if self._asked or num_tokens >= threshold:
+            return
+        if not self._asked_keep:
+            raise NotWanted
+        reason = f"below threshold_tokens: {num_tokens} {what}, the threshold is {threshold}"
+        raise NoPlan("below_threshold", reason)
 
     async def _plan(self) -> SparsePlan:
         """Scored again, once, if meanwhile another part of the prompt is cached."""
@@ -200,6 +217,7 @@ class Attempt:
             tenant=request.tenant,
         )
         scored, self._scorer_node = await self._client.score(asked, self._scorer_node)
+        self._is_scored = True
         self._num_scored += scored.num_scored
         plan = scored.plan
         unfit = why_unfit(plan, request.token_ids)
@@ -207,8 +225,9 @@ class Attempt:
             unfit = f"{plan.num_dense} tokens are dense instead of {num_dense}"
         if unfit is not None:
             raise NoPlan("unfit", f"the plan is unfit: {unfit}", is_failure=True)
-        if len(plan.positions) == len(request.token_ids):
-            raise NoPlan("nothing", "nothing to leave out")
+        num_left_out, num_behind = len(request.token_ids) - len(plan.positions), len(request.token_ids) - num_dense
+        if num_left_out / num_behind < MIN_LEFT_OUT:
+            raise NoPlan("nothing", f"little to leave out: {num_left_out} of {num_behind} tokens")
         return plan
 
     def _anchors(self, num_dense: int) -> np.ndarray:
@@ -217,6 +236,12 @@ class Attempt:
         control = sorted(self._facts.control_token_ids)
         anchors = find_anchors(request.token_ids, control, request.boundaries, media)
         return anchors[anchors >= num_dense]
+
+
+def _has_tools(request: ChatRequest) -> bool:
+    """Offered, or called in the conversation so far."""
+    in_use = any(message["role"] == "tool" or message.get("tool_calls") for message in request.messages)
+    return in_use or bool(request.template_kwargs.get("tools"))
 
 
 def _refuse_to_ask(request: ChatRequest) -> None:

@@ -124,14 +124,14 @@ class SpecPrefillConfig(Frozen):
     threshold_tokens: int = Field(
         default=8192, ge=1, description="so many tokens behind what is cached, and requests need not ask for it"
     )
-    keep: float = Field(default=0.3, ge=0.1, le=1.0, description="part of the scored tokens that is computed")
+    keep: float = Field(default=0.3, ge=0.1, le=1.0, description="at least this part of the scored tokens is computed")
     chunk_size: int = Field(
         default=2048, ge=16, description="tokens per forward of the draft; a request is given up between two"
     )
-    lookahead: int = Field(default=8, ge=1, le=64, description="tokens of the answer that the draft looks ahead")
+    lookahead: int = Field(default=16, ge=1, le=64, description="tokens of the answer that the draft looks ahead")
     max_tokens_scored: int = Field(default=65536, ge=64, description="longer prompts are taken in densely")
-    max_running: int = Field(default=4, ge=1, le=64, description="prompts that are scored in turns, chunk by chunk")
-    max_waiting: int = Field(default=8, ge=0, description="prompts that wait for that; one more is taken in densely")
+    max_running: int = Field(default=4, ge=1, le=16, description="prompts that are scored in turns, chunk by chunk")
+    max_waiting: int = Field(default=8, ge=0, le=32, description="prompts that wait for it; one more is dense")
     deadline_s: float = Field(default=30.0, gt=0, description="a prompt that is not scored by then is taken in densely")
     device: Literal["auto", "cpu", "gpu"] = Field(
         default="auto", description="auto: the CPU beside an engine, else the GPU if MLX has one"

@@ -76,8 +76,8 @@ class AsyncDraftScorer:
     async def score(self, request: ScoreRequest) -> Scored:
         """Which of the prompt's tokens are to be computed. Cancelling it stops the draft before its next chunk.
 
-        Raises Overloaded when max_running + max_waiting prompts are open, InvalidRequest for what this draft cannot
-        score, EngineFailed when it is not ready, fails, or is shut down.
+        Raises Overloaded when max_running + max_waiting prompts are open or it could not be done within deadline_s,
+        InvalidRequest for what this draft cannot score, EngineFailed when it is not ready, fails, or is shut down.
         """
         began_s = time.perf_counter()
         self._admit(request)
@@ -90,7 +90,10 @@ class AsyncDraftScorer:
         except asyncio.CancelledError:
             self._counts.num_cancelled += 1
             raise
-        except EngineFailed:
+        except Overloaded:
+            self._counts.num_refused += 1
+            raise
+        except Exception:
             self._counts.num_failed += 1
             raise
         finally:
@@ -183,6 +186,8 @@ class AsyncDraftScorer:
             return
         if outcome.importance is not None:
             future.set_result((outcome.importance, outcome.num_read))
+        elif outcome.is_late:
+            future.set_exception(Overloaded(outcome.error or "", retry_after_s=1.0))
         else:
             future.set_exception(EngineFailed(outcome.error))
 

@@ -111,7 +111,7 @@ class StructuredOutputs(Wire):
 class ChatCompletionBody(Wire):
     """`user` names the client's end user and never changes a token. Neither does `cache_salt`, vLLM's field: a request
     shares the cached prefixes of prompts only with requests of the same salt, or, without one, with those without.
-    `specprefill` asks for a sparse prompt, or forbids it; `specprefill_keep_pct` is the part of it that is computed.
+    `specprefill` asks for a sparse prompt, or forbids it; at least the part `specprefill_keep_pct` of it is computed.
     """
 
     model: str

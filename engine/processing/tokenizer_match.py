@@ -45,6 +45,10 @@ def _differences(target: Tokenizer, draft: Tokenizer, num_embeddings: int) -> It
         yield f"the target's tokenizer has {size} tokens, the draft's {drafts}"
     if (largest := max(target.get_vocab().values())) >= num_embeddings:
         yield f"the target's tokenizer goes up to token id {largest}, the draft's embedding up to {num_embeddings - 1}"
+    of_target, of_draft = target.get_vocab(), draft.get_vocab()
+    if different := sorted(token for token in of_target if of_target[token] != of_draft.get(token)):
+        token, other = different[0], of_draft.get(different[0], "no token")
+        yield f"{token!r} is token {of_target[token]} in the target's tokenizer, {other} in the draft's"
     for probe in (*PROBES, "".join(sorted(_added_tokens(target)))):
         ids, drafts_ids = (tokenizer.encode(probe, add_special_tokens=True).ids for tokenizer in (target, draft))
         if ids != drafts_ids:

@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--keep", type=float, nargs="+", default=[0.3, 0.1])
     parser.add_argument("--samples", type=int, default=24)
-    parser.add_argument("--lookahead", type=int, default=8)
+    parser.add_argument("--lookahead", type=int, default=SpecPrefillConfig().lookahead)
     args = parser.parse_args()
     print(heading("spec_prefill_quality"))
     asyncio.run(measure(args))

@@ -38,6 +38,17 @@ SHAPES: dict[str, dict[str, int]] = {
         "linear_num_value_heads": 32,
         "vocab_size": 248320,
     },
+    "qwen3.5-27b": {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "vocab_size": 248320,
+    },
     "qwen3.5-0.8b": {
         "hidden_size": 1024,
         "intermediate_size": 3584,

@@ -82,7 +82,7 @@ class Response:
     async def _wait(self) -> Any:
         if isinstance(self._outcome, float):
             await asyncio.sleep(self._outcome)
-        if isinstance(self._outcome, Exception):
+        if isinstance(self._outcome, BaseException):
             raise self._outcome
         return self._outcome
 
@@ -140,7 +140,7 @@ class Handle:
         outcome = _next(self.graph.reserve)
         if isinstance(outcome, float):
             await asyncio.sleep(outcome)
-        if isinstance(outcome, Exception):
+        if isinstance(outcome, BaseException):
             raise outcome
         self.graph.log.append(f"reserve {self.chosen.get('session_id', 'anywhere')}")
         try:

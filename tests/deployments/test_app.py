@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from deployments import app
 from deployments.app import ENGINE_SHARE, SCORER_SHARE, SMALL_SHARE, AppArgs, build_app
+from deployments.engine_client import PLAN_TIMEOUT_S
 from engine.config import SpecPrefillConfig
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import EngineFailed
@@ -147,6 +148,20 @@ def test_planning_may_last_beyond_the_deadline_of_a_score():
     scorer, plan_timeout_s = arguments[-2:]
     assert scorer._bound_deployment.name == "SpecPrefillScorer"
     assert plan_timeout_s >= 560
+
+
+def test_where_nothing_is_scored_no_time_is_given_to_it():
+    args = AppArgs.model_validate({"spec_prefill": {"enabled": False, "deadline_s": 500}})
+    assert build_app(args)._bound_deployment.init_args[-1] == PLAN_TIMEOUT_S
+
+
+def test_there_is_room_at_the_engine_for_what_planners_ask_while_they_hold_its_slots():
+    without, sparse = deployments_of(build_app(AppArgs())), deployments_of(build_app(scoring()))
+    planning = sum(sparse[name].max_ongoing_requests for name in ("TextMTP", "MLLM"))
+    assert planning == 64 + 32
+    room = {name: deployment.max_ongoing_requests for name, deployment in without.items()}
+    room["ModelReplica"] += planning
+    assert {name: sparse[name].max_ongoing_requests for name in room} == room
 
 
 def test_a_cluster_without_a_place_for_scorers_is_told_how_to_offer_one_or_do_without(monkeypatch: pytest.MonkeyPatch):

@@ -15,6 +15,7 @@ from engine.protocol import (
     CachedPrefix,
     EngineFailed,
     InvalidRequest,
+    OrchardError,
     Overloaded,
 )
 from tests.deployments.scoring_graph import (
@@ -31,29 +32,38 @@ from tests.deployments.scoring_graph import (
 )
 
 SECRET = "/secret/path of node 10.0.0.1"
+LATE = "scoring 9000 tokens would take about 40 s beside 3 other prompts; the limit is 30 s (deadline_s)"
 GONE = DeploymentUnavailableError(DeploymentID(name="SpecPrefillScorer", app_name="orchard"))
 
 
 @pytest.mark.parametrize(
     ("broken", "category", "reason"),
     [
-        ({"scorer": [task_error(Overloaded(SECRET, 1.0))]}, "busy", "busy"),
-        ({"reserve": [BackPressureError(num_queued_requests=9, max_queued_requests=8)]}, "busy", "busy"),
+        ({"scorer": [task_error(Overloaded(LATE, 1.0))]}, "busy", f"busy: {LATE}"),
+        (
+            {"reserve": [BackPressureError(num_queued_requests=9, max_queued_requests=8)]},
+            "busy",
+            "busy: too many prompts are waiting for a scorer",
+        ),
         ({"reserve": [60.0]}, "unavailable", "unavailable: no scorer took the prompt within 0.1 s"),
         ({"reserve": [GONE]}, "unavailable", "unavailable: the scorer is gone"),
         ({"scorer": [ActorDiedError()]}, "unavailable", "unavailable: the scorer is gone"),
         ({"scorer": [RequestCancelledError("r")]}, "unavailable", "unavailable: the scorer is gone"),
+        ({"scorer": [asyncio.CancelledError()]}, "unavailable", "unavailable: the scorer is gone"),
+        ({"reserve": [asyncio.CancelledError()]}, "unavailable", "unavailable: the scorer is gone"),
         (
             {"scorer": [task_error(EngineFailed(SECRET))]},
             "unavailable",
             "unavailable: the scorer has failed or is not ready, see /v1/status",
         ),
-        ({"scorer": [task_error(InvalidRequest(SECRET))]}, "failed", "failed"),
+        ({"scorer": [task_error(OrchardError(SECRET))]}, "failed", "failed"),
         ({"scorer": [task_error(ZeroDivisionError(SECRET))]}, "failed", "failed"),
         ({"scorer": [lambda request: None]}, "failed", "failed"),
         ({"scorer": [60.0]}, "deadline", "deadline of 0.3 s"),
         ({"engine": [60.0]}, "deadline", "deadline of 0.3 s"),
         ({"engine": [ActorDiedError()]}, "unavailable", "unavailable: the engine is gone"),
+        ({"engine": [asyncio.CancelledError()]}, "unavailable", "unavailable: the engine is gone"),
+        ({"engine": [CachedPrefix(0), asyncio.CancelledError()]}, "unavailable", "unavailable: the engine is gone"),
         (
             {"engine": [task_error(EngineFailed(SECRET))]},
             "unavailable",
@@ -87,6 +97,27 @@ def test_what_was_not_foreseen_is_logged_with_its_traceback(caplog: pytest.LogCa
 def test_what_is_known_of_a_failure_is_in_the_log(caplog: pytest.LogCaptureFixture):
     dense_because(Graph(scorer=[task_error(EngineFailed(SECRET))]))
     assert SECRET in caplog.text and "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("error", [TimeoutError(SECRET), task_error(TimeoutError(SECRET))])
+@pytest.mark.parametrize("who", ["scorer", "reserve", "engine"])
+def test_only_our_own_time_limits_are_reported_as_such(who: str, error: Exception, caplog: pytest.LogCaptureFixture):
+    broken: dict[str, Any] = {who: [error]}
+    assert dense_because(Graph(**broken)) == ("failed", "failed")
+    assert f"TimeoutError: {SECRET}" in caplog.text
+
+
+def test_a_timeout_without_words_is_logged_by_its_name(caplog: pytest.LogCaptureFixture):
+    assert dense_because(Graph(scorer=[TimeoutError()])) == ("failed", "failed")
+    assert "TimeoutError" in caplog.text
+
+
+def test_what_the_draft_cannot_score_is_told_in_the_scorers_words_and_is_no_failure(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "ray.serve")
+    told = "the prompt has 1000 tokens; the draft's context is 512"
+    assert dense_because(Graph(scorer=[task_error(InvalidRequest(told))])) == ("unfit_prompt", told)
+    (record,) = [record for record in caplog.records if record.name == "ray.serve"]
+    assert record.levelno == logging.INFO
 
 
 def test_an_engine_that_gives_no_answer_does_not_hold_a_prompt_until_the_deadline(monkeypatch: pytest.MonkeyPatch):

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.chat import ChatRequest
+from deployments.chat import ChatRequest, Message
 from deployments.sparse_planner import PromptFacts, SparsePlanner
 from engine.config import SpecPrefillConfig
 from engine.core.spec_prefill.plan import ScoreRequest, fingerprint
 from engine.protocol import (
+    Boundary,
     CachedPrefix,
     GrammarSpec,
     ImagePatches,
@@ -120,7 +121,6 @@ def test_tools_and_grammars_are_no_hindrance_when_a_sparse_prompt_is_asked_for()
     [
         (asking(spec_prefill=False), NUM_TOKENS),
         (asking(), THRESHOLD - 1),
-        (asking(spec_prefill_keep=0.5), THRESHOLD - 1),
         (asking(), THRESHOLD + NUM_SYSTEM - 1),
     ],
 )
@@ -136,13 +136,37 @@ def test_the_threshold_counts_what_is_not_cached():
     assert planned.sparse is not None
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_cached", "told", "log"),
+    [
+        (THRESHOLD - 1, 0, "499 tokens", []),
+        (THRESHOLD + NUM_SYSTEM - 1, 0, "499 tokens to choose from", []),
+        (NUM_TOKENS, 600, "400 tokens to choose from", ["ask"]),
+    ],
+)
+def test_who_says_how_much_is_kept_is_told_that_the_prompt_is_below_the_threshold(
+    num_tokens: int, num_cached: int, told: str, log: list[str], caplog: pytest.LogCaptureFixture
+):
+    graph = Graph(engine=[CachedPrefix(num_cached)])
+    category, reason = dense_because(graph, asking(spec_prefill_keep=0.5), prompt(num_tokens))
+    assert (category, reason) == ("below_threshold", f"below threshold_tokens: {told}, the threshold is 500")
+    assert graph.log == log
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 IMAGE = ImagePatches(np.zeros((4, 3, 16, 16), np.uint8), (1, 2, 2), 1, "hash")
+
+
+def saying(message: Message) -> ChatRequest:
+    return ChatRequest("r", ({"role": "user", "content": "?"}, message))
 
 
 @pytest.mark.parametrize(
     ("request_", "options", "reason"),
     [
         (asking(template_kwargs={"tools": [{"type": "function"}]}), {}, "tools"),
+        (saying({"role": "tool", "tool_call_id": "c", "content": "42"}), {}, "tools"),
+        (saying({"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}), {}, "tools"),
         (asking(), {"grammar": GrammarSpec("json_object")}, "grammar"),
         (asking(), {"images": (IMAGE,)}, "media"),
     ],
@@ -155,7 +179,9 @@ def test_long_prompts_with_tools_grammar_or_media_are_dense_unless_asked(request
 
 
 def test_no_tools_are_no_tools():
-    planned, _ = plan(Graph().planner(), asking(template_kwargs={"tools": [], "enable_thinking": False}))
+    request = saying({"role": "assistant", "content": "42", "tool_calls": []})
+    request = replace(request, template_kwargs={"tools": [], "enable_thinking": False})
+    planned, _ = plan(Graph().planner(), request)
     assert planned.sparse is not None
 
 
@@ -188,7 +214,8 @@ def test_what_the_engine_cannot_carry_out_is_dense_in_its_words():
 def test_there_must_be_something_to_choose_from(num_tokens: int, num_cached: int):
     category, reason = dense_because(Graph(engine=[CachedPrefix(num_cached)]), ASKED, prompt(num_tokens))
     assert category == "too_short" and "127" in reason and "128" in reason
-    planned, _ = plan(Graph(engine=[CachedPrefix(num_cached)]).planner(), ASKED, prompt(NUM_TOKENS + 1))
+    enough = prompt(NUM_TOKENS + 1, boundaries=(Boundary("system", NUM_SYSTEM),))
+    planned, _ = plan(Graph(engine=[CachedPrefix(num_cached)]).planner(), ASKED, enough)
     assert planned.sparse is not None
 
 
@@ -196,11 +223,20 @@ def test_a_tiny_threshold_does_not_make_tiny_prompts_sparse():
     assert dense_because(Graph(), asking(), prompt(NUM_SYSTEM + 100), threshold_tokens=1)[0] == "too_short"
 
 
-def test_a_plan_that_leaves_nothing_out_is_none():
-    everything = np.arange(NUM_TOKENS, dtype=np.int32)
-    digest = fingerprint(prompt().token_ids, everything, NUM_SYSTEM)
-    graph = Graph(scorer=[lambda request: scored(request, SparsePlan(everything, NUM_SYSTEM, digest))])
-    assert dense_because(graph) == ("nothing", "nothing to leave out")
+def leaving_out(num_tokens: int) -> Graph:
+    kept = np.delete(np.arange(NUM_TOKENS, dtype=np.int32), np.arange(num_tokens) + NUM_SYSTEM)
+    digest = fingerprint(prompt().token_ids, kept, NUM_SYSTEM)
+    return Graph(scorer=[lambda request: scored(request, SparsePlan(kept, NUM_SYSTEM, digest))])
+
+
+@pytest.mark.parametrize("num_tokens", [0, 89])
+def test_a_plan_that_leaves_out_hardly_anything_is_not_worth_it(num_tokens: int):
+    assert dense_because(leaving_out(num_tokens)) == ("nothing", f"little to leave out: {num_tokens} of 900 tokens")
+
+
+def test_a_plan_that_leaves_out_a_tenth_is_worth_it():
+    planned, _ = plan(leaving_out(90).planner())
+    assert planned.sparse is not None
 
 
 def without_end(plan: SparsePlan) -> SparsePlan:
@@ -270,7 +306,7 @@ def test_a_second_score_that_fails_makes_the_prompt_dense():
     graph = Graph(engine=[CachedPrefix(0), CachedPrefix(300)], scorer=[scored, task_error(Overloaded("full", 1.0))])
     planner = graph.planner()
     _, report = plan(planner)
-    assert report is not None and (report.num_scored, report.dense_because) == (7, "busy")
+    assert report is not None and (report.num_scored, report.dense_because) == (7, "busy: full")
     assert planner.status() == {"sparse": 0, "replanned": 1, "dense": {"busy": 1}}
 
 

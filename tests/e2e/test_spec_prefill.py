@@ -142,6 +142,8 @@ def test_who_wants_no_sparse_prompt_gets_none(client: openai.OpenAI):
 def test_below_the_threshold_nothing_is_said_of_it_unless_asked(client: openai.OpenAI):
     messages, _ = needle(300)
     assert report(ask(client, messages)) is None
+    found = report(ask(client, messages, {"specprefill_keep_pct": 0.5}))
+    assert found is not None and found["dense_because"].startswith("below threshold_tokens: ")
     assert is_sparse(ask(client, messages, {"specprefill": True}))
     found = report(ask(client, [{"role": "user", "content": "What is 12 + 30?"}], {"specprefill": True}))
     assert found is not None and found["dense_because"].startswith("too short") and found["skipped_tokens"] == 0

@@ -44,6 +44,11 @@ class NoSnapshots:
     import_snapshot: Any = None
 
 
+def _computed(row: Request) -> np.ndarray:
+    index = row.computed_index
+    return row.prompt_token_ids if index is None else row.prompt_token_ids[index]
+
+
 STATE_BYTES, BYTES_PER_TOKEN = 1000, 10
 
 
@@ -110,7 +115,7 @@ class FakeRunner:
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         first = rows[0]
         self._called("prefill", first.id, max_tokens)
-        prompt, done = first.prompt_token_ids, self.prompts.get(first.id, 0)
+        prompt, done = _computed(first), self.prompts.get(first.id, 0)
         assert done == first.num_prefilled and not any(row.id in self.rows for row in rows)
         num_tokens = min(max_tokens, len(prompt) - done)
         self.prompts[first.id] = done + num_tokens
@@ -123,13 +128,13 @@ class FakeRunner:
 
     def restore(self, rows: Sequence[Request], snapshot: Any) -> None:
         self._called("restore", rows[0].id, snapshot.num_tokens)
-        assert np.array_equal(rows[0].prompt_token_ids[: snapshot.num_tokens], snapshot.token_ids)
+        assert np.array_equal(_computed(rows[0])[: snapshot.num_tokens], snapshot.token_ids)
         self.prompts[rows[0].id] = snapshot.num_tokens
 
     def snapshot(self, rows: Sequence[Request], parent: Any) -> "FakeSnapshot | None":
         first, done = rows[0], self.prompts[rows[0].id]
         self._called("snapshot", first.id, done)
-        return FakeSnapshot(first.prompt_token_ids[:done].copy(), done - (parent.num_tokens if parent else 0))
+        return FakeSnapshot(_computed(first)[:done].copy(), done - (parent.num_tokens if parent else 0))
 
     def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:
         return {"tokens": snapshot.token_ids, "num_own": np.array([snapshot.num_own], np.int32)}

@@ -51,7 +51,8 @@ class ScorerStatus:
     """A snapshot for `/v1/status`: gauges are of this moment, counters since the start. Bytes, tokens.
 
     state: loading, ready, unavailable (the draft cannot score: error tells why), failed, stopped. num_refused: the
-    queue was full, or the prompt too long. num_reused_tokens: of scored prompts, read for earlier ones.
+    queue was full, the prompt too long, or it would have been late. num_reused_tokens: of scored prompts, read for
+    earlier ones.
     """
 
     state: str

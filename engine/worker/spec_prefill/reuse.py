@@ -69,11 +69,10 @@ class DraftReuse:
         if not is_finite(cache):
             log.warning("the draft's state behind %d tokens is not finite", len(key))
             return None
-        parent = self._cache.match(key, len(key))  # it may have left to make room
-        held = parent.held if parent is not None else None
+        held = parent.held if parent is not None else None  # None as well if it has left to make room
         snapshot = take(cache, None, len(key), held.stretch if held is not None else None)
         digest, now = key.digest(), time.monotonic()
-        in_front = parent.digest if parent is not None else None
+        in_front = parent.digest if parent is not None and held is not None else None
         entry = Entry(digest, key, kind, in_front, PromptOrigin(), pinned=False, created_s=now, used_s=now)
         return digest if self._cache.store(entry, snapshot, held) else None
 

@@ -1,7 +1,13 @@
-"""Scores prompts in turns on the device thread: one chunk of one prompt, or one look-ahead token, per step."""
+"""Scores prompts in turns on the device thread: one chunk of one prompt, or one look-ahead token, per step.
+
+A plan that comes too late is work for nothing, for all who wait beside it. So a prompt is refused when the draft, at
+the pace that it has shown, could not read all that is open within deadline_s, and given up when it turns out so; and
+whoever is in danger of being late goes first.
+"""
 
 import gc
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +17,7 @@ import numpy as np
 
 from engine.config import BoundaryKind, EngineConfig, SpecPrefillConfig
 from engine.core.prompt_key import PromptKey
+from engine.core.spec_prefill.pace import Pace
 from engine.core.spec_prefill.plan import ScoreRequest
 from engine.protocol import Boundary, EngineFailed
 from engine.worker import memory
@@ -24,18 +31,29 @@ log = logging.getLogger("orchard.scorer")
 DEVICE_SHARE = 0.1
 """Of the device's memory, for weights and caches, where the configuration does not say."""
 
+MIN_MEASURED_TOKENS = 64
+"""A forward of fewer says little: it takes its time in any case."""
+
 MIN_TOKENS = 16
 """A snapshot is taken where it saves at least so many tokens over the one before."""
+
+
+URGENT = 0.2
+"""Part of deadline_s: with less time to spare a prompt goes first."""
+
+BENEFIT_OF_DOUBT = 1.25
+"""A prompt that has begun is given up when it would take so many times what is left."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """Of a job. importance: float32 [num_prompt_tokens]; None when it failed, error tells why. num_read: tokens of the
-    prompt that the draft has read for it."""
+    prompt that the draft has read for it. is_late: it could not have been done in time."""
 
     importance: np.ndarray | None = None
     num_read: int = 0
     error: str | None = None
+    is_late: bool = False
 
 
 Publish = Callable[[str, Outcome], None]
@@ -44,8 +62,9 @@ Publish = Callable[[str, Outcome], None]
 @dataclass(slots=True, eq=False)
 class Job:
     """A prompt on its way. num_bytes: of its cache when it is done. todo: boundaries in front of it, the next one
-    first. done: tokens of the prompt in the cache, num_reused of them read for others; the last one is the first to
-    look ahead from: token_id. total: sum over num_looked steps. stored: digests of the snapshots that it has left.
+    first. done: tokens of the prompt that need not be read any more, num_reused of them read for others; the last one
+    is the first to look ahead from: token_id. total: sum over num_looked steps. stored: digests of the snapshots that
+    it has left. until_s: when it must be done, by the scorer's clock.
     """
 
     id: str
@@ -54,6 +73,8 @@ class Job:
     num_bytes: int
     todo: list[Boundary]
     token_id: int
+    until_s: float
+    digest: str
     cache: RowCache = field(default_factory=list)
     done: int = 0
     num_reused: int = 0
@@ -70,10 +91,18 @@ def load_scorer(config: SpecPrefillConfig, draft: EngineConfig, publish: Publish
 class Scorer:
     """`publish` gets each job's outcome, on the device thread. memory: bytes, as they were after the last step."""
 
-    def __init__(self, draft: Draft, config: SpecPrefillConfig, publish: Publish):
+    def __init__(
+        self,
+        draft: Draft,
+        config: SpecPrefillConfig,
+        publish: Publish,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._draft = draft
         self._config = config
         self._publish = publish
+        self._clock = clock
+        self._pace = Pace()
         self._running: deque[Job] = deque()  # whose turn is next first
         self._waiting: deque[Job] = deque()
         self._reuse = DraftReuse(draft)
@@ -101,13 +130,23 @@ class Scorer:
         return len(self._waiting)
 
     def add(self, job_id: str, request: ScoreRequest) -> None:
-        """A request that `limits` has let pass. One that has been scored lately is published at once."""
+        """A request that `limits` has let pass. One that has been scored lately is published at once, and so is one
+        that would be late."""
         key = PromptKey(self._draft.fingerprint, request.tenant, np.ascontiguousarray(request.token_ids, np.int32))
         if (known := self._reuse.importance(key)) is not None:
             self._publish(job_id, Outcome(known))
             return
         num_bytes, last = self.limits.num_bytes(len(key)), int(key.token_ids[-1])
-        self._waiting.append(Job(job_id, request, key, num_bytes, boundaries(request), last))
+        until_s = self._clock() + self._config.deadline_s
+        job = Job(job_id, request, key, num_bytes, boundaries(request), last, until_s, key.digest())
+        known = self._reuse.touch(key, len(key) - 1)
+        job.done = 0 if known is None else known.num_tokens
+        others = [*self._running, *self._waiting]
+        total_s = sum(map(self._seconds_left, (*others, job)))
+        if total_s > self._config.deadline_s:
+            self._publish(job_id, self._late(job, total_s, f"beside {len(others)} other prompts"))
+        else:
+            self._waiting.append(job)
 
     def abort(self, job_id: str) -> None:
         """Nothing is published; its cache is free when this returns."""
@@ -117,7 +156,9 @@ class Scorer:
 
     def step(self) -> None:
         self._admit()
-        self._take_turn()
+        self._give_up_late()
+        if self._running:
+            self._take_turn()
         self._account()
 
     def close(self) -> None:
@@ -142,17 +183,45 @@ class Scorer:
         }
 
     def _admit(self) -> None:
-        """First come, first served: nobody overtakes one that needs more bytes."""
+        """First come, first served: nobody overtakes one that needs more bytes. A prompt that is being scored already
+        waits for what comes of it."""
         free = self.limits.budget - sum(job.num_bytes for job in self._running)
-        while self._waiting and len(self._running) < self._config.max_running and self._waiting[0].num_bytes <= free:
-            job = self._waiting.popleft()
+        for job in list(self._waiting):
+            if len(self._running) == self._config.max_running or job.num_bytes > free:
+                break
+            if any(job.digest == other.digest for other in self._running):
+                continue
+            self._waiting.remove(job)
             free -= job.num_bytes
             self._reuse.touch(job.key, len(job.key) - 1)
             self._running.append(job)
         self._account()
 
+    def _seconds_left(self, job: Job) -> float:
+        return self._pace.seconds(job.done, len(job.key) - 1)
+
+    def _late(self, job: Job, seconds: float, beside: str) -> Outcome:
+        error = f"scoring {len(job.key)} tokens would take about {seconds:.0f} s {beside}"
+        return Outcome(error=f"{error}; the limit is {self._config.deadline_s:g} s (deadline_s)", is_late=True)
+
+    def _give_up_late(self) -> None:
+        now = self._clock()
+        for job in list(self._running):
+            left_s, needed_s = job.until_s - now, self._seconds_left(job)
+            if needed_s > max(0.0, left_s) * BENEFIT_OF_DOUBT:
+                self._running.remove(job)
+                spent_s = self._config.deadline_s - left_s
+                self._publish(job.id, self._late(job, spent_s + needed_s, "at the pace that it goes"))
+
+    def _next(self) -> Job:
+        """In turns, unless somebody is in danger of being late."""
+        now = self._clock()
+        to_spare = [(job.until_s - now - self._seconds_left(job), i) for i, job in enumerate(self._running)]
+        least_s, index = min(to_spare)
+        return self._running[index if least_s < URGENT * self._config.deadline_s else 0]
+
     def _take_turn(self) -> None:
-        job = self._running[0]
+        job = self._next()
         try:
             outcome = self._advance(job)
         except Exception as error:
@@ -161,10 +230,10 @@ class Scorer:
             for digest in job.stored:
                 self._reuse.forget(digest)
             outcome = Outcome(error=f"{type(error).__name__}: {error}")
+        self._running.remove(job)
         if outcome is None:
-            self._running.rotate(-1)
+            self._running.append(job)
         else:
-            self._running.popleft()
             self._publish(job.id, outcome)
 
     def _advance(self, job: Job) -> Outcome | None:
@@ -187,8 +256,10 @@ class Scorer:
         """Chunks end at boundaries, and in front of the last token."""
         until = job.todo[0].num_tokens if job.todo else len(job.key) - 1
         end = min(job.done + self._draft.chunk_tokens(job.done, self._config.chunk_size), until)
-        num_slots = len(job.key) + self._config.lookahead
+        num_slots, began_s = len(job.key) + self._config.lookahead, self._clock()
         self._draft.extend(job.key.token_ids[job.done : end], job.done, job.cache, num_slots)
+        if end - job.done >= MIN_MEASURED_TOKENS:
+            self._pace.record(job.done, end, self._clock() - began_s)
         job.done = end
         if job.todo and end == until:
             boundary = job.todo.pop(0)

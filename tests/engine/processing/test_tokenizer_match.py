@@ -56,6 +56,18 @@ def test_a_control_token_that_is_missing_is_named(changed):
     assert reason == "'<call>' is no added token in the target's tokenizer, 10 in the draft's"
 
 
+def test_two_words_that_have_changed_places_are_named(changed):
+    """Words that no probe holds."""
+
+    def swap(tokenizer: dict[str, Any]) -> None:
+        vocab = tokenizer["model"]["vocab"]
+        words = sorted((word for word in vocab if len(word) > 6), key=vocab.__getitem__)[-2:]
+        vocab[words[0]], vocab[words[1]] = vocab[words[1]], vocab[words[0]]
+
+    reason = why_different(DEMO_MODEL, changed(swap))
+    assert reason is not None and "in the target's tokenizer" in reason and "in the draft's" in reason
+
+
 def test_other_merges_are_found_by_their_tokens(changed):
     reason = why_different(DEMO_MODEL, changed(lambda tokenizer: tokenizer["model"]["merges"].pop(5)))
     assert reason is not None and reason.startswith('"The quick brown fox')

@@ -253,7 +253,10 @@ class TestReuse:
         one.score("first", ids[:312], boundaries=cuts)
         one.turns.clear()
         found = one.score("second", ids, boundaries=cuts)
-        assert one.outcomes["second"].num_read == 300 and sum(n for _, n in one.turns) == 299 + 8
+        assert (
+            one.outcomes["second"].num_read == 300
+            and sum(n for _, n in one.turns) == 299 + SpecPrefillConfig().lookahead
+        )
         fresh = bench(family, chunk_size=64).score("fresh", ids, boundaries=cuts)
         assert np.array_equal(found, fresh), "chunks end where they ended"
 
@@ -296,12 +299,82 @@ def test_a_snapshot_that_cannot_be_restored_fails_one_prompt_alone(bench, monkey
     assert one.outcomes["next"].num_read == 200
 
 
-def test_the_same_prompt_twice_at_once_is_read_once(bench):
-    ids, one = prompt(200), bench(max_running=1)
+@pytest.mark.parametrize("max_running", [1, 4])
+def test_the_same_prompt_twice_at_once_is_read_once(bench, max_running):
+    ids, one = prompt(200), bench(max_running=max_running, chunk_size=64)
     one.add("a", ids)
     one.add("b", ids)
-    a, b = one.run("a", "b")
+    one.add("other", ids[:150])
+    one.scorer.step()
+    assert one.scorer.num_running == min(max_running, 2), "b waits for a, the other does not wait for b"
+    a, b, _ = one.run("a", "b", "other")
     assert a.num_read == 200 and b.num_read == 0 and np.array_equal(a.importance, b.importance)
+
+
+class Clock:
+    """Seconds pass with every token that is read: as many as the prompt has thousands of tokens there."""
+
+    def __init__(self, one: Bench):
+        self.now_s, self._note = 0.0, one.draft.note
+        one.draft.note, one.scorer._clock = self.note, self
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def note(self, num_tokens: int, position: int) -> None:
+        if num_tokens > 1:
+            self.now_s += num_tokens * (1 + position / 1000)
+        self._note(num_tokens, position)
+
+
+def test_what_could_not_be_scored_in_time_is_refused_at_once(bench):
+    one = bench(chunk_size=64, deadline_s=500)
+    Clock(one)
+    one.score("short", prompt(300))
+    one.turns.clear()
+    one.add("long", prompt(600, seed=1))
+    late = one.outcomes["long"]
+    assert late.is_late and late.importance is None and not one.scorer.has_work and not one.turns
+    assert "scoring 600 tokens would take about 7" in late.error and "the limit is 500 s (deadline_s)" in late.error
+    one.add("a", prompt(250, seed=2))
+    one.add("b", prompt(240, seed=3))
+    assert "b" in one.outcomes and "beside 1 other prompts" in one.outcomes["b"].error, "not both together"
+    assert one.run("a")[0].importance is not None
+
+
+def test_a_prompt_that_turns_out_too_slow_is_given_up(bench):
+    one = bench(chunk_size=64, deadline_s=400)
+    Clock(one)
+    one.add("slow", prompt(600))
+    (late,) = one.run("slow")
+    assert late.is_late and "at the pace that it goes; the limit is 400 s" in late.error
+    assert 3 <= len(one.turns) < 600 // 64, "as soon as it is known"
+    assert one.scorer.memory["job_bytes"] == 0
+
+
+def test_whoever_might_be_late_goes_first(bench):
+    one = bench(chunk_size=64, deadline_s=1000)
+    clock = Clock(one)
+    one.score("known", prompt(300))
+    one.add("first", prompt(400, seed=1))
+    one.scorer.step()
+    clock.now_s += 1000 - 560  # what it needs is hardly left
+    one.add("second", prompt(200, seed=2))
+    one.turns.clear()
+    first, second = one.run("first", "second")
+    assert first.importance is not None and second.importance is not None
+    read = [job for job, num_tokens in one.turns if num_tokens > 1]
+    assert read == sorted(read), "not in turns"
+
+
+def test_what_the_draft_knows_already_is_not_counted(bench):
+    one = bench(chunk_size=64, deadline_s=500)
+    Clock(one)
+    text = prompt(450)
+    one.score("turn", text[:400])
+    assert one.score("next", text) is not None and one.outcomes["next"].num_read == 51
+    one.add("as long", prompt(450, seed=1))
+    assert one.outcomes["as long"].is_late
 
 
 def test_tenants_share_nothing(bench):

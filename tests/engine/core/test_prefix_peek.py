@@ -1,0 +1,53 @@
+"""What a planner is told of the cache: how much of a prompt is there, and that it stays until the prompt comes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.core.spec_prefill.plan import fingerprint
+from engine.protocol import SparsePlan
+from tests.engine.core.test_prefix_reuse import QUESTION, SYSTEM, cached, config, request
+from tests.engine.driver import Driver
+from tests.engine.fakes import BYTES_PER_TOKEN, STATE_BYTES, FakeRunner
+
+ROOM = 2 * (STATE_BYTES + 70 * BYTES_PER_TOKEN)
+OLDER = request("older", [60] * 40, QUESTION)
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver(FakeRunner(), config(boundaries=["turn"], max_gb=ROOM / 2**30))
+
+
+def test_it_tells_the_longest_prefix_and_changes_no_figure(driver):
+    assert driver.core.prefix.peek(OLDER) == 0
+    cached(driver, OLDER)
+    counters = replace(driver.core.prefix.cache.counters)
+    following = request("next", [60] * 40, QUESTION, [30] * 20)
+    assert driver.core.prefix.peek(following) == 70
+    assert driver.core.prefix.peek(replace(following, tenant="other")) == 0
+    assert driver.core.prefix.cache.counters == counters
+
+
+def test_what_was_looked_at_leaves_after_what_was_not(driver):
+    others = [request(name, [number] * 40, QUESTION) for name, number in (("newer", 61), ("newest", 62))]
+    cached(driver, OLDER, others[0])
+    assert driver.core.prefix.peek(OLDER) == 70
+    cached(driver, others[1])
+    assert [driver.core.prefix.peek(one) for one in (OLDER, others[0])] == [70, 0]
+
+
+def test_nothing_is_there_when_the_cache_is_off():
+    driver = Driver(FakeRunner(), config(enabled=False))
+    cached(driver, OLDER)
+    assert driver.core.prefix.peek(OLDER) == 0
+
+
+def test_a_prompt_whose_prefix_has_left_is_taken_in_whole_and_by_its_plan(driver):
+    following = request("next", SYSTEM, QUESTION, [30] * 20)
+    positions = np.delete(np.arange(len(following.token_ids), dtype=np.int32), range(72, 80))
+    plan = SparsePlan(positions, 70, fingerprint(following.token_ids, positions, 70))
+    assert cached(driver, replace(following, sparse=plan)) == [0]
+    chunk = driver.chunks["next"][0]
+    assert chunk.num_skipped == 8 and driver.core.stats.num_prompt_tokens == len(following.token_ids) - 8
