@@ -21,7 +21,7 @@ from deployments.replica import node_id
 from deployments.spec_prefill import SpecPrefillScorer
 from deployments.text import TextMTP
 from engine.config import EngineConfig, Frozen, MediaConfig, SpecPrefillConfig
-from engine.processing.checkpoint import DEMO_MODEL, refuse_code, resolve_checkpoint
+from engine.processing.checkpoint import draft_of, refuse_code, resolve_checkpoint
 from engine.processing.pinned import read_system
 from engine.protocol import EngineFailed
 
@@ -146,8 +146,7 @@ def _check_scorer_nodes(config: SpecPrefillConfig) -> int:
 
 def _resolve_draft(config: SpecPrefillConfig) -> Path:
     """The directory with the draft's configuration. Raises EngineFailed."""
-    draft = str(DEMO_MODEL / "draft") if config.draft_model == "demo" else config.draft_model
-    return resolve_checkpoint(draft, config.draft_revision, weights=False)
+    return resolve_checkpoint(draft_of(config.draft_model), config.draft_revision, weights=False)
 
 
 def _check_pinned(args: AppArgs) -> None:

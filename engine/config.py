@@ -6,6 +6,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 BoundaryKind = Literal["system", "turn", "prompt"]
 
+MIN_KEEP = 0.1
+"""Of the tokens of a sparse prompt that may be chosen from."""
+
 
 class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -124,7 +127,9 @@ class SpecPrefillConfig(Frozen):
     threshold_tokens: int = Field(
         default=8192, ge=1, description="so many tokens behind what is cached, and requests need not ask for it"
     )
-    keep: float = Field(default=0.3, ge=0.1, le=1.0, description="at least this part of the scored tokens is computed")
+    keep: float = Field(
+        default=0.3, ge=MIN_KEEP, le=1.0, description="at least this part of the scored tokens is computed"
+    )
     chunk_size: int = Field(
         default=2048, ge=16, description="tokens per forward of the draft; a request is given up between two"
     )

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from engine.config import EngineConfig, SpecPrefillConfig
+from engine.config import MIN_KEEP, EngineConfig, SpecPrefillConfig
 from engine.core.spec_prefill.plan import Scored, ScoreRequest, ScorerStatus, make_plan
 from engine.device_thread import DeviceThread
 from engine.processing.checkpoint import resolve_checkpoint
@@ -20,8 +20,6 @@ from engine.worker.spec_prefill.scorer import Outcome, Publish, Scorer, load_sco
 
 STEP_TIMEOUT_S = 120.0
 """A step that takes longer makes the scorer unhealthy."""
-
-MIN_KEEP = 0.1  # as SpecPrefillConfig.keep
 
 ScorerFactory = Callable[[SpecPrefillConfig, EngineConfig, Publish], Scorer]
 """Makes the worker on the device thread; the second argument says where the draft is and how it is loaded."""

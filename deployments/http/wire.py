@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from deployments.http.errors import from_validation, shown
 from deployments.http.wire_messages import STRING_OR_ARRAY, Wire, WireMessage, choose, tag
+from engine.config import MIN_KEEP
 from engine.protocol import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, GrammarSpec, InvalidRequest
 
 MAX_MESSAGES = 4096
@@ -141,7 +142,7 @@ class ChatCompletionBody(Wire):
     chat_template_kwargs: TemplateKwargs | None = None
     cache_salt: CacheSalt | None = None
     specprefill: bool | None = None
-    specprefill_keep_pct: float | None = Field(None, ge=0.1, le=1)
+    specprefill_keep_pct: float | None = Field(None, ge=MIN_KEEP, le=1)
     user: str | None = None
 
 

@@ -260,8 +260,8 @@ class PrefixReuse:
         """Where to take snapshots: not twice within min_tokens, nor where a picture would be cut. The end of the prompt
         is not taken instead of the end of its turn: templates may render what is between them otherwise in the next.
         """
-        wanted = [*row.spec.boundaries, Boundary("prompt", len(row.spec.token_ids) - 1)]
-        wanted = [b for b in wanted if b.num_tokens <= row.num_dense_tokens]  # behind it nobody else may go on
+        wanted, dense = [*row.spec.boundaries, Boundary("prompt", len(row.spec.token_ids) - 1)], row.num_dense_tokens
+        wanted = [b for b in wanted if b.num_tokens <= dense]  # behind it nobody else may go on
         wanted = [b for b in wanted if b.kind in self._config.boundaries or (row.spec.pinned and b.kind == "system")]
         turn = max((b.num_tokens for b in wanted if b.kind == "turn"), default=0)
         boundaries, last = [], start

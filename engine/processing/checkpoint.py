@@ -44,6 +44,11 @@ def resolve_checkpoint(model: str, revision: str | None, *, weights: bool) -> Pa
     return local
 
 
+def draft_of(draft_model: str) -> str:
+    """What `resolve_checkpoint` takes for a draft model: 'demo' is the one that is shipped with the demo model."""
+    return str(DEMO_MODEL / "draft") if draft_model == "demo" else draft_model
+
+
 def _local_directory(model: str) -> Path | None:
     if model == "demo":
         return DEMO_MODEL

@@ -5,9 +5,7 @@ ORCHARD_SCHEDULES=5000 runs that many, different ones each time. -s prints what 
 
 import gc
 import json
-import os
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +21,6 @@ import engine.worker  # noqa: F401  # before MLX
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig
@@ -33,9 +30,9 @@ from engine.protocol import EngineRequest, GrammarSpec, SamplingParams, TokenLog
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.sampler import Sampler
 from tests.engine.conftest import DEMO
-from tests.engine.schedules import Ending, Execution, Schedule, Specimens, schedules
+from tests.engine.schedule_runs import NUM_SCHEDULES, check_many
+from tests.engine.schedules import Ending, Execution, Schedule, Specimens
 
-NUM_SCHEDULES = int(os.environ.get("ORCHARD_SCHEDULES", "0"))
 LOGPROB_TOLERANCE = 1e-4
 NUM_REFERENCE_TOKENS = 12
 
@@ -246,32 +243,10 @@ def bench_of(tiny_model: Callable[..., Path]) -> Iterator[Callable[[str], Bench]
         bench.runner.close()
 
 
-def _check_many(bench: Bench, name: str, num_schedules: int, max_requests: int = 6) -> None:
-    """Runs so many random schedules. In CI always the same ones, and different ones for each model."""
-
-    @settings(
-        max_examples=num_schedules,
-        deadline=None,
-        database=None,
-        derandomize=not NUM_SCHEDULES,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
-    )
-    @given(schedules(max(30, num_schedules // 2), max_requests))
-    def check(schedule: Schedule) -> None:
-        bench.check(schedule)
-
-    if not NUM_SCHEDULES:
-        check = seed(zlib.crc32(name.encode()))(check)
-    check()
-    figures = ", ".join(f"{what} {count}" for what, count in sorted(bench.figures.items()))
-    print(f"\n{name}: {figures}")  # noqa: T201
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_a_request_gets_the_tokens_it_gets_alone_in_any_company(bench_of, name):
     bench: Bench = bench_of(name)
-    _check_many(bench, name, int((NUM_SCHEDULES or 300) * KINDS[name].share))
+    check_many(bench, name, int((NUM_SCHEDULES or 300) * KINDS[name].share))
     figures = bench.figures
     for what in ("resumed to the end", "parsed", "ended by stop", "ended by length", "length inside a draft"):
         assert figures[what], f"the schedules have nothing {what}"
@@ -281,7 +256,7 @@ def test_a_request_gets_the_tokens_it_gets_alone_in_any_company(bench_of, name):
 
 def test_the_demo_model_too(runner):
     bench = Bench(runner, DEMO)
-    _check_many(bench, "demo", max(8, NUM_SCHEDULES // 100), max_requests=3)
+    check_many(bench, "demo", max(8, NUM_SCHEDULES // 100), max_requests=3)
     assert bench.figures["drafted"]
 
 

@@ -4,7 +4,6 @@ any company, with any drafts and whatever is cached; and nothing of it reaches a
 ORCHARD_SCHEDULES=5000 runs that many, different ones each time. -s prints what they have covered.
 """
 
-import os
 import random
 import zlib
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import engine.worker  # noqa: F401  # before MLX
 from engine.config import EngineConfig, PrefixCacheConfig
@@ -30,7 +28,7 @@ from tests.engine import conversations, test_invariants
 from tests.engine.conftest import DEMO, DRAFT
 from tests.engine.conversations import Answer, cache_config, compare_logprobs, plain_tokens, random_traffic
 from tests.engine.driver import Driver
-from tests.engine.schedules import Schedule, schedules
+from tests.engine.schedule_runs import NUM_SCHEDULES, check_many
 from tests.engine.sparse_prompts import (
     KINDS,
     Oracle,
@@ -43,7 +41,6 @@ from tests.engine.sparse_prompts import (
     with_random_plan,
 )
 
-NUM_SCHEDULES = int(os.environ.get("ORCHARD_SCHEDULES", "0"))
 NUM_SPECIMENS = 40
 
 GREEDY = SamplingParams(26, 0.0, logprobs=3)
@@ -237,25 +234,6 @@ def test_the_head_reads_each_kept_token_with_the_one_behind_it_in_the_prompt(mod
         runs[name] = [np.concatenate(part)[59 - begin :][: len(expected) + 2 - 59] for part in (hidden, said)]
     for miss, hit in zip(runs["miss"], runs["hit"], strict=True):
         assert np.allclose(miss, hit, atol=1e-4), "hidden states behind a hit are those behind a miss"
-
-
-def check_many(bench: SparseBench, name: str, num_schedules: int, max_requests: int) -> None:
-    """In CI always the same schedules, and different ones for each model."""
-
-    @settings(
-        max_examples=num_schedules,
-        deadline=None,
-        database=None,
-        derandomize=not NUM_SCHEDULES,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
-    )
-    @given(schedules(max(30, num_schedules // 2), max_requests))
-    def check(schedule: Schedule) -> None:
-        bench.check(schedule)
-
-    (check if NUM_SCHEDULES else seed(zlib.crc32(name.encode()))(check))()
-    print(f"\n{name}: {', '.join(f'{what} {count}' for what, count in sorted(bench.figures.items()))}")  # noqa: T201
 
 
 @pytest.mark.parametrize("name", [*KINDS, "demo"] if NUM_SCHEDULES else ["deep", "foreign head", "no head", "demo"])

@@ -96,7 +96,7 @@ def why_unfit(plan: SparsePlan, token_ids: np.ndarray) -> str | None:
         return f"positions go from {positions[0]} to {positions[-1]}; the last token of the prompt is {num_tokens - 1}"
     if not np.all(positions[1:] > positions[:-1]):
         return "positions are not ascending"
-    if not 0 <= plan.num_dense <= len(positions) or positions[: plan.num_dense].tolist() != list(range(plan.num_dense)):
+    if not 0 <= plan.num_dense <= num_contiguous(positions):
         return f"the first {plan.num_dense} tokens are not all kept"
     if plan.fingerprint != fingerprint(token_ids, positions, plan.num_dense):
         return "it was made for another prompt: the fingerprints differ"

@@ -2,9 +2,9 @@
 
 mlx_vlm 0.7.10 (models/qwen3_5/gated_delta.py) has it as one kernel on Metal only. Elsewhere a token is half a dozen
 operations per layer, and on CUDA, where each costs the host microseconds to launch, verifying four tokens took three
-times as long as decoding one, and a prompt's chunks cost by their number, whatever the width of the model. `install`
-puts the kernel in the place of the two functions that loop over tokens and of the one that takes a prompt in chunks; it
-can go when the library, or `mx.fast.gated_delta_update`, has one for CUDA that also returns the states in between.
+times as long as decoding one, and 2048 tokens of a prompt 14 to 23 ms per layer (2 with the kernel). `install` puts
+the kernel in the place of the two functions that loop over tokens and of the one that takes a prompt in chunks; it can
+go when the library, or `mx.fast.gated_delta_update`, has one for CUDA that also returns the states in between.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ MAX_COMPILED_TOKENS = 16
 
 SOURCE = """
     // One warp per value row: a state row S[dv] of Dk floats lies in its lanes' registers, N each. A token is loaded
-    // while the one before is computed: nothing but the sums over the lanes is waited for.
+    // while the one before is computed.
     constexpr int N = Dk / 32;
     const int lane = threadIdx.x;
     const int dv = blockIdx.y * blockDim.y + threadIdx.y;

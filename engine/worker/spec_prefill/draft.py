@@ -8,7 +8,7 @@ import numpy as np
 from mlx_vlm.models.cache import KVCache, make_prompt_cache
 
 from engine.config import EngineConfig, SpecPrefillConfig
-from engine.processing.checkpoint import DEMO_MODEL, read_optional_json
+from engine.processing.checkpoint import draft_of, read_optional_json
 from engine.protocol import EngineFailed
 from engine.worker import loader, memory
 from engine.worker.kv_cache import RowCache, num_bytes, rounded
@@ -27,10 +27,9 @@ SMALLEST_CHUNK = 16
 
 def draft_engine_config(config: SpecPrefillConfig, device: str) -> EngineConfig:
     """What the loader is told; device: auto, cpu or gpu."""
-    model = str(DEMO_MODEL / "draft") if config.draft_model == "demo" else config.draft_model
     return EngineConfig.model_validate(
         {
-            "model": model,
+            "model": draft_of(config.draft_model),
             "revision": config.draft_revision,
             "device": device,
             "dtype": config.dtype,

@@ -37,7 +37,6 @@ MIN_MEASURED_TOKENS = 64
 MIN_TOKENS = 16
 """A snapshot is taken where it saves at least so many tokens over the one before."""
 
-
 URGENT = 0.2
 """Part of deadline_s: with less time to spare a prompt goes first."""
 
@@ -133,18 +132,18 @@ class Scorer:
         """A request that `limits` has let pass. One that has been scored lately is published at once, and so is one
         that would be late."""
         key = PromptKey(self._draft.fingerprint, request.tenant, np.ascontiguousarray(request.token_ids, np.int32))
-        if (known := self._reuse.importance(key)) is not None:
-            self._publish(job_id, Outcome(known))
+        if (importance := self._reuse.importance(key)) is not None:
+            self._publish(job_id, Outcome(importance))
             return
         num_bytes, last = self.limits.num_bytes(len(key)), int(key.token_ids[-1])
         until_s = self._clock() + self._config.deadline_s
         job = Job(job_id, request, key, num_bytes, boundaries(request), last, until_s, key.digest())
-        known = self._reuse.touch(key, len(key) - 1)
-        job.done = 0 if known is None else known.num_tokens
-        others = [*self._running, *self._waiting]
-        total_s = sum(map(self._seconds_left, (*others, job)))
+        prefix = self._reuse.touch(key, len(key) - 1)
+        job.done = 0 if prefix is None else prefix.num_tokens
+        to_read = {other.digest: other for other in (job, *self._waiting, *self._running)}  # the same prompt but once
+        total_s = sum(map(self._seconds_left, to_read.values()))
         if total_s > self._config.deadline_s:
-            self._publish(job_id, self._late(job, total_s, f"beside {len(others)} other prompts"))
+            self._publish(job_id, self._late(job, total_s, f"beside {len(to_read) - 1} other prompts"))
         else:
             self._waiting.append(job)
 
@@ -300,9 +299,11 @@ def boundaries(request: ScoreRequest) -> list[Boundary]:
     """
     prompt: BoundaryKind = "prompt"
     wanted = [*request.boundaries, Boundary(prompt, len(request.token_ids) - 1)]
+    turn = max((boundary.num_tokens for boundary in request.boundaries if boundary.kind == "turn"), default=0)
     found, last = [], 0
     for boundary in sorted(wanted, key=lambda boundary: boundary.num_tokens):
-        if last + MIN_TOKENS <= boundary.num_tokens < len(request.token_ids):
+        behind = max(last, turn) if boundary.kind == prompt else last
+        if behind + MIN_TOKENS <= boundary.num_tokens < len(request.token_ids):
             found.append(boundary)
             last = boundary.num_tokens
     return found

@@ -342,6 +342,17 @@ def test_what_could_not_be_scored_in_time_is_refused_at_once(bench):
     assert one.run("a")[0].importance is not None
 
 
+def test_the_same_prompt_counts_but_once(bench):
+    one = bench(chunk_size=64, deadline_s=500)
+    Clock(one)
+    one.score("short", prompt(250))
+    ids = prompt(300, seed=1)
+    for name in "abc":
+        one.add(name, ids)
+    outcomes = one.run(*"abc")
+    assert [outcome.num_read for outcome in outcomes] == [300, 0, 0]
+
+
 def test_a_prompt_that_turns_out_too_slow_is_given_up(bench):
     one = bench(chunk_size=64, deadline_s=400)
     Clock(one)
@@ -415,6 +426,7 @@ def test_boundaries_closer_than_a_snapshot_is_worth_are_left_out():
 
     assert found() == [199] and found(50, 100) == [50, 100, 199]
     assert found(10) == [199] and found(50, 60) == [50, 199] and found(190) == [190]
+    assert found(179, 190) == [179], "nor the end of the prompt in place of that of its turn"
     assert found(num_tokens=16) == [] and found(num_tokens=1) == []
 
 
