@@ -76,7 +76,7 @@ def build_app(args: AppArgs) -> Application:
     num_nodes = _check_cluster(args.engine)
     _check_pinned(args)
     scorer = _bind_scorer(args) if args.spec_prefill.enabled else None
-    most = args.engine.max_running + args.engine.max_waiting + SPARE_SLOTS
+    most = args.engine.max_running + args.engine.max_queue + SPARE_SLOTS
     questions = sum(MAX_PLANNING.values()) if scorer is not None else 0
     engine = ModelReplica.options(
         **_one_per_node("mlx", ENGINE_SHARE, num_nodes),
@@ -102,7 +102,7 @@ def _bind_scorer(args: AppArgs) -> Application:
     config = args.spec_prefill
     return SpecPrefillScorer.options(
         **_one_per_node("mlx_scorer", SCORER_SHARE, _check_scorer_nodes(config)),
-        max_ongoing_requests=config.max_running + config.max_waiting + SPARE_SCORES,
+        max_ongoing_requests=config.max_running + config.max_queue + SPARE_SCORES,
         request_router_config=_router(local_first=True),
         health_check_period_s=2,
         health_check_timeout_s=10,

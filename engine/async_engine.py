@@ -82,7 +82,7 @@ class AsyncEngine:
         reason with its last.
 
         Closing or cancelling the iterator frees the rows before the next step. Raises Overloaded when max_running +
-        max_waiting answers are open, InvalidRequest for what this engine can not do, ContextLengthExceeded,
+        max_queue answers are open, InvalidRequest for what this engine can not do, ContextLengthExceeded,
         EngineFailed when the engine is not ready.
         """
         core = self._admit(request)
@@ -119,7 +119,7 @@ class AsyncEngine:
             model=self.config.model,
             load_progress=self._progress if self._state != "warming" else self._pinned_progress,
             max_running=self.config.max_running,
-            max_waiting=self.config.max_waiting,
+            max_queue=self.config.max_queue,
             error=self._error,
         )
         if core is None:
@@ -194,11 +194,11 @@ class AsyncEngine:
         num_open = sum(
             max(stream.num_open, 1) for stream in self._streams.values()
         )  # one that nobody reads counts, too
-        limit = self.config.max_running + self.config.max_waiting
+        limit = self.config.max_running + self.config.max_queue
         if num_open + request.num_choices > limit:
             raise Overloaded(
                 f"{num_open} answers are open and {request.num_choices} more were asked for, the limit is {limit} "
-                f"({self.config.max_running} running, {self.config.max_waiting} waiting)",
+                f"({self.config.max_running} running, {self.config.max_queue} waiting)",
                 retry_after_s=1.0,
             )
         return self._core

@@ -29,6 +29,39 @@ class SchedulerConfig(Frozen):
     max_stall_s: float = Field(
         default=0.5, gt=0, description="rows that decode wait no longer than this for a chunk of somebody's prompt"
     )
+    queue_timeout_s: float = Field(
+        default=300.0, gt=0, description="a request that waits longer for its rows is refused (503)"
+    )
+    fairness: Literal["client", "off"] = Field(
+        default="client",
+        description="client: among clients that wait, who has had the fewest tokens is next, and one that holds more "
+        "than its share of the rows makes room",
+    )
+
+
+class MemoryConfig(Frozen):
+    """The engine's books of its memory: every row is paid for before it starts."""
+
+    limit_gb: float | None = Field(
+        default=None,
+        gt=0,
+        description="GiB that the engine may use; default: what the GPU recommends or has, 0.8 of the machine's memory "
+        "on a CPU",
+    )
+    headroom_gb: float | None = Field(
+        default=None, ge=0, description="GiB of that left free; default: an eighth of it, at most 8"
+    )
+    reserve_tokens: int = Field(
+        default=4096,
+        ge=1,
+        description="of an answer so many tokens are reserved before it starts, longer ones as they grow",
+    )
+    min_available_gb: float | None = Field(
+        default=None,
+        ge=0,
+        description="with less of the machine's memory available new requests are turned away (503); default: 7 % of "
+        "it; 0: never",
+    )
 
 
 class GrammarConfig(Frozen):
@@ -89,9 +122,7 @@ class EngineConfig(Frozen):
         default=None, ge=16, description="prompt and answer together; default: what the model was trained for"
     )
     max_running: int = Field(default=32, ge=1, le=1024, description="rows in the decode batch")
-    max_waiting: int = Field(
-        default=256, ge=0, description="requests that may wait for a row; one more is refused (429)"
-    )
+    max_queue: int = Field(default=256, ge=0, description="requests that may wait for a row; one more is refused (429)")
     prefill_chunk_tokens: int = Field(default=2048, ge=16, description="prompt tokens per step while nothing decodes")
     prefill_chunk_tokens_busy: int = Field(default=256, ge=16, description="prompt tokens per step while rows decode")
     mtp: Literal["auto", "off"] | MTPConfig = Field(
@@ -107,6 +138,7 @@ class EngineConfig(Frozen):
     scheduler: SchedulerConfig = SchedulerConfig()
     grammar: GrammarConfig = GrammarConfig()
     prefix_cache: PrefixCacheConfig = PrefixCacheConfig()
+    memory: MemoryConfig = MemoryConfig()
     vision_cache_mb: int = Field(default=256, ge=0, description="image features kept for pictures that come back")
     mlx_cache_mb: int = Field(default=2048, ge=0, description="freed buffers that MLX may keep for reuse")
     step_timeout_s: float = Field(
@@ -136,7 +168,7 @@ class SpecPrefillConfig(Frozen):
     lookahead: int = Field(default=16, ge=1, le=64, description="tokens of the answer that the draft looks ahead")
     max_tokens_scored: int = Field(default=65536, ge=64, description="longer prompts are taken in densely")
     max_running: int = Field(default=4, ge=1, le=16, description="prompts that are scored in turns, chunk by chunk")
-    max_waiting: int = Field(default=8, ge=0, le=32, description="prompts that wait for it; one more is dense")
+    max_queue: int = Field(default=8, ge=0, le=32, description="prompts that wait for it; one more is dense")
     deadline_s: float = Field(default=30.0, gt=0, description="a prompt that is not scored by then is taken in densely")
     device: Literal["auto", "cpu", "gpu"] = Field(
         default="auto", description="auto: the CPU beside an engine, else the GPU if MLX has one"

@@ -74,7 +74,7 @@ class AsyncDraftScorer:
     async def score(self, request: ScoreRequest) -> Scored:
         """Which of the prompt's tokens are to be computed. Cancelling it stops the draft before its next chunk.
 
-        Raises Overloaded when max_running + max_waiting prompts are open or it could not be done within deadline_s,
+        Raises Overloaded when max_running + max_queue prompts are open or it could not be done within deadline_s,
         InvalidRequest for what this draft cannot score, EngineFailed when it is not ready, fails, or is shut down.
         """
         began_s = time.perf_counter()
@@ -138,14 +138,14 @@ class AsyncDraftScorer:
             raise EngineFailed(
                 self._error or f"the scorer is not ready: it is {'shutting down' if self._closing else self._state}"
             )
-        limit = self.config.max_running + self.config.max_waiting
+        limit = self.config.max_running + self.config.max_queue
         try:
             check_request(request, self.config.max_tokens_scored)
             self._scorer.limits.check(request)
             if len(self._open) >= limit:
                 raise Overloaded(
                     f"{len(self._open)} prompts are being scored, the limit is {limit} "
-                    f"({self.config.max_running} running, {self.config.max_waiting} waiting)",
+                    f"({self.config.max_running} running, {self.config.max_queue} waiting)",
                     retry_after_s=1.0,
                 )
         except OrchardError:

@@ -3,8 +3,12 @@
 OrchardError
 ├── InvalidRequest            the caller's fault: names the field, the value and the limit
 │   └── ContextLengthExceeded prompt and output do not fit the model's context
+│       └── MemoryExceeded    they would not fit the engine's memory if they were alone in it
 ├── Overloaded                the queue is full: try again later
-└── EngineFailed              ours: the model could not be loaded, a step failed, the engine is gone
+│   └── QueueTimeout          waited in the queue as long as it may: try again later
+├── Cancelled                 somebody has cancelled the request
+└── EngineFailed              ours: the model could not be loaded, a step failed
+    └── Unavailable           not now, and not the request's fault: the engine is gone, drains, or is short of memory
 """
 
 from dataclasses import dataclass, field
@@ -49,14 +53,45 @@ class ContextLengthExceeded(InvalidRequest):
         )
 
 
+class MemoryExceeded(ContextLengthExceeded):
+    """num_bytes: what the request needs; max_bytes: what this engine has for requests, which is room for max_tokens
+    tokens in one row."""
+
+    def __init__(self, num_prompt_tokens: int, num_output_tokens: int, max_tokens: int, num_bytes: int, max_bytes: int):
+        OrchardError.__init__(self, num_prompt_tokens, num_output_tokens, max_tokens, num_bytes, max_bytes)
+        self.field = "messages"
+
+    @property
+    def message(self) -> str:
+        prompt, output, max_tokens, num_bytes, max_bytes = self.args
+        return (
+            f"The request needs {num_bytes} bytes of memory: {prompt} tokens in the prompt and {output} for the answer. "
+            f"This engine has {max_bytes} bytes for requests, which hold {max_tokens} tokens in one row."
+        )
+
+
 class Overloaded(OrchardError):
     def __init__(self, message: str, retry_after_s: float):
         super().__init__(message, retry_after_s)
         self.retry_after_s = retry_after_s
 
 
+class QueueTimeout(Overloaded):
+    pass
+
+
+class Cancelled(OrchardError):
+    pass
+
+
 class EngineFailed(OrchardError):
     pass
+
+
+class Unavailable(EngineFailed):
+    def __init__(self, message: str, retry_after_s: float = 1.0):
+        OrchardError.__init__(self, message, retry_after_s)
+        self.retry_after_s = retry_after_s
 
 
 class FinishReason(StrEnum):
@@ -64,6 +99,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    EXPIRED = "expired"  # waited in the queue for too long; `AsyncEngine.generate` raises QueueTimeout instead
 
 
 MAX_TOP_LOGPROBS = 20
@@ -194,6 +230,8 @@ class EngineRequest:
     num_choices: answers wanted; they share the prompt's prefill, and choice i is sampled with `choice_seed(seed, i)`.
     priority: smaller is more urgent; only with the scheduler's policy `priority`. boundaries: by num_tokens; the kind
     `prompt` is the engine's own business. tenant: requests share cached prefixes with those of the same tenant alone.
+    client: whose share of the engine it takes, see SchedulerConfig.fairness. fills_context: the client has set no
+    max_tokens, so that the engine may lower it to what its memory holds.
     pinned: what is cached at its system boundary is never evicted. sparse: the prompt is taken in by this plan; never
     the state behind the first token that it leaves out reaches the prefix cache.
     """
@@ -208,6 +246,8 @@ class EngineRequest:
     priority: int = 0
     boundaries: tuple[Boundary, ...] = ()
     tenant: str = ""
+    client: str = ""
+    fills_context: bool = False
     origin: PromptOrigin = PromptOrigin()
     pinned: bool = False
     sparse: SparsePlan | None = None
@@ -230,7 +270,8 @@ class TokenLogprobs:
 class TokenChunk:
     """All tokens of one choice since its last chunk. A stop token ends the choice and is not among them.
 
-    `finish_reason` is set on the choice's last chunk alone; `error` tells why when it is ERROR. logprobs: one per
+    `finish_reason` is set on the choice's last chunk alone; `error` tells why when it is ERROR, and `retry_after_s` is
+    set if the request was not at fault: sent again, it may succeed. logprobs: one per
     token, if asked for. num_drafted, num_accepted: draft tokens that were verified in these steps, and how many held.
     num_cached: tokens of the prompt that came out of the prefix cache; num_skipped: that its sparse plan left out; both
     are the same in all chunks of a request.
@@ -245,6 +286,7 @@ class TokenChunk:
     num_accepted: int = 0
     num_cached: int = 0
     num_skipped: int = 0
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -337,8 +379,28 @@ class CacheCleared:
 
 
 @dataclass(frozen=True)
+class QueuedRequest:
+    """One that waits. position: 1 is the next. expected_wait_s: as requests have been let in lately, None if not known.
+
+    num_rows: choices that wait; num_bytes: of memory that they will reserve. preempted: it had begun.
+    """
+
+    request_id: str
+    position: int
+    num_rows: int
+    num_bytes: int
+    waited_s: float
+    expected_wait_s: float | None = None
+    preempted: bool = False
+
+
+@dataclass(frozen=True)
 class EngineStatus:
-    """A snapshot for `/v1/status`: gauges are of this moment, counters since the start. Bytes, seconds, tokens."""
+    """A snapshot for `/v1/status`: gauges are of this moment, counters since the start. Bytes, seconds, tokens.
+
+    queue: the first of those that wait. admission: the books of the memory, see core/admission.py. unavailable: why new
+    requests are turned away now, None if they are not.
+    """
 
     state: str  # loading, warming (pinned prompts are taken in), ready, failed, stopped
     model: str
@@ -346,12 +408,13 @@ class EngineStatus:
     num_running: int = 0
     num_waiting: int = 0
     max_running: int = 0
-    max_waiting: int = 0
+    max_queue: int = 0
     max_context_tokens: int = 0
     num_steps: int = 0
     num_finished: int = 0
     num_aborted: int = 0
     num_failed: int = 0
+    num_expired: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_sparse: int = 0
@@ -363,5 +426,9 @@ class EngineStatus:
     num_accepted: int = 0
     speculation: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
+    admission: dict[str, Any] = field(default_factory=dict)
+    queue: tuple[QueuedRequest, ...] = ()
+    expected_wait_s: float | None = None
     capabilities: dict[str, Any] = field(default_factory=dict)
+    unavailable: str | None = None
     error: str | None = None

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Stats:
-    """num_finished, num_aborted, num_failed: rows, one for each choice of a request. num_prompt_tokens: prefilled,
-    after a preemption once more. num_cached_tokens: of prompts, from the prefix cache. num_sparse: rows whose prompts
+    """num_finished, num_aborted, num_failed, num_expired (in the queue): rows, one for each choice of a request.
+    num_prompt_tokens: prefilled, after a preemption once more. num_cached_tokens: of prompts, from the prefix cache. num_sparse: rows whose prompts
     were taken in by a sparse plan; num_skipped_tokens: that those left out. num_accepted: draft tokens that were given
     out."""
 
@@ -14,6 +14,7 @@ class Stats:
     num_finished: int = 0
     num_aborted: int = 0
     num_failed: int = 0
+    num_expired: int = 0
     num_preempted: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

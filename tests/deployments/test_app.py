@@ -115,7 +115,7 @@ def test_there_is_one_of_each_per_node(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_engine_rather_than_serve_says_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch):
     fake_cluster(monkeypatch, ["a"])
-    args = AppArgs.model_validate({"engine": {"max_running": 3, "max_waiting": 5}})
+    args = AppArgs.model_validate({"engine": {"max_running": 3, "max_queue": 5}})
     assert deployments_of(build_app(args))["ModelReplica"].max_ongoing_requests > 8
 
 
@@ -139,7 +139,7 @@ def test_there_is_a_scorer_on_each_node_that_offers_one(monkeypatch: pytest.Monk
 
 
 def test_the_scorer_rather_than_serve_says_when_there_are_too_many_prompts():
-    scorer = deployments_of(build_app(scoring(max_running=3, max_waiting=5)))["SpecPrefillScorer"]
+    scorer = deployments_of(build_app(scoring(max_running=3, max_queue=5)))["SpecPrefillScorer"]
     assert scorer.max_ongoing_requests > 8
 
 

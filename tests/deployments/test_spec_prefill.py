@@ -23,7 +23,7 @@ from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import EngineFailed, FinishReason, InvalidRequest
 from tests.e2e.pictures import about, image_part, shape
 
-CONFIG = SpecPrefillConfig(enabled=True, threshold_tokens=512, max_running=1, max_waiting=0)
+CONFIG = SpecPrefillConfig(enabled=True, threshold_tokens=512, max_running=1, max_queue=0)
 
 SCORER: Any = SpecPrefillScorer.func_or_class
 

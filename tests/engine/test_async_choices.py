@@ -182,7 +182,7 @@ def test_each_answer_counts_towards_what_may_be_open():
         await stream.aclose()
         await collect(engine, request("three", n=3))
 
-    run(test, max_running=3, max_waiting=2)
+    run(test, max_running=3, max_queue=2)
 
 
 class FakeMatcher:

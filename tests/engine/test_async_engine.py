@@ -157,7 +157,7 @@ def test_a_full_queue_refuses_with_the_limit_and_takes_again_when_there_is_room(
             await stream.aclose()
         assert await collect(engine, request("now")) == list(range(10))
 
-    run(test, CountingRunner(step_s=0.002), max_running=1, max_waiting=2)
+    run(test, CountingRunner(step_s=0.002), max_running=1, max_queue=2)
 
 
 def test_a_failed_step_ends_the_streams_promptly_and_too_many_make_it_unhealthy():

@@ -154,7 +154,7 @@ def test_a_full_queue_refuses_with_the_limit_and_takes_again_when_there_is_room(
         status = scorer.status()
         assert (status.num_refused, status.num_cancelled, status.num_scored) == (1, 3, 1)
 
-    run(test, slow, max_running=1, max_waiting=2)
+    run(test, slow, max_running=1, max_queue=2)
 
 
 def test_a_cancelled_prompt_is_given_up_within_a_chunk_and_its_memory_is_free():
