@@ -65,7 +65,7 @@ class MemoryExceeded(ContextLengthExceeded):
     def message(self) -> str:
         prompt, output, max_tokens, num_bytes, max_bytes = self.args
         return (
-            f"The request needs {num_bytes} bytes of memory: {prompt} tokens in the prompt and {output} for the answer. "
+            f"The request needs {num_bytes} bytes of memory: {prompt} tokens in the prompt, {output} for the answer. "
             f"This engine has {max_bytes} bytes for requests, which hold {max_tokens} tokens in one row."
         )
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class Stats:
     """num_finished, num_aborted, num_failed, num_expired (in the queue): rows, one for each choice of a request.
-    num_prompt_tokens: prefilled, after a preemption once more. num_cached_tokens: of prompts, from the prefix cache. num_sparse: rows whose prompts
-    were taken in by a sparse plan; num_skipped_tokens: that those left out. num_accepted: draft tokens that were given
-    out."""
+    num_prompt_tokens: prefilled, after a preemption once more. num_cached_tokens: of prompts, from the prefix cache.
+    num_sparse: rows whose prompts were taken in by a sparse plan; num_skipped_tokens: that those left out.
+    num_accepted: draft tokens that were given out."""
 
     num_steps: int = 0
     num_finished: int = 0
