@@ -16,8 +16,9 @@ from engine.core.request_check import check_plan, check_request
 from engine.core.scheduler import Chunks
 from engine.core.stats import Stats
 from engine.device_thread import DeviceThread
+from engine.grammar_compilers import GrammarCompilers
+from engine.host_memory import HostMemory
 from engine.processing.checkpoint import resolve_checkpoint
-from engine.processing.grammar import GrammarCompiler
 from engine.processing.pinned import pinned_requests
 from engine.processing.snapshot_files import SnapshotFiles, SnapshotLost
 from engine.processing.tokenizer import ChatTokenizer
@@ -31,17 +32,20 @@ from engine.protocol import (
     FinishReason,
     InvalidRequest,
     Overloaded,
+    QueueTimeout,
     TokenChunk,
+    Unavailable,
 )
 from engine.token_stream import TokenStream
 from engine.worker.model_runner import load_runner
 
 log = logging.getLogger("orchard.engine")
 
-MAX_COMPILERS = 4
-"""Grammar compilers kept, one for each set of stop tokens; each holds the vocabulary."""
-
 CLEAR_TIMEOUT_S = 30.0
+WATCH_PERIOD_S = 0.5
+RETRY_AFTER_S = 2.0
+HUNG_JOIN_S = 1.0
+"""A thread whose step has not ended in time is not waited for as others are."""
 
 T = TypeVar("T")
 
@@ -63,13 +67,19 @@ class AsyncEngine:
         self._streams: dict[str, TokenStream] = {}
         self._keys: dict[str, str] = {}  # request id -> key of its stream, never the same twice: an id may come back
         self._serial = itertools.count()  # while the last tokens of its former use are still on their way
-        self._grammars: dict[tuple[int, ...], asyncio.Task[GrammarCompiler]] = {}  # by stop tokens
+        self._grammars = GrammarCompilers(config)
         self._core: EngineCore | None = None
         self._state, self._progress = "loading", 0.0
         self._num_pinned_tokens = 0
         self._questions: set[asyncio.Future[Any]] = set()  # that the device thread has not answered yet
         self._error: str | None = None
-        self._closing = False
+        self._closing = self._drains = self._is_hung = False
+        self._unavailable: str | None = None  # why new requests are turned away
+        self._no_streams = asyncio.Event()
+        self._no_streams.set()
+        min_gb = config.memory.min_available_gb
+        self._host_memory = HostMemory(None if min_gb is None else int(min_gb * 2**30))
+        self._watching: asyncio.Task[None] | None = None
         self._thread = DeviceThread(self._make_core, self._on_ready, self._on_end)
         self._thread.start()
 
@@ -82,13 +92,16 @@ class AsyncEngine:
         reason with its last.
 
         Closing or cancelling the iterator frees the rows before the next step. Raises Overloaded when max_running +
-        max_queue answers are open, InvalidRequest for what this engine can not do, ContextLengthExceeded,
-        EngineFailed when the engine is not ready.
+        max_queue answers are open, QueueTimeout before the first token, InvalidRequest for what this engine can not
+        do, ContextLengthExceeded, MemoryExceeded, Unavailable when the engine is not ready, drains, or is short of
+        memory.
         """
         core = self._admit(request)
+        request = core.fitted(request)
         key = f"{request.request_id}#{next(self._serial)}"
         stream = self._streams[key] = TokenStream(request.num_choices)
         self._keys[request.request_id] = key
+        self._no_streams.clear()
         try:
             matchers = await self._matchers(request, core)
             if not stream.is_finished:  # aborted, or the engine has ended, while the grammar was compiled
@@ -96,10 +109,14 @@ class AsyncEngine:
             num_open = request.num_choices
             while num_open:
                 for chunk in await stream.get():
+                    if chunk.finish_reason is FinishReason.EXPIRED:  # all choices, and none has a token
+                        raise QueueTimeout(f"The request {chunk.error}.", chunk.retry_after_s or RETRY_AFTER_S)
                     num_open -= chunk.finish_reason is not None
                     yield chunk
         finally:
             del self._streams[key], self._keys[request.request_id]
+            if not self._streams:
+                self._no_streams.set()
             if not stream.is_finished:
                 self._thread.submit(lambda core: core.abort(key))
 
@@ -132,6 +149,10 @@ class AsyncEngine:
             num_waiting=core.scheduler.num_waiting,
             max_context_tokens=core.runner.max_context_tokens,
             memory=core.memory,
+            admission=core.admission,
+            queue=tuple(replace(one, request_id=one.request_id.rpartition("#")[0]) for one in core.queue),
+            expected_wait_s=core.scheduler.expected_wait_s(),
+            unavailable=self._unavailable,
             speculation=core.speculation_status,
             capabilities=core.runner.capabilities,
             **counters,
@@ -170,22 +191,39 @@ class AsyncEngine:
             reason = str(error) or f"not within {CLEAR_TIMEOUT_S:.0f} s"
             raise EngineFailed(f"the memory is cleared, but the files could not be removed: {reason}") from None
 
+    async def drain(self, timeout_s: float) -> None:
+        """Takes nothing new; what is open may go on for so long, and then ends with an error that says so."""
+        self._drains, self._unavailable = True, "the engine is shutting down"
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._no_streams.wait()
+        except TimeoutError:
+            error = f"the engine is shutting down, and the answer took longer than {timeout_s:g} s"
+            for key, stream in self._streams.items():
+                stream.end(FinishReason.ERROR, error, RETRY_AFTER_S)
+                self._thread.submit(lambda core, key=key: core.abort(key))
+            await self._no_streams.wait()
+
     async def shutdown(self, timeout_s: float = 30.0) -> None:
         """Ends after the step that is running, and takes nothing more; open streams end with ERROR."""
         self._closing = True
+        if self._watching is not None:
+            self._watching.cancel()
         self._thread.stop()
+        timeout_s = min(timeout_s, HUNG_JOIN_S) if self._is_hung else timeout_s
         if not await asyncio.to_thread(self._thread.join, timeout_s):
             self._ended(EngineFailed(f"the step that was running did not end within {timeout_s:.0f} s"))
-        for task in self._grammars.values():
-            if task.done() and not task.cancelled() and task.exception() is None:
-                task.result().close()
+        self._grammars.close()
 
     def _admit(self, request: EngineRequest) -> EngineCore:
         """The core that will take the request. Raises what `generate` raises."""
         if self._core is None or self._closing:
-            raise EngineFailed(
-                self._error or f"the engine is not ready: it is {'shutting down' if self._closing else self._state}"
+            raise Unavailable(
+                self._error or f"the engine is not ready: it is {'shutting down' if self._closing else self._state}",
+                RETRY_AFTER_S,
             )
+        if self._unavailable is not None:
+            raise Unavailable(self._unavailable, RETRY_AFTER_S)
         if request.request_id in self._keys:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         runner = self._core.runner
@@ -199,7 +237,7 @@ class AsyncEngine:
             raise Overloaded(
                 f"{num_open} answers are open and {request.num_choices} more were asked for, the limit is {limit} "
                 f"({self.config.max_running} running, {self.config.max_queue} waiting)",
-                retry_after_s=1.0,
+                retry_after_s=self._core.scheduler.expected_wait_s() or RETRY_AFTER_S,
             )
         return self._core
 
@@ -207,19 +245,9 @@ class AsyncEngine:
         """One for each choice, compiled off the device thread; none without a grammar."""
         if request.grammar is None:
             return []
-        compiler = await self._grammar_compiler(request.stop_token_ids, core.runner.vocab_size)
+        compiler = await self._grammars.get(request.stop_token_ids, core.runner.vocab_size)
         matcher = await compiler.compile(request.grammar)
         return [matcher, *(matcher.fork() for _ in range(1, request.num_choices))]
-
-    async def _grammar_compiler(self, stop_token_ids: tuple[int, ...], vocab_size: int) -> GrammarCompiler:
-        """Made at the first use, which reads the tokenizer; whoever comes meanwhile waits for the same one."""
-        task = self._grammars.get(stop_token_ids)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            while len(self._grammars) >= MAX_COMPILERS:
-                self._grammars.pop(next(iter(self._grammars)))
-            make = asyncio.to_thread(_make_compiler, self.config, vocab_size, stop_token_ids)
-            task = self._grammars[stop_token_ids] = asyncio.ensure_future(make)
-        return await asyncio.shield(task)
 
     async def _ask(self, question: Callable[[EngineCore], T]) -> T:
         """What the core answers between two steps. Raises EngineFailed when there is none."""
@@ -311,6 +339,7 @@ class AsyncEngine:
         if self._closing:
             return
         self._core, self._progress = core, 1.0
+        self._watching = asyncio.ensure_future(self._watch())
         self._warming = asyncio.ensure_future(self._take_in_pinned())
         self._warming.add_done_callback(self._warmed)
 
@@ -319,13 +348,30 @@ class AsyncEngine:
             self._ended(error)
             self._thread.stop()
 
+    async def _watch(self) -> None:
+        """Nobody waits for a device that hangs, and nobody new comes while the machine is short of memory."""
+        while self._error is None:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            if (age_s := self._thread.step_age_s) > self.config.step_timeout_s:
+                self._is_hung = True
+                self._ended(
+                    EngineFailed(f"a step has lasted {age_s:.0f} s, the limit is {self.config.step_timeout_s:g} s")
+                )
+                self._thread.stop()
+            elif not self._drains:
+                shortage = self._host_memory.shortage()
+                if shortage is not None and self._unavailable is None:
+                    log.error("%s: new requests are turned away", shortage)
+                    self._thread.submit(lambda core: core.relieve())
+                self._unavailable = shortage
+
     def _ended(self, error: BaseException | None) -> None:
         if self._state in ("failed", "stopped"):
             return
         self._core, self._state = None, "failed" if error else "stopped"
         self._error = f"{type(error).__name__}: {error}" if error else "the engine was shut down"
         for stream in self._streams.values():
-            stream.end(FinishReason.ERROR, self._error)
+            stream.end(FinishReason.ERROR, self._error, RETRY_AFTER_S)
         for question in self._questions:
             _set_error(question, EngineFailed(self._error))
         if not self._ready.done():
@@ -346,8 +392,3 @@ def _set_result(answer: asyncio.Future[T], result: T) -> None:
 def _set_error(answer: asyncio.Future[Any], error: Exception) -> None:
     if not answer.done():
         answer.set_exception(error)
-
-
-def _make_compiler(config: EngineConfig, vocab_size: int, stop_token_ids: tuple[int, ...]) -> GrammarCompiler:
-    model_dir = resolve_checkpoint(config.model, config.revision, weights=False)
-    return GrammarCompiler(model_dir, vocab_size, stop_token_ids, config.grammar)

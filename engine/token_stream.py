@@ -34,10 +34,10 @@ class ChoiceTokens:
             self.finish = chunk
 
     def take(self, index: int) -> TokenChunk:
-        reason, error = (self.finish.finish_reason, self.finish.error) if self.finish is not None else (None, None)
+        end = self.finish or TokenChunk(())
         token_ids, logprobs = tuple(self._token_ids), tuple(self._logprobs)
         figures = self._num_drafted, self._num_accepted, self._num_cached, self._num_skipped
-        chunk = TokenChunk(token_ids, reason, error, index, logprobs, *figures)
+        chunk = TokenChunk(token_ids, end.finish_reason, end.error, index, logprobs, *figures, end.retry_after_s)
         self._clear()
         return chunk
 
@@ -63,10 +63,10 @@ class TokenStream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def end(self, reason: FinishReason, error: str | None = None) -> None:
+    def end(self, reason: FinishReason, error: str | None = None, retry_after_s: float | None = None) -> None:
         """Of every choice that has not ended."""
         for index in range(len(self.choices)):
-            self.put(TokenChunk((), reason, error, index))
+            self.put(TokenChunk((), reason, error, index, retry_after_s=retry_after_s))
 
     async def get(self) -> list[TokenChunk]:
         """All that came since the last call, one chunk for each choice, waiting for something to come."""

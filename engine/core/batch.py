@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from engine.core.admission import MemoryCosts
 from engine.core.prefix_cache import Snapshot
 from engine.core.request import Request
 from engine.protocol import TokenLogprobs
@@ -59,7 +60,8 @@ class ModelRunner(Protocol):
     already when it was preempted, and of which `row.computed_index` are computed; they alone are counted.
     max_draft_tokens: 0 without an MTP head. image_token_id: the placeholder in prompts.
     no_snapshots: why this model's prompts cannot be cached, None if they can. no_sparse: why it can carry out no sparse
-    plan. device_bytes: memory of the device.
+    plan. device_bytes: memory of the device; memory_limit_bytes: what the engine may use of it unless it is told.
+    costs: what things take of it, known once the runner is made.
     fingerprint: hex digest of all that a snapshot depends on: weights, dtype, layout.
     """
 
@@ -72,6 +74,26 @@ class ModelRunner(Protocol):
     no_sparse: str | None
     device_bytes: int
     fingerprint: str
+    costs: MemoryCosts
+    memory_limit_bytes: int
+
+    @property
+    def feature_bytes(self) -> int:
+        """Of pictures' features that are kept in case the pictures come back."""
+        ...
+
+    @property
+    def active_bytes(self) -> int:
+        """Of the device, in use now."""
+        ...
+
+    def free_caches(self) -> None:
+        """Gives back what no answer depends on: features of pictures, buffers kept for reuse. Not the snapshots."""
+        ...
+
+    def probe(self) -> None:
+        """A forward of its own, beside all rows: raises if the device does not work."""
+        ...
 
     def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]:
         """One step for every row that has joined: row id -> its new tokens, 1 to num_draft_tokens + 1 or NO_TOKEN.
@@ -81,8 +103,8 @@ class ModelRunner(Protocol):
         ...
 
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
-        """The next at most `max_tokens` tokens of the prompt that `rows` share. The rows join the decode batch with the
-        last of them."""
+        """The next at most `max_tokens` tokens of the prompt that `rows` share. With the last of them the rows join the
+        decode batch, in the group of their rectangle."""
         ...
 
     def restore(self, rows: Sequence[Request], snapshot: Snapshot) -> None:

@@ -3,17 +3,19 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.core.admission import make_ledger
 from engine.core.batch import ModelRunner
 from engine.core.prefix_reuse import PrefixReuse
 from engine.core.request import Matcher, Request
-from engine.core.scheduler import Chunks, Scheduler
+from engine.core.scheduler import RETRY_S, Chunks, Scheduler
 from engine.core.speculation import SpeculationController
 from engine.core.stats import Stats
 from engine.processing.snapshot_files import SnapshotFiles
-from engine.protocol import EngineRequest, InvalidRequest
+from engine.protocol import EngineRequest, InvalidRequest, MemoryExceeded, QueuedRequest
 
 log = logging.getLogger("orchard.engine")
 
@@ -25,8 +27,8 @@ Publish = Callable[[Chunks], None]
 
 
 class EngineCore:
-    """memory, speculation_status: figures for the status page, read now and then. `clock` gives seconds. files: of the
-    prefix cache's disk tier."""
+    """memory, admission, queue, speculation_status: figures for the status page, read now and then. `clock` gives
+    seconds. files: of the prefix cache's disk tier."""
 
     def __init__(
         self,
@@ -37,13 +39,18 @@ class EngineCore:
         files: SnapshotFiles | None = None,
     ):
         self.stats = Stats()
-        self.scheduler = Scheduler(config, self.stats)
         self.runner = runner
         no_drafts = str(runner.capabilities.get("mtp", "the runner cannot draft"))
         self._speculation = SpeculationController(config.mtp, runner.max_draft_tokens, no_drafts)
         self.prefix = PrefixReuse(config.prefix_cache, runner, self.stats, files)
+        self.ledger = make_ledger(config, runner, lambda: self.prefix.cache.num_bytes + runner.feature_bytes)
+        self.prefix.cache.room = lambda: self.ledger.free_bytes + self.prefix.cache.num_bytes
+        self.scheduler = Scheduler(config, self.stats, ledger=self.ledger, free=self._free)
         self.memory: dict[str, int] = self._memory()
         self.speculation_status: dict[str, Any] = self._speculation.status()
+        self.queue: tuple[QueuedRequest, ...] = ()
+        self.admission: dict[str, int] = self.ledger.status()
+        self.pinned_bytes = 0
         self._clock = clock
         self._figures_read_s = clock()
         self._decoded_s: float | None = None  # when the last decode step ended, unless something else came after it
@@ -65,8 +72,11 @@ class EngineCore:
         """One step for the rows, then one chunk of a prompt. Tokens go out as soon as each of the two has them."""
         num_draft_tokens = self._speculation.num_draft_tokens(self.scheduler.num_decoding)
         work = self.scheduler.schedule(num_draft_tokens)
+        if ended := self.scheduler.take_ended():
+            self._publish(ended)
         if work.drop:
             self._drop(work.drop)
+        self.ledger.observe(self.runner.active_bytes)
         if work.decode and self.scheduler.num_decoding:  # unless the drop failed, and all rows with it
             self._decode(num_draft_tokens)
         if work.prefill:
@@ -82,6 +92,35 @@ class EngineCore:
         finally:
             self.runner.close()
 
+    def fitted(self, request: EngineRequest) -> EngineRequest:
+        """Where the client has set no max_tokens, as many as the memory holds. From any thread.
+
+        Raises MemoryExceeded for a request that would not fit if it had the engine to itself.
+        """
+        ledger, limit = self.ledger, self.ledger.for_requests - self.pinned_bytes
+        rows = [Request(request, index) for index in range(request.num_choices)]
+        whole = ledger.need(rows, whole=True)
+        if ledger.alone(whole) <= limit:
+            return request
+        num_prompt, num_output = whole.num_prompt, request.sampling.max_tokens
+        if request.fills_context and (num_fitting := ledger.max_answer(whole, num_output, limit)):
+            return replace(request, sampling=replace(request.sampling, max_tokens=num_fitting))
+        num_tokens = ledger.max_tokens_alone(self.pinned_bytes)
+        raise MemoryExceeded(num_prompt, num_output, num_tokens, ledger.alone(whole), limit)
+
+    def relieve(self) -> None:
+        """The machine is short of memory: everything leaves that no running answer needs."""
+        self.prefix.cache.give_back(self.prefix.cache.num_bytes - self.prefix.cache.pinned_bytes)
+        self.runner.free_caches()
+
+    def _free(self, num_bytes: int) -> bool:
+        """Snapshots first; then what the runner keeps for later."""
+        before = self.ledger.free_bytes
+        if self.prefix.cache.give_back(num_bytes):
+            return True
+        self.runner.free_caches()
+        return self.ledger.free_bytes - before >= num_bytes
+
     def _read_figures(self) -> None:
         """Now and then while busy, and once more before the thread sleeps."""
         now = self._clock()
@@ -89,6 +128,8 @@ class EngineCore:
             return
         self._figures_read_s = now
         self.speculation_status = self._speculation.status()
+        self.queue, self.admission = self.scheduler.queue(), self.ledger.status()
+        self.pinned_bytes = self.prefix.cache.pinned_bytes
         try:
             self.memory = self._memory()
         except Exception:
@@ -167,5 +208,16 @@ class EngineCore:
             self._publish(self.scheduler.fail_prefill(rows, str(error)))
             return
         log.error("prefill of %s failed after %d tokens", rows[0].id, rows[0].num_prefilled, exc_info=error)
-        self.stats.failed_steps_in_a_row += 1
-        self._publish(self.scheduler.fail_prefill(rows, f"prefill failed: {type(error).__name__}"))
+        works = self._device_works()
+        self.stats.failed_steps_in_a_row += not works
+        message, retry_after_s = f"prefill failed: {type(error).__name__}", None if works else RETRY_S
+        self._publish(self.scheduler.fail_prefill(rows, message, retry_after_s))
+
+    def _device_works(self) -> bool:
+        """Or is it the request that fails? Nobody shall end the engine with a bad prompt."""
+        try:
+            self.runner.probe()
+        except Exception:
+            log.exception("the device does not work")
+            return False
+        return True

@@ -103,12 +103,14 @@ class Counters:
 class PrefixCache:
     """`clock` gives monotonic seconds. num_bytes: of everything held, what outlives its entry included.
 
+    room: what the engine's memory has for the snapshots now, at most max_bytes of which are used.
     file_parent: whether a snapshot can be read from disk: None if not, else the digest of the one in front of it there,
     '' for none.
     """
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic):
         self.max_bytes = max_bytes
+        self.room: Callable[[], int] = lambda: max_bytes
         self.file_parent: Callable[[str], str | None] = lambda digest: None
         self.num_bytes = 0
         self.counters = Counters()
@@ -208,14 +210,10 @@ class PrefixCache:
         need = snapshot.stretch_bytes + snapshot.state_bytes
         if parent is not None:
             parent.num_dependents += 1  # it shall not leave to make room
-        if self._num_bytes_that_stay(parent) + need > self.max_bytes:
-            self.counters.num_rejected += 1
+        if not self.make_way(need, parent):
             if parent is not None:
                 self.release(parent)
             return False
-        while self.num_bytes + need > self.max_bytes:
-            self.counters.num_evicted += 1
-            self._evict(next(iter(self._victims.values())))
         entry.held = Held(snapshot, snapshot.stretch, parent, snapshot.stretch_bytes, snapshot.state_bytes)
         self.num_bytes += need
         self.counters.num_stored += 1
@@ -224,6 +222,30 @@ class PrefixCache:
         (self._pinned if entry.pinned else self._victims)[entry.digest] = entry
         self.touch(entry)
         return True
+
+    def make_way(self, num_bytes: int, parent: Held | None) -> bool:
+        """For a snapshot that needs so many; False, and nobody leaves, where they cannot be had."""
+        limit = min(self.max_bytes, self.room())
+        if self._num_bytes_that_stay(parent) + num_bytes > limit:
+            self.counters.num_rejected += 1
+            return False
+        return self._evict_down_to(limit - num_bytes)
+
+    def give_back(self, num_bytes: int) -> bool:
+        """So many, to rows that need them; False, and nobody leaves, where they cannot be had."""
+        wanted = self.num_bytes - num_bytes
+        return self._num_bytes_that_stay(None) <= wanted and self._evict_down_to(wanted)
+
+    def _evict_down_to(self, num_bytes: int) -> bool:
+        """False where a prompt that is being taken in still needs more."""
+        while self.num_bytes > num_bytes and self._victims:
+            self.counters.num_evicted += 1
+            self._evict(next(iter(self._victims.values())))
+        return self.num_bytes <= num_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._num_bytes_that_stay(None)
 
     def forget(self, entry: Entry) -> None:
         """Out of the store, for a reason that is no ghost's: it must not serve again."""

@@ -48,6 +48,7 @@ class Current:
     todo: list[Boundary] = field(default_factory=list)
     base: Held | None = None
     base_digest: str | None = None
+    base_tokens: int = 0
     stored: list[Entry] = field(default_factory=list)
     reading: Reading | None = None
     in_memory: bool = False
@@ -223,7 +224,7 @@ class PrefixReuse:
             self.cache.counters.num_unusable += 1
             current.max_tokens = entry.num_tokens - 1
             return False
-        current.base, current.base_digest = self.cache.use(entry), entry.digest
+        current.base, current.base_digest, current.base_tokens = self.cache.use(entry), entry.digest, entry.num_tokens
         for row in rows:
             row.num_prefilled = entry.num_tokens
         if rows[0].spec.pinned and Boundary("system", entry.num_tokens) in rows[0].spec.boundaries:
@@ -275,7 +276,11 @@ class PrefixReuse:
         return boundaries
 
     def _take(self, rows: Sequence[Request], current: Current, boundary: Boundary) -> None:
-        base = current.base
+        base, costs = current.base, self._runner.costs
+        num_new = boundary.num_tokens - (current.base_tokens if base is not None else 0)
+        if not self.cache.make_way(num_new * costs.token_bytes + costs.state_bytes, base):
+            current.todo.clear()  # before it takes memory; those behind it are larger
+            return
         snapshot = self._runner.snapshot(rows, base.stretch if base is not None else None)
         if snapshot is None:
             log.warning("the state of %s at its %s boundary is not finite", current.row.id, boundary.kind)
@@ -298,4 +303,4 @@ class PrefixReuse:
             self._disk.save(entry, snapshot)
         if base is not None:
             self.cache.release(base)
-        current.base, current.base_digest = self.cache.hold(entry), entry.digest
+        current.base, current.base_digest, current.base_tokens = self.cache.hold(entry), entry.digest, entry.num_tokens

@@ -41,7 +41,8 @@ class Request:
 
     num_prefilled: computed tokens of the prompt in the cache. num_cached: those that came out of the prefix cache when
     the row began. matcher: of the row's grammar, if it has one.
-    keep_until_s: a running row is not preempted before (the scheduler's clock).
+    keep_until_s: a running row is not preempted before (the scheduler's clock). rectangle: the rows that it decodes
+    with, see core/admission.py.
     """
 
     spec: EngineRequest
@@ -52,6 +53,7 @@ class Request:
     num_cached: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     keep_until_s: float = 0.0
+    rectangle: int = 0
     sampling: SamplingParams = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,15 +1,18 @@
 """Who runs in the next step: the queue, the rows, and one token budget per step. Pure; touches no array."""
 
 import time
-from bisect import insort_left, insort_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from engine.config import EngineConfig
+from engine.core.admission import Ledger, MemoryCosts
 from engine.core.batch import NO_TOKEN, PrefillOutput, RowOutput, SchedulerOutput
+from engine.core.client_shares import ClientShares
 from engine.core.request import Request, RequestState
+from engine.core.request_queue import Group, RequestQueue
 from engine.core.stats import Stats
-from engine.protocol import FinishReason, TokenChunk
+from engine.protocol import FinishReason, QueuedRequest, TokenChunk
 
 MIN_PREFILL_TOKENS = 16
 """A chunk is never smaller, however much else there is to do."""
@@ -17,47 +20,48 @@ MIN_PREFILL_TOKENS = 16
 MIN_MEASURED_TOKENS = 64
 PREFILL_EMA_WEIGHT = 0.2
 
+MAX_SHOWN = 32
+"""Of the queue."""
+
+RETRY_S = 1.0
+
 Chunks = dict[str, TokenChunk]
 """Row id -> what the row got."""
 
 
-@dataclass(slots=True, eq=False)
-class Group:
-    """Rows that share a prompt, on their way into the batch.
+class Scheduler:
+    """One prompt is prefilled at a time, in chunks between the decode steps. `clock` gives monotonic seconds.
 
-    rank: place in the queue, smallest first, in seconds. Waiting would lower all ranks alike, so ageing needs no
-    clock: whoever comes later has a larger rank from the start. keeps_place: has waited enough to be left in peace,
-    for ageing_s of decoding, when it runs. Without that two requests could take one another's place for ever.
+    ledger: the books of the memory; default: one that never runs out. free: gives back so many bytes that no row needs,
+    or says that it cannot.
     """
 
-    rows: list[Request]
-    arrived_s: float
-    rank: float
-    keeps_place: bool = False
-
-    @property
-    def priority(self) -> int:
-        return self.rows[0].spec.priority
-
-
-class Scheduler:
-    """One prompt is prefilled at a time, in chunks between the decode steps. `clock` gives monotonic seconds."""
-
-    def __init__(self, config: EngineConfig, stats: Stats, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        config: EngineConfig,
+        stats: Stats,
+        clock: Callable[[], float] = time.monotonic,
+        ledger: Ledger | None = None,
+        free: Callable[[int], bool] = lambda num_bytes: False,
+    ):
         self._config = config
         self._stats = stats
         self._clock = clock
+        self._free = free
+        self.ledger = ledger or Ledger(MemoryCosts(), 0, config.memory.reserve_tokens, config.prefill_chunk_tokens)
+        self._shares = ClientShares()
+        self._queue = RequestQueue(config.scheduler, self._shares, clock)
         self._rows: dict[str, list[Request]] = {}  # request id -> its rows that have not ended
-        self._waiting: list[Group] = []  # by rank
         self._prefill: Group | None = None
         self._running: dict[str, Request] = {}  # by row id, in the order in which they joined
         self._drop: list[str] = []
+        self._ended: Chunks = {}  # rows that have ended outside of a step
         self._prefill_s_per_token: float | None = None
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for their rows, and rows that were preempted."""
-        return len(self._waiting)
+        return len(self._queue)
 
     @property
     def num_decoding(self) -> int:
@@ -71,14 +75,35 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._drop or self._prefill)
+        return bool(self._queue or self._running or self._drop or self._prefill)
+
+    def queue(self) -> tuple[QueuedRequest, ...]:
+        """The first of those that wait, in the order in which they would be let in now."""
+        ledger = self.ledger
+        return tuple(
+            QueuedRequest(
+                group.rows[0].spec.request_id,
+                position,
+                len(group.rows),
+                ledger.alone(ledger.need(group.rows)),
+                self._queue.waited_s(group),
+                self._queue.expected_wait_s(position),
+                group.preempted,
+            )
+            for position, group in enumerate(self._queue.order()[:MAX_SHOWN], 1)
+        )
+
+    def expected_wait_s(self) -> float | None:
+        """Of a request that came now."""
+        return self._queue.expected_wait_s(len(self._queue) + 1) if self._queue else 0.0
 
     def add(self, rows: Sequence[Request]) -> None:
         """One request: a row for each choice, at most max_running of them."""
         assert 1 <= len(rows) <= self._config.max_running
-        self._rows[rows[0].spec.request_id] = list(rows)
-        now = self._clock()
-        insort_right(self._waiting, Group(list(rows), now, self._rank(rows[0], now)), key=_rank_of)
+        spec = rows[0].spec
+        self._rows[spec.request_id] = list(rows)
+        self._shares.opened(spec.client, len(rows))
+        self._queue.push(rows)
 
     def abort(self, request_id: str) -> None:
         """Forgets all rows of the request, wherever they are; they are freed before the next step. Unknown ids are
@@ -92,23 +117,27 @@ class Scheduler:
         has given out already, to go on where it was."""
         assert row.state is RequestState.RUNNING
         self._leave(row)
-        row.state, row.num_prefilled = RequestState.WAITING, 0
         self._stats.num_preempted += 1
-        now = self._clock()
-        peers = [group.rank for group in self._waiting if group.priority == row.spec.priority]
-        rank = min([self._rank(row, now), *peers])
-        insort_left(self._waiting, Group([row], now, rank, keeps_place=True), key=_rank_of)
+        self._put_back([row])
 
     def schedule(self, num_draft_tokens: int = 0) -> SchedulerOutput:
         """num_draft_tokens: what each decoding row verifies in this step beside its own token."""
-        self._admit()
+        self._expire()
+        if self._extend():
+            self._admit()
         drop, self._drop = self._drop, []
+        prefill = self._prefill
         return SchedulerOutput(
             drop=drop,
             decode=bool(self._running),
-            prefill=tuple(self._prefill.rows) if self._prefill is not None else (),
+            prefill=tuple(prefill.rows) if prefill is not None else (),
             max_prefill_tokens=self._prefill_budget(num_draft_tokens),
         )
+
+    def take_ended(self) -> Chunks:
+        """Of rows that have ended outside of a step: they waited for too long, or there was no memory for them."""
+        ended, self._ended = self._ended, {}
+        return ended
 
     def update_decode(self, outputs: Mapping[str, RowOutput]) -> Chunks:
         """What the rows got; outputs of rows that have left meanwhile are nobody's."""
@@ -121,8 +150,10 @@ class Scheduler:
         for row in rows:
             row.num_prefilled += output.num_tokens
         self._stats.num_prompt_tokens += output.num_tokens
+        self._shares.charge(rows[0].spec.client, num_prompt_tokens=output.num_tokens)
         if output.first is None:
             return {}
+        self.ledger.joined()
         first = [output.first[row.id] for row in rows]
         group = self._prefill
         assert group is not None and all(row.num_prefilled == row.num_prompt_tokens for row in rows)
@@ -146,44 +177,113 @@ class Scheduler:
 
     def fail_rows(self, error: str) -> Chunks:
         """Ends every row of the decode batch: a failed step may have touched any of them."""
-        return self._fail(list(self._running.values()), error)
+        return self._fail(list(self._running.values()), error, RETRY_S)
 
-    def fail_prefill(self, rows: Sequence[Request], error: str) -> Chunks:
-        return self._fail(list(rows), error)
+    def fail_prefill(self, rows: Sequence[Request], error: str, retry_after_s: float | None = None) -> Chunks:
+        """retry_after_s: see TokenChunk."""
+        return self._fail(list(rows), error, retry_after_s)
 
-    def _rank(self, row: Request, now: float) -> float:
-        policy, ageing_s = self._config.scheduler.policy, self._config.scheduler.ageing_s
-        if policy == "shortest_first":
-            return now + ageing_s * row.num_prompt_tokens / 1000
-        if policy == "priority":
-            return now + ageing_s * row.spec.priority
-        return now
+    def _expire(self) -> None:
+        for group in self._queue.expired():
+            limit_s = self._config.scheduler.queue_timeout_s
+            error = (
+                f"waited {self._queue.waited_s(group):.0f} s for a place, the limit is {limit_s:g} s (queue_timeout_s)"
+            )
+            for row in list(group.rows):
+                self._stats.num_expired += 1
+                self._remove(row)
+                chunk = TokenChunk((), FinishReason.EXPIRED, error, row.index)
+                self._ended[row.id] = replace(chunk, retry_after_s=self.expected_wait_s() or RETRY_S)
+
+    def _extend(self) -> bool:
+        """Rows that have used up what they had reserved get more, the oldest first, the youngest make room. False if
+        the prompt in progress had to: nobody is let in before the runner has dropped it."""
+        keeps = True
+        for row in list(self._running.values()):
+            is_short = row.id in self._running and self.ledger.is_used_up(row)
+            while is_short and (missing := self.ledger.extend(row)) and not self._free(missing):
+                if self._prefill is not None:
+                    self._give_up_prefill()
+                    keeps = False
+                    continue
+                youngest = list(self._running.values())[-1]
+                if youngest is row and len(self._running) == 1:
+                    self._out_of_memory(row, missing)
+                    break
+                self.preempt(youngest)
+                is_short = youngest is not row
+        return keeps
+
+    def _give_up_prefill(self) -> None:
+        """The prompt in progress waits again; what it has left in the prefix cache stays."""
+        assert self._prefill is not None
+        rows = list(self._prefill.rows)
+        for row in rows:
+            self._leave(row)
+        self._stats.num_preempted += len(rows)
+        self._put_back(rows)
+
+    def _put_back(self, rows: Sequence[Request]) -> None:
+        for row in rows:
+            row.state, row.num_prefilled = RequestState.WAITING, 0
+        self._queue.put_back(rows)
+
+    def _out_of_memory(self, row: Request, missing: int) -> None:
+        """Of a row that has the engine to itself: what was let in should have fit."""
+        error = f"{missing} bytes of memory are missing, of {self.ledger.budget} in all"
+        self._ended |= self._fail([row], error, RETRY_S)
 
     def _admit(self) -> None:
-        """Lets the next request in when all its rows have room, or when it may take somebody's place."""
-        if self._prefill is not None or not self._waiting:
+        """Lets the next request in when all its rows have room, or when it may take somebody's place.
+
+        While the memory of the first one in the queue is not free, others that need less may pass it for ageing_s.
+        """
+        if self._prefill is not None or not self._queue:
             return
-        group = self._waiting[0]
-        if self._num_missing(group) > 0:
-            group = self._make_room()
-        if group is None:
+        order, now, limits = self._queue.order(), self._clock(), self._config.scheduler
+        head = order[0]
+        if self._num_missing(head) > 0:
+            head = self._make_room(head)
+            if head is None:
+                return
+        if self._reserved(head):
+            return self._let_in(head)
+        head.blocked_s = now if head.blocked_s is None else head.blocked_s
+        if now - head.blocked_s >= limits.ageing_s:
+            if self._make_fair_room(head) and self._reserved(head):
+                self._let_in(head)
             return
-        self._waiting.remove(group)
-        group.keeps_place |= self._clock() - group.arrived_s >= self._config.scheduler.ageing_s
+        for group in order:
+            if group is not head and self._num_missing(group) <= 0 and self._reserved(group):
+                return self._let_in(group)
+
+    def _let_in(self, group: Group) -> None:
+        self._queue.let_in(group)
+        group.keeps_place |= self._queue.waited_s(group) >= self._config.scheduler.ageing_s
         for row in group.rows:
             row.state = RequestState.PREFILL
         self._prefill = group
+
+    def _reserved(self, group: Group) -> bool:
+        """Whether the memory could be had. If nothing runs it must be: what could never fit was refused at the door."""
+        missing = self.ledger.reserve(group.rows)
+        if missing and self._free(missing):
+            missing = self.ledger.reserve(group.rows)
+        if missing and not self._running and group in self._queue.order()[:1]:
+            for row in list(group.rows):
+                self._out_of_memory(row, missing)
+        return not missing
 
     def _num_missing(self, group: Group) -> int:
         """Rows that would have to leave for this group to have room."""
         return len(self._running) + len(group.rows) - self._config.max_running
 
-    def _make_room(self) -> Group | None:
+    def _make_room(self, head: Group) -> Group | None:
         """Preempts as many less urgent rows as the most urgent request needs, if there are so many: the least urgent
-        first, of those the latest."""
+        first, of those the latest. Under other policies, rows of clients that hold more than their share."""
         if self._config.scheduler.policy != "priority":
-            return None
-        group, now = min(self._waiting, key=lambda group: group.priority), self._clock()
+            return head if self._make_fair_room(head) else None
+        group, now = self._queue.most_urgent, self._clock()
         weaker = [r for r in self._running.values() if r.spec.priority > group.priority and r.keep_until_s <= now]
         num_missing = self._num_missing(group)
         if not 0 < num_missing <= len(weaker):
@@ -192,15 +292,41 @@ class Scheduler:
             self.preempt(row)
         return group
 
+    def _make_fair_room(self, group: Group) -> bool:
+        """For a request that has waited for ageing_s, and whose client has less than its share of the rows: rows of a
+        client that has more leave, the latest first. Whether there is room now."""
+        limits, now = self._config.scheduler, self._clock()
+        if limits.fairness == "off" or self._queue.waited_s(group) < limits.ageing_s:
+            return False
+        held = Counter(row.spec.client for row in self._running.values())
+        share = max(1, self._config.max_running // max(self._shares.num_active, 1))
+        if held[group.client] + len(group.rows) > share:
+            return False
+        while self._num_missing(group) > 0 or self.ledger.missing(group.rows):
+            above = [row for row in self._running.values() if row.keep_until_s <= now and self._is_above(row, share)]
+            if not above:
+                return False
+            self.preempt(above[-1])
+        return True
+
+    def _is_above(self, row: Request, share: int) -> bool:
+        """Whether the row's client holds more than so many rows, or more than its part of the memory."""
+        rows = [other for other in self._running.values() if other.spec.client == row.spec.client]
+        return len(rows) > share or self.ledger.row_share(rows) > 1 / max(self._shares.num_active, 1)
+
     def _prefill_budget(self, num_draft_tokens: int) -> int:
-        """Decoding rows come first; what they leave of the step's tokens is for the chunk, within the stall."""
-        whole, limits = self._config.prefill_chunk_tokens, self._config.scheduler
-        if not self._running:
-            return whole
-        budget = min(self._config.prefill_chunk_tokens_busy, whole - len(self._running) * (num_draft_tokens + 1))
-        if self._prefill_s_per_token:
-            budget = min(budget, int(limits.max_stall_s / self._prefill_s_per_token))
-        return max(MIN_PREFILL_TOKENS, budget)
+        """Decoding rows come first; what they leave of the step's tokens is for the chunk, within the stall, and
+        within the memory for its intermediate results."""
+        budget, limits = self._config.prefill_chunk_tokens, self._config.scheduler
+        if self._running:
+            left = budget - len(self._running) * (num_draft_tokens + 1)
+            budget = min(self._config.prefill_chunk_tokens_busy, left)
+            if self._prefill_s_per_token:
+                budget = min(budget, int(limits.max_stall_s / self._prefill_s_per_token))
+            budget = max(MIN_PREFILL_TOKENS, budget)
+        if self._prefill is None:
+            return budget
+        return self.ledger.max_chunk(self._prefill.rows[0].num_prompt_tokens, budget)
 
     def _take(self, row: Request, output: RowOutput) -> TokenChunk:
         if output.error is not None:
@@ -214,6 +340,7 @@ class Scheduler:
         new = tuple(row.output_token_ids[before:])
         num_accepted = min(output.num_accepted, len(new))
         self._stats.num_output_tokens += len(new)
+        self._shares.charge(row.spec.client, num_output_tokens=len(new))
         self._stats.num_drafted += output.num_drafted
         self._stats.num_accepted += num_accepted
         error = "the model gave no finite logits" if reason is FinishReason.ERROR else None
@@ -225,11 +352,11 @@ class Scheduler:
         figures = output.num_drafted, num_accepted, row.num_cached, row.num_skipped
         return TokenChunk(new, reason, error, row.index, logprobs, *figures)
 
-    def _fail(self, rows: list[Request], error: str) -> Chunks:
+    def _fail(self, rows: list[Request], error: str, retry_after_s: float | None = None) -> Chunks:
         self._stats.num_failed += len(rows)
         for row in rows:
             self._remove(row)
-        chunk = TokenChunk((), FinishReason.ERROR, error)
+        chunk = TokenChunk((), FinishReason.ERROR, error, retry_after_s=retry_after_s)
         return {
             row.id: replace(chunk, index=row.index, num_cached=row.num_cached, num_skipped=row.num_skipped)
             for row in rows
@@ -238,6 +365,7 @@ class Scheduler:
     def _remove(self, row: Request) -> None:
         self._leave(row)
         row.state = RequestState.FINISHED
+        self._shares.closed(row.spec.client)
         rows = self._rows[row.spec.request_id]
         rows.remove(row)
         if not rows:
@@ -246,12 +374,10 @@ class Scheduler:
     def _leave(self, row: Request) -> None:
         """Out of wherever the row is; the runner must drop what it holds for it."""
         if row.state is RequestState.WAITING:
-            group = next(group for group in self._waiting if row in group.rows)
-            group.rows.remove(row)
-            if not group.rows:
-                self._waiting.remove(group)
+            self._queue.remove(row)
             return
         self._drop.append(row.id)
+        self.ledger.release(row.id)
         if row.state is RequestState.RUNNING:
             del self._running[row.id]
             return
@@ -259,7 +385,3 @@ class Scheduler:
         self._prefill.rows.remove(row)
         if not self._prefill.rows:
             self._prefill = None
-
-
-def _rank_of(group: Group) -> float:
-    return group.rank

@@ -91,7 +91,7 @@ class Launched:
 
 
 class DecodeGroup:
-    """Rows with one cache. `join` and `keep` change nothing when they raise."""
+    """Rows with one cache. `join` changes nothing when it raises; when `keep` does, the rows are lost."""
 
     def __init__(
         self,
@@ -129,32 +129,37 @@ class DecodeGroup:
         self._has_matchers = any(row.request.matcher is not None for row in self.rows)
 
     def join(self, new: Newcomer) -> None:
-        cache = self._cache.with_row(new.cache)
-        drafter = None
-        if self._drafter is not None and new.head_cache is not None and new.hidden is not None:
-            drafter = self._drafter.with_row(new.head_cache, Feed.of(new.token_id, new.hidden))
         processors = self._processors.joined(_processors(new, self._vocab_size))
         row = _row(new)
         lengths = mx.concatenate([self._lengths, mx.array([row.num_cached], mx.int32)])
         newest = mx.concatenate([self._newest, mx.array([new.token_id], mx.int32)])
-        mx.eval(cache.state)
-        self._cache, self._drafter, self._processors = cache, drafter, processors
-        self._lengths, self._newest = lengths, newest
+        self._cache.join(new.cache)
+        try:
+            self._drafter_joined(new)
+        except Exception:
+            self._cache.keep(list(range(len(self.rows))), self._cache.num_slots)
+            raise
+        self._processors, self._lengths, self._newest = processors, lengths, newest
         self.rows = [*self.rows, row]
         self._rows_changed()
+
+    def _drafter_joined(self, new: Newcomer) -> None:
+        if self._drafter is not None and new.head_cache is not None and new.hidden is not None:
+            self._drafter.join(new.head_cache, Feed.of(new.token_id, new.hidden))
+        else:
+            self._drafter = None
 
     def keep(self, stay: list[int]) -> None:
         """Removes all rows but these (indices)."""
         rows = [self.rows[i] for i in stay]
         num_slots = max(row.num_cached for row in rows) + self._num_in_flight + 1
-        cache = self._cache.kept(stay, num_slots)
-        drafter = self._drafter.kept(stay, num_slots) if self._drafter is not None else None
         processors = self._processors.kept(stay)
         index = mx.array(stay, mx.int32)
         lengths, newest = self._lengths[index], self._newest[index]
-        mx.eval(cache.state)
-        self._cache, self._drafter, self._processors = cache, drafter, processors
-        self._lengths, self._newest = lengths, newest
+        self._cache.keep(stay, num_slots)
+        if self._drafter is not None:
+            self._drafter.keep(stay, num_slots)
+        self._processors, self._lengths, self._newest = processors, lengths, newest
         for row in self.rows:
             row.has_left = row not in rows
         self.rows = rows
@@ -173,10 +178,6 @@ class DecodeGroup:
         """New tokens of every row that has some to give: rows that have left meanwhile have not."""
         outputs = before.read()
         return {row.request.id: outputs[row.request.id] for row in before.rows if not row.has_left}
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self._cache.bytes_per_token
 
     @property
     def num_bytes(self) -> int:

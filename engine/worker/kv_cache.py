@@ -82,13 +82,13 @@ class KVRows:
         self.values = _written(_with_slots(self.values, extent), values, self.cursor)
         return self.keys[..., :extent, :], self.values[..., :extent, :]
 
-    def with_row(self, row: Any, cursor: Cursor) -> "KVRows":
+    def with_row(self, row: Any) -> "KVRows":
         keys, values = row.state[:2]
-        return KVRows(_stacked(self.keys, keys), _stacked(self.values, values), cursor)
+        return KVRows(_stacked(self.keys, keys), _stacked(self.values, values), self.cursor)
 
-    def kept(self, rows: mx.array, num_slots: int, cursor: Cursor) -> "KVRows":
+    def kept(self, rows: mx.array, num_slots: int) -> "KVRows":
         slots = min(rounded(num_slots), self.keys.shape[2])
-        return KVRows(self.keys[rows, :, :slots], self.values[rows, :, :slots], cursor)
+        return KVRows(self.keys[rows, :, :slots], self.values[rows, :, :slots], self.cursor)
 
 
 class RecurrentRows:
@@ -165,15 +165,15 @@ class RecurrentRows:
             self.slots[index] = factors.state_after(self.slots[index], num_kept)
         self._windows, self._states, self._factors, self.recording = {}, {}, {}, False
 
-    def with_row(self, row: Any, cursor: Cursor) -> "RecurrentRows":
+    def with_row(self, row: Any) -> "RecurrentRows":
         return RecurrentRows([mx.concatenate([a, b]) for a, b in zip(self.slots, row.cache, strict=True)])
 
-    def kept(self, rows: mx.array, num_slots: int, cursor: Cursor) -> "RecurrentRows":
+    def kept(self, rows: mx.array, num_slots: int) -> "RecurrentRows":
         return RecurrentRows([slot[rows] for slot in self.slots])
 
 
 class RowsCache:
-    """All layers of a batch. The operations make a new one, so that an error half way leaves the old one whole."""
+    """All layers of a batch. What rebuilds them does so layer by layer: no more than one of them is there twice."""
 
     def __init__(self, layers: list[Any], cursor: Cursor):
         self.layers = layers
@@ -181,22 +181,43 @@ class RowsCache:
 
     @classmethod
     def of(cls, row: RowCache, as_offset: bool = False) -> "RowsCache":
-        """A batch of this one row. Raises TypeError for a layer that cannot be batched."""
+        """A batch of this one row, in its very arrays. Raises TypeError for a layer that cannot be batched."""
         cursor = Cursor(mx.zeros(1, mx.int32), 0, None, as_offset)
         return cls([_rows_of(i, layer, cursor) for i, layer in enumerate(row)], cursor)
 
-    def with_row(self, row: RowCache) -> "RowsCache":
-        cursor = Cursor(self.cursor.start, 0, None, self.cursor.as_offset)
-        return RowsCache([mine.with_row(new, cursor) for mine, new in zip(self.layers, row, strict=True)], cursor)
+    def join(self, row: RowCache) -> None:
+        """Adds a row, evaluated. When it raises, the rows are as they were."""
+        before, done = self.num_rows, 0
+        try:
+            for done, (mine, new) in enumerate(zip(self.layers, row, strict=True)):
+                self._put(done, mine.with_row(new))
+        except Exception:
+            for i in range(done):
+                self.layers[i] = self.layers[i].kept(mx.arange(before), self.num_slots)
+            raise
 
-    def kept(self, rows: list[int], num_slots: int) -> "RowsCache":
-        """These rows in this order, with room for `num_slots` tokens each."""
-        cursor = Cursor(self.cursor.start, 0, None, self.cursor.as_offset)
+    def keep(self, rows: list[int], num_slots: int) -> None:
+        """These rows in this order, with room for `num_slots` tokens each. When it raises, all are lost."""
         index = mx.array(rows, mx.int32)
-        return RowsCache([layer.kept(index, num_slots, cursor) for layer in self.layers], cursor)
+        for i, layer in enumerate(self.layers):
+            self._put(i, layer.kept(index, num_slots))
+
+    def _put(self, i: int, layer: Any) -> None:
+        mx.eval(layer.state)
+        self.layers[i] = layer
+
+    @property
+    def num_rows(self) -> int:
+        return self.layers[0].state[0].shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        """Of the attention layers; 0 without one."""
+        return max((layer.keys.shape[2] for layer in self.layers if isinstance(layer, KVRows)), default=0)
 
     def at(self, start: mx.array, extent: int, uniform_start: int | None = None, record: bool = False) -> list[Any]:
         """The layers, ready for a forward that writes at `start`; see Cursor. record: `commit` will follow."""
+        self.reserve(extent)
         self.cursor.start, self.cursor.extent, self.cursor.uniform_start = start, extent, uniform_start
         for layer in self.layers:
             if isinstance(layer, RecurrentRows):
@@ -210,12 +231,11 @@ class RowsCache:
 
     def reserve(self, num_slots: int) -> int:
         """Makes room for that many tokens in every row; returns how many slots there are now."""
-        slots = rounded(num_slots)
         for layer in self.layers:
-            if isinstance(layer, KVRows):
-                layer.keys, layer.values = _with_slots(layer.keys, slots), _with_slots(layer.values, slots)
-                slots = layer.keys.shape[2]
-        return slots
+            if isinstance(layer, KVRows) and layer.keys.shape[2] < num_slots:
+                layer.keys, layer.values = _with_slots(layer.keys, num_slots), _with_slots(layer.values, num_slots)
+                mx.eval(layer.state)
+        return self.num_slots or rounded(num_slots)
 
     @property
     def recorded(self) -> list[mx.array]:
@@ -249,12 +269,6 @@ class RowsCache:
     def nbytes(self) -> int:
         return num_bytes(self.layers)
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Of one slot of one row, in all attention layers."""
-        rows = [layer for layer in self.layers if isinstance(layer, KVRows)]
-        return sum(layer.nbytes // (layer.keys.shape[0] * layer.keys.shape[2]) for layer in rows)
-
 
 def num_bytes(cache: Sequence[Any]) -> int:
     return sum(layer.nbytes for layer in cache)
@@ -263,8 +277,7 @@ def num_bytes(cache: Sequence[Any]) -> int:
 def _rows_of(i: int, layer: Any, cursor: Cursor) -> KVRows | RecurrentRows:
     kind: Any = type(layer)  # exactly: what derives from them stores otherwise
     if kind is KVCache:
-        keys, values = layer.state[:2]
-        return KVRows(mx.contiguous(keys), mx.contiguous(values), cursor)
+        return KVRows(layer.keys, layer.values, cursor)
     if kind is ArraysCache and all(slot is not None for slot in layer.cache):
         return RecurrentRows(layer.cache)
     raise TypeError(f"layer {i}: {type(layer).__name__} cannot be batched")
@@ -275,14 +288,24 @@ def rounded(num_slots: int) -> int:
     return -(-num_slots // SLOTS_STEP) * SLOTS_STEP
 
 
+def slots_like(array: mx.array, num_slots: int) -> mx.array:
+    """Empty ones, for so many tokens, of the kind of an array [B, heads, slots, head_dim]."""
+    batch, heads, _, head_dim = array.shape
+    return mx.zeros((batch, heads, rounded(num_slots), head_dim), array.dtype)
+
+
 def _with_slots(array: mx.array, num_slots: int) -> mx.array:
     missing = rounded(num_slots) - array.shape[2] if num_slots > array.shape[2] else 0
     return mx.pad(array, [(0, 0), (0, 0), (0, missing), (0, 0)]) if missing else array
 
 
 def _stacked(rows: mx.array, row: mx.array) -> mx.array:
-    slots = rounded(max(rows.shape[2], row.shape[2]))
-    return mx.concatenate([_with_slots(rows, slots), _with_slots(row, slots)])
+    """Written into one new array, where padding both first would take as much again."""
+    num_rows, heads, slots, head_dim = rows.shape
+    stacked = mx.zeros((num_rows + 1, heads, rounded(max(slots, row.shape[2])), head_dim), rows.dtype)
+    stacked[:num_rows, :, :slots] = rows
+    stacked[num_rows:, :, : row.shape[2]] = row
+    return stacked
 
 
 def _written(slots: mx.array, new: mx.array, cursor: Cursor) -> mx.array:

@@ -1,9 +1,9 @@
 """Device memory: what the limits are set to, and what is in use for what."""
 
 import mlx.core as mx
-import psutil
 
 from engine.config import EngineConfig
+from engine.host_memory import total_bytes
 
 
 def set_limits(config: EngineConfig) -> None:
@@ -19,11 +19,21 @@ def usage() -> dict[str, int]:
     }
 
 
+CPU_SHARE = 0.8
+"""Of a machine's memory: on a CPU other processes live in it as well."""
+
+
+def default_limit_bytes() -> int:
+    """What the engine may use where the configuration does not say."""
+    share = 1.0 if mx.default_device().type == mx.DeviceType.gpu else CPU_SHARE
+    return int(share * device_bytes())
+
+
 def device_bytes() -> int:
-    """What the device can hold: a GPU's memory (on Metal what it may use of it), or the machine's."""
+    """What the device can hold: a GPU's memory (on Metal what it may use of it), or the machine's, or container's."""
     if mx.default_device().type == mx.DeviceType.gpu:
         info = mx.device_info()
         for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
             if isinstance(size := info.get(name), int) and size > 0:
                 return size
-    return psutil.virtual_memory().total
+    return total_bytes()

@@ -8,11 +8,12 @@ import mlx.core as mx
 import numpy as np
 
 from engine.config import EngineConfig, MTPConfig
+from engine.core.admission import MemoryCosts
 from engine.core.batch import PrefillOutput, RowOutput
 from engine.core.request import Request
 from engine.processing.images import ImagePreprocessor
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
-from engine.worker import blas, loader, memory
+from engine.worker import blas, loader, memory, memory_costs
 from engine.worker.decode import Newcomer
 from engine.worker.decode_batch import DecodeBatch
 from engine.worker.mtp import MTPHead
@@ -50,7 +51,7 @@ class MLXRunner:
         self._vision = self._make_vision(model, config)
         self._prefill = Prefill(self._view, self._head, self._vision, model.config.get("image_token_id"))
         compiled = use_compiled(config, self._view)
-        self._batch = DecodeBatch(self._view, self._head, model.vocab_size, model.num_weight_bytes, compiled)
+        self._batch = DecodeBatch(self._view, self._head, model.vocab_size, compiled)
         self._prompts: dict[str, Prompt] = {}  # by the ids of the rows that share it
         self.max_context_tokens = model.max_context_tokens
         self.vocab_size = model.vocab_size
@@ -59,7 +60,9 @@ class MLXRunner:
         self.no_snapshots = why_not(self._view.make_cache())
         self.no_sparse = None if self._view.explicit_positions else "this model takes no explicit positions"
         self.device_bytes = memory.device_bytes()
+        self.memory_limit_bytes = memory.default_limit_bytes()
         self.fingerprint = model.fingerprint
+        self.costs = MemoryCosts()
         self._a_snapshot: StateSnapshot | None = None
         self.capabilities: dict[str, Any] = {
             "media": sorted(model.media_kinds),
@@ -82,8 +85,10 @@ class MLXRunner:
             for num_drafts in range(self.max_draft_tokens + 1):
                 self.decode(num_drafts)
         self.drop([row.id for row in rows])
-        if self._vision is not None:
-            self._vision.warm_up()
+        if self._a_snapshot is not None:
+            self._prefill.learn_slots(self._a_snapshot)
+            heads = int(getattr(self._view.lm.args, "num_attention_heads", 0))
+            self.costs = memory_costs.measure(self, self._a_snapshot, self._vision, self.max_draft_tokens, heads)
         mx.clear_cache()
 
     def decode(self, num_draft_tokens: int = 0) -> dict[str, RowOutput]:
@@ -127,8 +132,31 @@ class MLXRunner:
             "prefill_cache_bytes": sum(
                 prompt.num_bytes for prompt in {id(p): p for p in self._prompts.values()}.values()
             ),
-            "vision_cache_bytes": self._vision.num_cached_bytes if self._vision else 0,
+            "vision_cache_bytes": self.feature_bytes,
         }
+
+    @property
+    def feature_bytes(self) -> int:
+        return self._vision.num_cached_bytes if self._vision is not None else 0
+
+    @property
+    def active_bytes(self) -> int:
+        return mx.get_active_memory()
+
+    def free_caches(self) -> None:
+        """What nobody's answer depends on: features of pictures, and buffers that MLX keeps."""
+        if self._vision is not None:
+            self._vision.clear()
+        mx.clear_cache()
+
+    def probe(self) -> None:
+        """One token through the model. Raises what the device raises."""
+        row = Request(EngineRequest("probe", np.zeros(1, np.int32), SamplingParams(1), ()))
+        row.rectangle = -1
+        try:
+            self.prefill([row], 1)
+        finally:
+            self.drop([row.id])
 
     def close(self) -> None:
         """Gives everything back, on the thread that took it, which must not use MLX again."""

@@ -17,7 +17,7 @@ from engine.worker.kv_cache import RowCache, RowsCache
 from engine.worker.view import View
 
 FEED_CHUNK = 256  # pairs per forward when the head catches up
-FEED_LIMIT = 1024  # pairs that may wait: hidden states cost as much memory as an attention layer's keys and values
+FEED_LIMIT = 256  # pairs that may wait: hidden states cost as much memory as an attention layer's keys and values
 
 
 class MTPHead:
@@ -111,11 +111,17 @@ class Drafter:
     def of(cls, head: MTPHead, cache: RowCache, feed: Feed) -> "Drafter":
         return cls(head, RowsCache.of(cache), feed)
 
-    def with_row(self, cache: RowCache, feed: Feed) -> "Drafter":
-        return Drafter(self._head, self._cache.with_row(cache), self.feed.joined(feed))
+    def join(self, cache: RowCache, feed: Feed) -> None:
+        """When it raises, the rows are as they were."""
+        joined = self.feed.joined(feed)
+        self._cache.join(cache)
+        self.feed = joined
 
-    def kept(self, rows: list[int], num_slots: int) -> "Drafter":
-        return Drafter(self._head, self._cache.kept(rows, num_slots), self.feed.kept(mx.array(rows, mx.int32)))
+    def keep(self, rows: list[int], num_slots: int) -> None:
+        """When it raises, all are lost."""
+        feed = self.feed.kept(mx.array(rows, mx.int32))
+        self._cache.keep(rows, num_slots)
+        self.feed = feed
 
     def draft(
         self, num_drafts: int, lengths: mx.array, extent: int, choose: Callable[[mx.array, int], mx.array]

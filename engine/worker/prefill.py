@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
+from mlx_vlm.models.cache import KVCache
 
 from engine.core.batch import RowOutput
 from engine.core.request import Request
 from engine.protocol import ImagePatches, InvalidRequest
-from engine.worker.kv_cache import RowCache, num_bytes
+from engine.worker.kv_cache import RowCache, num_bytes, slots_like
 from engine.worker.logprobs import logprobs_of
 from engine.worker.mtp import MTPHead
 from engine.worker.processors import Processors, advance, match
 from engine.worker.sampler import Sampler
-from engine.worker.snapshot import StateSnapshot, Stretch, is_finite, restore, take
+from engine.worker.snapshot import KeysValues, StateSnapshot, Stretch, is_finite, restore, take
 from engine.worker.view import View
 from engine.worker.vision import VisionEncoder
 
@@ -63,6 +64,7 @@ class Prefill:
         self._head = head
         self._vision = vision
         self.image_token_id = image_token_id
+        self._slots_like: list[KeysValues] = []  # of one token, per attention layer, once they are known
 
     def begin(self, request: Request) -> Prompt:
         ids, images = request.prompt_token_ids, request.spec.images
@@ -79,8 +81,18 @@ class Prefill:
             _check_images(index, computed)
             ids, successors, positions = ids[computed], successors[computed], positions[..., computed]
             index = np.searchsorted(computed, index).astype(np.int32)
-        head_cache = self._head.make_cache() if self._head is not None else None
-        return Prompt(ids, successors, self._view.make_cache(), positions, next_position, index, head_cache)
+        cache, head_cache = self._view.make_cache(), self._head.make_cache() if self._head is not None else None
+        self._make_room([*cache, *(head_cache or [])], len(ids))
+        return Prompt(ids, successors, cache, positions, next_position, index, head_cache)
+
+    def learn_slots(self, snapshot: StateSnapshot) -> None:
+        """From now on prompts get room for all of their tokens at once: the library's caches grow by copying."""
+        self._slots_like = [(keys[..., :1, :], values[..., :1, :]) for keys, values in snapshot.stretch.layers]
+
+    def _make_room(self, cache: RowCache, num_tokens: int) -> None:
+        attention = [layer for layer in cache if isinstance(layer, KVCache)]
+        for layer, (keys, values) in zip(attention, self._slots_like, strict=bool(self._slots_like)):
+            layer.keys, layer.values = slots_like(keys, num_tokens), slots_like(values, num_tokens)
 
     def restore(self, prompt: Prompt, snapshot: StateSnapshot, images: tuple[ImagePatches, ...]) -> None:
         """Puts a prompt that has just begun behind the tokens of the snapshot, which are its first ones."""

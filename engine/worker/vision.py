@@ -31,12 +31,19 @@ class VisionEncoder:
             self._cache.move_to_end(image.content_hash)
         return features
 
-    def warm_up(self) -> None:
-        """Runs the tower once, on a black square."""
-        side, channels = 2 * self._norm.merge_size, len(self._norm.mean)
+    def probe(self, side: int) -> tuple[int, int]:
+        """Runs the tower on a black square of side * side tokens: how many patches that are, and bytes per token."""
+        length, channels = side * self._norm.merge_size, len(self._norm.mean)
         patch = self._tower.patch_embed.patch_size
-        pixels = np.zeros((side * side, channels, patch, patch), np.uint8)
-        mx.eval(self._run(ImagePatches(pixels, (1, side, side), 4, "")))
+        pixels = np.zeros((length * length, channels, patch, patch), np.uint8)
+        features = self._run(ImagePatches(pixels, (1, length, length), side * side, ""))
+        mx.eval(features)
+        return length * length, features.nbytes // (side * side)
+
+    def clear(self) -> None:
+        """Forgets all features."""
+        self._cache.clear()
+        self.num_cached_bytes = 0
 
     def _run(self, image: ImagePatches) -> mx.array:
         dtype = self._tower.patch_embed.proj.weight.dtype

@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
+from engine.core.admission import MemoryCosts
 from engine.core.batch import PrefillOutput, RowOutput
 from engine.core.request import Request
 from engine.protocol import EngineRequest, TokenLogprobs, choice_seed
@@ -37,6 +38,16 @@ class NoSnapshots:
     no_sparse: str | None = None
     device_bytes: int = 2**30
     fingerprint: str = "none"
+    costs: MemoryCosts = MemoryCosts()
+    memory_limit_bytes: int = 2**30
+    active_bytes: int = 0
+    feature_bytes: int = 0
+
+    def free_caches(self) -> None:
+        """There are none."""
+
+    def probe(self) -> None:
+        """It works."""
 
     restore: Any = None
     snapshot: Any = None
@@ -90,6 +101,8 @@ class FakeRunner:
         self.no_snapshots: str | None = None
         self.no_sparse: str | None = None
         self.device_bytes, self.fingerprint = 2**30, "fake"
+        self.costs, self.memory_limit_bytes = MemoryCosts(), 2**30
+        self.active_bytes = self.feature_bytes = 0
         self.capabilities: dict[str, Any] = {"media": [], "mtp": "fake" if max_draft_tokens else "the fake has none"}
         self.accepts = accepts
         self.stops_at: dict[int, int] = {}
@@ -159,6 +172,14 @@ class FakeRunner:
         if "memory" in self.broken:
             raise RuntimeError("no figures")
         return {"rows": len(self.rows), "prompts": len(self.prompts)}
+
+    def free_caches(self) -> None:
+        self._called("free_caches")
+
+    def probe(self) -> None:
+        """A device that cannot prefill cannot do this either."""
+        if "prefill" in self.broken:
+            raise RuntimeError("the device is broken")
 
     def close(self) -> None:
         self.closed = True

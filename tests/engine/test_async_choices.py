@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import engine.async_engine
+import engine.grammar_compilers
 from engine.async_engine import AsyncEngine
 from engine.protocol import (
     EngineFailed,
@@ -233,7 +233,7 @@ def compiler(monkeypatch):
     FakeCompiler.makes = threading.Event()
     FakeCompiler.makes.set()
     FakeCompiler.gate = asyncio.Event()
-    monkeypatch.setattr(engine.async_engine, "GrammarCompiler", FakeCompiler)
+    monkeypatch.setattr(engine.grammar_compilers, "GrammarCompiler", FakeCompiler)
     return FakeCompiler
 
 

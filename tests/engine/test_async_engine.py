@@ -19,6 +19,7 @@ from engine.protocol import (
     InvalidRequest,
     Overloaded,
     SamplingParams,
+    Unavailable,
 )
 from tests.engine.fakes import NoSnapshots, run_engine, until
 
@@ -45,6 +46,10 @@ class CountingRunner(NoSnapshots):
             raise RuntimeError("boom")
         self.next.update({row.id: 1 for row in rows})
         return PrefillOutput(rows[0].num_prompt_tokens, {row.id: RowOutput((0,)) for row in rows})
+
+    def probe(self):
+        if self.fail_prefill:
+            raise RuntimeError("boom")
 
     def reset(self):
         self.next.clear()
@@ -182,20 +187,20 @@ def test_a_failed_step_ends_the_streams_promptly_and_too_many_make_it_unhealthy(
     run(test, runner, max_failed_steps=3)
 
 
-def test_a_step_that_hangs_makes_it_unhealthy():
+def test_a_step_that_hangs_ends_what_is_open_and_makes_it_unhealthy():
     runner = CountingRunner()
 
     async def test(engine):
         stream = engine.generate(request(max_tokens=900))
         await anext(stream)
-        runner.hold = 0.6
-        await asyncio.sleep(0.4)
+        runner.hold = 1.5
+        *_, last = [chunk async for chunk in stream]
+        assert last.finish_reason is FinishReason.ERROR and "the limit is 0.2 s" in last.error and last.retry_after_s
         with pytest.raises(EngineFailed, match="a step has lasted"):
             engine.check_health()
+        with pytest.raises(Unavailable, match="a step has lasted"):
+            await anext(engine.generate(request()))
         runner.hold = 0.0
-        await stream.aclose()
-        await until(lambda: engine.status().num_running == 0)
-        engine.check_health()
 
     run(test, runner, step_timeout_s=0.2)
 

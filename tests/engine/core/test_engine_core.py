@@ -191,13 +191,25 @@ def test_a_failed_step_fails_its_rows_at_once_and_no_others(broken):
 
 def test_failures_in_a_row_are_counted_and_a_good_step_resets_them(broken):
     runner, driver = broken
-    runner.break_prefill_of = "bad"
+    runner.broken = {"prefill"}
     for _ in range(3):
         driver.core.add_request(request_of("bad"))
         driver.core.step()
         driver.finish.clear()
     assert driver.core.stats.failed_steps_in_a_row == 3
+    runner.broken = set()
     driver.run({0: [request_of("good")]})
+    assert driver.core.stats.failed_steps_in_a_row == 0
+
+
+def test_a_prompt_that_always_fails_says_nothing_about_a_device_that_works(broken):
+    runner, driver = broken
+    runner.break_prefill_of = "bad"
+    for _ in range(3):
+        driver.core.add_request(request_of("bad"))
+        driver.core.step()
+        assert driver.chunks["bad"][-1].retry_after_s is None
+        driver.finish.clear()
     assert driver.core.stats.failed_steps_in_a_row == 0
 
 

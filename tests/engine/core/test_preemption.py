@@ -91,7 +91,7 @@ def test_a_preempted_row_waits_at_the_head_of_its_priority():
     clock.now += 1
     scheduler.preempt(row)
     assert row.state is RequestState.WAITING and row.num_prefilled == 0
-    order = [group.rows[0].spec.request_id for group in scheduler._waiting]
+    order = [waiting.request_id for waiting in scheduler.queue()]
     assert order == ["better", "a", "older equal"]
 
 

@@ -1,0 +1,37 @@
+"""The grammar compilers of an engine: made at the first use, one for each set of stop tokens."""
+
+import asyncio
+
+from engine.config import EngineConfig
+from engine.processing.checkpoint import resolve_checkpoint
+from engine.processing.grammar import GrammarCompiler
+
+MAX_COMPILERS = 4
+"""Each holds the vocabulary."""
+
+
+class GrammarCompilers:
+    """Belongs to one event loop."""
+
+    def __init__(self, config: EngineConfig):
+        self._config = config
+        self._tasks: dict[tuple[int, ...], asyncio.Task[GrammarCompiler]] = {}  # by stop tokens
+
+    async def get(self, stop_token_ids: tuple[int, ...], vocab_size: int) -> GrammarCompiler:
+        """Making one reads the tokenizer; whoever comes meanwhile waits for the same one."""
+        task = self._tasks.get(stop_token_ids)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            while len(self._tasks) >= MAX_COMPILERS:
+                self._tasks.pop(next(iter(self._tasks)))
+            make = asyncio.to_thread(self._make, vocab_size, stop_token_ids)
+            task = self._tasks[stop_token_ids] = asyncio.ensure_future(make)
+        return await asyncio.shield(task)
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            if task.done() and not task.cancelled() and task.exception() is None:
+                task.result().close()
+
+    def _make(self, vocab_size: int, stop_token_ids: tuple[int, ...]) -> GrammarCompiler:
+        model_dir = resolve_checkpoint(self._config.model, self._config.revision, weights=False)
+        return GrammarCompiler(model_dir, vocab_size, stop_token_ids, self._config.grammar)

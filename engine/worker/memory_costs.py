@@ -1,0 +1,129 @@
+"""What rows, prompts and pictures cost in bytes: read off a snapshot where that is exact, measured where it is not.
+
+How much the intermediate results of a forward take depends on the device's kernels: whether attention keeps its
+scores, how many layers are under way at once. So a few forwards are made at the start, the peaks of the memory are
+read, and what grows with the tokens and what with the prompt in front of them is solved for.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from engine.core.admission import MemoryCosts
+from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.request import Request
+from engine.protocol import EngineRequest, SamplingParams
+from engine.worker.kv_cache import SLOTS_STEP
+from engine.worker.mtp import FEED_LIMIT
+from engine.worker.snapshot import StateSnapshot
+from engine.worker.vision import VisionEncoder
+
+MARGIN = 1.15
+"""On what is measured; what is counted needs none."""
+
+PROBE_TOKENS = 256
+NUM_STEPS = 3
+SCORE_BYTES = 5  # a float, and a mask
+PICTURE_SIDES = (4, 8, 16)
+"""Of the pictures for the vision tower, in placeholder tokens."""
+
+
+class Runner(Protocol):
+    def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput: ...
+    def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]: ...
+    def drop(self, row_ids: Sequence[str]) -> None: ...
+
+
+def measure(
+    runner: Runner, snapshot: StateSnapshot, vision: VisionEncoder | None, max_drafts: int, num_heads: int
+) -> MemoryCosts:
+    """Of a warm runner without rows. snapshot: of any prompt. num_heads: of an attention layer, whose scores of a step
+    are too small to be measured. The largest probe takes 2 * PROBE_TOKENS tokens."""
+    mx.clear_cache()
+    scores = MARGIN * num_heads * (max_drafts + 1) * SCORE_BYTES
+    costs = replace(_exact(snapshot, max_drafts), base_bytes=mx.get_active_memory(), slot_step_bytes=scores)
+    costs = _with_forwards(runner, costs, max_drafts)
+    return costs if vision is None else replace(costs, **_of_pictures(vision))
+
+
+def _exact(snapshot: StateSnapshot, max_drafts: int) -> MemoryCosts:
+    ends, layers = snapshot.stretch.ends, snapshot.stretch.layers
+    slots = [(k.nbytes + v.nbytes) // max(end, 1) for (k, v), end in zip(layers, ends, strict=True)]
+    states = [sum(slot.nbytes for slot in state) for state in snapshot.states]
+    hidden = 0 if snapshot.hidden is None else snapshot.hidden.nbytes
+    head = slots[-1] if hidden else 0  # its layer comes last
+    shares = [max(sizes) / sum(sizes) for sizes in (slots, states) if sum(sizes)]
+    return MemoryCosts(
+        token_bytes=sum(slots),
+        state_bytes=sum(states),
+        layer_share=max(shares, default=0.0),
+        slots_step=SLOTS_STEP,
+        overshoot=2 * (max_drafts + 1) + 1,
+        feed_bytes=2 * hidden + head,  # twice: written anew in each step
+        feed_tokens=FEED_LIMIT if hidden else 0,
+    )
+
+
+def _with_forwards(runner: Runner, costs: MemoryCosts, max_drafts: int) -> MemoryCosts:
+    """Two prompts of n and 3n tokens, the second in chunks of 2n and n, and some steps of one and of both."""
+    n = PROBE_TOKENS
+    one, two = _row("one", n), _row("two", 3 * n)
+    try:
+        beside = costs.base_bytes + costs.prompt(n)
+        first = _peak(lambda: runner.prefill([one], n)) - beside
+        alone = max(_peak(lambda k=k: _steps(runner, k)) for k in range(max_drafts + 1)) - beside
+        beside = costs.base_bytes + costs.prompt(n) + costs.prompt(3 * n)
+        wide = _peak(lambda: runner.prefill([two], 2 * n)) - beside - alone
+        late = _peak(lambda: runner.prefill([two], n)) - beside - alone
+        both = max(_peak(lambda k=k: _steps(runner, k)) for k in range(max_drafts + 1))
+    finally:
+        runner.drop([one.id, two.id])
+    both -= costs.base_bytes + 2 * costs.prompt(3 * n)
+    row = max(both - alone, alone // 2, 0)
+    pair = max(late - first, 0) / (2 * n * n)
+    token = max(wide - first - 3 * n * n * pair, first / 2, 0) / n
+    return replace(
+        costs,
+        base_bytes=costs.base_bytes + int(MARGIN * max(alone - row, 0)),
+        row_step_bytes=int(MARGIN * row),
+        chunk_bytes=int(MARGIN * max(first - n * token - n * n * pair, 0)),
+        token_step_bytes=MARGIN * token,
+        pair_bytes=MARGIN * pair,
+    )
+
+
+def _row(name: str, num_tokens: int) -> Request:
+    return Request(EngineRequest(name, np.zeros(num_tokens, np.int32), SamplingParams(2**20), ()))
+
+
+def _steps(runner: Runner, num_drafts: int) -> None:
+    for _ in range(NUM_STEPS):
+        runner.decode(num_drafts)
+
+
+def _peak(work: Callable[[], object]) -> int:
+    """Bytes in use at the worst moment of the work."""
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    work()
+    return mx.get_peak_memory()
+
+
+def _of_pictures(vision: VisionEncoder) -> dict[str, float]:
+    """What the tower needs for N patches: a + b N + c N^2, as attention among them may keep its scores."""
+    before = mx.get_active_memory()
+    kept = vision.probe(PICTURE_SIDES[0])[1]
+    n1, n2, n3 = (vision.probe(side)[0] for side in PICTURE_SIDES)
+    p1, p2, p3 = (_peak(lambda side=side: vision.probe(side)) - before for side in PICTURE_SIDES)
+    pair = max(((p3 - p2) / (n3 - n2) - (p2 - p1) / (n2 - n1)) / (n3 - n1), 0.0)
+    patch = max((p3 - p2) / (n3 - n2) - pair * (n3 + n2), 0.0)
+    fixed = max(p1 - n1 * (patch + pair * n1), 0.0)
+    return {
+        "image_bytes": int(MARGIN * fixed),
+        "patch_bytes": MARGIN * patch,
+        "patch_pair_bytes": MARGIN * pair,
+        "image_token_bytes": 2 * kept,  # one by one, then all of a request in one array
+    }
