@@ -70,6 +70,9 @@ class EngineCore:
 
     def step(self) -> None:
         """One step for the rows, then one chunk of a prompt. Tokens go out as soon as each of the two has them."""
+        if gone := self.scheduler.gone():
+            self._drop(gone)
+            self.scheduler.dropped(gone)
         num_draft_tokens = self._speculation.num_draft_tokens(self.scheduler.num_decoding)
         work = self.scheduler.schedule(num_draft_tokens)
         if ended := self.scheduler.take_ended():

@@ -54,7 +54,8 @@ class Scheduler:
         self._rows: dict[str, list[Request]] = {}  # request id -> its rows that have not ended
         self._prefill: Group | None = None
         self._running: dict[str, Request] = {}  # by row id, in the order in which they joined
-        self._drop: list[str] = []
+        self._gone: list[str] = []  # rows that have ended, and are still in the runner
+        self._drop: list[str] = []  # rows that have lost their place
         self._ended: Chunks = {}  # rows that have ended outside of a step
         self._prefill_s_per_token: float | None = None
 
@@ -75,7 +76,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue or self._running or self._drop or self._prefill)
+        return bool(self._queue or self._running or self._gone or self._drop or self._prefill)
 
     def queue(self) -> tuple[QueuedRequest, ...]:
         """The first of those that wait, in the order in which they would be let in now."""
@@ -116,19 +117,29 @@ class Scheduler:
         """Takes a running row's place away: it waits at the head of its priority, and is prefilled again, with what it
         has given out already, to go on where it was."""
         assert row.state is RequestState.RUNNING
-        self._leave(row)
         self._stats.num_preempted += 1
         self._put_back([row])
 
+    def gone(self) -> list[str]:
+        """Rows that have ended. Their memory is free when the runner has dropped them: then tell `dropped`."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def dropped(self, row_ids: Sequence[str]) -> None:
+        for row_id in row_ids:
+            self.ledger.release(row_id)
+
     def schedule(self, num_draft_tokens: int = 0) -> SchedulerOutput:
         """num_draft_tokens: what each decoding row verifies in this step beside its own token."""
+        gone = self.gone()
+        self.dropped(gone)
         self._expire()
         if self._extend():
             self._admit()
         drop, self._drop = self._drop, []
         prefill = self._prefill
         return SchedulerOutput(
-            drop=drop,
+            drop=[*gone, *drop],
             decode=bool(self._running),
             prefill=tuple(prefill.rows) if prefill is not None else (),
             max_prefill_tokens=self._prefill_budget(num_draft_tokens),
@@ -218,14 +229,16 @@ class Scheduler:
         """The prompt in progress waits again; what it has left in the prefix cache stays."""
         assert self._prefill is not None
         rows = list(self._prefill.rows)
-        for row in rows:
-            self._leave(row)
         self._stats.num_preempted += len(rows)
         self._put_back(rows)
 
     def _put_back(self, rows: Sequence[Request]) -> None:
+        """Rows whose memory is somebody else's from now on: they are dropped before anything else is done."""
         for row in rows:
+            self._leave(row)
+            self.ledger.release(row.id)
             row.state, row.num_prefilled = RequestState.WAITING, 0
+        self._drop += [self._gone.pop() for _ in rows]
         self._queue.put_back(rows)
 
     def _out_of_memory(self, row: Request, missing: int) -> None:
@@ -376,8 +389,7 @@ class Scheduler:
         if row.state is RequestState.WAITING:
             self._queue.remove(row)
             return
-        self._drop.append(row.id)
-        self.ledger.release(row.id)
+        self._gone.append(row.id)
         if row.state is RequestState.RUNNING:
             del self._running[row.id]
             return

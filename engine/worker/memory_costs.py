@@ -21,10 +21,12 @@ from engine.worker.mtp import FEED_LIMIT
 from engine.worker.snapshot import StateSnapshot
 from engine.worker.vision import VisionEncoder
 
-MARGIN = 1.15
-"""On what is measured; what is counted needs none."""
+MARGIN, CHUNK_MARGIN = 1.15, 1.35
+"""On what is measured of decoding and of prompts, whose chunks may be much larger than those that are measured. What is
+counted needs none."""
 
-PROBE_TOKENS = 256
+PROBE_TOKENS = 192
+"""With what is decoded behind them they stay within one step of slots, and so do three times as many."""
 NUM_STEPS = 3
 SCORE_BYTES = 5  # a float, and a mask
 PICTURE_SIDES = (4, 8, 16)
@@ -62,7 +64,7 @@ def _exact(snapshot: StateSnapshot, max_drafts: int) -> MemoryCosts:
         layer_share=max(shares, default=0.0),
         slots_step=SLOTS_STEP,
         overshoot=2 * (max_drafts + 1) + 1,
-        feed_bytes=2 * hidden + head,  # twice: written anew in each step
+        feed_bytes=hidden * 3 // 2 + head,  # written anew, rows by rows, in each step
         feed_tokens=FEED_LIMIT if hidden else 0,
     )
 
@@ -71,17 +73,15 @@ def _with_forwards(runner: Runner, costs: MemoryCosts, max_drafts: int) -> Memor
     """Two prompts of n and 3n tokens, the second in chunks of 2n and n, and some steps of one and of both."""
     n = PROBE_TOKENS
     one, two = _row("one", n), _row("two", 3 * n)
+    short, long = costs.prompt(n), costs.prompt(3 * n)
     try:
-        beside = costs.base_bytes + costs.prompt(n)
-        first = _peak(lambda: runner.prefill([one], n)) - beside
-        alone = max(_peak(lambda k=k: _steps(runner, k)) for k in range(max_drafts + 1)) - beside
-        beside = costs.base_bytes + costs.prompt(n) + costs.prompt(3 * n)
-        wide = _peak(lambda: runner.prefill([two], 2 * n)) - beside - alone
-        late = _peak(lambda: runner.prefill([two], n)) - beside - alone
-        both = max(_peak(lambda k=k: _steps(runner, k)) for k in range(max_drafts + 1))
+        first = _peak(lambda: runner.prefill([one], n)) - costs.base_bytes - short
+        alone = _decoding(runner, max_drafts) - costs.base_bytes - short
+        wide = _peak(lambda: runner.prefill([two], 2 * n)) - costs.base_bytes - short - long
+        late = _peak(lambda: runner.prefill([two], n)) - costs.base_bytes - 2 * long  # the first grows as it joins
+        both = _decoding(runner, max_drafts) - costs.base_bytes - 2 * long
     finally:
         runner.drop([one.id, two.id])
-    both -= costs.base_bytes + 2 * costs.prompt(3 * n)
     row = max(both - alone, alone // 2, 0)
     pair = max(late - first, 0) / (2 * n * n)
     token = max(wide - first - 3 * n * n * pair, first / 2, 0) / n
@@ -89,14 +89,18 @@ def _with_forwards(runner: Runner, costs: MemoryCosts, max_drafts: int) -> Memor
         costs,
         base_bytes=costs.base_bytes + int(MARGIN * max(alone - row, 0)),
         row_step_bytes=int(MARGIN * row),
-        chunk_bytes=int(MARGIN * max(first - n * token - n * n * pair, 0)),
-        token_step_bytes=MARGIN * token,
-        pair_bytes=MARGIN * pair,
+        chunk_bytes=int(CHUNK_MARGIN * max(first - n * token - n * n * pair, 0)),
+        token_step_bytes=CHUNK_MARGIN * token,
+        pair_bytes=CHUNK_MARGIN * pair,
     )
 
 
 def _row(name: str, num_tokens: int) -> Request:
     return Request(EngineRequest(name, np.zeros(num_tokens, np.int32), SamplingParams(2**20), ()))
+
+
+def _decoding(runner: Runner, max_drafts: int) -> int:
+    return max(_peak(lambda k=k: _steps(runner, k)) for k in range(max_drafts + 1))
 
 
 def _steps(runner: Runner, num_drafts: int) -> None:

@@ -1,0 +1,273 @@
+"""The books of the memory: what is reserved, what is given back, and who makes room for whom."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config import EngineConfig
+from engine.core.admission import Ledger, MemoryCosts, make_ledger
+from engine.core.request import Request
+from engine.protocol import EngineFailed, EngineRequest, MemoryExceeded, SamplingParams
+from tests.engine.driver import Driver
+from tests.engine.fakes import FakeRunner, answer
+
+COSTS = MemoryCosts(
+    base_bytes=10_000,
+    token_bytes=10,
+    state_bytes=100,
+    layer_share=0.5,
+    slots_step=16,
+    overshoot=3,
+    row_step_bytes=50,
+    chunk_bytes=100,
+    token_step_bytes=4.0,
+    pair_bytes=0.01,
+)
+
+
+def request(request_id: str, num_prompt: int = 30, max_tokens: int = 20, n: int = 1, **more: Any) -> EngineRequest:
+    prompt = np.arange(num_prompt, dtype=np.int32) + 5
+    sampling = SamplingParams(max_tokens, seed=sum(request_id.encode()))
+    return EngineRequest(request_id, prompt, sampling, (), num_choices=n, **more)
+
+
+def rows(request: EngineRequest) -> list[Request]:
+    return [Request(request, index) for index in range(request.num_choices)]
+
+
+def ledger(budget: int = 100_000, reserve_tokens: int = 64, cached: int = 0, costs: MemoryCosts = COSTS) -> Ledger:
+    return Ledger(costs, budget, reserve_tokens, 2048, lambda: cached)
+
+
+def driver(budget: int, costs: MemoryCosts = COSTS, cache_gb: float | None = None, **config: Any) -> Driver:
+    runner = FakeRunner()
+    runner.costs, runner.memory_limit_bytes = costs, budget
+    limits: dict[str, Any] = {"memory": {"headroom_gb": 0, "reserve_tokens": 16}, "scheduler": {"ageing_s": 1000}}
+    cache = {"enabled": cache_gb is not None} | ({"max_gb": cache_gb} if cache_gb else {})
+    return Driver(runner, EngineConfig.model_validate(limits | {"prefix_cache": cache} | config))
+
+
+def test_a_row_is_paid_for_with_its_prompt_its_answer_and_what_a_step_needs():
+    books = ledger()
+    [row] = rows(request("r", num_prompt=30, max_tokens=20))
+    assert books.reserve([row]) == 0
+    slots = 64  # 30 + 20 + 3, in steps of 16
+    assert books.row_bytes == slots * 10 + 100 + 50
+    assert books.prompt_bytes == 0, "the row takes the arrays of its prompt over"
+    assert books.transient_bytes == max(100 + 30 * (4 + 0.01 * 30), (slots * 10 + 100) * 0.5)
+    books.joined()
+    assert books.transient_bytes == (slots * 10 + 100) * 0.5, "one layer may be rebuilt at any time"
+    books.release(row.id)
+    assert books.reserved_bytes == 0 and books.free_bytes == 100_000 - 10_000
+
+
+def test_rows_that_decode_together_take_the_slots_of_the_longest():
+    books = ledger()
+    for request_id, num_prompt in (("short", 10), ("long", 200), ("other", 10)):
+        assert books.reserve(rows(request(request_id, num_prompt))) == 0
+        books.joined()
+    assert books.status()["num_rectangles"] == 1
+    assert books.row_bytes == 3 * (224 * 10 + 100 + 50)
+    books.release("long/0")
+    assert books.row_bytes == 2 * (48 * 10 + 100 + 50), "what only the longest has needed is free"
+
+
+def test_a_row_that_would_waste_more_than_the_weights_weigh_decodes_among_its_own():
+    books = ledger(costs=replace(COSTS, base_bytes=1000))
+    together = [rows(request(name, n))[0] for name, n in (("a", 10), ("b", 20), ("long", 500))]
+    for row in together:
+        assert books.reserve([row]) == 0
+        books.joined()
+    a, b, long = (row.rectangle for row in together)
+    assert a == b != long
+
+
+def test_choices_pay_for_their_rows_and_for_the_prompt_that_they_are_made_of():
+    books = ledger()
+    assert books.reserve(rows(request("r", num_prompt=30, n=3))) == 0
+    assert books.row_bytes == 3 * (64 * 10 + 150) and books.prompt_bytes == 32 * 10 + 100
+    books.joined()
+    assert books.prompt_bytes == 0
+
+
+def test_what_is_missing_is_told_and_nothing_is_reserved():
+    books = ledger(budget=11_800)
+    assert books.reserve(rows(request("a"))) == 0
+    books.joined()
+    before = books.reserved_bytes
+    [row] = rows(request("b"))
+    missing = books.missing([row])
+    assert missing > 0 and books.reserve([row]) == missing and books.reserved_bytes == before
+    enough = ledger(budget=11_800 + missing)
+    assert [enough.reserve(rows(request("a"))), enough.joined(), enough.reserve([row])] == [0, None, 0]
+
+
+def test_an_answer_that_is_longer_than_what_is_reserved_gets_more_as_it_grows():
+    books = ledger(reserve_tokens=16)
+    [row] = rows(request("r", num_prompt=10, max_tokens=1000))
+    assert books.reserve([row]) == 0
+    books.joined()
+    assert not books.is_used_up(row) and books.row_bytes == 32 * 10 + 150
+    row.output_token_ids += [7] * 20
+    assert books.is_used_up(row) and books.extend(row) == 0
+    assert not books.is_used_up(row) and books.row_bytes == 64 * 10 + 150
+
+
+def test_what_the_device_holds_beyond_the_books_counts_until_it_is_gone():
+    books = ledger()
+    books.observe(10_000 + 777)
+    assert books.unaccounted_bytes == 777 and books.free_bytes == 90_000 - 777
+    assert books.num_underestimates == 1
+    books.observe(9_000)
+    assert books.unaccounted_bytes == 0 and books.num_underestimates == 1
+
+
+def test_chunks_become_smaller_behind_long_prompts():
+    books = ledger(costs=replace(COSTS, pair_bytes=1.0))
+    sizes = [books.max_chunk(num_prompt, 2048) for num_prompt in (10, 100, 1000, 10_000)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 1000 and sizes[-1] == 16
+    for num_prompt, size in zip((10, 100, 1000), sizes, strict=False):
+        assert (
+            books.costs.chunk(size, num_prompt) <= 0.25 * books.for_requests < books.costs.chunk(size + 1, num_prompt)
+        )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(12_000, 60_000))
+def test_after_any_storm_nothing_is_reserved_and_the_budget_was_never_exceeded(seed: int, budget: int):
+    rng, running = random.Random(seed), list[Request]()
+    books = ledger(budget, rng.choice([8, 64, 10_000]))
+    for i in range(60):
+        group = rows(request(str(i), rng.randint(1, 300), rng.randint(1, 200), rng.choice([1, 1, 1, 2, 4])))
+        before = books.reserved_bytes
+        if missing := books.reserve(group):
+            assert books.reserved_bytes == before and missing > 0
+        elif rng.random() < 0.2:
+            for row in group:  # given up before it has joined
+                books.release(row.id)
+            assert books.reserved_bytes == before
+        else:
+            books.joined()
+            running += group
+        for row in running:
+            row.output_token_ids += [7] * rng.randint(0, 5)
+            if books.is_used_up(row):
+                books.extend(row)
+        assert books.used_bytes <= budget
+        for row in [row for row in running if rng.random() < 0.3]:
+            running.remove(row)
+            books.release(row.id)
+    for row in running:
+        books.release(row.id)
+    assert books.reserved_bytes == books.row_bytes == books.prompt_bytes == 0
+
+
+def test_an_engine_whose_weights_leave_no_room_does_not_start_and_names_the_figures():
+    runner = FakeRunner()
+    runner.costs, runner.memory_limit_bytes = COSTS, 10_500
+    config = EngineConfig.model_validate({"memory": {"headroom_gb": 0}})
+    with pytest.raises(EngineFailed, match=r"takes 10000 bytes.*the limit is 10500 bytes.*limit_gb.*headroom_gb"):
+        make_ledger(config, runner, lambda: 0)
+
+
+def test_the_headroom_is_kept_free():
+    runner = FakeRunner()
+    runner.memory_limit_bytes = 2**30
+    assert make_ledger(EngineConfig(), runner, lambda: 0).budget == 2**30 - 2**27
+    config = EngineConfig.model_validate({"memory": {"limit_gb": 4, "headroom_gb": 1}})
+    assert make_ledger(config, runner, lambda: 0).budget == 3 * 2**30
+
+
+def test_what_could_never_fit_is_refused_with_both_numbers_and_what_sets_no_limit_gets_what_fits():
+    core = driver(budget=14_000).core
+    assert core.fitted(request("fits")) is not None
+    with pytest.raises(MemoryExceeded, match=r"needs \d+ bytes .* 30 tokens in the prompt, 900 .* has 4000 bytes"):
+        core.fitted(request("r", max_tokens=900))
+    fitted = core.fitted(request("r", max_tokens=900, fills_context=True))
+    assert 100 < fitted.sampling.max_tokens < 400
+    more = replace(fitted, sampling=SamplingParams(fitted.sampling.max_tokens + 16), fills_context=False)
+    with pytest.raises(MemoryExceeded):
+        core.fitted(more)
+    with pytest.raises(MemoryExceeded):
+        core.fitted(request("r", num_prompt=900, max_tokens=900, fills_context=True))
+
+
+def test_all_answers_are_whole_in_a_memory_that_holds_a_few_of_them():
+    """Rows outgrow what they have reserved, the youngest make room, and go on where they were."""
+    tight, requests = driver(budget=14_000), [request(f"r{i}", 20 + i, 90) for i in range(6)]
+    tokens = tight.run({0: requests})
+    assert tokens == {r.request_id: answer(r) for r in requests}
+    assert tight.core.stats.num_preempted > 0
+    assert tight.core.ledger.reserved_bytes == 0
+
+
+def test_random_storms_in_a_tight_memory_give_every_row_its_own_tokens():
+    for seed in range(6):
+        rng = random.Random(seed)
+        tight = driver(budget=rng.randint(13_000, 18_000), max_running=6)
+        requests = [
+            request(f"r{i}", rng.randint(1, 120), rng.randint(1, 100), rng.choice([1, 1, 2])) for i in range(20)
+        ]
+        requests = [r for r in requests if tight.core.ledger.alone(tight.core.ledger.need(rows(r), whole=True)) <= 3000]
+        arrivals = {rng.randint(0, 60): [r] for r in requests}
+        aborts = {rng.randint(0, 80): [r.request_id] for r in requests[::4]}
+        tight.run(arrivals, aborts)
+        for r in (r for group in arrivals.values() for r in group):
+            for index in range(r.num_choices):
+                name = r.request_id if not index else f"{r.request_id}/{index}"
+                got = tight.tokens[name]
+                assert got == answer(r, index)[: len(got)], (seed, name)
+                assert len(got) == r.sampling.max_tokens or r in requests[::4]
+        assert tight.core.ledger.reserved_bytes == 0 and not tight.core.runner.rows  # type: ignore[attr-defined]
+
+
+def test_snapshots_leave_before_anybody_waits():
+    cached = driver(budget=16_600, cache_gb=1.0)
+    cached.run({0: [request("first", num_prompt=200, max_tokens=5)]})
+    assert cached.core.prefix.cache.num_bytes > 0
+    big = request("big", num_prompt=240, max_tokens=40)
+    assert cached.core.ledger.missing(rows(big)) > 0
+    cached.core.add_request(replace(big, tenant="other"))
+    cached.core.step()
+    assert cached.core.scheduler.num_running == 1 and cached.core.prefix.cache.counters.num_evicted == 1
+
+
+def test_a_snapshot_takes_no_memory_that_rows_have_reserved():
+    cached = driver(budget=13_000, cache_gb=1.0)
+    tokens = cached.run({0: [request("r", num_prompt=150, max_tokens=5)]})
+    assert tokens["r"] == answer(request("r", num_prompt=150, max_tokens=5))
+    assert cached.core.prefix.cache.num_bytes == 0 and cached.core.prefix.cache.counters.num_rejected == 1
+
+
+def test_smaller_requests_pass_one_whose_memory_is_not_free_but_not_for_ever():
+    tight = driver(budget=13_700, scheduler={"ageing_s": 10})
+    now = [0.0]
+    tight.core.scheduler._clock = tight.core.scheduler._queue._clock = lambda: now[0]
+    tight.core.add_request(request("running", num_prompt=100, max_tokens=60))
+    tight.core.step()
+    for name, num_prompt in (("large", 120), ("small", 5)):
+        tight.core.add_request(request(name, num_prompt, max_tokens=8))
+    assert tight.core.ledger.missing(rows(request("large", 120, 8))) > 0
+    tight.core.step()
+    assert tight.tokens["small"] and not tight.tokens["large"], "it passes"
+    now[0] += 11
+    tight.core.add_request(request("late", 5, max_tokens=8))
+    tight.core.step()
+    assert not tight.tokens["late"] and not tight.tokens["large"], "nobody passes any more"
+    assert tight.run({0: []})["large"] == answer(request("large", 120, 8))
+
+
+def test_an_idle_engine_lets_the_next_one_in_or_says_why_not():
+    tight = driver(budget=14_000)
+    tight.core.ledger.observe(13_990)
+    tight.core.runner.active_bytes = 13_990  # type: ignore[misc]
+    tight.core.add_request(request("r"))
+    tight.core.step()
+    tight.core.step()
+    assert "bytes of memory are missing, of 14000 in all" in (tight.errors["r"] or "")
+    assert tight.chunks["r"][-1].retry_after_s and not tight.core.has_work

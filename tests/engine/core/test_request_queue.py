@@ -1,0 +1,159 @@
+"""Whose turn it is among clients, how long one may wait, and what is told about it."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.client_shares import MAX_IDLE_CLIENTS, ClientShares
+from engine.protocol import EngineRequest, FinishReason, SamplingParams
+from tests.engine.core.rows import Clock, admitted, out, rows_of, scheduler_of, spec, start
+from tests.engine.driver import Driver
+from tests.engine.fakes import FakeRunner, answer
+
+
+def of(client: str, name: str, **more: Any) -> EngineRequest:
+    return replace(spec(name, **more), client=client)
+
+
+def test_clients_that_wait_are_served_in_turns_whoever_came_first():
+    scheduler = scheduler_of(max_running=1)
+    for i in range(6):
+        scheduler.add(rows_of(of("crowd", f"crowd{i}")))
+    for i in range(2):
+        scheduler.add(rows_of(of("single", f"single{i}")))
+    assert admitted(scheduler)[:4] == ["crowd0", "single0", "crowd1", "single1"]
+
+
+def test_what_a_client_has_had_counts():
+    scheduler = scheduler_of(max_running=3)
+    [row] = start(scheduler, of("greedy", "a"))
+    start(scheduler, of("modest", "b"))
+    scheduler.update_decode({row.id: out(*range(3, 13))})
+    for name in ("greedy", "modest"):
+        scheduler.add(rows_of(of(name, name)))
+    assert admitted(scheduler) == ["modest", "greedy"]
+
+
+def test_nobody_saves_up_for_later_nor_pays_for_having_been_alone():
+    shares = ClientShares()
+    shares.opened("early", 1)
+    shares.charge("early", num_output_tokens=1000)
+    shares.opened("late", 1)
+    assert shares.served("late") == shares.served("early") == 2000
+    shares.charge("early", num_prompt_tokens=10)
+    shares.closed("late")
+    shares.opened("late", 1)
+    assert shares.served("late") == 2010
+    shares.closed("early")
+    shares.closed("late")
+    assert shares.num_active == 0 and shares.served("early") == 0
+
+
+def test_clients_that_are_gone_are_forgotten():
+    shares = ClientShares()
+    shares.opened("stays", 1)
+    for i in range(3 * MAX_IDLE_CLIENTS):
+        shares.opened(str(i), 1)
+        shares.closed(str(i))
+    assert len(shares._served) <= MAX_IDLE_CLIENTS + 1
+
+
+@pytest.mark.parametrize("fairness", ["client", "off"])
+def test_one_client_alone_is_served_in_the_order_of_the_policy(fairness):
+    scheduler = scheduler_of(scheduler={"fairness": fairness})
+    for name in "abc":
+        scheduler.add(rows_of(of("one", name)))
+    assert admitted(scheduler) == ["a", "b", "c"]
+
+
+def test_priority_comes_before_fairness():
+    scheduler = scheduler_of("priority", max_running=1)
+    for client, name, priority in (("a", "a0", 0), ("a", "a1", 0), ("b", "b", 1)):
+        scheduler.add(rows_of(of(client, name, priority=priority)))
+    assert admitted(scheduler) == ["a0", "a1", "b"]
+
+
+def test_a_client_that_holds_all_rows_makes_room_for_one_that_waits():
+    clock = Clock()
+    scheduler = scheduler_of(clock=clock, max_running=4)
+    rows = [start(scheduler, of("hog", f"h{i}"))[0] for i in range(4)]
+    scheduler.add(rows_of(of("other", "o")))
+    assert not scheduler.schedule().prefill, "not at once"
+    clock.now += 6
+    work = scheduler.schedule()
+    assert [row.spec.request_id for row in work.prefill] == ["o"] and work.drop == [rows[-1].id]
+
+
+def test_nobody_makes_room_for_more_than_a_share_or_when_fairness_is_off():
+    for fairness, held in (("client", 2), ("off", 0)):
+        clock = Clock()
+        scheduler = scheduler_of(clock=clock, max_running=4, scheduler={"fairness": fairness})
+        for i in range(4):
+            start(scheduler, of("other" if i < held else "hog", f"r{i}"))
+        scheduler.add(rows_of(of("other", "more")))
+        clock.now += 6
+        assert not scheduler.schedule().prefill and scheduler._stats.num_preempted == 0
+
+
+def test_all_clients_get_their_own_tokens_when_they_make_room_for_one_another():
+    now = [0.0]
+    driver = Driver(FakeRunner(), EngineConfig.model_validate({"max_running": 3, "scheduler": {"ageing_s": 0.5}}))
+    driver.core.scheduler._clock = driver.core.scheduler._queue._clock = lambda: now[0]
+    prompt = np.arange(8, dtype=np.int32)
+    requests = [
+        EngineRequest(f"{client}{i}", prompt, SamplingParams(40, seed=i + 10 * ord(client)), (), client=client)
+        for client, count in (("a", 8), ("b", 3), ("c", 1))
+        for i in range(count)
+    ]
+    for request in requests:
+        driver.core.add_request(request)
+    while driver.core.has_work:
+        now[0] += 0.1
+        driver.core.step()
+    assert {r.request_id: driver.tokens[r.request_id] for r in requests} == {r.request_id: answer(r) for r in requests}
+    assert driver.core.stats.num_preempted > 0
+
+
+def test_who_waits_for_too_long_is_told_and_leaves_nothing_behind():
+    clock = Clock()
+    scheduler = scheduler_of(clock=clock, max_running=2, scheduler={"queue_timeout_s": 10})
+    [row] = start(scheduler, spec("running", n=1))
+    scheduler.add(rows_of(spec("wide", n=2)))
+    clock.now += 9
+    scheduler.add(rows_of(spec("late", n=2)))
+    scheduler.schedule()
+    assert scheduler.take_ended() == {} and scheduler.num_waiting == 2
+    clock.now += 1
+    scheduler.schedule()
+    ended = scheduler.take_ended()
+    assert set(ended) == {"wide/0", "wide/1"} and scheduler.num_waiting == 1 and scheduler._stats.num_expired == 2
+    for chunk in ended.values():
+        assert chunk.finish_reason is FinishReason.EXPIRED and chunk.retry_after_s
+        assert chunk.error == "waited 10 s for a place, the limit is 10 s (queue_timeout_s)"
+    scheduler.abort("wide")
+    assert scheduler._stats.num_aborted == 0
+    scheduler.preempt(row)
+    clock.now += 1000
+    scheduler.schedule()
+    assert set(scheduler.take_ended()) == {"late/0", "late/1"}, "who has begun to answer may wait for ever"
+
+
+def test_positions_and_expected_waits_are_told():
+    clock = Clock()
+    scheduler = scheduler_of(clock=clock, max_running=1)
+    for name in "abcd":
+        scheduler.add(rows_of(spec(name)))
+    assert scheduler.queue()[0].expected_wait_s is None, "nobody knows yet"
+    for _ in range(2):
+        [row] = scheduler.schedule().prefill
+        scheduler.abort(row.spec.request_id)
+        clock.now += 4
+    shown = scheduler.queue()
+    assert [(one.request_id, one.position, one.waited_s) for one in shown] == [("c", 1, 8.0), ("d", 2, 8.0)]
+    assert [one.expected_wait_s for one in shown] == [4.0, 8.0] and scheduler.expected_wait_s() == 12.0
+    for name in "cd":
+        scheduler.abort(name)
+    assert scheduler.queue() == () and scheduler.expected_wait_s() == 0.0

@@ -1,0 +1,56 @@
+"""When the machine, or the container, is short of memory."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from engine import host_memory
+from engine.host_memory import HostMemory, total_bytes
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    memory = SimpleNamespace(total=1000, available=500)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    return memory
+
+
+def container(path: Path, limit: str, used: int, inactive: int = 0) -> Path:
+    for name, text in {"memory.max": limit, "memory.current": str(used)}.items():
+        (path / name).write_text(text + "\n")
+    (path / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
+    return path
+
+
+def test_short_is_less_than_the_limit_and_over_only_with_a_quarter_more(machine, tmp_path):
+    memory = HostMemory(100, tmp_path / "none")
+    assert memory.shortage() is None
+    machine.available = 99
+    assert memory.shortage() == (
+        "the machine is short of memory: 99 bytes are available, new requests need 100 (memory.min_available_gb)"
+    )
+    machine.available = 124
+    assert memory.shortage() is not None
+    machine.available = 125
+    assert memory.shortage() is None
+
+
+def test_by_default_a_part_of_the_machine_is_left_and_0_is_never_short(machine, tmp_path):
+    machine.available = 69
+    assert HostMemory(None, tmp_path / "none").shortage() is not None
+    machine.available = 0
+    assert HostMemory(0, tmp_path / "none").shortage() is None
+
+
+def test_a_container_s_limit_counts_and_what_it_can_reclaim_is_available(machine, tmp_path):
+    assert HostMemory(0, container(tmp_path, "400", 350, 20)).available() == 70
+    assert total_bytes(tmp_path) == 400
+    assert HostMemory(0, container(tmp_path, "max", 350)).available() == 500
+    assert total_bytes(tmp_path) == 1000 == total_bytes(tmp_path / "none")
+
+
+def test_it_reads_this_machine():
+    assert 0 < HostMemory(None).available() <= psutil.virtual_memory().total
+    assert 0 < host_memory.total_bytes() <= psutil.virtual_memory().total
