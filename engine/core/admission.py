@@ -37,11 +37,13 @@ class MemoryCosts:
 
     base_bytes: weights, and all else that is there without any request. token_bytes: one slot of one row, in all
     attention layers, the MTP head's included; state_bytes: of a row, its recurrent states; layer_share: of a row, its
-    largest layer: rectangles are rebuilt layer by layer. slots_step: slots come in so many. overshoot: tokens that
+    largest layer: rectangles are rebuilt layer by layer. snapshot_slack: by which a snapshot's buffers may be larger
+    than its arrays. slots_step: slots come in so many. overshoot: tokens that
     may be computed behind a row's last.
     row_step_bytes, slot_step_bytes: intermediate results of a decode step, per row, and per slot of a row.
     feed_bytes: of a token that the MTP head has not read yet, of which at most feed_tokens wait.
-    chunk_bytes + token_step_bytes * tokens + pair_bytes * tokens * (the prompt up to its end): of a chunk of a prompt.
+    chunk_bytes + token_step_bytes * tokens + pair_bytes * tokens * (the prompt up to its end): of a chunk of a prompt,
+    where attention looks at no more than max_queries tokens at once.
     image_bytes + patch_bytes * patches + patch_pair_bytes * patches ** 2: of one picture; image_token_bytes: of one
     placeholder, as long as its prompt is taken in.
     """
@@ -50,6 +52,7 @@ class MemoryCosts:
     token_bytes: int = 0
     state_bytes: int = 0
     layer_share: float = 1.0
+    snapshot_slack: int = 0
     slots_step: int = 1
     overshoot: int = 0
     row_step_bytes: int = 0
@@ -59,6 +62,7 @@ class MemoryCosts:
     chunk_bytes: int = 0
     token_step_bytes: float = 0.0
     pair_bytes: float = 0.0
+    max_queries: int = 2**31
     image_bytes: int = 0
     patch_bytes: float = 0.0
     patch_pair_bytes: float = 0.0
@@ -83,7 +87,8 @@ class MemoryCosts:
 
     def chunk(self, num_tokens: int, end: int) -> int:
         """The intermediate results of so many tokens of a prompt, the last of which is its `end`-th."""
-        return int(self.chunk_bytes + num_tokens * (self.token_step_bytes + self.pair_bytes * end))
+        num_pairs = min(num_tokens, self.max_queries) * end
+        return int(self.chunk_bytes + num_tokens * self.token_step_bytes + num_pairs * self.pair_bytes)
 
     def image(self, num_patches: int) -> int:
         return int(self.image_bytes + num_patches * (self.patch_bytes + self.patch_pair_bytes * num_patches))

@@ -43,7 +43,7 @@ class EngineCore:
         no_drafts = str(runner.capabilities.get("mtp", "the runner cannot draft"))
         self._speculation = SpeculationController(config.mtp, runner.max_draft_tokens, no_drafts)
         self.prefix = PrefixReuse(config.prefix_cache, runner, self.stats, files)
-        self.ledger = make_ledger(config, runner, lambda: self.prefix.cache.num_bytes + runner.feature_bytes)
+        self.ledger = make_ledger(config, runner, self._cached_bytes)
         self.prefix.cache.room = lambda: self.ledger.free_bytes + self.prefix.cache.num_bytes
         self.scheduler = Scheduler(config, self.stats, ledger=self.ledger, free=self._free)
         self.memory: dict[str, int] = self._memory()
@@ -115,6 +115,10 @@ class EngineCore:
         """The machine is short of memory: everything leaves that no running answer needs."""
         self.prefix.cache.give_back(self.prefix.cache.num_bytes - self.prefix.cache.pinned_bytes)
         self.runner.free_caches()
+
+    def _cached_bytes(self) -> int:
+        cache, slack = self.prefix.cache, self.runner.costs.snapshot_slack
+        return cache.num_bytes + cache.num_in_memory * slack + self.runner.feature_bytes
 
     def _free(self, num_bytes: int) -> bool:
         """Snapshots first; then what the runner keeps for later."""

@@ -132,6 +132,10 @@ class PrefixCache:
         return len(self._entries)
 
     @property
+    def num_in_memory(self) -> int:
+        return len(self._victims) + len(self._pinned)
+
+    @property
     def num_pinned(self) -> int:
         return len(self._pinned)
 

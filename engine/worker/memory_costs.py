@@ -18,10 +18,11 @@ from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.kv_cache import SLOTS_STEP
 from engine.worker.mtp import FEED_LIMIT
+from engine.worker.patches import attention_cpu
 from engine.worker.snapshot import StateSnapshot
 from engine.worker.vision import VisionEncoder
 
-MARGIN, CHUNK_MARGIN = 1.15, 1.35
+MARGIN, CHUNK_MARGIN = 1.15, 1.3
 """On what is measured of decoding and of prompts, whose chunks may be much larger than those that are measured. What is
 counted needs none."""
 
@@ -29,6 +30,8 @@ PROBE_TOKENS = 192
 """With what is decoded behind them they stay within one step of slots, and so do three times as many."""
 NUM_STEPS = 3
 SCORE_BYTES = 5  # a float, and a mask
+BUFFER_SLACK = 2**13  # MLX lends a buffer that is free and a little larger
+LATE_BYTES = 2**18  # constants that are made when something is done for the first time
 PICTURE_SIDES = (4, 8, 16)
 """Of the pictures for the vision tower, in placeholder tokens."""
 
@@ -46,7 +49,8 @@ def measure(
     are too small to be measured. The largest probe takes 2 * PROBE_TOKENS tokens."""
     mx.clear_cache()
     scores = MARGIN * num_heads * (max_drafts + 1) * SCORE_BYTES
-    costs = replace(_exact(snapshot, max_drafts), base_bytes=mx.get_active_memory(), slot_step_bytes=scores)
+    base, blocks = mx.get_active_memory() + LATE_BYTES, attention_cpu.max_queries()
+    costs = replace(_exact(snapshot, max_drafts), base_bytes=base, slot_step_bytes=scores, max_queries=blocks)
     costs = _with_forwards(runner, costs, max_drafts)
     return costs if vision is None else replace(costs, **_of_pictures(vision))
 
@@ -62,6 +66,7 @@ def _exact(snapshot: StateSnapshot, max_drafts: int) -> MemoryCosts:
         token_bytes=sum(slots),
         state_bytes=sum(states),
         layer_share=max(shares, default=0.0),
+        snapshot_slack=BUFFER_SLACK * (2 * len(layers) + sum(map(len, snapshot.states)) + 1),
         slots_step=SLOTS_STEP,
         overshoot=2 * (max_drafts + 1) + 1,
         feed_bytes=hidden * 3 // 2 + head,  # written anew, rows by rows, in each step
@@ -84,7 +89,7 @@ def _with_forwards(runner: Runner, costs: MemoryCosts, max_drafts: int) -> Memor
         runner.drop([one.id, two.id])
     row = max(both - alone, alone // 2, 0)
     pair = max(late - first, 0) / (2 * n * n)
-    token = max(wide - first - 3 * n * n * pair, first / 2, 0) / n
+    token = max(wide - first - (min(2 * n, costs.max_queries) * 2 * n - n * n) * pair, first / 2, 0) / n
     return replace(
         costs,
         base_bytes=costs.base_bytes + int(MARGIN * max(alone - row, 0)),

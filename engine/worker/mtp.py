@@ -16,8 +16,8 @@ from mlx_vlm.models.cache import KVCache
 from engine.worker.kv_cache import RowCache, RowsCache
 from engine.worker.view import View
 
-FEED_CHUNK = 256  # pairs per forward when the head catches up
-FEED_LIMIT = 256  # pairs that may wait: hidden states cost as much memory as an attention layer's keys and values
+FEED_CHUNK = 128  # pairs per forward when the head catches up
+FEED_LIMIT = 128  # pairs that may wait: hidden states cost as much memory as an attention layer's keys and values
 
 
 class MTPHead:

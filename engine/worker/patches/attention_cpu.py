@@ -42,6 +42,7 @@ def _attention(
         end = min(start + BLOCK_QUERIES, num_queries)
         seen = num_keys - num_queries + end if is_causal else num_keys
         blocks.append(_block(queries[:, :, start:end] * scale, keys[:, :, :seen], values[:, :, :seen], is_causal))
+        mx.eval(blocks[-1])  # or it would hold on to its scores
     return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2)
 
 
@@ -70,3 +71,8 @@ def install() -> None:
     if platform.machine() in ("x86_64", "AMD64"):
         for module in MODULES:
             vars(module)["scaled_dot_product_attention"] = _attention
+
+
+def max_queries() -> int:
+    """How many attention looks at at once: no bound where this is not installed."""
+    return BLOCK_QUERIES if vars(qwen3_5)["scaled_dot_product_attention"] is _attention else 2**31
