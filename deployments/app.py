@@ -10,6 +10,7 @@ import ray
 from pydantic import Field
 from ray.serve import Application
 
+from deployments.draining import DRAIN_TIMEOUT_S, MARGIN_S
 from deployments.engine_client import PLAN_TIMEOUT_S
 from deployments.http.config import HttpConfig
 from deployments.http.normalize import normalize
@@ -34,15 +35,17 @@ SCORER_SHARE = 0.9
 SAME_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 """A replica serves, routes and runs its code in one event loop: a third of the CPU per token of Serve's three."""
 
-SPARE_SLOTS = 32
-"""Requests in planning hold a slot as well; the engine, not Serve, says when there are too many."""
+MAX_NODES = 64
+
+SPARE_SLOTS = 256
+"""Beyond what an ingress lets in: requests that are read or refused, status, cancels."""
 
 MAX_PLANNING = {"text": 64, "mllm": 32}
-"""Requests that a planner prepares at once. Each holds a slot of the engine, and for a sparse plan asks it in another
-what is cached."""
+"""Requests that a planner prepares at once; further ones wait for the same processor in any case. Each holds a slot of
+the engine, and for a sparse plan asks it in another what is cached."""
 
 SPARE_SCORES = 8
-"""Likewise the scorer; and its status must be heard when it is full."""
+"""The scorer, not Serve, says when there are too many prompts; and its status must be heard when it is full."""
 
 
 class AppArgs(Frozen):
@@ -54,6 +57,12 @@ class AppArgs(Frozen):
     )
     media: MediaConfig = Field(default_factory=lambda: MediaConfig(), description="limits on the pictures of a request")
     http: HttpConfig = Field(default_factory=lambda: HttpConfig(), description="what the HTTP faces accept")
+    drain_timeout_s: float = Field(
+        default=DRAIN_TIMEOUT_S,
+        ge=0,
+        description="running answers get so long when the server stops or is deployed anew, then they end with an "
+        "error that says so",
+    )
     served_model_name: str | None = Field(
         default=None,
         description="the name that clients send; default: 'demo', the directory's name, or the hub repository",
@@ -76,37 +85,56 @@ def build_app(args: AppArgs) -> Application:
     num_nodes = _check_cluster(args.engine)
     _check_pinned(args)
     scorer = _bind_scorer(args) if args.spec_prefill.enabled else None
-    most = args.engine.max_running + args.engine.max_queue + SPARE_SLOTS
+    slots = most_in_flight(args.engine) + SPARE_SLOTS
     questions = sum(MAX_PLANNING.values()) if scorer is not None else 0
+    ending = _ending(args)
     engine = ModelReplica.options(
         **_one_per_node("mlx", ENGINE_SHARE, num_nodes),
-        max_ongoing_requests=most + questions,
+        **ending,
+        max_ongoing_requests=slots + questions,
         request_router_config=_router(),
         health_check_period_s=2,
         health_check_timeout_s=10,
-        graceful_shutdown_timeout_s=30,
-    ).bind(args.engine)
-    small = _one_per_node("mlx", SMALL_SHARE, num_nodes)
+    ).bind(args.engine, args.drain_timeout_s)
+    small = {**_one_per_node("mlx", SMALL_SHARE, num_nodes), **ending}
     planner = {**small, "request_router_config": _router(local_default=True)}
     sparse = (args.spec_prefill, engine, scorer)
     text = TextMTP.options(**planner, max_ongoing_requests=MAX_PLANNING["text"]).bind(args.engine, *sparse)
     mllm = MLLM.options(**planner, max_ongoing_requests=MAX_PLANNING["mllm"]).bind(args.engine, args.media, *sparse)
     shown = args.model_dump(mode="json")
     plan_timeout_s = PLAN_TIMEOUT_S + (args.spec_prefill.deadline_s if scorer is not None else 0)
-    return Ingress.options(**small, max_ongoing_requests=4 * most).bind(
-        args.model_name, args.engine, args.http, shown, engine, text, mllm, scorer, plan_timeout_s
+    timeouts = plan_timeout_s, args.drain_timeout_s
+    return Ingress.options(**small, max_ongoing_requests=slots).bind(
+        args.model_name, args.engine, args.http, shown, engine, text, mllm, scorer, *timeouts
     )
+
+
+def most_in_flight(config: EngineConfig) -> int:
+    """Requests that an ingress may have let in, and that may hold a slot of an engine, in the largest cluster.
+
+    Of N nodes each ingress lets in what N engines run and queue, so that an engine may see N times what it takes, and
+    refuses the rest itself. Serve's limits (max_ongoing_requests) lie beyond: at them a request would wait in Serve,
+    where no queue_timeout_s and no fairness holds, while it could be refused, or queued, at once. max_queued_requests
+    stays at Serve's default, without a limit, for the same reason: those who wait in Serve, such as while an engine
+    starts anew, have all been let in.
+    """
+    return MAX_NODES * (config.max_running + config.max_queue)
+
+
+def _ending(args: AppArgs) -> dict[str, Any]:
+    """Serve kills a replica only when all that it runs must have ended by itself."""
+    return {"graceful_shutdown_timeout_s": args.drain_timeout_s + MARGIN_S, "graceful_shutdown_wait_loop_s": 0.5}
 
 
 def _bind_scorer(args: AppArgs) -> Application:
     config = args.spec_prefill
     return SpecPrefillScorer.options(
         **_one_per_node("mlx_scorer", SCORER_SHARE, _check_scorer_nodes(config)),
+        **_ending(args),
         max_ongoing_requests=config.max_running + config.max_queue + SPARE_SCORES,
         request_router_config=_router(local_first=True),
         health_check_period_s=2,
         health_check_timeout_s=10,
-        graceful_shutdown_timeout_s=5,
         # In serve_config.yaml the deployment may not be named: Serve refuses names of what is switched off.
         logging_config={"enable_access_log": False},
     ).bind(config, args.engine)
@@ -182,7 +210,7 @@ def _one_per_node(resource: Resource, share: float, num_nodes: int) -> dict[str,
         "autoscaling_config": {
             "min_replicas": 1,
             "initial_replicas": num_nodes,
-            "max_replicas": max(64, num_nodes),
+            "max_replicas": max(MAX_NODES, num_nodes),
             "upscale_delay_s": 1,
             "downscale_delay_s": 10,
             "policy": {
@@ -190,7 +218,6 @@ def _one_per_node(resource: Resource, share: float, num_nodes: int) -> dict[str,
                 "policy_kwargs": {"resource": resource},
             },
         },
-        "graceful_shutdown_wait_loop_s": 0.5,
     }
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar
 
+from deployments.in_flight import InFlight
 from engine.protocol import EngineRequest, GrammarSpec
 
 T = TypeVar("T")
@@ -37,10 +38,10 @@ class Route(StrEnum):
 class ChatRequest:
     """One request of any dialect after normalization. None means: the model's own default.
 
-    The fields of sampling are those of `SamplingParams`, where their meaning is told; num_choices, grammar, priority
-    and tenant those of `EngineRequest`. stop_token_ids: besides the model's own. spec_prefill: whether a long prompt
-    may be taken in sparsely; None: by the configuration's rules. spec_prefill_keep: at least this part of what is not
-    dense in any case is computed.
+    The fields of sampling are those of `SamplingParams`, where their meaning is told; num_choices, grammar, priority,
+    tenant and client those of `EngineRequest`. stop_token_ids: besides the model's own. spec_prefill: whether a long
+    prompt may be taken in sparsely; None: by the configuration's rules. spec_prefill_keep: at least this part of what
+    is not dense in any case is computed.
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class ChatRequest:
     priority: int = 0
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tenant: str = ""
+    client: str = ""
     spec_prefill: bool | None = None
     spec_prefill_keep: float | None = None
 
@@ -157,14 +159,22 @@ class Generation(Protocol):
 
 
 class Backend(Protocol):
-    """What the HTTP faces need of the graph behind them."""
+    """What the HTTP faces need of the graph behind them. in_flight: every completion is entered there."""
 
     model_name: str
+    in_flight: InFlight
 
     async def start(self, request: ChatRequest, route: Route) -> Generation:
         """Plans and dispatches; returns with the first token, so that every error comes before the headers.
 
         Raises OrchardError.
+        """
+        ...
+
+    async def cancel(self, request_id: str) -> bool:
+        """Ends all requests with this id, whichever node took them; False if there is none.
+
+        Raises Unavailable when that cannot be known.
         """
         ...
 

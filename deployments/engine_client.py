@@ -9,8 +9,8 @@ gives the slot back.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import grpc
@@ -20,7 +20,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.chat import ChatRequest, EngineAnswer, Plan, Route, SilentEngine
 from deployments.routing import NODE_SESSION
-from engine.protocol import EngineFailed, OrchardError, Overloaded, TokenChunk
+from engine.protocol import Cancelled, EngineFailed, FinishReason, OrchardError, Overloaded, TokenChunk, Unavailable
 
 log = logging.getLogger("ray.serve")
 
@@ -29,9 +29,15 @@ RESERVE_TIMEOUT_S = 30.0
 PLAN_TIMEOUT_S = 120.0
 ASK_TIMEOUT_S = 10.0
 """An engine answers between two steps, and a step of a long prompt may last for seconds."""
-RETRY_AFTER_S = 2.0
+RETRY_AFTER_S = 5.0
+"""An engine that is gone is back within seconds at best."""
 
-GONE = (RayActorError, NodeDiedError, ObjectLostError, ReplicaUnavailableError)
+
+class CancelledThere(Exception):
+    """A call was cancelled by the replica that should have answered it, as it shuts down; not by who waits for it."""
+
+
+GONE = (RayActorError, NodeDiedError, ObjectLostError, ReplicaUnavailableError, CancelledThere)
 """What a handle raises when the replica behind it, or its node, is dead or cannot be reached."""
 
 
@@ -49,15 +55,17 @@ class EngineStream:
         self._closing: asyncio.Task[None] | None = None
 
     async def __aiter__(self) -> AsyncIterator[TokenChunk]:
-        """Raises EngineFailed when the engine is lost on the way."""
+        """Raises Unavailable when the engine is lost on the way."""
         try:
             yield self._first
-            async for chunk in self._rest:
-                yield chunk
+            with _telling_who_cancelled():
+                async for chunk in self._rest:
+                    yield chunk
         except Exception as error:
             cause = cause_of(error)
             if is_gone(cause):
-                raise EngineFailed("The engine was lost in the middle of the answer. Please send it again.") from error
+                lost = "The engine was lost in the middle of the answer. Please send the request again."
+                raise Unavailable(lost, RETRY_AFTER_S) from error
             raise cause from None
         finally:
             await self.aclose()
@@ -70,7 +78,8 @@ class EngineStream:
 
 
 class EngineClient:
-    """`planners` must pin by the session id `node:<id>`, see routing.py."""
+    """`planners` must pin by the session id `node:<id>`, see routing.py. room_in_s: for who finds all queues full, how
+    long until there is room."""
 
     def __init__(
         self,
@@ -79,6 +88,7 @@ class EngineClient:
         reserve_timeout_s: float = RESERVE_TIMEOUT_S,
         ask_timeout_s: float = ASK_TIMEOUT_S,
         plan_timeout_s: float = PLAN_TIMEOUT_S,
+        room_in_s: Callable[[], float] = lambda: RETRY_AFTER_S,
     ):
         # options() connects a handle to its deployment, so that the first request need not wait for it
         # Chunks are plain dataclasses: pickle takes a fifth of the engine's CPU per item off what cloudpickle costs.
@@ -90,22 +100,25 @@ class EngineClient:
         self._reserve_timeout_s = reserve_timeout_s
         self._ask_timeout_s = ask_timeout_s
         self._plan_timeout_s = plan_timeout_s
+        self._room_in_s = room_in_s
 
     async def start(self, request: ChatRequest, route: Route) -> EngineStream:
         """Returns with the first chunk. A replica that dies before it is replaced by another one, once.
 
-        Raises InvalidRequest, Overloaded, EngineFailed.
+        Raises InvalidRequest, Overloaded, Unavailable, EngineFailed, Cancelled.
         """
         try:
-            return await self._attempt(request, route)
+            with _telling_who_cancelled():
+                return await self._attempt(request, route)
         except Exception as error:
             if not is_gone(cause_of(error)):
-                raise answer_to(error) from None
+                raise self._answer_to(error) from None
             log.warning("request %s: the replica is gone (%s), trying another one", request.request_id, error)
         try:
-            return await self._attempt(request, route)
+            with _telling_who_cancelled():
+                return await self._attempt(request, route)
         except Exception as error:
-            raise answer_to(error) from None
+            raise self._answer_to(error) from None
 
     async def ask_all(self, method: str, node_ids: Iterable[str]) -> tuple[list[EngineAnswer[Any]], list[SilentEngine]]:
         """What the engines on these nodes answer, and those that give no answer in time.
@@ -136,6 +149,8 @@ class EngineClient:
                 chunks = self._engine.dispatch(selection, plan.request)
             resources.callback(cancel, chunks)  # before the reservation ends
             first = await anext(chunks)
+            if (error := failure_of(first)) is not None:
+                raise error
             node_id = selection.node_id if selection else ""
             return EngineStream(plan, node_id, first, chunks, resources.pop_all())
 
@@ -147,7 +162,8 @@ class EngineClient:
         except NotImplementedError:
             return None
         except TimeoutError:
-            raise EngineFailed(f"No engine took the request within {self._reserve_timeout_s:.0f} s.") from None
+            late = f"No engine took the request within {self._reserve_timeout_s:g} s."
+            raise Unavailable(late, RETRY_AFTER_S) from None
 
     async def _plan(self, request: ChatRequest, route: Route, selection: Any | None) -> Plan:
         planner = self._planners[route]
@@ -156,7 +172,18 @@ class EngineClient:
         try:
             return await within(self._plan_timeout_s, planner.remote(request))
         except TimeoutError:
-            raise EngineFailed(f"The request could not be prepared within {self._plan_timeout_s:.0f} s.") from None
+            late = f"The request could not be prepared within {self._plan_timeout_s:g} s."
+            raise Unavailable(late, RETRY_AFTER_S) from None
+
+    def _answer_to(self, error: Exception) -> Exception:
+        """The error for the client; what is not foreseen stays as it is."""
+        error = cause_of(error)
+        if isinstance(error, BackPressureError):
+            return Overloaded("Too many requests are waiting for an engine.", self._room_in_s())
+        if is_gone(error) or isinstance(error, DeploymentUnavailableError):
+            lost = "The engine was lost before the first token. Please send the request again."
+            return Unavailable(lost, RETRY_AFTER_S)
+        return error
 
 
 class NoAnswer(TimeoutError):
@@ -203,14 +230,26 @@ def is_gone(error: Exception) -> bool:
     return isinstance(error, GONE)
 
 
-def answer_to(error: Exception) -> Exception:
-    """The error for the client; what is not foreseen stays as it is."""
-    error = cause_of(error)
-    if isinstance(error, BackPressureError):
-        return Overloaded("Too many requests are waiting for an engine.", RETRY_AFTER_S)
-    if is_gone(error) or isinstance(error, DeploymentUnavailableError):
-        return EngineFailed("The engine was lost before the first token. Please send the request again.")
-    return error
+def failure_of(chunk: TokenChunk) -> OrchardError | None:
+    """Why a choice ended with this chunk, if not as it should."""
+    if chunk.finish_reason is FinishReason.ABORT:
+        return Cancelled(chunk.error or "The request was cancelled.")
+    if chunk.finish_reason is not FinishReason.ERROR:
+        return None
+    message = chunk.error or "The engine gave up the request."
+    return EngineFailed(message) if chunk.retry_after_s is None else Unavailable(message, chunk.retry_after_s)
+
+
+@contextmanager
+def _telling_who_cancelled() -> Iterator[None]:
+    """Ray raises CancelledError when the call was cancelled over there: to the caller the replica is gone."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise CancelledThere("the replica cancelled the call") from None
 
 
 def why_silent(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """Ingress: the HTTP faces in front of the graph, one per node; turns the engine's tokens into text."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,20 +13,25 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.chat import ChatRequest, Route, TextDelta, TextLogprobs
-from deployments.engine_client import PLAN_TIMEOUT_S, EngineClient, EngineStream
+from deployments.draining import DRAIN_TIMEOUT_S, when_stopping
+from deployments.engine_client import PLAN_TIMEOUT_S, EngineClient, EngineStream, failure_of
 from deployments.http.cache import cache_body, cleared_body
 from deployments.http.config import HttpConfig
 from deployments.http.openai import create_app
+from deployments.in_flight import InFlight
 from deployments.policies import nodes_offering
-from deployments.replica import replica_info
+from deployments.replica import in_replica, replica_info
 from engine.config import EngineConfig
 from engine.processing.checkpoint import media_kinds, read_config, resolve_checkpoint
 from engine.processing.detokenizer import Detokenizer
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import EngineFailed, FinishReason, TokenChunk
+from engine.protocol import FinishReason, TokenChunk, Unavailable
+
+log = logging.getLogger("ray.serve")
 
 STATUS_TIMEOUT_S = 5.0
 READY_CHECKED_EVERY_S = 1.0
+ENGINES_COUNTED_EVERY_S = 2.0
 
 
 class TextGeneration:
@@ -45,13 +51,13 @@ class TextGeneration:
         self._running = {index: tokenizer.detokenizer(stop) for index in range(request.num_choices)}
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
-        """Raises EngineFailed when the engine cannot finish the answer."""
+        """Raises EngineFailed or Unavailable when the engine cannot finish the answer, Cancelled when it may not."""
         try:
             async for chunk in self._stream:
                 if (detokenizer := self._running.get(chunk.index)) is None:
                     continue
-                if chunk.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                    raise EngineFailed(chunk.error or "The engine gave up the request. Please send it again.")
+                if (error := failure_of(chunk)) is not None:
+                    raise error
                 delta = self._delta(chunk, detokenizer)
                 if delta.finish_reason is not None:
                     del self._running[chunk.index]
@@ -93,7 +99,11 @@ class TextGeneration:
 @serve.deployment()
 @serve.ingress()
 class Ingress:
-    """Implements chat.Backend for the HTTP faces."""
+    """Implements chat.Backend for the HTTP faces.
+
+    It lets in no more than all engines can run and queue, and says so before anything is done for a request. Others may
+    let in as much, so the engines have the last word.
+    """
 
     def __init__(
         self,
@@ -106,14 +116,28 @@ class Ingress:
         mllm: DeploymentHandle,
         scorer: DeploymentHandle | None = None,
         plan_timeout_s: float = PLAN_TIMEOUT_S,
+        drain_timeout_s: float = DRAIN_TIMEOUT_S,
     ):
         self.model_name = model_name
+        self._num_engines = 1
+        self.in_flight = InFlight(
+            lambda: self._num_engines * (config.max_running + config.max_queue), config.max_running
+        )
         self._http = http
         self._effective_config = effective_config
         model_dir = resolve_checkpoint(config.model, config.revision, weights=False)
         self._tokenizer = ChatTokenizer(model_dir)
         self._media_kinds = media_kinds(model_dir, read_config(model_dir))
-        self._client = EngineClient(engine, {Route.TEXT: text, Route.MLLM: mllm}, plan_timeout_s=plan_timeout_s)
+        self._client = EngineClient(
+            engine,
+            {Route.TEXT: text, Route.MLLM: mllm},
+            plan_timeout_s=plan_timeout_s,
+            room_in_s=lambda: self.in_flight.retry_after_s,
+        )
+        self._drain_timeout_s = drain_timeout_s
+        self._stopping = when_stopping(self.drain)
+        self._counting = asyncio.ensure_future(self._count_engines()) if in_replica() else None
+        self._peers = own_deployment()
         self._engines = engine
         self._graph = {"engines": engine, "text": text, "mllm": mllm, "spec_prefill": scorer}
         self._ready_until = float("-inf")
@@ -125,10 +149,35 @@ class Ingress:
         stream = await self._client.start(request, route)
         return TextGeneration(stream, self._tokenizer, request.stop)
 
+    async def cancel(self, request_id: str) -> bool:
+        """Here and at the ingresses of the other nodes. Raises Unavailable when one of those does not answer, and no
+        other knows the request."""
+        here = self.in_flight.cancel(request_id)
+        said = await self._ask_peers("cancel_here", request_id)
+        if here or any(answer is True for answer in said):
+            return True
+        silent = [answer for answer in said if isinstance(answer, Exception)]
+        if silent:
+            raise Unavailable(f"{len(silent)} of {len(said)} nodes that may know the request did not answer.")
+        return False
+
+    async def cancel_here(self, request_id: str) -> bool:
+        return self.in_flight.cancel(request_id)
+
+    async def drain(self) -> None:
+        """Takes no new requests; returns when what runs is over, which is ended after drain_timeout_s."""
+        num_in_flight = self.in_flight.status()["num_in_flight"]
+        log.info("draining: %d answers are in flight, they get %g s", num_in_flight, self._drain_timeout_s)
+        await self.in_flight.drain(self._drain_timeout_s)
+        log.info("drained")
+
+    async def status_here(self) -> dict[str, Any]:
+        return {**replica_info(), **self.in_flight.status()}
+
     async def status(self) -> dict[str, Any]:
         """Sums over all engines, then every replica of the graph, and the configuration in effect.
 
-        `spec_prefill`: the scorers, null where there are none by configuration.
+        `ingress`: this one first. `spec_prefill`: the scorers, null where there are none by configuration.
         """
         there = {name: handle for name, handle in self._graph.items() if handle is not None}
         replicas = dict(zip(there, await asyncio.gather(*map(status_of_all, there.values())), strict=True))
@@ -140,9 +189,34 @@ class Ingress:
             "num_waiting": sum(engine["num_waiting"] for engine in engines),
             "spec_prefill": None,
             **replicas,
-            "ingress": [replica_info()],
+            "ingress": await self._all_ingresses(),
             "config": self._effective_config,
         }
+
+    async def _all_ingresses(self) -> list[dict[str, Any]]:
+        own = await self.status_here()
+        said = [answer for answer in await self._ask_peers("status_here") if isinstance(answer, dict)]
+        return [own, *(answer for answer in said if answer["replica_id"] != own["replica_id"])]
+
+    async def _ask_peers(self, method: str, *args: Any) -> list[Any]:
+        """What each ingress answers, this one included, or an error instead; [] in Serve's local testing mode."""
+        if self._peers is None:
+            return []
+        try:
+            answers = self._peers.broadcast(method, *args)
+            return await answers.results_async(timeout_s=STATUS_TIMEOUT_S, return_exceptions=True)
+        except (DeploymentUnavailableError, TimeoutError) as error:
+            log.warning("the other ingresses did not answer %s: %r", method, error)
+            return [error]
+
+    async def _count_engines(self) -> None:
+        """As long as this replica lives. When it cannot be found out, the last count holds."""
+        while True:
+            try:
+                self._num_engines = max(1, len(await engine_node_ids()))
+            except Exception:
+                log.exception("the engines could not be counted; it is assumed that there are %d", self._num_engines)
+            await asyncio.sleep(ENGINES_COUNTED_EVERY_S)
 
     async def cache_status(self) -> dict[str, Any]:
         answers, missing = await self._client.ask_all("cache_status", await engine_node_ids())
@@ -152,6 +226,8 @@ class Ingress:
         return cleared_body(*await self._client.ask_all("clear_cache", await engine_node_ids()))
 
     async def not_ready(self) -> str | None:
+        if self.in_flight.is_draining:
+            return "The server is shutting down."
         if time.monotonic() < self._ready_until:
             return None
         engines = await status_of_all(self._engines)
@@ -159,6 +235,15 @@ class Ingress:
             self._ready_until = time.monotonic() + READY_CHECKED_EVERY_S
             return None
         return engines[0]["engine"]["error"] if engines else "No engine is ready: the model is being loaded."
+
+
+def own_deployment() -> DeploymentHandle | None:
+    """A handle to all replicas of the deployment that this process is one of; None outside of a replica."""
+    if not in_replica():
+        return None
+    own = serve.get_replica_context()
+    handle = serve.get_deployment_handle(own.deployment, own.app_name)
+    return handle.options(method_name="status_here")  # which connects it, so that the first call need not wait
 
 
 async def engine_node_ids() -> list[str]:

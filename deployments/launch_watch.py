@@ -1,4 +1,5 @@
-"""What `serve run <config>` lacks: it ends with the reason when the app cannot start, and says when it is ready."""
+"""What `serve run <config>` lacks: it ends with the reason when the app cannot start, says when it is ready, and lets
+answers that are running come to their end before it stops."""
 
 import os
 import re
@@ -6,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from deployments.launch import RAY_INIT_HOOK, serve_run_config
+from deployments.launch_stop import GracefulStop, drain_applications, say
 
 POLL_S = 0.5
 CONNECT_S = 2.0
@@ -27,11 +30,13 @@ def watch_serve_run(runtime_env: dict[str, Any] | None) -> dict[str, Any] | None
         config = yaml.safe_load(Path(path).read_text())
         complaints = "\n".join(complaints_about(config))
         if complaints:
-            _say(f"{path} is wrong:\n{complaints}")
+            say(f"{path} is wrong:\n{complaints}")
             raise SystemExit(1)
         if not os.environ.get("RAY_ADDRESS"):
             forget_dead_cluster()
-        threading.Thread(target=_watch, args=(config,), name="watch-serve-run", daemon=True).start()
+        stop = GracefulStop(lambda: drain_applications(drain_timeouts_s(config)))
+        stop.install()
+        threading.Thread(target=_watch, args=(config, stop.serving), name="watch-serve-run", daemon=True).start()
     return runtime_env
 
 
@@ -51,7 +56,7 @@ def forget_dead_cluster() -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except OSError as error:
         note.unlink(missing_ok=True)
-        _say(f"The Ray cluster at {address}, noted in {note}, is gone ({error}): starting without it.")
+        say(f"The Ray cluster at {address}, noted in {note}, is gone ({error}): starting without it.")
 
 
 def complaints_about(config: dict[str, Any]) -> list[str]:
@@ -59,9 +64,7 @@ def complaints_about(config: dict[str, Any]) -> list[str]:
     from deployments.app import AppArgs
 
     lines = []
-    for application in config.get("applications", []):
-        if application.get("import_path") != OUR_APP:
-            continue
+    for application in _ours(config):
         try:
             AppArgs.model_validate(application.get("args") or {})
         except ValidationError as error:
@@ -70,6 +73,20 @@ def complaints_about(config: dict[str, Any]) -> list[str]:
                 what = "there is no such key" if e["type"] == "extra_forbidden" else f"{e['msg']}, not {e['input']!r}"
                 lines.append(f"  {key}: {what}")
     return lines
+
+
+def drain_timeouts_s(config: dict[str, Any]) -> dict[str, float]:
+    """Of our applications, by name."""
+    from deployments.app import AppArgs
+
+    return {
+        application.get("name", "default"): AppArgs.model_validate(application.get("args") or {}).drain_timeout_s
+        for application in _ours(config)
+    }
+
+
+def _ours(config: dict[str, Any]) -> list[dict[str, Any]]:
+    return [a for a in config.get("applications", []) if a.get("import_path") == OUR_APP]
 
 
 def reason_in(message: str) -> str:
@@ -81,7 +98,7 @@ def reason_in(message: str) -> str:
     return "\n".join(lines[start:] if last_frame >= 0 and start < len(lines) else lines)
 
 
-def _watch(config: dict[str, Any]) -> None:
+def _watch(config: dict[str, Any], on_running: Callable[[], None]) -> None:
     import ray
     from ray import serve
 
@@ -98,7 +115,8 @@ def _watch(config: dict[str, Any]) -> None:
                 _give_up(name, application)
             if application.status == "RUNNING":
                 waiting.discard(name)
-                _say(_welcome(config, name))
+                on_running()
+                say(_welcome(config, name))
 
 
 def _give_up(name: str, application: Any) -> None:
@@ -108,7 +126,7 @@ def _give_up(name: str, application: Any) -> None:
             reasons.append(f"{deployment}: {reason_in(overview.message)}")
     import ray
 
-    _say(f"Application '{name}' could not be started:\n" + "\n".join(reasons))
+    say(f"Application '{name}' could not be started:\n" + "\n".join(reasons))
     ray.shutdown()  # ends the cluster if this command started it, and leaves one that it joined
     os._exit(1)  # the main thread sleeps in `serve run` and takes no exception from another thread
 
@@ -121,8 +139,3 @@ def _welcome(config: dict[str, Any], name: str) -> str:
     prefix = (application.get("route_prefix") or "/").rstrip("/")
     url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{http.get('port', 8000)}{prefix}/v1"
     return f"Orchard is ready: {url} (model {model})"
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"\n{text}\n\n")
-    sys.stderr.flush()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from ray import serve
 
 from deployments.chat import EngineAnswer
+from deployments.draining import DRAIN_TIMEOUT_S, when_stopping
 from deployments.replica import lend_blas_half_the_cores, log_refusals_in_one_line, replica_info
 from engine.config import EngineConfig
 from engine.protocol import CacheCleared, CachedPrefix, CacheStatus, EngineRequest, TokenChunk
@@ -23,7 +24,7 @@ PROGRESS_PERIOD_S = 5.0
 
 @serve.deployment()
 class ModelReplica:
-    async def __init__(self, config: EngineConfig):
+    async def __init__(self, config: EngineConfig, drain_timeout_s: float = DRAIN_TIMEOUT_S):
         """Returns when the weights are in memory; until then Serve sends no request. Raises EngineFailed."""
         log_refusals_in_one_line()
         lend_blas_half_the_cores()
@@ -36,6 +37,7 @@ class ModelReplica:
             log.info("%s %s: %.0f %%", status.state, config.model, 100 * status.load_progress)
         await loaded
         log.info("%s is loaded", config.model)
+        self._stopping = when_stopping(lambda: self._engine.drain(drain_timeout_s))
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:
         """See AsyncEngine.generate: one item per step, and closing it at any point frees the row."""

@@ -61,6 +61,8 @@ class PromptPlanner:
             priority=request.priority,
             boundaries=prompt.boundaries,
             tenant=request.tenant,
+            client=request.client,
+            fills_context=request.max_tokens is None,
             origin=origin,
         )
 

@@ -9,12 +9,17 @@ import psutil
 import ray
 from ray import serve
 
-from engine.protocol import InvalidRequest, Overloaded
+from engine.protocol import Cancelled, InvalidRequest, Overloaded, Unavailable
 
 
 def node_id() -> str:
     """The Ray node that this process runs on, '' without Ray."""
     return ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+
+
+def in_replica() -> bool:
+    """False outside of Serve, and in its local testing mode."""
+    return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
 def replica_info() -> dict[str, Any]:
@@ -37,12 +42,13 @@ def lend_blas_half_the_cores() -> None:
 class _OneLine(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, InvalidRequest | Overloaded):
+        if isinstance(error, InvalidRequest | Overloaded | Unavailable | Cancelled):
             record.msg, record.args, record.exc_info = "Request refused: %s", (error,), None
             record.levelno, record.levelname = logging.INFO, "INFO"
         return True
 
 
 def log_refusals_in_one_line() -> None:
-    """Serve logs all that a replica raises with its traceback, also where the caller is at fault or the queue full."""
+    """Serve logs all that a replica raises with its traceback, also where the caller is at fault, the queue full, or
+    the engine not to be had for a while."""
     logging.getLogger("ray.serve").addFilter(_OneLine())

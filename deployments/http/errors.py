@@ -2,6 +2,9 @@
 
 Errors of ours speak for themselves. Anything else is logged under its request id and answered with a constant
 sentence: what a library says may hold addresses, paths or other people's text.
+
+What may be sent again as it is says when, in whole seconds: in the header Retry-After, or, in a stream, where no header
+can be sent any more, in the error object as `retry_after_s`.
 """
 
 import functools
@@ -18,7 +21,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from engine.protocol import ContextLengthExceeded, EngineFailed, InvalidRequest, OrchardError, Overloaded
+from engine.protocol import (
+    Cancelled,
+    ContextLengthExceeded,
+    EngineFailed,
+    InvalidRequest,
+    OrchardError,
+    Overloaded,
+    QueueTimeout,
+    Unavailable,
+)
 
 logger = logging.getLogger("orchard.http")
 
@@ -28,7 +40,11 @@ Converter = Callable[[Any], Exception | None]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 CLIENT_LEFT = 499
-"""nginx's status for a request whose client has gone; nobody reads it but the access log."""
+"""nginx's status for a request whose client has gone; nobody reads it but the access log. A request that somebody else
+has cancelled is answered with it as well."""
+
+NOT_READY_RETRY_S = 5.0
+"""Weights are loaded within seconds at best."""
 
 
 class ModelNotFound(InvalidRequest):
@@ -55,22 +71,48 @@ class BodyTooLarge(InvalidRequest):
         return f"The request body has {num_bytes} bytes or more; the limit is {limit} bytes."
 
 
+class RequestNotFound(InvalidRequest):
+    def __init__(self, request_id: str):
+        OrchardError.__init__(self, request_id)
+        self.field = None
+
+    @property
+    def message(self) -> str:
+        return f"There is no request {shown(self.args[0])} here: it has ended, or never came."
+
+
 class NotReady(EngineFailed):
     """Nothing has been generated; args[0] says why no request can be served now."""
 
 
 @dataclass(frozen=True)
 class Failure:
+    """retry_after_s: whole seconds, at least 1, or None where trying again is no use."""
+
     status: int
     message: str
     type: str
     param: str | None = None
     code: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    retry_after_s: int | None = None
+    more_headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        retry = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        return {**self.more_headers, **retry}
 
     def body(self) -> bytes:
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return json.dumps({"error": error}).encode()
+        return json.dumps({"error": self._error}).encode()
+
+    def event_body(self) -> bytes:
+        """For a stream: what `body` and the headers say together."""
+        retry = {} if self.retry_after_s is None else {"retry_after_s": self.retry_after_s}
+        return json.dumps({"error": {**self._error, **retry}}).encode()
+
+    @property
+    def _error(self) -> dict[str, Any]:
+        return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
 
 
 class ErrorMap:
@@ -91,13 +133,15 @@ class ErrorMap:
         if isinstance(converted, HTTPException):
             return _of_http_exception(converted)
         found = _of_orchard_error(converted, request_id) if isinstance(converted, OrchardError) else None
-        if found is None or found.status >= 500:
+        if found is None or found.status == 500:
             logger.error("request %s failed", request_id, exc_info=error)
+        elif found.status > 500:
+            logger.warning("request %s: %s", request_id, found.message)
         return found or Failure(500, f"The server failed to answer request {request_id}.", "server_error")
 
     def response(self, error: Exception, request_id: str) -> Response:
         failure = self.failure(error, request_id)
-        return Response(failure.body(), failure.status, dict(failure.headers), "application/json")
+        return Response(failure.body(), failure.status, failure.headers, "application/json")
 
     def guard(self, endpoint: Endpoint) -> Endpoint:
         """The endpoint with every exception answered, so that none reaches the server around the app."""
@@ -125,26 +169,38 @@ def _of_orchard_error(error: OrchardError, request_id: str) -> Failure | None:
     match error:
         case ModelNotFound():
             return Failure(404, error.message, "invalid_request_error", error.field, "model_not_found")
+        case RequestNotFound():
+            return Failure(404, error.message, "invalid_request_error", None, "request_not_found")
         case BodyTooLarge():
             return Failure(413, error.message, "invalid_request_error", None, "request_too_large")
         case ContextLengthExceeded():
             return Failure(400, error.message, "invalid_request_error", error.field, "context_length_exceeded")
         case InvalidRequest():
             return Failure(400, error.message, "invalid_request_error", error.field)
+        case QueueTimeout():
+            return Failure(503, error.message, "server_error", None, "queue_timeout", _seconds(error.retry_after_s))
         case Overloaded():
-            retry_after = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
-            return Failure(429, error.message, "rate_limit_error", None, "overloaded", retry_after)
+            return Failure(429, error.message, "rate_limit_error", None, "overloaded", _seconds(error.retry_after_s))
+        case Cancelled():
+            return Failure(CLIENT_LEFT, error.message, "cancelled", None, "request_cancelled")
         case NotReady():
-            return Failure(503, f"No request can be served now: {error.message}", "server_error", None, "not_ready")
+            message = f"No request can be served now: {error.message}"
+            return Failure(503, message, "server_error", None, "not_ready", _seconds(NOT_READY_RETRY_S))
+        case Unavailable():
+            return Failure(503, error.message, "server_error", None, "unavailable", _seconds(error.retry_after_s))
         case EngineFailed():
             message = f"The engine failed while it worked on request {request_id}."
             return Failure(500, message, "server_error", None, "engine_failed")
     return None
 
 
+def _seconds(retry_after_s: float) -> int:
+    return max(1, math.ceil(retry_after_s))
+
+
 def _of_http_exception(error: HTTPException) -> Failure:
     type_ = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return Failure(error.status_code, str(error.detail), type_, headers=error.headers or {})
+    return Failure(error.status_code, str(error.detail), type_, more_headers=error.headers or {})
 
 
 CHOICE = "choice of "

@@ -13,12 +13,12 @@ from starlette.responses import JSONResponse, Response
 from deployments.chat import Backend, ChatRequest, Generation, Message
 from deployments.http.classify import classify, reject_unsupported_media
 from deployments.http.config import HttpConfig
-from deployments.http.errors import Converter, ErrorMap, ModelNotFound, NotReady
+from deployments.http.errors import Converter, ErrorMap, ModelNotFound, NotReady, RequestNotFound
 from deployments.http.normalize import normalize
 from deployments.http.security import BodyLimit, RequestId, parse_json_object
 from deployments.http.stream import Completion, CompletionResponse
 from deployments.http.wire import parse_chat_completion, request_fields
-from engine.protocol import EngineFailed
+from engine.protocol import EngineFailed, Unavailable
 
 
 class OpenAIRoutes:
@@ -40,7 +40,9 @@ class OpenAIRoutes:
         self._created = int(time.time())
 
     async def chat_completions(self, request: Request) -> Response:
-        raw = parse_json_object(await request.body())
+        sent = await request.body()
+        self._backend.in_flight.check_room()  # before anything is done for it: what is refused must cost little
+        raw = parse_json_object(sent)
         body = parse_chat_completion(raw)
         self._check_model(body.model)
         completion = Completion(
@@ -54,7 +56,19 @@ class OpenAIRoutes:
         )
         messages = self._normalized(raw["messages"])
         chat = ChatRequest(request_id=completion.id, messages=messages, **request_fields(body))
-        return CompletionResponse(lambda: self._start(chat), completion, self._errors, request.state.request_id)
+        return CompletionResponse(
+            lambda: self._start(chat), completion, self._backend.in_flight, self._errors, request.state.request_id
+        )
+
+    async def cancel(self, request: Request) -> Response:
+        """id: of the completion, or the X-Request-Id that it came with: all requests that have it are cancelled.
+
+        Their clients are told (499, or an error event in the stream) and their rows are freed.
+        """
+        request_id = request.path_params["id"]
+        if not await self._backend.cancel(request_id):
+            raise RequestNotFound(request_id)
+        return JSONResponse({"id": request_id, "object": "chat.completion.cancel", "cancelled": True})
 
     def _normalized(self, raw: list[Message]) -> tuple[Message, ...]:
         reject_unsupported_media(raw, self._media_kinds)
@@ -67,6 +81,8 @@ class OpenAIRoutes:
         except Exception as error:
             converted = self._errors.convert(error)
             if isinstance(converted, EngineFailed) and (reason := await self._backend.not_ready()) is not None:
+                if isinstance(converted, Unavailable):
+                    raise Unavailable(f"{converted.message} {reason}", converted.retry_after_s) from error
                 raise NotReady(reason) from error
             raise
 
@@ -123,6 +139,7 @@ def create_app(
     routes = OpenAIRoutes(backend, config, media_kinds, keeps_late_system, errors)
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.add_route("/v1/chat/completions", errors.guard(routes.chat_completions), ["POST"])
+    app.add_route("/v1/chat/completions/{id:path}/cancel", errors.guard(routes.cancel), ["POST"])
     app.add_route("/v1/models", errors.guard(routes.models), ["GET"])
     app.add_route("/v1/models/{model:path}", errors.guard(routes.model), ["GET"])
     app.add_route("/v1/status", errors.guard(routes.status), ["GET"])

@@ -1,4 +1,5 @@
-"""TextDelta -> server-sent events or one response, with usage; and the end of it all when the client leaves."""
+"""TextDelta -> server-sent events or one response, with usage; and the end of it all when the client leaves, or when
+somebody else ends it."""
 
 import asyncio
 import contextlib
@@ -14,7 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from deployments.chat import Generation, TextDelta, TextLogprobs
 from deployments.http.errors import CLIENT_LEFT, ErrorMap
-from engine.protocol import EngineFailed
+from deployments.in_flight import Entry, InFlight
+from engine.protocol import EngineFailed, OrchardError
 
 logger = logging.getLogger("orchard.http")
 
@@ -122,9 +124,12 @@ async def collect(generation: Generation, completion: Completion) -> dict[str, A
 
 
 async def events(
-    generation: Generation, completion: Completion, error_body: Callable[[Exception], bytes]
+    generation: Generation,
+    completion: Completion,
+    error_body: Callable[[Exception], bytes],
+    before_last: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[bytes]:
-    """Server-sent events up to [DONE], or up to an error event."""
+    """Server-sent events up to [DONE], or up to an error event. before_last: called when only the last are missing."""
     answer = Answer(generation, completion.num_choices)
     encoders = [ChoiceEncoder(completion, index) for index in range(completion.num_choices)]
     yield b"".join(encoder.opening for encoder in encoders)
@@ -135,12 +140,19 @@ async def events(
                 yield sent
         answer.finish_reasons()
     except Exception as error:
-        yield b"data: " + error_body(error) + b"\n\n"
+        before_last()
+        yield error_event(error_body(error))
         return
+    before_last()
     end = b"data: [DONE]\n\n"
     if completion.include_usage:
         end = _event({**completion.head("chat.completion.chunk"), "choices": [], "usage": answer.usage}) + end
     yield end
+
+
+def error_event(body: bytes) -> bytes:
+    """The last event of a stream that failed; no [DONE] follows."""
+    return b"data: " + body + b"\n\n"
 
 
 class ChoiceEncoder:
@@ -194,63 +206,89 @@ def _event(body: dict[str, Any]) -> bytes:
 class CompletionResponse(Response):
     """Starts the generation and sends what comes of it.
 
-    The work is one task beside another that waits for the client to leave: whenever that happens, also before the
-    first token, the work is cancelled where it stands and its row is freed. What ends the response is sent after
-    that, since servers report every client as gone once they have its last byte.
+    The work is one task beside two that wait: for the client to leave, and for somebody who wants it ended (in_flight).
+    Whenever that happens, also before the first token, the work is cancelled where it stands and its row is freed.
+    What ends the response is sent after that, since servers report every client as gone once they have its last byte.
     """
 
     def __init__(
-        self, start: Callable[[], Awaitable[Generation]], completion: Completion, errors: ErrorMap, request_id: str
+        self,
+        start: Callable[[], Awaitable[Generation]],
+        completion: Completion,
+        in_flight: InFlight,
+        errors: ErrorMap,
+        request_id: str,
     ):
         super().__init__()
         self._start = start
         self._completion = completion
+        self._in_flight = in_flight
         self._errors = errors
         self._request_id = request_id
         self._streaming = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            response = await unless_disconnected(receive, self._work(send))
-        except (ClientDisconnect, OSError):
-            logger.info("request %s: the client left", self._request_id)
-            response = Response(status_code=CLIENT_LEFT)
-            if self._streaming:
-                return
-        if response is not None:
-            await response(scope, receive, send)
-        else:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        with contextlib.ExitStack() as stack:
+            try:
+                ids = (self._completion.id, self._request_id)
+                entry = stack.enter_context(self._in_flight.enter(ids, self._completion.num_choices))
+            except OrchardError as error:
+                response = self._errors.response(error, self._request_id)
+                return await response(scope, receive, send)
+            try:
+                response = await self._answered(entry, receive, send)
+            except (ClientDisconnect, OSError):
+                logger.info("request %s: the client left", self._request_id)
+                if self._streaming:
+                    return
+                response = Response(status_code=CLIENT_LEFT)
+            if response is not None:
+                await response(scope, receive, send)
+            else:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _work(self, send: Send) -> Response | None:
+    async def _answered(self, entry: Entry, receive: Receive, send: Send) -> Response | None:
         """The response that is still to be sent; None if events have been."""
+        try:
+            return await unless_ended(entry, receive, self._work(entry, send))
+        except OrchardError as error:  # whoever ended it says why; what the work itself raises, it answers itself
+            logger.info("request %s was ended: %s", self._request_id, error)
+            if not self._streaming:
+                return self._errors.response(error, self._request_id)
+            await send({"type": "http.response.body", "body": error_event(self._error_body(error)), "more_body": True})
+            return None
+
+    async def _work(self, entry: Entry, send: Send) -> Response | None:
+        """See `_answered`."""
         try:
             generation = await self._start()
         except Exception as error:
             return self._errors.response(error, self._request_id)
         try:
             if self._completion.stream:
-                return await self._send_events(generation, send)
-            return await self._whole(generation)
+                return await self._send_events(generation, entry, send)
+            return await self._whole(generation, entry)
         finally:
             await self._close(generation)
 
-    async def _whole(self, generation: Generation) -> Response:
+    async def _whole(self, generation: Generation, entry: Entry) -> Response:
         try:
             body = json.dumps(await collect(generation, self._completion))
         except Exception as error:
             return self._errors.response(error, self._request_id)
+        entry.answered()
         return Response(body, media_type="application/json")
 
-    async def _send_events(self, generation: Generation, send: Send) -> None:
+    async def _send_events(self, generation: Generation, entry: Entry, send: Send) -> None:
         self._streaming = True
         await send({"type": "http.response.start", "status": 200, "headers": list(_SSE_HEADERS)})
-        async with contextlib.aclosing(events(generation, self._completion, self._error_body)) as chunks:
+        made = events(generation, self._completion, self._error_body, entry.answered)
+        async with contextlib.aclosing(made) as chunks:
             async for chunk in chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     def _error_body(self, error: Exception) -> bytes:
-        return self._errors.failure(error, self._request_id).body()
+        return self._errors.failure(error, self._request_id).event_body()
 
     async def _close(self, generation: Generation) -> None:
         try:
@@ -259,17 +297,18 @@ class CompletionResponse(Response):
             logger.exception("request %s: its generation could not be closed", self._request_id)
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Does the work. If the client leaves, or the caller is cancelled, cancels it and waits for its clean-up.
+async def unless_ended(entry: Entry, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Does the work. If the client leaves, somebody ends it, or the caller is cancelled, cancels the work and waits for
+    its clean-up.
 
-    The request's body must have been read. Raises ClientDisconnect, and whatever the work raises.
+    The request's body must have been read. Raises ClientDisconnect, what the work is ended with, or what it raises.
     """
     worker = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({worker, watcher, entry.must_end}, return_when=asyncio.FIRST_COMPLETED)
         if not worker.done():
-            raise ClientDisconnect
+            raise entry.must_end.result() if entry.must_end.done() else ClientDisconnect
     finally:
         worker.cancel()
         watcher.cancel()

@@ -22,6 +22,7 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 128
 MAX_CACHE_SALT_CHARS = 128
+MAX_USER_CHARS = 1024
 _INT32_MAX = 2**31 - 1
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
@@ -110,8 +111,9 @@ class StructuredOutputs(Wire):
 
 
 class ChatCompletionBody(Wire):
-    """`user` names the client's end user and never changes a token. Neither does `cache_salt`, vLLM's field: a request
-    shares the cached prefixes of prompts only with requests of the same salt, or, without one, with those without.
+    """`user` names the client's end user, whose fair share of the engine the request takes; without it `cache_salt`
+    does. It never changes a token. Neither does `cache_salt`, vLLM's field: a request shares the cached prefixes of
+    prompts only with requests of the same salt, or, without one, with those without.
     `specprefill` asks for a sparse prompt, or forbids it; at least the part `specprefill_keep_pct` of it is computed.
     """
 
@@ -143,7 +145,7 @@ class ChatCompletionBody(Wire):
     cache_salt: CacheSalt | None = None
     specprefill: bool | None = None
     specprefill_keep_pct: float | None = Field(None, ge=MIN_KEEP, le=1)
-    user: str | None = None
+    user: str | None = Field(None, max_length=MAX_USER_CHARS)
 
 
 def parse_chat_completion(raw: dict[str, Any]) -> ChatCompletionBody:
@@ -245,6 +247,7 @@ def request_fields(body: ChatCompletionBody) -> dict[str, Any]:
         "priority": body.priority or 0,
         "template_kwargs": {} if kwargs is None else kwargs.model_dump(exclude_none=True),
         "tenant": body.cache_salt or "",
+        "client": body.user or body.cache_salt or "",
         "spec_prefill": body.specprefill,
         "spec_prefill_keep": body.specprefill_keep_pct,
     }

@@ -7,7 +7,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from deployments import app
-from deployments.app import ENGINE_SHARE, SCORER_SHARE, SMALL_SHARE, AppArgs, build_app
+from deployments.app import ENGINE_SHARE, MAX_NODES, MAX_PLANNING, SCORER_SHARE, SMALL_SHARE, AppArgs, build_app
+from deployments.draining import DRAIN_TIMEOUT_S
 from deployments.engine_client import PLAN_TIMEOUT_S
 from engine.config import SpecPrefillConfig
 from engine.processing.checkpoint import DEMO_MODEL
@@ -45,6 +46,7 @@ def deployments_of(application: Any) -> dict[str, Any]:
         ({"spec_prefill": {"keep": 0.05}}, "spec_prefill.keep"),
         ({"spec_prefill": {"treshold_tokens": 1}}, "spec_prefill.treshold_tokens"),
         ({"http": {"system_policy": "ignore"}}, "http.system_policy"),
+        ({"drain_timeout_s": -1}, "drain_timeout_s"),
     ],
 )
 def test_a_wrong_key_or_value_is_refused_by_name(args: dict[str, Any], key: str):
@@ -113,10 +115,38 @@ def test_there_is_one_of_each_per_node(monkeypatch: pytest.MonkeyPatch):
     assert sum(shares) <= 1 < 2 * ENGINE_SHARE
 
 
-def test_the_engine_rather_than_serve_says_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch):
+def test_the_ingress_and_the_engine_rather_than_serve_say_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch):
+    """In the largest cluster each ingress lets in what all engines take, so that one engine may see as much."""
     fake_cluster(monkeypatch, ["a"])
-    args = AppArgs.model_validate({"engine": {"max_running": 3, "max_queue": 5}})
-    assert deployments_of(build_app(args))["ModelReplica"].max_ongoing_requests > 8
+    deployments = deployments_of(build_app(AppArgs.model_validate({"engine": {"max_running": 3, "max_queue": 5}})))
+    for name in ("ModelReplica", "Ingress"):
+        assert deployments[name].max_ongoing_requests > MAX_NODES * 8
+    autoscaling = deployments["Ingress"]._deployment_config.autoscaling_config
+    assert autoscaling.max_replicas == MAX_NODES
+
+
+def test_nobody_who_was_let_in_is_turned_away_by_serve():
+    for deployment in deployments_of(build_app(scoring())).values():
+        assert deployment._deployment_config.max_queued_requests == -1, deployment.name
+
+
+def test_the_shipped_config_does_not_undo_what_follows_from_its_args():
+    (application,) = yaml.safe_load(SHIPPED_CONFIG.read_text())["applications"]
+    for deployment in application["deployments"]:
+        planning = {"TextMTP": MAX_PLANNING["text"], "MLLM": MAX_PLANNING["mllm"]}.get(deployment["name"])
+        assert deployment.get("max_ongoing_requests") == planning
+        assert not {"max_queued_requests", "graceful_shutdown_timeout_s"} & set(deployment)
+
+
+def test_serve_kills_nothing_before_the_answers_that_run_have_had_their_time():
+    for drain_timeout_s in (0, 25, 600):
+        args = scoring().model_copy(update={"drain_timeout_s": drain_timeout_s})
+        deployments = deployments_of(build_app(args))
+        for deployment in deployments.values():
+            assert deployment._deployment_config.graceful_shutdown_timeout_s >= drain_timeout_s + 10, deployment.name
+        assert deployments["Ingress"].init_args[-1] == drain_timeout_s
+        assert deployments["ModelReplica"].init_args[-1] == drain_timeout_s
+    assert AppArgs().drain_timeout_s == DRAIN_TIMEOUT_S
 
 
 def scoring(**spec_prefill: Any) -> AppArgs:
@@ -145,14 +175,15 @@ def test_the_scorer_rather_than_serve_says_when_there_are_too_many_prompts():
 
 def test_planning_may_last_beyond_the_deadline_of_a_score():
     arguments: Any = build_app(scoring(deadline_s=500))._bound_deployment.init_args
-    scorer, plan_timeout_s = arguments[-2:]
+    scorer, plan_timeout_s, _ = arguments[-3:]
     assert scorer._bound_deployment.name == "SpecPrefillScorer"
     assert plan_timeout_s >= 560
 
 
 def test_where_nothing_is_scored_no_time_is_given_to_it():
     args = AppArgs.model_validate({"spec_prefill": {"enabled": False, "deadline_s": 500}})
-    assert build_app(args)._bound_deployment.init_args[-1] == PLAN_TIMEOUT_S
+    arguments: Any = build_app(args)._bound_deployment.init_args
+    assert arguments[-2] == PLAN_TIMEOUT_S
 
 
 def test_there_is_room_at_the_engine_for_what_planners_ask_while_they_hold_its_slots():

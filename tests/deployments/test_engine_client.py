@@ -2,9 +2,8 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -14,26 +13,29 @@ from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 
-from deployments.chat import ChatRequest, EngineAnswer, Plan, Route, SilentEngine
+from deployments.chat import ChatRequest, Plan, Route
 from deployments.engine_client import EngineClient, EngineStream
 from deployments.model_replica import ModelReplica
 from deployments.text import TextMTP
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.protocol import (
+    Cancelled,
     EngineFailed,
     EngineRequest,
     FinishReason,
     InvalidRequest,
     Overloaded,
+    QueueTimeout,
     SamplingParams,
     TokenChunk,
+    Unavailable,
 )
 
 REQUEST = ChatRequest("r", ({"role": "user", "content": "What is 12 + 30?"},), temperature=0)
 PLAN = Plan(EngineRequest("r", np.zeros(3, np.int32), SamplingParams(8), (2,)), Route.TEXT, "node-0")
 LAST = TokenChunk((3,), FinishReason.STOP)
 
-Item = TokenChunk | Exception | float
+Item = TokenChunk | BaseException | float
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Response:
 
     async def __anext__(self) -> TokenChunk:
         for item in self._items:
-            if isinstance(item, Exception):
+            if isinstance(item, BaseException):
                 raise item
             if isinstance(item, TokenChunk):
                 return item
@@ -88,7 +90,7 @@ class Planned:
     async def _wait(self) -> Any:
         if isinstance(self._outcome, float):
             await asyncio.sleep(self._outcome)
-        if isinstance(self._outcome, Exception):
+        if isinstance(self._outcome, BaseException):
             raise self._outcome
         return self._outcome
 
@@ -119,7 +121,7 @@ class Graph:
         outcome = self._next(self.reserve)
         if isinstance(outcome, float):
             await asyncio.sleep(outcome)
-        if isinstance(outcome, Exception):
+        if isinstance(outcome, BaseException):
             raise outcome
         self.log.append("reserve")
         try:
@@ -184,6 +186,8 @@ def test_plan_and_tokens_come_from_the_node_that_was_reserved():
         ),
         Graph(streams=[[LAST]], plans=[ActorDiedError(), PLAN]),
         Graph(streams=[[LAST]], plans=[task_error(ActorDiedError()), PLAN]),
+        Graph(streams=[[asyncio.CancelledError()], [LAST]]),  # the replica has cancelled it, nobody here has
+        Graph(streams=[[LAST]], plans=[asyncio.CancelledError(), PLAN]),
     ],
 )
 def test_a_replica_that_dies_before_the_first_token_is_replaced_once(scenario: Graph):
@@ -194,21 +198,32 @@ def test_a_replica_that_dies_before_the_first_token_is_replaced_once(scenario: G
 
 def test_it_is_not_replaced_twice():
     graph = Graph(streams=[[ActorDiedError()]])
-    with pytest.raises(EngineFailed, match=r"before the first token\. Please send the request again"):
+    with pytest.raises(Unavailable, match=r"before the first token\. Please send the request again") as error:
         answer(graph)
+    assert error.value.retry_after_s >= 1
     assert graph.log.count("dispatch") == 2
     assert graph.log.count("release") == 2
 
 
-def test_a_replica_that_dies_later_ends_the_stream_with_a_clear_error():
-    graph = Graph(streams=[[TokenChunk((1,)), ActorUnavailableError("away", None)]])
-    with pytest.raises(EngineFailed, match="in the middle of the answer"):
+@pytest.mark.parametrize("loss", [ActorUnavailableError("away", None), asyncio.CancelledError()])
+def test_a_replica_that_dies_later_ends_the_stream_with_a_clear_error(loss: BaseException):
+    graph = Graph(streams=[[TokenChunk((1,)), loss]])
+    with pytest.raises(Unavailable, match="in the middle of the answer") as error:
         answer(graph)
+    assert error.value.retry_after_s >= 1
     assert graph.log[-1] == "release"
     assert graph.log.count("reserve") == 1
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("no such role", "messages[0]"), Overloaded("full", 3.0)])
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("no such role", "messages[0]"),
+        Overloaded("full", 3.0),
+        QueueTimeout("waited", 3.0),
+        Unavailable("short of memory", 3.0),
+    ],
+)
 def test_errors_of_ours_arrive_as_they_were_raised(error: Exception):
     for graph in (Graph(plans=[task_error(error)]), Graph(streams=[[task_error(error)]])):
         with pytest.raises(type(error)) as raised:
@@ -218,17 +233,37 @@ def test_errors_of_ours_arrive_as_they_were_raised(error: Exception):
         assert graph.log.count("reserve") == graph.log.count("release") == 1
 
 
-def test_a_full_queue_means_try_later():
+def test_a_full_queue_means_to_come_back_when_there_is_room():
+    async def go() -> None:
+        full = Graph(reserve=[BackPressureError(num_queued_requests=9, max_queued_requests=8)])
+        await full.client(room_in_s=lambda: 17.5).start(REQUEST, Route.TEXT)
+
     with pytest.raises(Overloaded) as error:
-        answer(Graph(reserve=[BackPressureError(num_queued_requests=9, max_queued_requests=8)]))
-    assert error.value.retry_after_s > 0
+        run(go)
+    assert error.value.retry_after_s == 17.5
+
+
+@pytest.mark.parametrize(
+    ("first", "error"),
+    [
+        (TokenChunk((), FinishReason.ERROR, "out of memory"), EngineFailed("out of memory")),
+        (TokenChunk((), FinishReason.ERROR, "it drains", retry_after_s=3.0), Unavailable("it drains", 3.0)),
+        (TokenChunk((), FinishReason.ABORT), Cancelled("The request was cancelled.")),
+    ],
+)
+def test_an_answer_that_fails_with_its_first_chunk_has_never_begun(first: TokenChunk, error: Exception):
+    graph = Graph(streams=[[first]])
+    with pytest.raises(type(error)) as raised:
+        answer(graph)
+    assert (type(raised.value), raised.value.args) == (type(error), error.args)
+    assert graph.log == ["reserve", "plan", "dispatch", "cancel", "release"]
 
 
 def test_waiting_for_a_replica_has_an_end():
     async def go() -> None:
         await Graph(reserve=[60.0]).client(reserve_timeout_s=0.05).start(REQUEST, Route.TEXT)
 
-    with pytest.raises(EngineFailed, match="No engine took the request"):
+    with pytest.raises(Unavailable, match=r"No engine took the request within 0\.05 s"):
         run(go)
 
 
@@ -298,61 +333,8 @@ def test_planning_may_take_as_long_as_it_is_told():
     async def go() -> None:
         await Graph(plans=[60.0]).client(plan_timeout_s=0.05).start(REQUEST, Route.TEXT)
 
-    with pytest.raises(EngineFailed, match="could not be prepared within"):
+    with pytest.raises(Unavailable, match=r"could not be prepared within 0\.05 s"):
         run(go)
-
-
-@dataclass
-class Engines:
-    """Handles of one engine per node. says: its answer, seconds to wait, or an error to raise."""
-
-    says: dict[str, Any]
-    log: list[str] = field(default_factory=list)
-    question: str = ""
-
-    def options(self, **options: Any) -> "Engines":
-        return replace(self, question=f"{options['method_name']} {options.get('session_id')}")
-
-    def remote(self) -> Planned:
-        self.log.append(self.question)
-        return Planned(self.says[self.question.partition(" node:")[2]], self.log)
-
-    async def ask(self, timeout_s: float = 0.05) -> tuple[list[EngineAnswer[Any]], list[SilentEngine]]:
-        engines: Any = self
-        return await EngineClient(engines, {}, ask_timeout_s=timeout_s).ask_all("cache_status", self.says)
-
-
-def here(node_id: str) -> EngineAnswer[str]:
-    return EngineAnswer(node_id, f"replica on {node_id}", "well")
-
-
-def test_the_engine_of_every_node_is_asked_and_answers_for_itself():
-    engines = Engines({"a": here("a"), "b": here("b")})
-    assert run(engines.ask) == ([here("a"), here("b")], [])
-    assert engines.log == ["cache_status node:a", "cache_status node:b"]
-
-
-@pytest.mark.parametrize(
-    ("outcome", "reason"),
-    [
-        (60.0, "no answer within 0.05 s"),
-        (ActorDiedError(), "it is gone"),
-        (task_error(EngineFailed("the engine is not ready: it is loading")), "the engine is not ready: it is loading"),
-        (BackPressureError(num_queued_requests=9, max_queued_requests=8), "too many requests are waiting for it"),
-        (task_error(ZeroDivisionError("secret")), "it could not answer"),
-    ],
-)
-def test_an_engine_that_does_not_answer_is_named_and_costs_no_other_answer(outcome: Any, reason: str):
-    engines = Engines({"a": here("a"), "b": outcome, "c": here("c")})
-    assert run(engines.ask) == ([here("a"), here("c")], [SilentEngine("b", reason)])
-    assert ("cancel plan" in engines.log) == isinstance(outcome, float), "nobody waits for it any more"
-
-
-def test_several_silent_engines_are_waited_for_at_once():
-    began = time.monotonic()
-    _, silent = run(lambda: Engines(dict.fromkeys("abcdef", 60.0)).ask(0.5))
-    assert [engine.node_id for engine in silent] == list("abcdef")
-    assert time.monotonic() - began < 2
 
 
 def test_an_error_that_nobody_foresaw_stays_itself():

@@ -18,6 +18,7 @@ from deployments import ingress
 from deployments.chat import ChatRequest, EngineAnswer, Route, SpecPrefillReport, TextDelta
 from deployments.http.config import HttpConfig
 from deployments.http.openai import create_app
+from deployments.in_flight import InFlight
 from deployments.ingress import Ingress, TextGeneration, engine_node_ids
 from engine.config import EngineConfig
 from engine.processing.checkpoint import DEMO_MODEL
@@ -26,10 +27,12 @@ from engine.protocol import (
     CacheCleared,
     CacheMiss,
     CacheStatus,
+    Cancelled,
     EngineFailed,
     FinishReason,
     TokenChunk,
     TokenLogprobs,
+    Unavailable,
 )
 
 TOKENIZER = ChatTokenizer(DEMO_MODEL)
@@ -102,13 +105,23 @@ def test_a_stop_string_ends_the_engines_stream_at_once():
     assert stream.is_closed
 
 
-@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
+@pytest.mark.parametrize(
+    ("reason", "retry_after_s", "error"),
+    [
+        (FinishReason.ERROR, None, EngineFailed("out of memory")),
+        (FinishReason.ERROR, 7.0, Unavailable("out of memory", 7.0)),
+        (FinishReason.ABORT, None, Cancelled("out of memory")),
+    ],
+)
 @pytest.mark.parametrize("num_choices", [1, 2])
-def test_what_the_engine_cannot_finish_is_an_error(reason: FinishReason, num_choices: int):
-    failed = TokenChunk((), reason, "out of memory", index=num_choices - 1)
+def test_what_the_engine_cannot_finish_is_an_error(
+    reason: FinishReason, retry_after_s: float | None, error: Exception, num_choices: int
+):
+    failed = TokenChunk((), reason, "out of memory", index=num_choices - 1, retry_after_s=retry_after_s)
     stream = FakeStream([*chunks_of("Once")[:-1], failed], num_choices)
-    with pytest.raises(EngineFailed, match="out of memory"):
+    with pytest.raises((EngineFailed, Cancelled)) as raised:
         deltas(stream)
+    assert (type(raised.value), raised.value.args) == (type(error), error.args)
     assert stream.is_closed
 
 
@@ -199,10 +212,14 @@ class EngineBackend:
 
     def __init__(self, chunks: list[TokenChunk]):
         self._chunks = chunks
+        self.in_flight = InFlight(lambda: 128, max_choices=128)
 
     async def start(self, request: ChatRequest, route: Route) -> TextGeneration:
         stream: Any = FakeStream(self._chunks, request.num_choices)
         return TextGeneration(stream, TOKENIZER, request.stop)
+
+    async def cancel(self, request_id: str) -> bool:
+        return self.in_flight.cancel(request_id)
 
     async def status(self) -> dict[str, Any]:
         return {}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from deployments.launch_watch import _welcome, complaints_about, forget_dead_cluster, reason_in
+from deployments.launch_watch import _welcome, complaints_about, drain_timeouts_s, forget_dead_cluster, reason_in
 
 
 def config(**args: Any) -> dict[str, Any]:
@@ -28,6 +28,12 @@ def test_each_wrong_key_is_named_with_its_value():
 
 def test_applications_of_others_are_none_of_our_business():
     assert complaints_about({"applications": [{"import_path": "somebody.else:app", "args": {"x": 1}}]}) == []
+
+
+def test_the_time_that_running_answers_get_is_that_of_each_application_of_ours():
+    two = config(drain_timeout_s=3)["applications"] + [{"import_path": "deployments.app:build_app"}]
+    others = [{"name": "other", "import_path": "somebody.else:app", "args": {"drain_timeout_s": 9}}]
+    assert drain_timeouts_s({"applications": two + others}) == {"orchard": 3, "default": 25}
 
 
 def test_the_note_of_a_cluster_that_was_killed_is_removed(

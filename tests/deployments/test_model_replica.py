@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -29,9 +29,13 @@ class CachingEngine:
     """An engine of which nothing is there but its cache. error: what is raised instead of an answer."""
 
     error: Exception | None = None
+    drained_for: ClassVar[list[float]] = []
 
     def __init__(self, config: EngineConfig):
         self.config = config
+
+    async def drain(self, timeout_s: float) -> None:
+        self.drained_for.append(timeout_s)
 
     async def wait_ready(self) -> None:
         pass
@@ -53,7 +57,7 @@ class CachingEngine:
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> type[CachingEngine]:
     class Engine(CachingEngine):
-        pass
+        drained_for: ClassVar[list[float]] = []
 
     monkeypatch.setattr(async_engine, "AsyncEngine", Engine)
     monkeypatch.setattr(model_replica, "replica_info", lambda: {"node_id": "n", "replica_id": "r", "pid": 7})
@@ -96,3 +100,20 @@ def test_an_engine_that_has_failed_says_so(engine: type[CachingEngine]):
         ask(lambda replica: replica.cache_status())
     with pytest.raises(EngineFailed, match="it is loading"):
         ask(lambda replica: replica.clear_cache())
+
+
+def test_an_engine_whose_replica_is_stopped_gets_as_long_as_the_configuration_says(
+    engine: type[CachingEngine], monkeypatch: pytest.MonkeyPatch
+):
+    acts: list[Callable[[], Coroutine[Any, Any, None]]] = []
+    monkeypatch.setattr(model_replica, "when_stopping", acts.append)
+
+    async def go() -> None:
+        replica: Any = Replica.__new__(Replica)
+        await replica.__init__(EngineConfig(), 7.5)
+        (stop,) = acts
+        assert engine.drained_for == []
+        await stop()
+
+    asyncio.run(go())
+    assert engine.drained_for == [7.5]

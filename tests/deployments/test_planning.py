@@ -181,3 +181,10 @@ def test_digests_are_stable_and_tell_things_apart():
     assert prompt_origin({"tools": TOOLS}).tools == "23f0c3dec7902f96"
     distinct = [{"a": 1}, {"a": "1"}, {"b": 1}, {"a": 1, "b": 1}, {"enable_thinking": None}, {"a": {"b": 1, "c": 2}}]
     assert len({prompt_origin(kwargs) for kwargs in [*distinct, {"a": {"c": 2, "b": 1}}]}) == 7
+
+
+def test_the_engine_is_told_whose_request_it_is_and_whether_it_may_shorten_the_answer(planner: PromptPlanner):
+    planned = plan(planner, request(client="ann", tenant="t", max_tokens=5))
+    assert (planned.client, planned.tenant, planned.fills_context) == ("ann", "t", False)
+    planned = plan(planner, request())
+    assert (planned.client, planned.fills_context) == ("", True)

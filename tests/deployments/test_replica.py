@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from deployments.replica import log_refusals_in_one_line
-from engine.protocol import InvalidRequest, Overloaded
+from engine.protocol import Cancelled, EngineFailed, InvalidRequest, Overloaded, QueueTimeout, Unavailable
 
 
 @pytest.fixture
@@ -29,13 +29,23 @@ def log_of(error: Exception, logger: logging.Logger) -> logging.LogRecord:
     return handler.buffer[0]
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("no such role", "messages"), Overloaded("full", 1.0)])
+REFUSALS = [
+    InvalidRequest("no such role", "messages"),
+    Overloaded("full", 1.0),
+    QueueTimeout("waited", 1.0),
+    Unavailable("gone", 1.0),
+    Cancelled("cancelled"),
+]
+
+
+@pytest.mark.parametrize("error", REFUSALS)
 def test_a_refusal_is_one_line_without_a_traceback(serve_logger: logging.Logger, error: Exception):
     record = log_of(error, serve_logger)
     assert record.getMessage() == f"Request refused: {error}"
     assert record.exc_info is None and record.levelno == logging.INFO
 
 
-def test_any_other_error_keeps_its_traceback(serve_logger: logging.Logger):
-    record = log_of(ZeroDivisionError("oops"), serve_logger)
+@pytest.mark.parametrize("error", [ZeroDivisionError("oops"), EngineFailed("oops")])
+def test_any_other_error_keeps_its_traceback(serve_logger: logging.Logger, error: Exception):
+    record = log_of(error, serve_logger)
     assert record.exc_info is not None and record.levelno == logging.ERROR

@@ -103,7 +103,7 @@ def wide(tiny_model: Callable[..., Path]) -> MLXRunner:
     "asked",
     [
         pytest.param(lambda: requests(1, 2500, 40), id="one long prompt"),
-        pytest.param(lambda: requests(8, 300, 120), id="many short ones"),
+        pytest.param(lambda: requests(10, 500, 120), id="many short ones"),
         pytest.param(lambda: requests(3, 700, 40, n=3), id="choices"),
         pytest.param(lambda: requests(6, (50, 200, 1500), 60), id="rows of all lengths"),
     ],

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from deployments.chat import ChatRequest, Route, SpecPrefillReport, TextDelta
 from deployments.http.config import HttpConfig
 from deployments.http.openai import create_app
+from deployments.in_flight import InFlight
 
 
 class FakeGeneration:
@@ -52,6 +53,8 @@ class FakeBackend:
         self.generations: list[FakeGeneration] = []
         self.num_starts_cancelled = 0
         self.num_entries = 4
+        self.capacity = 256
+        self.in_flight = InFlight(lambda: self.capacity, max_choices=128)
 
     async def start(self, request: ChatRequest, route: Route) -> FakeGeneration:
         self.requests.append((request, route))
@@ -64,6 +67,9 @@ class FakeBackend:
             raise
         self.generations.append(FakeGeneration(self.script, self.spec_prefill))
         return self.generations[-1]
+
+    async def cancel(self, request_id: str) -> bool:
+        return self.in_flight.cancel(request_id)
 
     async def status(self) -> dict[str, Any]:
         return {"num_running": 3}
@@ -82,8 +88,9 @@ class FakeBackend:
 class Connection:
     """One raw ASGI request: the app sees its client leave when `left` is set."""
 
-    def __init__(self, app: FastAPI, body: dict[str, Any]):
+    def __init__(self, app: FastAPI, body: dict[str, Any], headers: dict[str, str]):
         self._app = app
+        self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         self._body = json.dumps(body).encode()
         self._body_sent = False
         self.left = asyncio.Event()
@@ -98,7 +105,7 @@ class Connection:
             "path": "/v1/chat/completions",
             "raw_path": b"/v1/chat/completions",
             "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [(b"content-type", b"application/json"), *self._headers],
         }
         await self._app(scope, self._receive, self._send)
 
@@ -111,6 +118,10 @@ class Connection:
 
     async def _send(self, message: Any) -> None:
         self.sent.append(message)
+
+    @property
+    def status(self) -> int:
+        return self.sent[0]["status"]
 
     @property
     def body(self) -> bytes:
@@ -168,8 +179,8 @@ def chat(send: Callable[..., httpx.Response]) -> Callable[..., httpx.Response]:
 
 @pytest.fixture
 def connect(make_app: Callable[..., FastAPI]) -> Callable[..., Connection]:
-    def connection(**fields: Any) -> Connection:
+    def connection(headers: dict[str, str] | None = None, **fields: Any) -> Connection:
         body = {"model": "org/demo", "messages": [{"role": "user", "content": "Hi"}], **fields}
-        return Connection(make_app(), body)
+        return Connection(make_app(), body, headers or {})
 
     return connection

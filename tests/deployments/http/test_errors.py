@@ -1,9 +1,22 @@
 """Each error's status and body; nothing of a library's words reaches a client."""
 
+import json
+import logging
+
 import pytest
 
+from deployments.chat import TextDelta
 from deployments.http.errors import ErrorMap
-from engine.protocol import ContextLengthExceeded, EngineFailed, InvalidRequest, Overloaded
+from engine.protocol import (
+    Cancelled,
+    ContextLengthExceeded,
+    EngineFailed,
+    InvalidRequest,
+    MemoryExceeded,
+    Overloaded,
+    QueueTimeout,
+    Unavailable,
+)
 
 
 class TransportError(Exception):
@@ -21,7 +34,11 @@ class WrappedError(TransportError, InvalidRequest):
 ERRORS = [
     (InvalidRequest("`top_p` is 3.", "top_p"), 400, "top_p", None, "`top_p` is 3."),
     (ContextLengthExceeded(90, 20, 100), 400, "messages", "context_length_exceeded", "100 tokens"),
+    (MemoryExceeded(90, 20, 100, 5000, 4000), 400, "messages", "context_length_exceeded", "4000 bytes"),
     (Overloaded("256 requests are waiting.", 1.2), 429, None, "overloaded", "256 requests"),
+    (QueueTimeout("It waited for 300 s.", 1.2), 503, None, "queue_timeout", "300 s"),
+    (Unavailable("The engine was lost.", 1.2), 503, None, "unavailable", "was lost"),
+    (Cancelled("The request was cancelled."), 499, None, "request_cancelled", "was cancelled"),
     (EngineFailed("0x7f42 leaked"), 500, None, "engine_failed", "req-1"),
     (ValueError("0x7f42 leaked"), 500, None, None, "req-1"),
 ]
@@ -42,10 +59,42 @@ def test_errors_before_the_first_token_have_their_status_and_body(
     assert response.headers["content-type"] == "application/json"
 
 
-def test_overload_says_when_to_come_back_in_whole_seconds(chat, backend):
-    for retry_after_s, header in [(1.2, "2"), (0.0, "1")]:
-        backend.start_script = [Overloaded("full", retry_after_s)]
-        assert chat().headers["retry-after"] == header
+AGAIN = [Overloaded, QueueTimeout, Unavailable]
+
+
+@pytest.mark.parametrize("error", AGAIN)
+@pytest.mark.parametrize(("retry_after_s", "said"), [(1.2, 2), (0.0, 1), (7.0, 7)])
+def test_what_may_be_sent_again_says_when_in_whole_seconds(chat, backend, error, retry_after_s, said):
+    backend.start_script = [error("full", retry_after_s)]
+    for stream in (False, True):
+        response = chat(stream=stream)
+        assert response.headers["retry-after"] == str(said)
+        assert "retry_after_s" not in response.json()["error"]
+
+
+@pytest.mark.parametrize("error", AGAIN)
+def test_a_stream_that_has_begun_says_in_its_error_event_what_no_header_can_say_any_more(chat, backend, error):
+    backend.script = [TextDelta("Hel", 1), error("lost", 1.2)]
+    whole = chat()
+    assert whole.headers["retry-after"] == "2"
+    event = json.loads(chat(stream=True).text.split("\n\n")[-2].removeprefix("data: "))
+    assert event["error"] == {**whole.json()["error"], "retry_after_s": 2}
+
+
+@pytest.mark.parametrize("error", [EngineFailed("oops"), Cancelled("oops"), ValueError("oops")])
+def test_what_will_fail_again_says_no_time_to_come_back(chat, backend, error):
+    backend.script = [TextDelta("Hel", 1), error]
+    assert "retry-after" not in chat().headers
+    assert "retry_after_s" not in chat(stream=True).text
+
+
+@pytest.mark.parametrize("error", [QueueTimeout("It waited.", 1.0), Unavailable("It is gone.", 1.0)])
+def test_what_is_not_to_be_had_for_a_while_is_one_line_in_the_log(chat, backend, caplog, error):
+    backend.start_script = [error]
+    response = chat()
+    (record,) = [record for record in caplog.records if record.name == "orchard.http"]
+    assert (record.levelno, record.exc_info) == (logging.WARNING, None)
+    assert response.headers["x-request-id"] in record.getMessage() and error.message in record.getMessage()
 
 
 def test_the_log_has_what_the_client_does_not_see(chat, backend, caplog):

@@ -65,6 +65,7 @@ BAD_FIELDS = [
     ({"stream": True, "stream_options": {"foo": 1}}, "stream_options.foo", ["not supported"]),
     ({"stream": True, "stream_options": []}, "stream_options", ["an object"]),
     ({"user": 5}, "user", ["5", "a string"]),
+    ({"user": "a" * 1025}, "user", ["1024"]),
     ({"cache_salt": 5}, "cache_salt", ["5", "a string"]),
     ({"cache_salt": ""}, "cache_salt", ["1 character"]),
     ({"cache_salt": "x" * 129}, "cache_salt", ["128"]),
@@ -302,6 +303,7 @@ def test_a_request_before_the_model_is_loaded_is_a_503_with_the_reason(chat, bac
         response = chat(stream=stream)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
         assert "40 %" in response.json()["error"]["message"]
+        assert int(response.headers["retry-after"]) >= 1
 
 
 def test_a_whole_answer_has_the_shape_of_openai(chat, backend):

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from deployments.chat import TextDelta
-from engine.protocol import EngineFailed
+from engine.protocol import EngineFailed, Unavailable
 
 
 async def until(condition):
@@ -159,3 +159,146 @@ def test_a_generation_that_cannot_be_closed_does_not_spoil_the_answer(chat, back
     for stream in (False, True):
         assert chat(stream=stream).status_code == 200
     assert "could not be closed" in caplog.text
+
+
+def last_event(connection):
+    return json.loads(connection.body.split(b"\n\n")[-2].removeprefix(b"data: "))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_is_cancelled_before_its_first_token_ends_where_it_stands(connect, backend, stream):
+    async def talk():
+        backend.start_script = [asyncio.Event()]
+        connection = connect({"x-request-id": "mine"}, stream=stream)
+        task = asyncio.create_task(connection.run())
+        await until(lambda: backend.requests)
+        assert backend.in_flight.cancel("mine")
+        async with asyncio.timeout(5):
+            await task
+        assert (connection.status, json.loads(connection.body)["error"]["code"]) == (499, "request_cancelled")
+        assert backend.num_starts_cancelled == 1
+        assert backend.generations == []
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("by", ["completion", "header"])
+def test_an_answer_that_is_cancelled_in_the_middle_says_so_and_is_closed(connect, backend, stream, by):
+    async def talk():
+        backend.script = [TextDelta("Hel", 1), asyncio.Event()]
+        connection = connect({"x-request-id": "mine"}, stream=stream)
+        task = asyncio.create_task(connection.run())
+        await until(lambda: backend.generations and (not stream or b"Hel" in connection.body))
+        assert backend.in_flight.cancel("mine" if by == "header" else backend.requests[0][0].request_id)
+        assert not backend.in_flight.cancel("mine")
+        async with asyncio.timeout(5):
+            await task
+        assert backend.generations[0].num_closed == 1
+        if stream:
+            assert connection.status == 200
+            assert last_event(connection)["error"]["code"] == "request_cancelled"
+            assert b"[DONE]" not in connection.body
+            assert connection.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+        else:
+            assert (connection.status, json.loads(connection.body)["error"]["code"]) == (499, "request_cancelled")
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_outlasts_the_drain_ends_with_an_error_that_says_when_to_come_back(connect, backend, stream):
+    async def talk():
+        backend.script = [TextDelta("Hel", 1), asyncio.Event()]
+        connection = connect(stream=stream)
+        task = asyncio.create_task(connection.run())
+        await until(lambda: backend.generations and (not stream or b"Hel" in connection.body))
+        async with asyncio.timeout(5):
+            await backend.in_flight.drain(0.05)
+            await task
+        assert backend.generations[0].num_closed == 1
+        error = (last_event(connection) if stream else json.loads(connection.body))["error"]
+        assert (connection.status, error["code"]) == (200 if stream else 503, "unavailable")
+        assert "shutting down; the answer took longer than 0.05 s" in error["message"]
+        if stream:
+            assert error["retry_after_s"] >= 1
+        else:
+            assert int(dict(connection.sent[0]["headers"])[b"retry-after"]) >= 1
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_made_is_not_spoilt_by_whoever_comes_too_late(connect, backend, stream):
+    """Its last bytes are on their way when it is cancelled."""
+
+    async def talk():
+        connection = connect({"x-request-id": "mine"}, stream=stream)
+        send, cancelled = connection._send, []
+
+        async def cancel_at_the_end(message):
+            if b"[DONE]" in message.get("body", b"") or b'"usage"' in message.get("body", b""):
+                cancelled.append(backend.in_flight.cancel("mine"))
+                await asyncio.sleep(0)
+            await send(message)
+
+        connection._send = cancel_at_the_end
+        await connection.run()
+        assert cancelled == [False]
+        assert connection.status == 200
+        assert b"error" not in connection.body
+        assert connection.body.endswith(b"data: [DONE]\n\n" if stream else b"}")
+
+    asyncio.run(talk())
+
+
+def test_an_error_event_stays_the_last_word(connect, backend):
+    async def talk():
+        backend.script = [TextDelta("Hel", 1), Unavailable("The engine was lost.", 3.0)]
+        connection = connect({"x-request-id": "mine"}, stream=True)
+        send = connection._send
+
+        async def cancel_at_the_end(message):
+            if b'"error"' in message.get("body", b""):
+                assert not backend.in_flight.cancel("mine")
+            await send(message)
+
+        connection._send = cancel_at_the_end
+        await connection.run()
+        assert connection.body.count(b'"error"') == 1
+        assert last_event(connection)["error"]["code"] == "unavailable"
+
+    asyncio.run(talk())
+
+
+def test_a_request_has_its_room_until_its_response_is_over(connect, backend):
+    async def talk():
+        gate = asyncio.Event()
+        backend.script = [TextDelta("Hel", 1), gate, TextDelta("lo", 1, "stop", index=1), TextDelta("", 0, "stop")]
+        connection = connect(stream=True, n=2)
+        task = asyncio.create_task(connection.run())
+        await until(lambda: b"Hel" in connection.body)
+        assert backend.in_flight.status()["num_in_flight"] == 2
+        gate.set()
+        await task
+        assert backend.in_flight.status()["num_in_flight"] == 0
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("phase", ["start", "generation"])
+def test_a_client_that_leaves_gives_its_room_back(connect, backend, phase):
+    async def talk():
+        if phase == "start":
+            backend.start_script = [asyncio.Event()]
+        else:
+            backend.script = [TextDelta("Hel", 1), asyncio.Event()]
+        connection = connect()
+        task = asyncio.create_task(connection.run())
+        await until(lambda: backend.requests and (phase == "start" or backend.generations))
+        assert backend.in_flight.status()["num_in_flight"] == 1
+        connection.left.set()
+        await task
+        assert backend.in_flight.status()["num_in_flight"] == 0
+
+    asyncio.run(talk())

@@ -1,0 +1,169 @@
+"""InFlight: the requests that an ingress is answering: how many there may be, how one is ended, and how all are."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from engine.protocol import Cancelled, InvalidRequest, OrchardError, Overloaded, Unavailable
+
+Clock = Callable[[], float]
+
+WINDOW_S = 30.0
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+
+STOPPED_RETRY_S = 5.0
+"""What a client is told while the server stops: a new one cannot be there much sooner."""
+
+
+class Pace:
+    """How fast choices have ended lately: it tells how long until there is room. clock: monotonic seconds."""
+
+    def __init__(self, clock: Clock = time.monotonic):
+        self._clock = clock
+        self._ends: deque[tuple[float, int]] = deque()
+        self._num_ended = 0
+        self._since = clock()
+
+    def begin(self) -> None:
+        """The first comes after nobody was there: what had ended before says nothing of the answers from now on."""
+        self._ends.clear()
+        self._num_ended, self._since = 0, self._clock()
+
+    def ended(self, num_choices: int) -> None:
+        self._ends.append((self._clock(), num_choices))
+        self._num_ended += num_choices
+
+    def seconds_until(self, num_choices: int) -> float:
+        """How long it takes until so many more have ended, 1 to 60. Where none has, one is expected after as long a
+        time as all have been waited for."""
+        now = self._clock()
+        while self._ends and self._ends[0][0] < now - WINDOW_S:
+            self._num_ended -= self._ends.popleft()[1]
+        lasted_s = min(WINDOW_S, now - self._since)
+        return min(max(num_choices * lasted_s / max(1, self._num_ended), MIN_RETRY_S), MAX_RETRY_S)
+
+
+class Entry:
+    """One request, from the moment that it is understood to the end of its response.
+
+    ids: by which it can be cancelled. must_end: done as soon as somebody wants it to end; what its client is told.
+    """
+
+    def __init__(self, ids: tuple[str, ...], num_choices: int):
+        self.ids = ids
+        self.num_choices = num_choices
+        self.must_end: asyncio.Future[OrchardError] = asyncio.get_running_loop().create_future()
+        self._is_answered = False
+
+    def answered(self) -> None:
+        """All of the answer is made, and only on its way: nobody can end it any more."""
+        self._is_answered = True
+
+    def end(self, error: OrchardError) -> bool:
+        """False if it is too late for that."""
+        if self._is_answered or self.must_end.done():
+            return False
+        self.must_end.set_result(error)
+        return True
+
+
+class InFlight:
+    """capacity: how many choices may be in flight now; never less than max_choices, those of one request."""
+
+    def __init__(self, capacity: Callable[[], int], max_choices: int, clock: Clock = time.monotonic):
+        self._capacity = capacity
+        self._max_choices = max_choices
+        self._pace = Pace(clock)
+        self._entries: set[Entry] = set()
+        self._num_choices = self._num_refused = 0
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+        self._drain: asyncio.Task[None] | None = None
+
+    @property
+    def is_draining(self) -> bool:
+        return self._drain is not None
+
+    @property
+    def retry_after_s(self) -> float:
+        """How long until there is room for one more choice."""
+        return self._pace.seconds_until(1)
+
+    def check_room(self, num_choices: int = 1) -> None:
+        """Raises Unavailable while the server stops, Overloaded when so many more are too many, and InvalidRequest
+        when they always will be."""
+        if self.is_draining:
+            self._num_refused += 1
+            raise Unavailable("The server is shutting down: it takes no new requests.", STOPPED_RETRY_S)
+        if num_choices > self._max_choices:
+            raise InvalidRequest(f"n is {num_choices}; it must be between 1 and {self._max_choices} (max_running)", "n")
+        limit = self._capacity()
+        num_over = self._num_choices + num_choices - limit
+        if num_over > 0:
+            self._num_refused += 1
+            raise Overloaded(
+                f"{self._num_choices} answers are being made or waited for, and {num_choices} more were asked for; "
+                f"the limit is {limit}.",
+                self._pace.seconds_until(num_over),
+            )
+
+    @contextmanager
+    def enter(self, ids: tuple[str, ...], num_choices: int) -> Iterator[Entry]:
+        """Raises what `check_room` raises. ids need not be unique."""
+        self.check_room(num_choices)
+        if not self._entries:
+            self._pace.begin()
+        entry = Entry(ids, num_choices)
+        self._entries.add(entry)
+        self._num_choices += num_choices
+        self._is_empty.clear()
+        try:
+            yield entry
+        finally:
+            self._entries.remove(entry)
+            self._num_choices -= num_choices
+            self._pace.ended(num_choices)
+            if not self._entries:
+                self._is_empty.set()
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends all requests with this id; False if there is none that could still be ended."""
+        ended = [entry.end(Cancelled("The request was cancelled.")) for entry in self._named(request_id)]
+        return any(ended)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes nothing new. What runs may go on for so long, then ends; returns when nothing is left.
+
+        Whoever calls it later waits with the first, for the first one's time.
+        """
+        if self._drain is None:
+            self._drain = asyncio.ensure_future(self._end_all_after(timeout_s))
+        await asyncio.shield(self._drain)
+
+    def status(self) -> dict[str, Any]:
+        """num_in_flight: choices. num_refused: requests since the start, by this ingress alone."""
+        return {
+            "num_in_flight": self._num_choices,
+            "num_refused": self._num_refused,
+            "is_draining": self.is_draining,
+        }
+
+    def _named(self, request_id: str) -> list[Entry]:
+        return [entry for entry in self._entries if request_id in entry.ids]
+
+    async def _end_all_after(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_empty.wait()
+        except TimeoutError:
+            late = Unavailable(
+                f"The server is shutting down; the answer took longer than {timeout_s:g} s. "
+                "Please send the request again.",
+                STOPPED_RETRY_S,
+            )
+            for entry in self._entries:
+                entry.end(late)
+            await self._is_empty.wait()

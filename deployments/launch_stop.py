@@ -1,0 +1,80 @@
+"""What `serve run` does about Ctrl-C and SIGTERM: answers that are running get their time first.
+
+Serve's own shutdown begins with killing the HTTP proxies, whatever runs through them (ray 2.60.0: ProxyActor.shutdown
+does nothing yet), and SIGTERM ends the whole cluster that `serve run` has started. So the ingresses are drained before
+that, through Serve's public handles; then all goes on as after a Ctrl-C.
+"""
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType
+
+MARGIN_S = 10.0
+"""For the answers that ended late to be closed, beyond their time to drain."""
+
+FLUSH_S = 0.5
+"""The proxies may still have the last bytes of answers that are over as far as the ingresses know."""
+
+
+class GracefulStop:
+    """Made and installed in the main thread. drain: returns when nothing runs any more.
+
+    The first signal drains, if something is served by then, the second one does not wait for it. Either ends with a
+    KeyboardInterrupt in the main thread.
+    """
+
+    def __init__(self, drain: Callable[[], None]):
+        self._drain = drain
+        self._is_serving = threading.Event()
+        self._only_once = threading.Lock()  # never released: whoever comes second does not interrupt any more
+
+    def install(self) -> None:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self._on_signal)
+
+    def serving(self) -> None:
+        """There may be answers to wait for from now on."""
+        self._is_serving.set()
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        for other in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(other, self._on_second)
+        if not self._is_serving.is_set():
+            raise KeyboardInterrupt
+        threading.Thread(target=self._drain_and_interrupt, name="drain", daemon=True).start()
+
+    def _on_second(self, signum: int, frame: FrameType | None) -> None:
+        self._only_once.acquire(blocking=False)
+        raise KeyboardInterrupt
+
+    def _drain_and_interrupt(self) -> None:
+        try:
+            self._drain()
+        except Exception as error:
+            say(f"The answers that were running could not be waited for: {type(error).__name__}: {error}")
+        main = threading.main_thread().ident
+        assert main is not None
+        if self._only_once.acquire(blocking=False):  # else Serve is being shut down already
+            signal.pthread_kill(main, signal.SIGINT)  # wakes it, which _thread.interrupt_main does not
+
+
+def drain_applications(timeouts_s: Mapping[str, float]) -> None:
+    """Name -> drain_timeout_s of each application. Blocks, up to that long and a little longer."""
+    from ray import serve
+
+    longest_s = max(timeouts_s.values(), default=0.0)
+    say(f"Stopping: answers that are running get up to {longest_s:g} s. Once more, and they end now.")
+    draining = [serve.get_app_handle(name).broadcast("drain") for name in timeouts_s]
+    for response in draining:
+        for answer in response.results(timeout_s=longest_s + MARGIN_S, return_exceptions=True):
+            if isinstance(answer, Exception):
+                say(f"An ingress could not be drained: {type(answer).__name__}: {answer}")
+    time.sleep(FLUSH_S)
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"\n{text}\n\n")
+    sys.stderr.flush()

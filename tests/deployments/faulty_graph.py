@@ -1,0 +1,392 @@
+"""The whole graph in one process: real replicas with a tiny model, behind handles that act as Ray's do and have seams.
+
+Each replica's method runs in a task of its own, as it would in its process: it goes on until it is done or cancelled,
+whoever waits for it. A reservation holds a slot. Errors of a replica arrive wrapped, those of Ray as they are.
+"""
+
+import asyncio
+import base64
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from io import BytesIO
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from PIL import Image
+from ray.exceptions import RayTaskError
+from ray.serve import Deployment
+
+from deployments import ingress, model_replica, spec_prefill
+from deployments.engine_client import EngineClient
+from deployments.http.config import HttpConfig
+from deployments.ingress import Ingress
+from deployments.mllm import MLLM
+from deployments.model_replica import ModelReplica
+from deployments.spec_prefill import SpecPrefillScorer
+from deployments.text import TextMTP
+from engine import async_engine
+from engine.config import EngineConfig, MediaConfig, SpecPrefillConfig
+from engine.worker.model_runner import load_runner
+from tests.engine.fakes import until
+from tests.engine.faulty_engine import FaultyEngine
+from tests.faults import Faults
+
+NODE = "here"
+MODEL = "tiny"
+PATIENT_S = 60.0
+DEADLINE_S = 20.0
+"""For what takes a fraction of a second on an idle machine."""
+
+
+def bare(deployment: Deployment) -> Any:
+    """Its class, without the end that Serve awaits: here `Graph.close` does."""
+    origin: Any = deployment.func_or_class
+
+    class Replica(origin):
+        async def __init__(self, *arguments: Any, **options: Any):
+            made = super().__init__(*arguments, **options)
+            if made is not None:
+                await made
+
+        def __del__(self) -> None:
+            """Nobody could await the one of the deployment."""
+
+    return Replica
+
+
+async def make(deployment: Deployment, *arguments: Any, **options: Any) -> Any:
+    kind = bare(deployment)
+    replica = kind.__new__(kind)
+    await replica.__init__(*arguments, **options)
+    return replica
+
+
+@dataclass
+class Selection:
+    node_id: str = NODE
+
+
+class Call:
+    """One call of a replica, under way: what a handle's `remote` and `dispatch` give."""
+
+    def __init__(self, graph: "Graph", work: Coroutine[Any, Any, Any]):
+        self._task = asyncio.ensure_future(work)
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # if nobody waits any more
+        self._replica_result_future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._replica_result_future.set_result(self._task)  # what Ray holds of it: it can be cancelled
+        graph.calls.add(self._task)
+        self._task.add_done_callback(graph.calls.discard)
+
+    def __await__(self) -> Any:
+        return asyncio.shield(self._task).__await__()
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+
+class Stream(Call):
+    """Seam `chunk`: somebody waits for the next one."""
+
+    def __init__(self, graph: "Graph", chunks: Any):
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._faults = graph.faults
+        self._is_read = False
+        super().__init__(graph, self._pump(chunks))
+
+    async def _pump(self, chunks: Any) -> None:
+        try:
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    self._queue.put_nowait(chunk)
+            self._queue.put_nowait(StopAsyncIteration())
+        except Exception as error:
+            self._queue.put_nowait(as_ray_raises(error))
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> Any:
+        self._is_read = True
+        await self._faults.reach("chunk", "before")
+        item = await self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def cancel(self) -> None:
+        """Like Ray's, it does not reach a call that nobody has read from."""
+        if self._is_read:
+            super().cancel()
+
+
+def as_ray_raises(error: Exception) -> Exception:
+    return RayTaskError("call", "Traceback ...", error).as_instanceof_cause()
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Seams: `reserve <name>`, `dispatch <name>` (at once), `<name>.<method>` (in the replica)."""
+
+    graph: "Graph"
+    name: str
+    method: str = ""
+    is_stream: bool = False
+
+    def options(self, method_name: str | None = None, stream: bool | None = None, **others: Any) -> "Handle":
+        return replace(
+            self,
+            method=self.method if method_name is None else method_name,
+            is_stream=self.is_stream if stream is None else stream,
+        )
+
+    @contextlib.asynccontextmanager
+    async def choose_replica(self) -> AsyncIterator[Selection]:
+        await self.graph.faults.reach(f"reserve {self.name}", "before")
+        self.graph.num_slots += 1
+        try:
+            yield Selection()
+        finally:
+            self.graph.num_slots -= 1
+
+    def dispatch(self, selection: Selection, *arguments: Any) -> Call:
+        self.graph.faults.at(f"dispatch {self.name}", "before")
+        return self.remote(*arguments)
+
+    def remote(self, *arguments: Any) -> Call:
+        call = getattr(self.graph.replicas[self.name], self.method)
+        return Stream(self.graph, call(*arguments)) if self.is_stream else Call(self.graph, self._run(call, arguments))
+
+    async def _run(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        await self.graph.faults.reach(f"{self.name}.{self.method}", "before")
+        try:
+            return await call(*arguments)
+        except Exception as error:
+            raise as_ray_raises(error) from None
+
+    def broadcast(self, method: str, *arguments: Any) -> "Answers":
+        return Answers(self.options(method_name=method).remote(*arguments))
+
+
+@dataclass
+class Answers:
+    call: Call
+
+    async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        async with asyncio.timeout(timeout_s):
+            return list(await asyncio.gather(self.call, return_exceptions=return_exceptions))
+
+
+class Graph:
+    """replicas: by name. num_slots: of engine and scorer, held now. calls: that run now."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, **engine: Any):
+        self.faults = Faults()
+        self.replicas: dict[str, Any] = {}
+        self.num_slots = 0
+        self.calls: set[asyncio.Task[Any]] = set()
+        self._given = {"model": str(path), "memory": {"min_available_gb": 0}, **engine}
+        info = {"node_id": NODE, "replica_id": "r", "pid": 7}
+        for module in (model_replica, spec_prefill, ingress):
+            monkeypatch.setattr(module, "replica_info", lambda: info)
+        monkeypatch.setattr(async_engine, "AsyncEngine", lambda config: FaultyEngine(config, self.faults, load_runner))
+
+    async def start(self) -> None:
+        self.config = config = EngineConfig.model_validate(self._given)
+        sparse = SpecPrefillConfig(enabled=True, draft_model=config.model, deadline_s=2.0)
+        self.replicas["engine"] = await make(ModelReplica, config)
+        self.replicas["scorer"] = await make(SpecPrefillScorer, sparse, config)
+        handles = Handle(self, "engine"), Handle(self, "scorer")
+        self.replicas["text"] = await make(TextMTP, config, sparse, *handles)
+        self.replicas["mllm"] = await make(MLLM, config, MediaConfig(), sparse, *handles)
+        self.app = await self.ingress()
+
+    async def ingress(self, reserve_timeout_s: float = PATIENT_S, plan_timeout_s: float = PATIENT_S) -> FastAPI:
+        """The HTTP app of an ingress that waits no longer than that."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ingress, "EngineClient", partial(EngineClient, reserve_timeout_s=reserve_timeout_s))
+            handles = [Handle(self, name) for name in ("engine", "text", "mllm", "scorer")]
+            replica = await make(Ingress, MODEL, self.config, HttpConfig(), {}, *handles, plan_timeout_s)
+        self.replicas["ingress"] = replica
+        return replica.__serve_build_asgi_app__()
+
+    @property
+    def engine(self) -> FaultyEngine:
+        return self.replicas["engine"]._engine
+
+    async def assert_nothing_is_left(self) -> None:
+        def is_left() -> dict[str, Any]:
+            status = self.engine.status()
+            return {
+                "slots": self.num_slots,
+                "calls": len(self.calls),
+                "choices in flight": self.replicas["ingress"].in_flight.status()["num_in_flight"],
+                "rows": status.num_running + status.num_waiting,
+                "bytes": status.memory["decode_cache_bytes"] + status.memory["prefill_cache_bytes"],
+                "reserved": status.admission["reserved_bytes"] + status.admission["row_bytes"],
+                "scoring": self.replicas["scorer"]._scorer.status().num_running,
+            }
+
+        with contextlib.suppress(TimeoutError):
+            await until(lambda: not any(is_left().values()), 10.0)
+        assert not any(is_left().values()), is_left()
+
+    async def close(self) -> None:
+        for name, deployment in (("engine", ModelReplica), ("scorer", SpecPrefillScorer)):
+            origin: Any = deployment.func_or_class
+            await origin.__del__(self.replicas[name])
+
+
+class Client:
+    """One HTTP request, raw; the app sees the client leave with `leave`."""
+
+    def __init__(self, app: FastAPI, path: str, body: Mapping[str, Any], request_id: str = "mine"):
+        self.sent: list[Any] = []
+        self._app = app
+        self._left = asyncio.Event()
+        self._messages: list[Any] = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        self._scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())],
+        }
+        self.task = asyncio.ensure_future(self._talk())
+
+    async def _talk(self) -> "Client":
+        async def send(message: Any) -> None:
+            self.sent.append(message)
+
+        await self._app(self._scope, self._receive, send)
+        return self
+
+    async def _receive(self) -> Any:
+        if self._messages:
+            return self._messages.pop()
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    def leave(self) -> None:
+        self._left.set()
+
+    @property
+    def status(self) -> int:
+        return self.sent[0]["status"]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {name.decode().lower(): value.decode() for name, value in self.sent[0]["headers"]}
+
+    @property
+    def text(self) -> str:
+        return b"".join(message.get("body", b"") for message in self.sent).decode()
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Of a response that is not streamed."""
+        return json.loads(self.text)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Of a stream, without [DONE]."""
+        blocks = [block.removeprefix("data: ") for block in self.text.split("\n\n") if block]
+        return [json.loads(block) for block in blocks if block != "[DONE]"]
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """Of a response, or the last event of a stream."""
+        return (self.events[-1] if "event-stream" in self.headers["content-type"] else self.body)["error"]
+
+
+SALTS = count()
+
+WORDS = "the baker of oakdale sold bread apples and pears to his neighbours "
+
+
+def picture_url() -> str:
+    buffer = BytesIO()
+    Image.new("RGB", (32, 32), "red").save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+PICTURE = [
+    {"type": "image_url", "image_url": {"url": picture_url()}},
+    {"type": "text", "text": "what is in the image?"},
+]
+REQUESTS: dict[str, dict[str, Any]] = {
+    "text": {"content": "what is 12 + 30?"},
+    "picture": {"content": PICTURE},
+    "long": {"content": WORDS * 20, "specprefill": True},
+}
+
+
+class Bench:
+    """A graph on a loop of its own, and what requests get from it undisturbed."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, **engine: Any):
+        self._loop = asyncio.Runner()
+        self.graph = Graph(path, monkeypatch, **engine)
+        self.faults = self.graph.faults
+        self._loop.run(self.graph.start())
+
+    def warm(self) -> "Bench":
+        """Learns what undisturbed requests get."""
+        self.texts = {kind: self.run(lambda kind=kind: self.whole(kind)) for kind in REQUESTS}
+        self.dense = self.run(lambda: self.whole("long", specprefill=False))
+        return self
+
+    def run(self, test: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        async def bounded() -> Any:
+            async with asyncio.timeout(60):
+                return await test()
+
+        try:
+            return self._loop.run(bounded())
+        finally:
+            self.faults.clear()
+
+    def close(self) -> None:
+        self._loop.run(self.graph.close())
+        self._loop.close()
+
+    def ask(self, kind: str, app: FastAPI | None = None, **fields: Any) -> Client:
+        asked = dict(REQUESTS[kind])
+        messages = [{"role": "user", "content": asked.pop("content")}]
+        sampling = {"temperature": 0, "max_tokens": 16, "min_tokens": 16}
+        salt = {"cache_salt": str(next(SALTS))}  # a prompt that is cached need not be scored
+        body = {"model": MODEL, "messages": messages, **salt, **sampling, **asked, **fields}
+        return Client(app or self.graph.app, "/v1/chat/completions", body)
+
+    async def answered(self, client: Client) -> Client:
+        async with asyncio.timeout(DEADLINE_S):
+            return await client.task
+
+    async def whole(self, kind: str, **fields: Any) -> str:
+        client = await self.answered(self.ask(kind, **fields))
+        assert client.status == 200, client.text
+        return client.body["choices"][0]["message"]["content"]
+
+    async def cancel(self) -> Client:
+        return await self.answered(Client(self.graph.app, "/v1/chat/completions/mine/cancel", {}, "canceller"))
+
+    @contextlib.asynccontextmanager
+    async def num_freed(self, num_rows: int) -> AsyncIterator[None]:
+        """So many rows are freed meanwhile before they have come to their end."""
+        before = self.graph.engine.status().num_aborted
+        yield
+        assert self.graph.engine.status().num_aborted == before + num_rows
+
+    async def check(self) -> None:
+        """Nothing is left, and all is served as before."""
+        self.faults.clear()
+        await self.graph.assert_nothing_is_left()
+        assert await self.whole("text") == self.texts["text"]

@@ -1,0 +1,85 @@
+"""What is refused before anything is done for it, and how a request is cancelled."""
+
+import asyncio
+from urllib.parse import quote
+
+import httpx
+import pytest
+
+from deployments.in_flight import InFlight
+from engine.protocol import Unavailable
+
+
+def test_a_request_that_no_engine_took_says_so_and_why(chat, backend):
+    backend.start_script = [Unavailable("No engine took the request within 30 s.", 7.0)]
+    for unready in (None, "The weights are loading: 40 %."):
+        backend.unready = unready
+        response = chat()
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], response.headers["retry-after"]) == (503, "unavailable", "7")
+        assert "within 30 s" in error["message"] and (unready or "") in error["message"]
+
+
+def test_a_full_house_refuses_before_it_reads_or_does_anything(send, chat, backend):
+    backend.capacity = 0
+    for response in (chat(), chat(stream=True), send("POST", "/v1/chat/completions", content=b"no JSON")):
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+        assert int(response.headers["retry-after"]) >= 1
+    assert backend.requests == []
+    assert backend.in_flight.status()["num_refused"] == 3
+
+
+def test_a_request_for_more_choices_than_there_is_room_for_is_refused(chat, backend):
+    backend.capacity = 3
+    assert chat(n=4).status_code == 429
+    assert backend.requests == []
+    assert chat().status_code == 200
+    assert (chat(n=200).status_code, chat(n=128).status_code) == (400, 429)
+
+
+def test_more_choices_than_an_engine_runs_are_a_400_whether_there_is_room_or_not(chat, backend):
+    backend.in_flight = InFlight(lambda: backend.capacity, max_choices=8)
+    error = chat(n=9).json()["error"]
+    assert (error["param"], error["type"]) == ("n", "invalid_request_error")
+    assert "n is 9" in error["message"] and "8" in error["message"]
+    assert backend.requests == []
+
+
+def test_a_server_that_shuts_down_takes_no_requests_but_answers_questions(chat, send, backend):
+    asyncio.run(backend.in_flight.drain(0))
+    response = chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+    assert int(response.headers["retry-after"]) >= 1
+    assert backend.requests == []
+    assert send("GET", "/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize("request_id", ["mine", "a/b/cancel", "what?%41", "~!#&+"])
+def test_a_request_is_cancelled_by_its_id_however_it_is_written(make_app, connect, backend, request_id):
+    async def talk() -> list[httpx.Response]:
+        backend.start_script = [asyncio.Event()]
+        task = asyncio.create_task(connect({"x-request-id": request_id}).run())
+        async with asyncio.timeout(5):
+            while not backend.requests:
+                await asyncio.sleep(0.001)
+        path = f"/v1/chat/completions/{quote(request_id, safe='')}/cancel"
+        transport = httpx.ASGITransport(make_app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://orchard") as client:
+            said = [await client.post(path), await client.post(path)]
+        await task
+        return said
+
+    cancelled, again = asyncio.run(talk())
+    assert cancelled.json() == {"id": request_id, "object": "chat.completion.cancel", "cancelled": True}
+    assert cancelled.status_code == 200
+    assert (again.status_code, again.json()["error"]["code"]) == (404, "request_not_found")
+    assert backend.num_starts_cancelled == 1
+
+
+def test_a_request_that_nobody_knows_is_not_found(send):
+    for request_id in ("chatcmpl-1", "x" * 500):
+        response = send("POST", f"/v1/chat/completions/{request_id}/cancel")
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "request_not_found")
+        assert request_id[:90] in response.json()["error"]["message"]
+        assert len(response.json()["error"]["message"]) < 200
+    assert send("GET", "/v1/chat/completions/chatcmpl-1/cancel").status_code == 405

@@ -1,0 +1,57 @@
+"""A Ray of its own, one replica whose request waits to hear that Serve stops it, and Serve, which stops it.
+
+Run as a program, it prints what the request was told.
+"""
+
+import asyncio
+import sys
+import warnings
+from typing import Any
+
+with warnings.catch_warnings():  # see tests/deployments/conftest.py
+    warnings.filterwarnings("ignore", message="Using extra keyword arguments on `Field`", category=DeprecationWarning)
+    import ray
+    from ray import serve
+
+from deployments.draining import when_stopping
+
+TIMEOUT_S = 60.0
+
+
+@serve.deployment(graceful_shutdown_timeout_s=TIMEOUT_S, graceful_shutdown_wait_loop_s=0.1)
+class Waiting:
+    def __init__(self) -> None:
+        self._is_waiting, self._is_stopped = asyncio.Event(), asyncio.Event()
+        self._stopping = when_stopping(self._stop)
+
+    async def _stop(self) -> None:
+        self._is_stopped.set()
+
+    async def until_it_waits(self) -> bool:
+        await self._is_waiting.wait()
+        return self._is_stopped.is_set()
+
+    async def until_stopped(self) -> str:
+        self._is_waiting.set()
+        await self._is_stopped.wait()
+        return "heard that it is stopped"
+
+
+def main() -> str:
+    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
+    assert when_stopping(nothing) is None, "this process is no replica, though Ray is there"
+    serve.start(proxy_location="Disabled")
+    handle: Any = serve.run(Waiting.bind(), name="app", route_prefix=None)
+    answer = handle.until_stopped.remote()
+    assert handle.until_it_waits.remote().result(timeout_s=TIMEOUT_S) is False, "nobody stops it yet"
+    serve.delete("app", _blocking=False)
+    return answer.result(timeout_s=TIMEOUT_S)
+
+
+async def nothing() -> None: ...
+
+
+if __name__ == "__main__":
+    sys.stdout.write(main())
+    serve.shutdown()
+    ray.shutdown()

@@ -1,0 +1,67 @@
+"""What EngineClient asks all engines at once: each answers for itself, and who is silent is named."""
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+from ray.serve.exceptions import BackPressureError
+
+from deployments.chat import EngineAnswer, SilentEngine
+from deployments.engine_client import EngineClient
+from engine.protocol import EngineFailed
+from tests.deployments.test_engine_client import Planned, run, task_error
+
+
+@dataclass
+class Engines:
+    """Handles of one engine per node. says: its answer, seconds to wait, or an error to raise."""
+
+    says: dict[str, Any]
+    log: list[str] = field(default_factory=list)
+    question: str = ""
+
+    def options(self, **options: Any) -> "Engines":
+        return replace(self, question=f"{options['method_name']} {options.get('session_id')}")
+
+    def remote(self) -> Planned:
+        self.log.append(self.question)
+        return Planned(self.says[self.question.partition(" node:")[2]], self.log)
+
+    async def ask(self, timeout_s: float = 0.05) -> tuple[list[EngineAnswer[Any]], list[SilentEngine]]:
+        engines: Any = self
+        return await EngineClient(engines, {}, ask_timeout_s=timeout_s).ask_all("cache_status", self.says)
+
+
+def here(node_id: str) -> EngineAnswer[str]:
+    return EngineAnswer(node_id, f"replica on {node_id}", "well")
+
+
+def test_the_engine_of_every_node_is_asked_and_answers_for_itself():
+    engines = Engines({"a": here("a"), "b": here("b")})
+    assert run(engines.ask) == ([here("a"), here("b")], [])
+    assert engines.log == ["cache_status node:a", "cache_status node:b"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason"),
+    [
+        (60.0, "no answer within 0.05 s"),
+        (ActorDiedError(), "it is gone"),
+        (task_error(EngineFailed("the engine is not ready: it is loading")), "the engine is not ready: it is loading"),
+        (BackPressureError(num_queued_requests=9, max_queued_requests=8), "too many requests are waiting for it"),
+        (task_error(ZeroDivisionError("secret")), "it could not answer"),
+    ],
+)
+def test_an_engine_that_does_not_answer_is_named_and_costs_no_other_answer(outcome: Any, reason: str):
+    engines = Engines({"a": here("a"), "b": outcome, "c": here("c")})
+    assert run(engines.ask) == ([here("a"), here("c")], [SilentEngine("b", reason)])
+    assert ("cancel plan" in engines.log) == isinstance(outcome, float), "nobody waits for it any more"
+
+
+def test_several_silent_engines_are_waited_for_at_once():
+    began = time.monotonic()
+    _, silent = run(lambda: Engines(dict.fromkeys("abcdef", 60.0)).ask(0.5))
+    assert [engine.node_id for engine in silent] == list("abcdef")
+    assert time.monotonic() - began < 2

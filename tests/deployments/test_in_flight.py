@@ -1,0 +1,250 @@
+"""How many requests there may be at once, how long until there is room, and how one, or all, are ended."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.in_flight import MAX_RETRY_S, MIN_RETRY_S, InFlight, Pace
+from engine.protocol import Cancelled, InvalidRequest, Overloaded, Unavailable
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(10):
+            await work
+
+    asyncio.run(bounded())
+
+
+def room(limit: int = 4, max_choices: int = 4, clock: Clock | None = None) -> InFlight:
+    return InFlight(lambda: limit, max_choices, clock or Clock())
+
+
+# --- how long until there is room ----------------------------------------------------------------------------------
+
+
+def test_as_many_end_as_have_ended_lately():
+    clock = Clock()
+    pace = Pace(clock)
+    for _ in range(5):
+        clock.now += 2
+        pace.ended(2)
+    assert pace.seconds_until(1) == pytest.approx(1)
+    assert pace.seconds_until(20) == pytest.approx(20)
+
+
+def test_what_ended_long_ago_plays_no_part():
+    clock = Clock()
+    pace = Pace(clock)
+    pace.ended(1000)
+    clock.now += 31
+    for _ in range(3):
+        pace.ended(1)
+    assert pace.seconds_until(1) == pytest.approx(10)
+
+
+def test_where_none_has_ended_one_is_expected_after_as_long_a_time_again():
+    clock = Clock()
+    pace = Pace(clock)
+    clock.now += 8
+    assert pace.seconds_until(1) == pytest.approx(8)
+    assert pace.seconds_until(2) == pytest.approx(16)
+
+
+def test_an_empty_house_forgets_how_fast_it_was():
+    clock = Clock()
+    pace = Pace(clock)
+    clock.now += 3
+    pace.ended(300)
+    pace.begin()
+    clock.now += 4
+    assert pace.seconds_until(1) == pytest.approx(4)
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 128)), max_size=30), st.integers(1, 10**6))
+def test_the_time_until_there_is_room_is_between_a_second_and_a_minute(ends: list[tuple[float, int]], num_over: int):
+    clock = Clock()
+    pace = Pace(clock)
+    for later_s, num_choices in ends:
+        clock.now += later_s
+        pace.ended(num_choices)
+    assert MIN_RETRY_S <= pace.seconds_until(num_over) <= MAX_RETRY_S
+    assert pace.seconds_until(num_over) <= pace.seconds_until(num_over + 1)
+
+
+# --- how many there may be -----------------------------------------------------------------------------------------
+
+
+def test_one_more_than_there_is_room_for_is_refused_until_one_has_ended():
+    async def go() -> None:
+        clock = Clock()
+        requests = room(4, clock=clock)
+        with requests.enter(("a",), 1), requests.enter(("b",), 2):
+            clock.now += 6
+            requests.check_room(1)
+            with pytest.raises(Overloaded, match=r"3 answers .* 2 more .* the limit is 4") as refused:
+                requests.enter(("c",), 2).__enter__()
+            assert refused.value.retry_after_s == pytest.approx(6)
+            assert requests.status() == {"num_in_flight": 3, "num_refused": 1, "is_draining": False}
+        with requests.enter(("c",), 4):
+            assert requests.status()["num_in_flight"] == 4
+        assert requests.status() == {"num_in_flight": 0, "num_refused": 1, "is_draining": False}
+
+    run(go())
+
+
+def test_room_grows_and_shrinks_with_the_engines():
+    async def go() -> None:
+        limit = 1
+        requests = InFlight(lambda: limit, 1)
+        with requests.enter((), 1):
+            with pytest.raises(Overloaded):
+                requests.check_room()
+            limit = 2
+            requests.check_room()
+
+    run(go())
+
+
+def test_what_could_never_have_room_is_not_told_to_come_back():
+    with pytest.raises(InvalidRequest, match=r"n is 5; it must be between 1 and 4 \(max_running\)"):
+        room(limit=100, max_choices=4).check_room(5)
+
+
+def test_a_request_that_fails_gives_its_room_back():
+    async def go() -> None:
+        requests = room(4)
+        with pytest.raises(ZeroDivisionError), requests.enter(("a",), 4):
+            raise ZeroDivisionError
+        requests.check_room(4)
+
+    run(go())
+
+
+def test_the_time_until_there_is_room_follows_from_the_answers_that_ended():
+    async def go() -> None:
+        clock = Clock()
+        requests = room(8, clock=clock)
+        with requests.enter(("long",), 1):
+            for _ in range(4):
+                with requests.enter(("short",), 1):
+                    clock.now += 5
+            assert requests.retry_after_s == pytest.approx(5)
+
+    run(go())
+
+
+def test_an_hour_without_requests_says_nothing_of_those_that_come_then():
+    async def go() -> None:
+        clock = Clock()
+        requests = room(1, clock=clock)
+        with requests.enter(("early",), 1):
+            clock.now += 1
+        clock.now += 3600
+        with requests.enter(("late",), 1):
+            clock.now += 3
+            assert requests.retry_after_s == pytest.approx(3)
+
+    run(go())
+
+
+# --- how one is ended ----------------------------------------------------------------------------------------------
+
+
+def test_all_requests_with_an_id_are_cancelled_and_no_other():
+    async def go() -> None:
+        requests = room()
+        with (
+            requests.enter(("1", "x"), 1) as one,
+            requests.enter(("2", "x"), 1) as two,
+            requests.enter(("3",), 1) as three,
+        ):
+            assert requests.cancel("x")
+            assert isinstance(one.must_end.result(), Cancelled)
+            assert isinstance(two.must_end.result(), Cancelled)
+            assert not three.must_end.done()
+
+    run(go())
+
+
+def test_what_is_unknown_cancelled_answered_or_over_cannot_be_cancelled():
+    async def go() -> None:
+        requests = room()
+        with requests.enter(("a",), 1), requests.enter(("b",), 1) as answered:
+            assert not requests.cancel("c")
+            assert requests.cancel("a")
+            assert not requests.cancel("a")
+            answered.answered()
+            assert not requests.cancel("b")
+            assert not answered.must_end.done()
+        assert not requests.cancel("a")
+
+    run(go())
+
+
+# --- how all are ended ---------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_drains_lets_nothing_in_and_is_done_with_the_last_answer():
+    async def go() -> None:
+        requests = room()
+        with requests.enter(("a",), 1) as entry:
+            draining = asyncio.ensure_future(requests.drain(60))
+            await asyncio.sleep(0)
+            with pytest.raises(Unavailable, match="shutting down") as refused:
+                requests.check_room()
+            assert refused.value.retry_after_s >= 1
+            assert requests.status() == {"num_in_flight": 1, "num_refused": 1, "is_draining": True}
+            assert not entry.must_end.done() and not draining.done()
+        await draining
+
+    run(go())
+
+
+def test_an_answer_that_takes_longer_than_the_drain_is_ended_and_told_why():
+    async def go() -> None:
+        requests = room()
+        draining = None
+        with requests.enter(("a",), 1) as entry, requests.enter(("b",), 1) as answered:
+            answered.answered()
+            draining = asyncio.ensure_future(requests.drain(0.05))
+            error = await entry.must_end
+            assert isinstance(error, Unavailable)
+            assert "shutting down; the answer took longer than 0.05 s" in error.message
+            assert not draining.done() and not answered.must_end.done()
+        await draining
+
+    run(go())
+
+
+def test_who_drains_again_waits_with_the_first():
+    async def go() -> None:
+        requests = room()
+        with requests.enter(("a",), 1) as entry:
+            first = asyncio.ensure_future(requests.drain(60))
+            await asyncio.sleep(0)
+            second = asyncio.ensure_future(requests.drain(0))
+            third = asyncio.ensure_future(requests.drain(0))
+            await asyncio.sleep(0.02)
+            third.cancel()
+            assert not second.done() and not entry.must_end.done()
+        await first
+        await second
+
+    run(go())
+
+
+def test_a_server_that_has_nothing_to_do_is_drained_at_once():
+    run(room().drain(60))

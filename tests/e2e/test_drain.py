@@ -1,0 +1,119 @@
+"""Ctrl-C while answers run: short ones end as they would, long ones are told why they end, new ones are refused."""
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.server import ServeRun, serve_run
+from tests.e2e.test_serving import LONG
+
+pytestmark = pytest.mark.server
+
+DRAIN_S = 12.0
+EXIT_S = 120.0
+SHORT, ENDLESS = 60, 20_000
+"""Tokens. On two slow cores a dozen take a second, with three answers at once."""
+
+
+class Client(threading.Thread):
+    """One request whose answer has exactly so many tokens, if nothing comes between."""
+
+    def __init__(self, base_url: str, num_tokens: int, stream: bool):
+        super().__init__(daemon=True)
+        self._url = f"{base_url}/v1/chat/completions"
+        self._num_tokens = num_tokens
+        self._stream = stream
+        self.status = 0
+        self.headers: httpx.Headers = httpx.Headers()
+        self.lines: list[str] = []
+        self.broke: Exception | None = None
+
+    def run(self) -> None:
+        messages = [{"role": "user", "content": LONG}]
+        exactly = {"max_tokens": self._num_tokens, "min_tokens": self._num_tokens, "temperature": 0}
+        body = {"model": "demo", "messages": messages, "stream": self._stream, **exactly}
+        try:
+            with httpx.stream("POST", self._url, json=body, timeout=EXIT_S) as response:
+                self.status, self.headers = response.status_code, response.headers
+                for line in response.iter_lines():
+                    self.lines.append(line)
+        except httpx.HTTPError as error:
+            self.broke = error
+
+    @property
+    def events(self) -> list[str]:
+        return [line.removeprefix("data: ") for line in self.lines if line]
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return json.loads(self.events[-1])["error"]
+
+
+def poll(condition: Callable[[], bool], timeout_s: float, explain: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, explain()
+        time.sleep(0.05)
+
+
+def drain_in(timeout_s: float) -> Callable[[dict[str, Any]], None]:
+    def change(config: dict[str, Any]) -> None:
+        args = config["applications"][0]["args"]
+        args["drain_timeout_s"] = timeout_s
+        args["spec_prefill"] = {"enabled": False}  # one process less to start
+
+    return change
+
+
+def refusal_of(server: ServeRun) -> httpx.Response:
+    """What a new client is told, as soon as the server does not take its request any more."""
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    with httpx.Client(base_url=server.base_url, timeout=EXIT_S) as http:
+        deadline = time.monotonic() + DRAIN_S
+        while (response := http.post("/v1/chat/completions", json=body)).status_code == 200:
+            assert time.monotonic() < deadline, server.output[-4000:]
+        assert http.get("/health/ready").status_code == 503
+        (ingress,) = http.get("/v1/status").json()["ingress"]
+        assert ingress["is_draining"] and ingress["num_in_flight"] >= 1 and ingress["num_refused"] >= 1
+    return response
+
+
+def test_ctrl_c_lets_answers_end_and_cuts_none():
+    with serve_run(drain_in(DRAIN_S)) as server:
+        server.wait_ready()
+        processes = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(processes) > 4
+        short = Client(server.base_url, SHORT, stream=True)
+        endless = Client(server.base_url, ENDLESS, stream=True)
+        whole = Client(server.base_url, ENDLESS, stream=False)
+        for client in (short, endless, whole):
+            client.start()
+        poll(lambda: len(short.lines) > 8 and len(endless.lines) > 8, 60, lambda: (short.lines, endless.lines))
+        server.process.send_signal(signal.SIGINT)
+        refused = refusal_of(server)
+        assert not short.events[-1].startswith('{"error"')
+        for client in (short, endless, whole):
+            client.join(EXIT_S)
+            assert not client.is_alive() and client.broke is None, (client.broke, server.output[-4000:])
+        assert server.process.wait(EXIT_S) == 0, server.output[-4000:]
+        poll(lambda: not any(map(psutil.pid_exists, [p.pid for p in processes])), 30, lambda: processes)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+    assert int(refused.headers["retry-after"]) >= 1
+    check_answers(short, endless, whole)
+
+
+def check_answers(short: Client, endless: Client, whole: Client) -> None:
+    assert short.events[-1] == "[DONE]"
+    assert json.loads(short.events[-2])["choices"][0]["finish_reason"] == "length"
+    late = f"The server is shutting down; the answer took longer than {DRAIN_S:g} s"
+    for client, status in ((endless, 200), (whole, 503)):
+        assert (client.status, client.error["code"]) == (status, "unavailable")
+        assert late in client.error["message"]
+    assert endless.error["retry_after_s"] >= 1 and int(whole.headers["retry-after"]) >= 1
