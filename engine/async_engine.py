@@ -103,8 +103,8 @@ class AsyncEngine:
         self._keys[request.request_id] = key
         self._no_streams.clear()
         try:
-            matchers = await self._matchers(request, core)
-            if not stream.is_finished:  # aborted, or the engine has ended, while the grammar was compiled
+            matchers = await stream.unless_ended(self._matchers(request, core))
+            if matchers is not None and not stream.is_finished:
                 self._thread.submit(lambda core: core.add_request(replace(request, request_id=key), matchers))
             num_open = request.num_choices
             while num_open:
@@ -192,7 +192,10 @@ class AsyncEngine:
             raise EngineFailed(f"the memory is cleared, but the files could not be removed: {reason}") from None
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes nothing new; what is open may go on for so long, and then ends with an error that says so."""
+        """Takes nothing new; what is open may go on for so long, and then ends with an error that says so.
+
+        Returns when nothing is open, or has just been ended.
+        """
         self._drains, self._unavailable = True, "the engine is shutting down"
         try:
             async with asyncio.timeout(timeout_s):
@@ -202,7 +205,6 @@ class AsyncEngine:
             for key, stream in self._streams.items():
                 stream.end(FinishReason.ERROR, error, RETRY_AFTER_S)
                 self._thread.submit(lambda core, key=key: core.abort(key))
-            await self._no_streams.wait()
 
     async def shutdown(self, timeout_s: float = 30.0) -> None:
         """Ends after the step that is running, and takes nothing more; open streams end with ERROR."""

@@ -70,7 +70,7 @@ class DeviceThread(Generic[W]):
 
     @property
     def step_age_s(self) -> float:
-        """How long the present step has lasted; 0 when idle."""
+        """How long the present step, or command, has lasted; 0 when idle."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -110,7 +110,9 @@ class DeviceThread(Generic[W]):
                 return True
             if command is None:
                 return False
+            self._step_began = time.monotonic()
             command(worker)
+            self._step_began = None
 
 
 def _run_and_park(only: list[DeviceThread]) -> None:

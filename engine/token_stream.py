@@ -1,8 +1,12 @@
 """What the engine has produced and its reader has not taken yet: the event loop's end of a request."""
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from engine.protocol import FinishReason, TokenChunk, TokenLogprobs
+
+T = TypeVar("T")
 
 
 class ChoiceTokens:
@@ -67,6 +71,21 @@ class TokenStream:
         """Of every choice that has not ended."""
         for index in range(len(self.choices)):
             self.put(TokenChunk((), reason, error, index, retry_after_s=retry_after_s))
+
+    async def unless_ended(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """What the work returns; None, and it is cancelled, when every choice has ended before."""
+        task = asyncio.ensure_future(work)
+        while not task.done() and not self.is_finished:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await asyncio.wait({task, self._waiter}, return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                task.cancel()
+                raise
+        if task.done():
+            return task.result()
+        task.cancel()
+        return None
 
     async def get(self) -> list[TokenChunk]:
         """All that came since the last call, one chunk for each choice, waiting for something to come."""

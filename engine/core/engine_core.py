@@ -156,6 +156,14 @@ class EngineCore:
         except Exception as error:
             log.exception("dropping %s failed", ", ".join(row_ids))
             self._publish(self._fail_rows(f"dropping other rows failed: {type(error).__name__}"))
+            self._drop_again(row_ids)
+
+    def _drop_again(self, row_ids: list[str]) -> None:
+        """The decode batch is new by now; prompts in progress may be left."""
+        try:
+            self.runner.drop(row_ids)
+        except Exception:
+            log.exception("dropping %s failed again: their memory counts as used", ", ".join(row_ids))
 
     def _fail_rows(self, error: str) -> Chunks:
         self.stats.failed_steps_in_a_row += 1

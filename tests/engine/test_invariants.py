@@ -222,8 +222,8 @@ def _parse(grammar: GrammarSpec, text: str) -> None:
 
 def _load(path: Path, kind: Kind) -> MLXRunner:
     runner = load_runner(EngineConfig(model=str(path), **kind.config), lambda progress: None)
-    if kind.max_waste is not None:
-        runner._batch._max_waste = kind.max_waste
+    if kind.max_waste is not None:  # a group may waste as much as the weights weigh
+        runner.costs = replace(runner.costs, base_bytes=kind.max_waste)
     return runner
 
 

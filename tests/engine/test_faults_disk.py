@@ -1,0 +1,153 @@
+"""The disk tier fails, hangs, or somebody leaves while it reads: every prompt is answered as without it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.engine_core import EngineCore
+from engine.processing.snapshot_directory import SnapshotDirectory
+from engine.protocol import FinishReason
+from tests.engine.fakes import until
+from tests.engine.faulty_engine import PLAIN, RUNS, TINY, WAITS, Bench, Scene
+from tests.faults import Failing, Faults, Hanging, Meanwhile
+
+SEED = replace(PLAIN, request_id="before")
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    disk = {"path": str(tmp_path_factory.mktemp("disk")), "max_gb": 1}
+    with Bench(tiny_model(**TINY), prefix_cache={"disk": disk}) as bench:
+        yield bench
+
+
+@pytest.fixture
+def faults(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Those of the bench. Seams of the thread that writes and reads: `read`, `write`."""
+    monkeypatch.setattr("engine.core.disk_tier.READ_TIMEOUT_S", 0.3)
+    for method in ("read", "write"):
+        monkeypatch.setattr(SnapshotDirectory, method, bench.faults.around(getattr(SnapshotDirectory, method), method))
+    return bench.faults
+
+
+async def evict(bench: Bench) -> None:
+    """All that is in memory, once it is written."""
+
+    def go(core: EngineCore) -> int:
+        assert core.prefix._disk is not None
+        core.prefix._disk._files.flush()
+        entries = [entry for entry in core.prefix.cache.entries() if entry.held is not None]
+        for entry in entries:
+            core.prefix.cache._evict(entry)
+        return len(entries)
+
+    assert await bench.engine._ask(go) > 0
+
+
+@contextmanager
+def fails(faults: Faults, seam: str, phase: Any, error: Exception | None = None) -> Iterator[None]:
+    fault = faults.arm(seam, Failing(error), phase=phase)
+    yield
+    assert fault.num_fired == 1, f"{seam} was not passed"
+
+
+async def assert_all_are_answered(bench: Bench, scene: Scene) -> None:
+    for reader, request in ((scene.runs, RUNS), (scene.victim, PLAIN), (scene.waits, WAITS)):
+        assert await bench.is_undisturbed(reader, request), f"{reader.name}: {reader.errors}"
+
+
+ERRORS = [OSError(5, "Input/output error"), ValueError("not of this model"), MemoryError(), RuntimeError("[malloc]")]
+
+
+@pytest.mark.parametrize(
+    ("seam", "phase", "error"),
+    [
+        *(("read", "before", error) for error in ERRORS),
+        ("read", "after", ERRORS[0]),
+        *(("import_snapshot", "before", error) for error in ERRORS[1:]),
+    ],
+)
+def test_a_snapshot_that_cannot_be_read_back_costs_no_answer(
+    bench: Bench, faults: Faults, seam: str, phase: str, error: Exception
+):
+    async def test() -> None:
+        async with bench.scene(PLAIN, before=[SEED], prepare=evict) as scene:
+            with fails(faults, seam, phase, error):
+                await scene.go()
+        await assert_all_are_answered(bench, scene)
+        await bench.check(PLAIN, 3)
+
+    bench.run(test)
+
+
+@pytest.mark.parametrize(("seam", "phase"), [("write", "before"), ("write", "after"), ("export_snapshot", "before")])
+def test_a_snapshot_that_cannot_be_written_costs_no_answer(bench: Bench, faults: Faults, seam: str, phase: str):
+    async def test() -> None:
+        async with bench.scene(PLAIN) as scene:
+            with fails(faults, seam, phase, OSError(28, "No space left on device")):
+                await scene.go()
+        await assert_all_are_answered(bench, scene)
+        await bench.check(PLAIN, 3)
+
+    bench.run(test)
+
+
+def test_a_disk_that_hangs_while_it_reads_is_not_waited_for(bench: Bench, faults: Faults):
+    async def test() -> None:
+        with Hanging() as hang:
+            async with bench.scene(PLAIN, before=[SEED], prepare=evict) as scene:
+                faults.arm("read", hang)
+                await scene.go()
+                assert hang.began.is_set()
+            await assert_all_are_answered(bench, scene)
+            assert scene.victim.num_cached == 0
+        await bench.check(PLAIN, 3)
+
+    bench.run(test)
+
+
+@pytest.mark.parametrize("how", ["abort", "cancel"])
+def test_who_leaves_while_its_prefix_is_read_is_gone_at_once(bench: Bench, faults: Faults, how: str):
+    async def test() -> None:
+        with Hanging() as hang:
+            async with bench.scene(PLAIN, before=[SEED], prepare=evict) as scene:
+                faults.arm("read", hang)
+
+                async def leave() -> None:
+                    if how == "abort":
+                        assert bench.engine.abort("victim")
+                    else:
+                        await scene.victim.cancel()
+
+                left = faults.arm("decode", Meanwhile(leave), behind=faults.arm("read", lambda: None))
+                await scene.go()
+            assert left.num_fired == 1 and scene.victim.tokens == [()]
+            assert scene.victim.reasons == [FinishReason.ABORT if how == "abort" else None]
+            assert await bench.is_undisturbed(scene.runs, RUNS) and await bench.is_undisturbed(scene.waits, WAITS)
+        await bench.check(PLAIN, 3, 1)
+
+    bench.run(test)
+
+
+def test_a_disk_that_hangs_while_it_writes_holds_nobody_up_and_does_not_keep_the_engine_from_ending(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr("engine.core.engine_core.DISK_CLOSE_S", 0.2)
+    other = bench.another(prefix_cache={"disk": {"path": str(tmp_path), "max_gb": 1}})
+    monkeypatch.setattr(SnapshotDirectory, "write", other.faults.around(SnapshotDirectory.write, "write"))
+
+    async def test() -> None:
+        other.faults.arm("write", hang)
+        async with other.scene(PLAIN) as scene:
+            await scene.go()
+        await assert_all_are_answered(other, scene)
+        await until(hang.began.is_set)
+        await other.engine.shutdown()
+        assert other.engine.status().state == "stopped"
+
+    with other, Hanging() as hang:
+        other.run(test)
