@@ -59,6 +59,7 @@ def test_a_cluster_that_does_not_offer_mlx_ends_the_server_with_what_to_do():
 
 def reason_of(server: ServeRun) -> str:
     output = ended(server, 240)
-    reason = output[output.index("Application 'orchard' could not be started:") :]
+    _, found, reason = output.partition("Application 'orchard' could not be started:")
+    assert found, server.output[-8000:]
     assert "Traceback" not in reason
     return reason
