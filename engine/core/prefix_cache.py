@@ -4,6 +4,7 @@ Snapshots form trees: each holds the keys and values of the stretch behind its p
 own end. One that leaves gives its state back at once; its stretch stays, and counts, while a descendant needs it.
 """
 
+import sys
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -110,7 +111,7 @@ class PrefixCache:
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic):
         self.max_bytes = max_bytes
-        self.room: Callable[[], int] = lambda: max_bytes
+        self.room: Callable[[], int] = lambda: sys.maxsize
         self.file_parent: Callable[[str], str | None] = lambda digest: None
         self.num_bytes = 0
         self.counters = Counters()
