@@ -22,7 +22,7 @@ from engine.worker.patches import attention_cpu
 from engine.worker.snapshot import StateSnapshot
 from engine.worker.vision import VisionEncoder
 
-MARGIN, CHUNK_MARGIN = 1.15, 1.3
+MARGIN, CHUNK_MARGIN = 1.15, 1.7
 """On what is measured of decoding and of prompts, whose chunks may be much larger than those that are measured. What is
 counted needs none."""
 
