@@ -69,7 +69,6 @@ class Moment:
 IN_PROMPT = {
     "first chunk": Moment("prefill"),
     "behind a snapshot": Moment("prefill", 5),
-    "last chunk": Moment("prefill", NUM_CHUNKS),
     "last chunk of three": Moment("prefill", NUM_CHUNKS, THREE),
     "picture": Moment("encode", 1, PICTURE),
     "join": Moment("join"),

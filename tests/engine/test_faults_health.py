@@ -99,10 +99,13 @@ def test_prompts_that_fail_because_the_device_does_make_the_engine_unhealthy(ben
     bench.run(test)
 
 
-@pytest.mark.parametrize("phase", ["before", "after"])
+@pytest.mark.parametrize(
+    ("freeing", "times", "phase"), [("drop", 1, "before"), ("drop", 1, "after"), ("leave", 2, "before")]
+)
 @pytest.mark.parametrize("seam", ["prefill", "decode"])
-def test_rows_that_cannot_be_freed_are_gone_all_the_same(bench: Bench, seam: str, phase: str):
-    """The row that left is freed with the next step; that fails, and with it those that decode."""
+def test_rows_that_cannot_be_freed_are_gone_all_the_same(bench: Bench, seam: str, freeing: str, times: int, phase: str):
+    """The row that left is freed with the next step; that fails, and with it those that decode. `leave`: of a batch
+    that is broken, however often it is tried."""
 
     async def test() -> None:
         async with bench.scene(PLAIN) as scene:
@@ -113,9 +116,9 @@ def test_rows_that_cannot_be_freed_are_gone_all_the_same(bench: Bench, seam: str
             joined = bench.faults.arm("join", nothing, of="waits", phase="after") if seam == "decode" else None
             of = "victim" if seam == "prefill" else None
             left = bench.faults.arm(seam, Meanwhile(leave), call=2, of=of, behind=joined)
-            fault = bench.faults.arm("drop", Failing(), of="victim", phase=phase)
+            fault = bench.faults.arm(freeing, Failing(), of="victim", times=times, phase=phase)
             await scene.go()
-        assert left.num_fired == fault.num_fired == 1
+        assert left.num_fired == 1 and fault.num_fired == times
         assert scene.victim.reasons == [FinishReason.ABORT]
         assert scene.runs.reasons == [FAILED] and "inside a library" not in (scene.runs.errors[0] or "")
         for reader, request in ((scene.runs, RUNS), (scene.victim, PLAIN), (scene.waits, WAITS)):

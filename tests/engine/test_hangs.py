@@ -18,7 +18,7 @@ from engine.processing import grammar
 from engine.protocol import EngineFailed, EngineRequest, FinishReason, GrammarSpec, Unavailable
 from tests.engine.fakes import until
 from tests.engine.faulty_engine import PLAIN, REGEX, THREE, TINY, Bench, Reader, with_picture
-from tests.faults import Armed, Faults, Hanging, nothing
+from tests.faults import Armed, Failing, Faults, Hanging, nothing
 
 STEP_TIMEOUT_S = 1.0
 SOON_S = 8.0
@@ -55,15 +55,18 @@ HANGS: dict[str, tuple[str, EngineRequest, dict[str, Any]]] = {
     "hand-over": ("publish", PLAIN, {}),
     "drop": ("drop", PLAIN, {}),
     "memory": ("memory", PLAIN, {}),
+    "probe": ("probe", PLAIN, {}),
 }
 """seam, the request in the middle, which call of the seam"""
 
 
 def arm(faults: Faults, name: str, hang: Callable[[], None]) -> Armed:
     seam, _, when = HANGS[name]
+    if seam == "probe":  # which finds out whether a prompt failed because the device does
+        faults.arm("prefill", Failing(), of="victim")
     if seam in ("decode", "memory"):  # while all of the scene are there
         when = {"behind": faults.arm("prefill", nothing, of="victim")}
-    elif seam != "encode" and seam != "drop":
+    elif seam not in ("encode", "drop", "probe"):
         when = {"of": "victim", **when}
     return faults.arm(seam, hang, **when)
 
