@@ -223,6 +223,7 @@ class PrefixReuse:
             log.exception("a snapshot of %d tokens could not be restored", entry.num_tokens)
             self.cache.counters.num_unusable += 1
             current.max_tokens = entry.num_tokens - 1
+            self._runner.drop([row.id for row in rows])  # what it has begun
             return False
         current.base, current.base_digest, current.base_tokens = self.cache.use(entry), entry.digest, entry.num_tokens
         for row in rows:
