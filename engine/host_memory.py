@@ -1,8 +1,11 @@
 """How much memory the machine, or the container that we run in, has left."""
 
+import logging
 from pathlib import Path
 
 import psutil
+
+log = logging.getLogger("orchard.engine")
 
 CGROUP = Path("/sys/fs/cgroup")
 MIN_AVAILABLE_SHARE = 0.07
@@ -22,8 +25,12 @@ class HostMemory:
         self._is_short = False
 
     def shortage(self) -> str | None:
-        """None with enough available. Once short, it must be a quarter more than the limit."""
-        available = self.available()
+        """None with enough available. Once short, it must be a quarter more than the limit. Never raises."""
+        try:
+            available = self.available()
+        except Exception:  # whoever asks has more to watch
+            log.exception("how much memory the machine has left could not be read")
+            return None
         self._is_short = available < self._min_available * (RECOVERED if self._is_short else 1)
         if not self._is_short:
             return None

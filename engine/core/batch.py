@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.core.admission import MemoryCosts
+from engine.core.costs import MemoryCosts
 from engine.core.prefix_cache import Snapshot
 from engine.core.request import Request
 from engine.protocol import TokenLogprobs

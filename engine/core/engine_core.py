@@ -12,6 +12,7 @@ from engine.core.batch import ModelRunner
 from engine.core.prefix_reuse import PrefixReuse
 from engine.core.request import Matcher, Request
 from engine.core.scheduler import RETRY_S, Chunks, Scheduler
+from engine.core.spare_memory import SpareMemory
 from engine.core.speculation import SpeculationController
 from engine.core.stats import Stats
 from engine.processing.snapshot_files import SnapshotFiles
@@ -43,9 +44,10 @@ class EngineCore:
         no_drafts = str(runner.capabilities.get("mtp", "the runner cannot draft"))
         self._speculation = SpeculationController(config.mtp, runner.max_draft_tokens, no_drafts)
         self.prefix = PrefixReuse(config.prefix_cache, runner, self.stats, files)
-        self.ledger = make_ledger(config, runner, self._cached_bytes)
+        self._spare = SpareMemory(self.prefix.cache, runner)
+        self.ledger = make_ledger(config, runner, lambda: self._spare.num_bytes)
         self.prefix.cache.room = lambda: self.ledger.free_bytes + self.prefix.cache.num_bytes
-        self.scheduler = Scheduler(config, self.stats, ledger=self.ledger, free=self._free)
+        self.scheduler = Scheduler(config, self.stats, ledger=self.ledger, spare=self._spare)
         self.memory: dict[str, int] = self._memory()
         self.speculation_status: dict[str, Any] = self._speculation.status()
         self.queue: tuple[QueuedRequest, ...] = ()
@@ -113,20 +115,7 @@ class EngineCore:
 
     def relieve(self) -> None:
         """The machine is short of memory: everything leaves that no running answer needs."""
-        self.prefix.cache.give_back(self.prefix.cache.num_bytes - self.prefix.cache.pinned_bytes)
-        self.runner.free_caches()
-
-    def _cached_bytes(self) -> int:
-        cache, slack = self.prefix.cache, self.runner.costs.snapshot_slack
-        return cache.num_bytes + cache.num_in_memory * slack + self.runner.feature_bytes
-
-    def _free(self, num_bytes: int) -> bool:
-        """Snapshots first; then what the runner keeps for later."""
-        before = self.ledger.free_bytes
-        if self.prefix.cache.give_back(num_bytes):
-            return True
-        self.runner.free_caches()
-        return self.ledger.free_bytes - before >= num_bytes
+        self._spare.free_all()
 
     def _read_figures(self) -> None:
         """Now and then while busy, and once more before the thread sleeps."""
@@ -136,7 +125,7 @@ class EngineCore:
         self._figures_read_s = now
         self.speculation_status = self._speculation.status()
         self.queue, self.admission = self.scheduler.queue(), self.ledger.status()
-        self.pinned_bytes = self.prefix.cache.pinned_bytes
+        self.pinned_bytes = self._spare.pinned_bytes
         try:
             self.memory = self._memory()
         except Exception:

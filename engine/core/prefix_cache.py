@@ -234,22 +234,21 @@ class PrefixCache:
         if self._num_bytes_that_stay(parent) + num_bytes > limit:
             self.counters.num_rejected += 1
             return False
-        return self._evict_down_to(limit - num_bytes)
+        while self.num_bytes > limit - num_bytes and self.evict():
+            pass
+        return self.num_bytes <= limit - num_bytes  # a prompt that is being taken in may need the rest
 
-    def give_back(self, num_bytes: int) -> bool:
-        """So many, to rows that need them; False, and nobody leaves, where they cannot be had."""
-        wanted = self.num_bytes - num_bytes
-        return self._num_bytes_that_stay(None) <= wanted and self._evict_down_to(wanted)
-
-    def _evict_down_to(self, num_bytes: int) -> bool:
-        """False where a prompt that is being taken in still needs more."""
-        while self.num_bytes > num_bytes and self._victims:
-            self.counters.num_evicted += 1
-            self._evict(next(iter(self._victims.values())))
-        return self.num_bytes <= num_bytes
+    def evict(self) -> bool:
+        """The one that was used longest ago leaves; False if nobody can."""
+        if not self._victims:
+            return False
+        self.counters.num_evicted += 1
+        self._evict(next(iter(self._victims.values())))
+        return True
 
     @property
     def pinned_bytes(self) -> int:
+        """With the stretches in front of what is pinned."""
         return self._num_bytes_that_stay(None)
 
     def forget(self, entry: Entry) -> None:

@@ -39,7 +39,8 @@ class Matcher(Protocol):
 class Request:
     """index: which choice of the request. id: of the row, different for each choice.
 
-    num_prefilled: computed tokens of the prompt in the cache. num_cached: those that came out of the prefix cache when
+    num_prefilled: computed tokens of the prompt in the cache. num_charged: of prompt_token_ids, what its client has
+    paid for: nobody pays twice for having been preempted. num_cached: those that came out of the prefix cache when
     the row began. matcher: of the row's grammar, if it has one.
     keep_until_s: a running row is not preempted before (the scheduler's clock). rectangle: the rows that it decodes
     with, see core/admission.py.
@@ -50,6 +51,7 @@ class Request:
     matcher: Matcher | None = None
     state: RequestState = RequestState.WAITING
     num_prefilled: int = 0
+    num_charged: int = 0
     num_cached: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     keep_until_s: float = 0.0

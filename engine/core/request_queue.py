@@ -1,8 +1,9 @@
 """The requests that wait: whose turn it is by policy, ageing and client, and how long it will take. Pure."""
 
 from bisect import insort_left, insort_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 from engine.config import SchedulerConfig
 from engine.core.client_shares import OUTPUT_WEIGHT, PROMPT_WEIGHT, ClientShares
@@ -21,7 +22,8 @@ class Group:
     rank: place in the queue, smallest first, in seconds. Waiting would lower all ranks alike, so ageing needs no
     clock: whoever comes later has a larger rank from the start. keeps_place: has waited enough to be left in peace,
     for ageing_s of decoding, when it runs. Without that two requests could take one another's place for ever.
-    blocked_s: when its turn came and its memory was not free; preempted: it has run already.
+    cost: in the client's tokens, about.
+    blocked_s: when its turn came and there was no place for it. has_begun: to answer, before it lost its place.
     """
 
     rows: list[Request]
@@ -29,21 +31,21 @@ class Group:
     rank: float
     keeps_place: bool = False
     blocked_s: float | None = None
-    preempted: bool = False
+    has_begun: bool = False
 
-    @property
-    def priority(self) -> int:
-        return self.rows[0].spec.priority
+    priority: int = field(init=False)
+    client: str = field(init=False)
+    cost: float = field(init=False)
 
-    @property
-    def client(self) -> str:
-        return self.rows[0].spec.client
-
-    @property
-    def cost(self) -> float:
+    def __post_init__(self) -> None:
         row = self.rows[0]
+        self.priority, self.client = row.spec.priority, row.spec.client
         answer = min(row.sampling.max_tokens - len(row.output_token_ids), USUAL_ANSWER)
-        return PROMPT_WEIGHT * row.num_prompt_tokens + OUTPUT_WEIGHT * answer * len(self.rows)
+        self.cost = PROMPT_WEIGHT * row.num_prompt_tokens + OUTPUT_WEIGHT * answer * len(self.rows)
+
+
+Tagged = tuple[float, float, Group]
+_TAG = itemgetter(0, 1)  # what the client has had, rank
 
 
 class RequestQueue:
@@ -64,12 +66,13 @@ class RequestQueue:
         now = self._clock()
         insort_right(self._groups, Group(list(rows), now, self._rank(rows[0], now)), key=_rank_of)
 
-    def put_back(self, rows: Sequence[Request]) -> None:
-        """Rows that have run, or had begun: in front of their peers."""
+    def put_back(self, rows: Sequence[Request], arrived_s: float | None = None) -> None:
+        """Rows that have lost their place: in front of their peers. arrived_s: of a prompt that was given up."""
         now, priority = self._clock(), rows[0].spec.priority
         peers = [group.rank for group in self._groups if group.priority == priority]
-        rank = min([self._rank(rows[0], now), *peers])
-        insort_left(self._groups, Group(list(rows), now, rank, keeps_place=True, preempted=True), key=_rank_of)
+        rank, has_begun = min([self._rank(rows[0], now), *peers]), bool(rows[0].output_token_ids)
+        group = Group(list(rows), now if arrived_s is None else arrived_s, rank, True, has_begun=has_begun)
+        insort_left(self._groups, group, key=_rank_of)
 
     def remove(self, row: Request) -> None:
         group = next(group for group in self._groups if row in group.rows)
@@ -89,7 +92,7 @@ class RequestQueue:
     def expired(self) -> list[Group]:
         """Those that have waited for too long. Whoever has begun to answer may wait for ever."""
         latest = self._clock() - self._config.queue_timeout_s
-        return [group for group in self._groups if group.arrived_s <= latest and not group.preempted]
+        return [group for group in self._groups if group.arrived_s <= latest and not group.has_begun]
 
     def expected_wait_s(self, position: int) -> float | None:
         """Of the request at this position (1 is the next), at the pace of late; None if it is not known."""
@@ -102,22 +105,41 @@ class RequestQueue:
     def most_urgent(self) -> Group:
         return min(self._groups, key=lambda group: group.priority)
 
-    def order(self) -> list[Group]:
-        """As they would be let in now: by rank, and among equals in priority those of the client that has had least.
+    def first(self) -> Group:
+        """Whose turn it is: the first in `order`. The queue must not be empty."""
+        if not self._is_fair:
+            return self._groups[0]
+        priority = self._groups[0].priority
+        return min((tagged for tagged in self._tagged() if tagged[2].priority == priority), key=_TAG)[2]
 
-        Of one client the first counts with what the client has had, the second with that and the first one's cost...
-        """
-        clients = {group.client for group in self._groups}
-        if self._config.fairness == "off" or len(clients) < 2:
+    def order(self) -> list[Group]:
+        """As they would be let in now: by rank, and among equals in priority by what their clients have had."""
+        if not self._is_fair:
             return list(self._groups)
-        ahead = {client: self._shares.served(client) for client in clients}
-        first: dict[int, float] = {}
-        tags: dict[int, float] = {}
+        by_priority = dict[int, list[Tagged]]()
+        for tagged in self._tagged():
+            by_priority.setdefault(tagged[2].priority, []).append(tagged)
+        by_tag = {priority: iter(sorted(tagged, key=_TAG)) for priority, tagged in by_priority.items()}
+        return [next(by_tag[group.priority])[2] for group in self._groups]
+
+    def _tagged(self) -> Iterator[Tagged]:
+        """By rank. Of one client the first counts with what the client has had, the second with that and the first
+        one's cost...
+
+        Whoever has begun to answer and waits for ageing_s is first among equals, whatever the client has had: others
+        come anew all the time, and have had nothing.
+        """
+        ahead, aged_s = dict[str, float](), self._clock() - self._config.ageing_s
         for group in self._groups:
-            first.setdefault(group.priority, group.rank)
-            tags[id(group)] = ahead[group.client]
-            ahead[group.client] += group.cost
-        return sorted(self._groups, key=lambda group: (first[group.priority], tags[id(group)], group.rank))
+            tag = ahead.get(group.client)
+            tag = self._shares.served(group.client) if tag is None else tag
+            ahead[group.client] = tag + group.cost
+            yield float("-inf") if group.has_begun and group.arrived_s <= aged_s else tag, group.rank, group
+
+    @property
+    def _is_fair(self) -> bool:
+        """One client is in nobody's way."""
+        return self._config.fairness != "off" and self._shares.num_active > 1
 
     def _rank(self, row: Request, now: float) -> float:
         policy, ageing_s = self._config.policy, self._config.ageing_s

@@ -1,14 +1,16 @@
 """Who runs in the next step: the queue, the rows, and one token budget per step. Pure; touches no array."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.core.admission import Ledger, MemoryCosts
+from engine.core.admission import Ledger
 from engine.core.batch import NO_TOKEN, PrefillOutput, RowOutput, SchedulerOutput
 from engine.core.client_shares import ClientShares
+from engine.core.costs import MemoryCosts
+from engine.core.preemption import Preemption
 from engine.core.request import Request, RequestState
 from engine.core.request_queue import Group, RequestQueue
 from engine.core.stats import Stats
@@ -23,17 +25,36 @@ PREFILL_EMA_WEIGHT = 0.2
 MAX_SHOWN = 32
 """Of the queue."""
 
+MAX_PASSING = 8
+"""Of the queue: those behind the first that are looked at in a step, whether there is room for them."""
+
 RETRY_S = 1.0
 
 Chunks = dict[str, TokenChunk]
 """Row id -> what the row got."""
 
 
+class Spare(Protocol):
+    """Memory that no answer needs, see core/spare_memory.py."""
+
+    @property
+    def free_bytes(self) -> int: ...
+    def free(self, num_bytes: int) -> bool: ...
+
+
+class Nothing:
+    """Nothing is spare."""
+
+    free_bytes = 0
+
+    def free(self, num_bytes: int) -> bool:
+        return False
+
+
 class Scheduler:
     """One prompt is prefilled at a time, in chunks between the decode steps. `clock` gives monotonic seconds.
 
-    ledger: the books of the memory; default: one that never runs out. free: gives back so many bytes that no row needs,
-    or says that it cannot.
+    ledger: the books of the memory; default: one where nothing costs anything. spare: what leaves when a row needs it.
     """
 
     def __init__(
@@ -42,18 +63,19 @@ class Scheduler:
         stats: Stats,
         clock: Callable[[], float] = time.monotonic,
         ledger: Ledger | None = None,
-        free: Callable[[int], bool] = lambda num_bytes: False,
+        spare: Spare | None = None,
     ):
         self._config = config
         self._stats = stats
         self._clock = clock
-        self._free = free
-        self.ledger = ledger or Ledger(MemoryCosts(), 0, config.memory.reserve_tokens, config.prefill_chunk_tokens)
+        self._spare = spare or Nothing()
+        self.ledger = ledger or Ledger(MemoryCosts(), 0, config.memory.reserve_tokens, config.prefill_chunk_tokens_busy)
         self._shares = ClientShares()
         self._queue = RequestQueue(config.scheduler, self._shares, clock)
         self._rows: dict[str, list[Request]] = {}  # request id -> its rows that have not ended
         self._prefill: Group | None = None
         self._running: dict[str, Request] = {}  # by row id, in the order in which they joined
+        self._preemption = Preemption(config, self.ledger, self._shares, self._running)
         self._gone: list[str] = []  # rows that have ended, and are still in the runner
         self._drop: list[str] = []  # rows that have lost their place
         self._ended: Chunks = {}  # rows that have ended outside of a step
@@ -89,7 +111,7 @@ class Scheduler:
                 ledger.alone(ledger.need(group.rows)),
                 self._queue.waited_s(group),
                 self._queue.expected_wait_s(position),
-                group.preempted,
+                group.has_begun,
             )
             for position, group in enumerate(self._queue.order()[:MAX_SHOWN], 1)
         )
@@ -131,8 +153,9 @@ class Scheduler:
 
     def schedule(self, num_draft_tokens: int = 0) -> SchedulerOutput:
         """num_draft_tokens: what each decoding row verifies in this step beside its own token."""
-        gone = self.gone()
+        gone = self.gone()  # since the caller has asked: a step may have failed
         self.dropped(gone)
+        self.ledger.shrink_step()
         self._expire()
         if self._extend():
             self._admit()
@@ -161,7 +184,8 @@ class Scheduler:
         for row in rows:
             row.num_prefilled += output.num_tokens
         self._stats.num_prompt_tokens += output.num_tokens
-        self._shares.charge(rows[0].spec.client, num_prompt_tokens=output.num_tokens)
+        num_new = min(output.num_tokens, max(0, rows[0].num_prefilled - rows[0].num_charged))
+        self._shares.charge(rows[0].spec.client, num_prompt_tokens=num_new)
         if output.first is None:
             return {}
         self.ledger.joined()
@@ -211,121 +235,97 @@ class Scheduler:
         the prompt in progress had to: nobody is let in before the runner has dropped it."""
         keeps = True
         for row in list(self._running.values()):
-            is_short = row.id in self._running and self.ledger.is_used_up(row)
-            while is_short and (missing := self.ledger.extend(row)) and not self._free(missing):
+            while row.id in self._running and self.ledger.is_used_up(row) and not self._has_grown(row):
                 if self._prefill is not None:
                     self._give_up_prefill()
                     keeps = False
-                    continue
-                youngest = list(self._running.values())[-1]
-                if youngest is row and len(self._running) == 1:
-                    self._out_of_memory(row, missing)
-                    break
-                self.preempt(youngest)
-                is_short = youngest is not row
+                elif len(self._running) > 1:
+                    self.preempt(list(self._running.values())[-1])
+                else:
+                    self._ended |= self._out_of_memory([row], self.ledger.extend(row))
         return keeps
+
+    def _has_grown(self, row: Request) -> bool:
+        missing = self.ledger.extend(row)
+        return not missing or (self._spare.free(missing) and not self.ledger.extend(row))
 
     def _give_up_prefill(self) -> None:
         """The prompt in progress waits again; what it has left in the prefix cache stays."""
         assert self._prefill is not None
-        rows = list(self._prefill.rows)
+        rows, arrived_s = list(self._prefill.rows), self._prefill.arrived_s
         self._stats.num_preempted += len(rows)
-        self._put_back(rows)
+        self._put_back(rows, None if rows[0].output_token_ids else arrived_s)
 
-    def _put_back(self, rows: Sequence[Request]) -> None:
+    def _put_back(self, rows: Sequence[Request], arrived_s: float | None = None) -> None:
         """Rows whose memory is somebody else's from now on: they are dropped before anything else is done."""
         for row in rows:
+            has_run = row.state is RequestState.RUNNING
+            row.num_charged = max(row.num_charged, row.num_prompt_tokens if has_run else row.num_prefilled)
             self._leave(row)
             self.ledger.release(row.id)
             row.state, row.num_prefilled = RequestState.WAITING, 0
         self._drop += [self._gone.pop() for _ in rows]
-        self._queue.put_back(rows)
+        self._queue.put_back(rows, arrived_s)
 
-    def _out_of_memory(self, row: Request, missing: int) -> None:
-        """Of a row that has the engine to itself: what was let in should have fit."""
-        error = f"{missing} bytes of memory are missing, of {self.ledger.budget} in all"
-        self._ended |= self._fail([row], error, RETRY_S)
+    def _out_of_memory(self, rows: list[Request], missing: int) -> Chunks:
+        """Of a request that has the engine to itself: what was let in should have fit."""
+        return self._fail(rows, f"{missing} bytes of memory are missing, of {self.ledger.budget} in all", RETRY_S)
 
     def _admit(self) -> None:
-        """Lets the next request in when all its rows have room, or when it may take somebody's place.
-
-        While the memory of the first one in the queue is not free, others that need less may pass it for ageing_s.
-        """
+        """Lets the next request in when all its rows have room, or when it may take somebody's place."""
         if self._prefill is not None or not self._queue:
             return
-        order, now, limits = self._queue.order(), self._clock(), self._config.scheduler
-        head = order[0]
-        if self._num_missing(head) > 0:
-            head = self._make_room(head)
-            if head is None:
-                return
-        if self._reserved(head):
-            return self._let_in(head)
-        head.blocked_s = now if head.blocked_s is None else head.blocked_s
-        if now - head.blocked_s >= limits.ageing_s:
-            if self._make_fair_room(head) and self._reserved(head):
-                self._let_in(head)
-            return
-        for group in order:
-            if group is not head and self._num_missing(group) <= 0 and self._reserved(group):
-                return self._let_in(group)
+        head = self._queue.first()
+        if self._has_reserved(head):
+            self._let_in(head)
+        elif not self._running:
+            self._ended |= self._out_of_memory(list(head.rows), self.ledger.missing(head.rows))
+        elif (urgent := self._displace_for(head)) is not None:
+            self._let_in(urgent)
+        else:
+            self._let_one_pass(head)
 
     def _let_in(self, group: Group) -> None:
+        """Of which the rows are reserved."""
         self._queue.let_in(group)
         group.keeps_place |= self._queue.waited_s(group) >= self._config.scheduler.ageing_s
         for row in group.rows:
             row.state = RequestState.PREFILL
         self._prefill = group
 
-    def _reserved(self, group: Group) -> bool:
-        """Whether the memory could be had. If nothing runs it must be: what could never fit was refused at the door."""
+    def _has_reserved(self, group: Group) -> bool:
+        """Snapshots leave for it where that suffices."""
+        if not self._preemption.has_rows(group):
+            return False
         missing = self.ledger.reserve(group.rows)
-        if missing and self._free(missing):
-            missing = self.ledger.reserve(group.rows)
-        if missing and not self._running and group in self._queue.order()[:1]:
-            for row in list(group.rows):
-                self._out_of_memory(row, missing)
-        return not missing
+        return not missing or (self._spare.free(missing) and not self.ledger.reserve(group.rows))
 
-    def _num_missing(self, group: Group) -> int:
-        """Rows that would have to leave for this group to have room."""
-        return len(self._running) + len(group.rows) - self._config.max_running
-
-    def _make_room(self, head: Group) -> Group | None:
-        """Preempts as many less urgent rows as the most urgent request needs, if there are so many: the least urgent
-        first, of those the latest. Under other policies, rows of clients that hold more than their share."""
-        if self._config.scheduler.policy != "priority":
-            return head if self._make_fair_room(head) else None
-        group, now = self._queue.most_urgent, self._clock()
-        weaker = [r for r in self._running.values() if r.spec.priority > group.priority and r.keep_until_s <= now]
-        num_missing = self._num_missing(group)
-        if not 0 < num_missing <= len(weaker):
-            return None
-        for row in sorted(reversed(weaker), key=lambda row: -row.spec.priority)[:num_missing]:
+    def _displace_for(self, head: Group) -> Group | None:
+        """Policy `priority`: the most urgent request takes the places of less urgent rows. Else the first one, when it
+        has waited for ageing_s, those of clients that hold more than their share. Returns who may go in now."""
+        limits, now, spare = self._config.scheduler, self._clock(), self._spare.free_bytes
+        group, victims = head, list[Request]()
+        if limits.policy == "priority":
+            group = self._queue.most_urgent
+            victims = self._preemption.for_urgent(group, now, spare)
+        elif limits.fairness != "off" and self._queue.waited_s(head) >= limits.ageing_s:
+            victims = self._preemption.for_share(head, now, spare)
+        for row in victims:
             self.preempt(row)
-        return group
+        return group if victims and self._has_reserved(group) else None
 
-    def _make_fair_room(self, group: Group) -> bool:
-        """For a request that has waited for ageing_s, and whose client has less than its share of the rows: rows of a
-        client that has more leave, the latest first. Whether there is room now."""
-        limits, now = self._config.scheduler, self._clock()
-        if limits.fairness == "off" or self._queue.waited_s(group) < limits.ageing_s:
-            return False
-        held = Counter(row.spec.client for row in self._running.values())
-        share = max(1, self._config.max_running // max(self._shares.num_active, 1))
-        if held[group.client] + len(group.rows) > share:
-            return False
-        while self._num_missing(group) > 0 or self.ledger.missing(group.rows):
-            above = [row for row in self._running.values() if row.keep_until_s <= now and self._is_above(row, share)]
-            if not above:
-                return False
-            self.preempt(above[-1])
-        return True
-
-    def _is_above(self, row: Request, share: int) -> bool:
-        """Whether the row's client holds more than so many rows, or more than its part of the memory."""
-        rows = [other for other in self._running.values() if other.spec.client == row.spec.client]
-        return len(rows) > share or self.ledger.row_share(rows) > 1 / max(self._shares.num_active, 1)
+    def _let_one_pass(self, head: Group) -> None:
+        """While the memory of the first one in the queue is not free, others that need less may pass it for ageing_s.
+        Nobody passes who would take the rows that it waits for."""
+        if not self._preemption.has_rows(head):
+            return
+        now = self._clock()
+        head.blocked_s = now if head.blocked_s is None else head.blocked_s
+        if now - head.blocked_s >= self._config.scheduler.ageing_s:
+            return
+        for group in self._queue.order()[1 : 1 + MAX_PASSING]:
+            if self._preemption.has_rows(group) and not self.ledger.reserve(group.rows):
+                return self._let_in(group)
 
     def _prefill_budget(self, num_draft_tokens: int) -> int:
         """Decoding rows come first; what they leave of the step's tokens is for the chunk, within the stall, and
@@ -339,7 +339,8 @@ class Scheduler:
             budget = max(MIN_PREFILL_TOKENS, budget)
         if self._prefill is None:
             return budget
-        return self.ledger.max_chunk(self._prefill.rows[0].num_prompt_tokens, budget)
+        row = self._prefill.rows[0]
+        return self.ledger.max_chunk(row.num_prompt_tokens, min(budget, row.num_prompt_tokens - row.num_prefilled))
 
     def _take(self, row: Request, output: RowOutput) -> TokenChunk:
         if output.error is not None:

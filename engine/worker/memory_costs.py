@@ -12,10 +12,10 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from engine.core.admission import MemoryCosts
 from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.costs import MemoryCosts
 from engine.core.request import Request
-from engine.protocol import EngineRequest, SamplingParams
+from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, SamplingParams
 from engine.worker.kv_cache import SLOTS_STEP
 from engine.worker.mtp import FEED_LIMIT
 from engine.worker.patches import attention_cpu
@@ -29,6 +29,13 @@ counted needs none."""
 PROBE_TOKENS = 192
 """With what is decoded behind them they stay within one step of slots, and so do three times as many."""
 NUM_STEPS = 3
+SHORT_TOKENS = 16
+PLAIN = SamplingParams(2**20)
+RANKED = SamplingParams(2**20, top_p=0.9, min_p=0.01)  # top_p alone sorts the whole vocabulary
+SHAPED = SamplingParams(
+    2**20, presence_penalty=1, frequency_penalty=1, repetition_penalty=1.1, logit_bias=((0, 1.0),), min_tokens=2**20,
+    logprobs=MAX_TOP_LOGPROBS,
+)  # fmt: skip
 SCORE_BYTES = 5  # a float, and a mask
 BUFFER_SLACK = 2**13  # MLX lends a buffer that is free and a little larger
 LATE_BYTES = 2**18  # constants that are made when something is done for the first time
@@ -87,6 +94,7 @@ def _with_forwards(runner: Runner, costs: MemoryCosts, max_drafts: int) -> Memor
         both = _decoding(runner, max_drafts) - costs.base_bytes - 2 * long
     finally:
         runner.drop([one.id, two.id])
+    ranked, shaped = (_asking(runner, costs, max_drafts, sampling) for sampling in (RANKED, SHAPED))
     row = max(both - alone, alone // 2, 0)
     pair = max(late - first, 0) / (2 * n * n)
     token = max(wide - first - (min(2 * n, costs.max_queries) * 2 * n - n * n) * pair, first / 2, 0) / n
@@ -94,14 +102,27 @@ def _with_forwards(runner: Runner, costs: MemoryCosts, max_drafts: int) -> Memor
         costs,
         base_bytes=costs.base_bytes + int(MARGIN * max(alone - row, 0)),
         row_step_bytes=int(MARGIN * row),
+        ranked_bytes=int(MARGIN * max(ranked - both, 0)) // 2,
+        shaped_bytes=int(MARGIN * max(shaped - both, 0)) // 2,
         chunk_bytes=int(CHUNK_MARGIN * max(first - n * token - n * n * pair, 0)),
         token_step_bytes=CHUNK_MARGIN * token,
         pair_bytes=CHUNK_MARGIN * pair,
     )
 
 
-def _row(name: str, num_tokens: int) -> Request:
-    return Request(EngineRequest(name, np.zeros(num_tokens, np.int32), SamplingParams(2**20), ()))
+def _asking(runner: Runner, costs: MemoryCosts, max_drafts: int, sampling: SamplingParams) -> int:
+    """What steps of two rows take that ask for this."""
+    rows = [_row(name, SHORT_TOKENS, sampling) for name in ("one", "two")]
+    try:
+        for row in rows:
+            runner.prefill([row], SHORT_TOKENS)
+        return _decoding(runner, max_drafts) - costs.base_bytes - 2 * costs.prompt(SHORT_TOKENS)
+    finally:
+        runner.drop([row.id for row in rows])
+
+
+def _row(name: str, num_tokens: int, sampling: SamplingParams = PLAIN) -> Request:
+    return Request(EngineRequest(name, np.zeros(num_tokens, np.int32), sampling, (1,)))
 
 
 def _decoding(runner: Runner, max_drafts: int) -> int:

@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 
 from engine.config import EngineConfig, MTPConfig
-from engine.core.admission import MemoryCosts
 from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.costs import MemoryCosts
 from engine.core.request import Request
 from engine.processing.images import ImagePreprocessor
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams

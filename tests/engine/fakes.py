@@ -10,8 +10,8 @@ import numpy as np
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.core.admission import MemoryCosts
 from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import EngineRequest, TokenLogprobs, choice_seed
 
@@ -175,6 +175,7 @@ class FakeRunner:
 
     def free_caches(self) -> None:
         self._called("free_caches")
+        self.feature_bytes = 0
 
     def probe(self) -> None:
         """A device that cannot prefill cannot do this either."""

@@ -119,7 +119,7 @@ def test_rows_that_cannot_be_freed_are_gone_all_the_same(bench: Bench, seam: str
             fault = bench.faults.arm(freeing, Failing(), of="victim", times=times, phase=phase)
             await scene.go()
         assert left.num_fired == 1
-        await until(lambda: fault.num_fired == times)  # the rows are told that they have failed before it is tried again
+        await until(lambda: fault.num_fired == times)  # it is tried again after the rows were told
         assert scene.victim.reasons == [FinishReason.ABORT]
         assert scene.runs.reasons == [FAILED] and "inside a library" not in (scene.runs.errors[0] or "")
         for reader, request in ((scene.runs, RUNS), (scene.victim, PLAIN), (scene.waits, WAITS)):

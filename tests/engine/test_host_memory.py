@@ -54,3 +54,12 @@ def test_a_container_s_limit_counts_and_what_it_can_reclaim_is_available(machine
 def test_it_reads_this_machine():
     assert 0 < HostMemory(None).available() <= psutil.virtual_memory().total
     assert 0 < host_memory.total_bytes() <= psutil.virtual_memory().total
+
+
+def test_figures_that_cannot_be_read_turn_nobody_away(machine, monkeypatch, tmp_path, caplog):
+    def fails() -> None:
+        raise ValueError("not a number")
+
+    memory = HostMemory(100, tmp_path / "none")
+    monkeypatch.setattr(psutil, "virtual_memory", fails)
+    assert memory.shortage() is None and "could not be read" in caplog.text

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.core.admission import Ledger, MemoryCosts, make_ledger
+from engine.core.admission import Ledger, make_ledger
+from engine.core.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import EngineFailed, EngineRequest, MemoryExceeded, SamplingParams
 from tests.engine.driver import Driver
@@ -127,14 +128,35 @@ def test_what_the_device_holds_beyond_the_books_counts_until_it_is_gone():
     assert books.unaccounted_bytes == 0 and books.num_underestimates == 1
 
 
+def chunk(books: Ledger, num_prompt: int) -> int:
+    """The largest first chunk of a prompt beside whatever runs."""
+    [row] = rows(request("of a chunk", num_prompt, 1))
+    assert books.reserve([row]) == 0
+    size = books.max_chunk(num_prompt, 2048)
+    assert books.used_bytes <= books.budget
+    books.shrink_step()
+    assert books.max_chunk(num_prompt, 2048) == size, "what it could be smaller by is free until the next is chosen"
+    books.release(row.id)
+    return size
+
+
 def test_chunks_become_smaller_behind_long_prompts():
-    books = ledger(costs=replace(COSTS, pair_bytes=1.0))
-    sizes = [books.max_chunk(num_prompt, 2048) for num_prompt in (10, 100, 1000, 10_000)]
+    books = ledger(budget=200_000, costs=replace(COSTS, pair_bytes=1.0))
+    lengths = (10, 100, 1000, 2800)
+    sizes = [chunk(books, num_prompt) for num_prompt in lengths]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 1000 and sizes[-1] == 16
-    for num_prompt, size in zip((10, 100, 1000), sizes, strict=False):
+    for num_prompt, size in list(zip(lengths, sizes, strict=True))[1:3]:
         assert (
             books.costs.chunk(size, num_prompt) <= 0.25 * books.for_requests < books.costs.chunk(size + 1, num_prompt)
         )
+
+
+def test_chunks_become_smaller_where_little_is_free():
+    books = ledger(budget=100_000, costs=replace(COSTS, pair_bytes=1.0))
+    alone = chunk(books, 100)
+    books.observe(10_000 + 70_000)
+    beside_something_unknown = chunk(books, 100)
+    assert 16 < beside_something_unknown < alone
 
 
 @settings(max_examples=60, deadline=None)
@@ -262,11 +284,25 @@ def test_smaller_requests_pass_one_whose_memory_is_not_free_but_not_for_ever():
     assert tight.run({0: []})["large"] == answer(request("large", 120, 8))
 
 
-def test_an_idle_engine_lets_the_next_one_in_or_says_why_not():
+def test_who_is_alone_does_not_wait_until_something_unknown_is_gone():
+    """It may stay for ever. Somebody else who comes waits for one of the two to go."""
     tight = driver(budget=14_000)
-    tight.core.ledger.observe(13_990)
     tight.core.runner.active_bytes = 13_990  # type: ignore[misc]
-    tight.core.add_request(request("r"))
+    tight.core.step()
+    first, second = request("first", max_tokens=60), request("second")
+    tight.core.add_request(first)
+    tight.core.add_request(second)
+    tight.core.step()
+    tight.core.step()
+    assert tight.core.scheduler.num_running == 1 and tight.core.scheduler.num_waiting == 1
+    tokens = tight.run({0: []})
+    assert tokens == {"first": answer(first), "second": answer(second)}
+
+
+def test_an_idle_engine_says_why_it_cannot_let_somebody_in():
+    """Who came by another door than `fitted`."""
+    tight = driver(budget=14_000)
+    tight.core.add_request(request("r", max_tokens=900, num_prompt=900))
     tight.core.step()
     tight.core.step()
     assert "bytes of memory are missing, of 14000 in all" in (tight.errors["r"] or "")

@@ -75,7 +75,7 @@ def test_nobody_starves_while_better_ones_keep_coming(policy):
 
 
 def test_chunks_are_small_while_rows_decode_and_large_while_none_does(scheduler):
-    a, b = rows_of(spec("a")), rows_of(spec("b"))
+    a, b = rows_of(spec("a", 500)), rows_of(spec("b", 500))
     scheduler.add(a)
     work = scheduler.schedule()
     assert (work.decode, work.max_prefill_tokens) == (False, 100)

@@ -1,0 +1,68 @@
+"""Whose rows make room for a request that waits: less urgent ones, or those of clients with more than their share."""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+from engine.config import EngineConfig
+from engine.core.admission import Ledger
+from engine.core.client_shares import ClientShares
+from engine.core.request import Request
+from engine.core.request_queue import Group
+
+
+class Preemption:
+    """running: the scheduler's rows, in the order in which they joined. Nobody's place is taken in vain: it is known
+    before that rows and bytes will suffice."""
+
+    def __init__(self, config: EngineConfig, ledger: Ledger, shares: ClientShares, running: Mapping[str, Request]):
+        self._config = config
+        self._ledger = ledger
+        self._shares = shares
+        self._running = running
+
+    def has_rows(self, group: Group, num_leaving: int = 0) -> bool:
+        return len(self._running) - num_leaving + len(group.rows) <= self._config.max_running
+
+    def for_urgent(self, group: Group, now: float, spare_bytes: int) -> list[Request]:
+        """The least urgent of those that are less urgent than the group, of those the latest; none if not enough."""
+        weaker = [r for r in self._unprotected(now) if r.spec.priority > group.priority]
+        return self._enough(group, sorted(weaker, key=lambda row: -row.spec.priority), spare_bytes)
+
+    def for_share(self, group: Group, now: float, spare_bytes: int) -> list[Request]:
+        """For a client that holds less than its share: of clients that hold more, in rows or in bytes, the latest; none
+        if not enough."""
+        num_clients = max(self._shares.num_active, 1)
+        max_rows, held, parts = (
+            max(1, self._config.max_running // num_clients),
+            Counter[str](),
+            defaultdict[str, float](float),
+        )
+        for row in self._running.values():
+            held[row.spec.client] += 1
+            parts[row.spec.client] += self._ledger.row_share(row)
+        if held[group.client] + len(group.rows) > max_rows:
+            return []
+        candidates = []
+        for row in self._unprotected(now):
+            client = row.spec.client
+            if client != group.client and (held[client] > max_rows or parts[client] > 1 / num_clients):
+                candidates.append(row)
+                held[client] -= 1
+                parts[client] -= self._ledger.row_share(row)
+        return self._enough(group, candidates, spare_bytes)
+
+    def _unprotected(self, now: float) -> list[Request]:
+        """The latest first."""
+        return [row for row in reversed(list(self._running.values())) if row.keep_until_s <= now]
+
+    def _enough(self, group: Group, candidates: Sequence[Request], spare_bytes: int) -> list[Request]:
+        """As many of them, from the first, as it takes; spare_bytes: that others would give back for it."""
+        if not self._suffice(group, [row.id for row in candidates], spare_bytes):
+            return []
+        ids: list[str] = []
+        while not self._suffice(group, ids, spare_bytes):
+            ids.append(candidates[len(ids)].id)
+        return list(candidates[: len(ids)])
+
+    def _suffice(self, group: Group, leaving: Collection[str], spare_bytes: int) -> bool:
+        return self.has_rows(group, len(leaving)) and self._ledger.missing(group.rows, leaving) <= spare_bytes

@@ -1,0 +1,259 @@
+"""Who leaves when memory or rows are short: snapshots first, then rows, and nobody in vain; and who must not wait for
+ever."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.core.admission import Ledger
+from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.costs import MemoryCosts
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler
+from engine.core.stats import Stats
+from engine.protocol import EngineRequest, SamplingParams
+from tests.engine.core.rows import Clock, finish_prefill, scheduler_of, spec, start
+from tests.engine.driver import Driver
+from tests.engine.fakes import FakeRunner, answer
+
+COSTS = MemoryCosts(base_bytes=10_000, token_bytes=10, layer_share=0.125, slots_step=16, overshoot=3)
+
+
+def request(name: str, num_prompt: int, max_tokens: int, seed: int = 0, **more: Any) -> EngineRequest:
+    prompt = np.arange(num_prompt, dtype=np.int32) + 5 + 100 * seed
+    return EngineRequest(name, prompt, SamplingParams(max_tokens, seed=seed), (), **more)
+
+
+def driver(budget: int, costs: MemoryCosts = COSTS, clock: Clock | None = None, **config: Any) -> Driver:
+    runner = FakeRunner()
+    runner.costs, runner.memory_limit_bytes = costs, budget
+    limits = {"memory": {"headroom_gb": 0}, "prefix_cache": {"enabled": False}} | config
+    driver = Driver(runner, EngineConfig.model_validate(limits))
+    if clock is not None:
+        driver.core.scheduler._clock = driver.core.scheduler._queue._clock = clock
+    return driver
+
+
+class Spare:
+    """That anybody may have."""
+
+    def __init__(self, num_bytes: int = 0):
+        self.free_bytes = num_bytes
+
+    def free(self, num_bytes: int) -> bool:
+        if num_bytes > self.free_bytes:
+            return False
+        self.free_bytes -= num_bytes
+        return True
+
+
+def tight(budget: int, spare: Spare | None = None, clock: Clock | None = None, **config: Any) -> Scheduler:
+    """A scheduler in which a token of a row costs ten bytes and nothing else costs any."""
+    spare = spare or Spare()
+    costs = MemoryCosts(token_bytes=10, layer_share=0.0, slots_step=16, overshoot=3)
+    ledger = Ledger(costs, budget, config.pop("reserve_tokens", 1000), 2048, lambda: spare.free_bytes)
+    return Scheduler(EngineConfig.model_validate(config), Stats(), clock or Clock(), ledger, spare)
+
+
+def let_in(scheduler: Scheduler, spec: EngineRequest) -> Request:
+    row = Request(spec)
+    scheduler.add([row])
+    assert list(scheduler.schedule().prefill) == [row]
+    finish_prefill(scheduler, [row])
+    return row
+
+
+def test_the_door_lets_in_whatever_an_idle_engine_has_room_for():
+    """One row takes its prompt's cache over: it is not there twice."""
+    engine = driver(20_000)
+    whole = request("whole", 800, 60)
+    assert engine.core.fitted(whole) == whole
+    assert engine.run({0: [whole]})["whole"] == answer(whole)
+
+
+def test_a_long_answer_that_has_lost_its_place_has_room_to_begin_again():
+    """By then its prompt is longer, and a chunk of it takes more than at the beginning."""
+    costs = replace(COSTS, pair_bytes=1.0)
+    long, urgent = request("long", 10, 1900, priority=9), request("urgent", 10, 5)
+    engine = driver(60_000, costs, max_running=1, scheduler={"policy": "priority"})
+    core = engine.core
+    most = core.ledger.alone(core.ledger.need([Request(long)], whole=True))
+    assert most > 49_000, "its rows, and 16 tokens that look at 1900"
+    engine = driver(10_000 + most, costs, max_running=1, scheduler={"policy": "priority"})
+    core = engine.core
+    assert core.fitted(long) == long
+    tokens = engine.run({0: [long], 1800: [urgent]})
+    assert core.stats.num_preempted == 1 and core.stats.num_failed == 0
+    assert tokens == {"long": answer(long), "urgent": answer(urgent)}
+
+
+def test_snapshots_and_features_leave_together_where_neither_is_enough():
+    engine = driver(30_000, prefix_cache={"enabled": True, "max_gb": 1})
+    engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
+    engine.core.runner.feature_bytes = 6000  # type: ignore[misc]
+    snapshots = engine.core.prefix.cache.num_bytes
+    big = request("big", 10, 1700, 7)
+    missing = engine.core.ledger.missing([Request(big)])
+    assert missing > max(snapshots, 6000) and engine.core.fitted(big) == big
+    assert engine.run({0: [big]})["big"] == answer(big)
+    assert engine.core.prefix.cache.num_bytes < snapshots and engine.core.runner.feature_bytes == 0
+
+
+def test_what_snapshots_take_beyond_their_arrays_can_be_had_too():
+    engine = driver(30_000, replace(COSTS, snapshot_slack=300), prefix_cache={"enabled": True, "max_gb": 1})
+    engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
+    cache, big = engine.core.prefix.cache, request("big", 10, 1720, 7)
+    held = cache.num_bytes + 300 * cache.num_in_memory
+    assert cache.num_bytes < engine.core.ledger.missing([Request(big)]) <= held, "arrays alone would not suffice"
+    assert engine.run({0: [big]})["big"] == answer(big)
+
+
+def test_a_row_that_grows_gets_what_has_left_for_it_before_anybody_new_does():
+    spare = Spare()
+    scheduler = tight(2000, spare, memory={"reserve_tokens": 16}, reserve_tokens=16)
+    row = let_in(scheduler, spec("row", 20, 200))
+    while not scheduler.ledger.is_used_up(row):
+        scheduler.update_decode({row.id: RowOutput((7,))})
+    spare.free_bytes = scheduler.ledger.free_bytes
+    scheduler.add([Request(spec("new", 5, 1))])
+    work = scheduler.schedule()
+    assert work.decode and not scheduler.ledger.is_used_up(row)
+    assert scheduler.ledger.used_bytes <= 2000
+
+
+def test_who_was_blocked_and_then_refused_ends_alone():
+    """Its turn came while something ran, long ago; now nothing runs, and there is still no room."""
+    clock = Clock()
+    scheduler = tight(3000, clock=clock, max_running=4)
+    row = let_in(scheduler, spec("runs", 20, 100))
+    scheduler.add([Request(spec("never", 400, 10))])
+    scheduler.schedule()
+    clock.now += 100
+    scheduler.schedule()
+    scheduler.abort(row.spec.request_id)
+    scheduler.schedule()
+    [(row_id, chunk)] = scheduler.take_ended().items()
+    assert row_id == "never/0" and "bytes of memory are missing, of 3000" in (chunk.error or "")
+    let_in(scheduler, spec("next", 20, 10))
+
+
+def test_what_the_prefix_cache_holds_leaves_before_any_row_does():
+    clock, spare = Clock(), Spare()
+    scheduler = tight(20_000, spare, clock, max_running=8)
+    for i in range(6):
+        let_in(scheduler, replace(spec(f"hog{i}", 28, 100), client="hog"))
+    scheduler.add([Request(replace(spec("new", 500, 100), client="other"))])
+    spare.free_bytes = scheduler.ledger.free_bytes
+    work = scheduler.schedule()
+    assert [row.id for row in work.prefill] == ["new/0"] and scheduler._stats.num_preempted == 0
+
+
+def test_nobody_loses_a_place_where_that_would_not_be_enough():
+    clock = Clock()
+    scheduler = tight(24_000, clock=clock, max_running=8, scheduler={"ageing_s": 5})
+    for i in range(6):
+        let_in(scheduler, replace(spec(f"hog{i}", 28, 100), client="hog"))
+    for i in range(2):
+        let_in(scheduler, replace(spec(f"fair{i}", 500, 100), client="fair"))
+    scheduler.add([Request(replace(spec("new", 1500, 100), client="new"))])
+    clock.now += 6
+    assert not scheduler.schedule().prefill and scheduler._stats.num_preempted == 0
+
+
+def test_an_urgent_request_takes_places_for_its_memory_as_it_does_for_rows():
+    for max_running, budget in ((3, 10**6), (32, 10_000 + 3 * 1040 * 10 + 4000)):
+        engine = driver(budget, max_running=max_running, scheduler={"policy": "priority"})
+        for i in range(3):
+            engine.core.add_request(request(f"low{i}", 30, 1000, i, priority=9))
+        for _ in range(6):
+            engine.core.step()
+        urgent = request("urgent", 30, 300, 9)
+        engine.core.add_request(urgent)
+        engine.core.step()
+        engine.core.step()
+        assert engine.tokens["urgent"] and engine.core.stats.num_preempted == 1, budget
+        tokens = engine.run({0: []})
+        assert all(tokens[f"low{i}"] == answer(request(f"low{i}", 30, 1000, i)) for i in range(3))
+
+
+def test_who_has_begun_does_not_wait_for_ever_for_clients_that_come_anew_all_the_time():
+    clock = Clock()
+    engine = driver(10**6, clock=clock, max_running=4)
+    for i in range(4):
+        engine.core.add_request(request(f"long{i}", 50, 40_000, i, client="long"))
+    for _ in range(300):
+        engine.core.step()
+        clock.now += 0.05
+    num_others, seen = 0, {}
+    for step in range(4000):
+        while engine.core.scheduler.num_waiting < 6:
+            engine.core.add_request(request(f"once{num_others}", 50, 40, client=f"once{num_others}"))
+            num_others += 1
+        engine.core.step()
+        clock.now += 0.05
+        if step == 2000:
+            seen = {name: len(engine.tokens[name]) for name in ("long0", "long1", "long2", "long3")}
+    assert num_others > 50 and all(len(engine.tokens[name]) > before for name, before in seen.items())
+
+
+def test_a_prompt_that_was_given_up_before_its_first_token_is_told_when_it_has_waited_for_too_long():
+    clock = Clock()
+    scheduler = tight(
+        2100, clock=clock, reserve_tokens=16, prefill_chunk_tokens_busy=16, scheduler={"queue_timeout_s": 10}
+    )
+    row = let_in(scheduler, spec("row", 20, 150))
+    new = Request(spec("new", 120, 10))
+    scheduler.add([new])
+    assert list(scheduler.schedule().prefill) == [new]
+    scheduler.update_prefill([new], PrefillOutput(16))
+    while not scheduler._stats.num_preempted:
+        scheduler.update_decode({row.id: RowOutput((7,))})
+        scheduler.schedule()
+    clock.now += 11
+    scheduler.schedule()
+    assert set(scheduler.take_ended()) == {"new/0"}
+
+
+def test_nobody_pays_twice_for_having_lost_a_place():
+    scheduler = scheduler_of()
+    [row] = start(scheduler, replace(spec("row", 100), client="c"))
+    paid = scheduler._shares.served("c")
+    scheduler.preempt(row)
+    assert list(scheduler.schedule().prefill) == [row]
+    finish_prefill(scheduler, [row])
+    assert scheduler._shares.served("c") == paid + 2, "for the one new token"
+
+
+def test_one_who_has_waited_long_does_not_take_all_of_its_priority_along():
+    clock = Clock()
+    scheduler = scheduler_of("priority", clock, max_running=1)
+    start(scheduler, spec("runs"))
+    for name, priority, client in (("aged", 1, "a"), *((f"fresh{i}", 1, "b") for i in range(3)), ("urgent", 0, "c")):
+        scheduler.add([Request(replace(spec(name, priority=priority), client=client))])
+        clock.now += 5.5 * (name == "aged")
+    scheduler._shares.charge("a", num_prompt_tokens=5000)
+    order = [one.request_id for one in scheduler.queue()]
+    assert order == ["fresh0", "urgent", "fresh1", "fresh2", "aged"], "one of them, whichever it is"
+
+
+def test_a_row_pays_for_what_it_asks_of_its_logits():
+    costs = replace(COSTS, ranked_bytes=100, shaped_bytes=1000)
+    books = Ledger(costs, 100_000, 16, 2048)
+    plain = SamplingParams(16)
+    asked = {
+        0: (plain, replace(plain, temperature=0.5, seed=3)),
+        100: (replace(plain, top_p=0.9), replace(plain, top_k=5), replace(plain, min_p=0.1)),
+        1000: (replace(plain, presence_penalty=1.0), replace(plain, logprobs=0), replace(plain, min_tokens=3)),
+        1100: (replace(plain, top_p=0.9, logit_bias=((5, 1.0),), repetition_penalty=1.1),),
+    }
+    base = books.alone(books.need([Request(request("r", 20, 16))]))
+    for num_bytes, samplings in asked.items():
+        for sampling in samplings:
+            row = Request(replace(request("r", 20, 16), sampling=sampling))
+            assert books.alone(books.need([row])) == base + num_bytes
+            assert books.reserve([row]) == 0
+            assert books.sampling_bytes == num_bytes
+            books.release(row.id)
+    assert books.reserved_bytes == 0
