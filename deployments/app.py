@@ -10,7 +10,7 @@ import ray
 from pydantic import Field
 from ray.serve import Application
 
-from deployments.draining import DRAIN_TIMEOUT_S, MARGIN_S
+from deployments.draining import DRAIN_TIMEOUT_S, ENGINE_MARGIN_S, KILL_MARGIN_S
 from deployments.engine_client import PLAN_TIMEOUT_S
 from deployments.http.config import HttpConfig
 from deployments.http.normalize import normalize
@@ -38,7 +38,7 @@ SAME_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_R
 MAX_NODES = 64
 
 SPARE_SLOTS = 256
-"""Beyond what an ingress lets in: requests that are read or refused, status, cancels."""
+"""Beyond what an ingress lets in: requests that are refused, status, cancels."""
 
 MAX_PLANNING = {"text": 64, "mllm": 32}
 """Requests that a planner prepares at once; further ones wait for the same processor in any case. Each holds a slot of
@@ -60,6 +60,7 @@ class AppArgs(Frozen):
     drain_timeout_s: float = Field(
         default=DRAIN_TIMEOUT_S,
         ge=0,
+        le=3600,
         description="running answers get so long when the server stops or is deployed anew, then they end with an "
         "error that says so",
     )
@@ -95,7 +96,7 @@ def build_app(args: AppArgs) -> Application:
         request_router_config=_router(),
         health_check_period_s=2,
         health_check_timeout_s=10,
-    ).bind(args.engine, args.drain_timeout_s)
+    ).bind(args.engine, args.drain_timeout_s + ENGINE_MARGIN_S)
     small = {**_one_per_node("mlx", SMALL_SHARE, num_nodes), **ending}
     planner = {**small, "request_router_config": _router(local_default=True)}
     sparse = (args.spec_prefill, engine, scorer)
@@ -114,16 +115,18 @@ def most_in_flight(config: EngineConfig) -> int:
 
     Of N nodes each ingress lets in what N engines run and queue, so that an engine may see N times what it takes, and
     refuses the rest itself. Serve's limits (max_ongoing_requests) lie beyond: at them a request would wait in Serve,
-    where no queue_timeout_s and no fairness holds, while it could be refused, or queued, at once. max_queued_requests
-    stays at Serve's default, without a limit, for the same reason: those who wait in Serve, such as while an engine
-    starts anew, have all been let in.
+    where no queue_timeout_s and no fairness holds, while it could be refused, or queued, at once.
+
+    max_queued_requests stays at Serve's default, without a limit. Those who wait in Serve for an engine that starts
+    anew have been let in. Those who wait in the proxies for an ingress, while the app is deployed anew, have not: they
+    are not turned away, but held until the new ingress runs, which then lets in as many as it may.
     """
     return MAX_NODES * (config.max_running + config.max_queue)
 
 
 def _ending(args: AppArgs) -> dict[str, Any]:
     """Serve kills a replica only when all that it runs must have ended by itself."""
-    return {"graceful_shutdown_timeout_s": args.drain_timeout_s + MARGIN_S, "graceful_shutdown_wait_loop_s": 0.5}
+    return {"graceful_shutdown_timeout_s": args.drain_timeout_s + KILL_MARGIN_S, "graceful_shutdown_wait_loop_s": 0.5}
 
 
 def _bind_scorer(args: AppArgs) -> Application:

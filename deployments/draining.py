@@ -20,9 +20,12 @@ log = logging.getLogger("ray.serve")
 
 DRAIN_TIMEOUT_S = 25.0
 
-MARGIN_S = 20.0
+ENGINE_MARGIN_S = 5.0
+"""An engine goes on for so much longer than the ingresses: it is they who tell the clients that their time is over."""
+
+KILL_MARGIN_S = 20.0
 """What Serve adds to the time to drain before it kills: to see the flag, to tell the clients, to end the step of the
-device that is running, and to give its memory back."""
+device that is running, and to give its memory back. More than ENGINE_MARGIN_S."""
 
 LOOKED_EVERY_S = 0.2
 

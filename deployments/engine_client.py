@@ -1,6 +1,6 @@
 """EngineClient: the one hop between the ingress and the engines; reserve a replica, plan on its node, dispatch, stream.
 
-It also asks all engines at once what is no request: the state of their caches.
+It also asks all engines at once what is no request: the state of their caches. `ask_replicas` asks any deployment.
 
 The reservation holds a slot of the replica while the plan is made, so that placing, planning and generating agree on
 the node. Whatever ends a call (its last token, an error, a client that leaves) cancels the engine's generator and
@@ -123,7 +123,7 @@ class EngineClient:
     async def ask_all(self, method: str, node_ids: Iterable[str]) -> tuple[list[EngineAnswer[Any]], list[SilentEngine]]:
         """What the engines on these nodes answer, and those that give no answer in time.
 
-        One call per node: Ray's broadcast does not say who is silent, and loses all answers when one comes too late.
+        One call per node: Ray's broadcast does not say who is silent.
         """
         said = await asyncio.gather(*(self._ask(method, node_id) for node_id in node_ids))
         return [s for s in said if isinstance(s, EngineAnswer)], [s for s in said if isinstance(s, SilentEngine)]
@@ -131,7 +131,8 @@ class EngineClient:
     async def _ask(self, method: str, node_id: str) -> EngineAnswer[Any] | SilentEngine:
         handle = self._questions.options(method_name=method, session_id=NODE_SESSION + node_id)
         try:
-            return await within(self._ask_timeout_s, handle.remote())
+            with _telling_who_cancelled():
+                return await within(self._ask_timeout_s, handle.remote())
         except TimeoutError:
             return SilentEngine(node_id, f"no answer within {self._ask_timeout_s:g} s")
         except Exception as error:
@@ -179,7 +180,12 @@ class EngineClient:
         """The error for the client; what is not foreseen stays as it is."""
         error = cause_of(error)
         if isinstance(error, BackPressureError):
-            return Overloaded("Too many requests are waiting for an engine.", self._room_in_s())
+            num_waiting, limit, *_ = error.args
+            return Overloaded(
+                f"{num_waiting} requests wait in Serve for a replica; the limit is {limit}, the deployment's "
+                "max_queued_requests.",
+                self._room_in_s(),
+            )
         if is_gone(error) or isinstance(error, DeploymentUnavailableError):
             lost = "The engine was lost before the first token. Please send the request again."
             return Unavailable(lost, RETRY_AFTER_S)
@@ -204,6 +210,31 @@ async def within(timeout_s: float, response: Any) -> Any:
     except asyncio.CancelledError:
         response.cancel()
         raise
+
+
+async def ask_replicas(
+    handle: DeploymentHandle, timeout_s: float, method: str, *args: Any
+) -> list[asyncio.Task[Any | None]]:
+    """What each running replica of a deployment answers, None if it gives no answer in time. [] where none is running.
+
+    The results are taken one by one: Ray's own `results_async` loses all of them when one comes too late.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            replicas = await handle.broadcast(method, *args)._fetch_replica_results_async()
+    except (DeploymentUnavailableError, TimeoutError):
+        return []
+    return [asyncio.ensure_future(_answer_of(replica, timeout_s, method)) for replica in replicas]
+
+
+async def _answer_of(replica: Any, timeout_s: float, method: str) -> Any | None:
+    try:
+        with _telling_who_cancelled():
+            async with asyncio.timeout(timeout_s):
+                return await replica.get_async()
+    except Exception as error:
+        log.warning("a replica gave no answer to %s: %r", method, cause_of(error))
+        return None
 
 
 def cancel(response: Any) -> None:

@@ -33,28 +33,34 @@ class Pace:
         self._num_ended, self._since = 0, self._clock()
 
     def ended(self, num_choices: int) -> None:
-        self._ends.append((self._clock(), num_choices))
+        now = self._clock()
+        self._ends.append((now, num_choices))
         self._num_ended += num_choices
+        self._forget_before(now - WINDOW_S)
 
     def seconds_until(self, num_choices: int) -> float:
         """How long it takes until so many more have ended, 1 to 60. Where none has, one is expected after as long a
         time as all have been waited for."""
         now = self._clock()
-        while self._ends and self._ends[0][0] < now - WINDOW_S:
-            self._num_ended -= self._ends.popleft()[1]
+        self._forget_before(now - WINDOW_S)
         lasted_s = min(WINDOW_S, now - self._since)
         return min(max(num_choices * lasted_s / max(1, self._num_ended), MIN_RETRY_S), MAX_RETRY_S)
 
+    def _forget_before(self, moment: float) -> None:
+        while self._ends and self._ends[0][0] < moment:
+            self._num_ended -= self._ends.popleft()[1]
+
 
 class Entry:
-    """One request, from the moment that it is understood to the end of its response.
+    """One request, from its headers to the end of its response. Until its body is there it counts as one choice.
 
     ids: by which it can be cancelled. must_end: done as soon as somebody wants it to end; what its client is told.
     """
 
-    def __init__(self, ids: tuple[str, ...], num_choices: int):
-        self.ids = ids
-        self.num_choices = num_choices
+    def __init__(self, request_id: str):
+        self.ids = {request_id}
+        self.num_choices = 1
+        self.is_understood = False
         self.must_end: asyncio.Future[OrchardError] = asyncio.get_running_loop().create_future()
         self._is_answered = False
 
@@ -81,53 +87,67 @@ class InFlight:
         self._num_choices = self._num_refused = 0
         self._is_empty = asyncio.Event()
         self._is_empty.set()
-        self._drain: asyncio.Task[None] | None = None
+        self._draining: asyncio.Task[None] | None = None
 
     @property
     def is_draining(self) -> bool:
-        return self._drain is not None
+        return self._draining is not None
 
     @property
     def retry_after_s(self) -> float:
         """How long until there is room for one more choice."""
         return self._pace.seconds_until(1)
 
-    def check_room(self, num_choices: int = 1) -> None:
-        """Raises Unavailable while the server stops, Overloaded when so many more are too many, and InvalidRequest
-        when they always will be."""
-        if self.is_draining:
-            self._num_refused += 1
-            raise Unavailable("The server is shutting down: it takes no new requests.", STOPPED_RETRY_S)
-        if num_choices > self._max_choices:
-            raise InvalidRequest(f"n is {num_choices}; it must be between 1 and {self._max_choices} (max_running)", "n")
-        limit = self._capacity()
-        num_over = self._num_choices + num_choices - limit
-        if num_over > 0:
-            self._num_refused += 1
-            raise Overloaded(
-                f"{self._num_choices} answers are being made or waited for, and {num_choices} more were asked for; "
-                f"the limit is {limit}.",
-                self._pace.seconds_until(num_over),
-            )
-
     @contextmanager
-    def enter(self, ids: tuple[str, ...], num_choices: int) -> Iterator[Entry]:
-        """Raises what `check_room` raises. ids need not be unique."""
-        self.check_room(num_choices)
+    def enter(self, request_id: str) -> Iterator[Entry]:
+        """For a request of which no more than the headers is there. request_id need not be unique.
+
+        Raises Unavailable while the server stops, and Overloaded when there is no room for one more choice.
+        """
+        self._check_room(1)
         if not self._entries:
             self._pace.begin()
-        entry = Entry(ids, num_choices)
+        entry = Entry(request_id)
         self._entries.add(entry)
-        self._num_choices += num_choices
+        self._num_choices += 1
         self._is_empty.clear()
         try:
             yield entry
         finally:
             self._entries.remove(entry)
-            self._num_choices -= num_choices
-            self._pace.ended(num_choices)
+            self._num_choices -= entry.num_choices
+            if entry.is_understood:
+                self._pace.ended(entry.num_choices)
             if not self._entries:
                 self._is_empty.set()
+
+    def understood(self, entry: Entry, completion_id: str, num_choices: int) -> None:
+        """What the body of a request that has entered asks for.
+
+        Raises what `enter` raises, and InvalidRequest when there will never be room for so many choices.
+        """
+        if num_choices > self._max_choices:
+            raise InvalidRequest(f"n is {num_choices}; it must be between 1 and {self._max_choices} (max_running)", "n")
+        self._check_room(num_choices, entry.num_choices)
+        self._num_choices += num_choices - entry.num_choices
+        entry.num_choices = num_choices
+        entry.ids.add(completion_id)
+        entry.is_understood = True
+
+    def _check_room(self, num_choices: int, num_held: int = 0) -> None:
+        """num_held: of these choices so many are counted already."""
+        if self.is_draining:
+            self._num_refused += 1
+            raise _not_taken()
+        limit, num_others = self._capacity(), self._num_choices - num_held
+        num_over = num_others + num_choices - limit
+        if num_over > 0 and num_choices > num_held:
+            self._num_refused += 1
+            raise Overloaded(
+                f"{num_others} answers are being made or waited for, and {num_choices} more were asked for; the limit "
+                f"is {limit}, max_running + max_queue of all engines.",
+                self._pace.seconds_until(num_over),
+            )
 
     def cancel(self, request_id: str) -> bool:
         """Ends all requests with this id; False if there is none that could still be ended."""
@@ -135,16 +155,21 @@ class InFlight:
         return any(ended)
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes nothing new. What runs may go on for so long, then ends; returns when nothing is left.
+        """Takes nothing new, nor what has not yet been read as a whole. What runs may go on for so long, then ends;
+        returns when nothing is left.
 
         Whoever calls it later waits with the first, for the first one's time.
         """
-        if self._drain is None:
-            self._drain = asyncio.ensure_future(self._end_all_after(timeout_s))
-        await asyncio.shield(self._drain)
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._end_all_after(timeout_s))
+            for entry in self._entries:
+                if not entry.is_understood:
+                    self._num_refused += entry.end(_not_taken())
+        await asyncio.shield(self._draining)
 
     def status(self) -> dict[str, Any]:
-        """num_in_flight: choices. num_refused: requests since the start, by this ingress alone."""
+        """num_in_flight: choices; one for a request whose body is on its way. num_refused: requests since the start, by
+        this ingress alone."""
         return {
             "num_in_flight": self._num_choices,
             "num_refused": self._num_refused,
@@ -167,3 +192,7 @@ class InFlight:
             for entry in self._entries:
                 entry.end(late)
             await self._is_empty.wait()
+
+
+def _not_taken() -> Unavailable:
+    return Unavailable("The server is shutting down: it takes no new requests.", STOPPED_RETRY_S)

@@ -9,12 +9,11 @@ from typing import Any
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.chat import ChatRequest, Route, TextDelta, TextLogprobs
 from deployments.draining import DRAIN_TIMEOUT_S, when_stopping
-from deployments.engine_client import PLAN_TIMEOUT_S, EngineClient, EngineStream, failure_of
+from deployments.engine_client import PLAN_TIMEOUT_S, EngineClient, EngineStream, ask_replicas, failure_of
 from deployments.http.cache import cache_body, cleared_body
 from deployments.http.config import HttpConfig
 from deployments.http.openai import create_app
@@ -137,7 +136,7 @@ class Ingress:
         self._drain_timeout_s = drain_timeout_s
         self._stopping = when_stopping(self.drain)
         self._counting = asyncio.ensure_future(self._count_engines()) if in_replica() else None
-        self._peers = own_deployment()
+        self._ingresses = own_deployment()
         self._engines = engine
         self._graph = {"engines": engine, "text": text, "mllm": mllm, "spec_prefill": scorer}
         self._ready_until = float("-inf")
@@ -153,12 +152,11 @@ class Ingress:
         """Here and at the ingresses of the other nodes. Raises Unavailable when one of those does not answer, and no
         other knows the request."""
         here = self.in_flight.cancel(request_id)
-        said = await self._ask_peers("cancel_here", request_id)
-        if here or any(answer is True for answer in said):
+        said = await self._ask_ingresses("cancel_here", request_id)
+        if here or True in said:
             return True
-        silent = [answer for answer in said if isinstance(answer, Exception)]
-        if silent:
-            raise Unavailable(f"{len(silent)} of {len(said)} nodes that may know the request did not answer.")
+        if num_silent := said.count(None):
+            raise Unavailable(f"{num_silent} of {len(said)} nodes that may know the request did not answer.")
         return False
 
     async def cancel_here(self, request_id: str) -> bool:
@@ -180,7 +178,8 @@ class Ingress:
         `ingress`: this one first. `spec_prefill`: the scorers, null where there are none by configuration.
         """
         there = {name: handle for name, handle in self._graph.items() if handle is not None}
-        replicas = dict(zip(there, await asyncio.gather(*map(status_of_all, there.values())), strict=True))
+        ingresses, *said = await asyncio.gather(self._all_ingresses(), *map(status_of_all, there.values()))
+        replicas = dict(zip(there, said, strict=True))
         engines = [replica["engine"] for replica in replicas["engines"]]
         return {
             "model": self.model_name,
@@ -189,33 +188,34 @@ class Ingress:
             "num_waiting": sum(engine["num_waiting"] for engine in engines),
             "spec_prefill": None,
             **replicas,
-            "ingress": await self._all_ingresses(),
+            "ingress": ingresses,
             "config": self._effective_config,
         }
 
     async def _all_ingresses(self) -> list[dict[str, Any]]:
         own = await self.status_here()
-        said = [answer for answer in await self._ask_peers("status_here") if isinstance(answer, dict)]
+        said = [answer for answer in await self._ask_ingresses("status_here") if answer is not None]
         return [own, *(answer for answer in said if answer["replica_id"] != own["replica_id"])]
 
-    async def _ask_peers(self, method: str, *args: Any) -> list[Any]:
-        """What each ingress answers, this one included, or an error instead; [] in Serve's local testing mode."""
-        if self._peers is None:
+    async def _ask_ingresses(self, method: str, *args: Any) -> list[Any]:
+        """What each ingress answers, this one included, None if it does not; [] in Serve's local testing mode."""
+        if self._ingresses is None:
             return []
-        try:
-            answers = self._peers.broadcast(method, *args)
-            return await answers.results_async(timeout_s=STATUS_TIMEOUT_S, return_exceptions=True)
-        except (DeploymentUnavailableError, TimeoutError) as error:
-            log.warning("the other ingresses did not answer %s: %r", method, error)
-            return [error]
+        asked = await ask_replicas(self._ingresses, STATUS_TIMEOUT_S, method, *args)
+        return await asyncio.gather(*asked) or [None]  # at least this one is running: somebody is silent
 
     async def _count_engines(self) -> None:
-        """As long as this replica lives. When it cannot be found out, the last count holds."""
+        """As long as this replica lives. While it cannot be found out, the last count holds."""
+        is_known = True
         while True:
             try:
                 self._num_engines = max(1, len(await engine_node_ids()))
-            except Exception:
-                log.exception("the engines could not be counted; it is assumed that there are %d", self._num_engines)
+                is_known = True
+            except Exception as error:
+                if is_known:  # said once, not as long as it lasts
+                    assumed = "the engines cannot be counted (%r); it is assumed that there are still %d"
+                    log.warning(assumed, error, self._num_engines)
+                is_known = False
             await asyncio.sleep(ENGINES_COUNTED_EVERY_S)
 
     async def cache_status(self) -> dict[str, Any]:
@@ -230,11 +230,21 @@ class Ingress:
             return "The server is shutting down."
         if time.monotonic() < self._ready_until:
             return None
-        engines = await status_of_all(self._engines)
-        if any(replica["engine"]["state"] == "ready" for replica in engines):
-            self._ready_until = time.monotonic() + READY_CHECKED_EVERY_S
-            return None
-        return engines[0]["engine"]["error"] if engines else "No engine is ready: the model is being loaded."
+        reason = None
+        asked = await ask_replicas(self._engines, STATUS_TIMEOUT_S, "status")
+        try:
+            for answered in asyncio.as_completed(asked):  # one that is silent delays nobody
+                replica = await answered
+                if replica is None:
+                    continue
+                if replica["engine"]["state"] == "ready":
+                    self._ready_until = time.monotonic() + READY_CHECKED_EVERY_S
+                    return None
+                reason = reason or replica["engine"]["error"]
+        finally:
+            for task in asked:
+                task.cancel()
+        return reason or "No engine is ready: the model is being loaded."
 
 
 def own_deployment() -> DeploymentHandle | None:
@@ -253,8 +263,5 @@ async def engine_node_ids() -> list[str]:
 
 async def status_of_all(handle: DeploymentHandle) -> list[dict[str, Any]]:
     """What every running replica of a deployment says about itself; those that do not answer in time are left out."""
-    try:
-        answers = await handle.broadcast("status").results_async(timeout_s=STATUS_TIMEOUT_S, return_exceptions=True)
-    except (DeploymentUnavailableError, TimeoutError):
-        return []
-    return [answer for answer in answers if isinstance(answer, dict)]
+    said = await asyncio.gather(*await ask_replicas(handle, STATUS_TIMEOUT_S, "status"))
+    return [answer for answer in said if answer is not None]

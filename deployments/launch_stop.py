@@ -5,14 +5,16 @@ does nothing yet), and SIGTERM ends the whole cluster that `serve run` has start
 that, through Serve's public handles; then all goes on as after a Ctrl-C.
 """
 
+import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 
-MARGIN_S = 10.0
+CLOSE_MARGIN_S = 10.0
 """For the answers that ended late to be closed, beyond their time to drain."""
 
 FLUSH_S = 0.5
@@ -23,13 +25,13 @@ class GracefulStop:
     """Made and installed in the main thread. drain: returns when nothing runs any more.
 
     The first signal drains, if something is served by then, the second one does not wait for it. Either ends with a
-    KeyboardInterrupt in the main thread.
+    KeyboardInterrupt in the main thread, on which Serve is shut down; no later signal interrupts that.
     """
 
     def __init__(self, drain: Callable[[], None]):
         self._drain = drain
         self._is_serving = threading.Event()
-        self._only_once = threading.Lock()  # never released: whoever comes second does not interrupt any more
+        self._is_interrupted = False
 
     def install(self) -> None:
         for signum in (signal.SIGINT, signal.SIGTERM):
@@ -47,7 +49,11 @@ class GracefulStop:
         threading.Thread(target=self._drain_and_interrupt, name="drain", daemon=True).start()
 
     def _on_second(self, signum: int, frame: FrameType | None) -> None:
-        self._only_once.acquire(blocking=False)
+        """Also on the signal with which the drain thread says that it is over. Always in the main thread."""
+        if self._is_interrupted:
+            os.write(2, b"\nThe server is being shut down already.\n\n")  # the thread may be in the middle of a `write`
+            return
+        self._is_interrupted = True
         raise KeyboardInterrupt
 
     def _drain_and_interrupt(self) -> None:
@@ -57,22 +63,39 @@ class GracefulStop:
             say(f"The answers that were running could not be waited for: {type(error).__name__}: {error}")
         main = threading.main_thread().ident
         assert main is not None
-        if self._only_once.acquire(blocking=False):  # else Serve is being shut down already
+        if not self._is_interrupted:
             signal.pthread_kill(main, signal.SIGINT)  # wakes it, which _thread.interrupt_main does not
 
 
 def drain_applications(timeouts_s: Mapping[str, float]) -> None:
-    """Name -> drain_timeout_s of each application. Blocks, up to that long and a little longer."""
+    """Name -> drain_timeout_s of each application. Blocks, up to the longest of them and a little longer.
+
+    One that cannot be asked, or does not answer, is told of and keeps no other from being waited for.
+    """
     from ray import serve
 
     longest_s = max(timeouts_s.values(), default=0.0)
     say(f"Stopping: answers that are running get up to {longest_s:g} s. Once more, and they end now.")
-    draining = [serve.get_app_handle(name).broadcast("drain") for name in timeouts_s]
-    for response in draining:
-        for answer in response.results(timeout_s=longest_s + MARGIN_S, return_exceptions=True):
-            if isinstance(answer, Exception):
-                say(f"An ingress could not be drained: {type(answer).__name__}: {answer}")
+    deadline = time.monotonic() + longest_s + CLOSE_MARGIN_S
+    draining = {}
+    for name in timeouts_s:
+        with _telling_of(name):
+            draining[name] = serve.get_app_handle(name).broadcast("drain")
+    for name, response in draining.items():
+        with _telling_of(name):
+            left_s = max(1.0, deadline - time.monotonic())  # a moment, also for who is asked behind a silent one
+            for answer in response.results(timeout_s=left_s, return_exceptions=True):
+                if isinstance(answer, BaseException):
+                    say(f"An ingress of '{name}' could not be drained: {type(answer).__name__}: {answer}")
     time.sleep(FLUSH_S)
+
+
+@contextmanager
+def _telling_of(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        say(f"Application '{name}' could not be drained: {type(error).__name__}: {error}")
 
 
 def say(text: str) -> None:

@@ -35,7 +35,8 @@ def watch_serve_run(runtime_env: dict[str, Any] | None) -> dict[str, Any] | None
         if not os.environ.get("RAY_ADDRESS"):
             forget_dead_cluster()
         stop = GracefulStop(lambda: drain_applications(drain_timeouts_s(config)))
-        stop.install()
+        if _ours(config):
+            stop.install()
         threading.Thread(target=_watch, args=(config, stop.serving), name="watch-serve-run", daemon=True).start()
     return runtime_env
 

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -46,11 +46,26 @@ has cancelled is answered with it as well."""
 NOT_READY_RETRY_S = 5.0
 """Weights are loaded within seconds at best."""
 
+MAX_RETRY_S = 60.0
+"""The SDKs of OpenAI and Anthropic do not believe in more, and come back within a second or so."""
 
-class ModelNotFound(InvalidRequest):
+
+class Refusal(InvalidRequest):
+    """What only HTTP has a status for."""
+
+    status: ClassVar[int]
+    code: ClassVar[str]
+
+    def __init__(self, *args: object, field: str | None = None):
+        OrchardError.__init__(self, *args)
+        self.field = field
+
+
+class ModelNotFound(Refusal):
+    status, code = 404, "model_not_found"
+
     def __init__(self, asked: str, served: str):
-        OrchardError.__init__(self, asked, served)
-        self.field = "model"
+        super().__init__(asked, served, field="model")
 
     @property
     def message(self) -> str:
@@ -58,12 +73,10 @@ class ModelNotFound(InvalidRequest):
         return f"The model {shown(asked)} does not exist here: this server serves {json.dumps(served)}."
 
 
-class BodyTooLarge(InvalidRequest):
-    """num_bytes: what was announced, or what had arrived when the limit was passed."""
+class BodyTooLarge(Refusal):
+    """num_bytes: what was announced, or what had arrived when the limit was passed. limit."""
 
-    def __init__(self, num_bytes: int, limit: int):
-        OrchardError.__init__(self, num_bytes, limit)
-        self.field = None
+    status, code = 413, "request_too_large"
 
     @property
     def message(self) -> str:
@@ -71,10 +84,20 @@ class BodyTooLarge(InvalidRequest):
         return f"The request body has {num_bytes} bytes or more; the limit is {limit} bytes."
 
 
-class RequestNotFound(InvalidRequest):
-    def __init__(self, request_id: str):
-        OrchardError.__init__(self, request_id)
-        self.field = None
+class BodyTooSlow(Refusal):
+    """limit_s: how long a body may take."""
+
+    status, code = 408, "request_timeout"
+
+    @property
+    def message(self) -> str:
+        return f"The request body has not arrived within {self.args[0]:g} s of its headers, which is the limit."
+
+
+class RequestNotFound(Refusal):
+    """request_id: the one that was asked for."""
+
+    status, code = 404, "request_not_found"
 
     @property
     def message(self) -> str:
@@ -87,7 +110,7 @@ class NotReady(EngineFailed):
 
 @dataclass(frozen=True)
 class Failure:
-    """retry_after_s: whole seconds, at least 1, or None where trying again is no use."""
+    """retry_after_s: whole seconds, 1 to 60, or None where trying again is no use."""
 
     status: int
     message: str
@@ -167,12 +190,8 @@ class ErrorMap:
 
 def _of_orchard_error(error: OrchardError, request_id: str) -> Failure | None:
     match error:
-        case ModelNotFound():
-            return Failure(404, error.message, "invalid_request_error", error.field, "model_not_found")
-        case RequestNotFound():
-            return Failure(404, error.message, "invalid_request_error", None, "request_not_found")
-        case BodyTooLarge():
-            return Failure(413, error.message, "invalid_request_error", None, "request_too_large")
+        case Refusal():
+            return Failure(error.status, error.message, "invalid_request_error", error.field, error.code)
         case ContextLengthExceeded():
             return Failure(400, error.message, "invalid_request_error", error.field, "context_length_exceeded")
         case InvalidRequest():
@@ -195,7 +214,7 @@ def _of_orchard_error(error: OrchardError, request_id: str) -> Failure | None:
 
 
 def _seconds(retry_after_s: float) -> int:
-    return max(1, math.ceil(retry_after_s))
+    return math.ceil(min(MAX_RETRY_S, max(1.0, retry_after_s)))  # in this order nan is 1
 
 
 def _of_http_exception(error: HTTPException) -> Failure:

@@ -16,7 +16,7 @@ from deployments.http.config import HttpConfig
 from deployments.http.errors import Converter, ErrorMap, ModelNotFound, NotReady, RequestNotFound
 from deployments.http.normalize import normalize
 from deployments.http.security import BodyLimit, RequestId, parse_json_object
-from deployments.http.stream import Completion, CompletionResponse
+from deployments.http.stream import Asked, Completion, CompletionResponse
 from deployments.http.wire import parse_chat_completion, request_fields
 from engine.protocol import EngineFailed, Unavailable
 
@@ -40,8 +40,9 @@ class OpenAIRoutes:
         self._created = int(time.time())
 
     async def chat_completions(self, request: Request) -> Response:
-        sent = await request.body()
-        self._backend.in_flight.check_room()  # before anything is done for it: what is refused must cost little
+        return CompletionResponse(self._asked, self._backend.in_flight, self._errors, request.state.request_id)
+
+    def _asked(self, sent: bytes) -> Asked:
         raw = parse_json_object(sent)
         body = parse_chat_completion(raw)
         self._check_model(body.model)
@@ -56,9 +57,7 @@ class OpenAIRoutes:
         )
         messages = self._normalized(raw["messages"])
         chat = ChatRequest(request_id=completion.id, messages=messages, **request_fields(body))
-        return CompletionResponse(
-            lambda: self._start(chat), completion, self._backend.in_flight, self._errors, request.state.request_id
-        )
+        return Asked(completion, lambda: self._start(chat))
 
     async def cancel(self, request: Request) -> Response:
         """id: of the completion, or the X-Request-Id that it came with: all requests that have it are cancelled.

@@ -7,14 +7,15 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deployments.chat import Generation, TextDelta, TextLogprobs
 from deployments.http.errors import CLIENT_LEFT, ErrorMap
+from deployments.http.security import read_body
 from deployments.in_flight import Entry, InFlight
 from engine.protocol import EngineFailed, OrchardError
 
@@ -203,25 +204,27 @@ def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
-class CompletionResponse(Response):
-    """Starts the generation and sends what comes of it.
+class Asked(NamedTuple):
+    """What the body of a request asks for. start: returns when the answer has begun; raises why it does not."""
 
-    The work is one task beside two that wait: for the client to leave, and for somebody who wants it ended (in_flight).
-    Whenever that happens, also before the first token, the work is cancelled where it stands and its row is freed.
-    What ends the response is sent after that, since servers report every client as gone once they have its last byte.
+    completion: Completion
+    start: Callable[[], Awaitable[Generation]]
+
+
+class CompletionResponse(Response):
+    """Reads the request, starts the generation and sends what comes of it.
+
+    The request is in flight from its headers on: where there is no room for it, its body is not even read. Whoever
+    wants it ended (in_flight), or a client that leaves, cancels the work where it stands, also before the first token,
+    and its row is freed. What ends the response is sent after that, since servers report every client as gone once they
+    have its last byte.
+
+    understand: makes of the body what it asks for. It may raise anything.
     """
 
-    def __init__(
-        self,
-        start: Callable[[], Awaitable[Generation]],
-        completion: Completion,
-        in_flight: InFlight,
-        errors: ErrorMap,
-        request_id: str,
-    ):
+    def __init__(self, understand: Callable[[bytes], Asked], in_flight: InFlight, errors: ErrorMap, request_id: str):
         super().__init__()
-        self._start = start
-        self._completion = completion
+        self._understand = understand
         self._in_flight = in_flight
         self._errors = errors
         self._request_id = request_id
@@ -230,15 +233,15 @@ class CompletionResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.ExitStack() as stack:
             try:
-                ids = (self._completion.id, self._request_id)
-                entry = stack.enter_context(self._in_flight.enter(ids, self._completion.num_choices))
+                entry = stack.enter_context(self._in_flight.enter(self._request_id))
             except OrchardError as error:
                 response = self._errors.response(error, self._request_id)
                 return await response(scope, receive, send)
             try:
-                response = await self._answered(entry, receive, send)
+                response = await self._answered(entry, Request(scope, receive), send)
             except (ClientDisconnect, OSError):
                 logger.info("request %s: the client left", self._request_id)
+                entry.answered()
                 if self._streaming:
                     return
                 response = Response(status_code=CLIENT_LEFT)
@@ -247,45 +250,61 @@ class CompletionResponse(Response):
             else:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _answered(self, entry: Entry, receive: Receive, send: Send) -> Response | None:
+    async def _answered(self, entry: Entry, request: Request, send: Send) -> Response | None:
         """The response that is still to be sent; None if events have been."""
         try:
-            return await unless_ended(entry, receive, self._work(entry, send))
+            asked = self._understand(await unless(read_body(request), entry.must_end))
+            self._in_flight.understood(entry, asked.completion.id, asked.completion.num_choices)
+        except (ClientDisconnect, OSError):
+            raise
+        except Exception as error:
+            return self._failed(entry, error)
+        left = asyncio.ensure_future(_left(request.receive))
+        try:
+            return await unless(self._work(asked, entry, send), entry.must_end, left)
         except OrchardError as error:  # whoever ended it says why; what the work itself raises, it answers itself
             logger.info("request %s was ended: %s", self._request_id, error)
             if not self._streaming:
                 return self._errors.response(error, self._request_id)
             await send({"type": "http.response.body", "body": error_event(self._error_body(error)), "more_body": True})
             return None
+        finally:
+            left.cancel()
+            await asyncio.gather(left, return_exceptions=True)
 
-    async def _work(self, entry: Entry, send: Send) -> Response | None:
+    async def _work(self, asked: Asked, entry: Entry, send: Send) -> Response | None:
         """See `_answered`."""
         try:
-            generation = await self._start()
+            generation = await asked.start()
         except Exception as error:
-            return self._errors.response(error, self._request_id)
+            return self._failed(entry, error)
         try:
-            if self._completion.stream:
-                return await self._send_events(generation, entry, send)
-            return await self._whole(generation, entry)
+            if asked.completion.stream:
+                return await self._send_events(generation, asked.completion, entry, send)
+            return await self._whole(generation, asked.completion, entry)
         finally:
             await self._close(generation)
 
-    async def _whole(self, generation: Generation, entry: Entry) -> Response:
+    async def _whole(self, generation: Generation, completion: Completion, entry: Entry) -> Response:
         try:
-            body = json.dumps(await collect(generation, self._completion))
+            body = json.dumps(await collect(generation, completion))
         except Exception as error:
-            return self._errors.response(error, self._request_id)
+            return self._failed(entry, error)
         entry.answered()
         return Response(body, media_type="application/json")
 
-    async def _send_events(self, generation: Generation, entry: Entry, send: Send) -> None:
+    async def _send_events(self, generation: Generation, completion: Completion, entry: Entry, send: Send) -> None:
         self._streaming = True
         await send({"type": "http.response.start", "status": 200, "headers": list(_SSE_HEADERS)})
-        made = events(generation, self._completion, self._error_body, entry.answered)
+        made = events(generation, completion, self._error_body, entry.answered)
         async with contextlib.aclosing(made) as chunks:
             async for chunk in chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    def _failed(self, entry: Entry, error: Exception) -> Response:
+        """The answer is an error, and nothing else any more."""
+        entry.answered()
+        return self._errors.response(error, self._request_id)
 
     def _error_body(self, error: Exception) -> bytes:
         return self._errors.failure(error, self._request_id).event_body()
@@ -297,25 +316,25 @@ class CompletionResponse(Response):
             logger.exception("request %s: its generation could not be closed", self._request_id)
 
 
-async def unless_ended(entry: Entry, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Does the work. If the client leaves, somebody ends it, or the caller is cancelled, cancels the work and waits for
-    its clean-up.
+async def unless(work: Coroutine[Any, Any, T], *ends: asyncio.Future[Any]) -> T:
+    """Does the work. If one of `ends` is done before it, or the caller is cancelled, cancels it and waits for its
+    clean-up.
 
-    The request's body must have been read. Raises ClientDisconnect, what the work is ended with, or what it raises.
+    Raises the error that is the result of that end, or what the work raises.
     """
     worker = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({worker, watcher, entry.must_end}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({worker, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if not worker.done():
-            raise entry.must_end.result() if entry.must_end.done() else ClientDisconnect
+            raise next(end.result() for end in ends if end.done())
     finally:
         worker.cancel()
-        watcher.cancel()
-        await asyncio.gather(worker, watcher, return_exceptions=True)
+        await asyncio.gather(worker, return_exceptions=True)
     return worker.result()
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _left(receive: Receive) -> ClientDisconnect:
+    """Returns when the client leaves. All of the request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
+    return ClientDisconnect()

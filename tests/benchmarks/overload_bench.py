@@ -114,9 +114,8 @@ def main() -> int:
     rates, rounds = measure(args)
     report = summary(rounds, f"{args.overload:g} x")
     print(heading(f"overload_bench, {args.max_running} rows, {args.max_queue} may wait, {args.tokens} tokens each"))
-    print(
-        f"{args.rounds} rounds of {args.seconds:g} s: median [lowest highest]; 1 x is {Spread.of(rates):.2f} requests/s\n"
-    )
+    print(f"{args.rounds} rounds of {args.seconds:g} s: median [lowest highest]")
+    print(f"1 x is {Spread.of(rates):.2f} requests/s\n")
     print(table(list(report.arms[0]), [list(arm.values()) for arm in report.arms]))
     for line in report.lines:
         print(line)

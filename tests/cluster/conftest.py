@@ -8,6 +8,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, explain: Callabl
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[OrchardCluster]:
+    Path("/tmp/ray").mkdir(exist_ok=True)  # Ray keeps a note there, whatever the temp_dir, and does not make it
     temp_dir = tempfile.mkdtemp(prefix="orc-", dir="/tmp")
     try:
         cluster = OrchardCluster(temp_dir)

@@ -54,6 +54,13 @@ def test_there_is_one_replica_of_each_deployment_on_each_node(cluster: Any):
         assert not any(replica["has_mlx"] for replica in cluster.replicas(deployment)), deployment
 
 
+def test_every_ingress_knows_the_others(cluster: Any):
+    ingress = cluster.handle("Ingress")
+    shown = ingress.status.remote().result(timeout_s=30)["ingress"]
+    assert sorted(replica["node_id"] for replica in shown) == cluster.living_nodes()
+    assert ingress.cancel.remote("never sent").result(timeout_s=30) is False, "all have said that they do not know it"
+
+
 def test_a_hundred_requests_are_planned_where_they_are_answered(cluster: Any):
     picture = tuple(about("What is in the image?", image_part(shape("red", "circle"))))
     requests = questions("local", 70)

@@ -175,11 +175,15 @@ class Handle:
 
 @dataclass
 class Answers:
+    """Of the one replica that there is."""
+
     call: Call
 
-    async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
-        async with asyncio.timeout(timeout_s):
-            return list(await asyncio.gather(self.call, return_exceptions=return_exceptions))
+    async def _fetch_replica_results_async(self) -> list["Answers"]:
+        return [self]
+
+    async def get_async(self) -> Any:
+        return await self.call
 
 
 class Graph:

@@ -1,6 +1,6 @@
-"""A Ray of its own, one replica whose request waits to hear that Serve stops it, and Serve, which stops it.
+"""A Ray of its own, two replicas that ask each other, and one whose request waits to hear that Serve stops it.
 
-Run as a program, it prints what the request was told.
+Run as a program, it prints what they were told.
 """
 
 import asyncio
@@ -13,9 +13,13 @@ with warnings.catch_warnings():  # see tests/deployments/conftest.py
     import ray
     from ray import serve
 
+from deployments.app import SAME_LOOP
 from deployments.draining import when_stopping
+from deployments.engine_client import ask_replicas
+from deployments.ingress import own_deployment
 
 TIMEOUT_S = 60.0
+SILENCE_S = 2.0
 
 
 @serve.deployment(graceful_shutdown_timeout_s=TIMEOUT_S, graceful_shutdown_wait_loop_s=0.1)
@@ -37,10 +41,36 @@ class Waiting:
         return "heard that it is stopped"
 
 
+@serve.deployment(
+    num_replicas=2,
+    ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": SAME_LOOP}},
+    graceful_shutdown_timeout_s=0.1,
+)
+class Asking:
+    """Whoever asks answers, and the other one is silent."""
+
+    def __init__(self) -> None:
+        self._is_asking = False
+        self._all = own_deployment()
+
+    async def ask(self) -> list[Any]:
+        assert self._all is not None
+        self._is_asking = True
+        return list(await asyncio.gather(*await ask_replicas(self._all, SILENCE_S, "answer", 42)))
+
+    async def answer(self, value: int) -> int:
+        if not self._is_asking:
+            await asyncio.sleep(10 * SILENCE_S)
+        return value
+
+
 def main() -> str:
     ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
     assert when_stopping(nothing) is None, "this process is no replica, though Ray is there"
     serve.start(proxy_location="Disabled")
+    asking: Any = serve.run(Asking.bind(), name="asking", route_prefix=None)
+    said = asking.ask.remote().result(timeout_s=TIMEOUT_S)
+    assert sorted(said, key=str) == [42, None], f"one answer is not lost because of the silent one: {said}"
     handle: Any = serve.run(Waiting.bind(), name="app", route_prefix=None)
     answer = handle.until_stopped.remote()
     assert handle.until_it_waits.remote().result(timeout_s=TIMEOUT_S) is False, "nobody stops it yet"

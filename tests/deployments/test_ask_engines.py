@@ -1,5 +1,6 @@
 """What EngineClient asks all engines at once: each answers for itself, and who is silent is named."""
 
+import asyncio
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -58,6 +59,11 @@ def test_an_engine_that_does_not_answer_is_named_and_costs_no_other_answer(outco
     engines = Engines({"a": here("a"), "b": outcome, "c": here("c")})
     assert run(engines.ask) == ([here("a"), here("c")], [SilentEngine("b", reason)])
     assert ("cancel plan" in engines.log) == isinstance(outcome, float), "nobody waits for it any more"
+
+
+def test_an_engine_that_shuts_down_and_cancels_the_question_is_named_as_well():
+    engines = Engines({"a": here("a"), "b": asyncio.CancelledError()})
+    assert run(engines.ask) == ([here("a")], [SilentEngine("b", "it is gone")])
 
 
 def test_several_silent_engines_are_waited_for_at_once():

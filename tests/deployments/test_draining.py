@@ -46,7 +46,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, actor: Any) -> None:
     monkeypatch.setattr("ray._private.worker.global_worker", worker)
 
 
-def test_a_real_replica_hears_that_serve_stops_it_while_its_requests_run():
+def test_real_replicas_hear_that_serve_stops_them_and_who_of_them_answers():
     temp_dir = tempfile.mkdtemp(prefix="orc-", dir="/tmp")  # socket paths must stay short
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     env = {**inherited, "RAY_TMPDIR": temp_dir, "RAY_AUTH_TOKEN": secrets.token_hex(32)}

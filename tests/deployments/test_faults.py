@@ -109,6 +109,7 @@ def test_a_full_deployment_is_a_full_queue(bench: Bench):
         bench.faults.arm("reserve engine", Failing(error))
         client = await bench.answered(bench.ask("text"))
         assert_try_again(client, "overloaded", 429)
+        assert all(named in client.error["message"] for named in ("9 requests", "limit is 8", "max_queued_requests"))
         await bench.check()
 
     bench.run(test)

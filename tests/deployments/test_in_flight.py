@@ -1,14 +1,15 @@
 """How many requests there may be at once, how long until there is room, and how one, or all, are ended."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.in_flight import MAX_RETRY_S, MIN_RETRY_S, InFlight, Pace
+from deployments.in_flight import MAX_RETRY_S, MIN_RETRY_S, Entry, InFlight, Pace
 from engine.protocol import Cancelled, InvalidRequest, Overloaded, Unavailable
 
 
@@ -32,6 +33,14 @@ def room(limit: int = 4, max_choices: int = 4, clock: Clock | None = None) -> In
     return InFlight(lambda: limit, max_choices, clock or Clock())
 
 
+@contextmanager
+def running(requests: InFlight, completion_id: str, num_choices: int = 1, request_id: str = "") -> Iterator[Entry]:
+    """A request whose body has been read."""
+    with requests.enter(request_id) as entry:
+        requests.understood(entry, completion_id, num_choices)
+        yield entry
+
+
 # --- how long until there is room ----------------------------------------------------------------------------------
 
 
@@ -53,6 +62,17 @@ def test_what_ended_long_ago_plays_no_part():
     for _ in range(3):
         pace.ended(1)
     assert pace.seconds_until(1) == pytest.approx(10)
+
+
+def test_no_more_is_kept_of_what_has_ended_than_plays_a_part():
+    """However long the house is never empty, and nobody is refused."""
+    clock = Clock()
+    pace = Pace(clock)
+    for _ in range(3000):
+        clock.now += 0.1
+        pace.ended(1)
+    assert len(pace._ends) <= 301
+    assert pace.seconds_until(50) == pytest.approx(5, rel=0.01)
 
 
 def test_where_none_has_ended_one_is_expected_after_as_long_a_time_again():
@@ -91,16 +111,18 @@ def test_one_more_than_there_is_room_for_is_refused_until_one_has_ended():
     async def go() -> None:
         clock = Clock()
         requests = room(4, clock=clock)
-        with requests.enter(("a",), 1), requests.enter(("b",), 2):
+        with running(requests, "a"), running(requests, "b", 2):
             clock.now += 6
-            requests.check_room(1)
-            with pytest.raises(Overloaded, match=r"3 answers .* 2 more .* the limit is 4") as refused:
-                requests.enter(("c",), 2).__enter__()
-            assert refused.value.retry_after_s == pytest.approx(6)
-            assert requests.status() == {"num_in_flight": 3, "num_refused": 1, "is_draining": False}
-        with requests.enter(("c",), 4):
+            with requests.enter("c") as entry:
+                with pytest.raises(Overloaded, match=r"3 answers .* 2 more .* the limit is 4, max_running") as refused:
+                    requests.understood(entry, "c", 2)
+                assert refused.value.retry_after_s == pytest.approx(6)
+                with pytest.raises(Overloaded, match=r"4 answers .* 1 more .* the limit is 4, max_running"):
+                    requests.enter("d").__enter__()
+            assert requests.status() == {"num_in_flight": 3, "num_refused": 2, "is_draining": False}
+        with running(requests, "c", 4):
             assert requests.status()["num_in_flight"] == 4
-        assert requests.status() == {"num_in_flight": 0, "num_refused": 1, "is_draining": False}
+        assert requests.status() == {"num_in_flight": 0, "num_refused": 2, "is_draining": False}
 
     run(go())
 
@@ -109,38 +131,54 @@ def test_room_grows_and_shrinks_with_the_engines():
     async def go() -> None:
         limit = 1
         requests = InFlight(lambda: limit, 1)
-        with requests.enter((), 1):
+        with running(requests, "a"):
             with pytest.raises(Overloaded):
-                requests.check_room()
+                requests.enter("b").__enter__()
             limit = 2
-            requests.check_room()
+            with requests.enter("b") as entry:
+                limit = 1
+                requests.understood(entry, "b", 1)  # it has its room already
 
     run(go())
 
 
 def test_what_could_never_have_room_is_not_told_to_come_back():
-    with pytest.raises(InvalidRequest, match=r"n is 5; it must be between 1 and 4 \(max_running\)"):
-        room(limit=100, max_choices=4).check_room(5)
+    async def go() -> None:
+        requests = room(limit=100, max_choices=4)
+        with (
+            requests.enter("a") as entry,
+            pytest.raises(InvalidRequest, match=r"n is 5; it must be between 1 and 4 \(max_running\)"),
+        ):
+            requests.understood(entry, "a", 5)
+
+    run(go())
 
 
 def test_a_request_that_fails_gives_its_room_back():
     async def go() -> None:
         requests = room(4)
-        with pytest.raises(ZeroDivisionError), requests.enter(("a",), 4):
+        with pytest.raises(ZeroDivisionError), running(requests, "a", 4):
             raise ZeroDivisionError
-        requests.check_room(4)
+        with pytest.raises(ZeroDivisionError), requests.enter("b"):
+            raise ZeroDivisionError
+        with running(requests, "c", 4):
+            assert requests.status()["num_in_flight"] == 4
 
     run(go())
 
 
 def test_the_time_until_there_is_room_follows_from_the_answers_that_ended():
+    """Not from requests that were refused when they had been read."""
+
     async def go() -> None:
         clock = Clock()
         requests = room(8, clock=clock)
-        with requests.enter(("long",), 1):
+        with running(requests, "long"):
             for _ in range(4):
-                with requests.enter(("short",), 1):
+                with running(requests, "short"):
                     clock.now += 5
+                with requests.enter("junk"):
+                    pass
             assert requests.retry_after_s == pytest.approx(5)
 
     run(go())
@@ -150,10 +188,10 @@ def test_an_hour_without_requests_says_nothing_of_those_that_come_then():
     async def go() -> None:
         clock = Clock()
         requests = room(1, clock=clock)
-        with requests.enter(("early",), 1):
+        with running(requests, "early"):
             clock.now += 1
         clock.now += 3600
-        with requests.enter(("late",), 1):
+        with running(requests, "late"):
             clock.now += 3
             assert requests.retry_after_s == pytest.approx(3)
 
@@ -167,14 +205,15 @@ def test_all_requests_with_an_id_are_cancelled_and_no_other():
     async def go() -> None:
         requests = room()
         with (
-            requests.enter(("1", "x"), 1) as one,
-            requests.enter(("2", "x"), 1) as two,
-            requests.enter(("3",), 1) as three,
+            running(requests, "1", request_id="x") as one,
+            requests.enter("x") as two,
+            running(requests, "3", request_id="y") as three,
         ):
             assert requests.cancel("x")
             assert isinstance(one.must_end.result(), Cancelled)
             assert isinstance(two.must_end.result(), Cancelled)
             assert not three.must_end.done()
+            assert requests.cancel("3") and three.must_end.done()
 
     run(go())
 
@@ -182,7 +221,7 @@ def test_all_requests_with_an_id_are_cancelled_and_no_other():
 def test_what_is_unknown_cancelled_answered_or_over_cannot_be_cancelled():
     async def go() -> None:
         requests = room()
-        with requests.enter(("a",), 1), requests.enter(("b",), 1) as answered:
+        with running(requests, "a"), running(requests, "b") as answered:
             assert not requests.cancel("c")
             assert requests.cancel("a")
             assert not requests.cancel("a")
@@ -200,11 +239,11 @@ def test_what_is_unknown_cancelled_answered_or_over_cannot_be_cancelled():
 def test_a_server_that_drains_lets_nothing_in_and_is_done_with_the_last_answer():
     async def go() -> None:
         requests = room()
-        with requests.enter(("a",), 1) as entry:
+        with running(requests, "a") as entry:
             draining = asyncio.ensure_future(requests.drain(60))
             await asyncio.sleep(0)
             with pytest.raises(Unavailable, match="shutting down") as refused:
-                requests.check_room()
+                requests.enter("b").__enter__()
             assert refused.value.retry_after_s >= 1
             assert requests.status() == {"num_in_flight": 1, "num_refused": 1, "is_draining": True}
             assert not entry.must_end.done() and not draining.done()
@@ -213,11 +252,26 @@ def test_a_server_that_drains_lets_nothing_in_and_is_done_with_the_last_answer()
     run(go())
 
 
+def test_a_server_that_drains_does_not_wait_for_who_is_still_sending():
+    async def go() -> None:
+        requests = room()
+        with requests.enter("sending") as entry:
+            draining = asyncio.ensure_future(requests.drain(60))
+            error = await entry.must_end
+            assert isinstance(error, Unavailable) and "takes no new requests" in error.message
+            with pytest.raises(Unavailable):
+                requests.understood(entry, "just there", 1)
+        await draining
+        assert requests.status()["num_refused"] == 2
+
+    run(go())
+
+
 def test_an_answer_that_takes_longer_than_the_drain_is_ended_and_told_why():
     async def go() -> None:
         requests = room()
         draining = None
-        with requests.enter(("a",), 1) as entry, requests.enter(("b",), 1) as answered:
+        with running(requests, "a") as entry, running(requests, "b") as answered:
             answered.answered()
             draining = asyncio.ensure_future(requests.drain(0.05))
             error = await entry.must_end
@@ -232,7 +286,7 @@ def test_an_answer_that_takes_longer_than_the_drain_is_ended_and_told_why():
 def test_who_drains_again_waits_with_the_first():
     async def go() -> None:
         requests = room()
-        with requests.enter(("a",), 1) as entry:
+        with running(requests, "a") as entry:
             first = asyncio.ensure_future(requests.drain(60))
             await asyncio.sleep(0)
             second = asyncio.ensure_future(requests.drain(0))

@@ -1,15 +1,22 @@
 """One ingress among others: whose requests it cancels, how many it lets in, what it says of itself, how it ends."""
 
 import asyncio
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentBroadcastResponse
 
 from deployments import ingress
 from deployments.http.config import HttpConfig
+from deployments.in_flight import Entry
 from deployments.ingress import Ingress
 from engine.config import EngineConfig
 from engine.protocol import Overloaded, Unavailable
@@ -17,22 +24,39 @@ from engine.protocol import Overloaded, Unavailable
 ORCHARD = DeploymentID(name="Ingress", app_name="orchard")
 
 
-class Peers:
-    """A handle to all ingresses. says: what they answer, or an error instead of all their answers."""
+@dataclass
+class Result:
+    """What Ray holds of a call to one replica. says: its answer, seconds until it has none, or an error to raise."""
 
-    def __init__(self, says: list[Any] | Exception):
+    says: Any
+
+    async def get_async(self) -> Any:
+        if isinstance(self.says, BaseException):
+            raise self.says
+        if isinstance(self.says, float):
+            await asyncio.sleep(self.says)
+        return self.says
+
+
+SILENT = 60.0
+
+
+class Replicas:
+    """A handle to all replicas of a deployment, with Ray's own broadcast. says: what they answer, or an error instead
+    of all their answers."""
+
+    def __init__(self, says: Sequence[Any] | Exception):
         self._says = says
         self.asked: list[tuple[Any, ...]] = []
 
-    def broadcast(self, *question: Any) -> "Peers":
+    def broadcast(self, *question: Any) -> DeploymentBroadcastResponse:
         self.asked.append(question)
-        return self
+        return DeploymentBroadcastResponse(self._results(), asyncio.get_running_loop())
 
-    async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
-        assert timeout_s > 0 and return_exceptions
+    async def _results(self) -> list[Any]:
         if isinstance(self._says, Exception):
             raise self._says
-        return self._says
+        return [Result(says) for says in self._says]
 
 
 class Handle:
@@ -53,9 +77,10 @@ class Replica(INGRESS):
         """Serve awaits the one of the ingress; here nobody does."""
 
 
-async def make_ingress(monkeypatch: pytest.MonkeyPatch, peers: Peers | None = None, **engine: Any) -> Any:
-    monkeypatch.setattr(ingress, "own_deployment", lambda: peers)
+async def make_ingress(monkeypatch: pytest.MonkeyPatch, ingresses: Replicas | None = None, **engine: Any) -> Any:
+    monkeypatch.setattr(ingress, "own_deployment", lambda: ingresses)
     monkeypatch.setattr(ingress, "replica_info", lambda: {"replica_id": "here"})
+    monkeypatch.setattr(ingress, "STATUS_TIMEOUT_S", 0.1)
     replica: Any = Replica.__new__(Replica)
     handle = Handle()
     arguments = ("demo", EngineConfig(**engine), HttpConfig(), {}, handle, handle, handle, None, 120.0, 0.05)
@@ -63,52 +88,70 @@ async def make_ingress(monkeypatch: pytest.MonkeyPatch, peers: Peers | None = No
     return replica
 
 
+@contextmanager
+def running(here: Any, num_choices: int = 1) -> Iterator[Entry]:
+    """A request with the id `mine`."""
+    with here.in_flight.enter("mine") as entry:
+        here.in_flight.understood(entry, "completion", num_choices)
+        yield entry
+
+
 @pytest.mark.parametrize(
     ("says", "found"),
-    [([False, True], True), ([TimeoutError(), True], True), ([False, False], False), ([], False)],
+    [([False, True], True), ([False, True, SILENT], True), ([False, ActorDiedError(), True], True), ([False], False)],
 )
 def test_a_request_that_is_not_here_is_cancelled_wherever_it_is(
     says: list[Any], found: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    peers = Peers(says)
+    ingresses = Replicas(says)
 
     async def go() -> bool:
-        return await (await make_ingress(monkeypatch, peers)).cancel("mine")
+        return await (await make_ingress(monkeypatch, ingresses)).cancel("mine")
 
     assert asyncio.run(go()) is found
-    assert peers.asked == [("cancel_here", "mine")]
+    assert ingresses.asked == [("cancel_here", "mine")]
 
 
-@pytest.mark.parametrize("says", [[False], [True], [TimeoutError()], TimeoutError()])
+@pytest.mark.parametrize("says", [[False], [True], [SILENT], TimeoutError()])
 def test_a_request_that_is_here_is_cancelled_here_and_wherever_else_it_is(
     says: list[Any] | Exception, monkeypatch: pytest.MonkeyPatch
 ):
-    peers = Peers(says)
+    ingresses = Replicas(says)
 
     async def go() -> tuple[bool, bool]:
-        here = await make_ingress(monkeypatch, peers)
-        with here.in_flight.enter(("mine",), 1) as entry:
+        here = await make_ingress(monkeypatch, ingresses)
+        with here.in_flight.enter("mine") as entry:
             return await here.cancel("mine"), entry.must_end.done()
 
     assert asyncio.run(go()) == (True, True)
-    assert peers.asked == [("cancel_here", "mine")]
+    assert ingresses.asked == [("cancel_here", "mine")]
 
 
-@pytest.mark.parametrize("says", [[False, ActorDiedError()], TimeoutError(), DeploymentUnavailableError(ORCHARD)])
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        ([False, False, SILENT], "1 of 3 nodes"),
+        ([False, ActorDiedError(), SILENT], "2 of 3 nodes"),
+        ([False, asyncio.CancelledError()], "1 of 2 nodes"),
+        ([], "1 of 1 nodes"),
+        (TimeoutError(), "1 of 1 nodes"),
+        (DeploymentUnavailableError(ORCHARD), "1 of 1 nodes"),
+    ],
+)
 def test_whether_a_request_is_known_is_not_said_while_somebody_does_not_answer(
-    says: Any, monkeypatch: pytest.MonkeyPatch
+    says: Any, told: str, monkeypatch: pytest.MonkeyPatch
 ):
     async def go() -> None:
-        await (await make_ingress(monkeypatch, Peers(says))).cancel("mine")
+        await (await make_ingress(monkeypatch, Replicas(says))).cancel("mine")
 
-    with pytest.raises(Unavailable, match="did not answer"):
+    with pytest.raises(Unavailable, match=f"{told} that may know the request did not answer"):
         asyncio.run(go())
 
 
 def test_a_request_is_cancelled_here_for_whoever_asks(monkeypatch: pytest.MonkeyPatch):
     async def go() -> tuple[bool, bool]:
         here = await make_ingress(monkeypatch)
-        with here.in_flight.enter(("mine",), 1):
+        with here.in_flight.enter("mine"):
             return await here.cancel_here("mine"), await here.cancel_here("theirs")
 
     assert asyncio.run(go()) == (True, False)
@@ -120,8 +163,8 @@ def test_the_status_shows_every_ingress_this_one_first(monkeypatch: pytest.Monke
     monkeypatch.setattr(ingress, "status_of_all", no_replicas)
 
     async def go() -> Any:
-        here = await make_ingress(monkeypatch, Peers([there, stale, TimeoutError()]))
-        with here.in_flight.enter(("mine",), 3):
+        here = await make_ingress(monkeypatch, Replicas([SILENT, there, stale, TimeoutError()]))
+        with running(here, 3):
             return (await here.status())["ingress"]
 
     own = {"replica_id": "here", "num_in_flight": 3, "num_refused": 0, "is_draining": False}
@@ -130,6 +173,54 @@ def test_the_status_shows_every_ingress_this_one_first(monkeypatch: pytest.Monke
 
 async def no_replicas(handle: Any) -> list[Any]:
     return []
+
+
+def engine(state: str, error: str | None = None) -> dict[str, Any]:
+    return {"engine": {"state": state, "error": error}}
+
+
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        ([SILENT, engine("ready")], None),
+        ([engine("failed", "it broke"), engine("ready")], None),
+        ([ActorDiedError(), SILENT, engine("failed", "it broke")], "it broke"),
+        ([engine("stopped")], "No engine is ready: the model is being loaded."),
+        ([SILENT], "No engine is ready: the model is being loaded."),
+        (DeploymentUnavailableError(ORCHARD), "No engine is ready: the model is being loaded."),
+    ],
+)
+def test_one_engine_that_is_ready_is_enough_whoever_is_silent(
+    says: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    async def go() -> Any:
+        here = await make_ingress(monkeypatch)
+        here._engines = Replicas(says)
+        return await here.not_ready()
+
+    assert asyncio.run(go()) == reason
+
+
+def test_nobody_waits_for_a_silent_engine_while_another_is_ready(monkeypatch: pytest.MonkeyPatch):
+    async def go() -> float:
+        here = await make_ingress(monkeypatch)
+        monkeypatch.setattr(ingress, "STATUS_TIMEOUT_S", SILENT)
+        here._engines = Replicas([SILENT, engine("ready")])
+        began = time.monotonic()
+        assert await here.not_ready() is None
+        return time.monotonic() - began
+
+    assert asyncio.run(go()) < SILENT / 4
+
+
+def test_the_status_of_all_replicas_lacks_only_those_that_are_silent():
+    async def go() -> list[dict[str, Any]]:
+        handle: Any = Replicas([engine("ready"), SILENT, engine("failed")])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ingress, "STATUS_TIMEOUT_S", 0.1)
+            return await ingress.status_of_all(handle)
+
+    assert asyncio.run(go()) == [engine("ready"), engine("failed")]
 
 
 def test_an_ingress_lets_in_what_all_engines_run_and_queue(monkeypatch: pytest.MonkeyPatch):
@@ -147,44 +238,50 @@ def test_an_ingress_lets_in_what_all_engines_run_and_queue(monkeypatch: pytest.M
             async with asyncio.timeout(5):
                 while 5 * here._num_engines != limit:
                     await asyncio.sleep(0.001)
-            entered = [here.in_flight.enter((), 1) for _ in range(limit)]
-            for entry in entered:
-                entry.__enter__()
-            with pytest.raises(Overloaded, match=f"the limit is {limit}"):
-                here.in_flight.check_room()
-            for entry in entered:
-                entry.__exit__(None, None, None)
+            with ExitStack() as entered:
+                for _ in range(limit):
+                    entered.enter_context(running(here))
+                with pytest.raises(Overloaded, match=f"the limit is {limit}"):
+                    entered.enter_context(running(here))
         counting.cancel()
 
     asyncio.run(go())
 
 
-def test_engines_that_cannot_be_counted_are_as_many_as_before(
+def test_engines_that_cannot_be_counted_are_as_many_as_before_and_that_is_said_once_per_outage(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    async def unknown() -> list[str]:
+    num_asked = 0
+
+    async def away_twice() -> list[str]:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 10:
+            return ["a"] * 3
         raise ConnectionError("no head node")
 
     async def go() -> int:
-        monkeypatch.setattr(ingress, "engine_node_ids", unknown)
+        monkeypatch.setattr(ingress, "engine_node_ids", away_twice)
         monkeypatch.setattr(ingress, "ENGINES_COUNTED_EVERY_S", 0.001)
         here = await make_ingress(monkeypatch)
         here._num_engines = 7
         counting = asyncio.ensure_future(here._count_engines())
         async with asyncio.timeout(5):
-            while len(caplog.records) < 3:
+            while num_asked < 20:
                 await asyncio.sleep(0.001)
         counting.cancel()
         return here._num_engines
 
-    assert asyncio.run(go()) == 7
-    assert "no head node" in caplog.text
+    assert asyncio.run(go()) == 3
+    said = [record.getMessage() for record in caplog.records]
+    assert [message[-2:] for message in said] == [" 7", " 3"] and all("no head node" in message for message in said)
+    assert all(record.exc_info is None and record.levelno == logging.WARNING for record in caplog.records)
 
 
 def test_an_ingress_that_drains_is_not_ready_and_ends_what_takes_too_long(monkeypatch: pytest.MonkeyPatch):
     async def go() -> None:
         here = await make_ingress(monkeypatch)
-        with here.in_flight.enter(("mine",), 1) as entry:
+        with running(here) as entry:
             draining = asyncio.ensure_future(here.drain())
             error = await entry.must_end
             assert "took longer than 0.05 s" in error.message

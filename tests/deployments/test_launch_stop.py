@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -10,6 +11,7 @@ from typing import IO, Any
 import pytest
 from ray import serve
 
+from deployments import launch_stop
 from deployments.launch_stop import drain_applications
 
 ROOT = Path(__file__).parent.parent.parent
@@ -55,13 +57,19 @@ class Program:
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None and self._process.stderr is not None
         self._stdin: IO[str] = self._process.stdin
         self._stdout: IO[str] = self._process.stdout
+        self._stderr: IO[str] = self._process.stderr
         assert self.read() == "up"
 
     def read(self) -> str:
         return self._stdout.readline().strip()
+
+    def read_complaint(self) -> str:
+        """The first one; they are set off by empty lines."""
+        return next(line for line in self._stderr if line.strip())
 
     def let_answers_end(self) -> None:
         self._stdin.write("drained\n")
@@ -122,6 +130,24 @@ def test_answers_that_end_because_serve_is_shut_down_do_not_interrupt_it_again(p
 
 
 @BOTH
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_nothing_interrupts_the_end_any_more(programs: list[Program], signum: signal.Signals, is_waited_for: bool):
+    """It would leave the rest of Serve's processes behind."""
+    shutdown = "print(os.read(0, 100).decode().strip(), flush=True)"
+    programs.append(program := Program(drain="" if is_waited_for else "released.wait()", shutdown=shutdown))
+    program.send(signal.SIGINT)
+    assert program.read() == "draining"
+    if not is_waited_for:
+        program.send(signum)
+    assert program.read() == "interrupted"
+    program.send(signum)
+    assert "shut down already" in program.read_complaint()
+    program.let_answers_end()
+    assert program.read() == "drained"
+    assert program.end()[0] == 0
+
+
+@BOTH
 def test_as_long_as_nothing_is_served_there_is_nothing_to_wait_for(programs: list[Program], signum: signal.Signals):
     programs.append(program := Program(serving=""))
     program.send(signum)
@@ -139,10 +165,11 @@ def test_who_cannot_be_waited_for_is_told_of_and_stopped_all_the_same(programs: 
 
 
 class Ingresses:
-    """A handle to all ingresses of an application."""
+    """A handle to all ingresses of an application, which answer after so many seconds, or with an error."""
 
-    def __init__(self, says: list[Any]):
+    def __init__(self, *says: float | Exception, after: Exception | None = None):
         self._says = says
+        self._after = after
         self.asked: list[str] = []
         self.timeouts_s: list[float] = []
 
@@ -153,17 +180,50 @@ class Ingresses:
     def results(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
         assert return_exceptions, "one that is gone must not keep the others from being waited for"
         self.timeouts_s.append(timeout_s)
-        return self._says
+        if self._after is not None:
+            raise self._after
+        time.sleep(min(timeout_s, max((s for s in self._says if isinstance(s, float)), default=0.0)))
+        return [s if isinstance(s, Exception) else None for s in self._says]
+
+
+def drain(monkeypatch: pytest.MonkeyPatch, applications: dict[str, Any], **timeouts_s: float) -> None:
+    def get_app_handle(name: str) -> Any:
+        handle = applications[name]
+        if isinstance(handle, Exception):
+            raise handle
+        return handle
+
+    monkeypatch.setattr(serve, "get_app_handle", get_app_handle)
+    drain_applications(timeouts_s)
 
 
 def test_every_ingress_of_every_application_is_drained_and_one_that_is_gone_is_told_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    applications = {"one": Ingresses([None, ConnectionError("gone")]), "two": Ingresses([None])}
-    monkeypatch.setattr(serve, "get_app_handle", applications.__getitem__)
-    drain_applications({"one": 3.0, "two": 7.0})
+    applications = {"one": Ingresses(0.0, ConnectionError("gone")), "two": Ingresses(0.0)}
+    drain(monkeypatch, applications, one=3.0, two=7.0)
     said = capsys.readouterr().err
-    assert "up to 7 s" in said and "ConnectionError: gone" in said
+    assert "up to 7 s" in said and "'one' could not be drained: ConnectionError: gone" in said
     for ingresses in applications.values():
         assert ingresses.asked == ["drain"]
         assert all(timeout_s > 7 for timeout_s in ingresses.timeouts_s) and len(ingresses.timeouts_s) == 1
+
+
+def test_an_application_that_cannot_be_asked_or_waited_for_keeps_no_other_from_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    failed: Any = KeyError("never started")
+    last = Ingresses(0.0)
+    drain(monkeypatch, {"a": failed, "b": Ingresses(after=TimeoutError("too late")), "c": last}, a=1.0, b=1.0, c=1.0)
+    said = capsys.readouterr().err
+    assert "Application 'a' could not be drained: KeyError" in said
+    assert "Application 'b' could not be drained: TimeoutError: too late" in said
+    assert last.asked == ["drain"] and len(last.timeouts_s) == 1
+
+
+def test_all_applications_together_are_waited_for_as_long_as_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch_stop, "CLOSE_MARGIN_S", 1.0)
+    applications = {name: Ingresses(60.0) for name in "abc"}
+    drain(monkeypatch, applications, a=0.5, b=0.5, c=0.5)
+    first, *others = [ingresses.timeouts_s[0] for ingresses in applications.values()]
+    assert first == pytest.approx(1.5, abs=0.2) and others == [1.0, 1.0]

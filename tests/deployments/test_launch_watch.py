@@ -1,10 +1,19 @@
+import signal
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deployments.launch_watch import _welcome, complaints_about, drain_timeouts_s, forget_dead_cluster, reason_in
+from deployments import launch_watch
+from deployments.launch_watch import (
+    _welcome,
+    complaints_about,
+    drain_timeouts_s,
+    forget_dead_cluster,
+    reason_in,
+    watch_serve_run,
+)
 
 
 def config(**args: Any) -> dict[str, Any]:
@@ -34,6 +43,25 @@ def test_the_time_that_running_answers_get_is_that_of_each_application_of_ours()
     two = config(drain_timeout_s=3)["applications"] + [{"import_path": "deployments.app:build_app"}]
     others = [{"name": "other", "import_path": "somebody.else:app", "args": {"drain_timeout_s": 9}}]
     assert drain_timeouts_s({"applications": two + others}) == {"orchard": 3, "default": 25}
+
+
+@pytest.mark.parametrize("import_path", ["deployments.app:build_app", "somebody.else:app"])
+def test_signals_are_ours_only_where_an_application_is(
+    import_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "serve_config.yaml"
+    path.write_text(f"applications: [{{name: x, import_path: '{import_path}'}}]")
+    monkeypatch.setattr("sys.argv", ["/bin/serve", "run", str(path)])
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr(launch_watch, "_watch", lambda config, on_running: None)
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        watch_serve_run(None)
+        changed = [signal.getsignal(signum) is not handler for signum, handler in before.items()]
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    assert changed == [import_path == launch_watch.OUR_APP] * 2
 
 
 def test_the_note_of_a_cluster_that_was_killed_is_removed(

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -51,6 +52,13 @@ def until(http: httpx.Client, condition: Callable[[dict[str, Any]], bool]) -> No
     deadline = time.monotonic() + SOON_S
     while not condition(status := engine_status(http)["engine"]):
         assert time.monotonic() < deadline, status
+
+
+def until_in_flight(http: httpx.Client, num_choices: int) -> None:
+    deadline = time.monotonic() + SOON_S
+    while (found := http.get("/v1/status").json()["ingress"][0]["num_in_flight"]) != num_choices:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
 
 
 def assert_cancelled(response: httpx.Response) -> None:
@@ -113,6 +121,49 @@ def test_all_requests_with_an_id_are_cancelled(http: httpx.Client, pool: ThreadP
     assert cancel(http, "twice").status_code == 200
     for answer in answers:
         assert_cancelled(answer.result(SOON_S))
+
+
+def half_sent(base_url: str, request_id: str, body: bytes) -> tuple[HTTPConnection, bytes]:
+    """A request of which a tenth has been sent, and the rest of it."""
+    connection = HTTPConnection(base_url.removeprefix("http://"), timeout=SOON_S)
+    connection.putrequest("POST", "/v1/chat/completions")
+    for name, value in (("content-length", str(len(body))), ("x-request-id", request_id)):
+        connection.putheader(name, value)
+    connection.endheaders(body[: len(body) // 10])
+    return connection, body[len(body) // 10 :]
+
+
+def test_a_request_that_is_still_being_sent_is_cancelled(http: httpx.Client, base_url: str, idle: dict[str, Any]):
+    connection, _ = half_sent(base_url, "half", json.dumps(body()).encode())
+    until_in_flight(http, 1)
+    assert cancel(http, "half").status_code == 200
+    response = connection.getresponse()
+    assert (response.status, json.load(response)["error"]["code"]) == (499, "request_cancelled")
+    connection.close()
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_full_house_is_told_to_a_client_while_it_sends_and_its_connection_can_be_used_again(
+    http: httpx.Client, base_url: str
+):
+    config = http.get("/v1/status").json()["config"]["engine"]
+    num_choices, num_requests = config["max_running"], 1 + config["max_queue"] // config["max_running"]
+    with ThreadPoolExecutor(num_requests) as pool:
+        crowd = [send(pool, http, "crowd", n=num_choices) for _ in range(num_requests)]
+        until_in_flight(http, num_choices * num_requests)
+        large = json.dumps(body("apple " * 2_000_000)).encode()
+        connection, rest = half_sent(base_url, "one more", large)
+        refused = connection.getresponse()
+        assert (refused.status, json.load(refused)["error"]["code"]) == (429, "overloaded")
+        assert int(refused.headers["retry-after"]) >= 1
+        connection.send(rest)
+        connection.request("GET", "/v1/models")
+        assert connection.getresponse().status == 200
+        connection.close()
+        assert http.post("/v1/chat/completions", content=large).status_code == 429
+        assert cancel(http, "crowd").status_code == 200
+        for answer in crowd:
+            assert_cancelled(answer.result(SOON_S))
 
 
 def test_an_answer_that_is_over_and_one_that_never_was_cannot_be_cancelled(http: httpx.Client):

@@ -86,13 +86,17 @@ class FakeBackend:
 
 
 class Connection:
-    """One raw ASGI request: the app sees its client leave when `left` is set."""
+    """One raw ASGI request: the app sees its client leave when `left` is set. With `is_slow` only the first half of the
+    body comes, the second one when `goes_on` is set."""
 
     def __init__(self, app: FastAPI, body: dict[str, Any], headers: dict[str, str]):
         self._app = app
         self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         self._body = json.dumps(body).encode()
         self._body_sent = False
+        self.is_slow = False
+        self.num_received = 0
+        self.goes_on = asyncio.Event()
         self.left = asyncio.Event()
         self.sent: list[Any] = []
 
@@ -110,11 +114,26 @@ class Connection:
         await self._app(scope, self._receive, self._send)
 
     async def _receive(self) -> Any:
-        if not self._body_sent:
+        self.num_received += 1
+        if self.is_slow and self.num_received == 1:
+            half = len(self._body) // 2
+            first, self._body = self._body[:half], self._body[half:]
+            return {"type": "http.request", "body": first, "more_body": True}
+        if self.is_slow:
+            await self._until_it_goes_on_or_leaves()
+        if not self._body_sent and not self.left.is_set():
             self._body_sent = True
             return {"type": "http.request", "body": self._body, "more_body": False}
         await self.left.wait()
         return {"type": "http.disconnect"}
+
+    async def _until_it_goes_on_or_leaves(self) -> None:
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.goes_on, self.left)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def _send(self, message: Any) -> None:
         self.sent.append(message)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 
 import pytest
 
@@ -60,11 +61,14 @@ def test_errors_before_the_first_token_have_their_status_and_body(
 
 
 AGAIN = [Overloaded, QueueTimeout, Unavailable]
+RETRIES = [(1.2, 2), (0.0, 1), (-3.0, 1), (7.0, 7), (60.0, 60), (22860.0, 60), (math.inf, 60), (math.nan, 1)]
 
 
 @pytest.mark.parametrize("error", AGAIN)
-@pytest.mark.parametrize(("retry_after_s", "said"), [(1.2, 2), (0.0, 1), (7.0, 7)])
-def test_what_may_be_sent_again_says_when_in_whole_seconds(chat, backend, error, retry_after_s, said):
+@pytest.mark.parametrize(("retry_after_s", "said"), RETRIES)
+def test_what_may_be_sent_again_says_when_in_whole_seconds_of_a_minute_at_most(
+    chat, backend, error, retry_after_s, said
+):
     backend.start_script = [error("full", retry_after_s)]
     for stream in (False, True):
         response = chat(stream=stream)

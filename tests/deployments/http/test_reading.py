@@ -1,0 +1,118 @@
+"""A request is in flight from its headers on: while its body comes it takes up room, and can be ended."""
+
+import asyncio
+import json
+
+import pytest
+
+from deployments.chat import TextDelta
+from deployments.http import security
+from engine.protocol import Overloaded
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def sending(connect, **headers):
+    """A connection of which half of the body is there, and its task."""
+    connection = connect({"x-request-id": "mine", **headers})
+    connection.is_slow = True
+    return connection, asyncio.create_task(connection.run())
+
+
+def error_of(connection):
+    return connection.status, json.loads(connection.body)["error"]["code"]
+
+
+def test_a_full_house_does_not_even_read_the_request(connect, backend):
+    async def talk():
+        backend.capacity = 0
+        connection = connect()
+        await connection.run()
+        assert error_of(connection) == (429, "overloaded")
+        assert connection.num_received == 0
+
+    asyncio.run(talk())
+
+
+def test_a_request_that_is_on_its_way_takes_up_room_and_is_answered_when_it_is_there(connect, backend):
+    async def talk():
+        backend.capacity = 1
+        slow, task = sending(connect)
+        await until(lambda: slow.num_received == 2)
+        assert backend.in_flight.status()["num_in_flight"] == 1
+        other = connect()
+        await other.run()
+        assert error_of(other) == (429, "overloaded")
+        slow.goes_on.set()
+        await task
+        assert slow.status == 200 and len(backend.requests) == 1
+        assert backend.in_flight.status()["num_in_flight"] == 0
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "code"),
+    [("cancel", 499, "request_cancelled"), ("drain", 503, "unavailable"), ("time", 408, "request_timeout")],
+)
+def test_a_request_that_is_on_its_way_can_be_ended(connect, backend, monkeypatch, end, status, code):
+    async def talk():
+        if end == "time":
+            monkeypatch.setattr(security, "BODY_TIMEOUT_S", 0.05)
+        connection, task = sending(connect)
+        await until(lambda: connection.num_received == 2)
+        async with asyncio.timeout(5):
+            if end == "cancel":
+                assert await backend.cancel("mine")
+            elif end == "drain":
+                await backend.in_flight.drain(60)
+            await task
+        assert error_of(connection) == (status, code)
+        retry_after = dict(connection.sent[0]["headers"]).get(b"retry-after")
+        assert retry_after == (b"5" if end == "drain" else None)
+        assert ("0.05 s" in json.loads(connection.body)["error"]["message"]) == (end == "time")
+        assert backend.requests == []
+        assert backend.in_flight.status()["num_in_flight"] == 0
+
+    asyncio.run(talk())
+
+
+def test_a_client_that_leaves_while_it_sends_gives_its_room_back(connect, backend):
+    async def talk():
+        connection, task = sending(connect)
+        await until(lambda: connection.num_received == 2)
+        connection.left.set()
+        async with asyncio.timeout(5):
+            await task
+        assert connection.status == 499 and backend.requests == []
+        assert backend.in_flight.status()["num_in_flight"] == 0
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("fault", ["start", "generation", "body"])
+def test_an_answer_that_is_an_error_cannot_be_cancelled_any_more(connect, backend, fault):
+    """As little as any other that is on its way: who cancels it is told the truth."""
+
+    async def talk():
+        connection = connect({"x-request-id": "mine"}, **({"top_p": 3} if fault == "body" else {}))
+        if fault == "start":
+            backend.start_script = [Overloaded("full", 3.0)]
+        elif fault == "generation":
+            backend.script = [TextDelta("Hel", 1), Overloaded("full", 3.0)]
+        send, cancelled = connection._send, []
+
+        async def cancel_first(message):
+            cancelled.append(await backend.cancel("mine"))
+            await send(message)
+
+        connection._send = cancel_first
+        await connection.run()
+        assert connection.status == (400 if fault == "body" else 429)
+        assert cancelled and not any(cancelled)
+
+    asyncio.run(talk())
