@@ -123,6 +123,36 @@ def test_a_row_that_grows_gets_what_has_left_for_it_before_anybody_new_does():
     assert scheduler.ledger.used_bytes <= 2000
 
 
+def test_a_row_that_grows_may_have_what_the_next_chunk_could_be_smaller_by():
+    """The chunk before was as large as the memory was free."""
+    costs = MemoryCosts(token_bytes=10, layer_share=0.0, slots_step=16, overshoot=3, token_step_bytes=100.0)
+    config = EngineConfig.model_validate({"prefill_chunk_tokens_busy": 16, "prefill_chunk_tokens": 2048})
+    ledger = Ledger(costs, 12_000, 16, config.prefill_chunk_tokens_busy)
+    scheduler = Scheduler(config, Stats(), Clock(), ledger)
+    row, new = let_in(scheduler, spec("row", 20, 200)), Request(spec("new", 600, 10))
+    scheduler.add([new])
+    assert list(scheduler.schedule().prefill) == [new]
+    scheduler.update_prefill([new], PrefillOutput(16))
+    ledger.max_chunk(600, 30)  # as while nothing decoded
+    while not ledger.is_used_up(row):
+        scheduler.update_decode({row.id: RowOutput((7,))})
+    ledger.observe(ledger.used_bytes - ledger.transient_bytes + ledger.free_bytes)
+    work = scheduler.schedule()
+    assert list(work.prefill) == [new] and not work.drop and not ledger.is_used_up(row)
+
+
+def test_beside_others_a_prompt_waits_for_a_chunk_of_some_size_and_alone_for_none():
+    costs = replace(COSTS, token_step_bytes=10.0)
+    books = Ledger(costs, 17_500, 16, 256)
+    row = Request(request("row", 10, 16))
+    small, large = (books.missing([Request(request("new", n, 8))]) for n in (520, 640))
+    assert (small, large) == (0, 0), "alone it starts with 16 tokens at a time"
+    assert books.reserve([row]) == 0
+    books.joined()
+    assert books.missing([Request(request("new", 520, 8))]) > 0, "256 tokens at a time would not fit"
+    assert books.missing([Request(request("new", 520, 8))], without=[row.id]) == 0
+
+
 def test_who_was_blocked_and_then_refused_ends_alone():
     """Its turn came while something ran, long ago; now nothing runs, and there is still no room."""
     clock = Clock()
@@ -148,6 +178,52 @@ def test_what_the_prefix_cache_holds_leaves_before_any_row_does():
     spare.free_bytes = scheduler.ledger.free_bytes
     work = scheduler.schedule()
     assert [row.id for row in work.prefill] == ["new/0"] and scheduler._stats.num_preempted == 0
+
+
+def test_one_place_and_what_is_spare_are_enough_where_neither_is():
+    clock, spare = Clock(), Spare()
+    scheduler = tight(4 * 480 + 1200, spare, clock, max_running=4)
+    for i in range(4):
+        let_in(scheduler, replace(spec(f"hog{i}", 28, 15), client="hog"))
+    spare.free_bytes = scheduler.ledger.free_bytes
+    scheduler.add([Request(replace(spec("new", 100, 20), client="other"))])
+    clock.now += 6
+    assert [row.id for row in scheduler.schedule().prefill] == ["new/0"] and scheduler._stats.num_preempted == 1
+
+
+def test_who_holds_a_share_already_takes_nobody_s_place():
+    clock = Clock()
+    scheduler = tight(10**6, clock=clock, max_running=6)
+    for client, num_rows in (("most", 3), ("share", 2), ("little", 1)):
+        for i in range(num_rows):
+            let_in(scheduler, replace(spec(f"{client}{i}"), client=client))
+    scheduler.add([Request(replace(spec("more"), client="share"))])
+    clock.now += 6
+    assert not scheduler.schedule().prefill and scheduler._stats.num_preempted == 0
+
+
+def test_a_client_that_holds_most_of_the_memory_makes_room_for_others_and_not_for_itself():
+    for client, displaced in (("big", 0), ("other", 1)):
+        clock = Clock()
+        scheduler = tight(10_000, clock=clock, max_running=8)
+        let_in(scheduler, replace(spec("big", 700, 100), client="big"))
+        let_in(scheduler, replace(spec("small", 20, 20), client="other"))
+        scheduler.add([Request(replace(spec("new", 300, 20), client=client))])
+        clock.now += 6
+        scheduler.schedule()
+        assert scheduler._stats.num_preempted == displaced, client
+
+
+def test_what_cannot_be_had_makes_nobody_leave_and_what_is_pinned_never_does():
+    engine = driver(30_000, replace(COSTS, snapshot_slack=300), prefix_cache={"enabled": True, "max_gb": 1})
+    engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
+    cache, spare = engine.core.prefix.cache, engine.core._spare
+    pinned = next(cache.entries())
+    cache.pin(pinned)
+    assert spare.pinned_bytes == cache.pinned_bytes + 300
+    before = spare.num_bytes
+    assert not spare.free(spare.free_bytes + 1) and spare.num_bytes == before
+    assert spare.free(spare.free_bytes) and [*cache.entries()] == [pinned] and spare.free_bytes == 0
 
 
 def test_nobody_loses_a_place_where_that_would_not_be_enough():
@@ -208,12 +284,14 @@ def test_a_prompt_that_was_given_up_before_its_first_token_is_told_when_it_has_w
     scheduler.add([new])
     assert list(scheduler.schedule().prefill) == [new]
     scheduler.update_prefill([new], PrefillOutput(16))
+    clock.now += 8
     while not scheduler._stats.num_preempted:
         scheduler.update_decode({row.id: RowOutput((7,))})
         scheduler.schedule()
-    clock.now += 11
+    assert not scheduler.take_ended()
+    clock.now += 3
     scheduler.schedule()
-    assert set(scheduler.take_ended()) == {"new/0"}
+    assert set(scheduler.take_ended()) == {"new/0"}, "11 s since it came"
 
 
 def test_nobody_pays_twice_for_having_lost_a_place():

@@ -37,6 +37,19 @@ def test_what_a_client_has_had_counts():
     assert admitted(scheduler) == ["modest", "greedy"]
 
 
+def test_who_has_begun_comes_first_when_it_has_waited_long_and_not_before():
+    clock = Clock()
+    scheduler = scheduler_of(clock=clock, max_running=2)
+    [row] = start(scheduler, of("greedy", "begun"))
+    start(scheduler, of("modest", "other"))
+    scheduler.update_decode({row.id: out(*range(3, 13))})
+    scheduler.preempt(row)
+    scheduler.add(rows_of(of("modest", "new")))
+    assert [one.request_id for one in scheduler.queue()] == ["new", "begun"]
+    clock.now += 6
+    assert [one.request_id for one in scheduler.queue()] == ["begun", "new"]
+
+
 def test_nobody_saves_up_for_later_nor_pays_for_having_been_alone():
     shares = ClientShares()
     shares.opened("early", 1)
