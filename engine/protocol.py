@@ -382,7 +382,7 @@ class CacheCleared:
 class QueuedRequest:
     """One that waits. position: 1 is the next. expected_wait_s: as requests have been let in lately, None if not known.
 
-    num_rows: choices that wait; num_bytes: of memory that they will reserve. preempted: it had begun.
+    num_rows: choices that wait; num_bytes: of memory that they need at least. preempted: it had begun.
     """
 
     request_id: str

@@ -32,7 +32,7 @@ class ClientShares:
         self._num_open[client] += num_rows
 
     def closed(self, client: str) -> None:
-        """One row of the client has ended."""
+        """One row of the client has ended. What idle clients have had is forgotten when there are too many of them."""
         self._num_open[client] -= 1
         if self._num_open[client] == 0:
             del self._num_open[client]

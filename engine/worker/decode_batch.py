@@ -28,10 +28,6 @@ class DecodeBatch:
     def num_bytes(self) -> int:
         return sum(group.num_bytes for group in self._groups.values())
 
-    @property
-    def num_groups(self) -> int:
-        return len(self._groups)
-
     def join(self, new: Newcomer) -> None:
         """Adds a row to the group of its rectangle. When it raises, the batch is as it was."""
         group = self._groups.get(new.request.rectangle)

@@ -1,17 +1,33 @@
-"""One real server for all tests with the mark `server`."""
+"""One real server for most tests with the mark `server`, and a small one that is killed and stopped."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.e2e.server import ServeRun, serve_run
+from tests.e2e.server import DRAIN_S, MAX_QUEUE, MAX_RUNNING, ServeRun, serve_run
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServeRun]:
     with serve_run() as server:
+        server.wait_ready()
+        yield server
+        assert server.stop() == 0, server.output[-4000:]
+
+
+@pytest.fixture(scope="session")
+def small_server() -> Iterator[ServeRun]:
+    """For the tests that kill its engine, and then for the one that stops it: `test_stopping` comes last."""
+
+    def make_it_small(config: dict[str, Any]) -> None:
+        args = config["applications"][0]["args"]
+        args["engine"].update(max_running=MAX_RUNNING, max_queue=MAX_QUEUE)
+        args["drain_timeout_s"] = DRAIN_S
+
+    with serve_run(make_it_small) as server:
         server.wait_ready()
         yield server
         assert server.stop() == 0, server.output[-4000:]

@@ -20,6 +20,9 @@ SHIPPED_CONFIG = ROOT / "serve_config.yaml"
 START_TIMEOUT_S = 300.0  # half a minute on two idle cores
 STOP_TIMEOUT_S = 60.0
 
+MAX_RUNNING, MAX_QUEUE, DRAIN_S = 4, 12, 12.0
+"""Of the small server."""
+
 Change = Callable[[dict[str, Any]], None]
 
 

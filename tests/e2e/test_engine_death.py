@@ -1,5 +1,5 @@
-"""A small engine under load whose process is killed, twice, and whose queue is full: what its clients are told, and
-that nothing is lost for those who come afterwards. -s prints the times."""
+"""A small engine under load whose process is killed, and whose queue is full: what its clients are told, and that
+nothing is lost for those who come afterwards. -s prints the times; ORCHARD_KILLS=3 kills the replacements as well."""
 
 import asyncio
 import os
@@ -15,13 +15,13 @@ import pytest
 
 from tests.benchmarks.sse import completions_url
 from tests.e2e.pictures import about, image_part, shape
-from tests.e2e.server import START_TIMEOUT_S, ServeRun, serve_run
+from tests.e2e.server import MAX_QUEUE, MAX_RUNNING, START_TIMEOUT_S, ServeRun
 from tests.e2e.storm import Talk, engine_of, hold, unrest
 from tests.e2e.storm_requests import NO_REPLY, Ask, Reply, check_answer, needle_text, read_reply
 
 pytestmark = pytest.mark.server
 
-MAX_RUNNING, MAX_QUEUE = 4, 12
+NUM_KILLS = int(os.environ.get("ORCHARD_KILLS", "1"))
 PHASE_TIMEOUT_S = 30.0
 REFUSAL_TIMEOUT_S = 5.0
 LONG_TOKENS, SCORED_TOKENS = 6000, 10_000
@@ -29,19 +29,8 @@ LONG_TOKENS, SCORED_TOKENS = 6000, 10_000
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServeRun]:
-    def make_it_small(config: dict[str, Any]) -> None:
-        config["applications"][0]["args"]["engine"].update(max_running=MAX_RUNNING, max_queue=MAX_QUEUE)
-
-    with serve_run(make_it_small) as server:
-        server.wait_ready()
-        yield server
-        assert server.stop() == 0, server.output[-4000:]
-
-
-@pytest.fixture(scope="module")
-def http(server: ServeRun) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.base_url, timeout=120) as http:
+def http(small_server: ServeRun) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=small_server.base_url, timeout=120) as http:
         yield http
 
 
@@ -226,14 +215,11 @@ async def check_resumed_answers(load: Load, replies: dict[str, Reply]) -> None:
             assert undisturbed is not None and reply.said.texts == undisturbed.texts, name
 
 
+@pytest.mark.parametrize("number", range(NUM_KILLS))
 def test_an_engine_that_is_killed_under_load_is_replaced_and_every_request_is_answered(
-    server: ServeRun, http: httpx.Client
+    small_server: ServeRun, http: httpx.Client, number: int
 ):
-    asyncio.run(kill_under_load(server, http, "first"))
-
-
-def test_the_one_that_replaced_it_is_replaced_as_well(server: ServeRun, http: httpx.Client):
-    asyncio.run(kill_under_load(server, http, "second"))
+    asyncio.run(kill_under_load(small_server, http, f"kill {number}"))
 
 
 async def overfill(server: ServeRun, http: httpx.Client) -> None:
@@ -265,7 +251,7 @@ async def overfill(server: ServeRun, http: httpx.Client) -> None:
 
 
 def test_with_a_full_queue_all_that_is_more_is_refused_and_all_that_was_accepted_is_answered(
-    server: ServeRun, http: httpx.Client
+    small_server: ServeRun, http: httpx.Client
 ):
     """It has as many places as ever, although requests were lost with engines before."""
-    asyncio.run(overfill(server, http))
+    asyncio.run(overfill(small_server, http))

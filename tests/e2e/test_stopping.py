@@ -11,12 +11,11 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.server import ServeRun, serve_run
+from tests.e2e.server import DRAIN_S, ServeRun
 from tests.e2e.test_serving import LONG
 
 pytestmark = pytest.mark.server
 
-DRAIN_S = 12.0
 EXIT_S = 120.0
 SHORT, ENDLESS = 60, 20_000
 """Tokens. On two slow cores a dozen take a second, with three answers at once."""
@@ -63,15 +62,6 @@ def poll(condition: Callable[[], bool], timeout_s: float, explain: Callable[[], 
         time.sleep(0.05)
 
 
-def drain_in(timeout_s: float) -> Callable[[dict[str, Any]], None]:
-    def change(config: dict[str, Any]) -> None:
-        args = config["applications"][0]["args"]
-        args["drain_timeout_s"] = timeout_s
-        args["spec_prefill"] = {"enabled": False}  # one process less to start
-
-    return change
-
-
 def refusal_of(server: ServeRun) -> httpx.Response:
     """What a new client is told, as soon as the server does not take its request any more."""
     body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
@@ -85,25 +75,24 @@ def refusal_of(server: ServeRun) -> httpx.Response:
     return response
 
 
-def test_ctrl_c_lets_answers_end_and_cuts_none():
-    with serve_run(drain_in(DRAIN_S)) as server:
-        server.wait_ready()
-        processes = psutil.Process(server.process.pid).children(recursive=True)
-        assert len(processes) > 4
-        short = Client(server.base_url, SHORT, stream=True)
-        endless = Client(server.base_url, ENDLESS, stream=True)
-        whole = Client(server.base_url, ENDLESS, stream=False)
-        for client in (short, endless, whole):
-            client.start()
-        poll(lambda: len(short.lines) > 8 and len(endless.lines) > 8, 60, lambda: (short.lines, endless.lines))
-        server.process.send_signal(signal.SIGINT)
-        refused = refusal_of(server)
-        assert not short.events[-1].startswith('{"error"')
-        for client in (short, endless, whole):
-            client.join(EXIT_S)
-            assert not client.is_alive() and client.broke is None, (client.broke, server.output[-4000:])
-        assert server.process.wait(EXIT_S) == 0, server.output[-4000:]
-        poll(lambda: not any(map(psutil.pid_exists, [p.pid for p in processes])), 30, lambda: processes)
+def test_ctrl_c_lets_answers_end_and_cuts_none(small_server: ServeRun):
+    server = small_server
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(processes) > 4
+    short = Client(server.base_url, SHORT, stream=True)
+    endless = Client(server.base_url, ENDLESS, stream=True)
+    whole = Client(server.base_url, ENDLESS, stream=False)
+    for client in (short, endless, whole):
+        client.start()
+    poll(lambda: len(short.lines) > 8 and len(endless.lines) > 8, 60, lambda: (short.lines, endless.lines))
+    server.process.send_signal(signal.SIGINT)
+    refused = refusal_of(server)
+    assert not short.events[-1].startswith('{"error"')
+    for client in (short, endless, whole):
+        client.join(EXIT_S)
+        assert not client.is_alive() and client.broke is None, (client.broke, server.output[-4000:])
+    assert server.process.wait(EXIT_S) == 0, server.output[-4000:]
+    poll(lambda: not any(map(psutil.pid_exists, [p.pid for p in processes])), 30, lambda: processes)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
     assert int(refused.headers["retry-after"]) >= 1
     check_answers(short, endless, whole)
