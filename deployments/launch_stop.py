@@ -42,6 +42,7 @@ class GracefulStop:
         self._is_serving.set()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        _live_on()
         for other in (signal.SIGINT, signal.SIGTERM):
             signal.signal(other, self._on_second)
         if not self._is_serving.is_set():
@@ -50,6 +51,7 @@ class GracefulStop:
 
     def _on_second(self, signum: int, frame: FrameType | None) -> None:
         """Also on the signal with which the drain thread says that it is over. Always in the main thread."""
+        _live_on()
         if self._is_interrupted:
             os.write(2, b"\nThe server is being shut down already.\n\n")  # the thread may be in the middle of a `write`
             return
@@ -65,6 +67,12 @@ class GracefulStop:
         assert main is not None
         if not self._is_interrupted:
             signal.pthread_kill(main, signal.SIGINT)  # wakes it, which _thread.interrupt_main does not
+
+
+def _live_on() -> None:
+    """On SIGTERM Ray's native handler prints a stack, sets an alarm that aborts the process after three seconds, and
+    then calls ours."""
+    signal.alarm(0)
 
 
 def drain_applications(timeouts_s: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C while answers run: short ones end as they would, long ones are told why they end, new ones are refused."""
+"""SIGTERM while answers run: short ones end as they would, long ones are told why they end, new ones are refused."""
 
 import json
 import signal
@@ -75,7 +75,7 @@ def refusal_of(server: ServeRun) -> httpx.Response:
     return response
 
 
-def test_ctrl_c_lets_answers_end_and_cuts_none(small_server: ServeRun):
+def test_a_signal_lets_answers_end_and_cuts_none(small_server: ServeRun):
     server = small_server
     processes = psutil.Process(server.process.pid).children(recursive=True)
     assert len(processes) > 4
@@ -85,7 +85,7 @@ def test_ctrl_c_lets_answers_end_and_cuts_none(small_server: ServeRun):
     for client in (short, endless, whole):
         client.start()
     poll(lambda: len(short.lines) > 8 and len(endless.lines) > 8, 60, lambda: (short.lines, endless.lines))
-    server.process.send_signal(signal.SIGINT)
+    server.process.send_signal(signal.SIGTERM)  # Ctrl-C: every other server of these tests
     refused = refusal_of(server)
     assert not short.events[-1].startswith('{"error"')
     for client in (short, endless, whole):
