@@ -24,6 +24,8 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Literal
 
+from engine.user_cache import user_cache
+
 logger = logging.getLogger(__name__)
 
 SYMBOLS = (
@@ -114,9 +116,8 @@ def _file_of(package: Distribution, name: str) -> Path:
 
 
 def _cache_dir(version: str) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     symbols = hashlib.sha256(" ".join(SYMBOLS).encode()).hexdigest()[:8]
-    return Path(root) / "orchard" / f"openblas-{version}-{platform.machine()}-{symbols}"
+    return user_cache() / f"openblas-{version}-{platform.machine()}-{symbols}"
 
 
 def _make_copy(original: Path, copy: Path) -> None:

@@ -13,7 +13,8 @@ from engine.core.costs import MemoryCosts
 from engine.core.request import Request
 from engine.processing.images import ImagePreprocessor
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
-from engine.worker import blas, loader, memory, memory_costs
+from engine.user_cache import user_cache
+from engine.worker import blas, cost_cache, loader, memory, memory_costs
 from engine.worker.decode import Newcomer
 from engine.worker.decode_batch import DecodeBatch
 from engine.worker.mtp import MTPHead
@@ -24,6 +25,8 @@ from engine.worker.view import View
 from engine.worker.vision import VisionEncoder
 
 WARM_UP_TOKENS = 16
+WARM_UP_IMAGE_SIDE = 2
+"""Placeholder tokens per side of the image that warms the vision tower."""
 AUTO_DRAFT_TOKENS = 3  # heads are trained for one to two tokens ahead; a fourth is rarely right
 
 
@@ -85,10 +88,18 @@ class MLXRunner:
             for num_drafts in range(self.max_draft_tokens + 1):
                 self.decode(num_drafts)
         self.drop([row.id for row in rows])
+        if self._vision is not None:
+            self._vision.probe(WARM_UP_IMAGE_SIDE)
         if self._a_snapshot is not None:
             self._prefill.learn_slots(self._a_snapshot)
             heads = int(getattr(self._view.lm.args, "num_attention_heads", 0))
-            self.costs = memory_costs.measure(self, self._a_snapshot, self._vision, self.max_draft_tokens, heads)
+            facts = (self.max_draft_tokens, self.capabilities["compiled"], self.capabilities["blas"])
+            key, a_snapshot = cost_cache.costs_key(self.fingerprint, *facts), self._a_snapshot
+            self.costs = cost_cache.load_or_measure(
+                user_cache() / "memory-costs",
+                key,
+                lambda: memory_costs.measure(self, a_snapshot, self._vision, self.max_draft_tokens, heads),
+            )
         mx.clear_cache()
 
     def decode(self, num_draft_tokens: int = 0) -> dict[str, RowOutput]:

@@ -1,0 +1,97 @@
+"""Keeps measured memory costs on disk, so that only the first start of a model on a machine measures them.
+
+A file is named by the digest of everything that the measurement depends on: the model's fingerprint, the device, the
+versions of MLX, this package's own source. A file that is missing, torn or from other code is measured again.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+
+from engine.core.costs import MemoryCosts
+
+log = logging.getLogger("orchard.engine")
+
+MAX_FILES = 64
+"""Files kept in the directory; the oldest are removed first."""
+
+
+def load_or_measure(directory: Path, key: str, measure: Callable[[], MemoryCosts]) -> MemoryCosts:
+    """Return the costs stored under `key`, or measure and store them.
+
+    Args:
+        directory: Made if it is not there. A directory that cannot be written to only costs the measurement.
+        key: See `costs_key`.
+        measure: Runs the probes; its `base_bytes` include the memory that is active when it is called.
+    """
+    active_bytes = _active_bytes()
+    path = directory / f"{key}.json"
+    stored = _read(path)
+    if stored is not None:
+        return replace(stored, base_bytes=stored.base_bytes + active_bytes)
+    costs = measure()
+    _write(path, replace(costs, base_bytes=costs.base_bytes - active_bytes))
+    return costs
+
+
+def costs_key(fingerprint: str, *facts: object) -> str:
+    """Return the hex digest of what measured costs depend on besides the code.
+
+    Args:
+        fingerprint: The model's, see ModelRunner.
+        facts: Whatever else changes the intermediate results: draft tokens, compilation, the BLAS.
+    """
+    device = json.dumps(mx.device_info(), sort_keys=True, default=str)
+    machine = (platform.system(), platform.machine(), os.cpu_count(), str(mx.default_device()), device)
+    versions = [version(name) for name in ("mlx", "mlx-vlm")]
+    parts = (fingerprint, *machine, *versions, _source_digest(), *facts)
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def _active_bytes() -> int:
+    mx.clear_cache()
+    return mx.get_active_memory()
+
+
+def _source_digest() -> str:
+    """Of all modules that compute: a change in any of them may change what is measured."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> MemoryCosts | None:
+    try:
+        values = json.loads(path.read_text())
+        if values.keys() != {field.name for field in fields(MemoryCosts)}:
+            raise ValueError("it has other fields")
+        if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values()):
+            raise ValueError("its values are not numbers")
+        return MemoryCosts(**values)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        log.warning("memory costs in %s are measured again: %s", path, error)
+        return None
+
+
+def _write(path: Path, costs: MemoryCosts) -> None:
+    """A torn file would cost a measurement, so the file appears whole or not at all."""
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(asdict(costs)))
+        temporary.replace(path)
+        for old in sorted(path.parent.glob("*.json"), key=lambda p: p.stat().st_mtime)[:-MAX_FILES]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("memory costs could not be kept in %s: %s", path, error)

@@ -1,0 +1,88 @@
+"""Measured memory costs are read back exactly, and measured again whenever they may not hold."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.costs import MemoryCosts
+from engine.worker import cost_cache, memory_costs, model_runner
+from engine.worker.cost_cache import costs_key, load_or_measure
+
+COSTS = MemoryCosts(base_bytes=1000, token_bytes=7, slot_step_bytes=0.1, token_step_bytes=93327.91041666667)
+
+
+class Measurement:
+    """Counts how often it is made; its base includes the active memory, as the real one's does."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> MemoryCosts:
+        self.count += 1
+        return MemoryCosts(**{**asdict(COSTS), "base_bytes": mx.get_active_memory() + COSTS.base_bytes})
+
+
+def test_costs_are_measured_once_and_read_back_equal(tmp_path: Path):
+    measurement = Measurement()
+    first = load_or_measure(tmp_path / "new", "key", measurement)
+    assert load_or_measure(tmp_path / "new", "key", measurement) == first
+    assert measurement.count == 1
+    load_or_measure(tmp_path / "new", "other key", measurement)
+    assert measurement.count == 2
+
+
+def test_the_base_follows_the_memory_that_is_active_at_the_start(tmp_path: Path):
+    before = load_or_measure(tmp_path, "key", Measurement())
+    held = mx.zeros(2**20, mx.uint8)
+    mx.eval(held)
+    after = load_or_measure(tmp_path, "key", Measurement())
+    assert after.base_bytes - before.base_bytes >= held.nbytes
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", json.dumps({**asdict(COSTS), "more": 1}), json.dumps({**asdict(COSTS), "token_bytes": "7"})],
+)
+def test_a_file_that_cannot_be_trusted_is_measured_again_and_replaced(tmp_path: Path, text: str):
+    measurement = Measurement()
+    expected = load_or_measure(tmp_path, "key", measurement)
+    (tmp_path / "key.json").write_text(text)
+    assert load_or_measure(tmp_path, "key", measurement) == expected
+    assert load_or_measure(tmp_path, "key", measurement) == expected
+    assert measurement.count == 2
+
+
+def test_a_directory_that_cannot_be_made_costs_only_the_measurement(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    assert load_or_measure(tmp_path / "file", "key", Measurement()).token_bytes == COSTS.token_bytes
+
+
+def test_the_directory_keeps_a_bounded_number_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cost_cache, "MAX_FILES", 3)
+    for i in range(5):
+        load_or_measure(tmp_path, f"key{i}", Measurement())
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_key_depends_on_the_model_its_settings_and_the_code(monkeypatch: pytest.MonkeyPatch):
+    key = costs_key("model", 3, False)
+    assert costs_key("model", 3, False) == key
+    assert len({key, costs_key("other", 3, False), costs_key("model", 0, False), costs_key("model", 3, True)}) == 4
+    monkeypatch.setattr(cost_cache, "_source_digest", lambda: "changed")
+    assert costs_key("model", 3, False) != key
+
+
+def test_a_second_start_of_a_model_measures_nothing_and_books_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = []
+    original = memory_costs.measure
+    monkeypatch.setattr(memory_costs, "measure", lambda *args: measured.append(original(*args)) or measured[-1])
+    runners = [model_runner.load_runner(EngineConfig(), lambda progress: None) for _ in range(2)]
+    assert len(measured) == 1
+    first, second = (asdict(runner.costs) for runner in runners)
+    assert {**first, "base_bytes": 0} == {**second, "base_bytes": 0}
+    assert second["base_bytes"] >= first["base_bytes"], "the first runner's weights are still there"
