@@ -7,8 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
+import huggingface_hub  # loads its parts when they are used
 
 from engine.protocol import EngineFailed
 
@@ -68,8 +67,8 @@ def _local_directory(model: str) -> Path | None:
 
 def _download(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
-    except HFValidationError as error:
+        return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
+    except huggingface_hub.errors.HFValidationError as error:
         reason = f"it is neither a directory nor the name of a hub repository ({error})"
     except Exception as error:  # whatever the hub's client raises: offline, gated, no such revision, no disk
         reason = f"no such directory, and the hub could not give it ({error})"

@@ -5,18 +5,23 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
-
-from transformers import PreTrainedTokenizerFast
 
 from engine.processing.control_tokens import Quarantine
 from engine.protocol import InvalidRequest
 
 IMAGE_PARTS = ("image_url", "image", "input_image")
 
-RESERVED_KWARGS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {"messages"}
-"""Names that a client may not set in the template: they are arguments of the rendering itself."""
-RESERVED_KWARGS -= {"tools", "documents", "kwargs"}
+
+@cache
+def reserved_kwargs() -> frozenset[str]:
+    """Return the names that a client may not set in the template: they are arguments of the rendering itself."""
+    from transformers import PreTrainedTokenizerFast  # takes a second, which only processes that render spend
+
+    parameters = inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters
+    return frozenset(parameters) - {"tools", "documents", "kwargs"} | {"messages"}
+
 
 DEFAULT_KWARGS: Mapping[str, Any] = {"enable_thinking": False}
 """Variables of the template where the client says nothing."""
@@ -84,7 +89,7 @@ def _convert_content(
 
 def _checked_kwargs(template_kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in template_kwargs:
-        if name in RESERVED_KWARGS:
+        if name in reserved_kwargs():
             raise InvalidRequest(f"{name!r} cannot be set for the chat template", f"chat_template_kwargs.{name}")
     return template_kwargs
 

@@ -1,14 +1,13 @@
 """ImagePreprocessor: a picture to the patches of the model's vision tower, without torch and not yet normalised."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from engine.processing.checkpoint import image_processor_config, supports_images
 from engine.processing.media import DecodedImage, check_sides
+from engine.processing.patch_normalization import PatchNormalization
 from engine.protocol import EngineFailed, ImagePatches
 
 SETTINGS = (
@@ -17,24 +16,16 @@ SETTINGS = (
 )
 
 
-@dataclass(frozen=True)
-class PatchNormalization:
-    """What turns uint8 patches into the vision tower's input: (patch * rescale - mean) / std per channel, then the
-    picture repeated temporal_patch_size times. merge_size: patches per side that share one placeholder token."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    rescale: float
-    temporal_patch_size: int
-    merge_size: int
-
-
 class ImagePreprocessor:
     """transformers' own resizing and cutting for one checkpoint. Raises EngineFailed for a processor that we lack."""
 
     def __init__(self, model_dir: Path):
         if not self.supported(model_dir):
             raise EngineFailed(f"{model_dir}: images need a processor of the Qwen2-VL family")
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,  # takes a second
+        )
+
         config = image_processor_config(model_dir)
         try:
             processor: Any = Qwen2VLImageProcessorPil(**_settings(config))
@@ -42,13 +33,7 @@ class ImagePreprocessor:
             raise EngineFailed(f"{model_dir}: the image processor cannot be loaded ({error})") from None
         self._processor = processor
         self._patch = int(processor.patch_size)
-        self.normalization = PatchNormalization(
-            mean=_per_channel(processor.image_mean if processor.do_normalize else 0.0),
-            std=_per_channel(processor.image_std if processor.do_normalize else 1.0),
-            rescale=float(processor.rescale_factor) if processor.do_rescale else 1.0,
-            temporal_patch_size=int(processor.temporal_patch_size),
-            merge_size=int(processor.merge_size),
-        )
+        self.normalization = PatchNormalization.of(config)
 
     @staticmethod
     def supported(model_dir: Path) -> bool:
@@ -88,7 +73,3 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     edges = {key: size[key] for key in ("shortest_edge", "longest_edge") if key in size}
     known = {key: config[key] for key in SETTINGS if config.get(key) is not None}
     return {**pixels, **({"size": edges} if len(edges) == 2 else {}), **known}
-
-
-def _per_channel(value: float | list[float] | tuple[float, ...]) -> tuple[float, ...]:
-    return (float(value),) * 3 if isinstance(value, int | float) else tuple(float(v) for v in value)

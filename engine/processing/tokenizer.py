@@ -5,12 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from engine.processing.boundaries import Messages, RenderedPrompt, find_boundaries
 from engine.processing.checkpoint import read_config, read_optional_json
@@ -18,6 +17,9 @@ from engine.processing.control_tokens import ControlTokens, Quarantine, any_of, 
 from engine.processing.conversation import DEFAULT_KWARGS, Conversation, convert
 from engine.processing.detokenizer import Detokenizer, TokenBytes
 from engine.protocol import Boundary, EngineFailed, InvalidRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -232,7 +234,9 @@ class ChatTokenizer:
         return [id_ for id_ in first if id_ in self._control.special_ids]
 
 
-def _load_renderer(model_dir: Path) -> PreTrainedTokenizerFast:
+def _load_renderer(model_dir: Path) -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast  # takes a second, which only processes that render spend
+
     # By its generic class: tokenizer.json as it is shipped. AutoTokenizer picks a class by the model's type and
     # rebuilds the normalizer and the splitting pattern, which for the demo model are not those it was trained with.
     try:

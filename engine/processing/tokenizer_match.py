@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from engine.processing.checkpoint import read_config, vocab_size
 from engine.protocol import EngineFailed
@@ -33,6 +32,8 @@ def why_different(target_dir: Path, draft_dir: Path) -> str | None:
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
     """As it is shipped, with the tokens that tokenizer_config.json adds. Raises EngineFailed."""
+    from transformers import PreTrainedTokenizerFast  # takes a second, which only processes that compare spend
+
     try:
         return PreTrainedTokenizerFast.from_pretrained(str(model_dir), local_files_only=True).backend_tokenizer
     except Exception as error:  # tokenizers raises bare Exception on a broken file

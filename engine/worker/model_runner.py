@@ -11,7 +11,8 @@ from engine.config import EngineConfig, MTPConfig
 from engine.core.batch import PrefillOutput, RowOutput
 from engine.core.costs import MemoryCosts
 from engine.core.request import Request
-from engine.processing.images import ImagePreprocessor
+from engine.processing.checkpoint import image_processor_config
+from engine.processing.patch_normalization import PatchNormalization
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.user_cache import user_cache
 from engine.worker import blas, cost_cache, loader, memory, memory_costs
@@ -214,7 +215,8 @@ class MLXRunner:
     def _make_vision(model: loader.LoadedModel, config: EngineConfig) -> VisionEncoder | None:
         if "image" not in model.media_kinds:
             return None
-        return VisionEncoder(model.module, ImagePreprocessor(model.path).normalization, config.vision_cache_mb * 2**20)
+        normalization = PatchNormalization.of(image_processor_config(model.path))
+        return VisionEncoder(model.module, normalization, config.vision_cache_mb * 2**20)
 
 
 def max_draft_tokens(config: EngineConfig) -> int:

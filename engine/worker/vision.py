@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from engine.processing.images import PatchNormalization
+from engine.processing.patch_normalization import PatchNormalization
 from engine.protocol import ImagePatches
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from engine.processing import checkpoint
 from engine.processing.checkpoint import (
     DEMO_MODEL,
     context_limit,
@@ -33,7 +32,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]
         calls.append({"repository": repository, **kwargs})
         return str(tmp_path)
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", snapshot_download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     return calls
 
 
@@ -96,7 +95,7 @@ def test_what_the_hub_cannot_give_is_named(monkeypatch: pytest.MonkeyPatch):
     def fail(*args: Any, **kwargs: Any) -> str:
         raise ConnectionError("offline")
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", fail)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     with pytest.raises(EngineFailed, match=r"model 'org/name' at revision 'v1': no such directory.*offline"):
         resolve_checkpoint("org/name", "v1", weights=True)
 

@@ -1,0 +1,55 @@
+"""PatchNormalization: how pixels become the vision tower's input, read from the checkpoint alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.protocol import EngineFailed
+
+DEFAULT_MEAN = (0.48145466, 0.4578275, 0.40821073)
+DEFAULT_STD = (0.26862954, 0.26130258, 0.27577711)
+"""Of CLIP: what the Qwen2-VL image processor uses where the checkpoint names none."""
+
+
+@dataclass(frozen=True)
+class PatchNormalization:
+    """uint8 patches become (patch * rescale - mean) / std per channel."""
+
+    mean: tuple[float, ...]
+    """One value per channel."""
+    std: tuple[float, ...]
+    """One value per channel."""
+    rescale: float
+    """Factor on the uint8 values; 1 / 255 unless the checkpoint says otherwise."""
+    temporal_patch_size: int
+    """How many times the patch of a still image is repeated along time."""
+    merge_size: int
+    """Patches per side that share one placeholder token."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "PatchNormalization":
+        """Read it from the configuration of an image processor of the Qwen2-VL family.
+
+        The defaults are those of transformers' Qwen2VLImageProcessorPil, whose import takes a second that the engine's
+        process does not need to spend. Raises EngineFailed.
+        """
+
+        def given(key: str, default: Any) -> Any:
+            value = config.get(key)
+            return default if value is None else value
+
+        normalizes, rescales = given("do_normalize", True), given("do_rescale", True)
+        try:
+            return cls(
+                mean=_per_channel(given("image_mean", DEFAULT_MEAN) if normalizes else 0.0),
+                std=_per_channel(given("image_std", DEFAULT_STD) if normalizes else 1.0),
+                rescale=float(given("rescale_factor", 1 / 255)) if rescales else 1.0,
+                temporal_patch_size=int(given("temporal_patch_size", 2)),
+                merge_size=int(given("merge_size", 2)),
+            )
+        except (TypeError, ValueError) as error:
+            raise EngineFailed(f"the checkpoint's image processor has a value that is no number ({error})") from None
+
+
+def _per_channel(value: float | list[float] | tuple[float, ...]) -> tuple[float, ...]:
+    return (float(value),) * 3 if isinstance(value, int | float) else tuple(float(v) for v in value)
