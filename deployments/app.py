@@ -98,10 +98,14 @@ def build_app(args: AppArgs) -> Application:
         health_check_timeout_s=10,
     ).bind(args.engine, args.drain_timeout_s + ENGINE_MARGIN_S)
     small = {**_one_per_node("mlx", SMALL_SHARE, num_nodes), **ending}
-    planner = {**small, "request_router_config": _router(local_default=True)}
+    router = {"request_router_config": _router(local_default=True)}
+    planner = {**small, **router}
+    image_planner = {**_one_per_node("mlx", SMALL_SHARE, num_nodes, waits_for=ModelReplica.name), **ending, **router}
     sparse = (args.spec_prefill, engine, scorer)
     text = TextMTP.options(**planner, max_ongoing_requests=MAX_PLANNING["text"]).bind(args.engine, *sparse)
-    mllm = MLLM.options(**planner, max_ongoing_requests=MAX_PLANNING["mllm"]).bind(args.engine, args.media, *sparse)
+    mllm = MLLM.options(**image_planner, max_ongoing_requests=MAX_PLANNING["mllm"]).bind(
+        args.engine, args.media, *sparse
+    )
     shown = args.model_dump(mode="json")
     plan_timeout_s = PLAN_TIMEOUT_S + (args.spec_prefill.deadline_s if scorer is not None else 0)
     timeouts = plan_timeout_s, args.drain_timeout_s
@@ -132,7 +136,7 @@ def _ending(args: AppArgs) -> dict[str, Any]:
 def _bind_scorer(args: AppArgs) -> Application:
     config = args.spec_prefill
     return SpecPrefillScorer.options(
-        **_one_per_node("mlx_scorer", SCORER_SHARE, _check_scorer_nodes(config)),
+        **_one_per_node("mlx_scorer", SCORER_SHARE, _check_scorer_nodes(config), waits_for=ModelReplica.name),
         **_ending(args),
         max_ongoing_requests=config.max_running + config.max_queue + SPARE_SCORES,
         request_router_config=_router(local_first=True),
@@ -202,7 +206,11 @@ def _is_among(nodes: list[str]) -> bool:
     return node_id() in nodes
 
 
-def _one_per_node(resource: Resource, share: float, num_nodes: int) -> dict[str, Any]:
+def _one_per_node(resource: Resource, share: float, num_nodes: int, waits_for: str | None = None) -> dict[str, Any]:
+    """Options of a deployment with one replica per node. waits_for: see OnePerOfferingNode."""
+    first = {"min_replicas": 1, "initial_replicas": num_nodes}
+    if waits_for is not None:
+        first = {"min_replicas": 0, "initial_replicas": 0}
     return {
         "ray_actor_options": {
             "num_cpus": 0,
@@ -211,14 +219,13 @@ def _one_per_node(resource: Resource, share: float, num_nodes: int) -> dict[str,
         },
         "max_replicas_per_node": 1,
         "autoscaling_config": {
-            "min_replicas": 1,
-            "initial_replicas": num_nodes,
+            **first,
             "max_replicas": max(MAX_NODES, num_nodes),
             "upscale_delay_s": 1,
             "downscale_delay_s": 10,
             "policy": {
                 "policy_function": "deployments.policies:OnePerOfferingNode",
-                "policy_kwargs": {"resource": resource},
+                "policy_kwargs": {"resource": resource, "waits_for": waits_for},
             },
         },
     }

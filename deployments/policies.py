@@ -1,7 +1,7 @@
 """How many replicas a deployment has: one per living node that offers a resource, `mlx` or `mlx_scorer`."""
 
 import time
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import ray
 
@@ -17,14 +17,31 @@ def nodes_offering(resource: Resource) -> list[str]:
 
 
 class OnePerOfferingNode:
-    """Serve's controller calls it every 0.1 s, so it remembers the nodes for a while. Load plays no part."""
+    """The autoscaling policy of every deployment; load plays no part.
 
-    def __init__(self, resource: Resource) -> None:
+    A deployment that waits for another one has no replica until the other has its first. The first answer needs only
+    the ingress, the text planner and an engine, so their processes start before those of the image planner and the
+    scorer compete with them for the processor.
+    """
+
+    _started: ClassVar[set[tuple[str, str]]] = set()
+    """(application, deployment) pairs that have had a running replica. Serve's controller runs the policies of all
+    deployments in one process, and gives each the figures of its own deployment only."""
+
+    def __init__(self, resource: Resource, waits_for: str | None = None) -> None:
+        """waits_for: name of a deployment of the same application."""
         self._resource: Resource = resource
+        self._waits_for = waits_for
         self._num_nodes = 1
         self._counted_at = float("-inf")
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """Return the number of replicas; Serve calls this every 0.1 s, so the nodes are remembered for a while."""
+        application = str(context.app_name)
+        if context.current_num_replicas > 0:
+            self._started.add((application, context.deployment_name))
+        if self._waits_for is not None and (application, self._waits_for) not in self._started:
+            return 0, {}
         if time.monotonic() - self._counted_at > NODES_CACHED_S:
             self._counted_at = time.monotonic()
             self._num_nodes = max(1, len(nodes_offering(self._resource)))

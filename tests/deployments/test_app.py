@@ -109,9 +109,9 @@ def test_there_is_one_of_each_per_node(monkeypatch: pytest.MonkeyPatch):
     deployments = deployments_of(build_app(AppArgs()))
     assert set(deployments) == {"Ingress", "TextMTP", "MLLM", "ModelReplica"}
     shares = []
-    for deployment in deployments.values():
+    for name, deployment in deployments.items():
         config = deployment._deployment_config
-        assert config.autoscaling_config.initial_replicas == 3
+        assert config.autoscaling_config.initial_replicas == (0 if name == "MLLM" else 3)
         assert deployment._replica_config.max_replicas_per_node == 1
         shares.append(deployment.ray_actor_options["resources"]["mlx"])
     assert sorted(shares) == [SMALL_SHARE] * 3 + [ENGINE_SHARE]
@@ -167,10 +167,14 @@ def test_there_is_a_scorer_on_each_node_that_offers_one(monkeypatch: pytest.Monk
     assert scorer.ray_actor_options["resources"] == {"mlx_scorer": SCORER_SHARE}
     assert 2 * SCORER_SHARE > 1
     assert scorer._replica_config.max_replicas_per_node == 1
-    for deployment, num_nodes, resource in ((scorer, 2, "mlx_scorer"), (deployments["ModelReplica"], 3, "mlx")):
+    engine = deployments["ModelReplica"]
+    for deployment, num_nodes, resource, waits_for in (
+        (scorer, 0, "mlx_scorer", "ModelReplica"),
+        (engine, 3, "mlx", None),
+    ):
         autoscaling = deployment._deployment_config.autoscaling_config
         assert autoscaling.initial_replicas == num_nodes
-        assert autoscaling.policy.policy_kwargs == {"resource": resource}
+        assert autoscaling.policy.policy_kwargs == {"resource": resource, "waits_for": waits_for}
         assert autoscaling.policy.policy_function == "deployments.policies:OnePerOfferingNode"
 
 

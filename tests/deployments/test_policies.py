@@ -1,3 +1,4 @@
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -8,6 +9,20 @@ from deployments.policies import OnePerOfferingNode, nodes_offering
 
 def node(name: str, alive: bool = True, **resources: float) -> dict[str, Any]:
     return {"NodeID": name, "Alive": alive, "Resources": resources}
+
+
+@dataclass
+class Context:
+    """What Serve tells a policy of its own deployment."""
+
+    deployment_name: str = "ModelReplica"
+    app_name: str = "orchard"
+    current_num_replicas: int = 0
+
+
+@pytest.fixture(autouse=True)
+def nothing_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OnePerOfferingNode, "_started", set())
 
 
 @pytest.fixture
@@ -33,20 +48,37 @@ def test_each_resource_has_its_own_nodes(cluster: list):
     cluster += [node("a", mlx=1), node("b", mlx=1, mlx_scorer=1), node("c", mlx_scorer=1), node("d", mlx_scorer=0.5)]
     assert (nodes_offering("mlx"), nodes_offering("mlx_scorer")) == (["a", "b"], ["b", "c"])
     cluster += [node("e", mlx_scorer=1)]
-    assert (OnePerOfferingNode("mlx")(None), OnePerOfferingNode("mlx_scorer")(None)) == ((2, {}), (3, {}))
+    assert (OnePerOfferingNode("mlx")(Context()), OnePerOfferingNode("mlx_scorer")(Context())) == ((2, {}), (3, {}))
 
 
 def test_there_are_as_many_replicas_as_nodes_and_at_least_one(cluster: list):
-    assert OnePerOfferingNode("mlx")(None) == (1, {})
+    assert OnePerOfferingNode("mlx")(Context()) == (1, {})
     cluster += [node("a", mlx=1), node("b", mlx=1), node("c")]
-    assert OnePerOfferingNode("mlx")(None) == (2, {})
+    assert OnePerOfferingNode("mlx")(Context()) == (2, {})
 
 
 def test_the_nodes_are_asked_for_again_only_after_a_while(cluster: list, clock: list[float]):
     policy = OnePerOfferingNode("mlx")
     cluster += [node("a", mlx=1)]
-    assert policy(None) == (1, {})
+    assert policy(Context()) == (1, {})
     cluster += [node("b", mlx=1)]
-    assert policy(None) == (1, {})
+    assert policy(Context()) == (1, {})
     clock[0] += policies.NODES_CACHED_S + 0.1
-    assert policy(None) == (2, {})
+    assert policy(Context()) == (2, {})
+
+
+def test_a_deployment_that_waits_for_another_starts_when_the_other_runs(cluster: list):
+    cluster += [node("a", mlx=1), node("b", mlx=1)]
+    engine, images = OnePerOfferingNode("mlx"), OnePerOfferingNode("mlx", waits_for="ModelReplica")
+    assert engine(Context()) == (2, {})
+    assert images(Context("MLLM")) == (0, {})
+    engine(Context(current_num_replicas=1))
+    assert images(Context("MLLM")) == (2, {})
+    engine(Context(current_num_replicas=0))
+    assert images(Context("MLLM", current_num_replicas=2)) == (2, {}), "an engine that restarts stops nothing"
+
+
+def test_a_deployment_waits_for_the_one_of_its_own_application(cluster: list):
+    cluster += [node("a", mlx=1)]
+    OnePerOfferingNode("mlx")(Context(app_name="other", current_num_replicas=1))
+    assert OnePerOfferingNode("mlx", waits_for="ModelReplica")(Context("MLLM")) == (0, {})
