@@ -56,7 +56,7 @@ def test_samples_follow_the_softmax_at_the_temperature():
         ({"min_p": 1.0}, lambda p: [p.argmax()]),
         ({"top_k": 1}, lambda p: [p.argmax()]),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "allowed",
 )
 def test_filters_allow_exactly_what_they_say(filters, allowed):
     logits = logits_of(1, seed=5)
