@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -143,11 +144,13 @@ class EngineClient:
         async with AsyncExitStack() as resources:
             selection = await self._reserve(resources)
             plan = await self._plan(request, route, selection)
+            engine_request, plan = plan.request, replace(plan, request=plan.request.without_pixels())
             chunks: Any
             if selection is None:
-                chunks = self._engine.remote(plan.request)
+                chunks = self._engine.remote(engine_request)
             else:
-                chunks = self._engine.dispatch(selection, plan.request)
+                chunks = self._engine.dispatch(selection, engine_request)
+            del engine_request  # the call alone holds the pixels, until it is sent
             resources.callback(cancel, chunks)  # before the reservation ends
             first = await anext(chunks)
             if (error := failure_of(first)) is not None:

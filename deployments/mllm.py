@@ -1,6 +1,5 @@
-"""MLLM: the planner of requests with pictures."""
+"""MLLM: the planner of requests with images."""
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,15 +13,12 @@ from deployments.sparse_planner import PromptFacts, SparsePlanner
 from engine.config import EngineConfig, MediaConfig, SpecPrefillConfig
 from engine.processing.images import ImagePreprocessor
 from engine.processing.media import MediaLoader
-from engine.protocol import ImagePatches, InvalidRequest
-
-MAX_PIXEL_BYTES = 60 * 2**20
-"""Of all pictures of a request after resizing: the plan must fit in one gRPC message, see launch.py."""
+from engine.protocol import InvalidRequest
 
 
 @serve.deployment()
 class MLLM:
-    """Fetches, decodes and cuts the pictures, renders and tokenizes, on the node whose engine will answer."""
+    """Loads the images, renders and tokenizes, on the node whose engine will answer."""
 
     def __init__(
         self,
@@ -35,35 +31,25 @@ class MLLM:
         log_refusals_in_one_line()
         self._planner = PromptPlanner(config, finds_boundaries=spec_prefill.enabled)
         self._sparse = SparsePlanner(spec_prefill, PromptFacts.of(self._planner.tokenizer), engine, scorer)
-        self._loader = MediaLoader(media)
         model_dir = self._planner.model_dir
-        self._preprocessor = ImagePreprocessor(model_dir) if ImagePreprocessor.supported(model_dir) else None
+        self._loader: MediaLoader | None = None
+        if ImagePreprocessor.supported(model_dir):
+            self._loader = MediaLoader(media, ImagePreprocessor(model_dir).grid)
+            self._loader.workers.start_one()
 
     async def plan(self, request: ChatRequest) -> Plan:
-        """Raises InvalidRequest naming the part that is at fault, ContextLengthExceeded."""
-        images = await self._load(list(image_sources(request.messages)))
-        dense = await self._planner.engine_request(request, request.messages, images)
-        planned, report = await self._sparse.plan(request, dense)
-        return Plan(planned, Route.MLLM, node_id(), report)
+        """Raises InvalidRequest naming the part that is at fault, ContextLengthExceeded, Unavailable."""
+        sources = list(image_sources(request.messages))
+        if self._loader is None:
+            raise InvalidRequest("this model sees no images", sources[0][0] if sources else "messages")
+        async with self._loader.load(sources) as images:
+            dense = await self._planner.engine_request(request, request.messages, images)
+            planned, report = await self._sparse.plan(request, dense)
+            return Plan(planned, Route.MLLM, node_id(), report)
 
     async def status(self) -> dict[str, Any]:
-        return {**replica_info(), "spec_prefill": self._sparse.status()}
-
-    async def _load(self, sources: Sequence[tuple[str, str]]) -> tuple[ImagePatches, ...]:
-        if self._preprocessor is None:
-            raise InvalidRequest("this model sees no images", sources[0][0] if sources else "messages")
-        images, num_bytes = [], 0
-        for (field, _), decoded in zip(sources, await self._loader.load_images(sources), strict=True):
-            image = await asyncio.to_thread(self._preprocessor.patches, decoded)
-            num_bytes += image.patches.nbytes
-            if num_bytes > MAX_PIXEL_BYTES:
-                raise InvalidRequest(
-                    f"the images up to this one hold {num_bytes} bytes of pixels after resizing; "
-                    f"the limit is {MAX_PIXEL_BYTES}",
-                    field,
-                )
-            images.append(image)
-        return tuple(images)
+        images = self._loader.status() if self._loader is not None else {}
+        return {**replica_info(), "spec_prefill": self._sparse.status(), "images": images}
 
 
 def image_sources(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,6 @@ is cancelled where it runs.
 import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
@@ -47,10 +46,9 @@ class ScorerClient:
 
     async def cached_prefix(self, request: EngineRequest) -> CachedPrefix:
         """Of the engine on this node. Raises NoPlan."""
-        pictures = tuple(replace(image, patches=image.patches[:0]) for image in request.images)  # known by their hashes
         with _no_plan_without("engine"):
             try:
-                return await within(ENGINE_TIMEOUT_S, self._engine.remote(replace(request, images=pictures)))
+                return await within(ENGINE_TIMEOUT_S, self._engine.remote(request.without_pixels()))
             except NoAnswer:
                 raise _unavailable(f"the engine gave no answer within {ENGINE_TIMEOUT_S:g} s") from None
 

@@ -12,7 +12,6 @@ from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig, MediaConfig
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.images import ImagePreprocessor
-from engine.processing.media import decode_image
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import (
     ContextLengthExceeded,
@@ -117,7 +116,7 @@ def _read_images(paths: Sequence[Path], model_dir: Path) -> tuple[ImagePatches, 
     images = []
     for path in paths:
         try:
-            images.append(preprocessor.patches(decode_image(path.read_bytes(), max_pixels)))
+            images.append(preprocessor.read(path.read_bytes(), max_pixels))
         except (OSError, InvalidRequest) as error:
             raise InvalidRequest(f"{path}: {error}", "--image") from None
     return tuple(images)

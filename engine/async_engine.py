@@ -65,6 +65,7 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._streams: dict[str, TokenStream] = {}
+        self._pixel_bytes: dict[str, int] = {}  # of the images of each stream: a preempted row needs them again
         self._keys: dict[str, str] = {}  # request id -> key of its stream, never the same twice: an id may come back
         self._serial = itertools.count()  # while the last tokens of its former use are still on their way
         self._grammars = GrammarCompilers(config)
@@ -92,15 +93,16 @@ class AsyncEngine:
         reason with its last.
 
         Closing or cancelling the iterator frees the rows before the next step. Raises Overloaded when max_running +
-        max_queue answers are open, QueueTimeout before the first token, InvalidRequest for what this engine can not
-        do, ContextLengthExceeded, MemoryExceeded, Unavailable when the engine is not ready, drains, or is short of
-        memory.
+        max_queue answers or image_memory_mb of pixels are open, QueueTimeout before the first token, InvalidRequest for
+        what this engine can not do, ContextLengthExceeded, MemoryExceeded, Unavailable when the engine is not ready,
+        drains, or is short of memory.
         """
         core = self._admit(request)
         request = core.fitted(request)
         key = f"{request.request_id}#{next(self._serial)}"
         stream = self._streams[key] = TokenStream(request.num_choices)
         self._keys[request.request_id] = key
+        self._pixel_bytes[key] = request.num_pixel_bytes
         self._no_streams.clear()
         try:
             matchers = await stream.unless_ended(self._matchers(request, core))
@@ -114,7 +116,7 @@ class AsyncEngine:
                     num_open -= chunk.finish_reason is not None
                     yield chunk
         finally:
-            del self._streams[key], self._keys[request.request_id]
+            del self._streams[key], self._keys[request.request_id], self._pixel_bytes[key]
             if not self._streams:
                 self._no_streams.set()
             if not stream.is_finished:
@@ -148,7 +150,7 @@ class AsyncEngine:
             num_running=core.scheduler.num_running,
             num_waiting=core.scheduler.num_waiting,
             max_context_tokens=core.runner.max_context_tokens,
-            memory=core.memory,
+            memory=core.memory | {"image_pixels_bytes": sum(self._pixel_bytes.values())},
             admission=core.admission,
             queue=tuple(replace(one, request_id=one.request_id.rpartition("#")[0]) for one in core.queue),
             expected_wait_s=core.scheduler.expected_wait_s(),
@@ -241,7 +243,18 @@ class AsyncEngine:
                 f"({self.config.max_running} running, {self.config.max_queue} waiting)",
                 retry_after_s=self._core.scheduler.expected_wait_s() or RETRY_AFTER_S,
             )
+        self._check_pixels(request, self._core)
         return self._core
+
+    def _check_pixels(self, request: EngineRequest, core: EngineCore) -> None:
+        """Raise Overloaded when the images of all open requests would take more memory than they may."""
+        held, limit = sum(self._pixel_bytes.values()), self.config.image_memory_mb * 2**20
+        if held and held + request.num_pixel_bytes > limit:
+            raise Overloaded(
+                f"the images of open requests hold {held} bytes and this request's images {request.num_pixel_bytes}; "
+                f"the limit is {limit} (image_memory_mb)",
+                retry_after_s=core.scheduler.expected_wait_s() or RETRY_AFTER_S,
+            )
 
     async def _matchers(self, request: EngineRequest, core: EngineCore) -> list[Matcher]:
         """One for each choice, compiled off the device thread; none without a grammar."""

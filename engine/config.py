@@ -140,6 +140,12 @@ class EngineConfig(Frozen):
     prefix_cache: PrefixCacheConfig = PrefixCacheConfig()
     memory: MemoryConfig = MemoryConfig()
     vision_cache_mb: int = Field(default=256, ge=0, description="image features kept for pictures that come back")
+    image_memory_mb: int = Field(
+        default=1024,
+        ge=64,
+        description="pixels of the images of all requests that wait or are being answered, in host memory; a request "
+        "beyond it is refused (429)",
+    )
     mlx_cache_mb: int = Field(default=2048, ge=0, description="freed buffers that MLX may keep for reuse")
     step_timeout_s: float = Field(
         default=120.0, gt=0, description="a step that takes longer makes the engine unhealthy"
@@ -187,11 +193,32 @@ class SpecPrefillConfig(Frozen):
 
 
 class MediaConfig(Frozen):
-    max_images: int = Field(default=16, ge=1, description="pictures in one request")
-    max_bytes: int = Field(default=20 * 2**20, ge=1024, description="one encoded picture")
-    max_pixels: int = Field(default=40_000_000, ge=1024, description="one decoded picture, width times height")
+    max_images: int = Field(default=16, ge=1, description="images in one request")
+    max_bytes: int = Field(default=20 * 2**20, ge=1024, description="one encoded image")
+    max_pixels: int = Field(default=40_000_000, ge=1024, description="one decoded image, width times height")
+    max_image_tokens: int | None = Field(
+        default=None,
+        ge=4,
+        description="larger images are reduced to this many tokens; default: what the model's image processor "
+        "recommends, but so that four of the largest images fit into one request (60 MiB after resizing)",
+    )
+    decode_cpu_s: float = Field(
+        default=10.0, gt=0, description="CPU seconds for decoding one image; one that needs more is refused (400)"
+    )
+    decode_memory_mb: int = Field(
+        default=1024, ge=64, description="memory for decoding one image; one that needs more is refused (400)"
+    )
+    decode_budget_mb: int = Field(
+        default=256,
+        ge=1,
+        description="images that are decoded at the same time on a node, at 4 bytes per pixel; others wait",
+    )
     fetch_timeout_s: float = Field(default=10.0, gt=0, description="one download, redirects included")
     max_redirects: int = Field(default=3, ge=0)
+    allow_http: bool = Field(
+        default=True,
+        description="fetch http: URLs, too; false: https: alone, which nobody on the way can read or change",
+    )
     allowed_private_hosts: tuple[str, ...] = Field(
         default=(), description="host names or addresses that may be fetched although they are not public"
     )

@@ -11,7 +11,7 @@ OrchardError
     └── Unavailable           not now, and not the request's fault: the engine is gone, drains, or is short of memory
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -181,13 +181,17 @@ class ImagePatches:
 
     patches: uint8 [grid_t * grid_h * grid_w, channels, patch, patch], in the order of the model's processor.
     grid_thw: patches along time, height and width. num_tokens: placeholder tokens that it takes in the prompt.
-    content_hash: hex digest over mode, size and pixels of the decoded picture.
+    content_hash: hex digest over mode, size and pixels of the image after resizing: over what the model sees.
     """
 
     patches: np.ndarray
     grid_thw: tuple[int, int, int]
     num_tokens: int
     content_hash: str
+
+    def without_pixels(self) -> "ImagePatches":
+        """Return what is known of the image but its patches, whose memory is not kept alive."""
+        return replace(self, patches=np.empty((0, *self.patches.shape[1:]), self.patches.dtype))
 
 
 @dataclass(frozen=True)
@@ -251,6 +255,14 @@ class EngineRequest:
     origin: PromptOrigin = PromptOrigin()
     pinned: bool = False
     sparse: SparsePlan | None = None
+
+    @property
+    def num_pixel_bytes(self) -> int:
+        return sum(image.patches.nbytes for image in self.images)
+
+    def without_pixels(self) -> "EngineRequest":
+        """Return the request for those who need its images' sizes and hashes only."""
+        return replace(self, images=tuple(image.without_pixels() for image in self.images))
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -1,14 +1,16 @@
-"""ImagePreprocessor: a picture to the patches of the model's vision tower, without torch and not yet normalised."""
+"""ImagePreprocessor: what a checkpoint says about its images; an image to patches, not yet normalised."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from engine.processing.checkpoint import image_processor_config, supports_images
-from engine.processing.media import DecodedImage, check_sides
+from engine.processing.image_file import ImageFile, ImageRefused, check_sides
+from engine.processing.patch_grid import PatchGrid
 from engine.processing.patch_normalization import PatchNormalization
-from engine.protocol import EngineFailed, ImagePatches
+from engine.protocol import EngineFailed, ImagePatches, InvalidRequest
 
 SETTINGS = (
     *("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels", "resample"),
@@ -17,42 +19,56 @@ SETTINGS = (
 
 
 class ImagePreprocessor:
-    """transformers' own resizing and cutting for one checkpoint. Raises EngineFailed for a processor that we lack."""
+    """transformers' image processor of one checkpoint, as the numbers that resizing, cutting and normalising need.
+
+    Raises EngineFailed for a processor of another family.
+    """
 
     def __init__(self, model_dir: Path):
         if not self.supported(model_dir):
             raise EngineFailed(f"{model_dir}: images need a processor of the Qwen2-VL family")
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
-            Qwen2VLImageProcessorPil,  # takes a second
-        )
+        # Imported by the processes that read images alone: it takes a second.
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         config = image_processor_config(model_dir)
         try:
             processor: Any = Qwen2VLImageProcessorPil(**_settings(config))
+            size = processor.size
+            self.grid = PatchGrid(
+                patch_size=int(processor.patch_size),
+                merge_size=int(processor.merge_size),
+                min_pixels=int(size["shortest_edge"]),
+                max_pixels=int(size["longest_edge"]),
+                resample=int(processor.resample),
+            )
         except Exception as error:  # files of the checkpoint: anything can be wrong with them
             raise EngineFailed(f"{model_dir}: the image processor cannot be loaded ({error})") from None
-        self._processor = processor
-        self._patch = int(processor.patch_size)
         self.normalization = PatchNormalization.of(config)
 
     @staticmethod
     def supported(model_dir: Path) -> bool:
         return supports_images(model_dir)
 
-    def patches(self, decoded: DecodedImage) -> ImagePatches:
-        """Resized to the model's limits and cut. Raises InvalidRequest for a shape that cannot be cut."""
-        check_sides(*decoded.image.size)
-        output = self._processor(
-            images=[decoded.image], do_rescale=False, do_normalize=False, do_convert_rgb=False, return_tensors="np"
-        )
-        t, h, w = (int(n) for n in output["image_grid_thw"][0])
-        flat = output["pixel_values"].reshape(t * h * w, 3, -1, self._patch, self._patch)
-        return ImagePatches(
-            patches=np.ascontiguousarray(flat[:, :, 0]).astype(np.uint8),  # a still picture: every slice is the same
-            grid_thw=(t, h, w),
-            num_tokens=t * h * w // self.normalization.merge_size**2,
-            content_hash=decoded.content_hash,
-        )
+    def read(self, content: bytes, max_pixels: int) -> ImagePatches:
+        """Decode an encoded image in this process, resize it and cut it. For content that can be trusted.
+
+        Raises InvalidRequest.
+        """
+        try:
+            file = ImageFile(content, max_pixels)
+            return self.patches(file.rgb(self.grid.target_size(*file.size)))
+        except ImageRefused as error:
+            raise InvalidRequest(str(error)) from None
+
+    def patches(self, image: Image.Image) -> ImagePatches:
+        """Resize an RGB image to the model's limits and cut it. Raises InvalidRequest for a sliver."""
+        try:
+            check_sides(*image.size)
+        except ImageRefused as error:
+            raise InvalidRequest(str(error)) from None
+        cut = self.grid.cut(image)
+        num_tokens = cut.patches.nbytes // self.grid.token_bytes
+        return ImagePatches(cut.patches, (1, *cut.grid_hw), num_tokens, cut.content_hash)
 
 
 def normalize(patches: np.ndarray, normalization: PatchNormalization) -> np.ndarray:

@@ -10,7 +10,6 @@ from PIL import Image, ImageDraw
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.processing.images import ImagePreprocessor
-from engine.processing.media import DecodedImage
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, ImagePatches, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
@@ -73,7 +72,7 @@ def picture() -> Callable[..., ImagePatches]:
         box = (size[0] // 4, size[1] // 4, size[0] * 3 // 4, size[1] * 3 // 4)
         pen = ImageDraw.Draw(image)
         (pen.ellipse if shape == "circle" else pen.rectangle)(box, fill=colour)
-        return preprocessor.patches(DecodedImage(image, f"{colour} {shape} {size}"))
+        return preprocessor.patches(image)
 
     return draw
 

@@ -23,7 +23,6 @@ from engine.core.batch import NO_TOKEN, ModelRunner, RowOutput
 from engine.core.request import Matcher, Request
 from engine.processing.grammar import GrammarCompiler
 from engine.processing.images import ImagePreprocessor
-from engine.processing.media import DecodedImage
 from engine.protocol import (
     EngineRequest,
     FinishReason,
@@ -356,7 +355,7 @@ class Specimens:
         width, height = ((32, 32), (64, 48), (48, 80), (64, 64), (96, 32), (80, 64))[number % 6]
         pixels = np.random.default_rng(number).integers(0, 256, (height // 16, width // 16, 3), np.uint8)
         picture = Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST)
-        return self._preprocessor.patches(DecodedImage(picture, f"picture {number}"))
+        return self._preprocessor.patches(picture)
 
     def _sampling(self, rng: random.Random) -> SamplingParams:
         max_tokens = min(rng.randint(1, 40) for _ in range(2))

@@ -11,7 +11,6 @@ from transformers import AutoImageProcessor
 
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.images import ImagePreprocessor, normalize
-from engine.processing.media import DecodedImage
 from engine.processing.patch_normalization import PatchNormalization
 from engine.protocol import EngineFailed, InvalidRequest
 
@@ -34,18 +33,16 @@ def edit(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def decoded(width: int, height: int) -> DecodedImage:
+def drawn(width: int, height: int) -> Image.Image:
     pixels = np.random.default_rng(width * height).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return DecodedImage(Image.fromarray(pixels), "hash")
+    return Image.fromarray(pixels)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_normalised_patches_are_what_the_models_processor_makes(preprocessor: ImagePreprocessor, size: tuple[int, int]):
-    picture = decoded(*size)
-    expected = AutoImageProcessor.from_pretrained(str(DEMO_MODEL), backend="pil")(
-        images=[picture.image], return_tensors="np"
-    )
-    made = preprocessor.patches(picture)
+    image = drawn(*size)
+    expected = AutoImageProcessor.from_pretrained(str(DEMO_MODEL), backend="pil")(images=[image], return_tensors="np")
+    made = preprocessor.patches(image)
     assert made.grid_thw == tuple(expected["image_grid_thw"][0])
     pixel_values = normalize(made.patches, preprocessor.normalization)
     assert pixel_values.dtype == np.float32 and pixel_values.shape == expected["pixel_values"].shape
@@ -54,19 +51,18 @@ def test_normalised_patches_are_what_the_models_processor_makes(preprocessor: Im
 
 @pytest.mark.parametrize("size", SIZES)
 def test_patches_are_bytes_and_their_number_fits_the_grid(preprocessor: ImagePreprocessor, size: tuple[int, int]):
-    made = preprocessor.patches(decoded(*size))
+    made = preprocessor.patches(drawn(*size))
     t, h, w = made.grid_thw
     assert made.patches.dtype == np.uint8 and made.patches.flags.c_contiguous
     assert made.patches.shape == (t * h * w, 3, 16, 16)
     assert made.num_tokens == t * h * w // 4
     assert 4 <= made.num_tokens <= 64  # the model's own limits: 4096 to 65536 pixels
-    assert made.content_hash == "hash"
 
 
 def test_the_order_of_patches_keeps_merged_ones_together(preprocessor: ImagePreprocessor):
     pixels = np.zeros((64, 64, 3), dtype=np.uint8)
     pixels[:32, 32:] = 200  # the upper right quarter: the second block of 2 x 2 patches
-    made = preprocessor.patches(DecodedImage(Image.fromarray(pixels), "hash"))
+    made = preprocessor.patches(Image.fromarray(pixels))
     assert (made.patches.reshape(16, -1).mean(axis=1) == [0] * 4 + [200] * 4 + [0] * 8).all()
 
 
@@ -78,7 +74,7 @@ def test_the_normalization_is_that_of_the_checkpoint(preprocessor: ImagePreproce
 
 def test_a_sliver_is_refused(preprocessor: ImagePreprocessor):
     with pytest.raises(InvalidRequest, match="201 x 1 pixels; its longer side may have 200 times the shorter"):
-        preprocessor.patches(decoded(201, 1))
+        preprocessor.patches(drawn(201, 1))
 
 
 def test_a_processor_of_another_family_is_refused(model_dir: Path):
@@ -98,7 +94,7 @@ def test_a_converted_checkpoint_is_cut_like_its_original(preprocessor: ImagePrep
     }
     converted = {"image_processor_type": "Qwen3VLImageProcessor", "min_pixels": 4096, "max_pixels": 65536, **kept}
     (model_dir / "processor_config.json").write_text(json.dumps({"image_processor": converted}))
-    image = decoded(300, 200)
+    image = drawn(300, 200)
     ours, expected = ImagePreprocessor(model_dir).patches(image), preprocessor.patches(image)
     assert ours.grid_thw == expected.grid_thw
     assert np.array_equal(ours.patches, expected.patches)

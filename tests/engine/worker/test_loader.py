@@ -13,7 +13,6 @@ from PIL import Image
 
 from engine.config import EngineConfig
 from engine.processing.images import ImagePreprocessor
-from engine.processing.media import DecodedImage
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineFailed
 from engine.worker import loader
@@ -119,7 +118,7 @@ def test_tiny_checkpoints_load_with_eyes_and_head(tiny_model, choices):
     assert model.media_kinds == {"image"} and model.vocab_size == 512
     assert (model.mtp_head is not None) == choices.get("mtp", True)
     preprocessor, tokenizer = ImagePreprocessor(model.path), ChatTokenizer(model.path)
-    image = preprocessor.patches(DecodedImage(Image.new("RGB", (48, 32), "red"), "red"))
+    image = preprocessor.patches(Image.new("RGB", (48, 32), "red"))
     features = VisionEncoder(model.module, preprocessor.normalization, 0).encode(image)
     assert features.shape == (image.num_tokens, 64) and mx.isfinite(features).all().item()
     content = [{"type": "image"}, {"type": "text", "text": "What is it?"}]

@@ -1,0 +1,139 @@
+"""ImageFile: an encoded image from a client; what is counted before it is decoded, and its pixels as RGB.
+
+Image workers import this module: it needs nothing but NumPy and Pillow.
+"""
+
+import io
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+from PIL import ExifTags, GifImagePlugin, Image, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+
+T = TypeVar("T")
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+PLUGINS = (PngImagePlugin, JpegImagePlugin, WebPImagePlugin, GifImagePlugin)
+"""Imported here, not with the first image: then the process is under its limits."""
+MAX_SIDE_RATIO = 200
+MAX_JPEG_SCANS = 64
+"""Encoders write at most 12, and each one costs a pass over all pixels."""
+MAX_SEGMENTS = 65_536
+"""Of JPEG segments and PNG chunks: 20 MB in chunks of libpng's 8 kB are 2500."""
+DRAFT_GAP = 2
+"""A JPEG is decoded at a fraction of its size as long as that is at least twice what the model sees: Pillow's
+recommendation (reducing_gap), at which the difference to decoding all of it can hardly be seen."""
+BAND_ROWS = 256
+UNDECODABLE = "the image could not be decoded; PNG, JPEG, WebP and GIF are supported"
+
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
+_SOI, _EOI, _SOS, _TEM = 0xD8, 0xD9, 0xDA, 0x01
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+
+
+class ImageRefused(Exception):
+    """An image that is broken or beyond a limit. The message names the value and the limit, for the client."""
+
+
+class ImageFile:
+    """Reads the header at once, the pixels later. What the image is follows from its content alone.
+
+    All errors are ImageRefused, never with the decoder's words: they can hold addresses of this process's memory.
+    """
+
+    def __init__(self, content: bytes | bytearray, max_pixels: int):
+        if content[:2] == b"\xff\xd8":
+            check_jpeg_segments(content)
+        elif content[:8] == _PNG_SIGNATURE:
+            check_png_chunks(content)
+        try:
+            self._opened = _decoding(lambda: Image.open(io.BytesIO(content), formats=FORMATS))
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+            raise ImageRefused(f"the image has more than {max_pixels} pixels, which is the limit") from None
+        width, height = self._opened.size
+        if width * height > max_pixels:
+            raise ImageRefused(f"the image has {width} x {height} = {width * height} pixels; the limit is {max_pixels}")
+        check_sides(width, height)
+        is_turned = _decoding(lambda: self._opened.getexif().get(ExifTags.Base.Orientation)) in _TURNED
+        self.size = (height, width) if is_turned else (width, height)
+        """Width and height of the upright image."""
+
+    def rgb(self, target_size: tuple[int, int]) -> Image.Image:
+        """Decode the first frame: upright, RGB, transparent parts on white.
+
+        Args:
+            target_size: width and height that are needed; a much larger JPEG is decoded at 1/2, 1/4 or 1/8 of its size.
+        """
+        return _decoding(lambda: self._rgb(target_size))
+
+    def _rgb(self, target_size: tuple[int, int]) -> Image.Image:
+        width, height = target_size if self.size == self._opened.size else target_size[::-1]
+        self._opened.draft(None, (width * DRAFT_GAP, height * DRAFT_GAP))
+        self._opened.load()
+        ImageOps.exif_transpose(self._opened, in_place=True)
+        return to_rgb(self._opened)
+
+
+def check_sides(width: int, height: int) -> None:
+    """Raise ImageRefused for an image without area, and for a sliver: processors of Qwen2-VL take neither."""
+    if min(width, height) < 1 or max(width, height) > MAX_SIDE_RATIO * min(width, height):
+        raise ImageRefused(
+            f"the image has {width} x {height} pixels; its longer side may have {MAX_SIDE_RATIO} times the shorter one"
+        )
+
+
+def check_jpeg_segments(content: bytes | bytearray) -> None:
+    """Raise ImageRefused for more scans or segments than encoders write. Reads as far as the first image ends."""
+    position, num_scans, num_segments = 2, 0, 0
+    while match := _JPEG_MARKER.search(content, position):
+        marker, position = content[match.start() + 1], match.end()
+        if marker == _EOI:
+            break
+        if marker in (_SOI, _TEM):
+            continue
+        num_segments += 1
+        num_scans += marker == _SOS
+        if num_scans > MAX_JPEG_SCANS:
+            raise ImageRefused(f"the JPEG image has more than {MAX_JPEG_SCANS} scans, which is the limit")
+        if num_segments > MAX_SEGMENTS:
+            raise ImageRefused(f"the JPEG image has more than {MAX_SEGMENTS} segments, which is the limit")
+        position += int.from_bytes(content[position : position + 2], "big")
+
+
+def check_png_chunks(content: bytes | bytearray) -> None:
+    """Raise ImageRefused for more chunks than encoders write. Reads as far as the first frame ends."""
+    position, num_chunks, has_pixels = len(_PNG_SIGNATURE), 0, False
+    while position + 8 <= len(content):
+        kind = bytes(content[position + 4 : position + 8])
+        if kind == b"IEND" or (has_pixels and kind in (b"fcTL", b"fdAT")):
+            break
+        has_pixels |= kind == b"IDAT"
+        num_chunks += 1
+        if num_chunks > MAX_SEGMENTS:
+            raise ImageRefused(f"the PNG image has more than {MAX_SEGMENTS} chunks, which is the limit")
+        position += 12 + int.from_bytes(content[position : position + 4], "big")
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Convert a decoded image of any mode to RGB, transparent parts on white."""
+    if image.mode.startswith("I"):  # 16 bits of grey, which convert() would clip to 8
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if not image.has_transparency_data:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    image = image if image.mode == "RGBA" else image.convert("RGBA")
+    rgb = Image.new("RGB", image.size)
+    for top in range(0, image.height, BAND_ROWS):  # in bands, so that no third copy of all pixels is made
+        band = image.crop((0, top, image.width, min(top + BAND_ROWS, image.height)))
+        rgb.paste(Image.alpha_composite(Image.new("RGBA", band.size, "white"), band).convert("RGB"), (0, top))
+    return rgb
+
+
+def _decoding(step: Callable[[], T]) -> T:
+    try:
+        return step()
+    except (ImageRefused, MemoryError, Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise
+    except Exception:  # decoders raise nearly anything on broken files
+        raise ImageRefused(UNDECODABLE) from None

@@ -1,0 +1,143 @@
+"""The program of an image worker: decodes images from clients, one after the other, under limits of the system.
+
+A planner starts it (worker_process.py) and talks to it over a socket, which is its standard input. It imports nothing
+but the standard library, NumPy and Pillow, so that it starts quickly and holds nothing that hostile bytes could reach.
+
+The conversation: the worker says that it is ready. Then, for each image, the planner sends the encoded bytes, the
+worker answers with width and height, the planner gives the word, and the worker sends the patches, whose number follows
+from the size. Each answer begins with its length in 4 bytes and a JSON object; `refused` in it ends the image.
+"""
+
+import base64
+import binascii
+import json
+import resource
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from engine.processing.image_file import ImageFile, ImageRefused
+from engine.processing.patch_grid import PatchGrid
+
+if TYPE_CHECKING:
+    from engine.config import MediaConfig
+
+REQUEST = struct.Struct(">QB")
+"""Number of bytes, and whether they are base64 text."""
+LENGTH = struct.Struct(">I")
+GO = b"g"
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a worker is started with."""
+
+    grid: PatchGrid
+    max_pixels: int  # of one image, width times height
+    cpu_s: float  # CPU seconds for one image
+    memory_bytes: int  # for decoding, beyond what the worker has when it starts
+    limits_address_space: bool  # RLIMIT_AS; macOS accepts and ignores it, there the planner watches the resident memory
+
+    def to_json(self) -> str:
+        return json.dumps({**vars(self), "grid": vars(self.grid)})
+
+    @classmethod
+    def of(cls, config: "MediaConfig", grid: PatchGrid) -> "WorkerSettings":
+        memory_bytes, limits = config.decode_memory_mb * 2**20, sys.platform == "linux"
+        return cls(grid, config.max_pixels, config.decode_cpu_s, memory_bytes, limits)
+
+    @classmethod
+    def from_json(cls, text: str) -> "WorkerSettings":
+        fields = json.loads(text)
+        return cls(**{**fields, "grid": PatchGrid(**fields["grid"])})
+
+
+def main() -> None:
+    settings = WorkerSettings.from_json(sys.argv[1])
+    Image.MAX_IMAGE_PIXELS = None  # ImageFile counts them, with a limit of its own
+    limit_process(settings)
+    with socket.socket(fileno=0) as planner:
+        send(planner, {"ready": True})
+        while (request := receive_request(planner)) is not None:
+            limit_cpu(settings.cpu_s)
+            try:
+                answer(planner, *request, settings)
+            except ImageRefused as error:
+                send(planner, {"refused": str(error)})
+            except MemoryError:
+                send(planner, {"refused": out_of_memory(settings.memory_bytes)})
+
+
+def answer(planner: socket.socket, content: bytearray, is_base64: bool, settings: WorkerSettings) -> None:
+    """Answer one request. Raises ImageRefused and MemoryError."""
+    file = ImageFile(from_base64(content) if is_base64 else content, settings.max_pixels)
+    target = settings.grid.target_size(*file.size)
+    send(planner, {"width": file.size[0], "height": file.size[1]})
+    if planner.recv(1) != GO:
+        return
+    cut = settings.grid.cut(file.rgb(target), target)
+    send(planner, {"content_hash": cut.content_hash}, cut.patches.data.cast("B"))
+
+
+def from_base64(text: bytearray) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error:
+        raise ImageRefused("the data: URL is not valid base64") from None
+
+
+def out_of_memory(limit_bytes: int) -> str:
+    return f"decoding the image takes more than {limit_bytes >> 20} MiB of memory, which is the limit"
+
+
+def limit_process(settings: WorkerSettings) -> None:
+    """Set the limits that hold for the life of the process."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    if settings.limits_address_space:
+        with open("/proc/self/statm") as file:
+            at_start = int(file.read().split()[0]) * resource.getpagesize()
+        limit = at_start + settings.memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def limit_cpu(seconds: float) -> None:
+    """Let the system end this process when it has used so many more seconds of CPU, rounded up to whole ones."""
+    usage, (_, hard) = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_CPU)
+    limit = int(usage.ru_utime + usage.ru_stime + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def send(planner: socket.socket, answer: dict[str, Any], payload: bytes | memoryview = b"") -> None:
+    encoded = json.dumps(answer).encode()
+    planner.sendall(LENGTH.pack(len(encoded)) + encoded)
+    planner.sendall(payload)
+
+
+def receive_request(planner: socket.socket) -> tuple[bytearray, bool] | None:
+    """Return the next encoded image and whether it is base64 text, None when the planner is gone."""
+    header = receive(planner, REQUEST.size)
+    if header is None:
+        return None
+    num_bytes, is_base64 = REQUEST.unpack(header)
+    content = receive(planner, num_bytes)
+    return None if content is None else (content, bool(is_base64))
+
+
+def receive(planner: socket.socket, num_bytes: int) -> bytearray | None:
+    content = bytearray(num_bytes)
+    view, done = memoryview(content), 0
+    while done < num_bytes:
+        received = planner.recv_into(view[done:])
+        if not received:
+            return None
+        done += received
+    return content
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""ImageWorkers: the processes in which a planner has images decoded."""
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from engine.processing.byte_budget import ByteBudget
+from engine.processing.image_file import ImageRefused
+from engine.processing.image_worker import WorkerSettings
+from engine.processing.patch_grid import CutImage
+from engine.processing.worker_process import WorkerEnded, WorkerProcess
+from engine.protocol import InvalidRequest
+
+NUM_WORKERS = 2
+MAX_IMAGES_PER_WORKER = 500
+"""A worker that has decoded so many is replaced: what a decoder has lost of its memory is given back."""
+DECODED_PIXEL_BYTES = 4
+
+T = TypeVar("T")
+
+
+@dataclass
+class WorkerCounts:
+    """What has happened since the start."""
+
+    num_images: int = 0  # decoded
+    num_refused: int = 0  # broken, or beyond a limit
+    num_replaced: int = 0  # workers that ended at a limit, were killed as a client left, or had decoded many images
+
+
+class ImageWorkers:
+    """Decodes images in `num_workers` processes, first come, first served.
+
+    budget: of decoded pixels, DECODED_PIXEL_BYTES each, by the size that the image's header says.
+    """
+
+    def __init__(self, settings: WorkerSettings, budget: ByteBudget, num_workers: int = NUM_WORKERS):
+        self._settings = settings
+        self._budget = budget
+        self._threads = ThreadPoolExecutor(num_workers, "image-worker")
+        self._places = asyncio.Semaphore(num_workers)
+        self._idle: list[WorkerProcess] = []
+        self._alive: set[WorkerProcess] = set()
+        self.counts = WorkerCounts()
+        self._close = weakref.finalize(self, _end, self._alive, self._threads)
+
+    def start_one(self) -> None:
+        """Start a worker in the background, so that the first image need not wait for it."""
+        worker = self._make()
+        self._idle.append(worker)
+        self._threads.submit(worker.start)
+
+    def close(self) -> None:
+        """End all workers."""
+        self._close()
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self._alive if worker.pid is not None]
+
+    async def cut(self, read: Callable[[], bytes | bytearray], is_base64: bool = False) -> CutImage:
+        """Decode an encoded image, resize it for the model and cut it into patches.
+
+        Args:
+            read: gives the encoded bytes, or base64 text; called in a thread when a worker is free.
+
+        Cancelling the call kills the worker. Raises InvalidRequest for an image that is broken or beyond a limit, and
+        Unavailable when no worker can be started.
+        """
+        async with self._places:
+            worker = self._idle.pop() if self._idle else self._make()
+            try:
+                width, height = await self._call(lambda: worker.examine(read, is_base64))
+                async with self._budget.hold(width * height * DECODED_PIXEL_BYTES):
+                    cut = await self._call(worker.decode)
+            except ImageRefused as error:
+                self.counts.num_refused += 1
+                if isinstance(error, WorkerEnded):
+                    self._replace(worker)
+                else:
+                    self._put_back(worker)
+                raise InvalidRequest(str(error)) from None
+            except InvalidRequest:  # of `read`
+                self._idle.append(worker)
+                raise
+            except BaseException:
+                self._replace(worker)
+                raise
+            self.counts.num_images += 1
+            self._put_back(worker)
+            return cut
+
+    async def _call(self, step: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, step)
+
+    def _make(self) -> WorkerProcess:
+        worker = WorkerProcess(self._settings)
+        self._alive.add(worker)
+        return worker
+
+    def _put_back(self, worker: WorkerProcess) -> None:
+        if worker.num_images < MAX_IMAGES_PER_WORKER:
+            self._idle.append(worker)
+        else:
+            self._replace(worker)
+
+    def _replace(self, worker: WorkerProcess) -> None:
+        self.counts.num_replaced += 1
+        worker.kill()
+        self._alive.discard(worker)
+        self._threads.submit(worker.reap)
+        self.start_one()
+
+
+def _end(workers: set[WorkerProcess], threads: ThreadPoolExecutor) -> None:
+    for worker in workers:
+        worker.kill()
+    threads.shutdown(wait=False, cancel_futures=True)
+    for worker in workers:
+        worker.reap()

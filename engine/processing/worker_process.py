@@ -1,0 +1,204 @@
+"""WorkerProcess: one image worker as the planner sees it; how it is started, asked, watched and killed.
+
+All methods but `kill` block and belong to one thread at a time. The program itself is image_worker.py.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+import engine
+from engine.processing.image_file import UNDECODABLE, ImageRefused
+from engine.processing.image_worker import GO, LENGTH, REQUEST, WorkerSettings, out_of_memory
+from engine.processing.patch_grid import CutImage
+from engine.protocol import Unavailable
+
+START_TIMEOUT_S = 60.0
+WALL_PER_CPU = 6.0
+"""A worker that has waited for a CPU five times as long as it may use one is killed as well."""
+WATCH_PERIOD_S = 0.1
+RESIDENT_AT_START = 64 * 2**20
+MAX_HEADER_BYTES = 4096
+PASSED_ON = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH")
+"""Of the planner's environment: a process that decodes hostile bytes needs no tokens or keys."""
+
+
+class WorkerEnded(ImageRefused):
+    """The worker was killed, by the planner or at a limit of the system, because of the image that it had."""
+
+
+class WorkerProcess:
+    """Starts with the first image, or with `start`. After WorkerEnded it is of no more use."""
+
+    def __init__(self, settings: WorkerSettings):
+        self._settings = settings
+        self._lock = threading.Lock()  # for starting and killing
+        self._busy = threading.Lock()  # for the conversation
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._is_ready = False
+        self._is_killed = False
+        self._size = (0, 0)  # of the image that was examined last
+        self.num_images = 0  # that it was given
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process; does not wait until it is ready. Raises Unavailable."""
+        with self._lock:
+            if self._process is not None or self._is_killed:
+                return
+            ours, theirs = socket.socketpair()
+            self._socket = ours
+            with theirs:
+                try:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-P", "-m", "engine.processing.image_worker", self._settings.to_json()],
+                        stdin=theirs.fileno(),
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        env=environment(),
+                    )
+                except OSError as error:
+                    raise Unavailable(f"no image worker can be started: {error.strerror}", 2.0) from None
+
+    def examine(self, read: Callable[[], bytes | bytearray], is_base64: bool) -> tuple[int, int]:
+        """Send an encoded image. Returns width and height. Raises ImageRefused, Unavailable, and what `read` raises."""
+        with self._busy:
+            content = read()
+            self.start()
+            if not self._is_ready:
+                self._wait_ready()
+            self.num_images += 1
+            deadline = self._deadline()
+            self._send(REQUEST.pack(len(content), is_base64), deadline)
+            self._send(content, deadline)
+            header = self._receive_header(deadline)
+            self._size = int(header["width"]), int(header["height"])
+            return self._size
+
+    def decode(self) -> CutImage:
+        """Let the worker decode the image that was examined last. Raises ImageRefused."""
+        with self._busy:
+            deadline, grid = self._deadline(), self._settings.grid
+            self._send(GO, deadline)
+            header = self._receive_header(deadline)
+            width, height = (side // grid.patch_size for side in grid.target_size(*self._size))
+            patches = np.empty((height * width, 3, grid.patch_size, grid.patch_size), np.uint8)
+            self._receive(patches.data.cast("B"), deadline)
+            return CutImage(patches, (height, width), str(header["content_hash"]))
+
+    def kill(self) -> None:
+        """End the process at once, whatever it is doing; never blocks. A thread that waits for it gets WorkerEnded."""
+        with self._lock:
+            self._is_killed = True
+            if self._process is not None:
+                self._process.kill()
+
+    def reap(self) -> None:
+        """Wait until a killed process has ended, and the thread that waits for it has noticed."""
+        with self._busy:
+            if self._process is not None:
+                self._process.wait()
+            if self._socket is not None:
+                self._socket.close()
+
+    def _deadline(self) -> float:
+        return time.monotonic() + WALL_PER_CPU * self._settings.cpu_s
+
+    def _wait_ready(self) -> None:
+        try:
+            self._receive_header(time.monotonic() + START_TIMEOUT_S)
+        except WorkerEnded:
+            raise Unavailable("no image worker can be started: the process ended before it was ready", 2.0) from None
+        self._is_ready = True
+
+    def _receive_header(self, deadline: float) -> dict[str, Any]:
+        length = bytearray(LENGTH.size)
+        self._receive(memoryview(length), deadline)
+        (num_bytes,) = LENGTH.unpack(length)
+        if num_bytes > MAX_HEADER_BYTES:
+            raise WorkerEnded(UNDECODABLE)
+        encoded = bytearray(num_bytes)
+        self._receive(memoryview(encoded), deadline)
+        header = json.loads(encoded)
+        if "refused" in header:
+            raise ImageRefused(header["refused"])
+        return header
+
+    def _send(self, content: bytes | bytearray, deadline: float) -> None:
+        view, done = memoryview(content), 0
+        while done < len(view):
+            try:
+                done += self._connection().send(view[done:])
+            except TimeoutError:
+                self._watch(deadline)
+            except OSError:
+                raise WorkerEnded(self._why_ended()) from None
+
+    def _receive(self, view: memoryview, deadline: float) -> None:
+        done = 0
+        while done < len(view):
+            try:
+                received = self._connection().recv_into(view[done:])
+            except TimeoutError:
+                self._watch(deadline)
+                continue
+            except OSError:
+                received = 0
+            if not received:
+                raise WorkerEnded(self._why_ended())
+            done += received
+
+    def _connection(self) -> socket.socket:
+        if self._socket is None:
+            raise ConnectionError("killed before it was started")
+        self._socket.settimeout(WATCH_PERIOD_S)
+        return self._socket
+
+    def _watch(self, deadline: float) -> None:
+        """Kill the worker when it has exceeded what the system does not limit: time, and memory on macOS."""
+        memory_bytes = self._settings.memory_bytes
+        if time.monotonic() > deadline:
+            limit_s = WALL_PER_CPU * self._settings.cpu_s
+            self._kill_for(f"decoding the image took longer than {limit_s:g} s, which is the limit")
+        if resident_bytes(self.pid) > RESIDENT_AT_START + memory_bytes:
+            self._kill_for(out_of_memory(memory_bytes))
+
+    def _kill_for(self, reason: str) -> None:
+        self.kill()
+        raise WorkerEnded(reason)
+
+    def _why_ended(self) -> str:
+        """Tell why the connection is closed, for the client."""
+        if self._process is not None and not self._is_killed and self._process.wait() == -signal.SIGXCPU:
+            limit_s = self._settings.cpu_s
+            return f"decoding the image takes more than {limit_s:g} s of CPU time, which is the limit"
+        return UNDECODABLE
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a worker: what it needs to start, with one thread for NumPy's arithmetic."""
+    passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    package_root = str(Path(engine.__file__).parents[1])
+    return {**passed_on, "PYTHONPATH": package_root, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+def resident_bytes(pid: int | None) -> int:
+    try:
+        return 0 if pid is None else psutil.Process(pid).memory_info().rss
+    except psutil.Error:
+        return 0
