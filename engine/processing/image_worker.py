@@ -30,6 +30,8 @@ REQUEST = struct.Struct(">QB")
 """Number of bytes, and whether they are base64 text."""
 LENGTH = struct.Struct(">I")
 GO = b"g"
+WALL_PER_CPU = 6.0
+"""A worker that has waited for a CPU five times as long as it may use one is killed as well."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class WorkerSettings:
     grid: PatchGrid
     max_pixels: int  # of one image, width times height
     cpu_s: float  # CPU seconds for one image
+    wall_s: float  # seconds for one image, on a machine that is busy with other things
     memory_bytes: int  # for decoding, beyond what the worker has when it starts
     limits_address_space: bool  # RLIMIT_AS; macOS accepts and ignores it, there the planner watches the resident memory
 
@@ -47,8 +50,8 @@ class WorkerSettings:
 
     @classmethod
     def of(cls, config: "MediaConfig", grid: PatchGrid) -> "WorkerSettings":
-        memory_bytes, limits = config.decode_memory_mb * 2**20, sys.platform == "linux"
-        return cls(grid, config.max_pixels, config.decode_cpu_s, memory_bytes, limits)
+        cpu_s, memory_bytes, limits = config.decode_cpu_s, config.decode_memory_mb * 2**20, sys.platform == "linux"
+        return cls(grid, config.max_pixels, cpu_s, WALL_PER_CPU * cpu_s, memory_bytes, limits)
 
     @classmethod
     def from_json(cls, text: str) -> "WorkerSettings":

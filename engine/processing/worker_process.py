@@ -25,8 +25,6 @@ from engine.processing.patch_grid import CutImage
 from engine.protocol import Unavailable
 
 START_TIMEOUT_S = 60.0
-WALL_PER_CPU = 6.0
-"""A worker that has waited for a CPU five times as long as it may use one is killed as well."""
 WATCH_PERIOD_S = 0.1
 RESIDENT_AT_START = 64 * 2**20
 MAX_HEADER_BYTES = 4096
@@ -117,7 +115,7 @@ class WorkerProcess:
                 self._socket.close()
 
     def _deadline(self) -> float:
-        return time.monotonic() + WALL_PER_CPU * self._settings.cpu_s
+        return time.monotonic() + self._settings.wall_s
 
     def _wait_ready(self) -> None:
         try:
@@ -173,7 +171,7 @@ class WorkerProcess:
         """Kill the worker when it has exceeded what the system does not limit: time, and memory on macOS."""
         memory_bytes = self._settings.memory_bytes
         if time.monotonic() > deadline:
-            limit_s = WALL_PER_CPU * self._settings.cpu_s
+            limit_s = self._settings.wall_s
             self._kill_for(f"decoding the image took longer than {limit_s:g} s, which is the limit")
         if resident_bytes(self.pid) > RESIDENT_AT_START + memory_bytes:
             self._kill_for(out_of_memory(memory_bytes))

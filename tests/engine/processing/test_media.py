@@ -1,13 +1,19 @@
 """Images from clients: `data:` URLs, limits of a request, budgets, and what every refusal says."""
 
+import asyncio
 import hashlib
+import tracemalloc
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from engine.config import MediaConfig
 from engine.processing import media
-from tests.engine.processing.pictures import PNG, data_url, encoded, load, picture, pixels_of, refusal
+from engine.processing.byte_budget import ByteBudget
+from engine.processing.media import MAX_REQUEST_BYTES, MediaLoader, check_data_url
+from engine.protocol import InvalidRequest
+from tests.engine.processing.pictures import FIELD, PNG, QWEN3_VL, data_url, encoded, load, picture, pixels_of, refusal
 
 # --- data URLs -----------------------------------------------------------------------------------------------------
 
@@ -38,6 +44,10 @@ def test_pictures_come_back_in_order():
         ("data:image/png;base64,é", "not valid base64"),
         ("data:image/png,abc", "not of the form data:image/...;base64,..."),
         ("data:image/png;base64", "not of the form"),
+        ("data:", "not of the form"),
+        ("data:image/png" + ";a" * 121 + ",", "not of the form"),
+        ("data:image/png" + ";a" * 122 + ";base64,AAAA", "no comma in its first 256 characters"),
+        ("data:" + ";" * 10**6, "no comma in its first 256 characters"),
         ("data:text/html;base64,AAAA", "holds 'text/html'; expected an image"),
         ("data:;base64,AAAA", "holds ''; expected an image"),
         ("data:image/svg+xml;base64,PHN2Zy8+", "could not be decoded; PNG, JPEG, WebP and GIF are supported"),
@@ -76,3 +86,126 @@ def test_other_schemes_and_paths_are_refused_by_name(url: str, message: str):
 
 def test_too_many_images_are_refused_before_any_is_loaded():
     assert refusal(*["http://example.com"] * 3, max_images=2) == "the request has 3 images; the limit is 2"
+
+
+def test_a_data_url_is_not_split_before_its_comma_is_found():
+    url = "data:" + ";" * 4_000_000
+    tracemalloc.start()
+    with pytest.raises(InvalidRequest, match="no comma"):
+        check_data_url(url, 2**30)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10_000
+
+
+# --- sizes and budgets ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def photo() -> str:
+    """4032 x 3024, as phones take them."""
+    return data_url(encoded(picture(504, 378).resize((4032, 3024)), "JPEG", quality=85), "image/jpeg")
+
+
+def test_two_photos_of_12_megapixels_fit_into_a_request(photo: str):
+    first, second = load(photo, photo, grid=QWEN3_VL)
+    assert first.content_hash == second.content_hash and 4500 < first.num_tokens <= 5120
+    assert first.patches.nbytes + second.patches.nbytes < MAX_REQUEST_BYTES
+
+
+def test_four_of_the_largest_images_fit_into_a_request_and_beyond_that_the_limit_is_named(photo: str):
+    assert len(load(*[photo] * 4, grid=QWEN3_VL)) == 4
+    message = refusal(*[photo] * 5, grid=QWEN3_VL)
+    assert message.startswith(
+        "the images up to this one take 76830720 bytes after resizing; the limit for a request is"
+    )
+    assert message.endswith("62914560. Send fewer or smaller images, or lower media.max_image_tokens, which is 5120")
+    assert len(load(*[photo] * 5, grid=QWEN3_VL, max_image_tokens=4096)) == 5
+
+
+def test_an_image_is_the_same_whatever_else_is_in_the_request(photo: str):
+    other = data_url(encoded(picture(900, 800)))
+    (alone,), (_, among_others, _) = load(photo, grid=QWEN3_VL), load(other, photo, photo, grid=QWEN3_VL)
+    assert alone.content_hash == among_others.content_hash and alone.grid_thw == among_others.grid_thw
+
+
+def test_a_limit_of_tokens_reduces_images_and_does_not_refuse_them():
+    url = data_url(encoded(picture(640, 480)))
+    assert load(url, grid=QWEN3_VL)[0].num_tokens == 300
+    assert load(url, grid=QWEN3_VL, max_image_tokens=300)[0].num_tokens == 300
+    assert 80 < load(url, grid=QWEN3_VL, max_image_tokens=100)[0].num_tokens <= 100
+
+
+def in_loader(test, **limits) -> None:
+    async def go() -> None:
+        loader = MediaLoader(MediaConfig(**limits), QWEN3_VL)
+        try:
+            async with asyncio.timeout(120):
+                await test(loader)
+        finally:
+            loader.workers.close()
+
+    asyncio.run(go())
+
+
+def test_the_images_of_a_request_are_decoded_one_after_the_other():
+    sources = [(FIELD, data_url(encoded(picture(512, 512, seed)))) for seed in range(16)]
+
+    async def test(loader: MediaLoader) -> None:
+        async with loader.load(sources) as images:
+            assert len({image.content_hash for image in images}) == 16
+            assert loader.decoded.peak_bytes == 512 * 512 * 4, "there are two workers, but one request"
+            assert loader.planning.held_bytes == sum(image.patches.nbytes for image in images)
+        assert loader.planning.held_bytes == loader.decoded.held_bytes == 0
+
+    in_loader(test)
+
+
+def test_requests_wait_until_others_have_given_back_their_patches():
+    source = [(FIELD, data_url(encoded(picture(512, 512))))]
+
+    async def test(loader: MediaLoader) -> None:
+        loader.planning = ByteBudget(20 * 2**20)  # of which one request at first reserves 15
+        held: list[int] = []
+
+        async def request() -> None:
+            async with loader.load(source):
+                held.append(loader.planning.held_bytes)
+
+        async with loader.load(source), loader.planning.hold(12 * 2**20):
+            waiting = [asyncio.create_task(request()) for _ in range(3)]
+            while loader.planning.num_waiting < 3:
+                await asyncio.sleep(0.01)
+            waiting[0].cancel()
+            assert not held
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert len(held) == 2 and loader.planning.held_bytes == 0
+        assert loader.planning.peak_bytes <= 20 * 2**20
+
+    in_loader(test)
+
+
+def test_a_request_that_fails_gives_everything_back():
+    sources = [(FIELD, data_url(PNG)), ("bad", data_url(PNG[:60])), (FIELD, data_url(encoded(picture(2000, 2000))))]
+
+    async def test(loader: MediaLoader) -> None:
+        with pytest.raises(InvalidRequest) as caught:
+            async with loader.load(sources):
+                raise AssertionError
+        assert caught.value.field == "bad"
+        status = loader.status()
+        assert {status[f"{name}_bytes"] for name in ("fetched", "decoded", "planning")} == {0}
+        async with loader.load(sources[:1]) as images:
+            assert len(images) == 1
+
+    in_loader(test)
+
+
+def test_limits_of_the_config_reach_the_decoder():
+    bomb = data_url(encoded(Image.new("RGB", (6000, 6000))))
+    assert refusal(bomb, decode_memory_mb=64).startswith("decoding the image takes more than 64 MiB of memory")
+
+    async def test(loader: MediaLoader) -> None:
+        assert (loader.decoded.max_bytes, loader.workers._settings.cpu_s) == (3 * 2**20, 7)
+
+    in_loader(test, decode_budget_mb=3, decode_cpu_s=7)

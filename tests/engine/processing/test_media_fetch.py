@@ -9,13 +9,15 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from engine.config import MediaConfig
-from engine.processing import media
-from engine.processing.media import MediaLoader, is_public
+from engine.processing.byte_budget import ByteBudget
+from engine.processing.media import MAX_FETCHES, MediaLoader
+from engine.processing.public_addresses import Resolver, is_public
 from engine.protocol import InvalidRequest
-from tests.engine.processing.pictures import PNG, data_url, load, picture, refusal
+from tests.engine.processing.pictures import PNG, UNCHANGED, data_url, load, picture, pixels_of, refusal
 
 
 class Server(ThreadingHTTPServer):
@@ -73,11 +75,11 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """The name service of the test: host -> addresses. Lookups are counted in `lookups`."""
     table: dict[str, list[str]] = {"127.0.0.1": ["127.0.0.1"], "lookups": []}
 
-    async def resolve(host: str, port: int) -> list[str]:
+    async def resolve(self: Resolver, host: str, port: int) -> list[str]:
         table["lookups"].append(host)
         return table[host]
 
-    monkeypatch.setattr(media, "resolve", resolve)
+    monkeypatch.setattr(Resolver, "resolve", resolve)
     return table
 
 
@@ -85,9 +87,10 @@ LOCAL: Any = {"allowed_private_hosts": ["127.0.0.1"]}
 
 
 def test_a_picture_is_fetched(server: Server):
-    (decoded,) = load(server.url("/ok.png"), **LOCAL)
-    assert decoded.image.tobytes() == picture().tobytes()
+    (image,) = load(server.url("/ok.png"), **LOCAL)
+    assert pixels_of(image).tolist() == np.asarray(picture()).tolist()
     ((_, headers),) = server.seen
+    assert headers["user-agent"].startswith("Orchard/")
     assert headers["host"] == f"127.0.0.1:{server.port}"
     assert not {"cookie", "authorization", "referer"} & set(headers)
 
@@ -143,6 +146,8 @@ def test_proxies_of_the_environment_are_not_used(server: Server, variable: str, 
         ["127.0.0.1"],
         ["169.254.169.254"],
         ["100.64.0.1"],
+        ["168.63.129.16"],
+        ["::ffff:168.63.129.16"],
         ["0.0.0.0"],
         ["224.0.0.1"],
         ["240.0.0.1"],
@@ -196,6 +201,8 @@ def test_no_way_of_writing_loopback_gets_through(host: str, server: Server):
         ("http:a.png", "names no valid host"),
         ("http://example.com:99999999/", "has port 99999999; ports are 1 to 65535"),
         ("http://example.com:0/", "has port 0;"),
+        ("http://example.com:22/", "has port 22; images are fetched from the ports 80, 443 and from 1024 on"),
+        ("https://example.com:1023/", "has port 1023;"),
         ("http://example.com:x/", "is not valid"),
         ("http://[::1/", "is not valid"),
         ("http://[fe80::1%25eth0]/", "not valid|no valid host"),
@@ -208,10 +215,10 @@ def test_a_url_that_parsers_may_read_differently_is_refused(url: str, message: s
 
 
 def test_a_name_that_does_not_resolve_is_refused(monkeypatch: pytest.MonkeyPatch):
-    async def resolve(host: str, port: int) -> list[str]:
+    async def resolve(self: Resolver, host: str, port: int) -> list[str]:
         raise socket.gaierror("nope")
 
-    monkeypatch.setattr(media, "resolve", resolve)
+    monkeypatch.setattr(Resolver, "resolve", resolve)
     assert refusal("http://nowhere.test/") == "the image could not be fetched: its server is not reachable"
 
 
@@ -284,8 +291,84 @@ def test_the_field_of_the_failing_picture_is_named_and_the_others_are_given_up(s
 
     async def run() -> int:
         with pytest.raises(InvalidRequest) as caught:
-            await MediaLoader(MediaConfig(**LOCAL)).load_images(sources)
+            async with MediaLoader(MediaConfig(**LOCAL), UNCHANGED).load(sources):
+                raise AssertionError
         assert caught.value.field == "c"
         return len(asyncio.all_tasks())
 
     assert asyncio.run(run()) == 1
+
+
+def test_http_urls_can_be_forbidden(server: Server, names: dict):
+    message = "http: URLs are not fetched here (media.allow_http is false); use an https: URL"
+    assert refusal(server.url("/ok.png"), allow_http=False, **LOCAL) == message
+    assert not server.seen and not names["lookups"]
+
+
+def test_a_redirect_may_not_leave_the_ports_of_web_servers(server: Server):
+    assert "has port 25;" in refusal(server.redirect("/r", "http://127.0.0.1:25/"), **LOCAL)
+
+
+class DeadNameServer:
+    """Lookups of dead.test wait for `released`."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.lock = threading.Lock()
+        self.num_now = self.num_at_once = 0
+
+    def __call__(self, host: str, port: int, **options: Any) -> list[Any]:
+        with self.lock:
+            self.num_now += 1
+            self.num_at_once = max(self.num_at_once, self.num_now)
+        self.released.wait(60)
+        with self.lock:
+            self.num_now -= 1
+        raise socket.gaierror("dead")
+
+
+def test_a_dead_name_server_delays_nothing_else():
+    name_server = DeadNameServer()
+    dead = [("dead", f"http://{i}.dead.test/") for i in range(16)]
+
+    async def go() -> None:
+        loader = MediaLoader(MediaConfig(**LOCAL), UNCHANGED, Resolver(name_server))
+        try:
+            async with asyncio.timeout(60):
+                requests = [asyncio.create_task(loader.load(dead).__aenter__()) for _ in range(3)]
+                while name_server.num_now < 3 * MAX_FETCHES:
+                    await asyncio.sleep(0.01)
+                async with loader.load([("data", data_url(PNG))]) as images:
+                    assert len(images) == 1
+                assert await asyncio.to_thread(lambda: "free") == "free"
+                assert name_server.num_at_once == 3 * MAX_FETCHES and not any(task.done() for task in requests)
+                name_server.released.set()
+                results = await asyncio.gather(*requests, return_exceptions=True)
+                assert all(isinstance(error, InvalidRequest) and error.field == "dead" for error in results)
+        finally:
+            name_server.released.set()
+            loader.workers.close()
+
+    asyncio.run(go())
+
+
+def test_fetched_bytes_are_bounded_across_requests(server: Server):
+    server.routes["/ok.png"] = (200, {"Content-Length": str(len(PNG))}, PNG)
+    sources = [("f", server.url("/ok.png")) for _ in range(8)]
+
+    async def go() -> None:
+        loader = MediaLoader(MediaConfig(max_bytes=10_000, **LOCAL), UNCHANGED)
+        loader.fetched = ByteBudget(25_000)
+
+        async def request() -> None:
+            async with loader.load(sources) as images:
+                assert len(images) == 8
+
+        try:
+            async with asyncio.timeout(60):
+                await asyncio.gather(*(request() for _ in range(5)))
+            assert 10_000 < loader.fetched.peak_bytes <= 25_000 and loader.fetched.held_bytes == 0
+        finally:
+            loader.workers.close()
+
+    asyncio.run(go())
