@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -23,6 +25,7 @@ from engine.protocol import (
     EngineFailed,
     EngineRequest,
     FinishReason,
+    ImagePatches,
     InvalidRequest,
     Overloaded,
     QueueTimeout,
@@ -170,6 +173,34 @@ def test_plan_and_tokens_come_from_the_node_that_was_reserved():
     assert answer(graph) == [1, 2, 3]
     assert graph.log == ["reserve", "plan", "dispatch", "cancel", "release"]
     assert graph.pins == ["node:node-0"]
+
+
+def test_pixels_are_dropped_as_soon_as_the_engine_has_them():
+    """They reach the engine, and nothing here keeps them while the answer runs; what else is known of them stays."""
+    pixels = np.zeros((16, 3, 16, 16), np.uint8)
+    alive = weakref.ref(pixels)
+    images = (ImagePatches(pixels, (1, 4, 4), 4, "hash"),)
+    graph = Graph(plans=[replace(PLAN, request=replace(PLAN.request, images=images))])
+    sent: list[int] = []
+
+    def dispatch(selection: Selection, request: EngineRequest) -> Response:
+        sent.append(request.num_pixel_bytes)
+        return Response([TokenChunk((1,)), LAST], graph.log)
+
+    graph.dispatch = dispatch
+
+    async def go() -> None:
+        stream = await graph.client().start(REQUEST, Route.TEXT)
+        gc.collect()
+        assert sent == [16 * 768] and alive() is None
+        (image,) = stream.plan.request.images
+        assert (image.grid_thw, image.num_tokens, image.content_hash, image.patches.nbytes) == ((1, 4, 4), 4, "hash", 0)
+        assert await tokens(stream) == [1, 3]
+
+    del pixels, images
+    graph.plans, plans = [], graph.plans
+    graph._next = lambda scenarios: plans.pop() if scenarios is graph.plans else scenarios[0]
+    run(go)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from deployments import mllm
 from deployments.chat import ChatRequest, Plan, Route
 from deployments.mllm import MLLM, image_sources
 from engine.config import EngineConfig, MediaConfig, SpecPrefillConfig
+from engine.processing import media
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import InvalidRequest
+from tests.engine.processing.pictures import scan_bomb
 
 CONFIG = EngineConfig(), MediaConfig(max_images=3)
 
@@ -34,10 +35,10 @@ def picture(url: str) -> dict[str, Any]:
 TEXT = {"type": "text", "text": "What is in the image?"}
 
 
-def plan(*messages: dict[str, Any], config: EngineConfig = CONFIG[0]) -> Plan:
+def plan(*messages: dict[str, Any], config: EngineConfig = CONFIG[0], limits: MediaConfig = CONFIG[1]) -> Plan:
     async def go() -> Plan:
         make: Any = MLLM.func_or_class
-        return await make(config, CONFIG[1], SpecPrefillConfig()).plan(ChatRequest("r", messages))
+        return await make(config, limits, SpecPrefillConfig()).plan(ChatRequest("r", messages))
 
     return asyncio.run(go())
 
@@ -91,10 +92,11 @@ def test_more_pictures_than_allowed_are_refused():
 
 
 def test_pictures_that_would_not_fit_in_one_message_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mllm, "MAX_PIXEL_BYTES", 20_000)
-    plan(user(picture(data_url((64, 64)))))
-    with pytest.raises(InvalidRequest, match=r"hold 24576 bytes.*limit is 20000") as error:
-        plan(user(picture(data_url()), picture(data_url())))
+    monkeypatch.setattr(media, "MAX_REQUEST_BYTES", 20_000)
+    limits = MediaConfig(max_image_tokens=4)
+    plan(user(picture(data_url((64, 64)))), limits=limits)
+    with pytest.raises(InvalidRequest, match=r"take 24576 bytes.*limit for a request is 20000") as error:
+        plan(user(picture(data_url()), picture(data_url())), limits=limits)
     assert error.value.field == "messages[0].content[1].image_url.url"
 
 
@@ -104,3 +106,18 @@ def test_a_model_without_eyes_refuses_pictures(tmp_path: Path):
             (tmp_path / file.name).symlink_to(file)
     with pytest.raises(InvalidRequest, match="sees no images"):
         plan(user(picture(data_url())), config=EngineConfig(model=str(tmp_path)))
+
+
+def test_a_hostile_image_is_refused_by_place_and_the_status_counts_it():
+    async def go() -> dict[str, Any]:
+        make: Any = MLLM.func_or_class
+        planner = make(*CONFIG, SpecPrefillConfig())
+        bomb = "data:image/jpeg;base64," + base64.b64encode(scan_bomb(1000)).decode()
+        with pytest.raises(InvalidRequest, match="more than 64 scans") as error:
+            await planner.plan(ChatRequest("r", (user(picture(bomb)),)))
+        assert error.value.field == "messages[0].content[0].image_url.url"
+        await planner.plan(ChatRequest("s", (user(picture(data_url())),)))
+        return planner._loader.status()
+
+    status = asyncio.run(go())
+    assert (status["num_images"], status["num_refused"], status["planning_bytes"]) == (1, 1, 0)

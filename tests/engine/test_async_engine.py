@@ -16,6 +16,7 @@ from engine.protocol import (
     EngineFailed,
     EngineRequest,
     FinishReason,
+    ImagePatches,
     InvalidRequest,
     Overloaded,
     SamplingParams,
@@ -163,6 +164,41 @@ def test_a_full_queue_refuses_with_the_limit_and_takes_again_when_there_is_room(
         assert await collect(engine, request("now")) == list(range(10))
 
     run(test, CountingRunner(step_s=0.002), max_running=1, max_queue=2)
+
+
+def with_pixels(r: EngineRequest, num_mb: int) -> EngineRequest:
+    patches = np.zeros((num_mb * 2**20 // 768, 3, 16, 16), np.uint8)
+    return replace(r, images=(ImagePatches(patches, (1, 1, len(patches)), len(patches) // 4, "hash"),))
+
+
+def test_pixels_of_open_requests_are_counted_and_limited():
+    async def test(engine):
+        streams = [engine.generate(with_pixels(request(f"r{i}", 900), 25)) for i in range(2)]
+        first = [asyncio.create_task(anext(s)) for s in streams]
+        await until(lambda: engine.status().num_running == 1 and engine.status().num_waiting == 1)
+        held = engine.status().memory["image_pixels_bytes"]
+        assert 49 * 2**20 < held <= 50 * 2**20
+        with pytest.raises(Overloaded, match=rf"hold {held} bytes .* images 15728640; the limit is 67108864") as error:
+            await collect(engine, with_pixels(request("one too many"), 15))
+        assert error.value.retry_after_s > 0
+        queued = asyncio.create_task(collect(engine, request("text")))
+        await until(lambda: engine.status().num_waiting == 2)  # a request without images is not concerned
+        for task, stream in zip(first, streams, strict=True):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await stream.aclose()
+        assert await queued == list(range(10))
+        assert engine.status().memory["image_pixels_bytes"] == 0
+        assert await collect(engine, with_pixels(request("now"), 15)) == list(range(10))
+
+    run(test, CountingRunner(step_s=0.002), max_running=1, image_memory_mb=64)
+
+
+def test_one_request_may_have_more_pixels_than_all_together():
+    async def test(engine):
+        assert await collect(engine, with_pixels(request(), 65)) == list(range(10))
+
+    run(test, image_memory_mb=64)
 
 
 def test_a_failed_step_ends_the_streams_promptly_and_too_many_make_it_unhealthy():
