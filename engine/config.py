@@ -13,6 +13,10 @@ MIN_KEEP = 0.1
 class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    def changed(self) -> list[str]:
+        """The fields whose value is not the default."""
+        return [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.get_default()]
+
 
 class MTPConfig(Frozen):
     max_draft_tokens: int = Field(default=3, ge=1, le=8, description="tokens drafted per step and row: always as many")
@@ -104,8 +108,14 @@ class PrefixCacheConfig(Frozen):
 
     @model_validator(mode="after")
     def _effective(self) -> "PrefixCacheConfig":
-        if not self.enabled and (without := [name for name in ("pinned", "disk") if getattr(self, name)]):
-            raise ValueError(f"prefix_cache.enabled is false: {' and '.join(without)} would have no effect")
+        changed = [name for name in self.changed() if name != "enabled"]
+        if not self.enabled and changed:
+            raise ValueError(f"prefix_cache.enabled is false: {' and '.join(changed)} would have no effect")
+        if not self.boundaries and not self.pinned and changed != ["boundaries"]:
+            raise ValueError(
+                "prefix_cache.boundaries is empty and nothing is pinned, so that nothing is kept: "
+                f"{' and '.join(name for name in changed if name != 'boundaries')} would have no effect"
+            )
         return self
 
 
@@ -151,15 +161,31 @@ class EngineConfig(Frozen):
         default=120.0, gt=0, description="a step that takes longer makes the engine unhealthy"
     )
     max_failed_steps: int = Field(default=5, ge=1, description="failed steps in a row before the engine is unhealthy")
+    share_device: bool = Field(
+        default=False,
+        description="load the model although another engine of this machine uses the same GPU; false: that is refused",
+    )
+
+    @model_validator(mode="after")
+    def _effective(self) -> "EngineConfig":
+        if self.mtp == "off" and self.mtp_head is not None:
+            raise ValueError(f"mtp is off: mtp_head {self.mtp_head!r} would have no effect")
+        if self.model == "demo" and self.revision is not None:
+            raise ValueError(f"model demo is part of Orchard: revision {self.revision!r} would have no effect")
+        if self.device == "cpu" and self.share_device:
+            raise ValueError("device is cpu, which any number of engines may use: share_device would have no effect")
+        return self
 
 
 class SpecPrefillConfig(Frozen):
     """The scorer: a small draft model tells which parts of a long prompt matter, the target computes only those."""
 
     enabled: bool = Field(default=False, description="score long prompts and take them in sparsely")
-    draft_model: str = Field(
-        default="demo",
-        description="with the tokenizer of the target: 'demo' (the demo model's draft), a directory, a hub repository",
+    draft_model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="with the tokenizer of the target: 'demo' (the demo model's draft), a directory, a hub repository; "
+        "default: demo for the demo model, none for any other, which switches sparse prefill off",
     )
     draft_revision: str | None = Field(default=None, description="branch, tag or commit of a hub repository")
     threshold_tokens: int = Field(

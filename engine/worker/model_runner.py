@@ -11,6 +11,8 @@ from engine.config import EngineConfig, MTPConfig
 from engine.core.batch import PrefillOutput, RowOutput
 from engine.core.costs import MemoryCosts
 from engine.core.request import Request
+from engine.device_lock import lock_device
+from engine.process_lock import ProcessLock
 from engine.processing.checkpoint import image_processor_config
 from engine.processing.patch_normalization import PatchNormalization
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
@@ -32,17 +34,29 @@ AUTO_DRAFT_TOKENS = 3  # heads are trained for one to two tokens ahead; a fourth
 
 
 def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> "MLXRunner":
-    """Loads the model on the calling thread, which must be the one that will call the runner."""
-    runner = MLXRunner(loader.load(config, progress), config)
-    memory.set_limits(config)
-    runner.warm_up()
-    return runner
+    """Loads the model on the calling thread, which must be the one that will call the runner.
+
+    Raises EngineFailed, also when an engine of another process has the GPU.
+    """
+    loader.use_device(config.device)
+    lock = lock_device(loader.device_kind(), config.share_device)
+    try:
+        runner = MLXRunner(loader.load(config, progress), config, lock)
+        memory.set_limits(config)
+        runner.warm_up()
+        return runner
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
 
 
 class MLXRunner:
     """One model, one decode batch, and the prompts that are on their way into it."""
 
-    def __init__(self, model: loader.LoadedModel, config: EngineConfig):
+    def __init__(self, model: loader.LoadedModel, config: EngineConfig, device_lock: ProcessLock | None = None):
+        """device_lock: released by `close`, when the memory of the device is given back."""
+        self._device_lock = device_lock
         if not loader.on_gpu():
             gated_delta_rows.install()
             gated_delta_chunks.install()
@@ -179,6 +193,8 @@ class MLXRunner:
         gc.collect()
         mx.clear_cache()
         mx.clear_streams()
+        if self._device_lock is not None:
+            self._device_lock.release()
 
     def _advance(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         prompt = self._prompts.get(rows[0].id)

@@ -1,0 +1,83 @@
+"""Locks of this machine that one process holds until it ends: a device, a port."""
+
+import fcntl
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+POLL_S = 0.1
+
+
+class LockHeld(Exception):
+    """holder: the process that holds the lock, as 'process 123 (its command line)'."""
+
+    def __init__(self, holder: str):
+        super().__init__(holder)
+        self.holder = holder
+
+
+class ProcessLock:
+    """An exclusive flock on a file, with the holder's pid and command line inside.
+
+    The kernel releases it when the process ends in any way, so there are no stale locks; the file itself stays.
+    Processes that the holder starts do not inherit it.
+    """
+
+    def __init__(self, path: Path, timeout_s: float = 0.0):
+        """Take the lock, and wait up to timeout_s for it. Raises LockHeld, or OSError if the file cannot be written."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not _try_lock(self._file):
+                if time.monotonic() >= deadline:
+                    raise LockHeld(_read_holder(self._file))
+                time.sleep(POLL_S)
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"{os.getpid()}\n{_command_line()}\n".encode(errors="replace"), 0)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self._file >= 0:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            os.close(self._file)
+            self._file = -1
+
+
+def lock_path(name: str) -> Path:
+    """The file of a lock in the user's cache. The host name is part of it: a home directory may be shared."""
+    return Path.home() / ".cache" / "orchard" / f"{name}-{socket.gethostname()}.lock"
+
+
+def holder_of(path: Path) -> str | None:
+    """The process that holds the lock, None if there is none. Takes nothing and waits for nothing."""
+    try:
+        file = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        return None if _try_lock(file) else _read_holder(file)
+    finally:
+        os.close(file)
+
+
+def _try_lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _read_holder(file: int) -> str:
+    pid, _, command = os.pread(file, 4096, 0).decode(errors="replace").partition("\n")
+    return f"process {pid} ({command.strip()})" if pid else "another process"
+
+
+def _command_line() -> str:
+    return " ".join([os.path.basename(sys.argv[0]) or "python", *sys.argv[1:]])[:1000] if sys.argv else "python"
