@@ -13,12 +13,11 @@ from typing import Any
 
 import ray
 
+from deployments.args import DRAIN_TIMEOUT_S as DRAIN_TIMEOUT_S
 from deployments.replica import in_replica
 from engine.protocol import EngineFailed
 
 log = logging.getLogger("ray.serve")
-
-DRAIN_TIMEOUT_S = 25.0
 
 ENGINE_MARGIN_S = 5.0
 """An engine goes on for so much longer than the ingresses: it is they who tell the clients that their time is over."""

@@ -30,10 +30,12 @@ class SpecPrefillScorer:
         self._scorer = AsyncDraftScorer(config, target, await asyncio.to_thread(_beside_engine))
         try:
             await self._scorer.wait_ready()
-            log.info("the draft model %s is loaded", config.draft_model)
+            log.info("the draft model %s is loaded", config.draft_model or "demo")
         except EngineFailed as error:
             log.error(
-                "prompts are taken in densely, as the draft model %s is unavailable: %s", config.draft_model, error
+                "prompts are taken in densely, as the draft model %s is unavailable: %s",
+                config.draft_model or "demo",
+                error,
             )
 
     async def score(self, request: ScoreRequest) -> Scored:

@@ -105,7 +105,7 @@ class AsyncDraftScorer:
 
     def status(self) -> ScorerStatus:
         scorer = self._scorer
-        status = ScorerStatus(self._state, self.config.draft_model, error=self._error, **asdict(self._counts))
+        status = ScorerStatus(self._state, self.config.draft_model or "demo", error=self._error, **asdict(self._counts))
         if scorer is None:
             return status
         return replace(

@@ -9,9 +9,9 @@ from typing import Any
 
 import huggingface_hub  # loads its parts when they are used
 
+from engine.demo import DEMO_MODEL
 from engine.protocol import EngineFailed
 
-DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 DEFAULT_CONTEXT_TOKENS = 32768
 
 CONFIG_PATTERNS = ("*.json", "*.jinja", "tokenizer*", "*.tiktoken", "merges.txt", "vocab.txt")
@@ -43,9 +43,9 @@ def resolve_checkpoint(model: str, revision: str | None, *, weights: bool) -> Pa
     return local
 
 
-def draft_of(draft_model: str) -> str:
-    """What `resolve_checkpoint` takes for a draft model: 'demo' is the one that is shipped with the demo model."""
-    return str(DEMO_MODEL / "draft") if draft_model == "demo" else draft_model
+def draft_of(draft_model: str | None) -> str:
+    """What `resolve_checkpoint` takes for a draft model: 'demo', or None, is the one that belongs to the demo model."""
+    return str(DEMO_MODEL / "draft") if draft_model in (None, "demo") else draft_model
 
 
 def _local_directory(model: str) -> Path | None:
@@ -131,6 +131,16 @@ def context_limit(config: dict[str, Any]) -> int:
     return DEFAULT_CONTEXT_TOKENS
 
 
+def choose_context(max_context_tokens: int | None, config: dict[str, Any]) -> int:
+    """max_context_tokens of the configuration, or the model's own limit. Raises EngineFailed when it is beyond that."""
+    limit = context_limit(config)
+    if max_context_tokens is None:
+        return limit
+    if max_context_tokens > limit:
+        raise EngineFailed(f"max_context_tokens: {max_context_tokens} is more than the model's own limit of {limit}")
+    return max_context_tokens
+
+
 def vocab_size(config: dict[str, Any]) -> int:
     """Rows of the embedding: every token id is below it."""
     for section in (config.get("text_config"), config):
@@ -161,6 +171,44 @@ def image_processor_config(model_dir: Path) -> dict[str, Any]:
     own_file = read_optional_json(model_dir / "preprocessor_config.json")
     return own_file or read_optional_json(model_dir / "processor_config.json").get("image_processor") or {}
 
+
+def check_weights(model_dir: Path) -> None:
+    """Find out in milliseconds whether the weights of a local checkpoint can be read at all.
+
+    Each safetensors file must have a valid header and as many bytes as it announces; the files that an index names must
+    be there. Raises EngineFailed naming the file.
+    """
+    paths = sorted(model_dir.glob("*.safetensors"))
+    for index in sorted(model_dir.glob("*.safetensors.index.json")):
+        named = read_json(index).get("weight_map")
+        if not isinstance(named, dict):
+            raise EngineFailed(f"{index}: expected an object `weight_map`")
+        if missing := sorted({str(name) for name in named.values()} - {path.name for path in paths}):
+            raise EngineFailed(f"{index} names {len(missing)} files that are missing, such as {missing[0]}")
+    if not paths:
+        raise EngineFailed(f"{model_dir}: there are no weights (*.safetensors)")
+    for path in paths:
+        _check_safetensors(path)
+
+
+def _check_safetensors(path: Path) -> None:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size - 8, MAX_HEADER_BYTES):
+                raise ValueError(f"its header would have {length} bytes")
+            tensors = json.loads(file.read(length))
+        ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
+        expected = 8 + length + max(ends, default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
+        raise EngineFailed(f"{path}: this is no safetensors file that can be read ({error})") from None
+    if size < expected:
+        raise EngineFailed(f"{path}: the file has {size} bytes, its header announces {expected}: is it incomplete?")
+
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
 
 SAMPLE_BYTES = 4096
 

@@ -14,7 +14,7 @@ from mlx_vlm.utils import load_model
 
 from engine.config import EngineConfig
 from engine.processing.checkpoint import (
-    context_limit,
+    choose_context,
     fingerprint,
     media_kinds,
     read_config,
@@ -64,7 +64,7 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
     path = resolve_checkpoint(config.model, config.revision, weights=True)
     refuse_code(path)
     model_config = read_config(path)
-    max_context_tokens, num_tokens = _context(config, model_config), vocab_size(model_config)
+    max_context_tokens, num_tokens = choose_context(config.max_context_tokens, model_config), vocab_size(model_config)
     try:
         module = load_model(path, lazy=True)
     except (ValueError, FileNotFoundError, KeyError, RuntimeError) as error:
@@ -134,17 +134,6 @@ def cast(module: nn.Module, dtype: mx.Dtype | None) -> None:
         for name, w in weights_of(module)
     ]
     module.update(tree_unflatten(weights))
-
-
-def _context(config: EngineConfig, model_config: dict[str, Any]) -> int:
-    limit = context_limit(model_config)
-    if config.max_context_tokens is None:
-        return limit
-    if config.max_context_tokens > limit:
-        raise EngineFailed(
-            f"max_context_tokens: {config.max_context_tokens} is more than the model's own limit of {limit}"
-        )
-    return config.max_context_tokens
 
 
 def _load_head(config: EngineConfig, head_dir: Path | None, module: Any, dtype: str) -> Any | None:

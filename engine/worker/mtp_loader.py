@@ -38,8 +38,6 @@ def find_head(config: EngineConfig, model_dir: Path, model_config: dict[str, Any
     Raises EngineFailed when there is none although the configuration asks for one.
     """
     if config.mtp == "off":
-        if config.mtp_head is not None:
-            raise EngineFailed(f"mtp_head: {config.mtp_head!r} has no effect: mtp is off")
         return None, OFF
     head_dir, status = _search(config.mtp_head, model_dir, model_config)
     asked_for = "mtp_head" if config.mtp_head is not None else "mtp" if isinstance(config.mtp, MTPConfig) else None

@@ -11,6 +11,7 @@ import mlx.core as mx  # isort: skip
 import pytest
 from mlx_vlm.convert import convert
 from mlx_vlm.split_mtp import split_mtp
+from pydantic import ValidationError
 
 from engine.config import EngineConfig, MTPConfig
 from engine.processing.checkpoint import DEMO_MODEL
@@ -208,7 +209,7 @@ def test_a_head_that_is_asked_for_and_missing_is_an_error(bare, split):
 
 
 def test_a_head_for_nothing_is_an_error(raw):
-    with pytest.raises(EngineFailed, match=r"mtp_head: .* has no effect: mtp is off"):
+    with pytest.raises(ValidationError, match=r"mtp is off: mtp_head .* would have no effect"):
         load(raw, mtp="off", mtp_head=str(raw))
 
 

@@ -1,0 +1,89 @@
+"""AppArgs: what the section `args` of serve_config.yaml may say. Light to import, for checks before Ray starts."""
+
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from deployments.http.config import HttpConfig
+from engine.config import EngineConfig, Frozen, MediaConfig, SpecPrefillConfig
+from engine.demo import has_tokenizer_of_demo
+
+DRAIN_TIMEOUT_S = 25.0
+
+
+class AppArgs(Frozen):
+    engine: EngineConfig = Field(
+        default_factory=lambda: EngineConfig(), description="the model and how it runs, the same on every node"
+    )
+    spec_prefill: SpecPrefillConfig = Field(
+        default_factory=lambda: SpecPrefillConfig(), description="whether and how long prompts are taken in sparsely"
+    )
+    media: MediaConfig = Field(default_factory=lambda: MediaConfig(), description="limits on the pictures of a request")
+    http: HttpConfig = Field(default_factory=lambda: HttpConfig(), description="what the HTTP faces accept")
+    drain_timeout_s: float = Field(
+        default=DRAIN_TIMEOUT_S,
+        ge=0,
+        le=3600,
+        description="running answers get so long when the server stops or is deployed anew, then they end with an "
+        "error that says so",
+    )
+    served_model_name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the name that clients send; default: 'demo', the directory's name, or the hub repository",
+    )
+
+    @property
+    def model_name(self) -> str:
+        if self.served_model_name is not None:
+            return self.served_model_name
+        path = Path(self.engine.model).expanduser()
+        return path.resolve().name if path.is_dir() else self.engine.model
+
+    @property
+    def sparse_prefill_off(self) -> str | None:
+        """Why no prompt is prefilled sparsely, None if long ones are."""
+        if not self.spec_prefill.enabled:
+            return "spec_prefill.enabled is false"
+        if self.spec_prefill.draft_model is None and not has_tokenizer_of_demo(self.engine.model):
+            return f"no draft_model for {self.engine.model}"
+        return None
+
+    @model_validator(mode="after")
+    def _effective(self) -> "AppArgs":
+        if mistakes := [*self._sparse_prefill_mistakes(), *self._other_mistakes()]:
+            raise ValueError("\n".join(mistakes))
+        return self
+
+    def _sparse_prefill_mistakes(self) -> list[str]:
+        config, model = self.spec_prefill, self.engine.model
+        changed = [name for name in config.changed() if name != "enabled"]
+        if config.draft_model == "demo" and config.enabled and not has_tokenizer_of_demo(model):
+            return [
+                f"spec_prefill.draft_model: the demo's draft cannot read the tokens of the model {model!r}; set it to "
+                "a small model with the same tokenizer, or leave it out: then sparse prefill is off for this model"
+            ]
+        if (off := self.sparse_prefill_off) is not None:
+            remedy = " (set spec_prefill.draft_model)" if config.enabled else ""
+            return [f"spec_prefill.{name}: has no effect, as {off}{remedy}" for name in changed]
+        mistakes = []
+        if config.draft_model in (None, "demo") and config.draft_revision is not None:
+            mistakes.append("spec_prefill.draft_revision: has no effect, as the demo model's draft has no revisions")
+        if "threshold_tokens" in changed and config.threshold_tokens > config.max_tokens_scored:
+            mistakes.append(
+                f"spec_prefill.threshold_tokens: {config.threshold_tokens} has no effect, as prompts of more than "
+                f"{config.max_tokens_scored} tokens (max_tokens_scored) are always prefilled densely"
+            )
+        return mistakes
+
+    def _other_mistakes(self) -> list[str]:
+        # The HTTP API refuses `tools` for now, so no request can begin with a prompt that has them.
+        mistakes = [
+            f"engine.prefix_cache.pinned.{i}.tools: has no effect, as requests with `tools` are refused, so that none "
+            "can match this prompt"
+            for i, prompt in enumerate(self.engine.prefix_cache.pinned)
+            if prompt.tools
+        ]
+        if self.http.api_keys and self.http.open:
+            mistakes.append("http.open: has no effect, as http.api_keys are set and every request needs one of them")
+        return mistakes

@@ -1,0 +1,53 @@
+"""What can be known about a model before a replica loads it, and which options have no effect with this model.
+
+Serve would start a replica three times before it gives up.
+"""
+
+from pathlib import Path
+
+from deployments.args import AppArgs
+from engine.processing.checkpoint import (
+    check_weights,
+    choose_context,
+    media_kinds,
+    read_config,
+    refuse_code,
+    resolve_checkpoint,
+    vocab_size,
+)
+from engine.protocol import EngineFailed
+
+
+def check_model(args: AppArgs) -> None:
+    """Raises EngineFailed. Fetches a hub repository's configuration, but not its weights."""
+    model = args.engine.model
+    model_dir = resolve_checkpoint(model, args.engine.revision, weights=False)
+    refuse_code(model_dir)
+    config = read_config(model_dir)
+    choose_context(args.engine.max_context_tokens, config)
+    vocab_size(config)
+    if model == "demo" or Path(model).expanduser().is_dir():
+        check_weights(model_dir)
+    if not media_kinds(model_dir, config):
+        _check_text_only(args)
+    if "system_policy" in args.http.changed():
+        _check_system_policy(args, model_dir)
+
+
+def _check_text_only(args: AppArgs) -> None:
+    without = [f"media.{name}" for name in args.media.changed()]
+    without += ["engine.vision_cache_mb"] if "vision_cache_mb" in args.engine.changed() else []
+    if without:
+        raise EngineFailed(
+            f"{', '.join(without)}: has no effect, as the model {args.engine.model!r} reads text alone here. Remove it."
+        )
+
+
+def _check_system_policy(args: AppArgs, model_dir: Path) -> None:
+    from engine.processing.tokenizer import ChatTokenizer  # brings transformers
+
+    if ChatTokenizer(model_dir).keeps_late_system:
+        raise EngineFailed(
+            f"http.system_policy: {args.http.system_policy!r} has no effect: the chat template of the model "
+            f"{args.engine.model!r} takes system messages wherever they are, and keeps them there. Remove it."
+        )
