@@ -1,0 +1,371 @@
+"""serve_config.yaml, read and validated as a whole before anything is started.
+
+Ray's schemas ignore keys that they do not know, and some of their defaults are not what Orchard's users expect: a
+misspelt `http_options` binds 0.0.0.0. Here every key is either known, or an error that names it.
+
+The key tables below repeat the field names of Ray's schemas, so that a mistake is found before Ray is imported;
+tests/deployments/serve_run/test_config_file.py compares them with the schemas. The values are left to Ray
+(`check_with_ray`).
+"""
+
+import ipaddress
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from deployments.args import AppArgs
+
+APP = "deployments.app:build_app"
+DEPLOYMENTS = ("Ingress", "TextMTP", "MLLM", "ModelReplica", "SpecPrefillScorer")
+PLANNERS = ("TextMTP", "MLLM")
+
+DEFAULT_HTTP_PORT = 8000
+
+Reasons = Mapping[str, str | None]
+"""Key -> why it may not be set; None: it may."""
+
+_FROM_CLUSTER = "follows from the cluster: one replica per node that offers `mlx` (or `mlx_scorer`)"
+_FROM_NODES = "is derived from the nodes: Orchard places its replicas itself"
+_FROM_DRAIN = "is derived from args.drain_timeout_s"
+
+TOP_KEYS: Reasons = {
+    "proxy_location": None,
+    "http_options": None,
+    "grpc_options": "has no effect: Orchard answers over HTTP alone",
+    "controller_options": None,
+    "logging_config": None,
+    "tracing_config": None,
+    "applications": None,
+    "target_capacity": f"the number of replicas {_FROM_CLUSTER}",
+}
+HTTP_KEYS: Reasons = {
+    "host": None,
+    "port": None,
+    "root_path": None,
+    "request_timeout_s": "it would also cut answers that are streaming well; the limits of a request are in args",
+    "keep_alive_timeout_s": None,
+    "ssl_keyfile": None,
+    "ssl_certfile": None,
+    "ssl_keyfile_password": None,
+    "ssl_ca_certs": None,
+}
+APPLICATION_KEYS: Reasons = {
+    "name": None,
+    "route_prefix": None,
+    "import_path": None,
+    "runtime_env": None,
+    "host": "belongs to the section http_options",
+    "port": "belongs to the section http_options",
+    "deployments": None,
+    "autoscaling_policy": f"the number of replicas {_FROM_CLUSTER}",
+    "args": None,
+    "logging_config": None,
+    "external_scaler_enabled": f"the number of replicas {_FROM_CLUSTER}",
+}
+DEPLOYMENT_KEYS: Reasons = {
+    "name": None,
+    "num_replicas": f"the number of replicas {_FROM_CLUSTER}",
+    "max_ongoing_requests": None,  # of the planners alone, see _check_deployment
+    "max_queued_requests": "Serve must not refuse requests: the ingress does, by args.engine.max_queue",
+    "backpressure_config": "has no effect: Serve refuses no requests",
+    "user_config": "has no effect: settings are in args",
+    "autoscaling_config": f"the number of replicas {_FROM_CLUSTER}",
+    "graceful_shutdown_wait_loop_s": _FROM_DRAIN,
+    "graceful_shutdown_timeout_s": _FROM_DRAIN,
+    "health_check_period_s": None,
+    "health_check_timeout_s": None,
+    "ray_actor_options": _FROM_NODES,
+    "placement_group_bundles": _FROM_NODES,
+    "placement_group_strategy": _FROM_NODES,
+    "placement_group_bundle_label_selector": _FROM_NODES,
+    "max_replicas_per_node": _FROM_NODES,
+    "logging_config": None,
+    "request_router_config": "is derived: requests go to the engine whose node prepares them",
+    "gang_scheduling_config": _FROM_NODES,
+    "deployment_actors": "has no effect: Orchard has none",
+    "rolling_update_percentage": None,
+    "max_surge_percent": "has no effect: a second engine does not fit on a node",
+}
+LOGGING_KEYS: Reasons = dict.fromkeys(
+    ("encoding", "log_level", "logs_dir", "enable_access_log", "additional_log_standard_attrs")
+)
+
+
+class ConfigError(Exception):
+    """lines: what is wrong, one mistake per line, each beginning with the key."""
+
+    def __init__(self, path: str, lines: list[str]):
+        super().__init__(path, lines)
+        self.path = path
+        self.lines = lines
+
+    def __str__(self) -> str:
+        return f"{self.path} is wrong:\n" + "\n".join(f"  {line}" for line in self.lines)
+
+
+@dataclass(frozen=True)
+class OrchardConfig:
+    """A valid file with Orchard's application in it."""
+
+    raw: dict[str, Any]
+    """The whole file."""
+    application: dict[str, Any]
+    """Orchard's entry in `applications`."""
+    args: AppArgs
+
+    @property
+    def http(self) -> dict[str, Any]:
+        return self.raw["http_options"]
+
+    @property
+    def host(self) -> str:
+        return self.http["host"]
+
+    @property
+    def port(self) -> int:
+        return int(self.http.get("port", DEFAULT_HTTP_PORT))
+
+    @property
+    def name(self) -> str:
+        return self.application.get("name", "default")
+
+    @property
+    def route_prefix(self) -> str:
+        return self.application.get("route_prefix", "/")
+
+    @property
+    def overrides(self) -> dict[str, dict[str, Any]]:
+        """Deployment -> the options that the file sets for it."""
+        return {
+            entry["name"]: {key: value for key, value in entry.items() if key != "name"}
+            for entry in self.application.get("deployments", [])
+        }
+
+
+def read_config(path: str | Path) -> OrchardConfig | None:
+    """The configuration in a file; None if none of its applications is Orchard's. Raises ConfigError."""
+    try:
+        raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(str(path), [f"the file cannot be read: {error}"]) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), [f"this is no valid YAML: {' '.join(str(error).split())}"]) from None
+    if not isinstance(raw, dict):
+        raise ConfigError(str(path), [f"expected keys such as `applications`, found {_kind(raw)}"])
+    if not any(_is_ours(application) for application in _listed(raw)):
+        mistakes = list(_why_none_is_ours(raw))
+        if mistakes:
+            raise ConfigError(str(path), mistakes)
+        return None
+    if mistakes := list(mistakes_in(raw)):
+        raise ConfigError(str(path), mistakes)
+    application = next(application for application in _listed(raw) if _is_ours(application))
+    return OrchardConfig(raw, application, AppArgs.model_validate(application.get("args", {})))
+
+
+def mistakes_in(raw: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a file that serves Orchard, one line per mistake."""
+    ours = [application for application in _listed(raw) if _is_ours(application)]
+    only_ours = len(ours) == len(_listed(raw))
+    top = TOP_KEYS if only_ours else {**TOP_KEYS, "grpc_options": None}
+    yield from _key_mistakes(raw, top, "")
+    yield from _logging_mistakes(raw, "")
+    if raw.get("proxy_location") == "Disabled":
+        yield "proxy_location: Disabled leaves Orchard without HTTP; use EveryNode or HeadOnly"
+    if len(ours) > 1:
+        names = ", ".join(str(application.get("name", "default")) for application in ours)
+        yield f"applications: {len(ours)} of them are Orchard ({names}), but a node has room for one engine"
+    for i, application in enumerate(raw["applications"]):
+        path = f"applications.{i}" if len(raw["applications"]) > 1 else "application"
+        if not isinstance(application, dict):
+            yield f"{path}: expected keys such as `import_path`, found {_kind(application)}"
+        elif _is_ours(application):
+            yield from _application_mistakes(application, path)
+        else:
+            yield from _key_mistakes(application, dict.fromkeys(APPLICATION_KEYS), path + ".")
+    yield from _http_mistakes(raw, _keys_or_open(ours))
+
+
+def check_with_ray(raw: dict[str, Any], path: str) -> None:
+    """Validate the values of Ray's own keys with Ray's schemas. Imports ray.serve, which takes seconds.
+
+    Raises ConfigError.
+    """
+    from ray.serve.schema import ServeDeploySchema
+
+    try:
+        ServeDeploySchema.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(path, list(_lines_of(error, ""))) from None
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _application_mistakes(application: dict[str, Any], path: str) -> Iterator[str]:
+    yield from _key_mistakes(application, APPLICATION_KEYS, path + ".")
+    yield from _logging_mistakes(application, path + ".")
+    if "route_prefix" in application and not isinstance(application["route_prefix"], str):
+        yield f"{path}.route_prefix: expected a path such as /, found {_kind(application['route_prefix'])}"
+    args = application.get("args", {})
+    if not isinstance(args, dict):
+        yield f"args: expected keys such as `engine`, found {_kind(args)}"
+        args = {}
+    try:
+        AppArgs.model_validate(args)
+    except ValidationError as error:
+        yield from _lines_of(error, "args")
+    deployments = application.get("deployments", [])
+    if not isinstance(deployments, list):
+        yield f"{path}.deployments: expected a list, found {_kind(deployments)}"
+        return
+    seen = set()
+    for deployment in deployments:
+        yield from _deployment_mistakes(deployment, args)
+        if isinstance(deployment, dict) and (name := deployment.get("name")) is not None:
+            if name in seen:
+                yield f"deployments.{name}: is listed twice"
+            seen.add(name)
+
+
+def _deployment_mistakes(deployment: Any, args: dict[str, Any]) -> Iterator[str]:
+    if not isinstance(deployment, dict) or not isinstance(deployment.get("name"), str):
+        yield f"deployments: expected entries with a `name`, found {deployment!r}"
+        return
+    name = deployment["name"]
+    if name not in DEPLOYMENTS:
+        yield f"deployments.{name}: there is no such deployment; there are {', '.join(DEPLOYMENTS)}"
+        return
+    if name == "SpecPrefillScorer" and (reason := _sparse_prefill_off(args)) is not None:
+        yield f"deployments.SpecPrefillScorer: there is none, as {reason}"
+    keys: Reasons = DEPLOYMENT_KEYS
+    if name not in PLANNERS:
+        derived = "is derived from max_running and max_queue in args: the engine decides which requests wait"
+        keys = {**DEPLOYMENT_KEYS, "max_ongoing_requests": derived}
+    yield from _key_mistakes(deployment, keys, f"deployments.{name}.")
+    yield from _logging_mistakes(deployment, f"deployments.{name}.")
+
+
+def _sparse_prefill_off(args: dict[str, Any]) -> str | None:
+    try:
+        return AppArgs.model_validate(args).sparse_prefill_off
+    except ValidationError:
+        return None  # which is said of the args themselves
+
+
+def _http_mistakes(raw: dict[str, Any], has_keys_or_is_open: bool) -> Iterator[str]:
+    options = raw.get("http_options")
+    if not isinstance(options, dict):
+        found = "is missing" if options is None else f"expected keys such as `host`, found {_kind(options)}"
+        yield f"http_options: {found}; without a host Ray would serve on all addresses (0.0.0.0): set host: 127.0.0.1"
+        return
+    yield from _key_mistakes(options, HTTP_KEYS, "http_options.")
+    host = options.get("host")
+    if not isinstance(host, str) or not host:
+        found = "is missing" if host is None else f"expected an address, found {_kind(host)}"
+        yield f"http_options.host: {found}; Ray would serve on all addresses (0.0.0.0): set host: 127.0.0.1"
+    elif not is_loopback(host) and not has_keys_or_is_open:
+        yield (
+            f"http_options.host: {host} can be reached by other machines. Set args.http.api_keys (a list of "
+            "'sha256:<hash of a key>'), or args.http.open: true if everybody who reaches it may use the server"
+        )
+    port = options.get("port", DEFAULT_HTTP_PORT)
+    if isinstance(port, bool) or not str(port).isdigit() or not 1 <= int(port) <= 65535:
+        yield f"http_options.port: expected a number from 1 to 65535, found {port!r}"
+
+
+def _keys_or_open(ours: list[dict[str, Any]]) -> bool:
+    for application in ours:
+        args = application.get("args")
+        http = args.get("http") if isinstance(args, dict) else None
+        if not isinstance(http, dict) or not (http.get("api_keys") or http.get("open") is True):
+            return False
+    return True
+
+
+def _key_mistakes(values: dict[str, Any], keys: Reasons, prefix: str) -> Iterator[str]:
+    for key in values:
+        if key not in keys:
+            yield f"{prefix}{key}: there is no such key; there are {', '.join(k for k, why in keys.items() if not why)}"
+        elif (reason := keys[key]) is not None:
+            yield (
+                f"{prefix}{key}: may not be set: it {reason}"
+                if reason.startswith(("is ", "has "))
+                else (f"{prefix}{key}: may not be set: {reason}")
+            )
+
+
+def _logging_mistakes(values: dict[str, Any], prefix: str) -> Iterator[str]:
+    config = values.get("logging_config")
+    if isinstance(config, dict):
+        yield from _key_mistakes(config, LOGGING_KEYS, f"{prefix}logging_config.")
+    elif config is not None:
+        yield f"{prefix}logging_config: expected keys such as `log_level`, found {_kind(config)}"
+
+
+def _lines_of(error: ValidationError, prefix: str) -> Iterator[str]:
+    for e in error.errors():
+        key = ".".join((*([prefix] if prefix else []), *map(str, e["loc"])))
+        if e["type"] == "extra_forbidden":
+            yield f"{key}: there is no such key"
+        elif e["type"] == "value_error":
+            separator = ": " if e["loc"] else "."  # our own lines begin with the key below args
+            yield from (f"{key}{separator}{line}" for line in e["msg"].removeprefix("Value error, ").split("\n"))
+        else:
+            yield f"{key}: {e['msg']}, not {e['input']!r}"
+
+
+def _listed(raw: dict[str, Any]) -> list[Any]:
+    applications = raw.get("applications")
+    return applications if isinstance(applications, list) else []
+
+
+def _is_ours(application: Any) -> bool:
+    return isinstance(application, dict) and str(application.get("import_path")).replace(":", ".") == APP.replace(
+        ":", "."
+    )
+
+
+def _why_none_is_ours(raw: dict[str, Any]) -> Iterator[str]:
+    """Of a file of another application nothing is said; of one that is meant for Orchard, what is wrong."""
+    if "applications" not in raw:
+        yield "applications: is missing"
+    elif not isinstance(raw["applications"], list):
+        yield f"applications: expected a list, found {_kind(raw['applications'])}"
+    for application in _listed(raw):
+        path = application.get("import_path") if isinstance(application, dict) else None
+        if path is None or str(path).startswith("deployments."):
+            yield f"application.import_path: expected {APP}, found {path!r}"
+
+
+def _kind(value: Any) -> str:
+    return {dict: "keys", list: "a list", type(None): "nothing (null)"}.get(type(value), repr(value))
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that appears twice in one place, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            if key.__hash__ is None:
+                raise yaml.constructor.ConstructorError(None, None, f"line {line}: a key must be a word, not {key!r}")
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} in line {line} is already in line {seen[key]}"
+                )
+            seen[key] = line
+        return super().construct_mapping(node, deep)

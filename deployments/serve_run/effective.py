@@ -1,0 +1,91 @@
+"""The configuration in effect, for an operator to read at the start."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from deployments.args import AppArgs
+from deployments.serve_run.config_file import OrchardConfig, is_loopback
+
+HIDDEN = ("api_keys", "pinned")
+"""Fields of which only the number of entries is shown: hashes of keys, and prompts."""
+
+
+def describe(config: OrchardConfig, environment: list[str]) -> str:
+    """environment: what environment.not_in_effect says."""
+    return _as_text([("http", _http_line(config)), *_lines_of_args(config.args), *_environment_lines(environment)])
+
+
+def describe_args(args: AppArgs, environment: list[str]) -> str:
+    """Where only `args` are known: by `serve deploy`, or by a `serve run` that Orchard does not watch."""
+    http = (
+        "not checked: the configuration outside of `args` is known to `orchard serve` alone, and to `serve run` if "
+        "orchard_launch.pth is in effect. Make sure that http_options.host is not open to others without api_keys"
+    )
+    return _as_text([("http", http), *_lines_of_args(args), *_environment_lines(environment)])
+
+
+def sparse_prefill_line(args: AppArgs) -> str:
+    if (reason := args.sparse_prefill_off) is not None:
+        return f"off: {reason}"
+    config = args.spec_prefill
+    return f"on: draft_model {config.draft_model or 'demo'}, prompts with {config.threshold_tokens} uncached tokens"
+
+
+def url_of(config: OrchardConfig) -> str:
+    """Without a slash at the end. Of a server that listens on all addresses: what clients on this machine can use."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    scheme = "https" if config.http.get("ssl_certfile") and config.http.get("ssl_keyfile") else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.port}{config.route_prefix.rstrip('/')}"
+
+
+def _http_line(config: OrchardConfig) -> str:
+    http, host = config.args.http, config.host
+    keys = f"{len(http.api_keys)} keys" if http.api_keys else "no keys"
+    if is_loopback(host):
+        ineffective = "; http.open has no effect here" if http.open else ""
+        return f"{host}:{config.port}, this machine only, {keys}{ineffective}"
+    return f"{host}:{config.port}, reachable from other machines, {keys}{' (http.open)' if http.open else ''}"
+
+
+def _lines_of_args(args: AppArgs) -> Iterator[tuple[str, str]]:
+    engine = args.engine
+    yield "model", f"{engine.model}, served as {args.model_name!r}; device {engine.device}, dtype {engine.dtype}"
+    yield "spec_prefill", sparse_prefill_line(args)
+    yield "prefix_cache", _prefix_cache_line(args)
+    yield "stopping", f"running answers get {args.drain_timeout_s:g} s"
+    changed = [f"{name}={value}" for name, value in _changed(args) if name not in ("engine.model",)]
+    yield "changed", ", ".join(changed) or "nothing: every other option has its default"
+
+
+def _prefix_cache_line(args: AppArgs) -> str:
+    config = args.engine.prefix_cache
+    if not config.enabled:
+        return "off"
+    size = "a tenth of the device's memory" if config.max_gb is None else f"{config.max_gb:g} GiB"
+    disk = f"{config.disk.max_gb:g} GiB in {config.disk.path}" if config.disk is not None else "no disk"
+    return f"{size}, {disk}, {len(config.pinned)} pinned prompts"
+
+
+def _changed(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, field in type(config).model_fields.items():
+        value, default = getattr(config, name), field.get_default(call_default_factory=True)
+        if value == default:
+            continue
+        if name in HIDDEN:
+            yield f"{prefix}{name}", f"({len(value)} of them)"
+        elif isinstance(value, BaseModel) and isinstance(default, BaseModel):
+            yield from _changed(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value.model_dump(mode="json") if isinstance(value, BaseModel) else repr(value)
+
+
+def _environment_lines(environment: list[str]) -> Iterator[tuple[str, str]]:
+    for line in environment:
+        yield "environment", line
+
+
+def _as_text(lines: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in lines) + 2
+    return "\n".join(["Effective configuration:", *(f"  {name:<{width}}{text}" for name, text in lines)])
