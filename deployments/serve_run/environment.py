@@ -1,0 +1,131 @@
+"""What Orchard asks of Ray through the environment, set before anything imports Ray.
+
+`orchard_launch.pth` (up to Python 3.14) and `orchard_launch.start` (PEP 829, from 3.15 on) lie in site-packages. They
+call `prepare` when `serve`, `ray` or `orchard` starts in this environment; the processes that these start inherit the
+rest. A value that the operator has set is kept. Without the two files (`python -I`, `zipapp`, an image that drops them)
+Orchard still serves correctly; `not_in_effect` says what is then different.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+PROGRAMS = ("serve", "ray", "orchard")
+
+RAY_INIT_HOOK = "RAY_RUNTIME_ENV_HOOK"
+"""Ray calls the function that this variable names when the process connects, before any node is started."""
+
+INIT_HOOK = "deployments.serve_run.hook.watch_serve_run"
+
+
+@dataclass(frozen=True)
+class EnvironmentDefault:
+    name: str
+    value: str
+    without: str
+    """What happens where the variable is not set."""
+    platform: str | None = None
+    """`sys.platform` that it is meant for; None: any."""
+
+
+DEFAULTS = (
+    EnvironmentDefault(
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV",
+        "0",
+        "under `uv run` Ray packs the working directory and starts every worker through uv, which is slower",
+    ),
+    EnvironmentDefault("RAY_USAGE_STATS_ENABLED", "0", "Ray reports usage statistics to its makers"),
+    EnvironmentDefault(
+        "RAY_AUTH_MODE",
+        "token",
+        "every process that reaches Ray's ports can run code here, not just those that hold ~/.ray/auth_token",
+    ),
+    EnvironmentDefault(
+        "RAY_worker_niceness",
+        "0",
+        "engine, ingress and proxies run at nice 15, so that any busy program on the machine slows them down",
+    ),
+    EnvironmentDefault(
+        "RAY_SERVE_PROXY_USE_GRPC", "1", "a token costs twice the CPU time between the ingress and the HTTP proxy"
+    ),
+    EnvironmentDefault(
+        # build_app sets it for the replicas as well, where image plans depend on it.
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH",
+        str(64 * 2**20),
+        "an HTTP response fails when one of its parts is larger than 4 MiB",
+    ),
+    EnvironmentDefault(
+        "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S",
+        "1.0",
+        "a replica on a busy machine is asked for its load again after 0.1 s, which fills the log with warnings",
+    ),
+    EnvironmentDefault(
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S",
+        "60",
+        "an HTTP proxy that needs more than 15 s to start, as on a busy machine, is killed and started again",
+    ),
+    EnvironmentDefault("RAY_health_check_initial_delay_ms", "1000", "a lost node is noticed after 65 s, not after 9 s"),
+    EnvironmentDefault("RAY_health_check_period_ms", "1000", "a lost node is noticed after 65 s, not after 9 s"),
+    EnvironmentDefault("RAY_health_check_timeout_ms", "2000", "a lost node is noticed after 65 s, not after 9 s"),
+    EnvironmentDefault("RAY_health_check_failure_threshold", "3", "a lost node is noticed after 65 s, not after 9 s"),
+    EnvironmentDefault(
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",
+        "1",
+        "`ray start` refuses a second Mac, and the head offers itself to others as 127.0.0.1",
+        platform="darwin",
+    ),
+    EnvironmentDefault(
+        "GRPC_ENABLE_FORK_SUPPORT",
+        "0",
+        "grpcio's fork handlers abort a process that uses grpc.aio when it starts a subprocess",
+        platform="darwin",
+    ),
+)
+
+
+def prepare() -> None:
+    """Set the defaults in Ray's and Orchard's commands; `serve run <config>` also gets the checks and the watcher.
+
+    Does nothing in any other program of the environment.
+    """
+    if not sys.argv or os.path.basename(sys.argv[0]) not in PROGRAMS:
+        return
+    set_defaults()
+    if serve_run_config(sys.argv) is not None:
+        os.environ.setdefault(RAY_INIT_HOOK, INIT_HOOK)
+
+
+def set_defaults(environ: MutableMapping[str, str] | None = None) -> None:
+    for default in _defaults_here():
+        (os.environ if environ is None else environ).setdefault(default.name, default.value)
+
+
+def not_in_effect(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Variables that have no value, each with the consequence, and those that have a value of the operator's."""
+    environ = os.environ if environ is None else environ
+    lines = []
+    for default in _defaults_here():
+        value = environ.get(default.name)
+        if value is None:
+            lines.append(f"{default.name}={default.value} is not in effect: {default.without}")
+        elif value != default.value:
+            lines.append(f"{default.name}={value} is set (Orchard's default: {default.value})")
+    return lines
+
+
+def is_prepared(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether every variable has a value, Orchard's or the operator's."""
+    environ = os.environ if environ is None else environ
+    return all(default.name in environ for default in _defaults_here())
+
+
+def serve_run_config(argv: list[str]) -> str | None:
+    """The config file of the command line `serve run [options] <config>.yaml`, None for any other command line."""
+    if len(argv) < 3 or os.path.basename(argv[0]) != "serve" or argv[1] != "run":
+        return None
+    return next((word for word in argv[2:] if word.endswith((".yaml", ".yml"))), None)
+
+
+def _defaults_here() -> list[EnvironmentDefault]:
+    return [default for default in DEFAULTS if default.platform in (None, sys.platform)]

@@ -1,0 +1,123 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deployments.serve_run import environment
+from deployments.serve_run.environment import DEFAULTS, INIT_HOOK, RAY_INIT_HOOK, is_prepared, not_in_effect
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    environ: dict[str, str] = {}
+    monkeypatch.setattr(environment.os, "environ", environ)
+    return environ
+
+
+def prepare(monkeypatch: pytest.MonkeyPatch, *argv: str) -> None:
+    monkeypatch.setattr(sys, "argv", list(argv))
+    environment.prepare()
+
+
+def test_a_value_of_the_operator_is_kept(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    environ["RAY_health_check_period_ms"] = "7"
+    prepare(monkeypatch, "/x/ray", "start")
+    assert environ["RAY_health_check_period_ms"] == "7"
+    assert environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == "0"
+    assert RAY_INIT_HOOK not in environ
+
+
+def test_only_a_serve_run_with_a_config_file_is_watched(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    prepare(monkeypatch, "serve", "run", "serve_config.yaml")
+    assert environ[RAY_INIT_HOOK] == INIT_HOOK
+    environ.clear()
+    prepare(monkeypatch, "serve", "deploy", "serve_config.yaml")
+    assert RAY_INIT_HOOK not in environ and is_prepared(environ)
+
+
+@pytest.mark.parametrize("argv", [["pytest"], ["/x/python"], ["-c"], ["-m"], ["ray_lightning"], ["notebook.py"], []])
+def test_other_programs_of_the_environment_are_left_alone(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, argv: list[str]
+):
+    prepare(monkeypatch, *argv)
+    assert environ.keys() <= {"PYTEST_CURRENT_TEST"}
+
+
+def test_workers_run_at_the_niceness_of_the_command(environ: dict[str, str]):
+    environment.set_defaults()
+    assert environ["RAY_worker_niceness"] == "0"
+
+
+@pytest.mark.parametrize("platform, is_set", [("darwin", True), ("linux", False)])
+def test_macs_may_form_a_cluster(environ: dict, monkeypatch: pytest.MonkeyPatch, platform: str, is_set: bool):
+    monkeypatch.setattr(sys, "platform", platform)
+    environment.set_defaults()
+    assert ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" in environ) is is_set
+
+
+def test_what_is_not_in_effect_is_named_with_its_consequence():
+    environ: dict[str, str] = {}
+    environment.set_defaults(environ)
+    assert not_in_effect(environ) == [] and is_prepared(environ)
+    del environ["RAY_worker_niceness"]
+    environ["RAY_health_check_period_ms"] = "7"
+    niceness, period = not_in_effect(environ)
+    assert niceness.startswith("RAY_worker_niceness=0 is not in effect: ") and "nice 15" in niceness
+    assert period == "RAY_health_check_period_ms=7 is set (Orchard's default: 1000)"
+    assert not is_prepared(environ)
+
+
+def test_each_default_says_what_happens_without_it():
+    assert all(default.without for default in DEFAULTS)
+    assert len({default.name for default in DEFAULTS}) == len(DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    "argv, config",
+    [
+        (["/x/.venv/bin/serve", "run", "serve_config.yaml"], "serve_config.yaml"),
+        (["serve", "run", "--address", "auto", "a.yml", "--non-blocking"], "a.yml"),
+        (["serve", "run", "deployments.app:build_app"], None),
+        (["serve", "deploy", "serve_config.yaml"], None),
+        (["server", "run", "serve_config.yaml"], None),
+        (["serve", "run"], None),
+        (["python"], None),
+        ([], None),
+    ],
+)
+def test_serve_run_with_a_config_file_is_recognised(argv: list[str], config: str | None):
+    assert environment.serve_run_config(argv) == config
+
+
+SHOW = "import os, sys; print(os.environ.get('RAY_SERVE_PROXY_USE_GRPC'), {heavy} & set(sys.modules))"
+HEAVY = "{'ray', 'numpy', 'mlx', 'pydantic', 'deployments'}"
+
+
+def start(tmp_path: Path, program: str) -> str:
+    """What the installed start-up file makes of a program of this name."""
+    script = tmp_path / program
+    script.write_text(SHOW.format(heavy=HEAVY))
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run([sys.executable, str(script)], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stderr == ""
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("program", ["serve", "ray", "orchard"])
+def test_the_installed_file_prepares_these_commands_and_imports_nothing_heavy(tmp_path: Path, program: str):
+    assert start(tmp_path, program) == "1 {'deployments'}"
+
+
+@pytest.mark.parametrize("program", ["pytest", "notebook.py", "serve.py"])
+def test_the_installed_file_imports_nothing_of_ours_in_other_programs(tmp_path: Path, program: str):
+    assert start(tmp_path, program) == "None set()"
+
+
+def test_the_entry_point_for_python_3_15_is_there():
+    """PEP 829: one `package.module:callable` per line."""
+    module, _, name = (ROOT / "deployments/serve_run/orchard_launch.start").read_text().strip().partition(":")
+    assert module == environment.__name__ and callable(getattr(environment, name))
