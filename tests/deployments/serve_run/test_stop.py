@@ -11,15 +11,15 @@ from typing import IO, Any
 import pytest
 from ray import serve
 
-from deployments import launch_stop
-from deployments.launch_stop import drain_applications
+from deployments.serve_run import stop
+from deployments.serve_run.stop import drain_applications
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 DEADLINE_S = 60.0
 
 SERVE_RUN = """
 import os, threading, time
-from deployments.launch_stop import GracefulStop
+from deployments.serve_run.stop import GracefulStop
 
 released = threading.Event()
 
@@ -222,7 +222,7 @@ def test_an_application_that_cannot_be_asked_or_waited_for_keeps_no_other_from_i
 
 
 def test_all_applications_together_are_waited_for_as_long_as_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch_stop, "CLOSE_MARGIN_S", 1.0)
+    monkeypatch.setattr(stop, "CLOSE_MARGIN_S", 1.0)
     applications = {name: Ingresses(60.0) for name in "abc"}
     drain(monkeypatch, applications, a=0.5, b=0.5, c=0.5)
     first, *others = [ingresses.timeouts_s[0] for ingresses in applications.values()]

@@ -1,0 +1,89 @@
+"""`orchard`: the command that owns its server. Light to import: what is wrong is said before Ray is."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from deployments.serve_run.checks import CannotStart, check_machine, finds_cluster
+from deployments.serve_run.config_file import ConfigError, OrchardConfig, read_config
+from deployments.serve_run.effective import describe
+from deployments.serve_run.environment import not_in_effect, set_defaults
+from deployments.serve_run.stop import say
+
+DEFAULT_CONFIG = "serve_config.yaml"
+OBJECT_STORE_MIB = 512
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("orchard", description="Serves MLX models behind the OpenAI HTTP API.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser(
+        "serve",
+        help="start the server and run until Ctrl-C or SIGTERM",
+        description="Checks the configuration, the port and the GPU, starts Ray and the server, and runs until Ctrl-C "
+        "or SIGTERM, on which running answers get their time. Ends with status 1 when the server cannot start, or is "
+        "gone for good.",
+    )
+    serve.add_argument("config", nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
+    serve.add_argument("--check", action="store_true", help="validate the configuration, show it, and end")
+    serve.add_argument(
+        "--address",
+        default=os.environ.get("RAY_ADDRESS"),
+        help="join this Ray cluster; default: RAY_ADDRESS, the cluster of the last `ray start` here, or a new one",
+    )
+    serve.add_argument(
+        "--dashboard",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="start Ray's dashboard (http://127.0.0.1:8265) with a new cluster; without it the start is sooner",
+    )
+    serve.add_argument(
+        "--object-store-mib",
+        type=int,
+        default=OBJECT_STORE_MIB,
+        help=f"shared memory of a new cluster, for images on their way to the engine; default: {OBJECT_STORE_MIB}",
+    )
+    options = parser.parse_args(argv)
+    if options.object_store_mib < 100:
+        serve.error(f"--object-store-mib: {options.object_store_mib} is less than Ray's minimum of 100")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    began_s = time.monotonic()
+    options = arguments(sys.argv[1:] if argv is None else argv)
+    set_defaults()
+    try:
+        config = _read(options.config)
+        if options.check:
+            say(describe(config, not_in_effect()))
+            return 0
+        address = _address(options.address)
+        if address is None:
+            check_machine(config)
+    except (ConfigError, CannotStart) as error:
+        say(str(error))
+        return 1
+    say(describe(config, not_in_effect()))
+    from deployments.serve_run.server import Server  # brings Ray
+
+    return Server(config, address, options.dashboard, options.object_store_mib * 2**20, began_s).run()
+
+
+def _read(path: str) -> OrchardConfig:
+    if not Path(path).exists():
+        raise ConfigError(path, ["there is no such file; a checkout of Orchard has one: serve_config.yaml"])
+    config = read_config(path)
+    if config is None:
+        raise ConfigError(path, ["none of its applications is Orchard (import_path: deployments.app:build_app)"])
+    if len(config.raw["applications"]) > 1:
+        raise ConfigError(path, ["applications: `orchard serve` serves Orchard alone; use `serve run` for several"])
+    return config
+
+
+def _address(named: str | None) -> str | None:
+    """The cluster to join; None: a new one."""
+    return named or ("auto" if finds_cluster() else None)

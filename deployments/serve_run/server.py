@@ -1,0 +1,180 @@
+"""`orchard serve`: Ray, Serve and the application, started by this process and ended with it."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from deployments.serve_run.config_file import ConfigError, OrchardConfig, check_with_ray
+from deployments.serve_run.stop import GracefulStop, drain_applications, say
+from deployments.serve_run.watch import Watcher, reason_in
+from engine.protocol import OrchardError
+
+RESOURCES = {"mlx": 1.0, "mlx_scorer": 1.0}
+"""What the node of a new cluster offers, see deployments/policies.py."""
+
+NAMESPACE = "serve"
+"""In which Serve's own commands look for its controller."""
+
+POLL_S = 0.1
+
+
+class Server:
+    def __init__(
+        self, config: OrchardConfig, address: str | None, dashboard: bool, object_store_bytes: int, began_s: float
+    ):
+        """address: of the Ray cluster to join, None: a new one. began_s: when the command began, for the log."""
+        self._config = config
+        self._address = address
+        self._dashboard = dashboard
+        self._object_store_bytes = object_store_bytes
+        self._began_s = began_s
+        self._stop = GracefulStop(lambda: drain_applications({config.name: config.args.drain_timeout_s}))
+
+    def run(self) -> int:
+        """Returns the exit status, or ends the process with 1 from the watcher's thread."""
+        try:
+            self._start()
+            while True:
+                time.sleep(10)
+        except KeyboardInterrupt:
+            self._shut_down()
+            return 0
+        except Exception as error:
+            say(f"Orchard could not be started:\n{_reason(error)}")
+            self._shut_down()
+            return 1
+
+    def _start(self) -> None:
+        """Python imports Serve and the graph while Ray's processes start, which takes about as long."""
+        self._stop.install()
+        graph = _InThread(_import_graph)
+        self._start_ray()
+        self._stop.install()  # Ray has put a handler of its own in its place
+        self._say("Ray is up")
+        Watcher(self._config, self._on_running, owns_cluster=self._address is None).start()
+        build_graph = graph.result()
+        check_with_ray(self._config.raw, "the configuration")
+        application = build_graph(self._config.args, self._config.overrides)
+        self._say("the application is built")
+        serve_is_up = _InThread(self._start_serve)  # which waits for the proxies; the replicas need not
+        self._await_controller(serve_is_up)
+        self._deploy(application)
+        self._say("the application is submitted")
+        try:
+            serve_is_up.result()
+            self._say("the HTTP proxies are up")
+        except (RayActorError, TimeoutError) as error:
+            # Serve replaces a proxy that died; the watcher says that Orchard is ready only when one is healthy.
+            self._say(f"a HTTP proxy is not up yet: {type(error).__name__}")
+
+    def _start_ray(self) -> None:
+        runtime_env = self._config.application.get("runtime_env")
+        if self._address is not None:
+            ray.init(address=self._address, namespace=NAMESPACE, runtime_env=runtime_env)
+            return
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            runtime_env=runtime_env,
+            resources=RESOURCES,
+            include_dashboard=self._dashboard,
+            object_store_memory=self._object_store_bytes,
+        )
+
+    def _start_serve(self) -> None:
+        from ray import serve
+
+        raw = self._config.raw
+        serve.start(
+            proxy_location=raw.get("proxy_location"),
+            http_options={"port": self._config.port, **self._config.http},
+            logging_config=raw.get("logging_config"),
+            tracing_config=raw.get("tracing_config"),
+            controller_options=raw.get("controller_options"),
+        )
+
+    def _await_controller(self, serve_is_up: "_InThread") -> None:
+        """Until Serve's controller exists: a second one must not be started. Calls to it wait until it is up."""
+        while not serve_is_up.is_done:
+            actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+            if any(actor["namespace"] == NAMESPACE for actor in actors):
+                return
+            time.sleep(POLL_S)
+        serve_is_up.result()
+
+    def _deploy(self, application: Any) -> None:
+        from ray import serve
+
+        target = serve.RunTarget(
+            application,
+            name=self._config.name,
+            route_prefix=self._config.route_prefix,
+            logging_config=self._config.application.get("logging_config"),
+        )
+        serve.run_many(
+            [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False, blocking=False
+        )
+
+    def _on_running(self) -> None:
+        self._stop.serving()
+        self._say("the application runs")
+
+    def _shut_down(self) -> None:
+        """A cluster that was joined loses Serve, as with `serve run`, but stays."""
+        if not ray.is_initialized():
+            return
+        from ray import serve
+
+        serve.shutdown()
+        ray.shutdown()
+
+    def _say(self, what: str) -> None:
+        sys.stderr.write(f"[{time.monotonic() - self._began_s:5.1f} s] {what}\n")
+        sys.stderr.flush()
+
+
+class _InThread:
+    """A call in a thread of its own, which ends with the process."""
+
+    def __init__(self, call: Callable[[], Any]):
+        self._call = call
+        self._outcome: Any = None
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def result(self) -> Any:
+        """Waits for it. Raises what it has raised."""
+        while not self._done.wait(POLL_S):  # in slices: a signal must be heard
+            pass
+        if self._error is not None:
+            raise self._error
+        return self._outcome
+
+    def _run(self) -> None:
+        try:
+            self._outcome = self._call()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+
+def _import_graph() -> Callable[..., Any]:
+    from deployments.app import build_graph
+
+    return build_graph
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OrchardError | ConfigError):
+        return str(error.args[0] if isinstance(error, OrchardError) else error)
+    return f"{type(error).__name__}: {reason_in(str(error))}"

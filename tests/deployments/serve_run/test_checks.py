@@ -1,0 +1,74 @@
+"""The note of a Ray cluster that does not answer any more."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from deployments.args import AppArgs
+from deployments.serve_run import checks
+from deployments.serve_run.checks import CannotStart, check_machine, finds_cluster
+from deployments.serve_run.config_file import OrchardConfig
+from engine.device_lock import _name
+from engine.process_lock import ProcessLock, lock_path
+from tests.e2e.server import free_port
+
+
+@pytest.fixture
+def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """None of Ray's processes runs, as far as the checks can see: other tests may have some."""
+    monkeypatch.setattr(checks, "RAY_PROCESSES", ())
+    return tmp_path / "ray_current_cluster"
+
+
+def test_without_a_note_there_is_no_cluster(note: Path):
+    assert not finds_cluster(note)
+    note.write_text("nonsense")
+    assert not finds_cluster(note)
+
+
+def test_a_cluster_that_answers_is_found(note: Path, capsys: pytest.CaptureFixture[str]):
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        note.write_text(f"127.0.0.1:{head.getsockname()[1]}")
+        assert finds_cluster(note)
+    assert note.exists() and capsys.readouterr().err == ""
+
+
+def test_the_note_of_a_cluster_of_this_machine_that_was_killed_is_removed(
+    note: Path, capsys: pytest.CaptureFixture[str]
+):
+    note.write_text(address := f"127.0.0.1:{free_port()}")
+    assert not finds_cluster(note)
+    assert not note.exists() and address in capsys.readouterr().err
+
+
+def test_a_head_elsewhere_that_is_only_rebooting_is_waited_for_by_the_operator(
+    note: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Starting without it would leave a second service on this machine when the head is back."""
+    monkeypatch.setattr(checks, "CONNECT_S", 0.1)
+    note.write_text("192.0.2.77:6379")
+    with pytest.raises(CannotStart, match=r"belongs to the Ray cluster at 192\.0\.2\.77:6379 .*`ray stop`"):
+        finds_cluster(note)
+    assert note.exists()
+
+
+def test_a_cluster_of_this_machine_of_which_processes_are_left_keeps_its_note(
+    note: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(checks, "_ray_process", lambda: 4711)
+    note.write_text(f"127.0.0.1:{free_port()}")
+    with pytest.raises(CannotStart, match="process 4711 of Ray is still running"):
+        finds_cluster(note)
+    assert note.exists()
+
+
+def test_a_gpu_in_use_ends_the_start_before_the_port_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    lock = ProcessLock(lock_path(_name("metal")))
+    port = free_port()
+    raw = {"http_options": {"host": "127.0.0.1", "port": port}}
+    with pytest.raises(CannotStart, match="metal GPU is in use by an engine in process"):
+        check_machine(OrchardConfig(raw, {}, AppArgs()))
+    lock.release()
+    check_machine(OrchardConfig(raw, {}, AppArgs()))

@@ -1,0 +1,79 @@
+"""`orchard serve` up to the start of Ray: as a process, as an operator starts it."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import SHIPPED_CONFIG, free_port
+
+ORCHARD = Path(sys.executable).parent / "orchard"
+
+
+def orchard(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return subprocess.run(
+        [str(ORCHARD), *arguments],
+        cwd=directory,
+        env={**env, "HOME": str(directory), "RAY_TMPDIR": str(directory)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def shipped(directory: Path, port: int, **changes: str) -> None:
+    text = SHIPPED_CONFIG.read_text().replace("port: 8000", f"port: {port}")
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    (directory / "serve_config.yaml").write_text(text)
+
+
+def test_the_shipped_file_is_checked_and_shown(tmp_path: Path):
+    shipped(tmp_path, 8000)
+    done = orchard(tmp_path, "serve", "--check")
+    assert done.returncode == 0, done.stderr
+    assert "http          127.0.0.1:8000, this machine only, no keys" in done.stderr
+    assert "spec_prefill  on: draft_model demo" in done.stderr
+    assert "not in effect" not in done.stderr
+
+
+def test_a_file_that_is_not_there_or_is_wrong_ends_with_status_1_and_no_traceback(tmp_path: Path):
+    done = orchard(tmp_path, "serve")
+    assert done.returncode == 1 and "serve_config.yaml is wrong:\n  there is no such file" in done.stderr
+    shipped(tmp_path, 8000, http_options="http_option")
+    done = orchard(tmp_path, "serve", "serve_config.yaml")
+    assert done.returncode == 1
+    assert "  http_option: there is no such key" in done.stderr and "Traceback" not in done.stderr
+    (tmp_path / "other.yaml").write_text("applications: [{import_path: 'a:b'}]")
+    done = orchard(tmp_path, "serve", "other.yaml")
+    assert done.returncode == 1 and "none of its applications is Orchard" in done.stderr
+
+
+def test_a_port_in_use_ends_with_status_1_and_the_pid_before_ray_is_imported(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        shipped(tmp_path, port)
+        done = orchard(tmp_path, "serve")
+    assert done.returncode == 1
+    assert f"port {port} of 127.0.0.1 is in use by process {os.getpid()} (" in done.stderr
+    assert "Ray is up" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["serve", "--object-store-mib", "3"], ["run"]])
+def test_a_wrong_command_line_is_explained(tmp_path: Path, arguments: list[str]):
+    done = orchard(tmp_path, *arguments)
+    assert done.returncode == 2 and done.stderr.startswith("usage: orchard")
+
+
+def test_the_check_imports_neither_ray_nor_what_computes(tmp_path: Path):
+    shipped(tmp_path, free_port())
+    code = (
+        "import sys; from deployments.serve_run.cli import main; main(['serve', '--check']); "
+        "print({'ray', 'mlx', 'transformers', 'PIL', 'httpx'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr

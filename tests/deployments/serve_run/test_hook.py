@@ -1,0 +1,118 @@
+"""What happens in `serve run` before Ray starts."""
+
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.serve_run import hook
+from deployments.serve_run.environment import RAY_INIT_HOOK
+from deployments.serve_run.hook import address_of, watch_serve_run
+from tests.e2e.server import free_port
+
+OURS = "deployments.app:build_app"
+
+
+class Watched:
+    """Takes the place of the watcher, which polls Serve until the process ends."""
+
+    started: list[tuple[Any, bool]]
+
+    def __init__(self, config: Any, on_running: Any, owns_cluster: bool):
+        self._of = config, owns_cluster
+
+    def start(self) -> None:
+        self.started.append(self._of)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[Any, bool]]]:
+    """No note of a cluster, a home of its own, and the signal handlers of before afterwards."""
+    Watched.started = []
+    monkeypatch.setattr(hook, "Watcher", Watched)
+    monkeypatch.setattr(hook, "finds_cluster", lambda: False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv(RAY_INIT_HOOK, "x")
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    yield Watched.started
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, *options: str) -> None:
+    path = tmp_path / "serve_config.yaml"
+    path.write_text(text)
+    monkeypatch.setattr("sys.argv", ["/bin/serve", "run", *options, str(path)])
+    assert watch_serve_run({"a": 1}) == {"a": 1}
+
+
+def config(port: int, path: str = OURS, more: str = "") -> str:
+    return f"http_options: {{host: 127.0.0.1, port: {port}}}\napplications: [{{import_path: '{path}'{more}}}]"
+
+
+def test_a_right_configuration_is_shown_and_watched(
+    watched: list, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    port = free_port()
+    run(monkeypatch, tmp_path, config(port))
+    ((served, owns_cluster),) = watched
+    assert served.port == port and owns_cluster
+    shown = capsys.readouterr().err
+    assert f"127.0.0.1:{port}, this machine only, no keys" in shown
+    assert "spec_prefill  off: spec_prefill.enabled is false" in shown
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    assert RAY_INIT_HOOK not in hook.os.environ
+
+
+def test_applications_of_others_keep_their_signals_and_are_not_watched(
+    watched: list, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    before = signal.getsignal(signal.SIGTERM)
+    run(monkeypatch, tmp_path, "http_option: 1\n" + config(1, "somebody.else:app"))
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert watched == [] and capsys.readouterr().err == ""
+
+
+def test_a_mistake_ends_the_command_with_status_1(
+    watched: list, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, tmp_path, config(1, more=", arg: {}"))
+    assert ended.value.code == 1 and watched == []
+    assert "serve_config.yaml is wrong:\n  application.arg: there is no such key" in capsys.readouterr().err
+
+
+def test_a_port_in_use_ends_the_command_unless_it_joins_a_cluster_that_may_serve_there(
+    watched: list, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(SystemExit) as ended:
+            run(monkeypatch, tmp_path, config(port))
+        assert ended.value.code == 1 and watched == []
+        assert f"port {port} of 127.0.0.1 is in use by process {hook.os.getpid()}" in capsys.readouterr().err
+        run(monkeypatch, tmp_path, config(port), "--address", "10.0.0.1:6379")
+    ((_, owns_cluster),) = watched
+    assert not owns_cluster
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "address"),
+    [
+        (["serve", "run", "a.yaml"], None, None),
+        (["serve", "run", "a.yaml"], "b:1", "b:1"),
+        (["serve", "run", "-a", "c:1", "a.yaml"], "b:1", "c:1"),
+        (["serve", "run", "--address=c:1", "a.yaml"], None, "c:1"),
+    ],
+)
+def test_the_cluster_is_that_of_the_command_line_or_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], environ: str | None, address: str | None
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if environ is not None:
+        monkeypatch.setenv("RAY_ADDRESS", environ)
+    assert address_of(argv) == address

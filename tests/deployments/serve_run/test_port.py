@@ -1,0 +1,129 @@
+"""A port that is in use is refused with the process that has it: real sockets, real processes."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deployments.serve_run.port import PortTaken, check_port, take_port
+from tests.e2e.server import free_port
+
+ROOT = Path(__file__).parents[3]
+
+LISTEN = """
+import socket, sys
+with socket.socket() as listener:
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.bind((sys.argv[1], int(sys.argv[2])))
+    listener.listen()
+    print("up", flush=True)
+    sys.stdin.read()
+"""
+
+TAKE = """
+import sys
+from deployments.serve_run.port import take_port
+take_port("127.0.0.1", int(sys.argv[1]))
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """start(code, *arguments): another process, that is up."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str, *arguments: str | int) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("listens", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
+def test_a_port_that_another_process_listens_on_is_refused_with_its_pid(
+    start: Callable[..., subprocess.Popen[str]], host: str, listens: str
+):
+    """With SO_REUSEPORT, as Ray's proxy does: a second proxy would bind as well."""
+    port = free_port()
+    listener = start(LISTEN, listens, port)
+    with pytest.raises(PortTaken, match=rf"port {port} of {host} is in use by process {listener.pid} \(python"):
+        check_port(host, port)
+
+
+def test_two_servers_that_start_at_the_same_time_are_told_apart(start: Callable[..., subprocess.Popen[str]]):
+    port = free_port()
+    first = start(TAKE, port)
+    with pytest.raises(PortTaken, match=rf"port {port} belongs to an Orchard server in process {first.pid} "):
+        take_port("127.0.0.1", port)
+    first.kill()
+    first.wait(30)
+    lock = take_port("127.0.0.1", port)
+    assert lock is not None
+    lock.release()
+
+
+def test_a_port_whose_old_connections_are_in_time_wait_is_free():
+    """A server may be started again as soon as the one before has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        connection, _ = server.accept()
+        connection.close()  # the side that closes first keeps the port in TIME_WAIT
+        assert client.recv(1) == b""
+        client.close()
+    with socket.socket() as strict, pytest.raises(OSError):
+        strict.bind(("127.0.0.1", port))
+    check_port("127.0.0.1", port)
+
+
+def test_a_free_port_is_taken_without_a_lock_where_the_cache_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("HOME", str(blocked))
+    assert take_port("127.0.0.1", free_port()) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"), [("192.0.2.77", "is no address of this machine"), ("no.such.invalid", "is no host name")]
+)
+def test_an_address_that_cannot_be_served_is_named(host: str, reason: str):
+    with pytest.raises(PortTaken, match=f"{host}.*{reason}"):
+        check_port(host, free_port())
+
+
+def test_a_refused_port_is_not_kept(start: Callable[..., subprocess.Popen[str]]):
+    port = free_port()
+    listener = start(LISTEN, "127.0.0.1", port)
+    with pytest.raises(PortTaken, match=f"process {listener.pid} "):
+        take_port("127.0.0.1", port)
+    listener.kill()
+    listener.wait(30)
+    lock = take_port("127.0.0.1", port)
+    assert lock is not None and os.getpid()
+    lock.release()
