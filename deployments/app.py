@@ -2,26 +2,38 @@
 
 # No `from __future__ import annotations` here: Serve validates `args` only if it finds AppArgs itself as annotation.
 
+import os
+import sys
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import ray
-from pydantic import Field
 from ray.serve import Application
 
-from deployments.draining import DRAIN_TIMEOUT_S, ENGINE_MARGIN_S, KILL_MARGIN_S
+from deployments.args import AppArgs
+from deployments.draining import ENGINE_MARGIN_S, KILL_MARGIN_S
 from deployments.engine_client import PLAN_TIMEOUT_S
-from deployments.http.config import HttpConfig
 from deployments.http.normalize import normalize
 from deployments.ingress import Ingress
 from deployments.mllm import MLLM
+from deployments.model_checks import check_model
 from deployments.model_replica import ModelReplica
-from deployments.policies import Resource, nodes_offering
+from deployments.policies import (
+    HEAD_NODE,
+    HEAD_SHARE,
+    Resource,
+    nodes_offering,
+    num_living_nodes,
+    offers_nothing,
+)
 from deployments.replica import node_id
+from deployments.serve_run.effective import describe_args, sparse_prefill_line
+from deployments.serve_run.environment import is_prepared, not_in_effect
 from deployments.spec_prefill import SpecPrefillScorer
 from deployments.text import TextMTP
-from engine.config import EngineConfig, Frozen, MediaConfig, SpecPrefillConfig
+from engine.config import EngineConfig, SpecPrefillConfig
 from engine.processing.checkpoint import draft_of, refuse_code, resolve_checkpoint
 from engine.processing.pinned import read_system
 from engine.protocol import EngineFailed
@@ -34,6 +46,13 @@ SCORER_SHARE = 0.9
 
 SAME_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 """A replica serves, routes and runs its code in one event loop: a third of the CPU per token of Serve's three."""
+
+LARGE_PLANS = "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(64 * 2**20)
+"""A variable and its value, unless the operator has set one: plans carry pixels of images, and gRPC would stop
+at 4 MiB."""
+
+AUTH_MODES = ("token", "k8s")
+"""Values of RAY_AUTH_MODE with which Ray refuses calls of strangers."""
 
 MAX_NODES = 64
 
@@ -48,70 +67,74 @@ SPARE_SCORES = 8
 """The scorer, not Serve, says when there are too many prompts; and its status must be heard when it is full."""
 
 
-class AppArgs(Frozen):
-    engine: EngineConfig = Field(
-        default_factory=lambda: EngineConfig(), description="the model and how it runs, the same on every node"
-    )
-    spec_prefill: SpecPrefillConfig = Field(
-        default_factory=lambda: SpecPrefillConfig(), description="whether and how long prompts are taken in sparsely"
-    )
-    media: MediaConfig = Field(default_factory=lambda: MediaConfig(), description="limits on the pictures of a request")
-    http: HttpConfig = Field(default_factory=lambda: HttpConfig(), description="what the HTTP faces accept")
-    drain_timeout_s: float = Field(
-        default=DRAIN_TIMEOUT_S,
-        ge=0,
-        le=3600,
-        description="running answers get so long when the server stops or is deployed anew, then they end with an "
-        "error that says so",
-    )
-    served_model_name: str | None = Field(
-        default=None,
-        description="the name that clients send; default: 'demo', the directory's name, or the hub repository",
-    )
-
-    @property
-    def model_name(self) -> str:
-        if self.served_model_name is not None:
-            return self.served_model_name
-        path = Path(self.engine.model).expanduser()
-        return path.resolve().name if path.is_dir() else self.engine.model
-
-
 def build_app(args: AppArgs) -> Application:
-    """One replica of each deployment per node that offers `mlx`, following nodes that come and go; a scorer per node
-    that offers `mlx_scorer`, if prompts are to be scored.
+    """What serve_config.yaml names: the graph with the options that it has by itself; Serve adds those of the file.
 
-    Raises EngineFailed when there is no such node, no such model, or a pinned prompt that no request could have.
+    Raises what build_graph raises.
     """
-    num_nodes = _check_cluster(args.engine)
+    if not is_prepared():
+        sys.stderr.write(f"{describe_args(args, not_in_effect())}\n")
+    return build_graph(args)
+
+
+def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Application:
+    """One replica of each deployment per node that offers `mlx`, following nodes that come and go; a scorer per node
+    that offers `mlx_scorer`, if prompts are to be scored. A cluster in which no node offers anything, and that has only
+    one node, gets one of each.
+
+    Args:
+        overrides: deployment -> options that take the place of those that are set here.
+
+    Raises:
+        EngineFailed: there is no such node, no such model, an option that has no effect with this model, a pinned
+            prompt that no request could have, or a cluster of several nodes without tokens.
+    """
+    overrides = overrides or {}
+    num_nodes = _check_cluster(args)
     _check_pinned(args)
-    scorer = _bind_scorer(args) if args.spec_prefill.enabled else None
+    is_sparse = args.sparse_prefill_off is None
+    spec_prefill = args.spec_prefill.model_copy(update={"enabled": is_sparse})
+    scorer = _bind_scorer(args, overrides.get("SpecPrefillScorer", {})) if is_sparse else None
     slots = most_in_flight(args.engine) + SPARE_SLOTS
     questions = sum(MAX_PLANNING.values()) if scorer is not None else 0
     ending = _ending(args)
-    engine = ModelReplica.options(
+    engine_options = {
         **_one_per_node("mlx", ENGINE_SHARE, num_nodes),
         **ending,
-        max_ongoing_requests=slots + questions,
-        request_router_config=_router(),
-        health_check_period_s=2,
-        health_check_timeout_s=10,
-    ).bind(args.engine, args.drain_timeout_s + ENGINE_MARGIN_S)
+        "max_ongoing_requests": slots + questions,
+        "request_router_config": _router(),
+        "health_check_period_s": 2,
+        "health_check_timeout_s": 10,
+        **overrides.get("ModelReplica", {}),
+    }
+    engine = ModelReplica.options(**engine_options).bind(args.engine, args.drain_timeout_s + ENGINE_MARGIN_S)
     small = {**_one_per_node("mlx", SMALL_SHARE, num_nodes), **ending}
     router = {"request_router_config": _router(local_default=True)}
-    planner = {**small, **router}
-    image_planner = {**_one_per_node("mlx", SMALL_SHARE, num_nodes, waits_for=ModelReplica.name), **ending, **router}
-    sparse = (args.spec_prefill, engine, scorer)
-    text = TextMTP.options(**planner, max_ongoing_requests=MAX_PLANNING["text"]).bind(args.engine, *sparse)
-    mllm = MLLM.options(**image_planner, max_ongoing_requests=MAX_PLANNING["mllm"]).bind(
-        args.engine, args.media, *sparse
-    )
-    shown = args.model_dump(mode="json")
+    sparse = (spec_prefill, engine, scorer)
+    text_options = {**small, **router, "max_ongoing_requests": MAX_PLANNING["text"], **overrides.get("TextMTP", {})}
+    text = TextMTP.options(**text_options).bind(args.engine, *sparse)
+    mllm_options = {
+        **_one_per_node("mlx", SMALL_SHARE, num_nodes, waits_for=ModelReplica.name),
+        **ending,
+        **router,
+        "max_ongoing_requests": MAX_PLANNING["mllm"],
+        **overrides.get("MLLM", {}),
+    }
+    mllm = MLLM.options(**mllm_options).bind(args.engine, args.media, *sparse)
     plan_timeout_s = PLAN_TIMEOUT_S + (args.spec_prefill.deadline_s if scorer is not None else 0)
     timeouts = plan_timeout_s, args.drain_timeout_s
-    return Ingress.options(**small, max_ongoing_requests=slots).bind(
-        args.model_name, args.engine, args.http, shown, engine, text, mllm, scorer, *timeouts
+    ingress_options = {**small, "max_ongoing_requests": slots, **overrides.get("Ingress", {})}
+    return Ingress.options(**ingress_options).bind(
+        args.model_name, args.engine, args.http, _shown(args), engine, text, mllm, scorer, *timeouts
     )
+
+
+def _shown(args: AppArgs) -> dict[str, Any]:
+    """`config` in /v1/status: what is configured, and what follows from it."""
+    return {
+        **args.model_dump(mode="json"),
+        "effective": {"spec_prefill": sparse_prefill_line(args), "environment": not_in_effect()},
+    }
 
 
 def most_in_flight(config: EngineConfig) -> int:
@@ -133,32 +156,46 @@ def _ending(args: AppArgs) -> dict[str, Any]:
     return {"graceful_shutdown_timeout_s": args.drain_timeout_s + KILL_MARGIN_S, "graceful_shutdown_wait_loop_s": 0.5}
 
 
-def _bind_scorer(args: AppArgs) -> Application:
+def _bind_scorer(args: AppArgs, overrides: Mapping[str, Any]) -> Application:
     config = args.spec_prefill
-    return SpecPrefillScorer.options(
+    options = {
         **_one_per_node("mlx_scorer", SCORER_SHARE, _check_scorer_nodes(config), waits_for=ModelReplica.name),
         **_ending(args),
-        max_ongoing_requests=config.max_running + config.max_queue + SPARE_SCORES,
-        request_router_config=_router(local_first=True),
-        health_check_period_s=2,
-        health_check_timeout_s=10,
+        "max_ongoing_requests": config.max_running + config.max_queue + SPARE_SCORES,
+        "request_router_config": _router(local_first=True),
+        "health_check_period_s": 2,
+        "health_check_timeout_s": 10,
         # In serve_config.yaml the deployment may not be named: Serve refuses names of what is switched off.
-        logging_config={"enable_access_log": False},
-    ).bind(config, args.engine)
+        "logging_config": {"enable_access_log": False},
+        **overrides,
+    }
+    return SpecPrefillScorer.options(**options).bind(config, args.engine)
 
 
-def _check_cluster(config: EngineConfig) -> int:
+def _check_cluster(args: AppArgs) -> int:
     """The number of nodes that an engine fits on; 1 in Serve's local testing mode."""
     if not ray.is_initialized():
         return 1
+    if (num_nodes := num_living_nodes()) > 1:
+        if os.environ.get("RAY_AUTH_MODE") not in AUTH_MODES:
+            raise EngineFailed(
+                f"This Ray cluster has {num_nodes} nodes, and RAY_AUTH_MODE is not `token`: every process that reaches "
+                "one of Ray's ports, which are open to the network, could run code on all of them. Stop Ray on every "
+                "node, put the same ~/.ray/auth_token there, and start it again with RAY_AUTH_MODE=token"
+            )
+        if offers_nothing():
+            raise EngineFailed(
+                "No node of this Ray cluster offers the resource 'mlx'. "
+                """Start Ray on every node that is to hold the model with: ray start --resources='{"mlx": 1}' ..."""
+            )
     nodes = nodes_offering("mlx")
     if not nodes:
         raise EngineFailed(
-            "No node of this Ray cluster offers the resource 'mlx'. "
+            "The nodes of this Ray cluster offer 'mlx_scorer', but none offers 'mlx'. "
             """Start Ray on every node that is to hold the model with: ray start --resources='{"mlx": 1}' ..."""
         )
     if _is_among(nodes):
-        refuse_code(resolve_checkpoint(config.model, config.revision, weights=False))
+        check_model(args)
     return len(nodes)
 
 
@@ -214,8 +251,8 @@ def _one_per_node(resource: Resource, share: float, num_nodes: int, waits_for: s
     return {
         "ray_actor_options": {
             "num_cpus": 0,
-            "resources": {resource: share},
-            "runtime_env": {"env_vars": SAME_LOOP},
+            "resources": _placement(resource, share),
+            "runtime_env": {"env_vars": {**SAME_LOOP, LARGE_PLANS[0]: os.environ.get(*LARGE_PLANS)}},
         },
         "max_replicas_per_node": 1,
         "autoscaling_config": {
@@ -229,6 +266,11 @@ def _one_per_node(resource: Resource, share: float, num_nodes: int, waits_for: s
             },
         },
     }
+
+
+def _placement(resource: Resource, share: float) -> dict[str, float]:
+    """Ray's resources by which a replica finds its node."""
+    return {HEAD_NODE: HEAD_SHARE} if ray.is_initialized() and offers_nothing() else {resource: share}
 
 
 def _router(**choice: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """How many replicas a deployment has: one per living node that offers a resource, `mlx` or `mlx_scorer`."""
 
 import time
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import ray
 
@@ -10,10 +10,38 @@ Resource = Literal["mlx", "mlx_scorer"]
 
 NODES_CACHED_S = 2.0
 
+HEAD_NODE = "node:__internal_head__"
+"""Ray's own resource of the head node of every cluster."""
+
+HEAD_SHARE = 0.001
+
 
 def nodes_offering(resource: Resource) -> list[str]:
-    """The ids of the living nodes that offer a whole one: room for one replica that takes most of it."""
-    return [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource, 0) >= 1]
+    """The ids of the living nodes that offer a whole one: room for one replica that takes most of it.
+
+    In a cluster in which no node offers any of our resources, as one that `serve run` starts, the head offers both.
+    """
+    nodes = _living_nodes()
+    if _offer_nothing(nodes):
+        return [node["NodeID"] for node in nodes if HEAD_NODE in node["Resources"]]
+    return [node["NodeID"] for node in nodes if node["Resources"].get(resource, 0) >= 1]
+
+
+def offers_nothing() -> bool:
+    """Whether no node of the cluster offers any of our resources."""
+    return _offer_nothing(_living_nodes())
+
+
+def num_living_nodes() -> int:
+    return len(_living_nodes())
+
+
+def _living_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _offer_nothing(nodes: list[dict[str, Any]]) -> bool:
+    return not any(node["Resources"].get(resource, 0) > 0 for node in nodes for resource in get_args(Resource))
 
 
 class OnePerOfferingNode:

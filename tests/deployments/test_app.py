@@ -1,4 +1,5 @@
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,17 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from deployments import app
-from deployments.app import ENGINE_SHARE, MAX_NODES, MAX_PLANNING, SCORER_SHARE, SMALL_SHARE, AppArgs, build_app
-from deployments.draining import DRAIN_TIMEOUT_S
+from deployments.app import (
+    ENGINE_SHARE,
+    MAX_NODES,
+    MAX_PLANNING,
+    SCORER_SHARE,
+    SMALL_SHARE,
+    AppArgs,
+    build_app,
+    build_graph,
+)
+from deployments.args import DRAIN_TIMEOUT_S
 from deployments.engine_client import PLAN_TIMEOUT_S
 from engine.config import SpecPrefillConfig
 from engine.processing.checkpoint import DEMO_MODEL
@@ -23,6 +33,8 @@ def fake_cluster(
 ) -> None:
     monkeypatch.setattr(app.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(app, "nodes_offering", {"mlx": nodes, "mlx_scorer": list(scorers)}.__getitem__)
+    monkeypatch.setattr(app, "offers_nothing", lambda: not (nodes or scorers))
+    monkeypatch.setattr(app, "num_living_nodes", lambda: len({*nodes, *scorers, here}))
     monkeypatch.setattr(app, "node_id", lambda: here)
 
 
@@ -191,8 +203,7 @@ def test_planning_may_last_beyond_the_deadline_of_a_score():
 
 
 def test_where_nothing_is_scored_no_time_is_given_to_it():
-    args = AppArgs.model_validate({"spec_prefill": {"enabled": False, "deadline_s": 500}})
-    arguments: Any = build_app(args)._bound_deployment.init_args
+    arguments: Any = build_app(AppArgs())._bound_deployment.init_args
     assert arguments[-2] == PLAN_TIMEOUT_S
 
 
@@ -302,3 +313,85 @@ def test_a_pinned_file_may_lie_under_the_home_directory(tmp_path: Path, monkeypa
     (tmp_path / "prompt.txt").write_text(BILLING)
     fake_cluster(monkeypatch, ["a"])
     assert "pinned[0]: line 1" in refusal(pinning({"system_file": "~/prompt.txt"}))
+
+
+def test_the_options_of_the_file_take_the_place_of_ours():
+    overrides = {"MLLM": {"max_ongoing_requests": 7}, "ModelReplica": {"health_check_period_s": 9}}
+    deployments = deployments_of(build_graph(AppArgs(), overrides))
+    assert deployments["MLLM"].max_ongoing_requests == 7
+    assert deployments["TextMTP"].max_ongoing_requests == MAX_PLANNING["text"]
+    assert deployments["ModelReplica"]._deployment_config.health_check_period_s == 9
+    scorer = deployments_of(build_graph(scoring(), {"SpecPrefillScorer": {"health_check_timeout_s": 4}}))
+    assert scorer["SpecPrefillScorer"]._deployment_config.health_check_timeout_s == 4
+
+
+def test_a_cluster_of_one_node_that_offers_nothing_gets_one_of_each_on_its_head(monkeypatch: pytest.MonkeyPatch):
+    """As `serve run` starts it. Ray's own resource of the head is all that the replicas ask for."""
+    nodes = [{"NodeID": "head", "Alive": True, "Resources": {"CPU": 2.0, "node:__internal_head__": 1.0}}]
+    monkeypatch.setattr(app.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(app.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(app, "node_id", lambda: "head")
+    deployments = deployments_of(build_app(scoring()))
+    assert set(deployments) == {"Ingress", "TextMTP", "MLLM", "ModelReplica", "SpecPrefillScorer"}
+    for deployment in deployments.values():
+        assert deployment.ray_actor_options["resources"] == {"node:__internal_head__": 0.001}
+        assert deployment._replica_config.max_replicas_per_node == 1
+        assert deployment._deployment_config.autoscaling_config.initial_replicas == 1
+
+
+def test_a_cluster_of_several_nodes_must_say_which_of_them_hold_the_model(monkeypatch: pytest.MonkeyPatch):
+    nodes = [{"NodeID": name, "Alive": True, "Resources": {"CPU": 2.0}} for name in "ab"]
+    monkeypatch.setattr(app.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(app.ray, "nodes", lambda: nodes)
+    assert "No node of this Ray cluster offers the resource 'mlx'" in refusal(AppArgs())
+
+
+@pytest.mark.parametrize("mode", [None, "disabled"])
+def test_several_nodes_without_tokens_are_refused(monkeypatch: pytest.MonkeyPatch, mode: str | None):
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    fake_cluster(monkeypatch, ["a", "b"])
+    assert "RAY_AUTH_MODE is not `token`" in refusal(AppArgs())
+    fake_cluster(monkeypatch, ["a"])
+    build_app(AppArgs())
+
+
+def test_plans_with_images_reach_the_engine_without_anything_in_the_environment(monkeypatch: pytest.MonkeyPatch):
+    name = "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"
+    for value, expected in ((None, str(64 * 2**20)), ("99", "99")):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+        for deployment in deployments_of(build_app(AppArgs())).values():
+            assert deployment.ray_actor_options["runtime_env"]["env_vars"][name] == expected
+
+
+def test_what_is_not_in_effect_of_the_environment_is_shown_and_in_the_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    build_app(AppArgs())
+    assert capsys.readouterr().err == ""
+    monkeypatch.delenv("RAY_worker_niceness")
+    arguments: Any = build_app(AppArgs())._bound_deployment.init_args
+    shown = capsys.readouterr().err
+    assert "RAY_worker_niceness=0 is not in effect: engine, ingress and proxies run at nice 15" in shown
+    assert "the configuration outside of `args` is known to `orchard serve` alone" in shown
+    effective = arguments[3]["effective"]
+    assert effective["spec_prefill"] == "off: spec_prefill.enabled is false"
+    assert [line.partition("=")[0] for line in effective["environment"]] == ["RAY_worker_niceness"]
+
+
+def test_another_model_without_a_draft_of_its_own_is_served_without_sparse_prefill(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    model = Path(shutil.copytree(DEMO_MODEL / "draft", tmp_path / "model"))
+    (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text() + "\n")
+    args = AppArgs.model_validate({"engine": {"model": str(model)}, "spec_prefill": {"enabled": True}})
+    fake_cluster(monkeypatch, ["a"])
+    graph = build_app(args)
+    deployments = deployments_of(graph)
+    assert "SpecPrefillScorer" not in deployments
+    assert deployments["TextMTP"].init_args[1].enabled is False
+    arguments: Any = graph._bound_deployment.init_args
+    assert arguments[3]["effective"]["spec_prefill"] == f"off: no draft_model for {model}"
