@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.server import DRAIN_S, MAX_QUEUE, MAX_RUNNING, ServeRun, serve_run
+from tests.e2e.server import DRAIN_S, MAX_QUEUE, MAX_RUNNING, ORCHARD_SERVE, ServeRun, serve_run
 
 
 @pytest.fixture(scope="session")
@@ -20,14 +20,17 @@ def server() -> Iterator[ServeRun]:
 
 @pytest.fixture(scope="session")
 def small_server() -> Iterator[ServeRun]:
-    """For the tests that kill its engine, and then for the one that stops it: `test_stopping` comes last."""
+    """For the tests that kill its engine, and then for the one that stops it: `test_stopping` comes last.
+
+    Started by `orchard serve`; the other one by `serve run`.
+    """
 
     def make_it_small(config: dict[str, Any]) -> None:
         args = config["applications"][0]["args"]
         args["engine"].update(max_running=MAX_RUNNING, max_queue=MAX_QUEUE)
         args["drain_timeout_s"] = DRAIN_S
 
-    with serve_run(make_it_small) as server:
+    with serve_run(make_it_small, command=ORCHARD_SERVE) as server:
         server.wait_ready()
         yield server
         assert server.stop() == 0, server.output[-4000:]

@@ -1,4 +1,4 @@
-"""`serve run` with a copy of the shipped serve_config.yaml, as an operator starts it, and its bounded end."""
+"""`serve run`, or `orchard serve`, with a copy of the shipped serve_config.yaml, and its bounded end."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,15 @@ STOP_TIMEOUT_S = 60.0
 MAX_RUNNING, MAX_QUEUE, DRAIN_S = 4, 12, 12.0
 """Of the small server."""
 
+SERVE_RUN, ORCHARD_SERVE = ("serve", "run"), ("orchard", "serve")
+
 Change = Callable[[dict[str, Any]], None]
 
 
 class ServeRun:
-    """One `serve run` process with a Ray cluster of its own under /tmp (socket paths must stay short)."""
+    """One `serve run`, or `orchard serve`, with a Ray cluster of its own under /tmp (socket paths must stay short)."""
 
-    def __init__(self, change: Change, env: dict[str, str] | None = None):
+    def __init__(self, change: Change, env: dict[str, str] | None = None, command: Sequence[str] = SERVE_RUN):
         config = yaml.safe_load(SHIPPED_CONFIG.read_text())
         config["http_options"]["port"] = free_port()
         change(config)
@@ -41,7 +43,7 @@ class ServeRun:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [str(Path(sys.executable).parent / "serve"), "run", str(path)],
+                [str(Path(sys.executable).parent / command[0]), *command[1:], str(path)],
                 cwd=ROOT,
                 env={**inherited, "RAY_TMPDIR": str(self._dir), **(env or {})},
                 stdout=log,
@@ -57,7 +59,7 @@ class ServeRun:
         deadline = time.monotonic() + START_TIMEOUT_S
         while "Orchard is ready" not in self.output:
             assert self.process.poll() is None, (
-                f"serve run ended with {self.process.returncode}:\n{self.output[-8000:]}"
+                f"the command ended with {self.process.returncode}:\n{self.output[-8000:]}"
             )
             assert time.monotonic() < deadline, f"not ready after {START_TIMEOUT_S} s:\n{self.output[-8000:]}"
             time.sleep(0.2)
@@ -76,8 +78,10 @@ class ServeRun:
 
 
 @contextlib.contextmanager
-def serve_run(change: Change = lambda config: None, env: dict[str, str] | None = None) -> Iterator[ServeRun]:
-    server = ServeRun(change, env)
+def serve_run(
+    change: Change = lambda config: None, env: dict[str, str] | None = None, command: Sequence[str] = SERVE_RUN
+) -> Iterator[ServeRun]:
+    server = ServeRun(change, env, command)
     try:
         yield server
     finally:
