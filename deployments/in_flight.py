@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from engine.protocol import Cancelled, InvalidRequest, OrchardError, Overloaded, Unavailable
 
@@ -52,14 +52,16 @@ class Pace:
 
 
 class Entry:
-    """One request, from its headers to the end of its response. Until its body is there it counts as one choice.
+    """One request, from its headers to the end of its response. Until its body has been read it takes no place.
 
     ids: by which it can be cancelled. must_end: done as soon as somebody wants it to end; what its client is told.
+    address: what counts as one client in max_share_per_address; None: no share holds for it.
     """
 
-    def __init__(self, request_id: str):
+    def __init__(self, request_id: str, address: str | None = None):
         self.ids = {request_id}
-        self.num_choices = 1
+        self.address = address
+        self.num_choices = 0
         self.is_understood = False
         self.must_end: asyncio.Future[OrchardError] = asyncio.get_running_loop().create_future()
         self._is_answered = False
@@ -77,11 +79,22 @@ class Entry:
 
 
 class InFlight:
-    """capacity: how many choices may be in flight now; never less than max_choices, those of one request."""
+    """capacity: how many choices may be in flight now; never less than max_choices, those of one request.
 
-    def __init__(self, capacity: Callable[[], int], max_choices: int, clock: Clock = time.monotonic):
+    max_share_per_address: part of the capacity that the requests of one address may take together; the first request
+    of an address is exempt.
+    """
+
+    def __init__(
+        self,
+        capacity: Callable[[], int],
+        max_choices: int,
+        clock: Clock = time.monotonic,
+        max_share_per_address: float = 1.0,
+    ):
         self._capacity = capacity
         self._max_choices = max_choices
+        self._max_share_per_address = max_share_per_address
         self._pace = Pace(clock)
         self._entries: set[Entry] = set()
         self._num_choices = self._num_refused = 0
@@ -99,17 +112,17 @@ class InFlight:
         return self._pace.seconds_until(1)
 
     @contextmanager
-    def enter(self, request_id: str) -> Iterator[Entry]:
+    def enter(self, request_id: str, address: str | None = None) -> Iterator[Entry]:
         """For a request of which no more than the headers is there. request_id need not be unique.
 
-        Raises Unavailable while the server stops, and Overloaded when there is no room for one more choice.
+        It takes its place only when its body has been read (`understood`), but is refused at once if there is no room
+        now. Raises Unavailable while the server stops, and Overloaded when there is no room for one more choice.
         """
-        self._check_room(1)
+        self._check_room(1, address)
         if not self._entries:
             self._pace.begin()
-        entry = Entry(request_id)
+        entry = Entry(request_id, address)
         self._entries.add(entry)
-        self._num_choices += 1
         self._is_empty.clear()
         try:
             yield entry
@@ -128,26 +141,38 @@ class InFlight:
         """
         if num_choices > self._max_choices:
             raise InvalidRequest(f"n is {num_choices}; it must be between 1 and {self._max_choices} (max_running)", "n")
-        self._check_room(num_choices, entry.num_choices)
-        self._num_choices += num_choices - entry.num_choices
+        self._check_room(num_choices, entry.address)
+        self._num_choices += num_choices
         entry.num_choices = num_choices
         entry.ids.add(completion_id)
         entry.is_understood = True
 
-    def _check_room(self, num_choices: int, num_held: int = 0) -> None:
-        """num_held: of these choices so many are counted already."""
+    def _check_room(self, num_choices: int, address: str | None) -> None:
         if self.is_draining:
             self._num_refused += 1
             raise _not_taken()
-        limit, num_others = self._capacity(), self._num_choices - num_held
-        num_over = num_others + num_choices - limit
-        if num_over > 0 and num_choices > num_held:
-            self._num_refused += 1
-            raise Overloaded(
-                f"{num_others} answers are being made or waited for, and {num_choices} more were asked for; the limit "
-                f"is {limit}, max_running + max_queue of all engines.",
-                self._pace.seconds_until(num_over),
+        limit = self._capacity()
+        num_over = self._num_choices + num_choices - limit
+        if num_over > 0:
+            self._refuse(
+                f"{self._num_choices} answers are being made or waited for, and {num_choices} more were asked for; the "
+                f"limit is {limit}, max_running + max_queue of all engines.",
+                num_over,
             )
+        share = self._max_share_per_address
+        num_same = sum(entry.num_choices for entry in self._entries if entry.address == address) if address else 0
+        num_over = num_same + num_choices - int(share * limit)
+        if share < 1 and num_same and num_over > 0:
+            self._refuse(
+                f"{num_same} answers for this address are being made or waited for, and {num_choices} more were asked "
+                f"for; the limit for one address is {int(share * limit)}, {share:g} of {limit} "
+                "(http.max_share_per_address).",
+                num_over,
+            )
+
+    def _refuse(self, message: str, num_over: int) -> NoReturn:
+        self._num_refused += 1
+        raise Overloaded(message, self._pace.seconds_until(num_over))
 
     def cancel(self, request_id: str) -> bool:
         """Ends all requests with this id; False if there is none that could still be ended."""
@@ -168,7 +193,7 @@ class InFlight:
         await asyncio.shield(self._draining)
 
     def status(self) -> dict[str, Any]:
-        """num_in_flight: choices; one for a request whose body is on its way. num_refused: requests since the start, by
+        """num_in_flight: choices of requests whose bodies have been read. num_refused: requests since the start, by
         this ingress alone."""
         return {
             "num_in_flight": self._num_choices,

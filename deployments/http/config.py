@@ -3,24 +3,19 @@
 import re
 from typing import Annotated
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, model_validator
 
 from deployments.http.normalize import DEFAULT_VOLATILE_PATTERNS, SystemPolicy
+from deployments.http.unread_bodies import BodyLimits
 from engine.config import Frozen
 
-KeyHash = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
+ApiKey = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 """SHA-256 of an API key, so that the file with the configuration does not hold the key itself."""
+HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9.\-_]+$|^[0-9A-Fa-f:.]+$")]
+Origin = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.\-]*://[A-Za-z0-9.\-_:\[\]]+$|^null$")]
 
 
 class HttpConfig(Frozen):
-    open: bool = Field(
-        default=False, description="serve on other addresses than loopback to everybody who reaches them, without keys"
-    )
-    api_keys: tuple[KeyHash, ...] = Field(
-        default=(),
-        description="'sha256:' and the 64 hexadecimal digits of the hash of each valid key; with any of them set, "
-        "every request but those for /health needs one",
-    )
     max_body_bytes: int = Field(
         default=64 * 2**20, ge=1024, description="one request; pictures come in it as data: URLs"
     )
@@ -30,3 +25,73 @@ class HttpConfig(Frozen):
     volatile_patterns: tuple[re.Pattern[str], ...] = Field(
         default=DEFAULT_VOLATILE_PATTERNS, description="lines of system messages to drop: they change with each request"
     )
+    open: bool = Field(
+        default=False, description="whether the server may listen on other addresses than loopback without API keys"
+    )
+    api_keys: tuple[ApiKey, ...] = Field(
+        default=(),
+        description="SHA-256 hashes of the API keys, each 'sha256:' and 64 hex digits; when set, every route but "
+        "/health/* needs a key, in 'Authorization: Bearer' or 'x-api-key'",
+    )
+    allowed_hosts: tuple[HostName, ...] = Field(
+        default=(),
+        description="host names, without port, that requests may name in their Host header besides loopback names and "
+        "IP addresses; when empty and with api_keys or open, any name",
+    )
+    allowed_origins: tuple[Origin, ...] = Field(
+        default=(),
+        description="origins of web pages (scheme://host:port) that may send requests, besides the server's own",
+    )
+    max_unread_bodies: int = Field(
+        default=64, ge=1, le=65536, description="request bodies that may arrive at the same time, per node"
+    )
+    max_unread_bytes: int = Field(
+        default=512 * 2**20, ge=1024, description="bytes of the request bodies that arrive at the same time, per node"
+    )
+    min_body_bytes_per_s: int = Field(
+        default=64 * 2**10,
+        ge=1,
+        description="rate floor of a request body in bytes per second; a slower one is refused (408)",
+    )
+    body_grace_s: float = Field(
+        default=5.0, gt=0, le=3600, description="seconds in which a request body may be slower than the rate floor"
+    )
+    max_share_per_address: float = Field(
+        default=0.25,
+        gt=0,
+        le=1,
+        description="part of the room for request bodies and for answers that one client address may take; loopback is "
+        "exempt, 1 switches it off",
+    )
+    send_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        le=3600,
+        description="seconds without progress after which the connection of a client that does not read is closed",
+    )
+    stream_comment_s: float = Field(
+        default=10.0,
+        gt=0,
+        le=3600,
+        description="seconds without an event after which a stream sends a comment, so that clients do not time out",
+    )
+
+    @model_validator(mode="after")
+    def _check_body_fits(self) -> "HttpConfig":
+        if self.max_unread_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_unread_bytes is {self.max_unread_bytes}: it must be at least max_body_bytes, "
+                f"{self.max_body_bytes}"
+            )
+        return self
+
+    @property
+    def body_limits(self) -> BodyLimits:
+        return BodyLimits(
+            max_body_bytes=self.max_body_bytes,
+            max_bodies=self.max_unread_bodies,
+            max_bytes=self.max_unread_bytes,
+            min_bytes_per_s=self.min_body_bytes_per_s,
+            grace_s=self.body_grace_s,
+            max_share_per_address=self.max_share_per_address,
+        )

@@ -55,6 +55,7 @@ class Refusal(InvalidRequest):
 
     status: ClassVar[int]
     code: ClassVar[str]
+    headers: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, *args: object, field: str | None = None):
         OrchardError.__init__(self, *args)
@@ -85,13 +86,17 @@ class BodyTooLarge(Refusal):
 
 
 class BodyTooSlow(Refusal):
-    """limit_s: how long a body may take."""
+    """num_bytes: how many arrived. age_s: seconds since the headers. min_bytes_per_s: the rate floor."""
 
     status, code = 408, "request_timeout"
 
     @property
     def message(self) -> str:
-        return f"The request body has not arrived within {self.args[0]:g} s of its headers, which is the limit."
+        num_bytes, age_s, min_bytes_per_s = self.args
+        return (
+            f"The request body arrived too slowly: {num_bytes} bytes in {age_s:.1f} s; the least is {min_bytes_per_s} "
+            "bytes per second (http.min_body_bytes_per_s)."
+        )
 
 
 class RequestNotFound(Refusal):
@@ -191,7 +196,8 @@ class ErrorMap:
 def _of_orchard_error(error: OrchardError, request_id: str) -> Failure | None:
     match error:
         case Refusal():
-            return Failure(error.status, error.message, "invalid_request_error", error.field, error.code)
+            of_request = "invalid_request_error", error.field, error.code
+            return Failure(error.status, error.message, *of_request, more_headers=error.headers)
         case ContextLengthExceeded():
             return Failure(400, error.message, "invalid_request_error", error.field, "context_length_exceeded")
         case InvalidRequest():

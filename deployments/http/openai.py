@@ -11,12 +11,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from deployments.chat import Backend, ChatRequest, Generation, Message
+from deployments.http.access import Access, AccessRules, AdministratorOnly
 from deployments.http.classify import classify, reject_unsupported_media
 from deployments.http.config import HttpConfig
 from deployments.http.errors import Converter, ErrorMap, ModelNotFound, NotReady, RequestNotFound
 from deployments.http.normalize import normalize
-from deployments.http.security import BodyLimit, RequestId, parse_json_object
+from deployments.http.proxy_limits import ProxyLimits, TellProxy
+from deployments.http.redaction import administrative_view, public_view
+from deployments.http.request_id import RequestId
+from deployments.http.security import parse_json_object
 from deployments.http.stream import Asked, Completion, CompletionResponse
+from deployments.http.unread_bodies import UnreadBodies
 from deployments.http.wire import parse_chat_completion, request_fields
 from engine.protocol import EngineFailed, Unavailable
 
@@ -37,10 +42,14 @@ class OpenAIRoutes:
         self._media_kinds = media_kinds
         self._keeps_late_system = keeps_late_system
         self._errors = errors
+        self._bodies = UnreadBodies(config.body_limits)
+        self._has_been_ready = False
         self._created = int(time.time())
 
     async def chat_completions(self, request: Request) -> Response:
-        return CompletionResponse(self._asked, self._backend.in_flight, self._errors, request.state.request_id)
+        room = self._backend.in_flight, self._bodies
+        comment_s = self._config.stream_comment_s
+        return CompletionResponse(self._asked, *room, self._errors, request.state.request_id, comment_s)
 
     def _asked(self, sent: bytes) -> Asked:
         raw = parse_json_object(sent)
@@ -75,6 +84,10 @@ class OpenAIRoutes:
         return normalize(raw, config.system_policy, config.volatile_patterns, self._keeps_late_system)
 
     async def _start(self, chat: ChatRequest) -> Generation:
+        if not self._has_been_ready:  # while the first engine is loaded nobody waits for it
+            if (reason := await self._backend.not_ready()) is not None:
+                raise NotReady(reason)
+            self._has_been_ready = True
         try:
             return await self._backend.start(chat, classify(chat.messages))
         except Exception as error:
@@ -114,12 +127,19 @@ class OpenAIRoutes:
         return JSONResponse({"status": "not ready", "reason": reason}, 503)
 
     async def status(self, request: Request) -> Response:
-        return JSONResponse(await self._backend.status())
+        return _page(request, {**await self._backend.status(), "bodies": self._bodies.status()})
 
     async def cache(self, request: Request) -> Response:
         if request.method == "DELETE":
+            if not request.state.is_administrative:
+                raise AdministratorOnly("DELETE /v1/cache")
             return JSONResponse(await self._backend.clear_cache())
-        return JSONResponse(await self._backend.cache_status())
+        return _page(request, await self._backend.cache_status())
+
+
+def _page(request: Request, page: dict[str, Any]) -> Response:
+    view = administrative_view if request.state.is_administrative else public_view
+    return JSONResponse(view(page))
 
 
 def create_app(
@@ -128,8 +148,11 @@ def create_app(
     media_kinds: frozenset[str],
     keeps_late_system: bool = False,
     converters: Mapping[type[Exception], Converter] | None = None,
+    is_behind_proxy: bool = False,
 ) -> FastAPI:
     """The whole HTTP face of a backend.
+
+    is_behind_proxy: whether Serve's HTTP proxy adds the request id to responses, see RequestId.
 
     media_kinds: what the model reads besides text. keeps_late_system: see normalize. converters: make our errors of
     the transport's. Under Ray this is called from `__serve_build_asgi_app__`, when the backend exists.
@@ -146,6 +169,7 @@ def create_app(
     app.add_route("/health/live", errors.guard(routes.live), ["GET"])
     app.add_route("/health/ready", errors.guard(routes.ready), ["GET"])
     app.add_exception_handler(HTTPException, errors.handle_http_exception)
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, errors=errors)
-    app.add_middleware(RequestId)
+    app.add_middleware(Access, rules=AccessRules(config), errors=errors)
+    app.add_middleware(RequestId, is_behind_proxy=is_behind_proxy)
+    app.add_middleware(TellProxy, limits=ProxyLimits(config.body_limits, config.send_timeout_s))
     return app

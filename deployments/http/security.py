@@ -1,91 +1,19 @@
-"""What a request may weigh before anybody looks at its meaning: bytes, seconds, JSON depth, values; and its id."""
+"""What a request body may weigh before anybody looks at its meaning: JSON depth and values."""
 
-import asyncio
 import json
 import math
 import re
-import secrets
 from typing import Any, NoReturn
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from deployments.http.errors import BodyTooLarge, BodyTooSlow, ErrorMap
 from engine.protocol import InvalidRequest
 
 MAX_JSON_DEPTH = 64
 MAX_JSON_VALUES = 500_000
 """Without it, 64 MiB of `[],[],…` would become more than a gigabyte of Python objects."""
 
-BODY_TIMEOUT_S = 60.0
-"""For all of the body: until it is there its request takes up room. 64 MiB come in it at 9 Mbit/s."""
-
-_SANE_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _JSON_MARKS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{},]', re.DOTALL)
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-class RequestId:
-    """Middleware: `request.state.request_id` is the client's X-Request-Id if it is sane, else a new one; echoed."""
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        asked = Headers(scope=scope).get("x-request-id", "")
-        request_id = asked if _SANE_REQUEST_ID.fullmatch(asked) else f"req_{secrets.token_hex(16)}"
-        scope["state"] = {**scope.get("state", {}), "request_id": request_id}
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
-
-
-class BodyLimit:
-    """Middleware: refuses a body by its Content-Length, and stops one without it as soon as it passes the limit.
-
-    Then `receive` raises BodyTooLarge inside the app.
-    """
-
-    def __init__(self, app: ASGIApp, max_bytes: int, errors: ErrorMap):
-        self._app = app
-        self._max_bytes = max_bytes
-        self._errors = errors
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdecimal() and len(announced) < 20 and int(announced) > self._max_bytes:
-            error = BodyTooLarge(int(announced), self._max_bytes)
-            return await self._errors.response(error, scope["state"]["request_id"])(scope, receive, send)
-        num_bytes = 0
-
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise BodyTooLarge(num_bytes, self._max_bytes)
-            return message
-
-        await self._app(scope, counted, send)
-
-
-async def read_body(request: Request) -> bytes:
-    """Raises BodyTooLarge, BodyTooSlow, and ClientDisconnect."""
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await request.body()
-    except TimeoutError:
-        raise BodyTooSlow(BODY_TIMEOUT_S) from None
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:

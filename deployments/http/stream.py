@@ -14,8 +14,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deployments.chat import Generation, TextDelta, TextLogprobs
+from deployments.http.client_address import address_group, client_host
 from deployments.http.errors import CLIENT_LEFT, ErrorMap
-from deployments.http.security import read_body
+from deployments.http.event_stream import EventStream
+from deployments.http.unread_bodies import UnreadBodies, read_body
 from deployments.in_flight import Entry, InFlight
 from engine.protocol import EngineFailed, OrchardError
 
@@ -25,12 +27,6 @@ T = TypeVar("T")
 
 LEAST_LOGPROB = -9999.0
 """What OpenAI reports for what is most unlikely; JSON has no infinity."""
-
-_SSE_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
-]
 
 
 @dataclass(frozen=True)
@@ -214,97 +210,129 @@ class Asked(NamedTuple):
 class CompletionResponse(Response):
     """Reads the request, starts the generation and sends what comes of it.
 
-    The request is in flight from its headers on: where there is no room for it, its body is not even read. Whoever
-    wants it ended (in_flight), or a client that leaves, cancels the work where it stands, also before the first token,
-    and its row is freed. What ends the response is sent after that, since servers report every client as gone once they
-    have its last byte.
+    The request is in flight from its headers on, but takes its place only when its body has been read: where there is
+    no room for it, its body is not even read. Whoever wants it ended (in_flight), or a client that leaves, cancels the
+    work where it stands, also before the first token, and its row is freed. What ends the response is sent after that,
+    since servers report every client as gone once they have its last byte.
+
+    A stream commits its status with its first token, or earlier, with a comment, when the first token takes longer than
+    `comment_s`; an error after that is an event.
 
     understand: makes of the body what it asks for. It may raise anything.
     """
 
-    def __init__(self, understand: Callable[[bytes], Asked], in_flight: InFlight, errors: ErrorMap, request_id: str):
+    def __init__(
+        self,
+        understand: Callable[[bytes], Asked],
+        in_flight: InFlight,
+        bodies: UnreadBodies,
+        errors: ErrorMap,
+        request_id: str,
+        comment_s: float,
+    ):
         super().__init__()
         self._understand = understand
         self._in_flight = in_flight
+        self._bodies = bodies
         self._errors = errors
         self._request_id = request_id
-        self._streaming = False
+        self._comment_s = comment_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = EventStream(send, self._comment_s)
         with contextlib.ExitStack() as stack:
             try:
-                entry = stack.enter_context(self._in_flight.enter(self._request_id))
+                address = address_group(client_host(scope))
+                entry = stack.enter_context(self._in_flight.enter(self._request_id, address))
             except OrchardError as error:
                 response = self._errors.response(error, self._request_id)
                 return await response(scope, receive, send)
             try:
-                response = await self._answered(entry, Request(scope, receive), send)
+                response = await self._answered(entry, Request(scope, receive), stream)
             except (ClientDisconnect, OSError):
                 logger.info("request %s: the client left", self._request_id)
                 entry.answered()
-                if self._streaming:
+                if stream.is_open:
                     return
                 response = Response(status_code=CLIENT_LEFT)
             if response is not None:
                 await response(scope, receive, send)
             else:
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await stream.end()
 
-    async def _answered(self, entry: Entry, request: Request, send: Send) -> Response | None:
+    async def _answered(self, entry: Entry, request: Request, stream: EventStream) -> Response | None:
         """The response that is still to be sent; None if events have been."""
         try:
-            asked = self._understand(await unless(read_body(request), entry.must_end))
+            asked = self._understand(await unless(self._read(request), entry.must_end))
             self._in_flight.understood(entry, asked.completion.id, asked.completion.num_choices)
         except (ClientDisconnect, OSError):
             raise
         except Exception as error:
-            return self._failed(entry, error)
+            return await self._failed(entry, error, stream)
         left = asyncio.ensure_future(_left(request.receive))
         try:
-            return await unless(self._work(asked, entry, send), entry.must_end, left)
+            return await unless(self._work(asked, entry, stream), entry.must_end, left)
         except OrchardError as error:  # whoever ended it says why; what the work itself raises, it answers itself
             logger.info("request %s was ended: %s", self._request_id, error)
-            if not self._streaming:
-                return self._errors.response(error, self._request_id)
-            await send({"type": "http.response.body", "body": error_event(self._error_body(error)), "more_body": True})
-            return None
+            return await self._failed(entry, error, stream)
         finally:
             left.cancel()
             await asyncio.gather(left, return_exceptions=True)
 
-    async def _work(self, asked: Asked, entry: Entry, send: Send) -> Response | None:
+    async def _read(self, request: Request) -> bytes:
+        body = await read_body(request.scope, request.receive, self._bodies)
+        if body is None:
+            raise ClientDisconnect
+        return body
+
+    async def _work(self, asked: Asked, entry: Entry, stream: EventStream) -> Response | None:
         """See `_answered`."""
+        if not asked.completion.stream:
+            return await self._generate(asked, entry, stream)
+        comments = asyncio.ensure_future(stream.keep_alive())
+        try:
+            return await self._generate(asked, entry, stream)
+        finally:
+            comments.cancel()
+            await asyncio.gather(comments, return_exceptions=True)
+
+    async def _generate(self, asked: Asked, entry: Entry, stream: EventStream) -> Response | None:
         try:
             generation = await asked.start()
         except Exception as error:
-            return self._failed(entry, error)
+            return await self._failed(entry, error, stream)
         try:
             if asked.completion.stream:
-                return await self._send_events(generation, asked.completion, entry, send)
-            return await self._whole(generation, asked.completion, entry)
+                return await self._send_events(generation, asked.completion, entry, stream)
+            return await self._whole(generation, asked.completion, entry, stream)
         finally:
             await self._close(generation)
 
-    async def _whole(self, generation: Generation, completion: Completion, entry: Entry) -> Response:
+    async def _whole(
+        self, generation: Generation, completion: Completion, entry: Entry, stream: EventStream
+    ) -> Response | None:
         try:
             body = json.dumps(await collect(generation, completion))
         except Exception as error:
-            return self._failed(entry, error)
+            return await self._failed(entry, error, stream)
         entry.answered()
         return Response(body, media_type="application/json")
 
-    async def _send_events(self, generation: Generation, completion: Completion, entry: Entry, send: Send) -> None:
-        self._streaming = True
-        await send({"type": "http.response.start", "status": 200, "headers": list(_SSE_HEADERS)})
+    async def _send_events(
+        self, generation: Generation, completion: Completion, entry: Entry, stream: EventStream
+    ) -> None:
         made = events(generation, completion, self._error_body, entry.answered)
         async with contextlib.aclosing(made) as chunks:
             async for chunk in chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await stream.send(chunk)
 
-    def _failed(self, entry: Entry, error: Exception) -> Response:
-        """The answer is an error, and nothing else any more."""
+    async def _failed(self, entry: Entry, error: Exception, stream: EventStream) -> Response | None:
+        """The answer is an error, and nothing else any more: a response, or the last event of an open stream."""
         entry.answered()
-        return self._errors.response(error, self._request_id)
+        if not stream.is_open:
+            return self._errors.response(error, self._request_id)
+        await stream.send(error_event(self._error_body(error)))
+        return None
 
     def _error_body(self, error: Exception) -> bytes:
         return self._errors.failure(error, self._request_id).event_body()

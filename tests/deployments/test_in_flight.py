@@ -117,8 +117,11 @@ def test_one_more_than_there_is_room_for_is_refused_until_one_has_ended():
                 with pytest.raises(Overloaded, match=r"3 answers .* 2 more .* the limit is 4, max_running") as refused:
                     requests.understood(entry, "c", 2)
                 assert refused.value.retry_after_s == pytest.approx(6)
-                with pytest.raises(Overloaded, match=r"4 answers .* 1 more .* the limit is 4, max_running"):
-                    requests.enter("d").__enter__()
+                with (
+                    running(requests, "d"),
+                    pytest.raises(Overloaded, match=r"4 answers .* 1 more .* the limit is 4, max"),
+                ):
+                    requests.enter("e").__enter__()
             assert requests.status() == {"num_in_flight": 3, "num_refused": 2, "is_draining": False}
         with running(requests, "c", 4):
             assert requests.status()["num_in_flight"] == 4
@@ -135,9 +138,39 @@ def test_room_grows_and_shrinks_with_the_engines():
             with pytest.raises(Overloaded):
                 requests.enter("b").__enter__()
             limit = 2
-            with requests.enter("b") as entry:
+            with running(requests, "b"):
                 limit = 1
-                requests.understood(entry, "b", 1)  # it has its room already
+                with pytest.raises(Overloaded):
+                    requests.enter("c").__enter__()
+
+    run(go())
+
+
+def test_a_request_takes_its_place_only_when_its_body_has_been_read():
+    async def go() -> None:
+        requests = room(1)
+        with requests.enter("slow") as slow:
+            with running(requests, "quick"), pytest.raises(Overloaded):
+                requests.understood(slow, "slow", 1)
+            requests.understood(slow, "slow", 1)
+            assert requests.status()["num_in_flight"] == 1
+
+    run(go())
+
+
+def test_one_address_gets_no_more_than_its_share_of_the_room():
+    async def go() -> None:
+        requests = InFlight(lambda: 8, 8, Clock(), max_share_per_address=0.25)
+        with requests.enter("a", "10.0.0.1") as entry:
+            requests.understood(entry, "a", 2)
+            with pytest.raises(
+                Overloaded, match=r"2 answers for this address .* is 2, 0.25 of 8 \(http.max_share_per_addr"
+            ):
+                requests.enter("b", "10.0.0.1").__enter__()
+            with requests.enter("c", "10.0.0.2") as other:
+                requests.understood(other, "c", 4)  # the first request of an address may be larger than its share
+            with running(requests, "local", 6):
+                assert requests.status() == {"num_in_flight": 8, "num_refused": 1, "is_draining": False}
 
     run(go())
 

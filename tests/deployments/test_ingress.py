@@ -237,7 +237,7 @@ class EngineBackend:
 def post(chunks: list[TokenChunk], **fields: Any) -> httpx.Response:
     async def talk() -> httpx.Response:
         transport = httpx.ASGITransport(create_app(EngineBackend(chunks), HttpConfig(), frozenset()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://orchard") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], **fields}
             return await client.post("/v1/chat/completions", json=body)
 

@@ -90,7 +90,8 @@ class Connection:
     body comes, the second one when `goes_on` is set."""
 
     def __init__(self, app: FastAPI, body: dict[str, Any], headers: dict[str, str]):
-        self._app = app
+        self.app = app
+        self.client: tuple[str, int] | None = None
         self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         self._body = json.dumps(body).encode()
         self._body_sent = False
@@ -110,8 +111,9 @@ class Connection:
             "raw_path": b"/v1/chat/completions",
             "query_string": b"",
             "headers": [(b"content-type", b"application/json"), *self._headers],
+            "client": self.client,
         }
-        await self._app(scope, self._receive, self._send)
+        await self.app(scope, self._receive, self._send)
 
     async def _receive(self) -> Any:
         self.num_received += 1
@@ -177,8 +179,9 @@ def send(make_app: Callable[..., FastAPI]) -> Callable[..., httpx.Response]:
     def send_one(method: str, path: str, app: FastAPI | None = None, **kwargs: Any) -> httpx.Response:
         async def talk() -> httpx.Response:
             transport = httpx.ASGITransport(app or make_app())
-            async with httpx.AsyncClient(transport=transport, base_url="http://orchard") as client:
-                return await client.request(method, path, **kwargs)
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+                headers = {"Content-Type": "application/json", **kwargs.pop("headers", {})}
+                return await client.request(method, path, headers=headers, **kwargs)
 
         return asyncio.run(talk())
 
@@ -198,8 +201,13 @@ def chat(send: Callable[..., httpx.Response]) -> Callable[..., httpx.Response]:
 
 @pytest.fixture
 def connect(make_app: Callable[..., FastAPI]) -> Callable[..., Connection]:
-    def connection(headers: dict[str, str] | None = None, **fields: Any) -> Connection:
+    def connection(
+        headers: dict[str, str] | None = None,
+        config: dict[str, Any] | None = None,
+        app: FastAPI | None = None,
+        **fields: Any,
+    ) -> Connection:
         body = {"model": "org/demo", "messages": [{"role": "user", "content": "Hi"}], **fields}
-        return Connection(make_app(), body, headers or {})
+        return Connection(app or make_app(**(config or {})), body, headers or {})
 
     return connection

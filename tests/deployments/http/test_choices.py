@@ -198,7 +198,7 @@ def test_the_openai_client_reads_choices_logprobs_and_usage(make_app, backend):
 
     async def talk() -> tuple[Any, list[Any]]:
         http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(make_app()))
-        async with openai.AsyncOpenAI(api_key="x", base_url="http://orchard/v1", http_client=http) as client:
+        async with openai.AsyncOpenAI(api_key="x", base_url="http://127.0.0.1/v1", http_client=http) as client:
             asked: Any = {"model": "org/demo", "messages": [{"role": "user", "content": "Hi"}], "n": 2}
             whole = await client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
             stream = await client.chat.completions.create(

@@ -286,7 +286,8 @@ def test_health_and_status(send, backend):
     response = send("GET", "/health/ready")
     assert (response.status_code, response.json()["reason"]) == (503, backend.unready)
     assert send("GET", "/health/live").status_code == 200
-    assert send("GET", "/v1/status").json() == {"num_running": 3}
+    bodies = {"num_unread": 0, "unread_bytes": 0}
+    assert send("GET", "/v1/status").json() == {"num_running": 3, "bodies": bodies}
 
 
 def test_the_cache_is_shown_and_emptied(send, backend):
@@ -366,7 +367,7 @@ def test_the_openai_client_understands_us(make_app):
     async def talk():
         transport = httpx.ASGITransport(make_app())
         http: Any = httpx.AsyncClient(transport=transport)  # the package knows it by another name
-        async with openai.AsyncOpenAI(api_key="x", base_url="http://orchard/v1", http_client=http) as client:
+        async with openai.AsyncOpenAI(api_key="x", base_url="http://127.0.0.1/v1", http_client=http) as client:
             whole = await client.chat.completions.create(model="org/demo", messages=[{"role": "user", "content": "Hi"}])
             stream = await client.chat.completions.create(
                 model="org/demo",

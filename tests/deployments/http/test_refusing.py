@@ -10,14 +10,31 @@ from deployments.in_flight import InFlight
 from engine.protocol import Unavailable
 
 
-def test_a_request_that_no_engine_took_says_so_and_why(chat, backend):
+def test_a_request_that_no_engine_took_says_so_and_why(chat, backend, make_app):
+    app = make_app()
+    assert chat(app=app).status_code == 200
     backend.start_script = [Unavailable("No engine took the request within 30 s.", 7.0)]
     for unready in (None, "The weights are loading: 40 %."):
         backend.unready = unready
-        response = chat()
+        response = chat(app=app)
         error = response.json()["error"]
         assert (response.status_code, error["code"], response.headers["retry-after"]) == (503, "unavailable", "7")
         assert "within 30 s" in error["message"] and (unready or "") in error["message"]
+
+
+def test_while_the_first_engine_loads_its_model_no_request_waits_for_it(chat, backend, make_app):
+    app = make_app()
+    backend.unready, backend.start_script = (
+        "The weights are loading: 40 %.",
+        [asyncio.Event()],
+    )  # it would wait for ever
+    for stream in (False, True):
+        response = chat(app=app, stream=stream)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
+        assert int(response.headers["retry-after"]) >= 1
+    assert backend.requests == []
+    backend.unready, backend.start_script = None, []
+    assert chat(app=app).status_code == 200
 
 
 def test_a_full_house_refuses_before_it_reads_or_does_anything(send, chat, backend):
@@ -64,7 +81,7 @@ def test_a_request_is_cancelled_by_its_id_however_it_is_written(make_app, connec
                 await asyncio.sleep(0.001)
         path = f"/v1/chat/completions/{quote(request_id, safe='')}/cancel"
         transport = httpx.ASGITransport(make_app())
-        async with httpx.AsyncClient(transport=transport, base_url="http://orchard") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             said = [await client.post(path), await client.post(path)]
         await task
         return said

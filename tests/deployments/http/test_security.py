@@ -106,8 +106,9 @@ def test_a_body_without_a_length_is_stopped_when_it_passes_the_limit(make_app):
 
     async def talk():
         transport = httpx.ASGITransport(make_app(max_body_bytes=1024))
-        async with httpx.AsyncClient(transport=transport, base_url="http://orchard") as client:
-            return await client.post("/v1/chat/completions", content=endless())
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            headers = {"Content-Type": "application/json"}
+            return await client.post("/v1/chat/completions", content=endless(), headers=headers)
 
     response = asyncio.run(talk())
     assert response.status_code == 413

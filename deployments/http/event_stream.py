@@ -1,0 +1,53 @@
+"""EventStream: one response of server-sent events, with comments while there is nothing else to send."""
+
+import asyncio
+
+from starlette.types import Send
+
+COMMENT = b": waiting\n\n"
+"""Ignored by every parser of server-sent events; its bytes keep timers of clients and gateways from running out."""
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
+]
+
+
+class EventStream:
+    """The first event, or comment, commits the status 200.
+
+    Args:
+        send: the ASGI callable of the response.
+        comment_s: seconds without an event after which `keep_alive` sends a comment.
+    """
+
+    def __init__(self, send: Send, comment_s: float):
+        self._send = send
+        self._comment_s = comment_s
+        self._sending = asyncio.Lock()
+        self._last_sent_s = asyncio.get_running_loop().time()
+        self.is_open = False
+
+    async def send(self, event: bytes) -> None:
+        """Send complete events, after the headers if these have not been sent yet."""
+        async with self._sending:
+            if not self.is_open:
+                self.is_open = True
+                await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+            self._last_sent_s = asyncio.get_running_loop().time()
+
+    async def keep_alive(self) -> None:
+        """Send a comment whenever nothing was sent for comment_s. Runs until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = self._last_sent_s + self._comment_s - loop.time()
+            if due_s > 0:
+                await asyncio.sleep(due_s)
+            else:
+                await self.send(COMMENT)
+
+    async def end(self) -> None:
+        """Send what ends the response."""
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})

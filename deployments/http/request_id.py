@@ -1,0 +1,42 @@
+"""The id of a request: the client's X-Request-Id if it is sane, else a new one; exactly one on each response."""
+
+import re
+import secrets
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_SANE = re.compile(r"[!-~]{1,128}")
+
+
+def request_id_of(scope: Scope) -> str:
+    """The id that the client has sent if it is sane (1 to 128 visible ASCII characters, sent once), else a new one."""
+    sent = Headers(scope=scope).getlist("x-request-id")
+    return sent[0] if len(sent) == 1 and _SANE.fullmatch(sent[0]) else f"req_{secrets.token_hex(16)}"
+
+
+class RequestId:
+    """Middleware: sets `request.state.request_id` and sends it back.
+
+    Args:
+        is_behind_proxy: Serve's HTTP proxy adds the X-Request-Id of the request to the response by itself; then it is
+            added here only if it is another one.
+    """
+
+    def __init__(self, app: ASGIApp, is_behind_proxy: bool = False):
+        self._app = app
+        self._is_behind_proxy = is_behind_proxy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        request_id = request_id_of(scope)
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id}
+        is_sent_by_proxy = self._is_behind_proxy and Headers(scope=scope).get("x-request-id") == request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start" and not is_sent_by_proxy:
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
