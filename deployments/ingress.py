@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,6 +18,7 @@ from deployments.engine_client import PLAN_TIMEOUT_S, EngineClient, EngineStream
 from deployments.http.cache import cache_body, cleared_body
 from deployments.http.config import HttpConfig
 from deployments.http.openai import create_app
+from deployments.http_proxy import HOOK, is_guarded
 from deployments.in_flight import InFlight
 from deployments.policies import nodes_offering
 from deployments.replica import in_replica, replica_info
@@ -120,9 +122,13 @@ class Ingress:
         self.model_name = model_name
         self._num_engines = 1
         self.in_flight = InFlight(
-            lambda: self._num_engines * (config.max_running + config.max_queue), config.max_running
+            lambda: self._num_engines * (config.max_running + config.max_queue),
+            config.max_running,
+            max_share_per_address=http.max_share_per_address,
         )
         self._http = http
+        if in_replica() and not is_guarded():
+            log.warning("Serve's HTTP proxies run without Orchard's middleware: %s is %r", HOOK, os.environ.get(HOOK))
         self._effective_config = effective_config
         model_dir = resolve_checkpoint(config.model, config.revision, weights=False)
         self._tokenizer = ChatTokenizer(model_dir)
@@ -142,7 +148,8 @@ class Ingress:
         self._ready_until = float("-inf")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self, self._http, self._media_kinds, self._tokenizer.keeps_late_system)
+        late_system = self._tokenizer.keeps_late_system
+        return create_app(self, self._http, self._media_kinds, late_system, is_behind_proxy=in_replica())
 
     async def start(self, request: ChatRequest, route: Route) -> TextGeneration:
         stream = await self._client.start(request, route)

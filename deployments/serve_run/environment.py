@@ -56,6 +56,12 @@ DEFAULTS = (
         "an HTTP response fails when one of its parts is larger than 4 MiB",
     ),
     EnvironmentDefault(
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH",
+        "deployments.http_proxy.guard:middlewares",
+        "the HTTP proxies neither bound bodies and connections nor end clients that do not read; during a start they "
+        "answer 404 or hold requests",
+    ),
+    EnvironmentDefault(
         "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S",
         "1.0",
         "a replica on a busy machine is asked for its load again after 0.1 s, which fills the log with warnings",

@@ -1,0 +1,161 @@
+"""ProxyGuard: what only Serve's HTTP proxy can do for its clients, as ASGI middleware in the proxy's process.
+
+Serve calls `middlewares` when a proxy starts (its documented hook, RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH). The
+ingress keeps its own limits, so that everything but the connections themselves is bounded without this module as well.
+"""
+
+import asyncio
+import logging
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.http.errors import ErrorMap
+from deployments.http.proxy_limits import EXTENSION, HEADER, ProxyLimits
+from deployments.http.request_id import request_id_of
+from deployments.http.unread_bodies import UnreadBodies
+from deployments.http_proxy.protocol import use_guarded_protocol
+from deployments.http_proxy.routes import ServeRoutes
+from engine.protocol import OrchardError, Unavailable
+
+log = logging.getLogger("ray.serve")
+
+BRIDGE_S = 10.0
+"""A request waits so long for an ingress that is being replaced, before its body is read."""
+
+POLL_S = 0.1
+
+START_RETRY_S = 5.0
+"""Retry-After while the server starts: processes and weights take seconds at best."""
+
+RETRY_S = 1.0
+
+_SERVE_PREFIX = "/-/"
+"""Serve's own health and route pages."""
+
+
+def middlewares() -> list[Middleware]:
+    """What Serve puts around its HTTP proxy."""
+    state = ProxyState()
+    use_guarded_protocol(lambda: state.limits.send_timeout_s)
+    return [Middleware(ProxyGuard, state=state)]
+
+
+class ProxyState:
+    """What all requests of one proxy share: the limits, and the bodies that are arriving."""
+
+    def __init__(self, limits: ProxyLimits | None = None):
+        self.limits = limits or ProxyLimits()
+        self.bodies = UnreadBodies(self.limits.body)
+
+    def use(self, limits: ProxyLimits) -> None:
+        self.limits = limits
+        self.bodies.limits = limits.body
+
+
+class ProxyGuard:
+    """Middleware around Serve's HTTP proxy.
+
+    * A request that no ingress can take is refused with 503 and Retry-After: at once while the server starts, after
+      BRIDGE_S while an ingress is being replaced. Serve answers the one with a 404 and holds the other without limit.
+    * Bodies are bounded (see UnreadBodies) before the proxy buffers them.
+    * Each response has exactly one X-Request-ID, a sane one.
+    * An ingress that dies before it answers is a 503 with an error body instead of a plain 500.
+    """
+
+    def __init__(self, app: ASGIApp, state: ProxyState, bridge_s: float = BRIDGE_S):
+        self._app = app
+        self._state = state
+        self._bridge_s = bridge_s
+        self._routes = ServeRoutes(app)
+        self._errors = ErrorMap()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith(_SERVE_PREFIX):
+            return await self._app(scope, receive, send)
+        request_id = request_id_of(scope)
+        headers = MutableHeaders(scope=scope)
+        headers["x-request-id"] = request_id
+        del headers["x-request-disconnect-disabled"]  # a client that has left must not keep its row
+        scope["extensions"] = {**scope.get("extensions", {}), EXTENSION: self._state.limits.to_json()}
+        exchange = Exchange(self._state, request_id, receive, send)
+        try:
+            await self._wait_for_ingress(scope["path"])
+            await exchange.run(self._app, scope)
+        except OrchardError as error:
+            exchange.error = error
+        except Exception:
+            log.exception("request %s failed in the HTTP proxy", request_id)
+        if not exchange.is_started:
+            error = exchange.error or Unavailable(
+                "The process that worked on the request was lost. Please send the request again.", RETRY_S
+            )
+            await self._errors.response(error, request_id)(scope, receive, exchange.send)
+
+    async def _wait_for_ingress(self, path: str) -> None:
+        """Raises Unavailable if there is no ingress for this path, or will not be soon."""
+        if self._routes.is_starting(path):
+            raise Unavailable("The server is starting: it takes no requests yet.", START_RETRY_S)
+        waited_s = 0.0
+        while self._routes.has_no_replica(path):
+            if waited_s >= self._bridge_s:
+                raise Unavailable(
+                    f"The server is being deployed: no ingress was there to take the request within {waited_s:.0f} s.",
+                    START_RETRY_S,
+                )
+            await asyncio.sleep(POLL_S)
+            waited_s += POLL_S
+
+
+class Exchange:
+    """One request and its response on their way through the proxy.
+
+    error: why the request was ended here, None if it was not. is_started: whether a response has begun.
+    """
+
+    def __init__(self, state: ProxyState, request_id: str, receive: Receive, send: Send):
+        self.error: OrchardError | None = None
+        self.is_started = False
+        self._state = state
+        self._request_id = request_id
+        self._receive = receive
+        self._send = send
+
+    async def run(self, app: ASGIApp, scope: Scope) -> None:
+        """Raises what UnreadBodies.enter raises, before the app is called."""
+        if not _has_body(scope):
+            return await app(scope, self._receive, self.send)
+        with self._state.bodies.enter(scope) as body:
+            is_complete = False
+
+            async def receive() -> Message:
+                """To the app, a body that breaks a limit looks like a client that leaves: it ends the request."""
+                nonlocal is_complete
+                if is_complete:
+                    return await self._receive()
+                try:
+                    message = await body.receive(self._receive)
+                except OrchardError as error:
+                    self.error = error
+                    return {"type": "http.disconnect"}
+                is_complete = not message.get("more_body", False)
+                return message
+
+            await app(scope, receive, self.send)
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.is_started = True
+            headers = MutableHeaders(scope=message)
+            if (told := headers.get(HEADER)) is not None:
+                self._state.use(ProxyLimits.from_json(told))
+                del headers[HEADER]
+            del headers["x-request-id"]
+            headers["X-Request-ID"] = self._request_id
+        await self._send(message)
+
+
+def _has_body(scope: Scope) -> bool:
+    headers = Headers(scope=scope)
+    return "transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != ""

@@ -1,0 +1,134 @@
+"""GuardedProtocol: uvicorn's HTTP protocol with the limits that it lacks: headers, writes, and what follows a response.
+
+Serve gives no way to choose the protocol of its proxies, so `use_guarded_protocol` replaces the class that uvicorn
+chooses by itself (uvicorn 0.54, `uvicorn.protocols.http.auto`); tests/deployments/http_proxy/test_protocol.py starts a
+server as Serve does and fails when that has no effect any more.
+"""
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http import auto
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEADER_TIMEOUT_S = 30.0
+"""A connection that has sent no complete headers by then is closed."""
+
+MAX_HEADER_BYTES = 64 * 2**10
+
+LINGER_S = 30.0
+"""A client may send the rest of a body so long after its response, which it may not have read yet."""
+
+SEND_BUFFER_BYTES = 256 * 2**10
+"""Of the kernel, which else grows to megabytes: thousands of tokens that a client that does not read would cost."""
+
+_LINGER_NOT = struct.pack("ii", 1, 0)
+"""SO_LINGER: close at once, and discard what the kernel has not sent."""
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection.
+
+    send_timeout_s: when the client takes so little that writing pauses (64 KiB wait), it must have taken all but 16 KiB
+    within this time, else the connection is closed, which cancels the request as if the client had left. The same holds
+    for what waits when a response is complete.
+    """
+
+    header_timeout_s = HEADER_TIMEOUT_S
+    linger_s = LINGER_S
+
+    def __init__(self, send_timeout_s: Callable[[], float], *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._send_timeout_s = send_timeout_s
+        self._num_header_bytes = 0
+        self._is_in_headers = True
+        self._is_body_complete = True
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        connection = transport.get_extra_info("socket")
+        if connection is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        self._watch_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._header_timer = _cancelled(self._header_timer)
+        self._send_timer = _cancelled(self._send_timer)
+        self._linger_timer = _cancelled(self._linger_timer)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self._watch_headers()
+        if self._is_in_headers:
+            self._num_header_bytes += len(data)
+        super().data_received(data)
+        if self._is_in_headers and self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The headers of the request have more than {MAX_HEADER_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        self._is_in_headers, self._num_header_bytes, self._is_body_complete = True, 0, False
+        self._watch_headers()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._header_timer = _cancelled(self._header_timer)
+        self._is_in_headers = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._is_in_headers, self._num_header_bytes, self._is_body_complete = True, 0, True
+        self._linger_timer = _cancelled(self._linger_timer)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._is_body_complete and self._linger_timer is None:
+            self._linger_timer = self.loop.call_later(self.linger_s, self.abort)
+        if self.transport.get_write_buffer_size() > 0 and self._send_timer is None:
+            self._send_timer = self.loop.call_later(self._send_timeout_s(), self._abort_unsent)
+
+    def _watch_headers(self) -> None:
+        if self._header_timer is None and self._is_in_headers:
+            self._header_timer = self.loop.call_later(self.header_timeout_s, self.abort)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._send_timer is None:
+            self._send_timer = self.loop.call_later(self._send_timeout_s(), self.abort)
+
+    def resume_writing(self) -> None:
+        self._send_timer = _cancelled(self._send_timer)
+        super().resume_writing()
+
+    def abort(self) -> None:
+        """Close the connection without sending what waits, here and in the kernel."""
+        connection = self.transport.get_extra_info("socket")
+        if connection is not None and connection.fileno() >= 0:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
+        self.transport.abort()
+
+    def _abort_unsent(self) -> None:
+        self._send_timer = None
+        if self.transport.get_write_buffer_size() > 0:
+            self.abort()
+
+
+def use_guarded_protocol(send_timeout_s: Callable[[], float]) -> None:
+    """Make every uvicorn server of this process that is started from now on use GuardedProtocol."""
+
+    def protocol(*args: Any, **kwargs: Any) -> GuardedProtocol:
+        return GuardedProtocol(send_timeout_s, *args, **kwargs)
+
+    auto.AutoHTTPProtocol = protocol  # type: ignore[assignment]
+
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -1,0 +1,230 @@
+"""Connections that are slow, silent or endless, at a server that is started as Serve starts its HTTP proxy."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from ray.serve._private.http_util import configure_http_middlewares, start_asgi_http_server
+from ray.serve.config import HTTPOptions
+from uvicorn.protocols.http import auto
+
+from deployments.http_proxy import guard, protocol
+from deployments.http_proxy.guard import ProxyState
+from deployments.http_proxy.protocol import MAX_HEADER_BYTES, GuardedProtocol
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+CHUNK = b"x" * 2**16
+
+
+class App:
+    """Answers with as many chunks as it is told, and notes what becomes of its requests."""
+
+    def __init__(self, num_chunks: int = 0, chunk: bytes = CHUNK):
+        self.num_chunks = num_chunks
+        self.chunk = chunk
+        self.num_sent = 0
+        self.num_left = 0
+        self.num_done = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        left = asyncio.ensure_future(self._left(receive))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(self.num_chunks):
+            if left.done():
+                break
+            await send({"type": "http.response.body", "body": self.chunk, "more_body": True})
+            self.num_sent += 1
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        left.cancel()
+        self.num_done += 1
+
+    async def _left(self, receive: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.num_left += 1
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """serving(app): the port of Serve's own HTTP server around the app, with the middleware that the hook gives."""
+    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # put back at the end
+
+    @asynccontextmanager
+    async def serve(app: Any, send_timeout_s: float = 60.0, buffer_bytes: int = 0) -> AsyncIterator[int]:
+        options = configure_http_middlewares(HTTPOptions(host="127.0.0.1", port=0, keep_alive_timeout_s=5))
+        (middleware,) = options.middlewares
+        state = middleware.kwargs["state"]
+        assert isinstance(state, ProxyState)
+        state.limits = guard.ProxyLimits(send_timeout_s=send_timeout_s)
+        loop = asyncio.get_running_loop()
+        task, server = await start_asgi_http_server(app, options, event_loop=loop)
+        while not server.started:
+            await asyncio.sleep(0.01)
+        if buffer_bytes:
+            monkeypatch.setattr(protocol, "SEND_BUFFER_BYTES", buffer_bytes)
+        try:
+            yield server.servers[0].sockets[0].getsockname()[1]
+        finally:
+            server.should_exit = server.force_exit = True
+            await task
+
+    return serve
+
+
+def run(work: Any) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await work
+
+    asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+async def opened(port: int) -> Stream:
+    return await asyncio.open_connection("127.0.0.1", port)
+
+
+async def close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+async def is_closed(reader: asyncio.StreamReader) -> bool:
+    """Returns when the server has closed the connection, with or without a reset."""
+    try:
+        while await reader.read(2**16):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+REQUEST = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def test_a_client_that_reads_nothing_is_cut_off_and_its_request_ends(serving: Any):
+    async def go() -> None:
+        app = App(num_chunks=1000)
+        async with serving(app, send_timeout_s=0.3) as port:
+            with socket.socket() as silent:
+                silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+                silent.connect(("127.0.0.1", port))
+                silent.sendall(REQUEST)
+                await until(lambda: app.num_done == 1)
+            assert app.num_left == 1
+            assert 0 < app.num_sent * len(CHUNK) < 2 * 2**20 + len(CHUNK), "the buffers of both sides are bounded"
+
+    run(go())
+
+
+def test_a_client_that_reads_gets_everything_however_long_it_takes(serving: Any):
+    async def go() -> None:
+        app = App(num_chunks=200)
+        async with serving(app, send_timeout_s=0.5) as port:
+            reader, writer = await opened(port)
+            writer.write(REQUEST)
+            num_bytes = 0
+            while not (piece := await reader.read(2**18)).endswith(b"0\r\n\r\n"):
+                num_bytes += len(piece)
+                await asyncio.sleep(0.02)
+            assert num_bytes + len(piece) > 200 * len(CHUNK)
+            assert (app.num_done, app.num_left) == (1, 0)
+            await close(writer)
+
+    run(go())
+
+
+def test_the_end_of_a_response_that_nobody_reads_does_not_keep_the_connection(serving: Any, monkeypatch: Any):
+    async def go() -> None:
+        unsent = []
+        abort = GuardedProtocol.abort
+
+        def noted(connection: GuardedProtocol) -> None:
+            unsent.append(connection.transport.get_write_buffer_size())
+            abort(connection)
+
+        monkeypatch.setattr(GuardedProtocol, "abort", noted)
+        app = App(num_chunks=1, chunk=b"x" * 50_000)  # less than what makes writing pause
+        async with serving(app, send_timeout_s=0.2, buffer_bytes=4096) as port:
+            with socket.socket() as silent:
+                silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                silent.connect(("127.0.0.1", port))
+                silent.sendall(REQUEST)
+                await until(lambda: bool(unsent))
+        assert app.num_done == 1 and unsent[0] > 0
+
+    run(go())
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"\r\n", REQUEST + b"GET / HTTP/1.1\r\nA: b\r\n"])
+def test_headers_that_do_not_come_close_the_connection(serving: Any, monkeypatch: Any, sent: bytes):
+    monkeypatch.setattr(GuardedProtocol, "header_timeout_s", 0.2)
+
+    async def go() -> None:
+        async with serving(App()) as port:
+            reader, writer = await opened(port)
+            writer.write(sent)
+            async with asyncio.timeout(4):  # the keep-alive timer would need 5 s
+                assert await is_closed(reader)
+            await close(writer)
+
+    run(go())
+
+
+@pytest.mark.parametrize("before", [b"", REQUEST])
+def test_endless_headers_are_refused(serving: Any, before: bytes):
+    async def go() -> None:
+        async with serving(App()) as port:
+            reader, writer = await opened(port)
+            writer.write(before + b"GET / HTTP/1.1\r\nA: ")
+            closed = asyncio.ensure_future(is_closed(reader))
+            for _ in range(100):
+                writer.write(b"a" * (MAX_HEADER_BYTES // 4))
+                await asyncio.sleep(0.01)
+                if closed.done():
+                    break
+            assert closed.done() and await closed
+            await close(writer)
+
+    run(go())
+
+
+def test_a_body_that_goes_on_for_ever_after_its_response_closes_the_connection(serving: Any, monkeypatch: Any):
+    monkeypatch.setattr(GuardedProtocol, "linger_s", 0.2)
+
+    async def go() -> None:
+        async with serving(App()) as port:
+            reader, writer = await opened(port)
+            writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
+            async with asyncio.timeout(4):
+                assert await is_closed(reader)
+            await close(writer)
+
+    run(go())
+
+
+def test_requests_that_follow_each_other_on_one_connection_are_answered(serving: Any, monkeypatch: Any):
+    monkeypatch.setattr(GuardedProtocol, "header_timeout_s", 0.3)
+
+    async def go() -> None:
+        app = App()
+        async with serving(app) as port:
+            reader, writer = await opened(port)
+            for number in range(4):
+                writer.write(REQUEST * 2)
+                for _ in range(2):
+                    await reader.readuntil(b"0\r\n\r\n")
+                await asyncio.sleep(0.2)
+                assert app.num_done == 2 * (number + 1)
+            await close(writer)
+
+    run(go())
