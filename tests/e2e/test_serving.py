@@ -1,5 +1,7 @@
 """How the graph behaves under several clients at once, and where its processes are."""
 
+import contextlib
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -110,6 +112,41 @@ def test_a_client_that_leaves_before_the_first_token_frees_its_row_as_well(http:
         http.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(10.0, read=0.5))
     after = wait_until_idle(http, 5.0)  # the step that is running ends first
     assert after["num_aborted"] == before["num_aborted"] + 1
+
+
+@pytest.mark.parametrize(("sent", "is_kept"), [("mine/1", True), ("x" * 129, False), ("a b", False), (None, False)])
+def test_a_response_has_exactly_one_request_id(http: httpx.Client, sent: str | None, is_kept: bool):
+    """Serve's proxy and the ingress both know it; an id that is not sane never comes back."""
+    headers = {"X-Request-ID": sent} if sent else {}
+    for path in ("/v1/models", "/nope"):
+        (request_id,) = http.get(path, headers=headers).headers.get_list("x-request-id")
+        assert (request_id == sent) == is_kept and " " not in request_id
+
+
+def test_a_client_that_sends_nothing_more_keeps_no_other_out(http: httpx.Client, base_url: str):
+    """As many half-sent bodies as there is room for: they lose their places to those that come."""
+    host, port = base_url.removeprefix("http://").split(":")
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with contextlib.ExitStack() as stack:
+        for _ in range(80):
+            silent = stack.enter_context(socket.create_connection((host, int(port))))
+            silent.sendall(head + b"Content-Length: 9\r\n\r\n{")
+        deadline = time.monotonic() + 60
+        body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        while (status := http.post("/v1/chat/completions", json=body).status_code) != 200:
+            assert status == 429 and time.monotonic() < deadline, status
+            time.sleep(0.2)
+
+
+def test_the_proxy_refuses_a_body_that_is_too_large_before_it_is_sent(http: httpx.Client, base_url: str):
+    host, port = base_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as sender:
+        sender.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 67108865\r\n\r\n{"
+        )
+        assert sender.recv(2**16).startswith(b"HTTP/1.1 413 ")
+    assert http.get("/v1/status").json()["bodies"]["num_unread"] == 0
 
 
 def test_only_engine_and_scorer_hold_mlx_and_the_others_are_small(http: httpx.Client):

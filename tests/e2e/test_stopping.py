@@ -48,7 +48,7 @@ class Client(threading.Thread):
 
     @property
     def events(self) -> list[str]:
-        return [line.removeprefix("data: ") for line in self.lines if line]
+        return [line.removeprefix("data: ") for line in self.lines if line and not line.startswith(":")]
 
     @property
     def error(self) -> dict[str, Any]:
