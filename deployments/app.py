@@ -145,8 +145,8 @@ def most_in_flight(config: EngineConfig) -> int:
     where no queue_timeout_s and no fairness holds, while it could be refused, or queued, at once.
 
     max_queued_requests stays at Serve's default, without a limit. Those who wait in Serve for an engine that starts
-    anew have been let in. Those who wait in the proxies for an ingress, while the app is deployed anew, have not: they
-    are not turned away, but held until the new ingress runs, which then lets in as many as it may.
+    anew have been let in. Those that wait in the proxies for an ingress, while the app is deployed anew, have not: they
+    are held for at most BRIDGE_S (http_proxy/guard.py), and the new ingress then lets in as many as it may.
     """
     return MAX_NODES * (config.max_running + config.max_queue)
 

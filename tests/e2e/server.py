@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
 ROOT = Path(__file__).parent.parent.parent
@@ -36,6 +37,7 @@ class ServeRun:
         config["http_options"]["port"] = free_port()
         change(config)
         self.base_url = f"http://127.0.0.1:{config['http_options']['port']}"
+        self.answers_while_starting: list[httpx.Response] = []
         self._dir = Path(tempfile.mkdtemp(prefix="orc-", dir="/tmp"))
         self._log = self._dir / "serve_run.log"
         path = self._dir / "serve_config.yaml"
@@ -62,6 +64,8 @@ class ServeRun:
                 f"the command ended with {self.process.returncode}:\n{self.output[-8000:]}"
             )
             assert time.monotonic() < deadline, f"not ready after {START_TIMEOUT_S} s:\n{self.output[-8000:]}"
+            with contextlib.suppress(httpx.TransportError):
+                self.answers_while_starting.append(httpx.get(f"{self.base_url}/v1/models", timeout=10))
             time.sleep(0.2)
 
     def stop(self) -> int:
