@@ -28,6 +28,7 @@ from deployments.policies import (
     num_living_nodes,
     offers_nothing,
 )
+from deployments.ray_seams import check_ray
 from deployments.replica import node_id
 from deployments.serve_run.effective import describe_args, sparse_prefill_line
 from deployments.serve_run.environment import is_prepared, not_in_effect
@@ -87,8 +88,10 @@ def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None
 
     Raises:
         EngineFailed: there is no such node, no such model, an option that has no effect with this model, a pinned
-            prompt that no request could have, or a cluster of several nodes without tokens.
+            prompt that no request could have, a cluster of several nodes without tokens, or a Ray without the
+            internal names that the replicas use.
     """
+    check_ray()
     overrides = overrides or {}
     num_nodes = _check_cluster(args)
     _check_pinned(args)

@@ -1,86 +1,119 @@
 """EngineClient: the one hop between the ingress and the engines; reserve a replica, plan on its node, dispatch, stream.
 
-It also asks all engines at once what is no request: the state of their caches. `ask_replicas` asks any deployment.
+It also asks all engines at once what is no request: the state of their caches.
 
 The reservation holds a slot of the replica while the plan is made, so that placing, planning and generating agree on
 the node. Whatever ends a call (its last token, an error, a client that leaves) cancels the engine's generator and
 gives the slot back.
+
+Until the first token a request can go elsewhere, and does so once: when its engine or planner is lost, or refuses it
+(Unavailable, Overloaded) while there is another engine. Both attempts together wait for replicas no longer than
+reserve_timeout_s and for plans no longer than plan_timeout_s. To that comes, for each attempt, the time in the engine's
+queue (queue_timeout_s; a request that has waited as long as that is not sent again), and what it takes to notice that a
+replica is lost (SILENCE_LIMIT_S). Nothing is sent again once a token has been passed on.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
-from dataclasses import replace
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
-import grpc
-from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.chat import ChatRequest, EngineAnswer, Plan, Route, SilentEngine
-from deployments.routing import NODE_SESSION
-from engine.protocol import Cancelled, EngineFailed, FinishReason, OrchardError, Overloaded, TokenChunk, Unavailable
+from deployments.engine_stream import RETRY_AFTER_S, SILENCE_LIMIT_S, ChunkReader, EngineStream
+from deployments.ray_seams import cancel_call, end_dispatch, running_nodes
+from deployments.replica_calls import Silent, cause_of, is_gone, telling_remote_cancels, why_silent, within
+from deployments.routing import Choice, NoOtherReplica, NoReplicaYet, pin_to
+from engine.protocol import (
+    Cancelled,
+    EngineFailed,
+    FinishReason,
+    OrchardError,
+    Overloaded,
+    QueueTimeout,
+    TokenChunk,
+    Unavailable,
+)
 
 log = logging.getLogger("ray.serve")
 
 RESERVE_TIMEOUT_S = 30.0
-"""How long a request waits for a replica: Serve itself would wait for ever."""
+"""How long a request waits for a replica, over all attempts: Serve itself would wait for ever."""
 PLAN_TIMEOUT_S = 120.0
 ASK_TIMEOUT_S = 10.0
 """An engine answers between two steps, and a step of a long prompt may last for seconds."""
-RETRY_AFTER_S = 5.0
-"""An engine that is gone is back within seconds at best."""
+
+LOOK_PERIOD_S = 1.0
+LEFT_GRACE_S = 5.0
+"""A planner that Serve has taken from the running ones may be ending its last requests, or be lost with its node. So
+long it is waited for."""
+
+MIN_REFUSAL_S, MAX_REFUSAL_S = 1.0, 10.0
+LOSS_S = 30.0
+"""So long an engine that was lost is chosen last. Ray notices a dead node within 9 s, and Serve a little later."""
 
 
-class CancelledThere(Exception):
-    """A call was cancelled by the replica that should have answered it, as it shuts down; not by who waits for it."""
+class Refusals:
+    """Engines that have lately refused a request, or were lost: they are chosen last for a while."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._until: dict[str, float] = {}  # by unique id of the replica
+
+    def note(self, replica_id: str, seconds: float) -> None:
+        self._until[replica_id] = self._clock() + seconds
+
+    def forget(self, replica_id: str) -> None:
+        """It has taken a request again."""
+        self._until.pop(replica_id, None)
+
+    def recent(self) -> frozenset[str]:
+        now = self._clock()
+        self._until = {replica_id: until for replica_id, until in self._until.items() if until > now}
+        return frozenset(self._until)
 
 
-GONE = (RayActorError, NodeDiedError, ObjectLostError, ReplicaUnavailableError, CancelledThere)
-"""What a handle raises when the replica behind it, or its node, is dead or cannot be reached."""
+@dataclass
+class Attempt:
+    """One way of a request to an engine."""
+
+    choice: Choice
+    reserve_s: float
+    """What is left of the time to wait for replicas, in seconds."""
+    plan_s: float
+    """What is left of the time to wait for plans, in seconds."""
+    pin_wait_s: float | None = None
+    """How long the engine's node may be without a planner, in seconds. None: as short as the router's default."""
+    replica_id: str = ""
+    """Unique id of the engine's replica, once there is a reservation."""
+    stage: Literal["reserve", "plan", "engine"] = "reserve"
+
+    def after(self, error: Exception, last: frozenset[str]) -> "Attempt | None":
+        """The attempt that may follow this one, which has failed; None if none may."""
+        lost = is_gone(error)
+        refused = isinstance(error, Unavailable | Overloaded) and not isinstance(error, QueueTimeout | TooLate)
+        if not (lost or (refused and self.replica_id)):
+            return None
+        left = Attempt(Choice(last=last), self.reserve_s, self.plan_s)
+        if self.replica_id and lost and self.stage == "plan":  # the engine itself may do, if there is no other
+            left.choice, left.pin_wait_s = Choice(last=last | {self.replica_id}), max(self.reserve_s, 0.0)
+        elif self.replica_id:
+            left.choice = Choice(frozenset({self.replica_id}), last, waits=lost)
+        return left
 
 
-class EngineStream:
-    """A request that has its first chunk. Iterate it once, or close it."""
-
-    def __init__(self, plan: Plan, node_id: str, first: TokenChunk, rest: Any, resources: AsyncExitStack):
-        self.plan = plan
-        self.node_id = node_id
-        self.num_cached_tokens = first.num_cached
-        self.num_skipped_tokens = first.num_skipped
-        self._first = first
-        self._rest = rest
-        self._resources = resources
-        self._closing: asyncio.Task[None] | None = None
-
-    async def __aiter__(self) -> AsyncIterator[TokenChunk]:
-        """Raises Unavailable when the engine is lost on the way."""
-        try:
-            yield self._first
-            with _telling_who_cancelled():
-                async for chunk in self._rest:
-                    yield chunk
-        except Exception as error:
-            cause = cause_of(error)
-            if is_gone(cause):
-                lost = "The engine was lost in the middle of the answer. Please send the request again."
-                raise Unavailable(lost, RETRY_AFTER_S) from error
-            raise cause from None
-        finally:
-            await self.aclose()
-
-    async def aclose(self) -> None:
-        """Frees the row and the slot. Goes on in its own task when the caller is cancelled (again) meanwhile."""
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._resources.aclose())
-        await asyncio.shield(self._closing)
+class TooLate(Unavailable):
+    """A time that the ingress itself sets is over: a second attempt would have none left."""
 
 
 class EngineClient:
-    """`planners` must pin by the session id `node:<id>`, see routing.py. room_in_s: for who finds all queues full, how
-    long until there is room."""
+    """`planners` must pin by the session ids of routing.pin_to."""
 
     def __init__(
         self,
@@ -89,8 +122,17 @@ class EngineClient:
         reserve_timeout_s: float = RESERVE_TIMEOUT_S,
         ask_timeout_s: float = ASK_TIMEOUT_S,
         plan_timeout_s: float = PLAN_TIMEOUT_S,
+        silence_limit_s: float = SILENCE_LIMIT_S,
         room_in_s: Callable[[], float] = lambda: RETRY_AFTER_S,
+        checkpoint: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ):
+        """
+        Args:
+            room_in_s: For a request that finds all queues full: how long until there is room, in seconds.
+            checkpoint: Fingerprint of the checkpoint whose tokenizer reads the answers; plans for another one are
+                refused. '' is not checked.
+        """
         # options() connects a handle to its deployment, so that the first request need not wait for it
         # Chunks are plain dataclasses: pickle takes a fifth of the engine's CPU per item off what cloudpickle costs.
         self._engine = engine.options(
@@ -101,24 +143,32 @@ class EngineClient:
         self._reserve_timeout_s = reserve_timeout_s
         self._ask_timeout_s = ask_timeout_s
         self._plan_timeout_s = plan_timeout_s
+        self._silence_limit_s = silence_limit_s
         self._room_in_s = room_in_s
+        self._checkpoint = checkpoint
+        self._clock = clock
+        self._refusals = Refusals(clock)
 
     async def start(self, request: ChatRequest, route: Route) -> EngineStream:
-        """Returns with the first chunk. A replica that dies before it is replaced by another one, once.
+        """Returns with the first chunk.
 
         Raises InvalidRequest, Overloaded, Unavailable, EngineFailed, Cancelled.
         """
+        attempt = Attempt(Choice(last=self._refusals.recent()), self._reserve_timeout_s, self._plan_timeout_s)
         try:
-            with _telling_who_cancelled():
-                return await self._attempt(request, route)
+            return await self._attempt(request, route, attempt)
         except Exception as error:
-            if not is_gone(cause_of(error)):
-                raise self._answer_to(error) from None
-            log.warning("request %s: the replica is gone (%s), trying another one", request.request_id, error)
+            first = cause_of(error)
+        again = self._after(first, attempt)
+        if again is None:
+            raise self._answer_to(first) from None
+        log.warning("request %s: trying another replica: %r", request.request_id, first)
         try:
-            with _telling_who_cancelled():
-                return await self._attempt(request, route)
+            return await self._attempt(request, route, again)
+        except NoOtherReplica:
+            raise self._answer_to(first) from None
         except Exception as error:
+            self._after(cause_of(error), again)
             raise self._answer_to(error) from None
 
     async def ask_all(self, method: str, node_ids: Iterable[str]) -> tuple[list[EngineAnswer[Any]], list[SilentEngine]]:
@@ -130,9 +180,9 @@ class EngineClient:
         return [s for s in said if isinstance(s, EngineAnswer)], [s for s in said if isinstance(s, SilentEngine)]
 
     async def _ask(self, method: str, node_id: str) -> EngineAnswer[Any] | SilentEngine:
-        handle = self._questions.options(method_name=method, session_id=NODE_SESSION + node_id)
+        handle = self._questions.options(method_name=method, session_id=pin_to(node_id))
         try:
-            with _telling_who_cancelled():
+            with telling_remote_cancels():
                 return await within(self._ask_timeout_s, handle.remote())
         except TimeoutError:
             return SilentEngine(node_id, f"no answer within {self._ask_timeout_s:g} s")
@@ -140,44 +190,83 @@ class EngineClient:
             log.warning("the engine on node %s did not answer %s: %s", node_id, method, error)
             return SilentEngine(node_id, why_silent(error))
 
-    async def _attempt(self, request: ChatRequest, route: Route) -> EngineStream:
-        async with AsyncExitStack() as resources:
-            selection = await self._reserve(resources)
-            plan = await self._plan(request, route, selection)
-            engine_request, plan = plan.request, replace(plan, request=plan.request.without_pixels())
-            chunks: Any
-            if selection is None:
-                chunks = self._engine.remote(engine_request)
-            else:
-                chunks = self._engine.dispatch(selection, engine_request)
-            del engine_request  # the call alone holds the pixels, until it is sent
-            resources.callback(cancel, chunks)  # before the reservation ends
-            first = await anext(chunks)
-            if (error := failure_of(first)) is not None:
-                raise error
-            node_id = selection.node_id if selection else ""
-            return EngineStream(plan, node_id, first, chunks, resources.pop_all())
+    def _after(self, error: Exception, attempt: Attempt) -> Attempt | None:
+        """Remembers which engine has failed, if one has. Returns the attempt that may follow."""
+        again = attempt.after(error, self._refusals.recent())
+        if again is not None and attempt.replica_id:
+            refused = isinstance(error, Unavailable | Overloaded)
+            last_s = min(max(error.retry_after_s, MIN_REFUSAL_S), MAX_REFUSAL_S) if refused else LOSS_S
+            self._refusals.note(attempt.replica_id, last_s)
+        return again
 
-    async def _reserve(self, resources: AsyncExitStack) -> Any | None:
+    async def _attempt(self, request: ChatRequest, route: Route, attempt: Attempt) -> EngineStream:
+        with telling_remote_cancels():
+            async with AsyncExitStack() as resources:
+                selection = await self._reserve(resources, attempt)
+                plan = await self._plan(request, route, selection, attempt)
+                attempt.stage = "engine"
+                engine_request, plan = plan.request, replace(plan, request=plan.request.without_pixels())
+                chunks: Any
+                if selection is None:
+                    chunks = self._engine.remote(engine_request)
+                    resources.callback(cancel_call, chunks)  # before the reservation ends
+                else:
+                    chunks = self._engine.dispatch(selection, engine_request)
+                    resources.push_async_callback(end_dispatch, chunks, selection)
+                    # Ray sends the call in a task of its own. Cancelled before its first step, that would lose the
+                    # slot; it makes that step now.
+                    await asyncio.sleep(0)
+                del engine_request  # the call alone holds the pixels, until it is sent
+                reader = ChunkReader(chunks, self._silence_limit_s)
+                resources.callback(reader.close)
+                first = await reader.next()
+                if first is None:
+                    raise EngineFailed("The engine ended the answer before its first token.")
+                if (error := failure_of(first)) is not None:
+                    raise error
+                self._refusals.forget(attempt.replica_id)
+                node_id = selection.node_id if selection else ""
+                note_loss = partial(self._refusals.note, attempt.replica_id, LOSS_S)
+                return EngineStream(plan, node_id, first, reader, resources.pop_all(), note_loss)
+
+    async def _reserve(self, resources: AsyncExitStack, attempt: Attempt) -> Any | None:
         """A slot on the replica that will answer; None in Serve's local testing mode, which cannot choose."""
+        began = self._clock()
         try:
-            async with asyncio.timeout(self._reserve_timeout_s):
-                return await resources.enter_async_context(self._engine.choose_replica())
+            async with asyncio.timeout(max(attempt.reserve_s, 0)):
+                choosing = self._engine.choose_replica(choice=attempt.choice)
+                selection: Any = await resources.enter_async_context(choosing)
         except NotImplementedError:
             return None
+        except NoReplicaYet:
+            raise TooLate("No engine is ready: the model is being loaded.", RETRY_AFTER_S) from None
         except TimeoutError:
             late = f"No engine took the request within {self._reserve_timeout_s:g} s."
-            raise Unavailable(late, RETRY_AFTER_S) from None
+            raise TooLate(late, RETRY_AFTER_S) from None
+        finally:
+            attempt.reserve_s -= self._clock() - began
+        attempt.replica_id, attempt.stage = selection.replica_id, "plan"
+        return selection
 
-    async def _plan(self, request: ChatRequest, route: Route, selection: Any | None) -> Plan:
+    async def _plan(self, request: ChatRequest, route: Route, selection: Any | None, attempt: Attempt) -> Plan:
         planner = self._planners[route]
-        if selection is not None:
-            planner = planner.options(session_id=NODE_SESSION + selection.node_id)
+        began = self._clock()
         try:
-            return await within(self._plan_timeout_s, planner.remote(request))
+            if selection is None:
+                plan = await within(attempt.plan_s, planner.remote(request))
+            else:
+                planner = planner.options(session_id=pin_to(selection.node_id, attempt.pin_wait_s))
+                planning = within(max(attempt.plan_s, 0), planner.remote(request))
+                plan = await while_running(planner, selection.node_id, asyncio.ensure_future(planning))
         except TimeoutError:
             late = f"The request could not be prepared within {self._plan_timeout_s:g} s."
-            raise Unavailable(late, RETRY_AFTER_S) from None
+            raise TooLate(late, RETRY_AFTER_S) from None
+        finally:
+            attempt.plan_s -= self._clock() - began
+        if self._checkpoint and plan.request.checkpoint not in ("", self._checkpoint):
+            other = "The model is being replaced: the prompt was prepared for another one. Please send it again."
+            raise Unavailable(other, RETRY_AFTER_S)
+        return plan
 
     def _answer_to(self, error: Exception) -> Exception:
         """The error for the client; what is not foreseen stays as it is."""
@@ -189,79 +278,40 @@ class EngineClient:
                 "max_queued_requests.",
                 self._room_in_s(),
             )
+        if isinstance(error, TooLate):
+            return Unavailable(*error.args)
         if is_gone(error) or isinstance(error, DeploymentUnavailableError):
             lost = "The engine was lost before the first token. Please send the request again."
             return Unavailable(lost, RETRY_AFTER_S)
         return error
 
 
-class NoAnswer(TimeoutError):
-    """The time of `within` is over; a TimeoutError of the call itself is none."""
+async def while_running(
+    handle: Any, node_id: str, work: asyncio.Task[Any], period_s: float = LOOK_PERIOD_S, grace_s: float = LEFT_GRACE_S
+) -> Any:
+    """What the work on a node returns, as long as the deployment has a replica there.
 
+    A call to a node that was cut off would hang until its timeout. Ray notices the loss of a node within seconds, and
+    Serve then takes its replicas from the running ones; but not from the calls that they have not answered.
 
-async def within(timeout_s: float, response: Any) -> Any:
-    """What a handle's call returns; cancelled when it lasts longer (NoAnswer), or when the caller is."""
-    scope = asyncio.timeout(timeout_s)
-    try:
-        async with scope:
-            return await response
-    except TimeoutError:
-        response.cancel()
-        if scope.expired():
-            raise NoAnswer from None
-        raise
-    except asyncio.CancelledError:
-        response.cancel()
-        raise
-
-
-async def ask_replicas(
-    handle: DeploymentHandle, timeout_s: float, method: str, *args: Any
-) -> list[asyncio.Task[Any | None]]:
-    """What each running replica of a deployment answers, None if it gives no answer in time. [] where none is running.
-
-    The results are taken one by one: Ray's own `results_async` loses all of them when one comes too late.
+    Raises Silent when the node has had no replica for grace_s, and what the work raises.
     """
+    work.add_done_callback(lambda task: task.cancelled() or task.exception())  # also if it is not read below
+    has_been_there, missing_s = False, 0.0
     try:
-        async with asyncio.timeout(timeout_s):
-            replicas = await handle.broadcast(method, *args)._fetch_replica_results_async()
-    except (DeploymentUnavailableError, TimeoutError):
-        return []
-    return [asyncio.ensure_future(_answer_of(replica, timeout_s, method)) for replica in replicas]
-
-
-async def _answer_of(replica: Any, timeout_s: float, method: str) -> Any | None:
-    try:
-        with _telling_who_cancelled():
-            async with asyncio.timeout(timeout_s):
-                return await replica.get_async()
-    except Exception as error:
-        log.warning("a replica gave no answer to %s: %r", method, cause_of(error))
-        return None
-
-
-def cancel(response: Any) -> None:
-    """Ends a streaming call wherever it stands.
-
-    Ray's own cancel() misses a call that has been dispatched but not read from yet.
-    """
-    dispatched = response._replica_result_future
-    response.cancel()
-    if dispatched.done() and not dispatched.cancelled() and dispatched.exception() is None:
-        dispatched.result().cancel()
-
-
-def cause_of(error: Exception) -> Exception:
-    """What the replica's code raised, without Ray's wrapping."""
-    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
-        return error.cause
-    return error
-
-
-def is_gone(error: Exception) -> bool:
-    if isinstance(error, grpc.aio.AioRpcError):  # cancelled: by the peer, which shuts down
-        return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-    return isinstance(error, GONE)
+        while not (await asyncio.wait({work}, timeout=period_s))[0]:
+            nodes = running_nodes(handle)
+            if nodes is None or node_id in nodes:
+                has_been_there, missing_s = True, 0.0
+            elif has_been_there:
+                missing_s += period_s
+                if missing_s >= grace_s:
+                    raise Silent(f"node {node_id} has left, and with it the replica that had the request")
+        return work.result()
+    finally:
+        if not work.done():
+            work.cancel()
+            await asyncio.wait({work}, timeout=period_s)
 
 
 def failure_of(chunk: TokenChunk) -> OrchardError | None:
@@ -272,24 +322,3 @@ def failure_of(chunk: TokenChunk) -> OrchardError | None:
         return None
     message = chunk.error or "The engine gave up the request."
     return EngineFailed(message) if chunk.retry_after_s is None else Unavailable(message, chunk.retry_after_s)
-
-
-@contextmanager
-def _telling_who_cancelled() -> Iterator[None]:
-    """Ray raises CancelledError when the call was cancelled over there: to the caller the replica is gone."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise CancelledThere("the replica cancelled the call") from None
-
-
-def why_silent(error: Exception) -> str:
-    error = cause_of(error)
-    if isinstance(error, OrchardError):
-        return error.message
-    if isinstance(error, BackPressureError):
-        return "too many requests are waiting for it"
-    return "it is gone" if is_gone(error) or isinstance(error, DeploymentUnavailableError) else "it could not answer"

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import ray
@@ -14,7 +14,8 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.chat import ChatRequest, Route, TextDelta, TextLogprobs
 from deployments.draining import DRAIN_TIMEOUT_S, when_stopping
-from deployments.engine_client import PLAN_TIMEOUT_S, EngineClient, EngineStream, ask_replicas, failure_of
+from deployments.engine_client import PLAN_TIMEOUT_S, EngineClient, failure_of
+from deployments.engine_stream import EngineStream
 from deployments.http.cache import cache_body, cleared_body
 from deployments.http.config import HttpConfig
 from deployments.http.openai import create_app
@@ -22,9 +23,12 @@ from deployments.http_proxy import HOOK, is_guarded
 from deployments.in_flight import InFlight
 from deployments.policies import nodes_offering
 from deployments.replica import in_replica, replica_info
+from deployments.replica_calls import ask_replicas
+from deployments.shared_answer import SharedAnswer
 from engine.config import EngineConfig
 from engine.processing.checkpoint import media_kinds, read_config, resolve_checkpoint
 from engine.processing.detokenizer import Detokenizer
+from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import FinishReason, TokenChunk, Unavailable
 
@@ -34,6 +38,9 @@ STATUS_TIMEOUT_S = 5.0
 READY_CHECKED_EVERY_S = 1.0
 ENGINES_COUNTED_EVERY_S = 2.0
 
+STATUS_SHARED_S = 0.5
+"""All who ask for the status, or whether the server is ready, within that time share one question to the replicas."""
+
 
 class TextGeneration:
     """See chat.Generation. A choice ends as soon as a stop string is complete, the engine's stream with the last one.
@@ -41,13 +48,20 @@ class TextGeneration:
     The engine works on at a choice that a stop string has ended, as long as others run; nobody sees what comes of it.
     """
 
-    def __init__(self, stream: EngineStream, tokenizer: ChatTokenizer, stop: tuple[str, ...]):
+    def __init__(
+        self,
+        stream: EngineStream,
+        tokenizer: ChatTokenizer,
+        stop: tuple[str, ...],
+        note_end: Callable[[], None] = lambda: None,
+    ):
         request = stream.plan.request
         self.num_prompt_tokens = len(request.token_ids)
         self.num_cached_tokens = stream.num_cached_tokens
         self.num_skipped_tokens = stream.num_skipped_tokens
         self.spec_prefill = stream.plan.spec_prefill
         self._stream = stream
+        self._note_end = note_end
         self._token_bytes = tokenizer.token_bytes
         self._running = {index: tokenizer.detokenizer(stop) for index in range(request.num_choices)}
 
@@ -94,7 +108,10 @@ class TextGeneration:
         )
 
     async def aclose(self) -> None:
-        await self._stream.aclose()
+        try:
+            await self._stream.aclose()
+        finally:
+            self._note_end()
 
 
 @serve.deployment()
@@ -138,6 +155,7 @@ class Ingress:
             {Route.TEXT: text, Route.MLLM: mllm},
             plan_timeout_s=plan_timeout_s,
             room_in_s=lambda: self.in_flight.retry_after_s,
+            checkpoint=checkpoint_fingerprint(model_dir),
         )
         self._drain_timeout_s = drain_timeout_s
         self._stopping = when_stopping(self.drain)
@@ -146,14 +164,21 @@ class Ingress:
         self._engines = engine
         self._graph = {"engines": engine, "text": text, "mllm": mllm, "spec_prefill": scorer}
         self._ready_until = float("-inf")
+        self._status = SharedAnswer(self._ask_status, STATUS_SHARED_S)
+        self._engine_readiness = SharedAnswer(self._ask_readiness, STATUS_SHARED_S)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         late_system = self._tokenizer.keeps_late_system
         return create_app(self, self._http, self._media_kinds, late_system, is_behind_proxy=in_replica())
 
     async def start(self, request: ChatRequest, route: Route) -> TextGeneration:
-        stream = await self._client.start(request, route)
-        return TextGeneration(stream, self._tokenizer, request.stop)
+        self._status.forget()  # counters are to be exact before and after a request, however soon they are asked for
+        try:
+            stream = await self._client.start(request, route)
+        except BaseException:
+            self._status.forget()
+            raise
+        return TextGeneration(stream, self._tokenizer, request.stop, self._status.forget)
 
     async def cancel(self, request_id: str) -> bool:
         """Here and at the ingresses of the other nodes. Raises Unavailable when one of those does not answer, and no
@@ -182,8 +207,12 @@ class Ingress:
     async def status(self) -> dict[str, Any]:
         """Sums over all engines, then every replica of the graph, and the configuration in effect.
 
-        `ingress`: this one first. `spec_prefill`: the scorers, null where there are none by configuration.
+        `ingress`: this one first. `spec_prefill`: the scorers, null where there are none by configuration. At most
+        STATUS_SHARED_S old, and never older than the last beginning or end of an answer of this ingress.
         """
+        return await self._status.get()
+
+    async def _ask_status(self) -> dict[str, Any]:
         there = {name: handle for name, handle in self._graph.items() if handle is not None}
         ingresses, *said = await asyncio.gather(self._all_ingresses(), *map(status_of_all, there.values()))
         replicas = dict(zip(there, said, strict=True))
@@ -237,6 +266,10 @@ class Ingress:
             return "The server is shutting down."
         if time.monotonic() < self._ready_until:
             return None
+        return await self._engine_readiness.get()
+
+    async def _ask_readiness(self) -> str | None:
+        """Why no engine is ready, or None."""
         reason = None
         asked = await ask_replicas(self._engines, STATUS_TIMEOUT_S, "status")
         try:

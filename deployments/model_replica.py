@@ -13,13 +13,22 @@ from deployments.chat import EngineAnswer
 from deployments.draining import DRAIN_TIMEOUT_S, when_stopping
 from deployments.replica import lend_blas_half_the_cores, log_refusals_in_one_line, replica_info
 from engine.config import EngineConfig
-from engine.protocol import CacheCleared, CachedPrefix, CacheStatus, EngineRequest, TokenChunk
+from engine.processing.checkpoint import resolve_checkpoint
+from engine.processing.fingerprint import checkpoint_fingerprint
+from engine.protocol import CacheCleared, CachedPrefix, CacheStatus, EngineRequest, TokenChunk, Unavailable
 
 log = logging.getLogger("ray.serve")
 
 T = TypeVar("T")
 
 PROGRESS_PERIOD_S = 5.0
+
+HEARTBEAT_PERIOD_S = 5.0
+"""A stream says so often that the engine is alive when it has nothing else to say. See SILENCE_LIMIT_S of the readers,
+in engine_stream.py: several heartbeats may be lost before a stream counts as lost."""
+
+OTHER_MODEL_RETRY_S = 5.0
+"""How long until all replicas of a deployment that is replaced serve the same checkpoint."""
 
 
 @serve.deployment()
@@ -36,12 +45,20 @@ class ModelReplica:
             status = self._engine.status()
             log.info("%s %s: %.0f %%", status.state, config.model, 100 * status.load_progress)
         await loaded
+        model_dir = await asyncio.to_thread(resolve_checkpoint, config.model, config.revision, weights=False)
+        self._checkpoint = await asyncio.to_thread(checkpoint_fingerprint, model_dir)
         log.info("%s is loaded", config.model)
         self._stopping = when_stopping(lambda: self._engine.drain(drain_timeout_s))
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:
-        """See AsyncEngine.generate: one item per step, and closing it at any point frees the row."""
-        chunks: Any = self._engine.generate(request)
+        """See AsyncEngine.generate: one item per step, and heartbeats; closing it at any point frees the row.
+
+        Raises Unavailable also when the prompt was tokenized for another checkpoint.
+        """
+        if request.checkpoint not in ("", self._checkpoint):
+            other = "The model is being replaced: the prompt was prepared for another one. Please send it again."
+            raise Unavailable(other, OTHER_MODEL_RETRY_S)
+        chunks: Any = self._engine.generate(request, HEARTBEAT_PERIOD_S)
         async with aclosing(chunks):
             async for chunk in chunks:
                 yield chunk

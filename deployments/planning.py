@@ -11,6 +11,7 @@ from deployments.chat import ChatRequest, Message
 from engine.config import EngineConfig
 from engine.processing.checkpoint import context_limit, read_config, refuse_code, resolve_checkpoint, vocab_size
 from engine.processing.conversation import DEFAULT_KWARGS
+from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.processing.tokenizer import ChatPrompt, ChatTokenizer, GenerationDefaults
 from engine.protocol import (
     ContextLengthExceeded,
@@ -40,6 +41,7 @@ class PromptPlanner:
         self._vocab_size = vocab_size(config_of_model)
         self._max_context_tokens = min(config.max_context_tokens or trained_for, trained_for)
         self.tokenizer = ChatTokenizer(self.model_dir)
+        self._checkpoint = checkpoint_fingerprint(self.model_dir)
         self._finds_boundaries = config.prefix_cache.enabled or finds_boundaries
 
     async def engine_request(
@@ -64,6 +66,7 @@ class PromptPlanner:
             client=request.client,
             fills_context=request.max_tokens is None,
             origin=origin,
+            checkpoint=self._checkpoint,
         )
 
     def _prompt(

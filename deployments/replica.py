@@ -9,6 +9,7 @@ import psutil
 import ray
 from ray import serve
 
+from deployments.ray_seams import num_ongoing_requests, num_reserved_slots
 from engine.protocol import Cancelled, InvalidRequest, Overloaded, Unavailable
 
 
@@ -23,13 +24,19 @@ def in_replica() -> bool:
 
 
 def replica_info() -> dict[str, Any]:
-    """For `/v1/status`: where the replica is, how much memory its process holds, and whether MLX is in it."""
+    """For `/v1/status`: where the replica is, how much memory its process holds, and whether MLX is in it.
+
+    num_ongoing_requests: calls that run in it, the question for its status included. num_reserved_slots: reservations
+    for calls that are still to come.
+    """
     return {
         "node_id": node_id(),
         "replica_id": serve.get_replica_context().replica_id.unique_id,
         "pid": os.getpid(),
         "rss_bytes": psutil.Process().memory_info().rss,
         "has_mlx": "mlx.core" in sys.modules,
+        "num_ongoing_requests": num_ongoing_requests(),
+        "num_reserved_slots": num_reserved_slots(),
     }
 
 

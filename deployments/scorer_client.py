@@ -12,9 +12,10 @@ from typing import Any, Literal, NamedTuple
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.engine_client import NoAnswer, cancel, cause_of, is_gone, within
+from deployments.ray_seams import cancel_call, end_dispatch
 from deployments.replica import node_id
-from deployments.routing import NODE_SESSION
+from deployments.replica_calls import NoAnswer, cause_of, is_gone, within
+from deployments.routing import pin_to
 from engine.core.spec_prefill.plan import Scored, ScoreRequest
 from engine.protocol import CachedPrefix, EngineFailed, EngineRequest, InvalidRequest, OrchardError, Overloaded
 
@@ -41,7 +42,7 @@ class Answer(NamedTuple):
 
 class ScorerClient:
     def __init__(self, engine: DeploymentHandle, scorer: DeploymentHandle):
-        self._engine = engine.options(method_name="cached_prefix", session_id=NODE_SESSION + node_id())
+        self._engine = engine.options(method_name="cached_prefix", session_id=pin_to(node_id()))
         self._scorer = scorer.options(method_name="score")
 
     async def cached_prefix(self, request: EngineRequest) -> CachedPrefix:
@@ -63,14 +64,18 @@ class ScorerClient:
                 else:
                     response = self._scorer.dispatch(selection, request)
                 try:
+                    await asyncio.sleep(0)  # the dispatch makes its first step: see EngineClient
                     return Answer(await response, selection.node_id if selection else "")
                 except asyncio.CancelledError:
-                    cancel(response)
+                    if selection is None:
+                        cancel_call(response)
+                    else:
+                        await end_dispatch(response, selection)
                     raise
 
     async def _reserve(self, node_id: str | None, resources: AsyncExitStack) -> Any | None:
         """A slot on the scorer that will answer; None in Serve's local testing mode, which cannot choose."""
-        scorer = self._scorer if node_id is None else self._scorer.options(session_id=NODE_SESSION + node_id)
+        scorer = self._scorer if node_id is None else self._scorer.options(session_id=pin_to(node_id))
         scope = asyncio.timeout(RESERVE_TIMEOUT_S)
         try:
             async with scope:

@@ -23,6 +23,7 @@ from engine.processing.pinned import pinned_requests
 from engine.processing.snapshot_files import SnapshotFiles, SnapshotLost
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import (
+    HEARTBEAT,
     CacheCleared,
     CachedPrefix,
     CacheStatus,
@@ -88,9 +89,14 @@ class AsyncEngine:
         """Returns when the weights are in memory. Raises EngineFailed with the reason when they will not be."""
         await asyncio.shield(self._ready)
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:
+    async def generate(
+        self, request: EngineRequest, heartbeat_period_s: float | None = None
+    ) -> AsyncIterator[TokenChunk]:
         """Yields every token of every choice exactly once, as many per chunk as there are, and each choice's finish
         reason with its last.
+
+        heartbeat_period_s: a HEARTBEAT is yielded after so long without anything else, whatever the reason: the grammar
+        is compiled, the request is queued, prefilled or preempted, the device is slow. None: never.
 
         Closing or cancelling the iterator frees the rows before the next step. Raises Overloaded when max_running +
         max_queue answers or image_memory_mb of pixels are open, QueueTimeout before the first token, InvalidRequest for
@@ -104,18 +110,26 @@ class AsyncEngine:
         self._keys[request.request_id] = key
         self._pixel_bytes[key] = request.num_pixel_bytes
         self._no_streams.clear()
+        compiling = asyncio.ensure_future(self._matchers(request, core))
+        compiling.add_done_callback(lambda task: task.cancelled() or task.exception())  # also if it is not read below
         try:
-            matchers = await stream.unless_ended(self._matchers(request, core))
+            while not await stream.settled(compiling, heartbeat_period_s):
+                yield HEARTBEAT
+            matchers = compiling.result() if compiling.done() else None
             if matchers is not None and not stream.is_finished:
                 self._thread.submit(lambda core: core.add_request(replace(request, request_id=key), matchers))
             num_open = request.num_choices
             while num_open:
-                for chunk in await stream.get():
+                chunks = await stream.get(heartbeat_period_s)
+                if not chunks:
+                    yield HEARTBEAT
+                for chunk in chunks:
                     if chunk.finish_reason is FinishReason.EXPIRED:  # all choices, and none has a token
                         raise QueueTimeout(f"The request {chunk.error}.", chunk.retry_after_s or RETRY_AFTER_S)
                     num_open -= chunk.finish_reason is not None
                     yield chunk
         finally:
+            compiling.cancel()
             del self._streams[key], self._keys[request.request_id], self._pixel_bytes[key]
             if not self._streams:
                 self._no_streams.set()

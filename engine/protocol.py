@@ -238,6 +238,8 @@ class EngineRequest:
     max_tokens, so that the engine may lower it to what its memory holds.
     pinned: what is cached at its system boundary is never evicted. sparse: the prompt is taken in by this plan; never
     the state behind the first token that it leaves out reaches the prefix cache.
+    checkpoint: fingerprint of the checkpoint that the prompt was tokenized for, see processing/fingerprint.py; a
+    replica that serves another one refuses the request. '' is not checked.
     """
 
     request_id: str
@@ -255,6 +257,7 @@ class EngineRequest:
     origin: PromptOrigin = PromptOrigin()
     pinned: bool = False
     sparse: SparsePlan | None = None
+    checkpoint: str = ""
 
     @property
     def num_pixel_bytes(self) -> int:
@@ -299,6 +302,15 @@ class TokenChunk:
     num_cached: int = 0
     num_skipped: int = 0
     retry_after_s: float | None = None
+
+    @property
+    def is_heartbeat(self) -> bool:
+        """Whether it says no more than that the engine is alive: no token, no end, no figure. Belongs to no choice."""
+        return not (self.token_ids or self.finish_reason or self.num_drafted)
+
+
+HEARTBEAT = TokenChunk(())
+"""What an engine yields, if asked to, when it has had nothing to say about a request for a while."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,9 @@
 """What the engine has produced and its reader has not taken yet: the event loop's end of a request."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 from engine.protocol import FinishReason, TokenChunk, TokenLogprobs
-
-T = TypeVar("T")
 
 
 class ChoiceTokens:
@@ -64,32 +61,38 @@ class TokenStream:
 
     def put(self, chunk: TokenChunk) -> None:
         self.choices[chunk.index].put(chunk)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiter is not None:
+            _wake(self._waiter)
 
     def end(self, reason: FinishReason, error: str | None = None, retry_after_s: float | None = None) -> None:
         """Of every choice that has not ended."""
         for index in range(len(self.choices)):
             self.put(TokenChunk((), reason, error, index, retry_after_s=retry_after_s))
 
-    async def unless_ended(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """What the work returns; None, and it is cancelled, when every choice has ended before."""
-        task = asyncio.ensure_future(work)
-        while not task.done() and not self.is_finished:
+    async def settled(self, work: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
+        """True as soon as the work is done or every choice has ended; False after so long."""
+        if not self.is_finished and not work.done():
             self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await asyncio.wait({task, self._waiter}, return_when=asyncio.FIRST_COMPLETED)
-            except asyncio.CancelledError:
-                task.cancel()
-                raise
-        if task.done():
-            return task.result()
-        task.cancel()
-        return None
+            await asyncio.wait({work, self._waiter}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return work.done() or self.is_finished
 
-    async def get(self) -> list[TokenChunk]:
-        """All that came since the last call, one chunk for each choice, waiting for something to come."""
+    async def get(self, timeout_s: float | None = None) -> list[TokenChunk]:
+        """All that came since the last call, one chunk for each choice, waiting for something to come.
+
+        Returns [] after timeout_s without anything.
+        """
         if not any(choice.has_news for choice in self.choices):
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            loop = asyncio.get_running_loop()
+            self._waiter = waiter = loop.create_future()
+            timer = loop.call_later(timeout_s, _wake, waiter) if timeout_s is not None else None
+            try:
+                await waiter
+            finally:
+                if timer is not None:
+                    timer.cancel()
         return [choice.take(index) for index, choice in enumerate(self.choices) if choice.has_news]
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

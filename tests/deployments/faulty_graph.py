@@ -28,6 +28,7 @@ from deployments.http.config import HttpConfig
 from deployments.ingress import Ingress
 from deployments.mllm import MLLM
 from deployments.model_replica import ModelReplica
+from deployments.routing import Choice, NoOtherReplica
 from deployments.spec_prefill import SpecPrefillScorer
 from deployments.text import TextMTP
 from engine import async_engine
@@ -69,7 +70,11 @@ async def make(deployment: Deployment, *arguments: Any, **options: Any) -> Any:
 
 @dataclass
 class Selection:
+    replica_id: str = "r"
     node_id: str = NODE
+
+    async def _release_slot(self, *, force: bool = False) -> None:
+        raise AssertionError("every call is sent at once")
 
 
 class Call:
@@ -146,7 +151,10 @@ class Handle:
         )
 
     @contextlib.asynccontextmanager
-    async def choose_replica(self) -> AsyncIterator[Selection]:
+    async def choose_replica(self, choice: Choice = Choice()) -> AsyncIterator[Selection]:  # noqa: B008 (frozen)
+        """There is one replica; to a request that waits for another one it is new."""
+        if choice.excluded and not choice.waits:
+            raise NoOtherReplica("there is no other")
         await self.graph.faults.reach(f"reserve {self.name}", "before")
         self.graph.num_slots += 1
         try:

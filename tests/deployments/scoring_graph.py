@@ -63,7 +63,7 @@ class Dispatched:
         self._cancelled, self._name = cancelled, name
 
     def cancel(self) -> None:
-        if self._name not in self._cancelled:  # Ray is told twice, see engine_client.cancel
+        if self._name not in self._cancelled:  # Ray is told twice, see ray_seams.cancel_call
             self._cancelled.append(self._name)
 
 

@@ -15,8 +15,8 @@ with warnings.catch_warnings():  # see tests/deployments/conftest.py
 
 from deployments.app import SAME_LOOP
 from deployments.draining import when_stopping
-from deployments.engine_client import ask_replicas
 from deployments.ingress import own_deployment
+from deployments.replica_calls import ask_replicas
 
 TIMEOUT_S = 60.0
 SILENCE_S = 2.0

@@ -16,8 +16,10 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 
 from deployments.chat import ChatRequest, Plan, Route
-from deployments.engine_client import EngineClient, EngineStream
+from deployments.engine_client import EngineClient
+from deployments.engine_stream import EngineStream
 from deployments.model_replica import ModelReplica
+from deployments.routing import Choice, NoOtherReplica
 from deployments.text import TextMTP
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.protocol import (
@@ -43,17 +45,26 @@ Item = TokenChunk | BaseException | float
 
 @dataclass
 class Selection:
+    """log: told when a slot is given back of which the call was never sent."""
+
     node_id: str
+    replica_id: str = ""
+    log: list[str] = field(default_factory=list)
+
+    async def _release_slot(self, *, force: bool = False) -> None:
+        assert force
+        self.log.append("release unsent")
 
 
 class Result:
-    """What Ray holds of a dispatched call."""
+    """What Ray holds of a call that has been sent."""
 
-    def __init__(self, log: list[str]):
+    def __init__(self, log: list[str], word: str):
         self._log = log
+        self._word = word
 
     def cancel(self) -> None:
-        self._log.append("cancel")
+        self._log.append(self._word)
 
 
 class Response:
@@ -61,8 +72,9 @@ class Response:
 
     def __init__(self, items: list[Item], log: list[str]):
         self._items = iter(items)
+        self._log = log
         self._replica_result_future = asyncio.get_running_loop().create_future()
-        self._replica_result_future.set_result(Result(log))
+        self._replica_result_future.set_result(Result(log, "cancel"))
 
     def cancel(self) -> None:
         """Like Ray's, it does not reach a call that nobody has read from."""
@@ -74,6 +86,7 @@ class Response:
             if isinstance(item, TokenChunk):
                 return item
             await asyncio.sleep(item)
+        self._log.append("end")
         raise StopAsyncIteration
 
     def __aiter__(self) -> "Response":
@@ -85,7 +98,8 @@ class Planned:
 
     def __init__(self, outcome: Any, log: list[str]):
         self._outcome = outcome
-        self._log = log
+        self._replica_result_future = asyncio.get_running_loop().create_future()
+        self._replica_result_future.set_result(Result(log, "cancel plan"))
 
     def __await__(self) -> Any:
         return self._wait().__await__()
@@ -98,18 +112,24 @@ class Planned:
         return self._outcome
 
     def cancel(self) -> None:
-        self._log.append("cancel plan")
+        """Like Ray's, it does not reach a call that nobody has read from."""
 
 
 @dataclass
 class Graph:
-    """Handles of an engine and a planner; each attempt takes the next scenario, the last one stays."""
+    """Handles of engines and planners; each attempt takes the next scenario, the last one stays.
+
+    num_engines: that run, `engine-0` on `node-0` and so on; the first one that may be chosen is. When all are excluded
+    and the request waits, a new one starts. choices: what the requests asked of the router.
+    """
 
     streams: list[list[Item]] = field(default_factory=lambda: [[TokenChunk((1,)), TokenChunk((2,)), LAST]])
     plans: list[Item | Plan] = field(default_factory=lambda: [PLAN])
     reserve: list[Item | None] = field(default_factory=lambda: [None])
     log: list[str] = field(default_factory=list)
     pins: list[str] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    num_engines: int = 2
 
     def options(self, **options: Any) -> "Graph":
         self.pins += [options["session_id"]] if "session_id" in options else []
@@ -120,7 +140,13 @@ class Graph:
         return EngineClient(graph, {Route.TEXT: graph}, **options)
 
     @contextlib.asynccontextmanager
-    async def choose_replica(self) -> AsyncIterator[Selection]:
+    async def choose_replica(self, choice: Choice) -> AsyncIterator[Selection]:
+        self.choices.append(choice)
+        names = [f"engine-{i}" for i in range(self.num_engines) if f"engine-{i}" not in choice.excluded]
+        names.sort(key=lambda name: name in choice.last)
+        if not names and not choice.waits:
+            raise NoOtherReplica("there is no other")
+        name = names[0] if names else f"engine-{self.num_engines}"
         outcome = self._next(self.reserve)
         if isinstance(outcome, float):
             await asyncio.sleep(outcome)
@@ -128,7 +154,7 @@ class Graph:
             raise outcome
         self.log.append("reserve")
         try:
-            yield Selection(f"node-{self.log.count('reserve') - 1}")
+            yield Selection(name.replace("engine", "node"), name, self.log)
         finally:
             self.log.append("release")
 
@@ -171,7 +197,7 @@ def task_error(cause: Exception) -> RayTaskError:
 def test_plan_and_tokens_come_from_the_node_that_was_reserved():
     graph = Graph()
     assert answer(graph) == [1, 2, 3]
-    assert graph.log == ["reserve", "plan", "dispatch", "cancel", "release"]
+    assert graph.log == ["reserve", "plan", "dispatch", "end", "cancel", "release"]
     assert graph.pins == ["node:node-0"]
 
 
@@ -223,7 +249,7 @@ def test_pixels_are_dropped_as_soon_as_the_engine_has_them():
 )
 def test_a_replica_that_dies_before_the_first_token_is_replaced_once(scenario: Graph):
     assert answer(scenario) == [3]
-    assert scenario.pins == ["node:node-0", "node:node-1"]
+    assert [pin.partition("@")[0] for pin in scenario.pins] == ["node:node-0", "node:node-1"]
     assert scenario.log.count("release") == scenario.log.count("reserve") == 2
 
 
@@ -247,16 +273,18 @@ def test_a_replica_that_dies_later_ends_the_stream_with_a_clear_error(loss: Base
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "num_engines"),
     [
-        InvalidRequest("no such role", "messages[0]"),
-        Overloaded("full", 3.0),
-        QueueTimeout("waited", 3.0),
-        Unavailable("short of memory", 3.0),
+        (InvalidRequest("no such role", "messages[0]"), 2),
+        (QueueTimeout("waited", 3.0), 2),
+        (EngineFailed("a step failed"), 2),
+        (Overloaded("full", 3.0), 1),
+        (Unavailable("short of memory", 3.0), 1),
     ],
 )
-def test_errors_of_ours_arrive_as_they_were_raised(error: Exception):
-    for graph in (Graph(plans=[task_error(error)]), Graph(streams=[[task_error(error)]])):
+def test_errors_of_ours_arrive_as_they_were_raised(error: Exception, num_engines: int):
+    for scenario in ({"plans": [task_error(error)]}, {"streams": [[task_error(error)]]}):
+        graph = Graph(**scenario, num_engines=num_engines)
         with pytest.raises(type(error)) as raised:
             answer(graph)
         assert type(raised.value) is type(error)
@@ -283,7 +311,7 @@ def test_a_full_queue_means_to_come_back_when_there_is_room():
     ],
 )
 def test_an_answer_that_fails_with_its_first_chunk_has_never_begun(first: TokenChunk, error: Exception):
-    graph = Graph(streams=[[first]])
+    graph = Graph(streams=[[first]], num_engines=1)
     with pytest.raises(type(error)) as raised:
         answer(graph)
     assert (type(raised.value), raised.value.args) == (type(error), error.args)

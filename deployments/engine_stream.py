@@ -1,0 +1,159 @@
+"""EngineStream: the chunks of a request that has begun, until it ends, its engine is lost, or its client leaves."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+from deployments.chat import Plan
+from deployments.replica_calls import Silent, cause_of, is_gone, telling_remote_cancels
+from engine.protocol import TokenChunk, Unavailable
+
+log = logging.getLogger("ray.serve")
+
+RETRY_AFTER_S = 5.0
+"""An engine that is gone is back within seconds at best."""
+
+SILENCE_LIMIT_S = 20.0
+"""An engine that lives sends a heartbeat every 5 s (model_replica.py). A node that is cut off sends nothing at all, and
+gRPC itself would take minutes to notice."""
+
+LAST_READ_S = 1.0
+"""How long the regular end of a stream is waited for after the last finish reason."""
+
+CLOSE_TIMEOUT_S = 10.0
+"""How long the clean-up behind a stream may hold its caller. It goes on after that: the engine may be unreachable."""
+
+
+class ChunkReader:
+    """Reads the chunks of one call, drops heartbeats, and ends a read that lasts too long.
+
+    One timer watches all reads of a call: a timeout around each read would cost more than all else that the ingress
+    does for a token. Only the time spent in a read counts, not the time that the client takes for what was read.
+    """
+
+    def __init__(self, chunks: Any, silence_limit_s: float, clock: Callable[[], float] | None = None):
+        """
+        Args:
+            silence_limit_s: Longest wait for the next item, heartbeats included.
+            clock: Monotonic seconds; the event loop's by default.
+        """
+        loop = asyncio.get_running_loop()
+        self._chunks = chunks
+        self._limit_s = silence_limit_s
+        self._clock = clock or loop.time
+        self._call_later = loop.call_later
+        self._reader: asyncio.Task[Any] | None = None
+        self._since = 0.0
+        self._is_silent = False
+        self._timer = self._call_later(silence_limit_s, self._look)
+
+    async def next(self) -> TokenChunk | None:
+        """The next chunk that is not a heartbeat, None at the end of the stream.
+
+        Raises Silent when nothing came for too long, and what the call raises.
+        """
+        while True:
+            chunk = await self._read()
+            if chunk is None or not chunk.is_heartbeat:
+                return chunk
+
+    async def _read(self) -> TokenChunk | None:
+        task = asyncio.current_task()
+        assert task is not None
+        num_cancels = task.cancelling()
+        self._since = self._clock()
+        self._reader = task
+        try:
+            return await anext(self._chunks, None)
+        except asyncio.CancelledError:
+            if self._is_silent and task.uncancel() <= num_cancels:
+                raise Silent(f"nothing came from the engine for {self._limit_s:g} s") from None
+            raise
+        finally:
+            self._reader = None
+
+    def _look(self) -> None:
+        left_s = self._limit_s if self._reader is None else self._since + self._limit_s - self._clock()
+        if self._reader is not None and left_s <= 0:
+            self._is_silent = True
+            self._reader.cancel()
+        else:
+            self._timer = self._call_later(left_s, self._look)
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+
+class EngineStream:
+    """A request that has its first chunk. Iterate it once, or close it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        node_id: str,
+        first: TokenChunk,
+        rest: ChunkReader,
+        resources: AsyncExitStack,
+        note_loss: Callable[[], None] = lambda: None,
+    ):
+        self.plan = plan
+        self.node_id = node_id
+        self.num_cached_tokens = first.num_cached
+        self.num_skipped_tokens = first.num_skipped
+        self._first = first
+        self._rest = rest
+        self._resources = resources
+        self._note_loss = note_loss
+        self._num_open = plan.request.num_choices
+        self._is_at_end = False
+        self._closing: asyncio.Task[None] | None = None
+
+    async def __aiter__(self) -> AsyncIterator[TokenChunk]:
+        """Raises Unavailable when the engine is lost on the way."""
+        try:
+            with telling_remote_cancels():
+                chunk: TokenChunk | None = self._first
+                while chunk is not None:
+                    self._num_open -= chunk.finish_reason is not None
+                    yield chunk
+                    chunk = await self._rest.next()
+                self._is_at_end = True
+        except Exception as error:
+            self._is_at_end = True
+            cause = cause_of(error)
+            if is_gone(cause):
+                log.warning("request %s: its engine was lost: %s", self.plan.request.request_id, cause)
+                self._note_loss()
+                lost = "The engine was lost in the middle of the answer. Please send the request again."
+                raise Unavailable(lost, RETRY_AFTER_S) from error
+            raise cause from None
+        finally:
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        """Frees the row and the slot. Goes on in its own task when the caller is cancelled, or has waited for long."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        done, _ = await asyncio.wait({self._closing}, timeout=CLOSE_TIMEOUT_S)
+        if done:
+            self._closing.result()
+        else:
+            log.warning("request %s: its engine does not confirm the end", self.plan.request.request_id)
+
+    async def _close(self) -> None:
+        if self._num_open <= 0 and not self._is_at_end:
+            await self._read_end()
+        await self._resources.aclose()
+
+    async def _read_end(self) -> None:
+        """All choices have ended: let the call end by itself. If it were cancelled now, that could overtake its regular
+        end, and Serve would count a cancelled request and ask the replica to release a slot that it does not hold."""
+        try:
+            with telling_remote_cancels():
+                async with asyncio.timeout(LAST_READ_S):
+                    while await self._rest.next() is not None:
+                        pass
+        except Exception as error:
+            log.info("request %s: its stream did not end by itself: %r", self.plan.request.request_id, error)

@@ -1,0 +1,171 @@
+"""Every private or alpha name of Ray that the replicas use, and the check at start that this Ray has them all.
+
+Other modules call these functions. Which names of Ray a function needs stands in `REQUIRED`, and
+tests/deployments/test_ray_seams.py runs each function against Ray's own classes.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ray
+from ray.serve import handle as serve_handle
+from ray.serve._private import common, handle_options, replica, router
+from ray.serve._private.replica_result import ReplicaResult
+from ray.serve._private.request_router import replica_wrapper
+from ray.serve.request_router import LocalityMixin, PendingRequest, RequestRouter, RunningReplica
+
+from engine.protocol import EngineFailed
+
+END_OF_DISPATCH_S = 1.0
+"""How long the end of a cancelled dispatch is waited for: it has nothing to do but to notice."""
+
+
+class Need(NamedTuple):
+    """A name that must exist. holder: a class or module, or a function whose code must use the name."""
+
+    holder: Any
+    name: str
+
+    @property
+    def is_there(self) -> bool:
+        if inspect.isfunction(self.holder):
+            code = self.holder.__code__
+            return self.name in (*code.co_names, *code.co_varnames, *code.co_consts)
+        return hasattr(self.holder, self.name) or self.name in getattr(self.holder, "__dataclass_fields__", ())
+
+    def __str__(self) -> str:
+        path = self.holder.__name__ if inspect.ismodule(self.holder) else self.holder.__qualname__
+        return f"{path}: {self.name}"
+
+
+_response: Any = serve_handle._DeploymentResponseBase
+_handle: Any = serve_handle._DeploymentHandleBase
+
+REQUIRED: tuple[Need, ...] = (
+    # NodeRouter: Ray's router asks for a replica by one method, and keeps loads in a cache that probes fill.
+    Need(RequestRouter, "_choose_replica_for_request"),
+    Need(router.AsyncioRouter._pick_and_reserve_replica, "_choose_replica_for_request"),
+    Need(router.AsyncioRouter._route_and_send_request_once, "_choose_replica_for_request"),
+    Need(RequestRouter._choose_replica_for_request, "is_retry"),
+    Need(RequestRouter, "_probe_queue_lens"),
+    Need(RequestRouter, "_backoff"),
+    Need(RequestRouter, "replica_queue_len_cache"),
+    Need(RequestRouter, "curr_replicas"),
+    Need(RequestRouter, "update_replicas"),
+    Need(RequestRouter._update_running_replicas, "create_replica_wrapper"),
+    Need(LocalityMixin.__init__, "_self_node_id"),
+    Need(RequestRouter.__init__, "queue_wait_time_ms_histogram"),
+    Need(PendingRequest, "created_at"),
+    Need(RunningReplica, "reserve_slot"),
+    Need(RunningReplica, "release_slot"),
+    # Calls: a response holds the future of what was sent, and that can be cancelled.
+    Need(_response.__init__, "_replica_result_future"),
+    Need(ReplicaResult, "cancel"),
+    Need(ReplicaResult, "get_async"),
+    Need(serve_handle.DeploymentBroadcastResponse, "_fetch_replica_results_async"),
+    # Reservations.
+    Need(serve_handle.DeploymentHandle, "choose_replica"),
+    Need(serve_handle.DeploymentHandle, "dispatch"),
+    Need(serve_handle.DeploymentHandle, "broadcast"),
+    Need(replica_wrapper.ReplicaSelection, "_release_slot"),
+    Need(replica_wrapper.ReplicaSelection, "node_id"),
+    Need(common.RequestMetadata, "session_id"),
+    Need(handle_options.DynamicHandleOptions, "_by_reference"),
+    Need(handle_options.DynamicHandleOptions, "response_serialization"),
+    # Which replicas of a deployment this process knows to be running.
+    Need(_handle.__init__, "_router"),
+    Need(router.CurrentLoopRouter.__init__, "_asyncio_router"),
+    Need(router.SingletonThreadRouter.__init__, "_asyncio_router"),
+    Need(router.AsyncioRouter, "request_router"),
+    # This process's own replica.
+    Need(replica.ReplicaActor.__init__, "_replica_impl"),
+    Need(replica.Replica.__init__, "_shutting_down"),
+    Need(replica.Replica.__init__, "_reserved_slots"),
+    Need(replica.Replica, "get_num_ongoing_requests"),
+    # Ingress builds its FastAPI app itself, in the replica.
+    Need(replica, "SERVE_BUILD_ASGI_APP_METHOD"),
+)
+
+
+def check_ray(required: tuple[Need, ...] = REQUIRED) -> None:
+    """Raise EngineFailed naming Ray's version and everything that it lacks."""
+    missing = [str(need) for need in required if not need.is_there]
+    if missing:
+        raise EngineFailed(
+            f"Ray {ray.__version__} is not a Ray that Orchard can use: {len(missing)} of the {len(required)} internal "
+            f"names that deployments/ray_seams.py relies on are missing: {'; '.join(missing)}"
+        )
+
+
+def cancel_call(response: Any) -> None:
+    """End a call wherever it stands. Ray's own `cancel()` misses one that was sent but not read from yet."""
+    sent = response._replica_result_future
+    response.cancel()
+    if sent.done() and not sent.cancelled() and sent.exception() is None:
+        sent.result().cancel()
+
+
+async def end_dispatch(response: Any, selection: Any) -> None:
+    """End a dispatched call, and give back its slot if the call was never sent.
+
+    `dispatch` marks the selection as used at once and sends the call in a task. If that task is cancelled before its
+    first step, neither the call nor `choose_replica` gives the slot back. Releasing a slot twice is harmless.
+    """
+    sent = response._replica_result_future
+    cancel_call(response)
+    if isinstance(sent, asyncio.Future) and not sent.done():
+        await asyncio.wait({sent}, timeout=END_OF_DISPATCH_S)
+    if sent.cancelled():
+        await selection._release_slot(force=True)
+
+
+async def replica_calls(handle: Any, method: str, *args: Any) -> list[Any]:
+    """Call a method of every running replica; one `ReplicaResult` each, to be awaited with `answer_of`.
+
+    Ray's own `results_async` loses all answers when one comes too late.
+    """
+    return await handle.broadcast(method, *args)._fetch_replica_results_async()
+
+
+async def answer_of(call: Any) -> Any:
+    return await call.get_async()
+
+
+def running_nodes(handle: Any) -> set[str] | None:
+    """The nodes of the replicas that this process knows to be running; None where that is not known."""
+    outer = getattr(handle, "_router", None)
+    inner = getattr(outer, "_asyncio_router", None)
+    request_router = getattr(inner, "request_router", None)
+    if request_router is None:
+        return None
+    return {running.node_id for running in request_router.curr_replicas.values()}
+
+
+def own_replica() -> Any:
+    """Ray's own object of the replica that this process is. Raise EngineFailed where it is not as expected."""
+    from ray._private.worker import global_worker as worker
+
+    found = getattr(worker.actors.get(worker.actor_id), "_replica_impl", None)
+    if not isinstance(getattr(found, "_shutting_down", None), bool):
+        raise EngineFailed(
+            f"Ray {ray.__version__} does not say that it stops a replica in the way that deployments/ray_seams.py knows"
+        )
+    return found
+
+
+def stop_flag() -> Callable[[], bool]:
+    """Tells whether Serve has begun to stop this replica. Raise EngineFailed as `own_replica`."""
+    found = own_replica()
+    return lambda: found._shutting_down
+
+
+def num_reserved_slots() -> int:
+    """Slots of this replica that callers hold without having sent their call yet."""
+    return len(own_replica()._reserved_slots)
+
+
+def num_ongoing_requests() -> int:
+    """Calls that run in this replica, the one that asks included, and reserved slots."""
+    return own_replica().get_num_ongoing_requests()
