@@ -15,14 +15,17 @@ from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 
+from deployments import engine_client, engine_stream
 from deployments.chat import ChatRequest, Plan, Route
 from deployments.engine_client import EngineClient
 from deployments.engine_stream import EngineStream
 from deployments.model_replica import ModelReplica
-from deployments.routing import Choice, NoOtherReplica
+from deployments.replica_calls import is_gone
+from deployments.routing import Choice, NodeRouter, NoOtherReplica, NoReplica, NoReplicaYet
 from deployments.text import TextMTP
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.protocol import (
+    HEARTBEAT,
     Cancelled,
     EngineFailed,
     EngineRequest,
@@ -35,6 +38,7 @@ from engine.protocol import (
     TokenChunk,
     Unavailable,
 )
+from tests.deployments.test_routing import FakeReplica, call, make_router
 
 REQUEST = ChatRequest("r", ({"role": "user", "content": "What is 12 + 30?"},), temperature=0)
 PLAN = Plan(EngineRequest("r", np.zeros(3, np.int32), SamplingParams(8), (2,)), Route.TEXT, "node-0")
@@ -283,8 +287,8 @@ def test_a_replica_that_dies_later_ends_the_stream_with_a_clear_error(loss: Base
     ],
 )
 def test_errors_of_ours_arrive_as_they_were_raised(error: Exception, num_engines: int):
-    for scenario in ({"plans": [task_error(error)]}, {"streams": [[task_error(error)]]}):
-        graph = Graph(**scenario, num_engines=num_engines)
+    for graph in (Graph(plans=[task_error(error)]), Graph(streams=[[task_error(error)]])):
+        graph.num_engines = num_engines
         with pytest.raises(type(error)) as raised:
             answer(graph)
         assert type(raised.value) is type(error)
@@ -399,6 +403,338 @@ def test_planning_may_take_as_long_as_it_is_told():
 def test_an_error_that_nobody_foresaw_stays_itself():
     with pytest.raises(ZeroDivisionError):
         answer(Graph(plans=[task_error(ZeroDivisionError("oops"))]))
+
+
+# --- elsewhere, once -----------------------------------------------------------------------------------------------
+
+REFUSALS = [Overloaded("full", 3.0), Unavailable("short of memory", 3.0)]
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
+def test_what_an_engine_or_its_planner_refuses_is_tried_once_elsewhere(error: Exception):
+    refused = TokenChunk((), FinishReason.ERROR, "it drains", retry_after_s=3.0)
+    for graph in (
+        Graph(streams=[[LAST]], plans=[task_error(error), PLAN]),
+        Graph(streams=[[task_error(error)], [LAST]]),
+        Graph(streams=[[refused], [LAST]]),
+    ):
+        assert answer(graph) == [3]
+        assert graph.pins == ["node:node-0", "node:node-1"]
+        assert graph.choices[1] == Choice(frozenset({"engine-0"}), waits=False)
+        assert graph.log.count("release") == graph.log.count("reserve") == 2
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
+def test_what_is_refused_twice_is_refused(error: Exception):
+    graph = Graph(streams=[[task_error(error)]], num_engines=3)
+    with pytest.raises(type(error)) as raised:
+        answer(graph)
+    assert raised.value.args == error.args
+    assert graph.log.count("reserve") == graph.log.count("release") == 2
+
+
+def test_an_engine_that_was_lost_is_not_chosen_again_but_a_new_one_is_waited_for():
+    graph = Graph(streams=[[ActorDiedError()], [LAST]], num_engines=1)
+    assert answer(graph) == [3]
+    assert graph.choices[1] == Choice(frozenset({"engine-0"}))
+    assert graph.pins == ["node:node-0", "node:node-1"]
+
+
+def test_without_a_planner_on_its_node_another_engine_comes_first_and_the_same_one_waits_for_its_planner():
+    missing = NoReplica("node node-0 has had no replica of TextMTP for 2 s")
+    two = Graph(streams=[[LAST]], plans=[missing, PLAN])
+    assert answer(two) == [3]
+    assert two.choices[1] == Choice(last=frozenset({"engine-0"}))
+    one = Graph(streams=[[LAST]], plans=[missing, PLAN], num_engines=1)
+    assert answer(one) == [3]
+    short, long = one.pins
+    assert short == "node:node-0" and long.startswith("node:node-0@") and 20 < float(long.partition("@")[2]) <= 30
+
+
+def test_an_engine_that_has_refused_or_was_lost_is_chosen_last_for_a_while():
+    now = [0.0]
+    graph = Graph(
+        streams=[[task_error(Overloaded("full", 3.0))], [LAST], [LAST], [ActorDiedError()], [LAST], [LAST], [LAST]]
+    )
+
+    async def go() -> list[set[str]]:
+        client = graph.client(clock=lambda: now[0])
+        for now[0] in (0.0, 1.0, 5.0, 10.0, 40.0):
+            await tokens(await client.start(REQUEST, Route.TEXT))
+        return [set(choice.last) for choice in graph.choices]
+
+    # refused at 0 s, then last at 1 s; chosen again at 5 s, and lost; last at 10 s; forgotten at 40 s
+    assert run(go) == [set(), set(), {"engine-0"}, set(), set(), {"engine-0"}, set()]
+
+
+def test_a_request_that_was_sent_again_gets_what_it_would_have_got():
+    undisturbed = Graph()
+    for disturbed in (
+        Graph(streams=[[ActorDiedError()], *undisturbed.streams]),
+        Graph(streams=[[task_error(Overloaded("full", 3.0))], *undisturbed.streams]),
+    ):
+        assert answer(disturbed) == answer(Graph()) == [1, 2, 3]
+
+
+def test_nothing_is_sent_again_once_a_token_was_passed_on():
+    for error in (*REFUSALS, ActorDiedError()):
+        graph = Graph(streams=[[TokenChunk((1,)), task_error(error)], [LAST]])
+        with pytest.raises((Overloaded, Unavailable)):
+            answer(graph)
+        assert graph.log.count("dispatch") == 1
+
+
+def test_both_attempts_together_wait_no_longer_than_one_may():
+    async def go() -> None:
+        graph = Graph(reserve=[0.3, 60.0], streams=[[ActorDiedError()]])
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(Unavailable, match=r"No engine took the request within 0\.5 s"):
+            await graph.client(reserve_timeout_s=0.5).start(REQUEST, Route.TEXT)
+        assert asyncio.get_running_loop().time() - began < 0.75
+
+    run(go)
+
+
+def test_while_no_engine_has_ever_been_ready_a_request_is_told_so_at_once():
+    async def go() -> None:
+        graph = Graph(reserve=[NoReplicaYet("no replica of ModelReplica has been running yet")])
+        with pytest.raises(Unavailable, match="the model is being loaded") as error:
+            await graph.client().start(REQUEST, Route.TEXT)
+        assert error.value.retry_after_s >= 1 and len(graph.choices) == 1
+
+    run(go)
+
+
+class RoutedGraph(Graph):
+    """Two engines behind Ray's router. `refusing` refuses at once, `working` takes a while for each answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engines = {name: FakeReplica(name, f"node-{name}") for name in ("refusing", "working")}
+        for engine in self.engines.values():
+            engine.max_ongoing_requests = 1000
+        self.router = make_router(NodeRouter, list(self.engines.values()))
+        self.num_refused = 0
+
+    @contextlib.asynccontextmanager
+    async def choose_replica(self, choice: Choice) -> AsyncIterator[Selection]:
+        self.choices.append(choice)
+        replica = await call(self.router, "", f"id-{len(self.choices)}", choice=choice)
+        replica.queue_len += 1
+        self.router.on_new_queue_len_info(replica.replica_id, replica.queue_len)
+        try:
+            yield Selection(replica.node_id, replica.replica_id.unique_id, self.log)
+        finally:
+            replica.queue_len -= 1
+            self.router.on_new_queue_len_info(replica.replica_id, replica.queue_len)
+
+    def dispatch(self, selection: Selection, request: EngineRequest) -> Response:
+        if selection.replica_id == "refusing":
+            self.num_refused += 1
+            return Response([0.001, task_error(Unavailable("short of memory", 3.0))], self.log)
+        return Response([0.05, LAST], self.log)
+
+
+def test_an_engine_that_refuses_at_once_does_not_attract_the_requests_of_others():
+    async def go() -> tuple[int, int]:
+        graph = RoutedGraph()
+        client = graph.client()
+
+        async def visit(i: int) -> bool:
+            await asyncio.sleep(0.005 * i)
+            try:
+                return await tokens(await client.start(REQUEST, Route.TEXT)) == [3]
+            except Unavailable:
+                return False
+
+        answered = await asyncio.gather(*[visit(i) for i in range(100)])
+        return answered.count(False), graph.num_refused
+
+    num_failed, num_refused = run(go)
+    assert num_failed == 0 and num_refused < 10
+
+
+# --- engines that fall silent --------------------------------------------------------------------------------------
+
+
+def test_heartbeats_keep_a_stream_and_are_not_seen():
+    beats: list[Item] = [item for _ in range(4) for item in (0.2, HEARTBEAT)]
+
+    async def go() -> list[TokenChunk]:
+        graph = Graph(streams=[[*beats, TokenChunk((1,), num_cached=9), *beats, LAST]])
+        stream = await graph.client(silence_limit_s=0.5).start(REQUEST, Route.TEXT)
+        assert stream.num_cached_tokens == 9, "a heartbeat is not the first chunk"
+        return [chunk async for chunk in stream]
+
+    assert run(go) == [TokenChunk((1,), num_cached=9), LAST]
+
+
+def test_an_engine_that_falls_silent_before_the_first_token_is_replaced():
+    async def go() -> tuple[list[int], Graph]:
+        graph = Graph(streams=[[HEARTBEAT, 60.0], [LAST]])
+        return await tokens(await graph.client(silence_limit_s=0.1).start(REQUEST, Route.TEXT)), graph
+
+    got, graph = run(go)
+    assert got == [3] and graph.choices[1] == Choice(frozenset({"engine-0"}))
+    assert graph.log.count("release") == 2
+
+
+def test_an_engine_that_falls_silent_later_ends_the_stream_and_is_chosen_last():
+    async def go() -> Graph:
+        graph = Graph(streams=[[TokenChunk((1,)), HEARTBEAT, 60.0], [LAST]])
+        client = graph.client(silence_limit_s=0.1)
+        with pytest.raises(Unavailable, match="in the middle of the answer"):
+            await tokens(await client.start(REQUEST, Route.TEXT))
+        await tokens(await client.start(REQUEST, Route.TEXT))
+        return graph
+
+    graph = run(go)
+    assert graph.log.count("release") == 2 and graph.choices[1] == Choice(last=frozenset({"engine-0"}))
+
+
+def test_a_client_that_reads_slowly_does_not_make_the_engine_silent():
+    async def go() -> list[int]:
+        graph = Graph(streams=[[TokenChunk((1,)), TokenChunk((2,)), LAST]])
+        got = []
+        async for chunk in await graph.client(silence_limit_s=0.1).start(REQUEST, Route.TEXT):
+            got += chunk.token_ids
+            await asyncio.sleep(0.3)
+        return got
+
+    assert run(go) == [1, 2, 3]
+
+
+def test_a_client_that_leaves_a_silent_engine_is_not_taken_for_its_loss():
+    async def go() -> None:
+        graph = Graph(streams=[[60.0]])
+        task = asyncio.ensure_future(graph.client(silence_limit_s=0.2).start(REQUEST, Route.TEXT))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert graph.log.count("reserve") == 1
+
+    run(go)
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "gone"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "", True),
+        (grpc.StatusCode.CANCELLED, "", True),
+        (grpc.StatusCode.UNKNOWN, "Stream removed", True),
+        (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2", True),
+        (grpc.StatusCode.UNKNOWN, "ZeroDivisionError", False),
+        (grpc.StatusCode.INTERNAL, "failed to serialize", False),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "message larger than max", False),
+    ],
+)
+def test_which_errors_of_grpc_mean_that_the_peer_is_gone(code: grpc.StatusCode, details: str, gone: bool):
+    error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
+    assert is_gone(error) is gone
+    graph = Graph(streams=[[error], [LAST]])
+    if gone:
+        assert answer(graph) == [3]
+    else:
+        with pytest.raises(grpc.aio.AioRpcError):
+            answer(graph)
+
+
+def test_a_plan_is_not_waited_for_when_its_node_has_left():
+    nodes = {"node-0", "node-1"}
+
+    async def go() -> list[int]:
+        graph = Graph(plans=[60.0, PLAN], streams=[[LAST]])
+        asyncio.get_running_loop().call_later(0.1, nodes.discard, "node-0")
+        return await tokens(await graph.client().start(REQUEST, Route.TEXT))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_client, "running_nodes", lambda handle: set(nodes))
+        patch.setattr(engine_client.while_running, "__defaults__", (0.01, 0.05))
+        assert run(go) == [3]
+
+
+def test_a_planner_that_serve_stops_may_end_what_it_has_begun():
+    async def go() -> Any:
+        async def late() -> str:
+            await asyncio.sleep(0.2)
+            return "planned"
+
+        work = asyncio.ensure_future(late())
+        return await engine_client.while_running(None, "node-0", work, period_s=0.01, grace_s=5)
+
+    seen = iter([{"node-0"}])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_client, "running_nodes", lambda handle: next(seen, set()))
+        assert run(go) == "planned"
+
+
+# --- the end of a stream -------------------------------------------------------------------------------------------
+
+
+async def close_after_the_last_chunk(graph: Graph) -> None:
+    """As TextGeneration does, which does not read on when all choices have ended."""
+    stream = await graph.client().start(REQUEST, Route.TEXT)
+    async for chunk in stream:
+        if chunk.finish_reason is not None:
+            break
+    await stream.aclose()
+
+
+def test_a_stream_whose_choices_have_ended_is_read_to_its_end_before_it_is_closed():
+    graph = Graph()
+    run(lambda: close_after_the_last_chunk(graph))
+    assert graph.log == ["reserve", "plan", "dispatch", "end", "cancel", "release"]
+
+
+def test_a_stream_that_does_not_end_after_its_last_chunk_is_cancelled(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_stream, "LAST_READ_S", 0.05)
+    graph = Graph(streams=[[TokenChunk((1,)), LAST, 60.0]])
+    run(lambda: close_after_the_last_chunk(graph))
+    assert graph.log == ["reserve", "plan", "dispatch", "cancel", "release"]
+
+
+def test_a_clean_up_that_hangs_holds_nobody_for_ever(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_stream, "CLOSE_TIMEOUT_S", 0.05)
+
+    async def go() -> bool:
+        unreachable, released = asyncio.Event(), asyncio.Event()
+
+        class Hanging(Graph):
+            @contextlib.asynccontextmanager
+            async def choose_replica(self, choice: Choice) -> AsyncIterator[Selection]:
+                yield Selection("node-0", "engine-0", self.log)
+                await unreachable.wait()
+                released.set()
+
+        stream = await Hanging().client().start(REQUEST, Route.TEXT)
+        async with asyncio.timeout(5):
+            await stream.aclose()
+        was_released = released.is_set()
+        unreachable.set()
+        await asyncio.wait_for(released.wait(), 5)
+        return was_released
+
+    assert run(go) is False
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_for_another_checkpoint_is_refused_before_anything_is_sent():
+    other = replace(PLAN, request=replace(PLAN.request, checkpoint="new"))
+    same = replace(PLAN, request=replace(PLAN.request, checkpoint="old"))
+
+    async def go(graph: Graph) -> list[int]:
+        return await tokens(await graph.client(checkpoint="old").start(REQUEST, Route.TEXT))
+
+    graph = Graph(plans=[other])
+    with pytest.raises(Unavailable, match="The model is being replaced") as error:
+        run(lambda: go(graph))
+    assert error.value.retry_after_s >= 1 and "dispatch" not in graph.log
+    mixed = Graph(plans=[other, same])
+    assert run(lambda: go(mixed)) == [1, 2, 3], "a node that has not been replaced yet may do"
+    assert mixed.log.count("dispatch") == 1
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,25 @@
 import asyncio
 import collections
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest, RequestRouter
 
-from deployments.routing import NodeRouter, by_load
+from deployments import routing
+from deployments.routing import (
+    BoundedReplica,
+    Choice,
+    NodeRouter,
+    NoOtherReplica,
+    NoReplica,
+    NoReplicaYet,
+    by_load,
+    pin_to,
+)
 
 DEPLOYMENT = DeploymentID(name="ModelReplica", app_name="orchard")
 
@@ -21,9 +34,21 @@ class FakeReplica:
         self.multiplexed_model_ids: set[str] = set()
         self.queue_len = queue_len
 
+        self.num_probes = 0
+
     async def get_queue_len(self, *, deadline_s: float) -> int:
+        self.num_probes += 1
         await asyncio.sleep(0.01)
         return self.queue_len
+
+
+class SilentReplica(FakeReplica):
+    """One on a node that was cut off."""
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        self.num_probes += 1
+        await asyncio.sleep(60)
+        return 0
 
 
 THREE = [("a", "node-0"), ("b", "node-1"), ("c", "node-2")]
@@ -45,9 +70,9 @@ def make_router(
     return router
 
 
-def call(router: Any, session_id: str = "", internal_id: str = "same") -> "asyncio.Task[Any]":
+def call(router: Any, session_id: str = "", internal_id: str = "same", **kwargs: Any) -> "asyncio.Task[Any]":
     metadata = RequestMetadata(request_id="r", internal_request_id=internal_id, session_id=session_id)
-    pending = PendingRequest(args=[], kwargs={}, metadata=metadata)
+    pending = PendingRequest(args=[], kwargs=kwargs, metadata=metadata)
     return asyncio.ensure_future(router._choose_replica_for_request(pending))
 
 
@@ -75,7 +100,7 @@ class PlainRouter(RequestRouter):
 
 
 def test_ray_itself_still_lets_concurrent_calls_starve():
-    """If it does not, NodeRouter._fulfill_next_pending_request has done its duty and can go."""
+    """If it does not, there is one reason less for NodeRouter to let each request choose by itself."""
 
     async def go() -> None:
         router = make_router(PlainRouter)
@@ -160,3 +185,196 @@ def test_equal_engines_share_requests_evenly_and_a_key_always_picks_the_same():
     first = collections.Counter(by_load(replicas, loads, f"key-{i}")[0].node_id for i in range(600))
     assert len(first) == 3 and all(150 < count < 250 for count in first.values()), first
     assert by_load(replicas[::-1], loads, "key") == by_load(replicas, loads, "key")
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_requests_for_a_node_without_a_replica_stop_no_others(num_replicas: int):
+    async def go() -> set[str]:
+        router = make_router(NodeRouter, [FakeReplica(*args) for args in THREE[:num_replicas]])
+        waiting = [call(router, pin_to("gone", 60), f"pinned-{i}") for i in range(20 * num_replicas)]
+        await asyncio.sleep(0.05)
+        served = [call(router, "", f"id-{i}") for i in range(20)] + [call(router, "node:node-0") for _ in range(20)]
+        async with asyncio.timeout(5):
+            nodes = {replica.node_id for replica in await asyncio.gather(*served)}
+        assert not any(task.done() for task in waiting)
+        assert router.num_pending_requests == 0, "no queue grows behind those that wait"
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return nodes
+
+    assert asyncio.run(go()) <= {"node-0", "node-1"}
+
+
+def test_requests_for_a_node_that_stays_without_a_replica_fail_all_at_the_same_time():
+    async def go() -> tuple[list[Any], float]:
+        router = make_router(NodeRouter, [FakeReplica("a", "node-0")])
+        began = time.monotonic()
+        async with asyncio.timeout(10):
+            failed = await asyncio.gather(
+                *[call(router, pin_to("gone", 0.5), f"id-{i}") for i in range(100)], return_exceptions=True
+            )
+        return failed, time.monotonic() - began
+
+    failed, took_s = asyncio.run(go())
+    assert {type(error) for error in failed} == {NoReplica}
+    assert str(failed[0]) == "node gone has had no replica of ModelReplica for 0.5 s"
+    assert took_s < 5, "not one after the other"
+
+
+def test_a_pin_waits_for_a_replica_no_longer_than_it_says(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(routing, "PIN_WAIT_S", 0.05)
+
+    async def go() -> str:
+        router = make_router(NodeRouter, [FakeReplica("a", "node-0")])
+        patient = call(router, pin_to("node-9", 30))
+        with pytest.raises(NoReplica, match=r"for 0\.05 s"):
+            await call(router, pin_to("node-9"))
+        assert not patient.done()
+        router.update_replicas([FakeReplica("a", "node-0"), FakeReplica("z", "node-9")])
+        return (await asyncio.wait_for(patient, 5)).node_id
+
+    assert asyncio.run(go()) == "node-9"
+
+
+def test_while_no_replica_has_ever_run_requests_fail_at_once():
+    async def go() -> None:
+        router = make_router(NodeRouter, [], first_wait_s=0.0)
+        for session_id in ("", "node:node-0"):
+            with pytest.raises(NoReplicaYet, match="no replica of ModelReplica has been running yet"):
+                async with asyncio.timeout(1):
+                    await call(router, session_id)
+
+    asyncio.run(go())
+
+
+def test_the_first_replicas_may_come_a_moment_after_the_router_is_made():
+    async def go() -> str:
+        router = make_router(NodeRouter, [], first_wait_s=30.0)
+        waiting = call(router)
+        await asyncio.sleep(0.05)
+        router.update_replicas([FakeReplica("a", "node-0")])
+        return (await asyncio.wait_for(waiting, 5)).node_id
+
+    assert asyncio.run(go()) == "node-0"
+
+
+def test_replicas_that_are_replaced_are_waited_for():
+    async def go() -> str:
+        router = make_router(NodeRouter, [FakeReplica("a", "node-0")], first_wait_s=0.0)
+        router.update_replicas([])
+        waiting = call(router)
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        router.update_replicas([FakeReplica("b", "node-0")])
+        return (await asyncio.wait_for(waiting, 5)).replica_id.unique_id
+
+    assert asyncio.run(go()) == "b"
+
+
+def test_an_excluded_replica_is_not_chosen_and_a_new_one_is_waited_for_or_not():
+    async def go() -> None:
+        router = make_router(NodeRouter, [FakeReplica("a", "node-0", 0), FakeReplica("b", "node-1", 3)])
+        assert (await call(router, choice=Choice(frozenset("a")))).node_id == "node-1"
+        with pytest.raises(NoOtherReplica):
+            await call(router, choice=Choice(frozenset("ab"), waits=False))
+        waiting = call(router, choice=Choice(frozenset("ab")))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        router.update_replicas([FakeReplica("c", "node-0")])
+        assert (await asyncio.wait_for(waiting, 5)).replica_id.unique_id == "c"
+
+    asyncio.run(go())
+
+
+def test_a_replica_that_has_refused_comes_last_although_it_has_the_least_to_do():
+    async def go() -> list[str]:
+        router = make_router(NodeRouter, [FakeReplica("a", "node-0", 0), FakeReplica("b", "node-1", 3)])
+        chosen = [await call(router, choice=Choice(last=frozenset(last))) for last in ("", "a", "ab")]
+        return [replica.node_id for replica in chosen]
+
+    assert asyncio.run(go()) == ["node-0", "node-1", "node-0"]
+
+
+def test_a_replica_whose_load_is_not_known_comes_last_and_costs_no_request_its_silence():
+    async def go() -> None:
+        silent = SilentReplica("silent", "node-9")
+        router = make_router(NodeRouter, [silent, FakeReplica("a", "node-0", 3)])
+        router.queue_len_response_deadline_s = router.max_queue_len_response_deadline_s = 0.3
+        await asyncio.sleep(0.7)  # it has been asked, and has not answered
+        began = time.monotonic()
+        chosen = [(await call(router, "", f"id-{i}")).node_id for i in range(50)]
+        assert set(chosen) == {"node-0"} and time.monotonic() - began < 5
+        assert silent.num_probes <= 5, "it is asked once at a time, and not once for each request"
+
+    asyncio.run(go())
+
+
+def test_an_idle_replica_of_which_nothing_was_heard_for_a_while_is_asked_before_a_busy_one_is_chosen():
+    async def go() -> str:
+        idle, busy = FakeReplica("idle", "node-0", 0), FakeReplica("busy", "node-1", 3)
+        router = make_router(NodeRouter, [idle, busy])
+        await asyncio.sleep(0.1)
+        router.replica_queue_len_cache.invalidate_key(idle.replica_id)
+        return (await call(router)).node_id
+
+    assert asyncio.run(go()) == "node-0"
+
+
+def test_requests_that_wait_for_a_full_replica_do_not_all_ask_for_its_load():
+    async def go() -> tuple[int, int]:
+        full = FakeReplica("a", "node-0", queue_len=4)
+        router = make_router(NodeRouter, [full])
+        waiting = [call(router, "", f"id-{i}") for i in range(200)]
+        await asyncio.sleep(1)
+        num_probes, full.queue_len = full.num_probes, 0
+        async with asyncio.timeout(10):
+            await asyncio.gather(*waiting)
+        return num_probes, len(waiting)
+
+    num_probes, num_waiting = asyncio.run(go())
+    assert 1 < num_probes < num_waiting / 4
+
+
+class Unreachable:
+    """A replica's actor that answers nothing. sent: the methods that were called."""
+
+    _actor_id = SimpleNamespace(binary=lambda: b"i" * 16)
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*args: Any) -> "asyncio.Future[Any]":
+            self.sent.append(method)
+            return asyncio.get_running_loop().create_future()
+
+        return SimpleNamespace(remote=remote)
+
+
+def test_slots_of_a_replica_that_cannot_be_reached_are_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(routing, "SLOT_TIMEOUT_S", 0.05)
+    cancelled: list[Any] = []
+    monkeypatch.setattr("ray.cancel", cancelled.append)
+    actor: Any = Unreachable()
+
+    async def go() -> None:
+        replica = BoundedReplica.__new__(BoundedReplica)
+        replica._replica_info = SimpleNamespace(is_cross_language=False, replica_id="a")  # type: ignore[assignment]
+        replica._actor_handle = actor
+        with pytest.raises(ActorUnavailableError, match=r"no slot of a was reserved within 0\.05 s"):
+            await replica.reserve_slot(RequestMetadata(request_id="r", internal_request_id="i"))
+        with pytest.raises(TimeoutError):
+            await replica.release_slot("token")
+
+    asyncio.run(go())
+    assert actor.sent == ["reserve_slot", "release_slot", "release_slot"] and len(cancelled) == 1
+
+
+def test_the_router_makes_replicas_with_deadlines(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(BoundedReplica, "__init__", lambda self, info: None)
+
+    async def go() -> type:
+        return type(make_router(NodeRouter).create_replica_wrapper(SimpleNamespace()))
+
+    assert asyncio.run(go()) is BoundedReplica

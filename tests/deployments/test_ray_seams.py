@@ -1,0 +1,245 @@
+"""Each function of ray_seams against Ray's own classes: a Ray that does it in another way is found out here."""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve._private import router as ray_router
+from ray.serve._private.common import DeploymentHandleSource, RequestMetadata
+from ray.serve._private.replica import SERVE_BUILD_ASGI_APP_METHOD
+from ray.serve._private.request_router.replica_wrapper import ReplicaSelection
+from ray.serve.handle import DeploymentBroadcastResponse, DeploymentResponseGenerator
+
+from deployments import ray_seams
+from deployments.ingress import Ingress
+from deployments.ray_seams import (
+    REQUIRED,
+    Need,
+    answer_of,
+    cancel_call,
+    check_ray,
+    end_dispatch,
+    replica_calls,
+    running_nodes,
+)
+from deployments.routing import NodeRouter
+from engine.protocol import EngineFailed
+from tests.deployments.test_routing import DEPLOYMENT, FakeReplica, make_router
+
+METADATA = RequestMetadata(request_id="r", internal_request_id="i", is_streaming=True)
+
+
+class Sent:
+    """A call on its way to a replica, as Ray's router keeps it."""
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None: ...
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    async def get_async(self) -> int:
+        return 42
+
+    async def __anext__(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Replica(FakeReplica):
+    """One that counts its slots."""
+
+    actor_id = None
+    availability_zone = None
+    replica_metadata: Any = None
+    _replica_info = SimpleNamespace(node_ip="127.0.0.1", port=1)
+
+    def __init__(self, name: str = "a", node_id: str = "node-0"):
+        super().__init__(name, node_id)
+        self.slots: set[str] = set()
+        self.sent: list[Sent] = []
+
+    async def reserve_slot(self, metadata: Any) -> Any:
+        self.slots.add("token")
+        return "token", SimpleNamespace(accepted=True, num_ongoing_requests=1)
+
+    async def release_slot(self, token: str) -> int:
+        self.slots.discard(token)
+        return len(self.slots)
+
+    def try_send_request(self, request: Any, with_rejection: bool) -> Sent:
+        self.slots.discard("token")  # the replica takes it when the call arrives
+        self.sent.append(Sent())
+        return self.sent[-1]
+
+
+class NoLongPoll:
+    """The controller, of which nothing is heard."""
+
+    def __init__(self, *args: Any, **kwargs: Any): ...
+
+    @classmethod
+    def get_or_create(cls, *args: Any) -> "NoLongPoll":
+        return cls()
+
+    def register(self, router: Any) -> None: ...
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Replica], Any]:
+    """Ray's own router on a running event loop, without a controller."""
+    monkeypatch.setattr(ray_router, "LongPollClient", NoLongPoll)
+    monkeypatch.setattr(ray_router, "SharedRouterLongPollClient", NoLongPoll)
+
+    def make(replica: Replica) -> Any:
+        return ray_router.CurrentLoopRouter(
+            controller_handle=None,
+            deployment_id=DEPLOYMENT,
+            handle_id="h",
+            self_actor_id="a",
+            handle_source=DeploymentHandleSource.REPLICA,
+            enable_strict_max_ongoing_requests=True,
+            node_id="node-0",
+            availability_zone=None,
+            prefer_local_node_routing=False,
+            request_router=make_router(NodeRouter, [replica]),
+        )
+
+    return make
+
+
+async def plan_then_dispatch(router: Any, plan: "asyncio.Future[None]", sent: list[Any], **steps: bool) -> None:
+    """What EngineClient does, up to the first read, and its clean-up. gives_a_turn: lets the dispatch begin."""
+    async with router.choose_replica(METADATA) as selection:
+        await plan
+        response = DeploymentResponseGenerator(router.dispatch(selection, METADATA), METADATA, False)
+        sent.append(response)
+        try:
+            if steps["gives_a_turn"]:
+                await asyncio.sleep(0)
+            await anext(response)
+        finally:
+            if steps["ends_dispatch"]:
+                await end_dispatch(response, selection)
+            else:
+                response.cancel()
+
+
+async def leaves_as_the_plan_arrives(router: Any, replica: Replica, **steps: bool) -> None:
+    """The client leaves in the very iteration of the event loop in which its request is dispatched."""
+    loop = asyncio.get_running_loop()
+    plan: asyncio.Future[None] = loop.create_future()
+    sent: list[Any] = []
+    task = asyncio.ensure_future(plan_then_dispatch(router, plan, sent, **steps))
+    while not replica.slots:
+        await asyncio.sleep(0.001)
+    plan.set_result(None)  # wakes the task in the next iteration, and in the same one the client leaves
+    loop.call_soon(task.cancel)
+    await asyncio.wait({task}, timeout=5)
+    assert task.cancelled() and sent, "the request was dispatched"
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("gives_a_turn", [False, True])
+def test_a_client_that_leaves_while_its_request_is_dispatched_leaves_no_slot(
+    make: Callable[[Replica], Any], gives_a_turn: bool
+):
+    async def go() -> set[str]:
+        replica = Replica()
+        await leaves_as_the_plan_arrives(make(replica), replica, gives_a_turn=gives_a_turn, ends_dispatch=True)
+        assert all(call.is_cancelled for call in replica.sent)
+        return replica.slots
+
+    assert asyncio.run(go()) == set()
+
+
+def test_ray_itself_still_keeps_the_slot_of_a_dispatch_that_never_began(make: Callable[[Replica], Any]):
+    """If it does not, end_dispatch is no longer needed."""
+
+    async def go() -> set[str]:
+        replica = Replica()
+        await leaves_as_the_plan_arrives(make(replica), replica, gives_a_turn=False, ends_dispatch=False)
+        return replica.slots
+
+    assert asyncio.run(go()) == {"token"}
+
+
+def test_a_call_that_was_sent_and_never_read_is_cancelled(make: Callable[[Replica], Any]):
+    async def go() -> tuple[bool, bool]:
+        replica = Replica()
+        router = make(replica)
+        async with router.choose_replica(METADATA) as selection:
+            response = DeploymentResponseGenerator(router.dispatch(selection, METADATA), METADATA, False)
+            await asyncio.sleep(0)
+            response.cancel()
+            missed_by_ray = not replica.sent[0].is_cancelled
+            cancel_call(response)
+            return missed_by_ray, replica.sent[0].is_cancelled
+
+    assert asyncio.run(go()) == (True, True)
+
+
+def test_the_nodes_of_the_running_replicas_are_those_that_the_router_knows(make: Callable[[Replica], Any]):
+    async def go() -> Any:
+        handle = SimpleNamespace(_router=make(Replica(node_id="node-7")))
+        return running_nodes(handle), running_nodes(SimpleNamespace())
+
+    assert asyncio.run(go()) == ({"node-7"}, None)
+
+
+def test_each_replica_answers_a_broadcast_for_itself():
+    class Handle:
+        def broadcast(self, method: str, *args: Any) -> DeploymentBroadcastResponse:
+            assert (method, args) == ("status", (1,))
+            return DeploymentBroadcastResponse(self.calls(), asyncio.get_running_loop())
+
+        async def calls(self) -> list[Any]:
+            return [Sent(), Sent()]
+
+    async def go() -> list[Any]:
+        return [await answer_of(call) for call in await replica_calls(Handle(), "status", 1)]
+
+    assert asyncio.run(go()) == [42, 42]
+
+
+def test_the_selection_has_the_names_that_the_client_reads():
+    assert {"replica_id", "node_id"} <= set(inspect.signature(ReplicaSelection).parameters)
+
+
+def test_the_ingress_builds_its_app_where_ray_looks_for_it():
+    assert hasattr(Ingress.func_or_class, SERVE_BUILD_ASGI_APP_METHOD)
+
+
+def test_this_ray_has_all_that_is_needed():
+    check_ray()
+
+
+def test_a_ray_that_lacks_something_is_refused_with_its_version_and_all_that_it_lacks():
+    def changed(self: Any) -> None:
+        """A method of Ray that no longer uses the names that it did."""
+
+    required = (*REQUIRED, Need(FakeReplica, "_gone"), Need(changed, "_renamed"), Need(ray_seams, "_moved"))
+    with pytest.raises(EngineFailed) as error:
+        check_ray(required)
+    message = error.value.message
+    assert f"Ray {ray_seams.ray.__version__}" in message and f"3 of the {len(required)}" in message
+    assert all(name in message for name in ("FakeReplica: _gone", "changed: _renamed", "ray_seams: _moved"))
+
+
+def test_what_the_own_replica_holds_is_read_from_rays_object(monkeypatch: pytest.MonkeyPatch):
+    class OwnReplica:
+        _shutting_down = False
+        _reserved_slots = frozenset({"one", "two"})
+
+        def get_num_ongoing_requests(self) -> int:
+            return 5
+
+    actor = SimpleNamespace(_replica_impl=OwnReplica())
+    monkeypatch.setattr("ray._private.worker.global_worker", SimpleNamespace(actor_id=7, actors={7: actor}))
+    assert (ray_seams.num_reserved_slots(), ray_seams.num_ongoing_requests()) == (2, 5)
+    assert ray_seams.stop_flag()() is False
