@@ -15,8 +15,11 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
 from deployments import scorer_client
+from deployments.model_replica import ModelReplica
+from deployments.text import TextMTP
+from engine.config import EngineConfig, SpecPrefillConfig
 from engine.protocol import EngineFailed, Overloaded
-from tests.deployments.faulty_graph import DEADLINE_S, Bench, Client, as_ray_raises
+from tests.deployments.faulty_graph import DEADLINE_S, Bench, Client, as_ray_raises, make
 from tests.engine.faulty_engine import TINY
 from tests.faults import Failing, Hanging, Stalling
 from tests.tiny import Tiny, build
@@ -135,6 +138,37 @@ def test_what_hangs_before_the_first_token_is_waited_for_as_long_as_the_ingress_
         await bench.check()
 
     bench.run(test)
+
+
+@streamed_or_not
+def test_no_prompt_or_answer_passes_between_two_models_while_one_replaces_the_other(
+    bench: Bench, tmp_path: Path, stream: bool
+):
+    """As `serve deploy` has it: the ingress is the old one, and the replicas behind it become the new ones."""
+    new = EngineConfig(model=str(build(tmp_path / "new", Tiny(**{**TINY, "layers": 4}))))
+    old = dict(bench.graph.replicas)
+
+    async def refused() -> None:
+        client = await bench.answered(bench.ask("text", stream=stream))
+        assert client.status == 503 and "The model is being replaced" in client.error["message"]
+        assert_try_again(client, "unavailable", 503)
+
+    async def test() -> None:
+        bench.graph.replicas["text"] = await make(TextMTP, new, SpecPrefillConfig())
+        await refused()
+        bench.graph.replicas["engine"] = await make(ModelReplica, new)
+        await refused()
+        bench.graph.replicas["text"] = old["text"]
+        await refused()
+        end: Any = ModelReplica.func_or_class
+        await end.__del__(bench.graph.replicas["engine"])
+        bench.graph.replicas.update(old)
+        await bench.check()
+
+    try:
+        bench.run(test)
+    finally:
+        bench.graph.replicas.update(old)
 
 
 SCORING = ("engine.cached_prefix", "reserve scorer", "dispatch scorer", "scorer.score")

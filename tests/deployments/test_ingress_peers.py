@@ -213,6 +213,43 @@ def test_nobody_waits_for_a_silent_engine_while_another_is_ready(monkeypatch: py
     assert asyncio.run(go()) < SILENT / 4
 
 
+def test_all_who_ask_for_the_status_or_for_readiness_at_once_share_one_question(monkeypatch: pytest.MonkeyPatch):
+    async def go() -> None:
+        ingresses, engines = Replicas([]), Replicas([engine("failed", "it broke")])
+        monkeypatch.setattr(ingress, "status_of_all", no_replicas)
+        here = await make_ingress(monkeypatch, ingresses)
+        here._engines = engines
+        shown = await asyncio.gather(*[here.status() for _ in range(50)])
+        reasons = await asyncio.gather(*[here.not_ready() for _ in range(50)])
+        assert len(shown) == 50 and reasons == ["it broke"] * 50
+        assert ingresses.asked == [("status_here",)] and engines.asked == [("status",)]
+        await asyncio.gather(here.cancel("mine"), here.cancel("mine"), return_exceptions=True)
+        assert ingresses.asked.count(("cancel_here", "mine")) == 2, "no cancel is left out"
+
+    asyncio.run(go())
+
+
+def test_the_status_is_asked_for_anew_when_an_answer_has_begun_or_ended(monkeypatch: pytest.MonkeyPatch):
+    async def go() -> int:
+        ingresses = Replicas([])
+        monkeypatch.setattr(ingress, "status_of_all", no_replicas)
+        here = await make_ingress(monkeypatch, ingresses)
+        await here.status()
+
+        async def refuse(*request: Any) -> None:
+            await here.status()
+            raise Overloaded("full", 1.0)
+
+        here._client.start = refuse
+        with pytest.raises(Overloaded):
+            await here.start(None, None)
+        await here.status()
+        await here.status()
+        return len(ingresses.asked)
+
+    assert asyncio.run(go()) == 3
+
+
 def test_the_status_of_all_replicas_lacks_only_those_that_are_silent():
     async def go() -> list[dict[str, Any]]:
         handle: Any = Replicas([engine("ready"), SILENT, engine("failed")])

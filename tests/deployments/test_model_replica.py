@@ -1,24 +1,30 @@
 """What a ModelReplica adds to the engine's answers: where they come from."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from deployments import model_replica
-from deployments.chat import EngineAnswer
+from deployments.chat import ChatRequest, EngineAnswer
+from deployments.engine_stream import SILENCE_LIMIT_S
 from deployments.model_replica import ModelReplica
+from deployments.planning import PromptPlanner
 from engine import async_engine
 from engine.config import EngineConfig
 from engine.protocol import (
+    HEARTBEAT,
     CacheCleared,
     CachedPrefix,
     CacheStatus,
     EngineFailed,
     EngineRequest,
+    FinishReason,
     SamplingParams,
+    TokenChunk,
+    Unavailable,
 )
 
 STATUS = CacheStatus(max_bytes=1000, num_bytes=100)
@@ -47,6 +53,11 @@ class CachingEngine:
 
     async def cached_prefix(self, request: EngineRequest) -> CachedPrefix:
         return CachedPrefix(len(request.token_ids))
+
+    async def generate(self, request: EngineRequest, heartbeat_period_s: float | None) -> AsyncIterator[TokenChunk]:
+        assert heartbeat_period_s == model_replica.HEARTBEAT_PERIOD_S <= SILENCE_LIMIT_S / 3, "some may be lost"
+        yield HEARTBEAT
+        yield TokenChunk((1,), FinishReason.STOP)
 
     async def clear_cache(self) -> CacheCleared:
         if self.error is not None:
@@ -92,6 +103,34 @@ def test_what_was_cleared_comes_with_the_place_of_the_engine():
 def test_the_engine_is_asked_what_it_has_of_a_prompt():
     request = EngineRequest("r", np.zeros(3, np.int32), SamplingParams(8), (2,))
     assert ask(lambda replica: replica.cached_prefix(request)) == CachedPrefix(3)
+
+
+async def chunks_of(replica: Any, request: EngineRequest) -> list[TokenChunk]:
+    return [chunk async for chunk in replica.generate(request)]
+
+
+def test_the_engine_says_that_it_is_alive_and_what_it_says_is_passed_on():
+    request = EngineRequest("r", np.zeros(3, np.int32), SamplingParams(8), (2,))
+    assert ask(lambda replica: chunks_of(replica, request)) == [HEARTBEAT, TokenChunk((1,), FinishReason.STOP)]
+
+
+def test_a_prompt_that_was_made_for_another_checkpoint_is_refused_for_a_while():
+    request = EngineRequest("r", np.zeros(3, np.int32), SamplingParams(8), (2,), checkpoint="another")
+    with pytest.raises(Unavailable, match="The model is being replaced") as error:
+        ask(lambda replica: chunks_of(replica, request))
+    assert error.value.retry_after_s >= 1
+
+
+def test_a_prompt_that_was_made_for_this_checkpoint_is_not_refused():
+    planner = PromptPlanner(EngineConfig())
+    message = {"role": "user", "content": "What is 12 + 30?"}
+
+    async def go(replica: Any) -> list[TokenChunk]:
+        request = await planner.engine_request(ChatRequest("r", (message,)), [message])
+        assert request.checkpoint != ""
+        return await chunks_of(replica, request)
+
+    assert ask(go)[-1].finish_reason is FinishReason.STOP
 
 
 def test_an_engine_that_has_failed_says_so(engine: type[CachingEngine]):

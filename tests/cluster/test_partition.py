@@ -1,0 +1,240 @@
+"""Two nodes with addresses of their own, asked over HTTP at either one; then the cable of one is pulled.
+
+A node that is killed resets its connections. One that is cut off does not: whoever waits for it must notice by itself.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.conftest import wait_until
+from tests.cluster.namespaces import Machine, machines, why_there_are_none
+from tests.e2e.pictures import about, image_part, shape
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parent.parent.parent
+PORT = 8123
+START_TIMEOUT_S = 300.0
+ANSWER_TIMEOUT_S = 120.0
+NOTICED_S = 20.0
+"""How long an engine may be silent before its streams end: engine_stream.SILENCE_LIMIT_S."""
+MARGIN_S = 15.0
+"""For a machine that has other things to do."""
+RESOURCES = json.dumps({"mlx": 1})
+
+QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
+LONG: dict[str, Any] = {"max_tokens": 1500, "min_tokens": 1500}
+
+
+@dataclass
+class Answer:
+    """What came back over HTTP. seconds: from the request to the end."""
+
+    status: int = 0
+    text: str = ""
+    finish_reason: str | None = None
+    error: dict[str, Any] | None = None
+    seconds: float = 0.0
+    ended_at: float = 0.0
+    num_events: int = 0
+
+
+@dataclass
+class Node:
+    machine: Machine
+    node_id: str = ""
+    asked: list[Answer] = field(default_factory=list)
+
+    def _http(self) -> httpx.Client:
+        return httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=ANSWER_TIMEOUT_S)
+
+    def ask(self, messages: list[dict[str, Any]], request_id: str = "", **fields: Any) -> "Future[Answer]":
+        """Over HTTP, at the proxy of this node."""
+        answer = Answer()
+        self.asked.append(answer)
+        body = {"model": "demo", "messages": messages, "temperature": 0, **fields}
+        return self.machine.submit(self._talk, body, {"X-Request-Id": request_id} if request_id else {}, answer)
+
+    def _talk(self, body: dict[str, Any], headers: dict[str, str], answer: Answer) -> Answer:
+        began = time.monotonic()
+        path = "/v1/chat/completions"
+        with self._http() as http, http.stream("POST", path, json=body, headers=headers) as response:
+            answer.status = response.status_code
+            if body.get("stream") and answer.status == 200:
+                for line in response.iter_lines():
+                    self._add(answer, line)
+            else:
+                whole = json.loads(response.read())
+                answer.error = whole.get("error")
+                if answer.error is None:
+                    (choice,) = whole["choices"]
+                    answer.text, answer.finish_reason = choice["message"]["content"], choice["finish_reason"]
+        answer.ended_at = time.monotonic()
+        answer.seconds = answer.ended_at - began
+        return answer
+
+    def _add(self, answer: Answer, line: str) -> None:
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            return
+        answer.num_events += 1
+        event = json.loads(line.removeprefix("data: "))
+        answer.error = event.get("error", answer.error)
+        for choice in event.get("choices", ()):
+            answer.text += choice["delta"].get("content") or ""
+            answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+
+    def get(self, path: str) -> Any:
+        return self._call("GET", path)
+
+    def post(self, path: str) -> Any:
+        return self._call("POST", path)
+
+    def _call(self, method: str, path: str) -> Any:
+        def call() -> Any:
+            with self._http() as http:
+                return http.request(method, path, json={} if method == "POST" else None).json()
+
+        return self.machine.submit(call).result(timeout=ANSWER_TIMEOUT_S)
+
+
+class TwoNodes:
+    """A head and a second node. The second one is `far`."""
+
+    def __init__(self, made: list[Machine], directory: Path):
+        self.near, self.far = (Node(machine) for machine in made)
+        self._directory = directory
+        token = {"RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN", secrets.token_hex(32))}
+        self._env = {**os.environ, **token, "RAY_TMPDIR": str(directory), "PYTHONPATH": str(ROOT)}
+        for name in ("RAY_ADDRESS", "RAY_OVERRIDE_RESOURCES"):
+            self._env.pop(name, None)
+
+    def start(self) -> None:
+        head = f"{self.near.machine.address}:6379"
+        self._ray(self.near.machine, "--head", "--port=6379", "--include-dashboard=false")
+        self._ray(self.far.machine, f"--address={head}")
+        log = self._directory / "app.log"
+        command = [sys.executable, "-m", "tests.cluster.namespace_app", head, "2", str(PORT)]
+        app = self.near.machine.start(command, self._env, log)
+        wait_until(
+            lambda: app.poll() is not None or "Orchard runs" in log.read_text(),
+            START_TIMEOUT_S,
+            lambda: log.read_text()[-4000:],
+        )
+        assert app.poll() is None, log.read_text()[-4000:]
+        for node in (self.near, self.far):
+            node.node_id = node.get("/v1/status")["ingress"][0]["node_id"]
+
+    def _ray(self, machine: Machine, *options: str) -> None:
+        """Returns when the node runs."""
+        log = self._directory / f"{machine.name}.log"
+        ray = str(Path(sys.executable).parent / "ray")
+        common = [f"--node-ip-address={machine.address}", "--num-cpus=2", f"--resources={RESOURCES}"]
+        command = [ray, "start", *options, *common, "--object-store-memory=104857600", "--block"]
+        started = machine.start(command, self._env, log)
+        wait_until(
+            lambda: started.poll() is not None or "Ray runtime started" in log.read_text(),
+            START_TIMEOUT_S,
+            lambda: log.read_text()[-4000:],
+        )
+        assert started.poll() is None, log.read_text()[-4000:]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[TwoNodes]:
+    reason = why_there_are_none()
+    if reason is not None:
+        if os.environ.get("ORCHARD_NAMESPACES") == "required":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    Path("/tmp/ray").mkdir(exist_ok=True)  # Ray keeps a note there, whatever the temp_dir, and does not make it
+    directory = Path(tempfile.mkdtemp(prefix="orn-", dir="/tmp"))
+    try:
+        with machines(2) as made:
+            two = TwoNodes(made, directory)
+            two.start()
+            yield two
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def engine_of(status: dict[str, Any], node: Node) -> dict[str, Any]:
+    (found,) = [replica for replica in status["engines"] if replica["node_id"] == node.node_id]
+    return found["engine"]
+
+
+def test_either_node_answers_over_http_and_with_the_same_words(nodes: TwoNodes):
+    picture = about("What is in the image?", image_part(shape("red", "circle")))
+    for messages in (QUESTION, picture):
+        asked = [
+            node.ask(messages, stream=stream)
+            for node in (nodes.near, nodes.far)
+            for stream in (False, True)
+            for _ in range(3)
+        ]
+        answers = [future.result(timeout=ANSWER_TIMEOUT_S) for future in asked]
+        assert {answer.status for answer in answers} == {200}, [answer.error for answer in answers]
+        assert len({(answer.text, answer.finish_reason) for answer in answers}) == 1 and answers[0].text
+    status = nodes.near.get("/v1/status")
+    assert all(engine_of(status, node)["num_finished"] > 0 for node in (nodes.near, nodes.far))
+
+
+def test_a_request_at_one_node_is_cancelled_at_the_other(nodes: TwoNodes):
+    future = nodes.near.ask(QUESTION, "to-cancel", stream=True, **LONG)
+    wait_until(lambda: nodes.near.asked[-1].num_events > 2, ANSWER_TIMEOUT_S)
+    assert nodes.far.post("/v1/chat/completions/to-cancel/cancel")["cancelled"] is True
+    answer = future.result(timeout=ANSWER_TIMEOUT_S)
+    assert answer.error is not None and answer.error["code"] == "request_cancelled"
+
+
+def test_when_a_node_is_cut_off_its_streams_end_and_the_other_goes_on(nodes: TwoNodes):
+    """Last of all: the node does not come back."""
+    streams = [nodes.near.ask(QUESTION, stream=True, **LONG) for _ in range(6)]
+    running = nodes.near.asked[-6:]
+    wait_until(lambda: all(answer.num_events > 2 for answer in running), ANSWER_TIMEOUT_S)
+    assert engine_of(nodes.near.get("/v1/status"), nodes.far)["num_running"] > 0, "some are answered by the other node"
+
+    pulled_at = time.monotonic()
+    nodes.far.machine.pull_the_cable()
+    during = []
+    while time.monotonic() - pulled_at < NOTICED_S:
+        during.append(nodes.near.ask(QUESTION))
+        time.sleep(2)
+
+    answers = [future.result(timeout=ANSWER_TIMEOUT_S) for future in streams]
+    lost = [answer for answer in answers if answer.error is not None]
+    whole = [answer for answer in answers if answer.error is None]
+    assert lost and whole
+    for answer in lost:
+        assert answer.error is not None and answer.error["code"] == "unavailable", answer.error
+        assert "engine was lost in the middle" in answer.error["message"] and answer.error["retry_after_s"] >= 1
+    assert {answer.finish_reason for answer in whole} == {"length"}
+    longest_s = max(answer.ended_at - pulled_at for answer in lost)
+    print(f"\nthe streams of the node that was cut off ended after {longest_s:.1f} s")  # noqa: T201
+    assert longest_s < NOTICED_S + MARGIN_S
+
+    said = [future.result(timeout=ANSWER_TIMEOUT_S) for future in during]
+    print("new requests took", sorted(round(answer.seconds, 1) for answer in said))  # noqa: T201
+    assert {(answer.status, answer.text) for answer in said} == {(200, said[0].text)}, [a.error for a in said]
+    assert max(answer.seconds for answer in said) < NOTICED_S + MARGIN_S
+
+    def is_at_rest() -> bool:
+        status = nodes.near.get("/v1/status")
+        own = [one for one in status["ingress"] if one["node_id"] == nodes.near.node_id]
+        engines = [one for one in status["engines"] if one["node_id"] == nodes.near.node_id]
+        return [one["num_in_flight"] for one in own] == [0] and [one["num_reserved_slots"] for one in engines] == [0]
+
+    wait_until(is_at_rest, 30)
+    assert nodes.near.ask(QUESTION).result(timeout=ANSWER_TIMEOUT_S).text == said[0].text

@@ -1,0 +1,92 @@
+"""One question for all who ask at about the same time."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from deployments.shared_answer import SharedAnswer
+
+
+class Question:
+    """Answers with how often it was asked, after `seconds`."""
+
+    def __init__(self, seconds: float = 0.01):
+        self.num_asked = 0
+        self.now = 0.0
+        self.error: Exception | None = None
+        self._seconds = seconds
+        self.shared = SharedAnswer(self.ask, 0.5, lambda: self.now)
+
+    async def ask(self) -> int:
+        self.num_asked += 1
+        answer = self.num_asked
+        await asyncio.sleep(self._seconds)
+        if self.error is not None:
+            raise self.error
+        return answer
+
+
+def run(test: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    return asyncio.run(asyncio.wait_for(test(), 10))
+
+
+def test_all_who_ask_at_once_share_one_question_and_later_ones_a_young_answer():
+    async def go() -> list[int]:
+        question = Question()
+        at_once = await asyncio.gather(*[question.shared.get() for _ in range(100)])
+        question.now = 0.4
+        young = await question.shared.get()
+        question.now = 0.6
+        return [*set(at_once), young, await question.shared.get()]
+
+    assert run(go) == [1, 1, 2]
+
+
+def test_after_an_event_nobody_gets_an_answer_from_before_it():
+    async def go() -> list[int]:
+        question = Question()
+        asked_before = asyncio.ensure_future(question.shared.get())
+        await asyncio.sleep(0)
+        question.shared.forget()
+        return [await question.shared.get(), await asked_before]
+
+    assert run(go) == [2, 1]
+
+
+def test_one_who_leaves_does_not_take_the_answer_from_the_others():
+    async def go() -> int:
+        question = Question()
+        leaving, staying = (asyncio.ensure_future(question.shared.get()) for _ in range(2))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        return await staying
+
+    assert run(go) == 1
+
+
+def test_an_error_is_told_to_all_who_wait_and_not_kept():
+    async def go() -> int:
+        question = Question()
+        question.error = ZeroDivisionError()
+        said = await asyncio.gather(question.shared.get(), question.shared.get(), return_exceptions=True)
+        assert [type(error) for error in said] == [ZeroDivisionError] * 2 and question.num_asked == 1
+        question.error = None
+        return await question.shared.get()
+
+    assert run(go) == 2
+
+
+def test_an_error_that_nobody_waits_for_any_more_is_no_warning():
+    async def go() -> None:
+        question = Question()
+        question.error = ZeroDivisionError()
+        waiting = asyncio.ensure_future(question.shared.get())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.sleep(0.05)
+
+    run(go)
