@@ -112,7 +112,7 @@ def test_a_draft_that_cannot_be_loaded_leaves_the_replica_up_and_says_why(
     assert scorer["state"] == "unavailable"
     assert "model.safetensors" in scorer["error"]
     (record,) = [record for record in caplog.records if record.levelname == "ERROR" and record.name == "ray.serve"]
-    assert "model.safetensors" in record.getMessage() and broken_draft.draft_model in record.getMessage()
+    assert "model.safetensors" in record.getMessage() and str(broken_draft.draft_model) in record.getMessage()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.http_proxy import CALLBACK, HOOK, is_guarded
 from deployments.http_proxy.routes import ServeRoutes
-from deployments.launch import DEFAULTS
+from deployments.serve_run.environment import DEFAULTS
 from tests.deployments.test_routing import FakeReplica, make_router
 
 INGRESS = DeploymentID(name="Ingress", app_name="orchard")
@@ -78,7 +78,7 @@ def test_without_a_route_table_nothing_is_refused():
 
 
 def test_the_launcher_asks_for_the_middleware_and_an_operator_can_replace_it(monkeypatch: pytest.MonkeyPatch):
-    assert DEFAULTS[HOOK] == CALLBACK
+    assert {default.name: default.value for default in DEFAULTS}[HOOK] == CALLBACK
     assert is_guarded(), "orchard_launch.pth has set it in this process"
     monkeypatch.setenv(HOOK, "mine:middlewares")
     assert not is_guarded()
