@@ -1,8 +1,11 @@
 """What travels between the deployments: the canonical chat request and the plan made from it."""
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
+from pickle import PickleBuffer
 from typing import Any, Generic, Protocol, TypeVar
 
 from deployments.in_flight import InFlight
@@ -29,6 +32,34 @@ MEDIA_KINDS = {
 """Content part type -> kind of media. A part of any other type is text."""
 
 
+class PackedMessages(Sequence[Message]):
+    """Messages as JSON text, for conversations of megabytes. A process that only hands them on copies bytes; one that
+    looks at them parses them then."""
+
+    def __init__(self, text: bytes | bytearray):
+        self._text = text
+
+    @classmethod
+    def of(cls, messages: Sequence[Message]) -> "PackedMessages":
+        return cls(json.dumps(list(messages), ensure_ascii=False, separators=(",", ":")).encode())
+
+    @cached_property
+    def _messages(self) -> tuple[Message, ...]:
+        return tuple(json.loads(str(self._text, "utf-8")))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._messages[index]
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(other) == self._messages if isinstance(other, Sequence) else NotImplemented
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return PackedMessages, (PickleBuffer(self._text) if protocol >= 5 else bytes(self._text),)
+
+
 class Route(StrEnum):
     TEXT = "text"
     MLLM = "mllm"
@@ -45,7 +76,7 @@ class ChatRequest:
     """
 
     request_id: str
-    messages: tuple[Message, ...]
+    messages: Sequence[Message]
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -17,7 +17,7 @@ Origin = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.\-]*://[A-Za-z0-9.\-_:\[\
 
 class HttpConfig(Frozen):
     max_body_bytes: int = Field(
-        default=64 * 2**20, ge=1024, description="one request; pictures come in it as data: URLs"
+        default=32 * 2**20, ge=1024, description="bytes of one request; images come in it as data: URLs"
     )
     system_policy: SystemPolicy = Field(
         default="hoist", description="a system message behind another role: hoist, inline (marked user text) or error"

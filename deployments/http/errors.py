@@ -228,6 +228,10 @@ def _of_http_exception(error: HTTPException) -> Failure:
     return Failure(error.status_code, str(error.detail), type_, more_headers=error.headers or {})
 
 
+MAX_FINDINGS = 1000
+"""Findings of one validation among which the first is looked up: pydantic only hands out a list of all of them, and one
+for each of 500 000 unknown fields would take seconds and hundreds of megabytes."""
+
 CHOICE = "choice of "
 """How the types of validation errors begin that are about a field by which a model is chosen; its name follows."""
 
@@ -245,7 +249,12 @@ _RULES = {
 
 def from_validation(error: ValidationError) -> InvalidRequest:
     """The first finding, in our words and with the path as the client would write it."""
-    first = error.errors(include_url=False)[0]
+    if error.error_count() > MAX_FINDINGS:
+        num_wrong = error.error_count()
+        return InvalidRequest(
+            f"The request body has {num_wrong} fields that are unknown or wrong, too many to name one."
+        )
+    first = error.errors(include_url=False, include_context=False)[0]
     kind, value, path = first["type"], first["input"], _path(first["loc"])
     if kind.startswith(CHOICE) and (field_name := kind.removeprefix(CHOICE)):
         path = f"{path}.{field_name}"

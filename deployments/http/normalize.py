@@ -25,6 +25,10 @@ more than such pairs stays: proxies join the blocks of a prompt, some without a 
 like are meant for the model.
 """
 
+_IN_EVERY_MATCH = {DEFAULT_VOLATILE_PATTERNS[0]: "-header:"}
+"""Pattern -> a part of all that it matches, in lower case: texts without it need not be split into lines. None of these
+letters has a form that `re.IGNORECASE` knows and `str.lower` does not."""
+
 INLINE_MARK = "[system] "
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -32,7 +36,6 @@ _CANONICAL_ROLE = {"developer": "system", "function": "tool"}
 _TEXT_TYPES = {"input_text", "output_text"}
 _MERGED_ROLES = {"system", "user", "assistant"}
 _KEEPS_APART = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-_LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 def normalize(
@@ -109,8 +112,18 @@ def _without_volatile_lines(message: Message, patterns: Sequence[re.Pattern[str]
 
 
 def _stable_lines(text: str, patterns: Sequence[re.Pattern[str]]) -> str:
-    lines = _LINE.findall(text)
-    return "".join(line for line in lines if not any(pattern.search(line.rstrip("\r\n")) for pattern in patterns))
+    """The text without its volatile lines. Each distinct line is searched once, and none where no pattern can match."""
+    lowered = text.lower()
+    possible = [pattern for pattern in patterns if _IN_EVERY_MATCH.get(pattern, "") in lowered]
+    if not possible:
+        return text
+    lines = text.split("\n")
+    volatile = {line for line in set(lines) if any(pattern.search(line.rstrip("\r")) for pattern in possible)}
+    if not volatile:
+        return text
+    last = lines.pop()
+    stable = [line + "\n" for line in lines if line not in volatile]
+    return "".join(stable) + ("" if last in volatile else last)
 
 
 def _place_system_messages(messages: list[Message], policy: SystemPolicy) -> list[Message]:

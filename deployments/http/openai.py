@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -10,19 +11,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from deployments.chat import Backend, ChatRequest, Generation, Message
+from deployments.chat import Backend, ChatRequest, Generation, Route
 from deployments.http.access import Access, AccessRules, AdministratorOnly
-from deployments.http.classify import classify, reject_unsupported_media
+from deployments.http.body_reader import BodyReader
+from deployments.http.chat_reader import ChatRules
 from deployments.http.config import HttpConfig
 from deployments.http.errors import Converter, ErrorMap, ModelNotFound, NotReady, RequestNotFound
-from deployments.http.normalize import normalize
 from deployments.http.proxy_limits import ProxyLimits, TellProxy
 from deployments.http.redaction import administrative_view, public_view
 from deployments.http.request_id import RequestId
-from deployments.http.security import parse_json_object
 from deployments.http.stream import Asked, Completion, CompletionResponse
 from deployments.http.unread_bodies import UnreadBodies
-from deployments.http.wire import parse_chat_completion, request_fields
 from engine.protocol import EngineFailed, Unavailable
 
 
@@ -39,8 +38,10 @@ class OpenAIRoutes:
     ):
         self._backend = backend
         self._config = config
-        self._media_kinds = media_kinds
-        self._keeps_late_system = keeps_late_system
+        rules = ChatRules(
+            backend.model_name, media_kinds, keeps_late_system, config.system_policy, config.volatile_patterns
+        )
+        self._reader = BodyReader(rules, config.max_body_bytes)
         self._errors = errors
         self._bodies = UnreadBodies(config.body_limits)
         self._has_been_ready = False
@@ -51,22 +52,19 @@ class OpenAIRoutes:
         comment_s = self._config.stream_comment_s
         return CompletionResponse(self._asked, *room, self._errors, request.state.request_id, comment_s)
 
-    def _asked(self, sent: bytes) -> Asked:
-        raw = parse_json_object(sent)
-        body = parse_chat_completion(raw)
-        self._check_model(body.model)
+    async def _asked(self, sent: bytes) -> Asked:
+        asked = await self._reader.read(sent)
         completion = Completion(
             id=f"chatcmpl-{secrets.token_hex(16)}",
             model=self._backend.model_name,
             created=int(time.time()),
-            stream=bool(body.stream),
-            include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
-            num_choices=body.n or 1,
-            logprobs=bool(body.logprobs),
+            stream=asked.stream,
+            include_usage=asked.include_usage,
+            num_choices=asked.request.num_choices,
+            logprobs=asked.request.logprobs is not None,
         )
-        messages = self._normalized(raw["messages"])
-        chat = ChatRequest(request_id=completion.id, messages=messages, **request_fields(body))
-        return Asked(completion, lambda: self._start(chat))
+        waiting = [(replace(asked.request, request_id=completion.id), asked.route)]
+        return Asked(completion, lambda: self._start(*waiting.pop()))  # the answer need not keep its conversation
 
     async def cancel(self, request: Request) -> Response:
         """id: of the completion, or the X-Request-Id that it came with: all requests that have it are cancelled.
@@ -78,18 +76,13 @@ class OpenAIRoutes:
             raise RequestNotFound(request_id)
         return JSONResponse({"id": request_id, "object": "chat.completion.cancel", "cancelled": True})
 
-    def _normalized(self, raw: list[Message]) -> tuple[Message, ...]:
-        reject_unsupported_media(raw, self._media_kinds)
-        config = self._config
-        return normalize(raw, config.system_policy, config.volatile_patterns, self._keeps_late_system)
-
-    async def _start(self, chat: ChatRequest) -> Generation:
+    async def _start(self, chat: ChatRequest, route: Route) -> Generation:
         if not self._has_been_ready:  # while the first engine is loaded nobody waits for it
             if (reason := await self._backend.not_ready()) is not None:
                 raise NotReady(reason)
             self._has_been_ready = True
         try:
-            return await self._backend.start(chat, classify(chat.messages))
+            return await self._backend.start(chat, route)
         except Exception as error:
             converted = self._errors.convert(error)
             if isinstance(converted, EngineFailed) and (reason := await self._backend.not_ready()) is not None:

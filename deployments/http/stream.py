@@ -223,7 +223,7 @@ class CompletionResponse(Response):
 
     def __init__(
         self,
-        understand: Callable[[bytes], Asked],
+        understand: Callable[[bytes], Awaitable[Asked]],
         in_flight: InFlight,
         bodies: UnreadBodies,
         errors: ErrorMap,
@@ -263,7 +263,7 @@ class CompletionResponse(Response):
     async def _answered(self, entry: Entry, request: Request, stream: EventStream) -> Response | None:
         """The response that is still to be sent; None if events have been."""
         try:
-            asked = self._understand(await unless(self._read(request), entry.must_end))
+            asked = await unless(self._read(request), entry.must_end)
             self._in_flight.understood(entry, asked.completion.id, asked.completion.num_choices)
         except (ClientDisconnect, OSError):
             raise
@@ -279,11 +279,11 @@ class CompletionResponse(Response):
             left.cancel()
             await asyncio.gather(left, return_exceptions=True)
 
-    async def _read(self, request: Request) -> bytes:
+    async def _read(self, request: Request) -> Asked:
         body = await read_body(request.scope, request.receive, self._bodies)
         if body is None:
             raise ClientDisconnect
-        return body
+        return await self._understand(body)
 
     async def _work(self, asked: Asked, entry: Entry, stream: EventStream) -> Response | None:
         """See `_answered`."""

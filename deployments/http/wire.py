@@ -23,6 +23,8 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 128
 MAX_CACHE_SALT_CHARS = 128
 MAX_USER_CHARS = 1024
+MAX_GRAMMAR_CHARS = 4 * 2**20
+"""Of a schema or regex on its way to the engine, which has a lower limit of its own (`grammar.max_bytes`)."""
 _INT32_MAX = 2**31 - 1
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
@@ -49,7 +51,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[
     Annotated[StopString, tag("string")]
-    | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), tag("array")],
+    | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), tag("array")],
     STRING_OR_ARRAY,
 ]
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
@@ -118,7 +120,7 @@ class ChatCompletionBody(Wire):
     """
 
     model: str
-    messages: list[WireMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[WireMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -134,7 +136,7 @@ class ChatCompletionBody(Wire):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     stop: StopStrings | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     min_tokens: int | None = Field(None, ge=0, le=_INT32_MAX)
     max_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
@@ -256,7 +258,7 @@ def request_fields(body: ChatCompletionBody) -> dict[str, Any]:
 def _grammar(body: ChatCompletionBody) -> GrammarSpec | None:
     asked = body.structured_outputs
     if asked is not None and asked.regex is not None:
-        return GrammarSpec("regex", asked.regex, "structured_outputs.regex")
+        return _grammar_of("regex", asked.regex, "structured_outputs.regex")
     if asked is not None and asked.json_ is not None:
         return _schema(asked.json_, "structured_outputs.json")
     if isinstance(body.response_format, SchemaFormat):
@@ -268,4 +270,10 @@ def _grammar(body: ChatCompletionBody) -> GrammarSpec | None:
 
 def _schema(schema: dict[str, Any], field: str) -> GrammarSpec:
     """The order of the keys is the client's: it is the order in which the model writes them."""
-    return GrammarSpec("json_schema", json.dumps(schema, ensure_ascii=False), field)
+    return _grammar_of("json_schema", json.dumps(schema, ensure_ascii=False), field)
+
+
+def _grammar_of(kind: Literal["json_schema", "regex"], text: str, field: str) -> GrammarSpec:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(f"`{field}` has {len(text)} characters; the limit is {MAX_GRAMMAR_CHARS}.", field)
+    return GrammarSpec(kind, text, field)

@@ -9,6 +9,12 @@ from deployments.chat import MEDIA_KINDS
 from deployments.http.errors import CHOICE
 from deployments.http.normalize import ROLES
 
+MAX_PARTS = 2048
+"""Content parts of one message."""
+
+MAX_TOOL_CALLS = 512
+"""Tool calls of one message."""
+
 
 class Wire(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -90,7 +96,8 @@ Part = Annotated[
     | Annotated[MediaPart, tag("media")],
     choose(_type, f"must be one of: {', '.join(sorted(_PART_TAGS))}", "type"),
 ]
-Content = Annotated[Annotated[str, tag("string")] | Annotated[list[Part], tag("array")], STRING_OR_ARRAY]
+Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
+Content = Annotated[Annotated[str, tag("string")] | Annotated[Parts, tag("array")], STRING_OR_ARRAY]
 
 
 class FunctionCall(Wire):
@@ -115,7 +122,7 @@ class AssistantMessage(Wire):
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
     function_call: FunctionCall | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None

@@ -1,24 +1,20 @@
-"""What a request body may weigh before anybody looks at its meaning: JSON depth and values."""
+"""JSON as requests may hold it: UTF-8, finite numbers, no lone surrogates, bounded depth and number of values."""
 
 import json
 import math
 import re
 from typing import Any, NoReturn
 
+from engine.processing.json_shape import check_json_shape
 from engine.protocol import InvalidRequest
 
-MAX_JSON_DEPTH = 64
-MAX_JSON_VALUES = 500_000
-"""Without it, 64 MiB of `[],[],…` would become more than a gigabyte of Python objects."""
-
-_JSON_MARKS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{},]', re.DOTALL)
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
     """Strict JSON: UTF-8, finite numbers, no lone surrogates, bounded depth and size. Raises InvalidRequest."""
-    _check_shape(body)
+    check_json_shape(body, "The request body")
     try:
         value = json.loads(body.decode(), parse_constant=_refuse_number, parse_float=_finite)
     except UnicodeDecodeError as error:
@@ -33,27 +29,6 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     if _SURROGATE_ESCAPE.search(body):
         _refuse_lone_surrogates(value)
     return value
-
-
-def _check_shape(body: bytes) -> None:
-    """Before parsing, since the parser recurses and allocates. Strings count as one mark, whatever is in them."""
-    num_opened = body.count(b"[") + body.count(b"{")
-    if num_opened <= MAX_JSON_DEPTH and num_opened + body.count(b",") <= MAX_JSON_VALUES:
-        return
-    depth = num_values = 0
-    for mark in _JSON_MARKS.finditer(body):
-        first = body[mark.start()]
-        if first in b"[{":
-            depth += 1
-            num_values += 1
-        elif first in b"]}":
-            depth -= 1
-        elif first in b",":
-            num_values += 1
-        if depth > MAX_JSON_DEPTH:
-            raise InvalidRequest(f"The request body nests deeper than {MAX_JSON_DEPTH} levels.")
-        if num_values > MAX_JSON_VALUES:
-            raise InvalidRequest(f"The request body holds more than {MAX_JSON_VALUES} values.")
 
 
 def _refuse_number(name: str) -> NoReturn:

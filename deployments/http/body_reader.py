@@ -1,0 +1,100 @@
+"""BodyReader: reads the bodies of chat completions without holding up the event loop, however large they are."""
+
+import asyncio
+import logging
+import weakref
+
+from deployments.http.body_process import BodyProcess, ProcessDied
+from deployments.http.chat_reader import ChatRules, ReadChat, is_cheap, read_chat
+from engine.protocol import Unavailable
+
+logger = logging.getLogger("orchard.http")
+
+NUM_PROCESSES = 2
+"""One that takes its time must not hold up all other large bodies."""
+
+READ_TIMEOUT_S = 60.0
+"""For one body, in a process that has started: 32 MiB take about a second."""
+
+START_TIMEOUT_S = 90.0
+"""For the start of a process and its first body."""
+
+RETRY_AFTER_S = 1.0
+
+BASE_MEMORY_BYTES, MEMORY_PER_BODY_BYTE = 2**30, 16
+"""What a process may allocate: text takes up to four bytes per character and is copied while messages are merged."""
+
+
+class BodyReader:
+    """Reads cheap bodies at once, all others in processes that are started when they are first needed.
+
+    A process that has died or that takes too long is replaced. They end when the reader is closed or collected.
+    """
+
+    def __init__(self, rules: ChatRules, max_body_bytes: int):
+        self._rules = rules
+        self._max_memory_bytes = BASE_MEMORY_BYTES + MEMORY_PER_BODY_BYTE * max_body_bytes
+        self._free = asyncio.Semaphore(NUM_PROCESSES)
+        self._idle: list[BodyProcess] = []
+        self.close = weakref.finalize(self, _kill_all, self._idle)
+
+    async def read(self, body: bytes) -> ReadChat:
+        """Raises what `read_chat` raises, and Unavailable when a process fails. A caller that is cancelled frees no
+        process before it is done with the body."""
+        if is_cheap(body, self._rules):
+            return read_chat(body, self._rules)
+        await self._free.acquire()
+        reading = asyncio.ensure_future(self._read(body))
+        reading.add_done_callback(self._done)
+        return await asyncio.shield(reading)
+
+    def _done(self, reading: asyncio.Future[ReadChat]) -> None:
+        self._free.release()
+        if not reading.cancelled():
+            reading.exception()  # its caller may be gone, then it is nobody's
+
+    async def _read(self, body: bytes) -> ReadChat:
+        process, timeout_s = self._take_idle(), READ_TIMEOUT_S
+        if process is None:
+            process, timeout_s = await self._start(), START_TIMEOUT_S
+        is_whole = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                try:
+                    return await process.read(body)
+                finally:
+                    is_whole = process.has_answered
+        except TimeoutError:
+            raise self._failed(f"The request body could not be read within {timeout_s:g} s.") from None
+        except ProcessDied:
+            raise self._failed("The process that read the request body has died.") from None
+        finally:
+            if is_whole:
+                self._idle.append(process)
+            else:
+                process.kill()
+
+    async def _start(self) -> BodyProcess:
+        starting = asyncio.ensure_future(asyncio.to_thread(BodyProcess, self._rules, self._max_memory_bytes))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(lambda started: started.result().kill())
+            raise
+
+    def _take_idle(self) -> BodyProcess | None:
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_alive:
+                return process
+            process.kill()
+        return None
+
+    def _failed(self, message: str) -> Unavailable:
+        logger.warning("%s", message)
+        return Unavailable(message, RETRY_AFTER_S)
+
+
+def _kill_all(processes: list[BodyProcess]) -> None:
+    while processes:
+        processes.pop().kill()

@@ -1,0 +1,57 @@
+"""Depth and number of values of JSON text, checked before it is parsed: parsers recurse and allocate."""
+
+import re
+
+from engine.protocol import InvalidRequest
+
+MAX_JSON_DEPTH = 64
+MAX_JSON_VALUES = 500_000
+"""Per request. Without this limit 32 MiB of `[],[],…` would become more than half a gigabyte of Python objects."""
+
+_MARKS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{},]', re.DOTALL)
+
+
+def check_json_shape(
+    text: bytes,
+    subject: str,
+    field: str | None = None,
+    max_values: int = MAX_JSON_VALUES,
+    max_depth: int = MAX_JSON_DEPTH,
+) -> int:
+    """Count the values of JSON text, strings as one value whatever they hold.
+
+    Args:
+        text: UTF-8, not necessarily valid JSON.
+        subject: how an error names the text, such as "The request body".
+        field: the field that an error names.
+
+    Returns:
+        An upper bound of the number of values.
+
+    Raises:
+        InvalidRequest: the text nests deeper than `max_depth` or holds more than `max_values` values.
+    """
+    num_opened = text.count(b"[") + text.count(b"{")
+    at_most = num_opened + text.count(b",") + 1
+    if num_opened <= max_depth and at_most <= max_values:
+        return at_most
+    depth = num_strings = 0
+    num_values = 1
+    for mark in _MARKS.finditer(text):
+        first = text[mark.start()]
+        if first in b"[{":
+            depth += 1
+            num_values += 1
+        elif first in b"]}":
+            depth -= 1
+        elif first in b",":
+            num_values += 1
+        else:
+            num_strings += 1  # at most the value and its key
+        if depth > max_depth:
+            raise InvalidRequest(f"{subject} nests deeper than {max_depth} levels.", field)
+        if num_values > max_values or num_strings > 2 * max_values:
+            raise InvalidRequest(f"{subject} holds more than {max_values} values.", field)
+        if depth < 0:
+            break  # no parser gets further than this bracket
+    return num_values
