@@ -43,6 +43,10 @@ class PackedMessages(Sequence[Message]):
     def of(cls, messages: Sequence[Message]) -> "PackedMessages":
         return cls(json.dumps(list(messages), ensure_ascii=False, separators=(",", ":")).encode())
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self._text)
+
     @cached_property
     def _messages(self) -> tuple[Message, ...]:
         return tuple(json.loads(str(self._text, "utf-8")))

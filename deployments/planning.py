@@ -1,17 +1,18 @@
 """What both planners do: turn a conversation into token ids and fix how its answer is sampled."""
 
-import asyncio
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from deployments.chat import ChatRequest, Message
+from deployments.chat import ChatRequest, Message, PackedMessages
+from deployments.planning_threads import PlanningThreads
 from engine.config import EngineConfig
 from engine.processing.checkpoint import context_limit, read_config, refuse_code, resolve_checkpoint, vocab_size
 from engine.processing.conversation import DEFAULT_KWARGS
 from engine.processing.fingerprint import checkpoint_fingerprint
+from engine.processing.prompt_length import PromptLimit
 from engine.processing.tokenizer import ChatPrompt, ChatTokenizer, GenerationDefaults
 from engine.protocol import (
     ContextLengthExceeded,
@@ -43,13 +44,20 @@ class PromptPlanner:
         self.tokenizer = ChatTokenizer(self.model_dir)
         self._checkpoint = checkpoint_fingerprint(self.model_dir)
         self._finds_boundaries = config.prefix_cache.enabled or finds_boundaries
+        self.threads = PlanningThreads()
 
     async def engine_request(
         self, request: ChatRequest, messages: Sequence[Message], images: tuple[ImagePatches, ...] = ()
     ) -> EngineRequest:
         """Raises InvalidRequest, also for a conversation that the template refuses, and ContextLengthExceeded."""
         image_tokens = [image.num_tokens for image in images]
-        prompt, origin = await asyncio.to_thread(self._prompt, messages, request.template_kwargs, image_tokens)
+
+        def work(is_wanted: Callable[[], bool]) -> tuple[ChatPrompt, PromptOrigin]:
+            num_more = sum(image_tokens) - len(image_tokens)  # one placeholder of each is in the text
+            limit = PromptLimit(self._max_context_tokens, num_more, is_wanted)
+            return self._prompt(messages, request.template_kwargs, image_tokens, limit)
+
+        prompt, origin = await self.threads.run(request.client, num_bytes_of(messages), work)
         return EngineRequest(
             request_id=request.request_id,
             token_ids=prompt.token_ids,
@@ -70,12 +78,16 @@ class PromptPlanner:
         )
 
     def _prompt(
-        self, messages: Sequence[Message], template_kwargs: Mapping[str, Any], image_tokens: Sequence[int]
+        self,
+        messages: Sequence[Message],
+        template_kwargs: Mapping[str, Any],
+        image_tokens: Sequence[int],
+        limit: PromptLimit,
     ) -> tuple[ChatPrompt, PromptOrigin]:
+        how: dict[str, Any] = {"template_kwargs": template_kwargs, "image_tokens": image_tokens, "limit": limit}
         if self._finds_boundaries:
-            prompt = self.tokenizer.chat_prompt(messages, template_kwargs=template_kwargs, image_tokens=image_tokens)
-            return prompt, prompt_origin(template_kwargs)
-        ids = self.tokenizer.encode_chat(messages, template_kwargs=template_kwargs, image_tokens=image_tokens)
+            return self.tokenizer.chat_prompt(messages, **how), prompt_origin(template_kwargs)
+        ids = self.tokenizer.encode_chat(messages, **how)
         return ChatPrompt(ids, ()), PromptOrigin()
 
     def _stop_token_ids(self, request: ChatRequest) -> tuple[int, ...]:
@@ -86,6 +98,13 @@ class PromptPlanner:
                     f"stop_token_ids[{i}]",
                 )
         return tuple(sorted({*self.tokenizer.stop_token_ids, *request.stop_token_ids}))
+
+
+def num_bytes_of(messages: Sequence[Message]) -> int:
+    """Roughly, and quickly: what is not packed is small."""
+    if isinstance(messages, PackedMessages):
+        return messages.num_bytes
+    return sum(len(content) for message in messages if isinstance(content := message.get("content"), str))
 
 
 def prompt_origin(template_kwargs: Mapping[str, Any]) -> PromptOrigin:

@@ -40,16 +40,19 @@ class InvalidRequest(OrchardError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    def __init__(self, num_prompt_tokens: int, num_output_tokens: int, limit: int):
-        OrchardError.__init__(self, num_prompt_tokens, num_output_tokens, limit)
+    """is_lower_bound: the prompt has num_prompt_tokens or more; they were not counted to the end."""
+
+    def __init__(self, num_prompt_tokens: int, num_output_tokens: int, limit: int, is_lower_bound: bool = False):
+        OrchardError.__init__(self, num_prompt_tokens, num_output_tokens, limit, is_lower_bound)
         self.field = "messages"
 
     @property
     def message(self) -> str:
-        prompt, output, limit = self.args
+        prompt, output, limit, is_lower_bound = self.args
+        least = "at least " if is_lower_bound else ""
         return (
-            f"This model's context holds {limit} tokens, but the request needs {prompt + output}: "
-            f"{prompt} in the prompt and {output} for the answer."
+            f"This model's context holds {limit} tokens, but the request needs {least}{prompt + output}: "
+            f"{least}{prompt} in the prompt and {output} for the answer."
         )
 
 

@@ -49,7 +49,7 @@ class BodyProcess:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", "from deployments.http.body_process import main; main()"],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         start = pickle.dumps((rules, max_memory_bytes))

@@ -14,6 +14,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+CHECKED_EVERY = 1024
+"""Control strings of a request after which it is checked whether there may be more."""
+
 
 class ControlTokens:
     """The added tokens of a tokenizer, and how each is written in ordinary tokens.
@@ -44,11 +47,15 @@ class ControlTokens:
 
 
 class Quarantine:
-    """The control strings of one request, held back behind sentinels while its template renders."""
+    """The control strings of one request, held back behind sentinels while its template renders.
 
-    def __init__(self, control: ControlTokens):
+    check: called with their number now and then while they are found; what it raises ends the search.
+    """
+
+    def __init__(self, control: ControlTokens, check: Callable[[int], None] = lambda num_held: None):
         self.control = control
         self.held: list[str] = []
+        self._check = check
         self._nonce = f"Q{secrets.token_hex(8)}Q"
         self._sentinel = re.compile(self._nonce + r"(\d+)Q")
 
@@ -78,6 +85,8 @@ class Quarantine:
 
     def _hold(self, match: re.Match[str]) -> str:
         self.held.append(match[0])
+        if len(self.held) % CHECKED_EVERY == 0:
+            self._check(len(self.held))
         return f"{self._nonce}{len(self.held) - 1}Q"
 
 

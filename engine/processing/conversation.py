@@ -9,7 +9,11 @@ from functools import cache
 from typing import Any
 
 from engine.processing.control_tokens import Quarantine
+from engine.processing.json_shape import MAX_JSON_VALUES, check_json_shape
 from engine.protocol import InvalidRequest
+
+MAX_ARGUMENTS_DEPTH = 256
+"""Levels of arrays and objects in the arguments of a tool call."""
 
 IMAGE_PARTS = ("image_url", "image", "input_image")
 
@@ -50,6 +54,7 @@ def convert(
     accepts_parts: bool,
 ) -> Conversation:
     """accepts_parts: the template takes a list of text parts. Raises InvalidRequest naming the field at fault."""
+    _check_arguments(messages)
     try:
         converted = [
             _convert(message, f"messages[{i}]", quarantine, accepts_parts) for i, message in enumerate(messages)
@@ -117,6 +122,20 @@ def _joined_if_control(texts: list[str], control: re.Pattern[str]) -> list[str]:
     joined = "".join(texts)
     alone = [found for text in texts for found in control.findall(text)]
     return texts if control.findall(joined) == alone else [joined]
+
+
+def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Tool calls hold their arguments as JSON in a string, which no limit on the values of a request has counted."""
+    max_values = MAX_JSON_VALUES
+    for i, message in enumerate(messages):
+        for j, call in enumerate(message.get("tool_calls") or ()):
+            function = call.get("function") if isinstance(call, Mapping) else None
+            arguments = function.get("arguments") if isinstance(function, Mapping) else None
+            if isinstance(arguments, str):
+                field = f"messages[{i}].tool_calls[{j}].function.arguments"
+                subject = "The JSON in the arguments of the tool calls"
+                text = arguments.encode(errors="replace")
+                max_values -= check_json_shape(text, subject, field, max_values, max_depth=MAX_ARGUMENTS_DEPTH)
 
 
 def _parse_arguments(call: Any, path: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from engine.processing.checkpoint import read_config, read_optional_json
 from engine.processing.control_tokens import ControlTokens, Quarantine, any_of, encode_inside
 from engine.processing.conversation import DEFAULT_KWARGS, Conversation, convert
 from engine.processing.detokenizer import Detokenizer, TokenBytes
+from engine.processing.prompt_length import MAX_CHARS_PER_TOKEN, PromptLimit, TokenBound, count_windows
 from engine.protocol import Boundary, EngineFailed, InvalidRequest
 
 if TYPE_CHECKING:
@@ -31,6 +32,12 @@ TEMPLATE_ERRORS = (
     ValueError,
 )
 """What a template raises on a conversation that it was not written for."""
+
+MIN_BATCH_CHARS = 2048
+"""Longer texts are encoded by a call that lets other threads run, which takes a few microseconds more."""
+
+MIN_CONTROL_STRINGS = 100_000
+"""As many control strings a request may hold in any case: a template may drop text with them in it."""
 
 MAX_BEGINNINGS = 8
 """Beginnings of prompts whose ids are remembered: those of long system messages that no control token ends."""
@@ -75,6 +82,7 @@ class ChatTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._control = ControlTokens(self._tokenizer)
+        self._bound = TokenBound(self._tokenizer)
         self.token_bytes = TokenBytes(self._tokenizer)
         self.image_token_id: int | None = config.get("image_token_id", config.get("image_token_index"))
         self._media_token_ids = {config.get(key) for key in ("image_token_id", "image_token_index", "video_token_id")}
@@ -94,16 +102,19 @@ class ChatTokenizer:
         *,
         template_kwargs: Mapping[str, Any],
         image_tokens: Sequence[int] = (),
+        limit: PromptLimit | None = None,
     ) -> np.ndarray:
         """The prompt that asks the model for its next turn, int32 [num_prompt_tokens].
 
         messages: canonical, see `deployments.chat.Message`; left as they are. template_kwargs: variables of the
         template, `tools` among them; `enable_thinking` is false unless given. image_tokens: for each picture in order
-        of appearance, how many placeholders it takes.
-        Raises InvalidRequest, also with the template's own words when the template refuses the conversation.
+        of appearance, how many placeholders it takes. limit: what is longer, or not wanted any more, is given up as
+        soon as that is certain.
+        Raises InvalidRequest, also with the template's own words when the template refuses the conversation,
+        ContextLengthExceeded and NotWanted by `limit`.
         """
-        conversation = self._convert(messages, template_kwargs)
-        _, ids = self._encode_conversation(conversation)
+        conversation = self._convert(messages, template_kwargs, limit)
+        _, ids = self._encode_conversation(conversation, limit)
         return np.repeat(ids, self._image_repeats(ids, conversation.num_images, image_tokens))
 
     def chat_prompt(
@@ -112,15 +123,20 @@ class ChatTokenizer:
         *,
         template_kwargs: Mapping[str, Any],
         image_tokens: Sequence[int] = (),
+        limit: PromptLimit | None = None,
     ) -> ChatPrompt:
-        """As `encode_chat`, with the places where the prompt may be cut. Raises InvalidRequest."""
-        conversation = self._convert(messages, template_kwargs)
-        text, ids = self._encode_conversation(conversation)
+        """As `encode_chat`, with the places where the prompt may be cut. Raises what `encode_chat` does."""
+        conversation = self._convert(messages, template_kwargs, limit)
+        text, ids = self._encode_conversation(conversation, limit)
         ends = np.cumsum(repeats := self._image_repeats(ids, conversation.num_images, image_tokens))
         prompt = RenderedPrompt(text, ids, self._control, partial(self._encode_beginning, conversation.quarantine))
-        cuts = find_boundaries(
-            conversation.messages, conversation.kwargs, prompt, partial(self._try_render, conversation.kwargs)
-        )
+
+        def render(messages: Messages, add_generation_prompt: bool) -> str | None:
+            if limit is not None:
+                limit.check(0)  # each rendering takes as long as the first
+            return self._try_render(conversation.kwargs, messages, add_generation_prompt)
+
+        cuts = find_boundaries(conversation.messages, conversation.kwargs, prompt, render)
         boundaries = tuple(Boundary(cut.kind, int(ends[cut.num_tokens - 1])) for cut in cuts)
         return ChatPrompt(np.repeat(ids, repeats), boundaries)
 
@@ -139,14 +155,37 @@ class ChatTokenizer:
     def detokenizer(self, stop: tuple[str, ...]) -> Detokenizer:
         return Detokenizer(self._tokenizer, stop)
 
-    def _convert(self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]) -> Conversation:
-        return convert(messages, template_kwargs, Quarantine(self._control), self._accepts_parts)
+    def _convert(
+        self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any], limit: PromptLimit | None
+    ) -> Conversation:
+        def check(num_held: int) -> None:
+            if limit is not None:
+                limit.check(num_held if num_held > MIN_CONTROL_STRINGS else 0)
 
-    def _encode_conversation(self, conversation: Conversation) -> tuple[str, np.ndarray]:
+        return convert(messages, template_kwargs, Quarantine(self._control, check), self._accepts_parts)
+
+    def _encode_conversation(self, conversation: Conversation, limit: PromptLimit | None) -> tuple[str, np.ndarray]:
         """The prompt as the template renders it, control strings held back, and its ids, one per picture."""
         quarantine = conversation.quarantine
         text = self._render(conversation.kwargs, conversation.messages, restore=quarantine.restore)
-        return text, np.asarray(self._encode_rendered(quarantine, text), dtype=np.int32)
+        pieces = quarantine.split(text)
+        if limit is not None:
+            self._check_length(pieces, limit)
+        return text, np.asarray(self._encode_pieces(pieces, limit=limit), dtype=np.int32)
+
+    def _check_length(self, pieces: Sequence[str], limit: PromptLimit) -> None:
+        """Raise ContextLengthExceeded if that is certain before all pieces are encoded.
+
+        It is the rendered text that is measured and not that of the messages, of which a template may drop any part,
+        such as old thoughts. To render is a small part of the work.
+        """
+        num_tokens = sum(len(self._control.as_text[held]) for held in pieces[1::2])
+        num_tokens += sum(map(self._bound.of, pieces[::2]))
+        limit.check(num_tokens)
+        for piece in pieces[::2]:
+            if len(piece) > MAX_CHARS_PER_TOKEN * limit.max_text_tokens:
+                for num_counted in count_windows(self._tokenizer, piece):
+                    limit.check(num_counted)
 
     def _render(
         self,
@@ -172,7 +211,10 @@ class ChatTokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < MIN_BATCH_CHARS:
+                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            [encoded] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return encoded.ids
         except (TypeError, UnicodeError):
             raise InvalidRequest("the text is not valid Unicode: it holds half of a surrogate pair") from None
 
@@ -182,12 +224,18 @@ class ChatTokenizer:
     def _encode_beginning(self, quarantine: Quarantine, text: str) -> np.ndarray:
         return self._encode_known(tuple(quarantine.split(text)))
 
-    def _encode_pieces(self, pieces: Sequence[str], add_special_tokens: bool = False) -> list[int]:
+    def _encode_pieces(
+        self, pieces: Sequence[str], add_special_tokens: bool = False, limit: PromptLimit | None = None
+    ) -> list[int]:
         """See `Quarantine.split`."""
         ids = self._encode(pieces[0], add_special_tokens)
         for held, piece in zip(pieces[1::2], pieces[2::2], strict=True):
+            if limit is not None:
+                limit.check(len(ids))
             ids += self._control.as_text[held]
             ids += encode_inside(self._encode, piece)
+        if limit is not None:
+            limit.check(len(ids), is_lower_bound=False)
         return ids
 
     def _image_repeats(self, ids: np.ndarray, num_images: int, image_tokens: Sequence[int]) -> np.ndarray:

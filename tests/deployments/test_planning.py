@@ -83,7 +83,7 @@ def test_prompt_and_answer_may_fill_the_context_exactly():
     assert sampling_params(request(max_tokens=90), DEFAULTS, 10, 100).max_tokens == 90
     with pytest.raises(ContextLengthExceeded) as error:
         sampling_params(request(max_tokens=91), DEFAULTS, 10, 100)
-    assert error.value.args == (10, 91, 100)
+    assert error.value.args == (10, 91, 100, False)
 
 
 def test_what_shapes_the_answer_reaches_the_engine(planner: PromptPlanner):

@@ -232,12 +232,25 @@ def test_a_tool_call_may_have_no_arguments(tokenizer: ChatTokenizer, arguments: 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [("{city", "not valid JSON"), ("[1]", "must be a JSON object, found list"), ("[" * 10**5, "not valid JSON")],
+    [
+        ("{city", "not valid JSON"),
+        ("[1]", "must be a JSON object, found list"),
+        ("[" * 10**5, "nests deeper than 256 levels"),
+    ],
 )
 def test_arguments_that_are_no_object_are_refused_by_path(tokenizer: ChatTokenizer, arguments: str, message: str):
     with pytest.raises(InvalidRequest, match=message) as caught:
         encode(tokenizer, user("Hi"), calling(arguments))
     assert caught.value.field == "messages[1].tool_calls[0].function.arguments"
+
+
+def test_the_values_in_the_arguments_of_all_tool_calls_are_limited(tokenizer: ChatTokenizer):
+    """They come in strings, which no limit on the JSON of a request looks into."""
+    arguments = '{"a": [' + "[]," * 100_000 + "1]}"
+    assert encode(tokenizer, user("Hi"), calling(arguments))
+    with pytest.raises(InvalidRequest, match="arguments of the tool calls holds more than") as caught:
+        encode(tokenizer, user("Hi"), *[calling(arguments)] * 3)
+    assert caught.value.field == "messages[3].tool_calls[0].function.arguments"
 
 
 def test_a_tool_call_without_function_is_refused(tokenizer: ChatTokenizer):

@@ -1,0 +1,166 @@
+"""How long a prompt is at least: from its characters alone, or from tokens of parts of it. So a prompt that cannot fit
+is refused before all of it is tokenized."""
+
+import json
+import string
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from engine.processing.detokenizer import BYTE_OF_CHAR
+from engine.protocol import ContextLengthExceeded
+
+MAX_CHARS_PER_TOKEN = 8
+"""A text with more characters per token that may be in it is counted in parts first. Prose has about four."""
+
+WINDOW_CHARS, MARGIN_CHARS = 65_536, 1024
+"""The parts, and what is left out at their ends: a token there may be another one in the whole text."""
+
+_CHUNK_CHARS = 2**20
+_PLAIN = frozenset(string.printable) - frozenset(string.whitespace)
+
+
+class NotWanted(Exception):
+    """The client of a prompt has left."""
+
+
+@dataclass(frozen=True)
+class PromptLimit:
+    """How long a prompt may become, and whether it is still wanted."""
+
+    max_context_tokens: int
+    """Prompt and answer together; a prompt must leave room for one token."""
+    num_image_tokens: int = 0
+    """Of the prompt besides its text."""
+    is_wanted: Callable[[], bool] = lambda: True
+
+    @property
+    def max_text_tokens(self) -> int:
+        return self.max_context_tokens - self.num_image_tokens - 1
+
+    def check(self, num_tokens: int, is_lower_bound: bool = True) -> None:
+        """Raise ContextLengthExceeded if the text of a prompt is too long with this many tokens; NotWanted.
+
+        is_lower_bound: the text has as many or more.
+        """
+        if not self.is_wanted():
+            raise NotWanted
+        if num_tokens > self.max_text_tokens:
+            num_prompt_tokens = num_tokens + self.num_image_tokens
+            raise ContextLengthExceeded(num_prompt_tokens, 1, self.max_context_tokens, is_lower_bound)
+
+
+class TokenBound:
+    """The least number of tokens that a text can have, by its UTF-8 bytes.
+
+    A byte weighs 1 / (length of the longest token with this byte in it). The bytes of no token weigh more than 1
+    together, and each byte of a text is in one token, so a text has at least as many tokens as its bytes weigh. That
+    holds where tokens are made of the text as it is, so bytes weigh nothing that a tokenizer may drop, replace, or join
+    without limit: with a normalizer, whatever is not ASCII or stands in front of it; in a vocabulary of characters,
+    spaces and those it does not know; and everything with parts of a tokenizer that are not known here.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        description = json.loads(tokenizer.to_str())
+        self._is_normalized = bool(list(_components(description["normalizer"], "normalizers")))
+        self._weights = _byte_weights(description)
+
+    def of(self, text: str) -> int:
+        weights = self._weights
+        if not weights.any():
+            return 0
+        chunks = (text[i : i + _CHUNK_CHARS] for i in range(0, len(text), _CHUNK_CHARS))
+        return int(np.ceil(sum(self._weigh(chunk.encode(errors="replace")) for chunk in chunks) - 1e-6))
+
+    def _weigh(self, chunk: bytes) -> float:
+        found = np.frombuffer(chunk, np.uint8)
+        if self._is_normalized and not chunk.isascii():
+            is_ascii = found < 128
+            found = found[is_ascii & np.append(is_ascii[1:], False)]
+        elif self._is_normalized:
+            found = found[:-1]  # what comes behind it may not be ASCII
+        return float(np.bincount(found, minlength=256) @ self._weights)
+
+
+def count_windows(tokenizer: Tokenizer, text: str) -> Iterator[int]:
+    """Count tokens window by window, without those that are left over at the end of the text.
+
+    Only tokens far from both ends of a window are counted, each in one window, and two less for those that lie across.
+    They are those of the whole text as long as none depends on text that is MARGIN_CHARS away: the rules by which
+    texts are split look at neighbouring characters, and merges reach over a few tokens.
+
+    Returns:
+        After each window, how many tokens the text has at least.
+    """
+    num_tokens = 0
+    for start in range(0, len(text) - WINDOW_CHARS + 1, WINDOW_CHARS - 2 * MARGIN_CHARS):
+        # a batch of one, since that lets other threads run
+        [encoded] = tokenizer.encode_batch([text[start : start + WINDOW_CHARS]], add_special_tokens=False)
+        first, last = (_token_at(encoded, at) for at in (MARGIN_CHARS, WINDOW_CHARS - MARGIN_CHARS))
+        if first is not None and last is not None:
+            num_tokens += max(0, last - first - 2)
+        yield num_tokens
+
+
+def _token_at(encoded: Any, at: int) -> int | None:
+    """The token of a character, or of the next one that has a token."""
+    return next((token for i in range(at, at + 64) if (token := encoded.char_to_token(i)) is not None), None)
+
+
+_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Replace", "Prepend", "Sequence"}
+_PRE_TOKENIZERS = {"ByteLevel", "Split", "Digits", "Punctuation", "Metaspace", "Sequence"}
+
+
+def _byte_weights(description: dict[str, Any]) -> np.ndarray:
+    """float64 [256]."""
+    model, nothing = description["model"], np.zeros(256)
+    normalizers = list(_components(description["normalizer"], "normalizers"))
+    splitters = list(_components(description["pre_tokenizer"], "pretokenizers"))
+    is_known = (
+        model["type"] in ("BPE", "Unigram")
+        and all(part["type"] in _NORMALIZERS and _replaces_spaces(part) for part in normalizers)
+        and all(part["type"] in _PRE_TOKENIZERS and part.get("behavior") != "Removed" for part in splitters)
+        and not model.get("continuing_subword_prefix")
+        and not model.get("end_of_word_suffix")
+    )
+    if not is_known:
+        return nothing
+    vocabulary = list(model["vocab"]) if model["type"] == "BPE" else [token for token, _ in model["vocab"]]
+    if any(part["type"] == "ByteLevel" for part in splitters):
+        tokens = [_bytes_of(token) for token in vocabulary]
+        counted = {token[0] for token in tokens if len(token) == 1}
+    else:
+        tokens = [token.encode() for token in vocabulary]
+        counted = {ord(token) for token in vocabulary if token in _PLAIN}
+    added = description["added_tokens"]
+    takes_spaces = any(token["lstrip"] or token["rstrip"] for token in added)
+    if takes_spaces or any(part["type"] == "Replace" for part in normalizers):
+        counted &= set(map(ord, _PLAIN))
+    longest = np.zeros(256)
+    for token in [*tokens, *(token["content"].encode() for token in added)]:
+        found = np.frombuffer(token, np.uint8)
+        longest[found] = np.maximum(longest[found], len(token))
+    for byte in counted:
+        nothing[byte] = 1 / longest[byte]
+    return nothing
+
+
+def _components(part: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
+    if part is not None:
+        yield part
+        for inner in part.get(key, ()):
+            yield from _components(inner, key)
+
+
+def _replaces_spaces(part: dict[str, Any]) -> bool:
+    """True for all but a Replace of something else, which may shorten the text."""
+    return part["type"] != "Replace" or part["pattern"] == {"String": " "}
+
+
+def _bytes_of(token: str) -> bytes:
+    """Of a token in the alphabet of byte-level tokenizers; of one in another, at least as many."""
+    known = [BYTE_OF_CHAR.get(char) for char in token]
+    return token.encode() if None in known else bytes(byte for byte in known if byte is not None)
