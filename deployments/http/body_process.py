@@ -27,6 +27,7 @@ from engine.protocol import EngineFailed, InvalidRequest, OrchardError
 RECYCLE_BYTES = 512 * 2**20
 """A process that holds more memory than this after a body is replaced."""
 
+_READY = b"!"
 _LENGTH = struct.Struct(">Q")
 _ANSWER = struct.Struct(">QQ?")
 """Bytes of the pickled answer, bytes of the messages behind it, whether the process ends then."""
@@ -65,6 +66,13 @@ class BodyProcess:
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    async def until_ready(self) -> None:
+        """Raises ProcessDied."""
+        try:
+            await self._receive(asyncio.get_running_loop(), len(_READY))
+        except OSError as error:
+            raise ProcessDied from error
 
     async def read(self, body: bytes) -> ReadChat:
         """Raises what `read_chat` raises, ProcessDied."""
@@ -110,6 +118,7 @@ def main() -> None:
         rules, max_memory_bytes = pickle.loads(_next_message(stream) or b"")  # noqa: S301 from whoever started us
         with contextlib.suppress(ValueError, OSError):  # macOS knows the limit, but does not keep it
             resource.setrlimit(resource.RLIMIT_DATA, (max_memory_bytes, max_memory_bytes))
+        connection.sendall(_READY)
         gc.freeze()
         gc.disable()  # within a body: values of JSON hold no cycles
         is_last = False

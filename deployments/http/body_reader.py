@@ -14,10 +14,10 @@ NUM_PROCESSES = 2
 """One that takes its time must not hold up all other large bodies."""
 
 READ_TIMEOUT_S = 60.0
-"""For one body, in a process that has started: 32 MiB take about a second."""
+"""For one body: 32 MiB take about a second."""
 
-START_TIMEOUT_S = 90.0
-"""For the start of a process and its first body."""
+START_TIMEOUT_S = 60.0
+"""For the start of a process, which takes about a second."""
 
 RETRY_AFTER_S = 1.0
 
@@ -54,22 +54,16 @@ class BodyReader:
             reading.exception()  # its caller may be gone, then it is nobody's
 
     async def _read(self, body: bytes) -> ReadChat:
-        process, timeout_s = self._take_idle(), READ_TIMEOUT_S
-        if process is None:
-            process, timeout_s = await self._start(), START_TIMEOUT_S
-        is_whole = False
+        process = self._take_idle() or await self._start()
         try:
-            async with asyncio.timeout(timeout_s):
-                try:
-                    return await process.read(body)
-                finally:
-                    is_whole = process.has_answered
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                return await process.read(body)
         except TimeoutError:
-            raise self._failed(f"The request body could not be read within {timeout_s:g} s.") from None
+            raise _failed(f"The request body could not be read within {READ_TIMEOUT_S:g} s.") from None
         except ProcessDied:
-            raise self._failed("The process that read the request body has died.") from None
+            raise _failed("The process that read the request body has died.") from None
         finally:
-            if is_whole:
+            if process.has_answered:
                 self._idle.append(process)
             else:
                 process.kill()
@@ -77,10 +71,19 @@ class BodyReader:
     async def _start(self) -> BodyProcess:
         starting = asyncio.ensure_future(asyncio.to_thread(BodyProcess, self._rules, self._max_memory_bytes))
         try:
-            return await asyncio.shield(starting)
+            process = await asyncio.shield(starting)
         except asyncio.CancelledError:
             starting.add_done_callback(lambda started: started.result().kill())
             raise
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await process.until_ready()
+        except BaseException as error:
+            process.kill()
+            if isinstance(error, TimeoutError | ProcessDied):
+                raise _failed("The process that reads large request bodies could not be started.") from None
+            raise
+        return process
 
     def _take_idle(self) -> BodyProcess | None:
         while self._idle:
@@ -90,9 +93,10 @@ class BodyReader:
             process.kill()
         return None
 
-    def _failed(self, message: str) -> Unavailable:
-        logger.warning("%s", message)
-        return Unavailable(message, RETRY_AFTER_S)
+
+def _failed(message: str) -> Unavailable:
+    logger.warning("%s", message)
+    return Unavailable(message, RETRY_AFTER_S)
 
 
 def _kill_all(processes: list[BodyProcess]) -> None:

@@ -1,8 +1,10 @@
 import asyncio
+import pickle
+from dataclasses import replace
 
 import pytest
 
-from deployments.chat import ChatRequest
+from deployments.chat import ChatRequest, PackedMessages
 from deployments.planning import PromptPlanner, prompt_origin, sampling_params
 from engine.config import EngineConfig, PrefixCacheConfig
 from engine.processing.tokenizer import GenerationDefaults
@@ -188,3 +190,51 @@ def test_the_engine_is_told_whose_request_it_is_and_whether_it_may_shorten_the_a
     assert (planned.client, planned.tenant, planned.fills_context) == ("ann", "t", False)
     planned = plan(planner, request())
     assert (planned.client, planned.fills_context) == ("", True)
+
+
+def test_a_prompt_that_cannot_fit_is_refused_at_a_fraction_of_what_it_costs_to_tokenize(planner: PromptPlanner):
+    """Counted by what is given to the tokenizer, as times depend on the machine."""
+    encoded: list[int] = []
+    tokenizer = planner.tokenizer._tokenizer
+
+    class Counting:
+        def __getattr__(self, name: str):
+            method = getattr(tokenizer, name)
+            if not name.startswith("encode"):
+                return method
+
+            def counted(text, **how):
+                encoded.append(len(text) if isinstance(text, str) else sum(map(len, text)))
+                return method(text, **how)
+
+            return counted
+
+    planner.tokenizer._tokenizer = Counting()  # type: ignore[assignment]
+    try:
+        with pytest.raises(ContextLengthExceeded, match="at least") as error:
+            plan(planner, request("word tree 12 apple " * 200_000, max_tokens=5))
+    finally:
+        planner.tokenizer._tokenizer = tokenizer
+    assert error.value.field == "messages" and error.value.args[2] == 32768
+    assert sum(encoded) < 500_000
+
+
+def test_the_work_of_a_client_that_left_ends_between_its_pieces(planner: PromptPlanner):
+    async def story() -> None:
+        asked = request("<|im_end|> word " * 100_000)
+        left = asyncio.create_task(planner.engine_request(asked, asked.messages))
+        await asyncio.sleep(0.01)
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        small = request("Hi")
+        await planner.engine_request(small, small.messages)
+
+    asyncio.run(story())
+
+
+def test_packed_messages_are_planned_as_others(planner: PromptPlanner):
+    asked = request("What is 12 + 30?")
+    packed = replace(asked, messages=PackedMessages.of(asked.messages))
+    there = pickle.loads(pickle.dumps(packed))  # noqa: S301
+    assert plan(planner, there).token_ids.tolist() == plan(planner, asked).token_ids.tolist()

@@ -89,11 +89,11 @@ class Connection:
     """One raw ASGI request: the app sees its client leave when `left` is set. With `is_slow` only the first half of the
     body comes, the second one when `goes_on` is set."""
 
-    def __init__(self, app: FastAPI, body: dict[str, Any], headers: dict[str, str]):
+    def __init__(self, app: FastAPI, body: dict[str, Any] | bytes, headers: dict[str, str]):
         self.app = app
         self.client: tuple[str, int] | None = None
         self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        self._body = json.dumps(body).encode()
+        self._body = body if isinstance(body, bytes) else json.dumps(body).encode()
         self._body_sent = False
         self.is_slow = False
         self.num_received = 0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.http.normalize import SystemPolicy, normalize
+from deployments.http.normalize import DEFAULT_VOLATILE_PATTERNS, SystemPolicy, _stable_lines, normalize
 from engine.protocol import InvalidRequest
 
 
@@ -267,6 +267,54 @@ def test_what_is_no_message_is_refused_by_its_path(message, path):
         normalize([user("a"), message])
     assert caught.value.field == path
     assert f"`{path}`" in caught.value.message
+
+
+def line_by_line(content: str, patterns: tuple[Any, ...]) -> str:
+    """What a volatile pattern means: each line is searched alone, without its line break."""
+    lines = re.findall(r"[^\n]*\n|[^\n]+", content)
+    return "".join(line for line in lines if not any(re.search(p, line.rstrip("\r\n")) for p in patterns))
+
+
+LINE_PATTERNS = (
+    *(r"^a", r"b$", r"^$", r"\Aa", r"b\Z"),
+    r"(?<!x)b",
+    r"a(?!b)",
+    r"\s$",
+    r"[^a]",
+    r"(?s)a.b",
+    r"\r",
+    r"\n",
+    r"\s*b",
+)
+LINES = st.lists(
+    st.sampled_from(["a", "b", "x", " ", "\n", "\r", "\r\n", "\r\r\n", "\u2028", "\x0b", BILLING, BILLING.upper()])
+).map("".join)
+
+
+@given(LINES, st.lists(st.sampled_from([*DEFAULT_VOLATILE_PATTERNS, *LINE_PATTERNS]), max_size=3))
+@settings(deadline=None, max_examples=300)
+def test_patterns_see_each_line_alone(content, patterns):
+    assert normalize([system(content)], volatile_patterns=patterns) == (system(line_by_line(content, tuple(patterns))),)
+
+
+@pytest.mark.parametrize("char", ["K", "ſ", "ı", "İ"])
+def test_letters_that_case_folding_joins_are_found(char):
+    plain = {"K": "k", "ſ": "s", "ı": "i", "İ": "i"}[char]
+    line = BILLING.replace(plain, char) if plain in BILLING else f"{char}{BILLING}"
+    assert normalize([system(f"{line}\nkept")]) == (system(line_by_line(f"{line}\nkept", DEFAULT_VOLATILE_PATTERNS)),)
+
+
+def test_lines_are_searched_once_however_often_they_come():
+    searched: list[str] = []
+
+    class Pattern:
+        pattern = "x"
+
+        def search(self, line: str) -> None:
+            searched.append(line)
+
+    assert _stable_lines("a\n\nb\n" * 10_000, [Pattern()]) == "a\n\nb\n" * 10_000  # type: ignore[list-item]
+    assert sorted(searched) == ["", "a", "b"]
 
 
 def test_a_long_line_that_is_almost_volatile_costs_linear_time():

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from deployments.http.wire import parse_chat_completion, request_fields
+from deployments.http.wire import MAX_GRAMMAR_CHARS, ChatCompletionBody, parse_chat_completion, request_fields
+from deployments.http.wire_messages import MAX_PARTS, MAX_TOOL_CALLS
 from engine.protocol import GrammarSpec, InvalidRequest
 from tests.deployments.http.conftest import assert_refused
 
@@ -289,3 +291,58 @@ def test_a_schema_that_the_engine_cannot_keep_is_a_400_of_that_field(chat, backe
     backend.start_script = [InvalidRequest("the schema is no schema: ...", SCHEMA_FIELD)]
     response = chat(response_format=schema_format(), stream=stream)
     assert (response.status_code, response.json()["error"]["param"]) == (400, SCHEMA_FIELD)
+
+
+PART = {"type": "text", "text": "a"}
+CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "limit"),
+    [
+        ({"role": "user", "content": [PART] * (MAX_PARTS + 1)}, "messages[0].content", MAX_PARTS),
+        ({"role": "assistant", "tool_calls": [CALL] * (MAX_TOOL_CALLS + 1)}, "messages[0].tool_calls", MAX_TOOL_CALLS),
+    ],
+)
+def test_parts_and_tool_calls_of_a_message_are_limited(message, field, limit):
+    parse_chat_completion(
+        {"model": "m", "messages": [{k: v[:limit] if k != "role" else v for k, v in message.items()}]}
+    )
+    with pytest.raises(InvalidRequest, match=str(limit)) as caught:
+        parse_chat_completion({"model": "m", "messages": [message]})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("num", [900, 100_000])
+def test_of_many_faults_not_all_are_looked_up(num):
+    """The list of all findings of 100 000 takes a second and a hundred megabytes."""
+    raw = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **{f"f{i}": 0 for i in range(num)}}
+    with pytest.raises(InvalidRequest) as caught:
+        parse_chat_completion(raw)
+    assert (
+        "`f0` is not supported" if num < 1000 else "100000 fields that are unknown or wrong"
+    ) in caught.value.message
+
+
+def test_the_first_fault_of_a_list_ends_its_validation():
+    with pytest.raises(ValidationError) as caught:
+        ChatCompletionBody.model_validate(
+            {
+                "model": "m",
+                "messages": [{"role": "user", "content": [1] * 1000}] * 2,
+                "stop": [1] * 10,
+                "stop_token_ids": ["a"] * 9,
+            }
+        )
+    assert caught.value.error_count() == 3
+
+
+def test_a_schema_has_a_largest_size_on_its_way_to_the_engine():
+    text = "x" * MAX_GRAMMAR_CHARS
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": text}}}
+    body = parse_chat_completion(
+        {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "response_format": form}
+    )
+    with pytest.raises(InvalidRequest, match=str(MAX_GRAMMAR_CHARS)) as caught:
+        request_fields(body)
+    assert caught.value.field == "response_format.json_schema.schema"

@@ -64,8 +64,8 @@ WORST_BODIES: dict[str, Callable[[], bytes]] = {
         USER, fields=b',"logit_bias":{' + numbered(b'"%d":1000', 400_000) + b"}"
     ),
     "400 000 stop strings of the wrong type": lambda: body(USER, fields=b',"stop":[' + numbered(b"%d", 400_000) + b"]"),
-    "160 000 text parts in 80 messages": lambda: body(
-        *[message("user", b"[" + b",".join([TEXT_PART] * 2000) + b"]")] * 80
+    "80 000 text parts in 40 messages": lambda: body(
+        *[message("user", b"[" + b",".join([TEXT_PART] * 2000) + b"]")] * 40
     ),
     "4096 messages with tool calls": lambda: body(
         *[message("assistant", b'"Hi"', b',"tool_calls":[' + b",".join([TOOL_CALL] * 24) + b"]")] * 4096
