@@ -140,7 +140,7 @@ def running_nodes(handle: Any) -> set[str] | None:
     request_router = getattr(inner, "request_router", None)
     if request_router is None:
         return None
-    return {running.node_id for running in request_router.curr_replicas.values()}
+    return {running.node_id for running in list(request_router.curr_replicas.values())}  # it may be another thread's
 
 
 def own_replica() -> Any:

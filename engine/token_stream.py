@@ -49,6 +49,8 @@ class TokenStream:
     def __init__(self, num_choices: int) -> None:
         self.choices = [ChoiceTokens() for _ in range(num_choices)]
         self._waiter: asyncio.Future[None] | None = None
+        self._wake_at = 0.0  # when the reader wants to be woken although nothing came, on the loop's clock
+        self._alarm: asyncio.TimerHandle | None = None
 
     @property
     def num_open(self) -> int:
@@ -61,8 +63,7 @@ class TokenStream:
 
     def put(self, chunk: TokenChunk) -> None:
         self.choices[chunk.index].put(chunk)
-        if self._waiter is not None:
-            _wake(self._waiter)
+        self._wake()
 
     def end(self, reason: FinishReason, error: str | None = None, retry_after_s: float | None = None) -> None:
         """Of every choice that has not ended."""
@@ -83,16 +84,24 @@ class TokenStream:
         """
         if not any(choice.has_news for choice in self.choices):
             loop = asyncio.get_running_loop()
-            self._waiter = waiter = loop.create_future()
-            timer = loop.call_later(timeout_s, _wake, waiter) if timeout_s is not None else None
-            try:
-                await waiter
-            finally:
-                if timer is not None:
-                    timer.cancel()
+            self._waiter = loop.create_future()
+            if timeout_s is not None:
+                self._wake_at = loop.time() + timeout_s
+                self._alarm = self._alarm or loop.call_later(timeout_s, self._look, loop)
+            await self._waiter
         return [choice.take(index) for index, choice in enumerate(self.choices) if choice.has_news]
 
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wakes the reader if it has waited for as long as it wants. One alarm is set for all reads of that time: one
+        for each read would cost more than the read."""
+        self._alarm = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if loop.time() >= self._wake_at:
+            self._wake()
+        else:
+            self._alarm = loop.call_at(self._wake_at, self._look, loop)
 
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -56,6 +56,7 @@ class Machine:
         self.name = name
         self.address = address
         self._cable = cable
+        self._processes: list[subprocess.Popen[str]] = []
         ip("netns", "add", name)
         ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
         ip("link", "set", cable, "master", bridge, "up")
@@ -75,8 +76,8 @@ class Machine:
 
     def start(self, command: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[str]:
         """Starts a process on that machine, with a low priority. Its output goes to `log`, its stdin is a pipe."""
-        with log.open("a") as output:
-            return subprocess.Popen(
+        with log.open("w") as output:
+            process = subprocess.Popen(
                 ["ip", "netns", "exec", self.name, "nice", "-n", "5", *command],
                 env=env,
                 stdin=subprocess.PIPE,
@@ -85,6 +86,8 @@ class Machine:
                 text=True,
                 start_new_session=True,
             )
+        self._processes.append(process)
+        return process
 
     def pull_the_cable(self) -> None:
         """Nothing reaches the machine or leaves it from now on, and nobody is told: no FIN, no RST."""
@@ -93,15 +96,22 @@ class Machine:
     def pids(self) -> list[int]:
         return [int(pid) for pid in ip("netns", "pids", self.name).split()]
 
-    def remove(self) -> None:
-        """Ends all processes of the machine, and the machine."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def end_processes(self) -> None:
         deadline = time.monotonic() + END_TIMEOUT_S
         while (pids := [pid for pid in self.pids() if pid != os.getpid()]) and time.monotonic() < deadline:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.2)
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+        self._processes.clear()
+
+    def remove(self) -> None:
+        """Ends all processes of the machine, and the machine."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.end_processes()
         ip("link", "del", self._cable)
         ip("netns", "del", self.name)
 

@@ -92,7 +92,14 @@ class Response:
 
 @dataclass
 class Selection:
+    """released: slots that were given back because their call was never sent."""
+
     node_id: str
+    released: list[str] = field(default_factory=list)
+
+    async def _release_slot(self, *, force: bool = False) -> None:
+        assert force
+        self.released.append("slot")
 
 
 Script = list[Any]

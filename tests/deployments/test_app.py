@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
+from ray.serve.request_router import RequestRouter
 
 from deployments import app
 from deployments.app import (
@@ -68,6 +69,12 @@ def test_a_wrong_key_or_value_is_refused_by_name(args: dict[str, Any], key: str)
     with pytest.raises(ValidationError) as error:
         AppArgs.model_validate(args)
     assert [".".join(map(str, e["loc"])) for e in error.value.errors()] == [key]
+
+
+def test_a_ray_without_a_name_that_the_replicas_need_is_refused_when_the_app_is_built(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(RequestRouter, "_probe_queue_lens")
+    with pytest.raises(EngineFailed, match=r"Ray [\d.]+ is not a Ray .* RequestRouter: _probe_queue_lens$"):
+        build_app(AppArgs())
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Whatever keeps engine or scorer from answering makes a prompt dense, and what nobody waits for is cancelled."""
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -157,6 +159,41 @@ def test_a_client_that_leaves_stops_the_scoring(broken: dict[str, Any], log: lis
     asyncio.run(go())
     assert (graph.log, graph.cancelled) == (log, cancelled)
     assert planner.status() == {"sparse": 0, "replanned": 0, "dense": {}}
+
+
+def test_a_client_that_leaves_before_its_prompt_is_sent_to_the_scorer_leaves_no_slot():
+    graph, selection = Graph(), Selection("node-7")
+
+    class Unsent(Response):
+        """A dispatch that has not made its first step."""
+
+        def __init__(self) -> None:
+            super().__init__(60.0, graph.cancelled, "score")
+            self._replica_result_future = asyncio.get_running_loop().create_future()
+
+        def cancel(self) -> None:
+            self._replica_result_future.cancel()
+
+    class Dispatching(Handle):
+        @contextlib.asynccontextmanager
+        async def choose_replica(self) -> AsyncIterator[Selection]:
+            yield selection
+
+        def dispatch(self, selection: Selection, request: Any) -> Response:
+            return Unsent()
+
+    async def go() -> None:
+        engine: Any = Handle(graph, "engine")
+        scorer: Any = Dispatching(graph, "scorer")
+        planner = SparsePlanner(CONFIG, PromptFacts(frozenset()), engine, scorer)
+        task = asyncio.ensure_future(planner.plan(ASKED, prompt()))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(go())
+    assert selection.released == ["slot"]
 
 
 def test_in_serves_local_testing_mode_which_cannot_choose_the_scorer_is_called_all_the_same():
