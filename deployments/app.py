@@ -64,6 +64,10 @@ MAX_PLANNING = {"text": 64, "mllm": 32}
 """Requests that a planner prepares at once; further ones wait for the same processor in any case. Each holds a slot of
 the engine, and for a sparse plan asks it in another what is cached."""
 
+IMAGE_PLANNER_START_S = 120.0
+"""How long a request with images waits, after the start of an ingress, for the image planner: it starts after the first
+engine. Seconds."""
+
 SPARE_SCORES = 8
 """The scorer, not Serve, says when there are too many prompts; and its status must be heard when it is full."""
 
@@ -119,7 +123,7 @@ def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None
     mllm_options = {
         **_one_per_node("mlx", SMALL_SHARE, num_nodes, waits_for=ModelReplica.name),
         **ending,
-        **router,
+        "request_router_config": _router(local_default=True, first_wait_s=IMAGE_PLANNER_START_S),
         "max_ongoing_requests": MAX_PLANNING["mllm"],
         **overrides.get("MLLM", {}),
     }
@@ -276,5 +280,5 @@ def _placement(resource: Resource, share: float) -> dict[str, float]:
     return {HEAD_NODE: HEAD_SHARE} if ray.is_initialized() and offers_nothing() else {resource: share}
 
 
-def _router(**choice: bool) -> dict[str, Any]:
+def _router(**choice: bool | float) -> dict[str, Any]:
     return {"request_router_class": "deployments.routing.NodeRouter", "request_router_kwargs": choice}

@@ -13,7 +13,7 @@ from tests.e2e.server import DRAIN_S, MAX_QUEUE, MAX_RUNNING, ORCHARD_SERVE, Ser
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServeRun]:
     with serve_run() as server:
-        server.wait_ready()
+        server.wait_complete()
         yield server
         assert server.stop() == 0, server.output[-4000:]
 
@@ -31,7 +31,7 @@ def small_server() -> Iterator[ServeRun]:
         args["drain_timeout_s"] = DRAIN_S
 
     with serve_run(make_it_small, command=ORCHARD_SERVE) as server:
-        server.wait_ready()
+        server.wait_complete()
         yield server
         assert server.stop() == 0, server.output[-4000:]
 

@@ -26,6 +26,9 @@ MAX_RUNNING, MAX_QUEUE, DRAIN_S = 4, 12, 12.0
 
 SERVE_RUN, ORCHARD_SERVE = ("serve", "run"), ("orchard", "serve")
 
+LATE = ("mllm", "spec_prefill")
+"""Deployments that start after the first engine, as `/v1/status` names them."""
+
 Change = Callable[[dict[str, Any]], None]
 
 
@@ -67,6 +70,14 @@ class ServeRun:
             with contextlib.suppress(httpx.TransportError):
                 self.answers_while_starting.append(httpx.get(f"{self.base_url}/v1/models", timeout=10))
             time.sleep(0.2)
+
+    def wait_complete(self) -> None:
+        """Wait until the image planner and the scorer run, too: they start when text is answered already."""
+        self.wait_ready()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not all((status := httpx.get(f"{self.base_url}/v1/status", timeout=30).json())[name] for name in LATE):
+            assert time.monotonic() < deadline, status
+            time.sleep(0.5)
 
     def stop(self) -> int:
         """What Ctrl-C does. Returns the exit code."""

@@ -33,7 +33,7 @@ def lower_the_threshold(config: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServeRun]:
     with serve_run(lower_the_threshold) as server:
-        server.wait_ready()
+        server.wait_complete()
         yield server
         assert server.stop() == 0, server.output[-4000:]
 

@@ -68,7 +68,7 @@ def server(ray_dir: Path) -> Iterator[ServeRun]:
         args["engine"]["mlx_cache_mb"] = MLX_CACHE_MB
 
     with serve_run(make_it_small, {"RAY_TMPDIR": str(ray_dir)}) as server:
-        server.wait_ready()
+        server.wait_complete()
         yield server
         assert server.stop() == 0, server.output[-4000:]
 
