@@ -340,10 +340,11 @@ def test_a_cluster_of_one_node_that_offers_nothing_gets_one_of_each_on_its_head(
     monkeypatch.setattr(app, "node_id", lambda: "head")
     deployments = deployments_of(build_app(scoring()))
     assert set(deployments) == {"Ingress", "TextMTP", "MLLM", "ModelReplica", "SpecPrefillScorer"}
-    for deployment in deployments.values():
+    for name, deployment in deployments.items():
         assert deployment.ray_actor_options["resources"] == {"node:__internal_head__": 0.001}
         assert deployment._replica_config.max_replicas_per_node == 1
-        assert deployment._deployment_config.autoscaling_config.initial_replicas == 1
+        starts_late = name in ("MLLM", "SpecPrefillScorer")
+        assert deployment._deployment_config.autoscaling_config.initial_replicas == (0 if starts_late else 1)
 
 
 def test_a_cluster_of_several_nodes_must_say_which_of_them_hold_the_model(monkeypatch: pytest.MonkeyPatch):

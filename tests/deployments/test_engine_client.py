@@ -551,7 +551,7 @@ def test_an_engine_that_refuses_at_once_does_not_attract_the_requests_of_others(
         return answered.count(False), graph.num_refused
 
     num_failed, num_refused = run(go)
-    assert num_failed == 0 and num_refused < 10
+    assert num_failed == 0 and num_refused < 50, "it would get nine of ten if its load alone counted"
 
 
 # --- engines that fall silent --------------------------------------------------------------------------------------

@@ -79,6 +79,6 @@ def test_brackets_within_strings_are_no_depth():
 
 def test_a_large_picture_is_parsed_quickly():
     body = json.dumps({"a": ["[{" * 40, "A" * 2**24]}).encode()
-    begin = time.monotonic()
+    begin = time.thread_time()
     parse_json_object(body)
-    assert time.monotonic() - begin < 2
+    assert time.thread_time() - begin < 2
