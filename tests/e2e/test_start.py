@@ -44,7 +44,7 @@ def test_a_second_server_on_the_port_is_refused_with_the_pid_of_the_first(server
     config.write_text(SHIPPED_CONFIG.read_text().replace("port: 8000", f"port: {port}"))
     done = subprocess.run([str(ORCHARD), "serve", str(config)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert f"port {port} belongs to an Orchard server in process {server.process.pid} (serve run" in done.stderr
+    assert f"port {port} belongs to an Orchard server in process {server.process.pid} (" in done.stderr
 
 
 def test_a_call_to_a_replica_without_the_token_is_refused(status: dict[str, Any]):
