@@ -60,6 +60,11 @@ class ServeRun:
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 
+    @property
+    def ray_dir(self) -> Path:
+        """Where Ray and all processes of the cluster write their logs, unless the environment says otherwise."""
+        return self._dir
+
     def wait_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while "Orchard is ready" not in self.output:

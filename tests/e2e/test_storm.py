@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e2e.logs import complaints, read_logs
 from tests.e2e.server import ServeRun, serve_run
 from tests.e2e.storm import Books, Visit, engine_of, plan_storm, run_storm, unrest
 from tests.e2e.storm_requests import KINDS, SPARSE_TOKENS, one_of_each
@@ -32,8 +33,6 @@ MAX_GROWTH = 48 * MIB
 holes: with a small cache for reuse their sum is soon what it will be, but for 15 MiB more or less."""
 MLX_CACHE_MB = 64
 COUNTERS = ("num_finished", "num_aborted", "num_failed", "num_expired")
-COMPLAINTS = ("Traceback (most recent call last)", "exception was never retrieved", "was never awaited")
-"""In the logs, of somebody whom nobody answers."""
 
 
 @dataclass(frozen=True)
@@ -102,22 +101,6 @@ def figures(http: httpx.Client) -> Figures:
     return Figures(memory["active_bytes"], memory["mlx_cache_bytes"], rss)
 
 
-def complaints(server: ServeRun, ray_dir: Path) -> list[str]:
-    """Lines with their place, from all that our processes have written. Ray's own are left out: beside another cluster
-    on the machine its dashboard complains of a port."""
-    texts = {"serve run": server.output}
-    for path in ray_dir.rglob("*"):
-        is_ours = path.parent.name == "serve" or path.name.startswith(("worker-", "python-core-worker"))
-        if is_ours and path.is_file() and path.suffix in (".log", ".out", ".err"):
-            texts[path.name] = path.read_text(errors="replace")
-    return [
-        f"{name}: {text[max(0, text.index(complaint) - 300) :][:3000]}"
-        for name, text in texts.items()
-        for complaint in COMPLAINTS
-        if complaint in text
-    ]
-
-
 def check_counters(before: dict[str, Any], after: dict[str, Any], books: Books) -> None:
     begun = {name: value - before[name] for name, value in after.items() if name.startswith("num_")}
     num_ended = sum(begun[name] for name in COUNTERS)
@@ -160,5 +143,5 @@ def test_a_storm_leaves_nothing_behind(server: ServeRun, http: httpx.Client, ray
     assert set(seen[0].rss) == set(third.rss), "a process was replaced"
     assert third.active <= second.active + MAX_ACTIVE_GROWTH, seen
     assert all(size <= second.in_use[name] + MAX_GROWTH for name, size in third.in_use.items()), seen
-    assert not (found := complaints(server, ray_dir)), found[0]
+    assert not (found := complaints(read_logs(server, ray_dir))), found[0]
     assert any(path.parent.name == "serve" for path in ray_dir.rglob("*.log")), "that is where they are written"

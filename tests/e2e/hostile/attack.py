@@ -1,0 +1,55 @@
+"""Sends the rows of the table: small ones several at once, large ones one by one, slow ones beside all others."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httpx
+
+from tests.e2e.hostile.replies import Reply
+from tests.e2e.hostile.rows import Row, Target
+
+AT_ONCE = 8
+"""Connections for small rows. Those of the slow rows are beside them: fewer than sixty-four in all."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    replies: tuple[Reply, ...]
+    lasted_s: float
+
+
+async def attack(base_url: str, rows: Sequence[Row]) -> dict[str, Outcome]:
+    """The outcome of each row by its name. Never raises for what the server does."""
+    url = urlsplit(base_url)
+    outcomes: dict[str, Outcome] = {}
+    async with AsyncExitStack() as stack:
+        limits = httpx.Limits(max_connections=AT_ONCE + 4, max_keepalive_connections=AT_ONCE)
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=base_url, limits=limits, timeout=150))
+        target = Target(url.hostname or "", url.port or 80, http)
+
+        async def send(rows: Sequence[Row]) -> None:
+            for row in rows:
+                outcomes[row.name] = await _sent(row, target)
+
+        slow = [asyncio.ensure_future(send([row])) for row in rows if row.cost == "slow"]
+        small = [row for row in rows if row.cost == "small"]
+        await asyncio.gather(*(send(small[i::AT_ONCE]) for i in range(AT_ONCE)))
+        await send([row for row in rows if row.cost == "large"])
+        await asyncio.gather(*slow)
+    return outcomes
+
+
+async def _sent(row: Row, target: Target) -> Outcome:
+    began_s = time.monotonic()
+    try:
+        async with asyncio.timeout(row.within_s):
+            replies = await row.request.send(target)
+    except TimeoutError:
+        replies = [Reply(error=f"no answer within {row.within_s:g} s", elapsed_s=time.monotonic() - began_s)]
+    except (OSError, AssertionError) as error:
+        replies = [Reply(error=f"{type(error).__name__}: {error}", elapsed_s=time.monotonic() - began_s)]
+    return Outcome(tuple(replies), time.monotonic() - began_s)

@@ -1,0 +1,148 @@
+"""Every row of the table against a server that streams ordinary answers meanwhile, and what is left of it: nothing.
+
+-s prints the figures. Rows can be chosen with -k.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.hostile.attack import Outcome, attack
+from tests.e2e.hostile.background import Background, Seen
+from tests.e2e.hostile.processes import MIB, Held, Peaks, find_processes, look_at
+from tests.e2e.hostile.rows import Row
+from tests.e2e.hostile.table import GROUPS, TABLE
+from tests.e2e.logs import complaints, read_logs
+from tests.e2e.pictures import about, image_part, shape
+from tests.e2e.server import ServeRun
+from tests.e2e.storm import unrest
+
+pytestmark = pytest.mark.server
+
+NUM_ROWS = 150
+SETTLE_S = 60.0
+MAX_GAP_S = 30.0
+"""Of the background stream, on a machine whose two cores others use as well. The figures are printed."""
+MAX_GROWTH = 400 * MIB
+"""Of a process that has decoded, tokenized and parsed the largest inputs: malloc keeps some of it for later."""
+MAX_NEW_FDS = 24
+MAX_NEW_WORKERS = 4
+
+
+@dataclass(frozen=True)
+class Aftermath:
+    """A whole run of the table. peaks: of each process and its workers, in bytes."""
+
+    outcomes: dict[str, Outcome]
+    seen: Seen
+    before: dict[str, Held]
+    processes: dict[str, psutil.Process]
+    peaks: dict[str, int]
+    logs_before: dict[str, str]
+
+
+def warm_up(http: httpx.Client) -> None:
+    """Every process has then done its usual work once."""
+    for messages in (
+        [{"role": "user", "content": "What is 12 + 30?"}],
+        about("What is in the image?", image_part(shape("red", "circle"))),
+    ):
+        body = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 32}
+        http.post("/v1/chat/completions", json=body).raise_for_status()
+
+
+def settled(http: httpx.Client) -> list[str]:
+    """What is still held after a while without any client; nothing is the right answer."""
+    deadline = time.monotonic() + SETTLE_S
+    while held := unrest(http.get("/v1/status").raise_for_status().json()):
+        if time.monotonic() > deadline:
+            return held
+        time.sleep(0.2)
+    return []
+
+
+@pytest.fixture(scope="module")
+def aftermath(server: ServeRun, http: httpx.Client, request: pytest.FixtureRequest) -> Iterator[Aftermath]:
+    chosen = [item.callspec.params["row"] for item in request.session.items if _is_row(item)]  # pyright: ignore
+    warm_up(http)
+    settled(http)
+    processes = find_processes(http.get("/v1/status").json(), server.process.pid)
+    before, logs = look_at(processes), read_logs(server, server.ray_dir)
+    background, peaks = Background(server.base_url), Peaks(processes)
+    peaks.start()
+    began_s = time.monotonic()
+    outcomes = asyncio.run(attack(server.base_url, chosen or TABLE))
+    lasted_s = time.monotonic() - began_s
+    yield (after := Aftermath(outcomes, background.end(), before, processes, peaks.end(), logs))
+    _print_figures(after, lasted_s)
+
+
+def _is_row(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and item.originalname == test_every_request_gets_its_answer.__name__
+
+
+def _print_figures(after: Aftermath, lasted_s: float) -> None:
+    slowest = sorted(after.outcomes.items(), key=lambda pair: -pair[1].lasted_s)[:12]
+    lines = [
+        f"\n{len(after.outcomes)} rows in {lasted_s:.0f} s: { {name: len(rows) for name, rows in GROUPS.items()} }",
+        f"background: {after.seen}",
+        *(f"{name}: before {after.before[name]}; peak with workers {after.peaks[name] / MIB:.0f} MiB; after {held}"
+          for name, held in look_at(after.processes).items()),
+        "slowest: " + ", ".join(f"{name} {outcome.lasted_s:.1f} s" for name, outcome in slowest),
+    ]  # fmt: skip
+    print("\n".join(lines))  # noqa: T201
+
+
+def test_the_table_is_long_and_names_each_row_once():
+    names = [row.name for row in TABLE]
+    assert len(names) >= NUM_ROWS
+    assert len(set(names)) == len(names), [name for name in names if names.count(name) > 1]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_every_request_gets_its_answer(row: Row, aftermath: Aftermath):
+    row.check(aftermath.outcomes[row.name].replies)
+
+
+def test_ordinary_answers_are_right_meanwhile(aftermath: Aftermath):
+    seen = aftermath.seen
+    assert not seen.problems, seen.problems[:10]
+    assert max(seen.gaps_s) < MAX_GAP_S, str(seen)
+
+
+def test_nothing_is_left_running(aftermath: Aftermath, http: httpx.Client):
+    assert not (held := settled(http)), held
+    assert http.get("/health/ready").status_code == 200
+
+
+def test_every_process_is_the_same_and_holds_no_more(aftermath: Aftermath, http: httpx.Client, server: ServeRun):
+    settled(http)
+    found = find_processes(http.get("/v1/status").json(), server.process.pid)
+    before, after = aftermath.before, look_at(found)
+    assert {name: held.pid for name, held in after.items()} == {name: held.pid for name, held in before.items()}
+    grown = {name: f"{before[name]} -> {held}" for name, held in after.items()}
+    for name, held in after.items():
+        assert held.rss < before[name].rss + MAX_GROWTH, grown
+        assert held.num_fds < before[name].num_fds + MAX_NEW_FDS, grown
+        assert held.num_workers < before[name].num_workers + MAX_NEW_WORKERS, grown
+
+
+def test_no_error_is_left_in_the_logs(aftermath: Aftermath, server: ServeRun):
+    assert not (found := complaints(read_logs(server, server.ray_dir), aftermath.logs_before)), found[0]
+
+
+def test_a_text_and_an_image_are_answered_afterwards(aftermath: Aftermath, http: httpx.Client):
+    said = []
+    for messages in (
+        [{"role": "user", "content": "What is 12 + 30?"}],
+        about("What is in the image?", image_part(shape("blue", "square"))),
+    ):
+        body = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 32}
+        answer = http.post("/v1/chat/completions", json=body).raise_for_status().json()
+        said.append(answer["choices"][0]["message"]["content"])
+    assert "42" in said[0] and "blue square" in said[1], said
