@@ -50,6 +50,6 @@ async def _sent(row: Row, target: Target) -> Outcome:
             replies = await row.request.send(target)
     except TimeoutError:
         replies = [Reply(error=f"no answer within {row.within_s:g} s", elapsed_s=time.monotonic() - began_s)]
-    except (OSError, AssertionError) as error:
+    except Exception as error:  # the row fails, the others go on
         replies = [Reply(error=f"{type(error).__name__}: {error}", elapsed_s=time.monotonic() - began_s)]
     return Outcome(tuple(replies), time.monotonic() - began_s)

@@ -46,7 +46,7 @@ REQUEST_LINES = (
     Row("every byte once", Raw(bytes(range(256)) * 4), "HTTP syntax", MALFORMED),
     Row("a TLS handshake on the plain port", Raw(TLS_HELLO, ends=True), "HTTP syntax", MALFORMED),
     Row("an SSH client", Raw(b"SSH-2.0-OpenSSH_9.6\r\n", ends=True), "HTTP syntax", MALFORMED),
-    Row("HTTP/0.9", Raw(b"GET /health/live\r\n\r\n", ends=True), "HTTP syntax", MALFORMED),
+    Row("HTTP/0.9", Raw(b"GET /health/live\r\n\r\n", ends=True), "HTTP version", Status((200, 400, CLOSED))),
     Row("HTTP/1.0", Raw(b"GET /health/live HTTP/1.0\r\n\r\n"), "HTTP version", Status((200,))),
     Row("HTTP/2 without negotiation", Raw(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"), "HTTP version", MALFORMED),
     Row("HTTP/9.9", Raw(b"GET / HTTP/9.9\r\nHost: {host}\r\n\r\n", ends=True), "HTTP version", MALFORMED),
