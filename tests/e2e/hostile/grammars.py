@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from tests.e2e.hostile.rows import OK, Either, Http, Row, bad, chat
+from tests.e2e.hostile.replies import Reply
+from tests.e2e.hostile.rows import OK, Either, Http, Played, Row, Target, bad, chat
 
 SCHEMA_FIELD = "response_format.json_schema.schema"
 REGEX_FIELD = "structured_outputs.regex"
@@ -137,4 +138,15 @@ REGEXES = tuple(
     )
 )
 
-ROWS = (*SCHEMAS, *REGEXES)
+
+async def _hungry(target: Target) -> list[Reply]:
+    """Eight expressions that differ in a digit, so that what is kept of one serves no other."""
+    patterns = [f"(ab){{{1_000_000 + i}}}" for i in range(8)]
+    return [reply for pattern in patterns for reply in await _regex(pattern).send(target)]
+
+
+MEMORY = (
+    Row("regex: eight of a million repetitions", Played(_hungry), "memory of grammars", REGEX_OR_REFUSED, cost="large"),
+)
+
+ROWS = (*SCHEMAS, *REGEXES, *MEMORY)

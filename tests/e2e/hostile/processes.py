@@ -15,16 +15,24 @@ PROXY = "ProxyActor"
 
 @dataclass(frozen=True)
 class Held:
-    """By one process. rss: bytes. num_workers: processes that it has started for its work."""
+    """By one process. rss: bytes. kept: bytes of it that MLX keeps for reuse, up to the configured mlx_cache_mb.
+    num_workers: processes that it has started for its work."""
 
     pid: int
     rss: int
+    kept: int
     num_fds: int
     num_threads: int
     num_workers: int
 
+    @property
+    def in_use(self) -> int:
+        return self.rss - self.kept
+
     def __str__(self) -> str:
-        return f"{self.rss / MIB:.0f} MiB, {self.num_fds} files, {self.num_threads} threads, {self.num_workers} workers"
+        kept = f" ({self.kept / MIB:.0f} kept by MLX)" if self.kept else ""
+        counts = f"{self.num_fds} files, {self.num_threads} threads, {self.num_workers} workers"
+        return f"{self.rss / MIB:.0f} MiB{kept}, {counts}"
 
 
 def find_processes(status: dict[str, Any], root: int) -> dict[str, psutil.Process]:
@@ -34,12 +42,16 @@ def find_processes(status: dict[str, Any], root: int) -> dict[str, psutil.Proces
     return found | {f"proxy {i}": one for i, one in enumerate(proxies)}
 
 
-def look_at(processes: dict[str, psutil.Process]) -> dict[str, Held]:
+def look_at(processes: dict[str, psutil.Process], status: dict[str, Any]) -> dict[str, Held]:
     """Those that are alive."""
+    kept = {f"engines {i}": one["engine"]["memory"]["mlx_cache_bytes"] for i, one in enumerate(status["engines"])}
+    scorers = status["spec_prefill"] or ()
+    kept |= {f"spec_prefill {i}": one["scorer"]["memory"]["mlx_cache_bytes"] for i, one in enumerate(scorers)}
     return {
         name: Held(
             process.pid,
             process.memory_info().rss,
+            kept.get(name, 0),
             process.num_fds(),
             process.num_threads(),
             len(process.children(recursive=True)),

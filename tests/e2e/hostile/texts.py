@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 
-from tests.e2e.hostile.rows import TOO_LONG, Row, chat, text, user
+from tests.e2e.hostile.rows import OK, TOO_LONG, Row, chat, text, user
 
 MIB = 2**20
 
@@ -21,9 +21,9 @@ def _letters(num_bytes: int) -> str:
 TEXTS: dict[str, Callable[[], str]] = {
     "4 MiB of words": lambda: _words(4 * MIB),
     "20 MiB of one letter": lambda: "a" * (20 * MIB),
-    "20 MiB of blanks": lambda: " " * (20 * MIB) + "x",
-    "10 MiB of line breaks": lambda: "\n" * (10 * MIB) + "x",
-    "10 MiB of tabs and blanks": lambda: "\t " * (5 * MIB) + "x",
+    "20 MiB of blanks": lambda: "x" + " " * (20 * MIB) + "x",
+    "10 MiB of line breaks": lambda: "x" + "\n" * (10 * MIB) + "x",
+    "10 MiB of tabs and blanks": lambda: "x" + "\t " * (5 * MIB) + "x",
     "4 MiB of digits": lambda: "7" * (4 * MIB),
     "4 MiB of letters without a blank": lambda: _letters(4 * MIB),
     "4 MiB of punctuation": lambda: "!?.,;:" * (4 * MIB // 6),
@@ -41,10 +41,12 @@ TEXTS: dict[str, Callable[[], str]] = {
     "a log of 100 000 lines": lambda: "2026-01-01T00:00:00.000Z INFO request 4711 took 12.5 ms\n" * 100_000,
 }
 
-SYSTEM_LINES = "\n" * (10 * MIB) + "x"
+SYSTEM_LINES = "x" + "\n" * (10 * MIB) + "x"
 
 ROWS = (
     *(Row(f"text: {name}", text(make), "the context", TOO_LONG, cost="large") for name, make in TEXTS.items()),
+    Row("text: 20 MiB of blanks that the template trims", text(lambda: " " * (20 * MIB) + "x"), "the context", OK,
+        cost="large"),
     Row("text: 10 MiB of empty lines in a system message", chat(messages=lambda: [
         {"role": "system", "content": SYSTEM_LINES}, user("Hello!")]), "the context", TOO_LONG, cost="large"),
     Row("text: 100 000 lines that begin like a volatile one", chat(messages=lambda: [
