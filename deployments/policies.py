@@ -1,9 +1,11 @@
 """How many replicas a deployment has: one per living node that offers a resource, `mlx` or `mlx_scorer`."""
 
 import time
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import ray
+
+from deployments import started
 
 Resource = Literal["mlx", "mlx_scorer"]
 """`mlx`: the node is to hold an engine. `mlx_scorer`: it is to hold a scorer of long prompts."""
@@ -52,10 +54,6 @@ class OnePerOfferingNode:
     scorer compete with them for the processor.
     """
 
-    _started: ClassVar[set[tuple[str, str]]] = set()
-    """(application, deployment) pairs that have had a running replica. Serve's controller runs the policies of all
-    deployments in one process, and gives each the figures of its own deployment only."""
-
     def __init__(self, resource: Resource, waits_for: str | None = None) -> None:
         """waits_for: name of a deployment of the same application."""
         self._resource: Resource = resource
@@ -67,8 +65,8 @@ class OnePerOfferingNode:
         """Return the number of replicas; Serve calls this every 0.1 s, so the nodes are remembered for a while."""
         application = str(context.app_name)
         if context.current_num_replicas > 0:
-            self._started.add((application, context.deployment_name))
-        if self._waits_for is not None and (application, self._waits_for) not in self._started:
+            started.STARTED.add((application, context.deployment_name))
+        if self._waits_for is not None and (application, self._waits_for) not in started.STARTED:
             return 0, {}
         if time.monotonic() - self._counted_at > NODES_CACHED_S:
             self._counted_at = time.monotonic()

@@ -1,10 +1,16 @@
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+from ray import cloudpickle
 
-from deployments import policies
+from deployments import policies, started
 from deployments.policies import OnePerOfferingNode, nodes_offering
+
+ROOT = Path(__file__).parents[2]
 
 
 def node(name: str, alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -22,7 +28,7 @@ class Context:
 
 @pytest.fixture(autouse=True)
 def nothing_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OnePerOfferingNode, "_started", set())
+    monkeypatch.setattr(started, "STARTED", set())
 
 
 @pytest.fixture
@@ -82,3 +88,25 @@ def test_a_deployment_waits_for_the_one_of_its_own_application(cluster: list):
     cluster += [node("a", mlx=1)]
     OnePerOfferingNode("mlx")(Context(app_name="other", current_num_replicas=1))
     assert OnePerOfferingNode("mlx", waits_for="ModelReplica")(Context("MLLM")) == (0, {})
+
+
+PICKLED = """
+import sys
+from ray.serve.config import AutoscalingPolicy
+policy = AutoscalingPolicy(policy_function="deployments.policies:OnePerOfferingNode")
+sys.stdout.write(policy._serialized_policy_def.hex())
+"""
+
+
+def test_policies_that_were_pickled_in_different_processes_know_of_each_other(cluster: list):
+    """Serve pickles the module of each policy by value, some where the app is built and some in its controller."""
+    cluster += [node("a", mlx=1)]
+    command = [sys.executable, "-W", "ignore", "-c", PICKLED]
+    pickled = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    theirs = cloudpickle.loads(bytes.fromhex(pickled))
+    assert theirs is not OnePerOfferingNode
+    context = Context("MLLM")
+    waiting = theirs("mlx", waits_for="ModelReplica")
+    assert waiting(context) == (0, {})
+    OnePerOfferingNode("mlx")(Context(current_num_replicas=1))
+    assert waiting(context) == (1, {})
