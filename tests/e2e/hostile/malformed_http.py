@@ -26,6 +26,8 @@ CHUNKED = b"Transfer-Encoding: chunked"
 TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(range(190))
 LARGE_HEADERS = Status((400, 431, CLOSED))
 """The connection may be closed while the client still sends, which can cost it the answer."""
+LARGISH_HEADERS = Status((200, *LARGE_HEADERS.statuses))
+"""What comes in one read of the server's is over before its limit is looked at: up to 256 KiB."""
 OUR_ANSWER_OR_MALFORMED = Either((OK, MALFORMED))
 
 HOST_REFUSED = Refused((403,), None, "host_not_allowed")
@@ -212,19 +214,19 @@ HEADERS = (
         Status((200, 400)),
     ),
     Row(
-        "ten thousand headers",
-        Raw(raw_get(*[b"X-%d: a" % i for i in range(10_000)])),
+        "fifty thousand headers",
+        Raw(lambda: raw_get(*[b"X-%d: a" % i for i in range(50_000)])),
         "64 KiB of headers",
         LARGE_HEADERS,
     ),
     Row("a header of 60 KiB", Raw(raw_get(b"X-A: " + b"a" * 60 * 2**10)), "64 KiB of headers", Status((200,))),
     Row("a header of 1 MiB", Raw(lambda: raw_get(b"X-A: " + b"a" * 2**20)), "64 KiB of headers", LARGE_HEADERS),
-    Row("a cookie of 64 KiB", Raw(raw_get(b"Cookie: a=" + b"a" * 2**16)), "64 KiB of headers", LARGE_HEADERS),
+    Row("a cookie of 64 KiB", Raw(raw_get(b"Cookie: a=" + b"a" * 2**16)), "64 KiB of headers", LARGISH_HEADERS),
     Row(
         "a bearer token of 64 KiB",
         Raw(raw_get(b"Authorization: Bearer " + b"a" * 2**16)),
         "64 KiB of headers",
-        LARGE_HEADERS,
+        LARGISH_HEADERS,
     ),
     Row("Expect: 100-continue", post(BODY, Expect="100-continue"), "Expect", OK),
     Row("Expect of something else", post(BODY, Expect="the-unexpected"), "Expect", Either((OK, Status((400, 417))))),

@@ -227,6 +227,19 @@ class Status:
 
 
 @dataclass(frozen=True)
+class Page:
+    """A page of JSON that shows none of these names of fields. hides: each may be anywhere in the page."""
+
+    hides: tuple[str, ...]
+
+    def check(self, reply: Reply) -> None:
+        assert reply.status == 200, str(reply)
+        assert reply.json(), "an empty page"
+        for name in self.hides:
+            assert f'"{name}"'.encode() not in reply.body, f"{name} in {reply!s}"
+
+
+@dataclass(frozen=True)
 class Either:
     """Both are right: which of them, is the server's choice."""
 
