@@ -46,13 +46,17 @@ class Aftermath:
 
 
 def warm_up(http: httpx.Client) -> None:
-    """Every process has then done its usual work once."""
+    """Every process has then done its usual work once. Images may have to wait for their planner, which starts late."""
     for messages in (
         [{"role": "user", "content": "What is 12 + 30?"}],
         about("What is in the image?", image_part(shape("red", "circle"))),
     ):
         body = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 32}
-        http.post("/v1/chat/completions", json=body).raise_for_status()
+        deadline = time.monotonic() + SETTLE_S
+        while (response := http.post("/v1/chat/completions", json=body)).status_code == 503:
+            assert time.monotonic() < deadline, response.text
+            time.sleep(float(response.headers["retry-after"]))
+        response.raise_for_status()
 
 
 def at_rest(http: httpx.Client) -> dict[str, Any]:
