@@ -29,7 +29,7 @@ from deployments.chat import ChatRequest, EngineAnswer, Plan, Route, SilentEngin
 from deployments.engine_stream import RETRY_AFTER_S, SILENCE_LIMIT_S, ChunkReader, EngineStream
 from deployments.ray_seams import cancel_call, end_dispatch, running_nodes
 from deployments.replica_calls import Silent, cause_of, is_gone, telling_remote_cancels, why_silent, within
-from deployments.routing import Choice, NoOtherReplica, NoReplicaYet, pin_to
+from deployments.replica_choice import Choice, NoOtherReplica, NoReplicaYet, pin_to
 from engine.protocol import (
     Cancelled,
     EngineFailed,
@@ -113,7 +113,7 @@ class TooLate(Unavailable):
 
 
 class EngineClient:
-    """`planners` must pin by the session ids of routing.pin_to."""
+    """`planners` must pin by the session ids of replica_choice.pin_to."""
 
     def __init__(
         self,

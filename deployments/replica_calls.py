@@ -12,7 +12,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle
 
 from deployments.ray_seams import answer_of, cancel_call, replica_calls
-from deployments.routing import NoReplica
+from deployments.replica_choice import NoReplica
 from engine.protocol import OrchardError
 
 log = logging.getLogger("ray.serve")

@@ -11,11 +11,7 @@ from weakref import WeakValueDictionary
 from ray.exceptions import ActorUnavailableError
 from ray.serve.request_router import LocalityMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-NODE_SESSION = "node:"
-"""A handle with the session id of `pin_to` reaches the replica on that node, and no other."""
-
-PIN_WAIT_S = 2.0
-"""How long a pinned request waits for its node to have a replica, unless the pin says otherwise."""
+from deployments.replica_choice import NODE_SESSION, PIN_WAIT_S, Choice, NoOtherReplica, NoReplica, NoReplicaYet
 
 FIRST_WAIT_S = 5.0
 """A router hears of the running replicas a moment after it is made. For so long after that it waits for the first."""
@@ -25,39 +21,6 @@ PROBE_WAIT_S = 0.25
 
 SLOT_TIMEOUT_S = 5.0
 """A replica reserves and releases slots within milliseconds; its node may be unreachable without Ray knowing it yet."""
-
-
-class NoReplica(Exception):
-    """No replica may take the request, and none is waited for any longer. The message says why."""
-
-
-class NoReplicaYet(NoReplica):
-    """The deployment has had no running replica since this router was made."""
-
-
-class NoOtherReplica(NoReplica):
-    """All running replicas are excluded."""
-
-
-def pin_to(node_id: str, wait_s: float | None = None) -> str:
-    """A session id that reaches the replica on that node.
-
-    Args:
-        wait_s: How long to wait for the node to have one, in seconds; then NoReplica is raised. None: PIN_WAIT_S.
-    """
-    return f"{NODE_SESSION}{node_id}" + ("" if wait_s is None else f"@{wait_s:g}")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a caller of `choose_replica(choice=...)` asks for, beside a pin."""
-
-    excluded: frozenset[str] = frozenset()
-    """Unique ids of replicas that must not be chosen."""
-    last: frozenset[str] = frozenset()
-    """Unique ids of replicas that are chosen only when no other has room."""
-    waits: bool = True
-    """Whether to wait for a new replica when all that run are excluded; otherwise NoOtherReplica is raised."""
 
 
 @dataclass(frozen=True)

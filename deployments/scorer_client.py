@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.ray_seams import cancel_call, end_dispatch
 from deployments.replica import node_id
 from deployments.replica_calls import NoAnswer, cause_of, is_gone, within
-from deployments.routing import pin_to
+from deployments.replica_choice import pin_to
 from engine.core.spec_prefill.plan import Scored, ScoreRequest
 from engine.protocol import CachedPrefix, EngineFailed, EngineRequest, InvalidRequest, OrchardError, Overloaded
 

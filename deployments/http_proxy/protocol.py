@@ -44,6 +44,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._send_timeout_s = send_timeout_s
         self._num_header_bytes = 0
+        self._num_trailer_bytes = 0
         self._is_in_headers = True
         self._is_body_complete = True
         self._header_timer: asyncio.TimerHandle | None = None
@@ -68,7 +69,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self._watch_headers()
         if self._is_in_headers:
             self._num_header_bytes += len(data)
+        else:
+            self._num_trailer_bytes += len(data)
         super().data_received(data)
+        if self._num_trailer_bytes > MAX_HEADER_BYTES:  # since the last byte of a body: trailers, or chunk extensions
+            self.abort()
         if self._is_in_headers and self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The headers of the request have more than {MAX_HEADER_BYTES} bytes.")
 
@@ -82,7 +87,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_headers = False
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._num_trailer_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._num_trailer_bytes = 0
         self._is_in_headers, self._num_header_bytes, self._is_body_complete = True, 0, True
         self._linger_timer = _cancelled(self._linger_timer)
         super().on_message_complete()

@@ -25,6 +25,11 @@ MAX_ITEMS_IN_ROW = 20_000
 the slowest mask of an enum of 15000 objects took 11 ms. Its other defaults bound a compile and a mask in work done:
 automata of hostile expressions end in an error, not in a hang."""
 
+LEXER_FUEL = 300_000
+"""Work that the first state of a grammar's lexer may take. With llguidance's default of a million each of the compiled
+grammars that are kept may hold 90 to 240 MiB for `(ab){1000000}`, and fails while tokens are generated; with this limit
+it is refused, and schemas of 3000 properties or an enum of 15000 words still compile."""
+
 COMPILE_THREADS = 2
 MAX_PENDING = 16
 CACHE_SIZE = 16
@@ -197,7 +202,7 @@ def _load_tokenizer(model_dir: Path, vocab_size: int, stop_token_ids: Sequence[i
 
 def _build(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
     try:
-        limits = LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False)
+        limits = LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
         matcher = LLMatcher(tokenizer, _source(spec), log_level=0, limits=limits)
         probe = matcher.deep_copy()
         mask = np.frombuffer(probe.compute_bitmask() if not probe.is_error() else b"", np.uint8)

@@ -12,8 +12,9 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IPV6_UNICAST = ipaddress.ip_network("2000::/3")
 IPV4_IN_LAST_BITS = (ipaddress.ip_network("::/96"), ipaddress.ip_network("64:ff9b::/96"))
 """IPv4-compatible and NAT64 addresses: IPv6 that ends up at the IPv4 address in its last 32 bits."""
-CLOUD_PLATFORMS = frozenset({ipaddress.ip_address("168.63.129.16")})
-"""Addresses in public ranges at which a cloud's virtual machines find its platform: Azure's."""
+CLOUD_PLATFORMS = (ipaddress.ip_network("168.63.129.16/32"), ipaddress.ip_network("192.0.0.0/24"))
+"""Where virtual machines find their cloud's platform although Python counts the addresses as public: Azure's, and
+Oracle's (192.0.0.192, in a range that RFC 6890 keeps for protocol assignments)."""
 
 NUM_LOOKUPS = 32
 
@@ -55,4 +56,6 @@ def _unwrap(ip: IPAddress) -> list[IPAddress]:
 def _is_public(ip: IPAddress) -> bool:
     if isinstance(ip, ipaddress.IPv6Address) and ip not in IPV6_UNICAST:
         return False
-    return ip not in CLOUD_PLATFORMS and ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
+    if any(ip in network for network in CLOUD_PLATFORMS):
+        return False
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)

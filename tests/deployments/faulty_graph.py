@@ -28,7 +28,7 @@ from deployments.http.config import HttpConfig
 from deployments.ingress import Ingress
 from deployments.mllm import MLLM
 from deployments.model_replica import ModelReplica
-from deployments.routing import Choice, NoOtherReplica
+from deployments.replica_choice import Choice, NoOtherReplica
 from deployments.spec_prefill import SpecPrefillScorer
 from deployments.text import TextMTP
 from engine import async_engine

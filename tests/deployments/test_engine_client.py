@@ -21,7 +21,8 @@ from deployments.engine_client import EngineClient
 from deployments.engine_stream import EngineStream
 from deployments.model_replica import ModelReplica
 from deployments.replica_calls import is_gone
-from deployments.routing import Choice, NodeRouter, NoOtherReplica, NoReplica, NoReplicaYet
+from deployments.replica_choice import Choice, NoOtherReplica, NoReplica, NoReplicaYet
+from deployments.routing import NodeRouter
 from deployments.text import TextMTP
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.protocol import (

@@ -1,25 +1,21 @@
 import asyncio
 import collections
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import cloudpickle
 from ray.exceptions import ActorUnavailableError
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
-from ray.serve.request_router import PendingRequest, RequestRouter
+from ray.serve.request_router import LocalityMixin, PendingRequest, RequestRouter
 
 from deployments import routing
-from deployments.routing import (
-    BoundedReplica,
-    Choice,
-    NodeRouter,
-    NoOtherReplica,
-    NoReplica,
-    NoReplicaYet,
-    by_load,
-    pin_to,
-)
+from deployments.replica_choice import Choice, NoOtherReplica, NoReplica, NoReplicaYet, pin_to
+from deployments.routing import BoundedReplica, NodeRouter, by_load
 
 DEPLOYMENT = DeploymentID(name="ModelReplica", app_name="orchard")
 
@@ -58,7 +54,7 @@ def make_router(
     router_class: type[RequestRouter], replicas: list[Any] | None = None, node_id: str = "node-0", **state: Any
 ) -> Any:
     """Must be called in a running event loop."""
-    options: dict[str, Any] = {"self_node_id": node_id} if issubclass(router_class, NodeRouter) else {}
+    options: dict[str, Any] = {"self_node_id": node_id} if issubclass(router_class, LocalityMixin) else {}
     router: Any = router_class(
         deployment_id=DEPLOYMENT,
         handle_source=DeploymentHandleSource.REPLICA,
@@ -378,3 +374,31 @@ def test_the_router_makes_replicas_with_deadlines(monkeypatch: pytest.MonkeyPatc
         return type(make_router(NodeRouter).create_replica_wrapper(SimpleNamespace()))
 
     assert asyncio.run(go()) is BoundedReplica
+
+
+PICKLED = """
+import sys
+from ray.serve.config import RequestRouterConfig
+config = RequestRouterConfig(request_router_class="deployments.routing.NodeRouter")
+sys.stdout.write(config._serialized_request_router_cls.hex())
+"""
+
+
+def test_a_router_that_serve_has_pickled_understands_its_callers_and_they_understand_it():
+    """Serve pickles the router's module by value, so that its classes are copies in the processes that use it."""
+    command = [sys.executable, "-W", "ignore", "-c", PICKLED]
+    root = Path(__file__).parents[2]
+    pickled = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout
+    theirs = cloudpickle.loads(bytes.fromhex(pickled))
+    assert theirs is not NodeRouter
+
+    async def go() -> None:
+        router = make_router(theirs, [FakeReplica("a", "node-a"), FakeReplica("b", "node-b")])
+        excluded = Choice(frozenset({"a"}))
+        assert {(await call(router, choice=excluded)).node_id for _ in range(4)} == {"node-b"}
+        with pytest.raises(NoOtherReplica):
+            await call(router, choice=Choice(frozenset({"a", "b"}), waits=False))
+        with pytest.raises(NoReplicaYet):
+            await call(make_router(theirs, [], first_wait_s=0.0))
+
+    asyncio.run(go())
