@@ -38,7 +38,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--dashboard",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="start Ray's dashboard (http://127.0.0.1:8265) with a new cluster; without it the start is sooner",
+        help="start Ray's dashboard (http://127.0.0.1:8265) with a new cluster",
     )
     serve.add_argument(
         "--object-store-mib",
