@@ -31,9 +31,11 @@ from deployments.ray_seams import cancel_call, end_dispatch, running_nodes
 from deployments.replica_calls import Silent, cause_of, is_gone, telling_remote_cancels, why_silent, within
 from deployments.replica_choice import Choice, NoOtherReplica, NoReplicaYet, pin_to
 from engine.protocol import (
+    GRAMMAR_FAILED,
     Cancelled,
     EngineFailed,
     FinishReason,
+    InvalidRequest,
     OrchardError,
     Overloaded,
     QueueTimeout,
@@ -321,4 +323,6 @@ def failure_of(chunk: TokenChunk) -> OrchardError | None:
     if chunk.finish_reason is not FinishReason.ERROR:
         return None
     message = chunk.error or "The engine gave up the request."
+    if message.startswith(GRAMMAR_FAILED):
+        return InvalidRequest(f"The answer cannot be constrained any further: {message}.")
     return EngineFailed(message) if chunk.retry_after_s is None else Unavailable(message, chunk.retry_after_s)

@@ -284,6 +284,11 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+GRAMMAR_FAILED = "the grammar's matcher failed: "
+"""How the error of a choice begins whose grammar passed the limits of its library while tokens were generated: it could
+be compiled, and the request is at fault all the same."""
+
+
 @dataclass(frozen=True)
 class TokenChunk:
     """All tokens of one choice since its last chunk. A stop token ends the choice and is not among them.

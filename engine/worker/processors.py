@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.core.batch import NO_TOKEN
 from engine.core.request import Request
-from engine.protocol import SamplingParams
+from engine.protocol import GRAMMAR_FAILED, SamplingParams
 
 
 class Processors:
@@ -175,7 +175,7 @@ def match(
             masks.append(row.matcher.masks(tuple(drafts[i])))
             at.append(i)
         except Exception as error:
-            errors[i] = f"the grammar's matcher failed: {error}"
+            errors[i] = f"{GRAMMAR_FAILED}{error}"
     return _masked(logits, at, masks) if at else logits
 
 
@@ -186,7 +186,7 @@ def advance(row: Request, token_ids: tuple[int, ...]) -> str | None:
     try:
         row.matcher.advance(token_ids)
     except Exception as error:
-        return f"the grammar's matcher failed: {error}"
+        return f"{GRAMMAR_FAILED}{error}"
     return None
 
 

@@ -17,7 +17,7 @@ from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 
 from deployments import engine_client, engine_stream
 from deployments.chat import ChatRequest, Plan, Route
-from deployments.engine_client import EngineClient
+from deployments.engine_client import EngineClient, failure_of
 from deployments.engine_stream import EngineStream
 from deployments.model_replica import ModelReplica
 from deployments.replica_calls import is_gone
@@ -26,6 +26,7 @@ from deployments.routing import NodeRouter
 from deployments.text import TextMTP
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.protocol import (
+    GRAMMAR_FAILED,
     HEARTBEAT,
     Cancelled,
     EngineFailed,
@@ -767,3 +768,10 @@ def test_refusals_pass_through_serve(local_graph: tuple[Any, Any]):
 
     with pytest.raises(InvalidRequest, match="template"):
         run(go)
+
+
+def test_a_grammar_that_passes_the_limits_of_its_library_is_the_fault_of_the_request():
+    ended = TokenChunk((), FinishReason.ERROR, f"{GRAMMAR_FAILED}too many expressions")
+    assert isinstance(failure_of(ended), InvalidRequest)
+    assert "too many expressions" in str(failure_of(ended))
+    assert isinstance(failure_of(TokenChunk((), FinishReason.ERROR, "the step failed")), EngineFailed)
