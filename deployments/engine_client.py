@@ -34,6 +34,7 @@ from engine.protocol import (
     GRAMMAR_FAILED,
     Cancelled,
     EngineFailed,
+    EngineRequest,
     FinishReason,
     InvalidRequest,
     OrchardError,
@@ -224,7 +225,7 @@ class EngineClient:
                 first = await reader.next()
                 if first is None:
                     raise EngineFailed("The engine ended the answer before its first token.")
-                if (error := failure_of(first)) is not None:
+                if (error := failure_of(first, plan.request)) is not None:
                     raise error
                 self._refusals.forget(attempt.replica_id)
                 node_id = selection.node_id if selection else ""
@@ -316,13 +317,13 @@ async def while_running(
             await asyncio.wait({work}, timeout=period_s)
 
 
-def failure_of(chunk: TokenChunk) -> OrchardError | None:
-    """Why a choice ended with this chunk, if not as it should."""
+def failure_of(chunk: TokenChunk, request: EngineRequest) -> OrchardError | None:
+    """Why a choice of the request ended with this chunk, if not as it should."""
     if chunk.finish_reason is FinishReason.ABORT:
         return Cancelled(chunk.error or "The request was cancelled.")
     if chunk.finish_reason is not FinishReason.ERROR:
         return None
     message = chunk.error or "The engine gave up the request."
-    if message.startswith(GRAMMAR_FAILED):
-        return InvalidRequest(f"The answer cannot be constrained any further: {message}.")
+    if message.startswith(GRAMMAR_FAILED) and request.grammar is not None:
+        return InvalidRequest(f"The answer cannot be constrained any further: {message}.", request.grammar.field)
     return EngineFailed(message) if chunk.retry_after_s is None else Unavailable(message, chunk.retry_after_s)

@@ -71,7 +71,7 @@ class TextGeneration:
             async for chunk in self._stream:
                 if (detokenizer := self._running.get(chunk.index)) is None:
                     continue
-                if (error := failure_of(chunk)) is not None:
+                if (error := failure_of(chunk, self._stream.plan.request)) is not None:
                     raise error
                 delta = self._delta(chunk, detokenizer)
                 if delta.finish_reason is not None:

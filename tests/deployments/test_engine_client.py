@@ -32,6 +32,7 @@ from engine.protocol import (
     EngineFailed,
     EngineRequest,
     FinishReason,
+    GrammarSpec,
     ImagePatches,
     InvalidRequest,
     Overloaded,
@@ -771,7 +772,8 @@ def test_refusals_pass_through_serve(local_graph: tuple[Any, Any]):
 
 
 def test_a_grammar_that_passes_the_limits_of_its_library_is_the_fault_of_the_request():
-    ended = TokenChunk((), FinishReason.ERROR, f"{GRAMMAR_FAILED}too many expressions")
-    assert isinstance(failure_of(ended), InvalidRequest)
-    assert "too many expressions" in str(failure_of(ended))
-    assert isinstance(failure_of(TokenChunk((), FinishReason.ERROR, "the step failed")), EngineFailed)
+    request = replace(PLAN.request, grammar=GrammarSpec("regex", "(ab){1000000}", "structured_outputs.regex"))
+    error = failure_of(TokenChunk((), FinishReason.ERROR, f"{GRAMMAR_FAILED}too many expressions"), request)
+    assert isinstance(error, InvalidRequest)
+    assert "too many expressions" in error.message and error.field == "structured_outputs.regex"
+    assert isinstance(failure_of(TokenChunk((), FinishReason.ERROR, "the step failed"), request), EngineFailed)
