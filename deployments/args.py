@@ -16,9 +16,9 @@ class AppArgs(Frozen):
         default_factory=lambda: EngineConfig(), description="the model and how it runs, the same on every node"
     )
     spec_prefill: SpecPrefillConfig = Field(
-        default_factory=lambda: SpecPrefillConfig(), description="whether and how long prompts are taken in sparsely"
+        default_factory=lambda: SpecPrefillConfig(), description="whether and how long prompts are prefilled sparsely"
     )
-    media: MediaConfig = Field(default_factory=lambda: MediaConfig(), description="limits on the pictures of a request")
+    media: MediaConfig = Field(default_factory=lambda: MediaConfig(), description="limits on the images of a request")
     http: HttpConfig = Field(default_factory=lambda: HttpConfig(), description="what the HTTP faces accept")
     drain_timeout_s: float = Field(
         default=DRAIN_TIMEOUT_S,

@@ -77,7 +77,7 @@ class OpenAIRoutes:
         return JSONResponse({"id": request_id, "object": "chat.completion.cancel", "cancelled": True})
 
     async def _start(self, chat: ChatRequest, route: Route) -> Generation:
-        if not self._has_been_ready:  # while the first engine is loaded nobody waits for it
+        if not self._has_been_ready:  # requests do not wait while the first engine is loaded
             if (reason := await self._backend.not_ready()) is not None:
                 raise NotReady(reason)
             self._has_been_ready = True
