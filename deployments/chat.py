@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from pickle import PickleBuffer
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from deployments.in_flight import InFlight
 from engine.protocol import EngineRequest, GrammarSpec
@@ -70,6 +70,54 @@ class Route(StrEnum):
 
 
 @dataclass(frozen=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments, an object; None: no arguments."""
+    strict: bool = False
+    """Whether every keyword of the schema must be enforced."""
+    is_deferred: bool = False
+    """Whether the definition is left out in front of the conversation: a message holds it where it is first needed."""
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """The tool in OpenAI's form, which chat templates take."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        if self.strict:
+            function["strict"] = True
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Whether the answer calls tools."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    names: tuple[str, ...] = ()
+    """The tools that may be called; empty: all of them. `required` with one name is a named tool choice."""
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """Whether the model reasons before it answers."""
+
+    mode: Literal["off", "on", "auto"]
+    """`on` is refused for a template that cannot think; `auto` is `on` where the template can and `off` elsewhere."""
+    budget: int | None = None
+    """Most tokens of the thought; then it is closed. None: no limit."""
+    effort: str | None = None
+    """`low`, `medium` or `high` for templates that have a variable `reasoning_effort`."""
+    field: str = "reasoning_effort"
+    """The client's field, for errors."""
+
+
+@dataclass(frozen=True)
 class ChatRequest:
     """One request of any dialect after normalization. None means: the model's own default.
 
@@ -103,6 +151,16 @@ class ChatRequest:
     client: str = ""
     spec_prefill: bool | None = None
     spec_prefill_keep: float | None = None
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    """Whether one answer may hold several calls."""
+    thinking: Thinking | None = None
+    """None: the template's default, which is no thought."""
+    raw_prompt: str | tuple[int, ...] | None = None
+    """A prompt that no template renders, as text or token ids; messages are empty then."""
+    ignore_eos: bool = False
+    """Whether the answer goes on behind the model's own stop tokens."""
 
 
 @dataclass(frozen=True)
@@ -141,20 +199,39 @@ class TextLogprobs:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """One complete call of a tool in an answer."""
+
+    id: str
+    """Unique; `call_` and 24 hex digits."""
+    name: str
+    arguments: str
+    """JSON text of an object."""
+
+
+@dataclass(frozen=True)
 class TextDelta:
     """What all tokens of one choice since its last delta add; `finish_reason` is set on its last one alone.
 
-    logprobs: if asked for, one per token, also of tokens whose text is still held back. num_drafted, num_accepted: see
-    TokenChunk.
+    text: of the answer itself, without thought and calls. logprobs: if asked for, one per token, also of tokens whose
+    text is still held back. num_drafted, num_accepted: see TokenChunk.
     """
 
     text: str
     num_tokens: int
     finish_reason: str | None = None
+    """stop, length or tool_calls."""
     index: int = 0
     logprobs: tuple[TextLogprobs, ...] = ()
     num_drafted: int = 0
     num_accepted: int = 0
+    reasoning: str = ""
+    """Of the thought, without its markers."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls that these tokens completed. A call that the end of the answer cuts off is never reported."""
+    num_reasoning_tokens: int = 0
+    stop_sequence: str | None = None
+    """The stop string that ended the choice, with its finish reason."""
 
 
 @dataclass(frozen=True)

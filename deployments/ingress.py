@@ -16,9 +16,9 @@ from deployments.chat import ChatRequest, Route, TextDelta, TextLogprobs
 from deployments.draining import DRAIN_TIMEOUT_S, when_stopping
 from deployments.engine_client import PLAN_TIMEOUT_S, EngineClient, failure_of
 from deployments.engine_stream import EngineStream
+from deployments.http.app import create_app
 from deployments.http.cache import cache_body, cleared_body
 from deployments.http.config import HttpConfig
-from deployments.http.openai import create_app
 from deployments.http_proxy import HOOK, is_guarded
 from deployments.in_flight import InFlight
 from deployments.policies import nodes_offering

@@ -179,6 +179,21 @@ class GrammarSpec:
 
 
 @dataclass(frozen=True)
+class ThoughtSpec:
+    """The prompt ends inside of a thought, which the engine must watch: it has a budget, or a grammar holds behind it.
+
+    A grammar of the request holds from the token behind closing_ids on.
+    """
+
+    end_id: int
+    """The token that ends the thought, the model's own `</think>`."""
+    closing_ids: tuple[int, ...]
+    """What is forced once the budget is used up: the template's closing, end_id among it."""
+    budget: int | None = None
+    """Most tokens of the thought before the closing; None: no limit."""
+
+
+@dataclass(frozen=True)
 class ImagePatches:
     """One image, resized and cut for the vision tower, not yet normalised.
 
@@ -261,6 +276,7 @@ class EngineRequest:
     pinned: bool = False
     sparse: SparsePlan | None = None
     checkpoint: str = ""
+    thought: ThoughtSpec | None = None
 
     @property
     def num_pixel_bytes(self) -> int:

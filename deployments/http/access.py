@@ -152,7 +152,7 @@ class Access:
         try:
             self._rules.check(scope)
         except Refusal as refusal:
-            return await self._errors.response(refusal, scope["state"]["request_id"])(scope, receive, send)
+            return await self._errors.response(refusal, scope["state"]["request_id"], scope)(scope, receive, send)
         scope["state"]["is_administrative"] = self._rules.is_administrative(scope)
         origin = Headers(scope=scope).get("origin")
         if origin is None:

@@ -1,7 +1,8 @@
 """The process that reads large bodies: its loop (`main`) and, in the process that started it, its other end.
 
 Reading a body of megabytes is one long call of C code or many short ones of Python; in a thread either would take the
-event loop's turn. The two ends talk over a socket: length, then pickled data, or the body as it is. The process ends
+event loop's turn. The two ends talk over a socket: length, then pickled data, or the name of the dialect,
+a line break and the body as it is. The process ends
 when the socket does, so it never outlives the one that started it.
 """
 
@@ -17,11 +18,11 @@ import struct
 import subprocess
 import sys
 import threading
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import psutil
 
-from deployments.http.chat_reader import ChatRules, ReadChat, read_chat
+from deployments.http.request_reader import Dialect, ParsedRequest, ReadingRules, read_request
 from engine.protocol import EngineFailed, InvalidRequest, OrchardError
 
 RECYCLE_BYTES = 512 * 2**20
@@ -45,7 +46,7 @@ class BodyProcess:
         max_memory_bytes: private memory that the process may allocate (Linux; elsewhere there is no such limit).
     """
 
-    def __init__(self, rules: ChatRules, max_memory_bytes: int):
+    def __init__(self, rules: ReadingRules, max_memory_bytes: int):
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -74,12 +75,13 @@ class BodyProcess:
         except OSError as error:
             raise ProcessDied from error
 
-    async def read(self, body: bytes) -> ReadChat:
-        """Raises what `read_chat` raises, ProcessDied."""
+    async def read(self, body: bytes, dialect: Dialect) -> ParsedRequest:
+        """Raises what `read_request` raises, ProcessDied."""
         loop = asyncio.get_running_loop()
         self.has_answered = False
         try:
-            await loop.sock_sendall(self._socket, _LENGTH.pack(len(body)))
+            head = dialect.encode() + b"\n"
+            await loop.sock_sendall(self._socket, _LENGTH.pack(len(head) + len(body)) + head)
             await loop.sock_sendall(self._socket, body)
             num_bytes, num_message_bytes, is_last = _ANSWER.unpack(await self._receive(loop, _ANSWER.size))
             head, messages = await self._receive(loop, num_bytes), await self._receive(loop, num_message_bytes)
@@ -122,8 +124,10 @@ def main() -> None:
         gc.freeze()
         gc.disable()  # within a body: values of JSON hold no cycles
         is_last = False
-        while not is_last and (body := _next_message(stream)) is not None:
-            answer, messages = _answer_to(body, rules, max_memory_bytes)
+        while not is_last and (message := _next_message(stream)) is not None:
+            dialect, _, body = message.partition(b"\n")
+            del message
+            answer, messages = _answer_to(body, dialect.decode(), rules, max_memory_bytes)
             del body
             gc.collect()
             is_last = psutil.Process().memory_info().rss > RECYCLE_BYTES
@@ -133,11 +137,11 @@ def main() -> None:
             del answer, messages
 
 
-def _answer_to(body: bytes, rules: ChatRules, max_memory_bytes: int) -> tuple[bytes, memoryview]:
+def _answer_to(body: bytes, dialect: Any, rules: ReadingRules, max_memory_bytes: int) -> tuple[bytes, memoryview]:
     """What was read, or the error, pickled, and its messages."""
-    answer: ReadChat | Exception
+    answer: ParsedRequest | Exception
     try:
-        answer = read_chat(body, rules).packed()
+        answer = read_request(body, dialect, rules).packed()
     except OrchardError as error:
         answer = error.with_traceback(None)
     except MemoryError:

@@ -1,11 +1,11 @@
-"""BodyReader: reads the bodies of chat completions without holding up the event loop, however large they are."""
+"""BodyReader: reads the bodies of requests that generate without holding up the event loop, however large they are."""
 
 import asyncio
 import logging
 import weakref
 
 from deployments.http.body_process import BodyProcess, ProcessDied
-from deployments.http.chat_reader import ChatRules, ReadChat, is_cheap, read_chat
+from deployments.http.request_reader import Dialect, ParsedRequest, ReadingRules, is_cheap, read_request
 from engine.protocol import Unavailable
 
 logger = logging.getLogger("orchard.http")
@@ -31,33 +31,33 @@ class BodyReader:
     A process that has died or that takes too long is replaced. They end when the reader is closed or collected.
     """
 
-    def __init__(self, rules: ChatRules, max_body_bytes: int):
+    def __init__(self, rules: ReadingRules, max_body_bytes: int):
         self._rules = rules
         self._max_memory_bytes = BASE_MEMORY_BYTES + MEMORY_PER_BODY_BYTE * max_body_bytes
         self._free = asyncio.Semaphore(NUM_PROCESSES)
         self._idle: list[BodyProcess] = []
         self.close = weakref.finalize(self, _kill_all, self._idle)
 
-    async def read(self, body: bytes) -> ReadChat:
-        """Raises what `read_chat` raises, and Unavailable when a process fails. A caller that is cancelled frees no
+    async def read(self, body: bytes, dialect: Dialect) -> ParsedRequest:
+        """Raises what `read_request` raises, and Unavailable when a process fails. A caller that is cancelled frees no
         process before it is done with the body."""
         if is_cheap(body, self._rules):
-            return read_chat(body, self._rules)
+            return read_request(body, dialect, self._rules)
         await self._free.acquire()
-        reading = asyncio.ensure_future(self._read(body))
+        reading = asyncio.ensure_future(self._read(body, dialect))
         reading.add_done_callback(self._done)
         return await asyncio.shield(reading)
 
-    def _done(self, reading: asyncio.Future[ReadChat]) -> None:
+    def _done(self, reading: asyncio.Future[ParsedRequest]) -> None:
         self._free.release()
         if not reading.cancelled():
             reading.exception()  # its caller may be gone, then it is nobody's
 
-    async def _read(self, body: bytes) -> ReadChat:
+    async def _read(self, body: bytes, dialect: Dialect) -> ParsedRequest:
         process = self._take_idle() or await self._start()
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                return await process.read(body)
+                return await process.read(body, dialect)
         except TimeoutError:
             raise _failed(f"The request body could not be read within {READ_TIMEOUT_S:g} s.") from None
         except ProcessDied:

@@ -14,12 +14,13 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from engine.protocol import (
     Cancelled,
@@ -113,6 +114,26 @@ class NotReady(EngineFailed):
     """Nothing has been generated; args[0] says why no request can be served now."""
 
 
+ErrorDialect = Literal["openai", "anthropic"]
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_dialect(path: str) -> ErrorDialect:
+    return "anthropic" if path == "/v1/messages" or path.startswith("/v1/messages/") else "openai"
+
+
 @dataclass(frozen=True)
 class Failure:
     """retry_after_s: whole seconds, 1 to 60, or None where trying again is no use."""
@@ -130,8 +151,15 @@ class Failure:
         retry = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         return {**self.more_headers, **retry}
 
-    def body(self) -> bytes:
+    def body(self, dialect: ErrorDialect = "openai", request_id: str | None = None) -> bytes:
+        if dialect == "anthropic":
+            return json.dumps(self.anthropic_body(request_id)).encode()
         return json.dumps({"error": self._error}).encode()
+
+    def anthropic_body(self, request_id: str | None = None) -> dict[str, Any]:
+        """The body of a response, or the data of an `error` event, in Anthropic's dialect."""
+        error = {"type": _ANTHROPIC_TYPES.get(self.status, "api_error"), "message": self.message}
+        return {"type": "error", "error": error, "request_id": request_id}
 
     def event_body(self) -> bytes:
         """For a stream: what `body` and the headers say together."""
@@ -167,9 +195,11 @@ class ErrorMap:
             logger.warning("request %s: %s", request_id, found.message)
         return found or Failure(500, f"The server failed to answer request {request_id}.", "server_error")
 
-    def response(self, error: Exception, request_id: str) -> Response:
+    def response(self, error: Exception, request_id: str, scope: Scope) -> Response:
+        """In the dialect of the route that was asked for."""
         failure = self.failure(error, request_id)
-        return Response(failure.body(), failure.status, failure.headers, "application/json")
+        body = failure.body(error_dialect(scope["path"]), request_id)
+        return Response(body, failure.status, failure.headers, "application/json")
 
     def guard(self, endpoint: Endpoint) -> Endpoint:
         """The endpoint with every exception answered, so that none reaches the server around the app."""
@@ -181,7 +211,7 @@ class ErrorMap:
             except ClientDisconnect:
                 return Response(status_code=CLIENT_LEFT)
             except Exception as error:
-                return self.response(error, request.state.request_id)
+                return self.response(error, request.state.request_id, request.scope)
 
         return guarded
 
@@ -190,7 +220,7 @@ class ErrorMap:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             detail = f"There is no route {request.method[:16]} {request.url.path[:256]}."
             error = HTTPException(error.status_code, detail, error.headers)
-        return self.response(error, request.state.request_id)
+        return self.response(error, request.state.request_id, request.scope)
 
 
 def _of_orchard_error(error: OrchardError, request_id: str) -> Failure | None:

@@ -28,13 +28,16 @@ class EventStream:
         self._sending = asyncio.Lock()
         self._last_sent_s = asyncio.get_running_loop().time()
         self.is_open = False
+        self.headers: dict[str, str] = {}
+        """Further headers of the response. They can be set as long as it is not open."""
 
     async def send(self, event: bytes) -> None:
         """Send complete events, after the headers if these have not been sent yet."""
         async with self._sending:
             if not self.is_open:
                 self.is_open = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+                more = [(name.lower().encode(), value.encode("latin-1")) for name, value in self.headers.items()]
+                await self._send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *more]})
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
             self._last_sent_s = asyncio.get_running_loop().time()
 

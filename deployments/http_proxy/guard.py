@@ -91,7 +91,7 @@ class ProxyGuard:
             error = exchange.error or Unavailable(
                 "The process that worked on the request was lost. Please send the request again.", RETRY_S
             )
-            await self._errors.response(error, request_id)(scope, receive, exchange.send)
+            await self._errors.response(error, request_id, scope)(scope, receive, exchange.send)
 
     async def _wait_for_ingress(self, path: str) -> None:
         """Raises Unavailable if there is no ingress for this path, or will not be soon."""

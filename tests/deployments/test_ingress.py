@@ -16,8 +16,8 @@ from ray import serve
 
 from deployments import ingress
 from deployments.chat import ChatRequest, EngineAnswer, Route, SpecPrefillReport, TextDelta
+from deployments.http.app import create_app
 from deployments.http.config import HttpConfig
-from deployments.http.openai import create_app
 from deployments.in_flight import InFlight
 from deployments.ingress import Ingress, TextGeneration, engine_node_ids
 from engine.config import EngineConfig

@@ -10,8 +10,8 @@ import pytest
 from fastapi import FastAPI
 
 from deployments.chat import ChatRequest, Route, SpecPrefillReport, TextDelta
+from deployments.http.app import create_app
 from deployments.http.config import HttpConfig
-from deployments.http.openai import create_app
 from deployments.in_flight import InFlight
 
 

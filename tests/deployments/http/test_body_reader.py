@@ -17,11 +17,11 @@ import pytest
 from deployments.chat import PackedMessages
 from deployments.http import body_reader
 from deployments.http.body_reader import BodyReader
-from deployments.http.chat_reader import MAX_INLINE_BYTES, ChatRules, read_chat
 from deployments.http.errors import ModelNotFound
+from deployments.http.request_reader import MAX_INLINE_BYTES, ReadingRules, read_request
 from engine.protocol import InvalidRequest, Unavailable
 
-RULES = ChatRules("org/demo", frozenset({"image"}))
+RULES = ReadingRules("org/demo", frozenset({"image"}))
 LARGE = "é🙂 word " * (MAX_INLINE_BYTES // 8)
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * MAX_INLINE_BYTES}}
 
@@ -50,7 +50,7 @@ def read(request):
     readers = []
 
     def read_all(
-        *bodies: bytes, rules: ChatRules = RULES, max_body_bytes: int = 32 * 2**20, between=lambda: None
+        *bodies: bytes, rules: ReadingRules = RULES, max_body_bytes: int = 32 * 2**20, between=lambda: None
     ) -> list:
         async def talk() -> list[Any]:
             reader = BodyReader(rules, max_body_bytes)
@@ -58,7 +58,7 @@ def read(request):
             said: list[Any] = []
             for one in bodies:
                 try:
-                    said.append(await reader.read(one))
+                    said.append(await reader.read(one, "chat"))
                 except Exception as error:
                     said.append(error)
                 between()
@@ -85,8 +85,8 @@ def test_a_large_body_is_read_as_a_small_one_is(read, sent: bytes):
     assert len(sent) > MAX_INLINE_BYTES
     [there] = read(sent)
     assert isinstance(there.request.messages, PackedMessages)
-    assert there == read_chat(sent, RULES)
-    assert tuple(there.request.messages) == read_chat(sent, RULES).request.messages
+    assert there == read_request(sent, "chat", RULES)
+    assert tuple(there.request.messages) == read_request(sent, "chat", RULES).request.messages
 
 
 def test_errors_of_a_large_body_are_those_of_a_small_one(read):
@@ -94,7 +94,7 @@ def test_errors_of_a_large_body_are_those_of_a_small_one(read):
     said = read(unknown, wrong, broken)
     for error, sent in zip(said, (unknown, wrong, broken), strict=True):
         with pytest.raises(InvalidRequest) as caught:
-            read_chat(sent, RULES)
+            read_request(sent, "chat", RULES)
         assert type(error) is type(caught.value) and error.args == caught.value.args
         assert error.field == caught.value.field
     assert isinstance(said[0], ModelNotFound)
@@ -112,7 +112,7 @@ def test_small_bodies_start_no_process_and_large_ones_share_one(read):
 def test_patterns_of_the_operator_never_run_on_the_event_loop(read, monkeypatch):
     """Nothing is known of the time that they take: this one takes for ever, and its process is replaced."""
     monkeypatch.setattr(body_reader, "READ_TIMEOUT_S", 3.5)
-    rules = ChatRules("org/demo", frozenset(), volatile_patterns=(re.compile("^(a+)+$"),))
+    rules = ReadingRules("org/demo", frozenset(), volatile_patterns=(re.compile("^(a+)+$"),))
     good, evil = ([{"role": "system", "content": text}, user("Hi")] for text in ("aaa\nb", "a" * 64 + "b"))
     ticks = 0
 
@@ -127,10 +127,10 @@ def test_patterns_of_the_operator_never_run_on_the_event_loop(read, monkeypatch)
 
         ticking = asyncio.create_task(tick())
         reader = BodyReader(rules, 2**20)
-        said: list[Any] = [await reader.read(body(*good))]
+        said: list[Any] = [await reader.read(body(*good), "chat")]
         ticks = 0
         for messages in (evil, good):
-            said += await asyncio.gather(reader.read(body(*messages)), return_exceptions=True)
+            said += await asyncio.gather(reader.read(body(*messages), "chat"), return_exceptions=True)
         ticking.cancel()
         reader.close()
         return said
@@ -151,21 +151,21 @@ def test_a_process_that_was_killed_is_replaced(read):
             child.wait(10)
 
     said = read(*[body(user(LARGE))] * 2, between=kill)
-    assert said[0] == said[1] == read_chat(body(user(LARGE)), RULES)
+    assert said[0] == said[1] == read_request(body(user(LARGE)), "chat", RULES)
 
 
 def test_a_process_that_dies_over_a_body_makes_its_request_unavailable(monkeypatch):
     async def talk() -> None:
         reader, before = BodyReader(RULES, 2**25), set(children())
-        good = await reader.read(body(user(LARGE)))
+        good = await reader.read(body(user(LARGE)), "chat")
         [child] = set(children()) - before
         child.suspend()
-        reading = asyncio.create_task(reader.read(body(user(LARGE * 20))))
+        reading = asyncio.create_task(reader.read(body(user(LARGE * 20)), "chat"))
         await asyncio.sleep(0.05)
         child.kill()
         with pytest.raises(Unavailable, match="has died"):
             await reading
-        assert await reader.read(body(user(LARGE))) == good
+        assert await reader.read(body(user(LARGE)), "chat") == good
         reader.close()
 
     asyncio.run(talk())
@@ -174,15 +174,15 @@ def test_a_process_that_dies_over_a_body_makes_its_request_unavailable(monkeypat
 def test_a_caller_that_leaves_takes_no_process_with_it(read):
     async def talk() -> None:
         reader, before = BodyReader(RULES, 2**25), set(children())
-        await reader.read(body(user(LARGE)))
+        await reader.read(body(user(LARGE)), "chat")
         mine = set(children()) - before
         for _ in range(3):
-            reading = asyncio.create_task(reader.read(body(user(LARGE * 4))))
+            reading = asyncio.create_task(reader.read(body(user(LARGE * 4)), "chat"))
             await asyncio.sleep(0)
             reading.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await reading
-        last = await reader.read(body(user("Hi " + LARGE)))
+        last = await reader.read(body(user("Hi " + LARGE)), "chat")
         assert last.request.messages == (user("Hi " + LARGE),)
         assert mine <= set(children()) - before and len(set(children()) - before) <= body_reader.NUM_PROCESSES
         reader.close()
@@ -195,7 +195,7 @@ def test_closing_ends_the_processes():
 
     async def talk() -> BodyReader:
         reader = BodyReader(RULES, 2**25)
-        await reader.read(body(user(LARGE)))
+        await reader.read(body(user(LARGE)), "chat")
         return reader
 
     reader = asyncio.run(talk())
@@ -213,7 +213,7 @@ def test_processes_end_with_the_one_that_started_them():
         "from tests.deployments.http.test_body_reader import LARGE, RULES, body, children, user\n"
         "async def talk():\n"
         "    reader = BodyReader(RULES, 2**25)\n"
-        "    await reader.read(body(user(LARGE)))\n"
+        "    await reader.read(body(user(LARGE)), 'chat')\n"
         "    print(*(child.pid for child in children()), flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "asyncio.run(talk())\n"
@@ -237,4 +237,4 @@ def test_memory_of_a_process_is_limited(read, monkeypatch):
     heavy = body(user("x" * 100 * 2**20))
     said = read(heavy, body(user(LARGE)))
     assert isinstance(said[0], InvalidRequest) and str(280 * 2**20) in said[0].message
-    assert said[1] == read_chat(body(user(LARGE)), RULES)
+    assert said[1] == read_request(body(user(LARGE)), "chat", RULES)

@@ -44,7 +44,7 @@ def test_choices_are_sorted_by_index_and_their_tokens_are_added_up(chat, backend
         "completion_tokens": 5,
         "total_tokens": 12,
         "prompt_tokens_details": {"cached_tokens": 5},
-        "completion_tokens_details": {"drafted_tokens": 5, "accepted_draft_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 0, "drafted_tokens": 5, "accepted_draft_tokens": 3},
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from deployments.http import chat_reader
+from deployments.http import request_reader
 from tests.deployments.http.conftest import Connection
 from tests.deployments.http.worst_bodies import LIMIT, WORST_BODIES, parts_of
 
@@ -68,8 +68,8 @@ def test_no_body_holds_up_the_loop(make_app, freeze_garbage, name: str):
 
 
 def test_the_measure_notices_a_body_that_is_read_on_the_loop(make_app, freeze_garbage, monkeypatch):
-    monkeypatch.setattr(chat_reader, "MAX_INLINE_BYTES", LIMIT)
-    monkeypatch.setattr(chat_reader, "MAX_INLINE_MARKS", LIMIT)
+    monkeypatch.setattr(request_reader, "MAX_INLINE_BYTES", LIMIT)
+    monkeypatch.setattr(request_reader, "MAX_INLINE_MARKS", LIMIT)
 
     async def talk() -> None:
         lag, _ = await lag_of(make_app(), parts_of(b"[]", 200_000))

@@ -19,7 +19,7 @@ USAGE = {
     "completion_tokens": 4,
     "total_tokens": 11,
     "prompt_tokens_details": {"cached_tokens": 5},
-    "completion_tokens_details": {"drafted_tokens": 0, "accepted_draft_tokens": 0},
+    "completion_tokens_details": {"reasoning_tokens": 0, "drafted_tokens": 0, "accepted_draft_tokens": 0},
 }
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 

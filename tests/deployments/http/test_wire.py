@@ -8,8 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from deployments.http.wire import MAX_GRAMMAR_CHARS, ChatCompletionBody, parse_chat_completion, request_fields
-from deployments.http.wire_messages import MAX_PARTS, MAX_TOOL_CALLS
+from deployments.http.openai.chat_wire import (
+    MAX_GRAMMAR_CHARS,
+    ChatCompletionBody,
+    parse_chat_completion,
+    request_fields,
+)
+from deployments.http.openai.message_wire import MAX_PARTS, MAX_TOOL_CALLS
 from engine.protocol import GrammarSpec, InvalidRequest
 from tests.deployments.http.conftest import assert_refused
 

@@ -1,37 +1,18 @@
-"""The wire models of messages and their parts, and what all wire models share: strictness, tags, choices."""
+"""The wire models of chat messages and their parts."""
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from deployments.chat import MEDIA_KINDS
-from deployments.http.errors import CHOICE
 from deployments.http.normalize import ROLES
+from deployments.http.wire import STRING_OR_ARRAY, Wire, choose, tag
 
 MAX_PARTS = 2048
 """Content parts of one message."""
 
 MAX_TOOL_CALLS = 512
 """Tool calls of one message."""
-
-
-class Wire(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-def tag(name: str) -> Tag:
-    """Tags turn up in the paths of errors; the NUL tells them from the client's own field names."""
-    return Tag(f"\0{name}")
-
-
-def choose(by: Callable[[Any], str | None], rule: str, field: str = "") -> Discriminator:
-    """by: value -> tag. field: where the rule is about a field of the value, for `errors.from_validation`."""
-    return Discriminator(
-        lambda value: None if (tag := by(value)) is None else f"\0{tag}",
-        custom_error_type=f"{CHOICE}{field}",
-        custom_error_message=rule,
-    )
 
 
 def _role(message: Any) -> str | None:
@@ -44,10 +25,6 @@ def _type(part: Any) -> str | None:
     return _PART_TAGS.get(kind) if isinstance(kind, str) else None
 
 
-def _form(value: Any) -> str | None:
-    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else None
-
-
 _PART_TAGS = dict.fromkeys(MEDIA_KINDS, "media") | {
     "text": "text",
     "input_text": "text",
@@ -56,7 +33,6 @@ _PART_TAGS = dict.fromkeys(MEDIA_KINDS, "media") | {
     "input_image": "image_url",
     "image": "image",
 }
-STRING_OR_ARRAY = choose(_form, "must be a string or an array")
 
 
 class TextPart(Wire):

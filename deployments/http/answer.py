@@ -1,0 +1,113 @@
+"""Answer: what the deltas of one generation add up to; AnswerEncoder: how a dialect writes it."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from deployments.chat import Generation, SpecPrefillReport, TextDelta, TextLogprobs, ToolCall
+from deployments.http.errors import Failure
+from engine.protocol import EngineFailed
+
+FINISH_REASONS = ("stop", "length", "tool_calls")
+
+
+@dataclass
+class ChoiceAnswer:
+    """One of the answers to a request, as far as it is there."""
+
+    pieces: list[str] = field(default_factory=list)
+    reasoning_pieces: list[str] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[TextLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_sequence: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.reasoning_pieces)
+
+    def add(self, delta: TextDelta) -> None:
+        if delta.text:
+            self.pieces.append(delta.text)
+        if delta.reasoning:
+            self.reasoning_pieces.append(delta.reasoning)
+        self.tool_calls += delta.tool_calls
+        self.logprobs += delta.logprobs
+
+
+class Answer:
+    """All choices of a request, and its figures. One that failed or was aborted raises EngineFailed.
+
+    Args:
+        keeps_text: whether text, logprobs and calls are kept, which a stream has no use for.
+    """
+
+    def __init__(self, generation: Generation, num_choices: int, keeps_text: bool):
+        self.num_prompt_tokens = generation.num_prompt_tokens
+        self.num_cached_tokens = generation.num_cached_tokens
+        self.num_skipped_tokens = generation.num_skipped_tokens
+        self.spec_prefill: SpecPrefillReport | None = generation.spec_prefill
+        self.num_tokens = self.num_reasoning_tokens = self.num_drafted = self.num_accepted = 0
+        self.choices = [ChoiceAnswer() for _ in range(num_choices)]
+        self._keeps_text = keeps_text
+
+    def add(self, delta: TextDelta) -> None:
+        choice = self.choices[delta.index]
+        self.num_tokens += delta.num_tokens
+        self.num_reasoning_tokens += delta.num_reasoning_tokens
+        self.num_drafted += delta.num_drafted
+        self.num_accepted += delta.num_accepted
+        if self._keeps_text:
+            choice.add(delta)
+        if delta.finish_reason is not None:
+            if delta.finish_reason not in FINISH_REASONS:
+                raise EngineFailed(f"the generation ended with {delta.finish_reason}")
+            choice.finish_reason, choice.stop_sequence = delta.finish_reason, delta.stop_sequence
+
+    def check_complete(self) -> None:
+        """Raises EngineFailed if a choice has not ended."""
+        if any(choice.finish_reason is None for choice in self.choices):
+            raise EngineFailed("the generation ended without a finish reason")
+
+
+class AnswerEncoder(Protocol):
+    """Writes one answer in a dialect: `body`, or `opening`, any number of `encode`, and `closing` or `failed`.
+
+    Bytes are complete server-sent events, or b"" for nothing.
+    """
+
+    def opening(self, generation: Generation) -> bytes:
+        """The events before the first delta."""
+        ...
+
+    def encode(self, delta: TextDelta) -> bytes:
+        """The events of one delta, of any choice."""
+        ...
+
+    def closing(self, answer: Answer) -> bytes:
+        """The events behind the last delta: every choice has its finish reason."""
+        ...
+
+    def failed(self, failure: Failure) -> bytes:
+        """The last event of a stream that failed, perhaps before its opening."""
+        ...
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        ...
+
+
+def prompt_details(answer: Answer) -> dict[str, Any]:
+    """Where a prompt's tokens came from. `specprefill` is there if a sparse prompt was asked for or tried."""
+    details: dict[str, Any] = {"cached_tokens": answer.num_cached_tokens}
+    if (report := answer.spec_prefill) is not None:
+        details["specprefill"] = {
+            "skipped_tokens": answer.num_skipped_tokens,
+            "scored_tokens": report.num_scored,
+            "scoring_ms": round(1000 * report.scoring_s, 1),
+            "dense_because": report.dense_because,
+        }
+    return details

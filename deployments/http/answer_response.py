@@ -1,0 +1,216 @@
+"""AnswerResponse: reads a request, starts its generation, relays the answer, and ends it all when the client leaves, or
+when somebody else ends it. Every dialect's answers go through it."""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from deployments.chat import Generation
+from deployments.http.answer import Answer, AnswerEncoder
+from deployments.http.client_address import address_group, client_host
+from deployments.http.errors import CLIENT_LEFT, ErrorMap
+from deployments.http.event_stream import EventStream
+from deployments.http.unread_bodies import UnreadBodies, read_body
+from deployments.in_flight import Entry, InFlight
+from engine.protocol import OrchardError
+
+logger = logging.getLogger("orchard.http")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the body of a request asks for, ready to begin."""
+
+    id: str
+    """Of the answer; the request can be cancelled by it."""
+    start: Callable[[], Awaitable[Generation]]
+    """Returns when the answer has begun; raises why it does not. Called once."""
+    encoder: AnswerEncoder
+    stream: bool
+    num_choices: int = 1
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Further headers of the response."""
+
+
+class AnswerResponse(Response):
+    """Reads the request, starts the generation and sends what comes of it.
+
+    The request is in flight from its headers on, but takes its place only when its body has been read: where there is
+    no room for it, its body is not even read. Whoever wants it ended (in_flight), or a client that leaves, cancels the
+    work where it stands, also before the first token, and its row is freed. What ends the response is sent after that,
+    since servers report every client as gone once they have its last byte.
+
+    A stream commits its status with its first token, or earlier, with a comment, when the first token takes longer than
+    `comment_s`; an error after that is an event.
+
+    Args:
+        understand: makes of the body what it asks for. It may raise anything.
+    """
+
+    def __init__(
+        self,
+        understand: Callable[[bytes], Awaitable[Job]],
+        in_flight: InFlight,
+        bodies: UnreadBodies,
+        errors: ErrorMap,
+        request_id: str,
+        comment_s: float,
+    ):
+        super().__init__()
+        self._understand = understand
+        self._in_flight = in_flight
+        self._bodies = bodies
+        self._errors = errors
+        self._request_id = request_id
+        self._comment_s = comment_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = EventStream(send, self._comment_s)
+        with contextlib.ExitStack() as stack:
+            try:
+                address = address_group(client_host(scope))
+                entry = stack.enter_context(self._in_flight.enter(self._request_id, address))
+            except OrchardError as error:
+                response = self._errors.response(error, self._request_id, scope)
+                return await response(scope, receive, send)
+            try:
+                response = await self._answered(entry, Request(scope, receive), stream)
+            except (ClientDisconnect, OSError):
+                logger.info("request %s: the client left", self._request_id)
+                entry.answered()
+                if stream.is_open:
+                    return
+                response = Response(status_code=CLIENT_LEFT)
+            if response is not None:
+                await response(scope, receive, send)
+            else:
+                await stream.end()
+
+    async def _answered(self, entry: Entry, request: Request, stream: EventStream) -> Response | None:
+        """The response that is still to be sent; None if events have been."""
+        try:
+            job = await unless(self._read(request), entry.must_end)
+            self._in_flight.understood(entry, job.id, job.num_choices)
+        except (ClientDisconnect, OSError):
+            raise
+        except Exception as error:
+            return self._refused(entry, error, request.scope)
+        stream.headers.update(job.headers)
+        left = asyncio.ensure_future(_left(request.receive))
+        try:
+            return await unless(self._work(job, entry, stream, request.scope), entry.must_end, left)
+        except OrchardError as error:  # whoever ended it says why; what the work itself raises, it answers itself
+            logger.info("request %s was ended: %s", self._request_id, error)
+            return await self._failed(job, entry, error, stream, request.scope)
+        finally:
+            left.cancel()
+            await asyncio.gather(left, return_exceptions=True)
+
+    async def _read(self, request: Request) -> Job:
+        body = await read_body(request.scope, request.receive, self._bodies)
+        if body is None:
+            raise ClientDisconnect
+        return await self._understand(body)
+
+    async def _work(self, job: Job, entry: Entry, stream: EventStream, scope: Scope) -> Response | None:
+        """See `_answered`."""
+        if not job.stream:
+            return await self._generate(job, entry, stream, scope)
+        comments = asyncio.ensure_future(stream.keep_alive())
+        try:
+            return await self._generate(job, entry, stream, scope)
+        finally:
+            comments.cancel()
+            await asyncio.gather(comments, return_exceptions=True)
+
+    async def _generate(self, job: Job, entry: Entry, stream: EventStream, scope: Scope) -> Response | None:
+        try:
+            generation = await job.start()
+        except Exception as error:
+            return await self._failed(job, entry, error, stream, scope)
+        try:
+            relay = self._send_events if job.stream else self._whole
+            return await relay(job, generation, entry, stream)
+        except (ClientDisconnect, OSError):
+            raise
+        except Exception as error:
+            return await self._failed(job, entry, error, stream, scope)
+        finally:
+            await self._close(generation)
+
+    async def _whole(self, job: Job, generation: Generation, entry: Entry, stream: EventStream) -> Response:
+        answer = Answer(generation, job.num_choices, keeps_text=True)
+        async for delta in generation:
+            answer.add(delta)
+        answer.check_complete()
+        body = json.dumps(job.encoder.body(answer))
+        entry.answered()
+        return Response(body, headers=dict(job.headers), media_type="application/json")
+
+    async def _send_events(self, job: Job, generation: Generation, entry: Entry, stream: EventStream) -> None:
+        """Raises what the generation raises."""
+        answer = Answer(generation, job.num_choices, keeps_text=False)
+        if opening := job.encoder.opening(generation):
+            await stream.send(opening)
+        async for delta in generation:
+            answer.add(delta)
+            if sent := job.encoder.encode(delta):
+                await stream.send(sent)
+        answer.check_complete()
+        closing = job.encoder.closing(answer)
+        entry.answered()
+        await stream.send(closing)
+
+    async def _failed(
+        self, job: Job, entry: Entry, error: Exception, stream: EventStream, scope: Scope
+    ) -> Response | None:
+        """The answer is an error, and nothing else any more: a response, or the last event of an open stream."""
+        if not stream.is_open:
+            return self._refused(entry, error, scope)
+        entry.answered()
+        await stream.send(job.encoder.failed(self._errors.failure(error, self._request_id)))
+        return None
+
+    def _refused(self, entry: Entry, error: Exception, scope: Scope) -> Response:
+        entry.answered()
+        return self._errors.response(error, self._request_id, scope)
+
+    async def _close(self, generation: Generation) -> None:
+        try:
+            await generation.aclose()
+        except Exception:
+            logger.exception("request %s: its generation could not be closed", self._request_id)
+
+
+async def unless(work: Coroutine[Any, Any, T], *ends: asyncio.Future[Any]) -> T:
+    """Does the work. If one of `ends` is done before it, or the caller is cancelled, cancels it and waits for its
+    clean-up.
+
+    Raises the error that is the result of that end, or what the work raises.
+    """
+    worker = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({worker, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise next(end.result() for end in ends if end.done())
+    finally:
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+    return worker.result()
+
+
+async def _left(receive: Receive) -> ClientDisconnect:
+    """Returns when the client leaves. All of the request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    return ClientDisconnect()

@@ -1,0 +1,1 @@
+"""The Anthropic dialect: wire models, and encoders of its answers."""

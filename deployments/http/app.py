@@ -1,0 +1,47 @@
+"""create_app: all endpoints and the middleware in front of them."""
+
+from collections.abc import Mapping
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+
+from deployments.chat import Backend
+from deployments.http.access import Access, AccessRules
+from deployments.http.config import HttpConfig
+from deployments.http.door import Door
+from deployments.http.errors import Converter, ErrorMap
+from deployments.http.openai.chat import ChatCompletions
+from deployments.http.openai.models import Models
+from deployments.http.operations import Operations
+from deployments.http.proxy_limits import ProxyLimits, TellProxy
+from deployments.http.request_id import RequestId
+
+
+def create_app(
+    backend: Backend,
+    config: HttpConfig,
+    media_kinds: frozenset[str],
+    keeps_late_system: bool = False,
+    converters: Mapping[type[Exception], Converter] | None = None,
+    is_behind_proxy: bool = False,
+) -> FastAPI:
+    """The whole HTTP face of a backend.
+
+    Under Ray this is called from `__serve_build_asgi_app__`, when the backend exists.
+
+    Args:
+        media_kinds: what the model reads besides text.
+        keeps_late_system: see `normalize`.
+        converters: make our errors of the transport's.
+        is_behind_proxy: whether Serve's HTTP proxy adds the request id to responses, see RequestId.
+    """
+    errors = ErrorMap(converters)
+    door = Door(backend, config, media_kinds, keeps_late_system, errors)
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    for face in (ChatCompletions(door), Models(door), Operations(door)):
+        face.add_to(app)
+    app.add_exception_handler(HTTPException, errors.handle_http_exception)
+    app.add_middleware(Access, rules=AccessRules(config), errors=errors)
+    app.add_middleware(RequestId, is_behind_proxy=is_behind_proxy)
+    app.add_middleware(TellProxy, limits=ProxyLimits(config.body_limits, config.send_timeout_s))
+    return app

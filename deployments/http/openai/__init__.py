@@ -1,0 +1,1 @@
+"""The OpenAI dialect: wire models, and encoders of its answers."""

@@ -1,0 +1,38 @@
+"""POST /v1/chat/completions, and its cancellation."""
+
+import time
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from deployments.http.door import Door
+from deployments.http.errors import RequestNotFound
+from deployments.http.openai.chat_encoder import ChatEncoder
+from deployments.http.request_reader import ParsedRequest
+
+
+class ChatCompletions:
+    def __init__(self, door: Door):
+        self._door = door
+
+    def add_to(self, app: FastAPI) -> None:
+        guard = self._door.errors.guard
+        app.add_route("/v1/chat/completions", guard(self.create), ["POST"])
+        app.add_route("/v1/chat/completions/{id:path}/cancel", guard(self.cancel), ["POST"])
+
+    async def create(self, request: Request) -> Response:
+        return self._door.answer(request, "chat", "chatcmpl-", self._encoder)
+
+    def _encoder(self, parsed: ParsedRequest, id: str) -> ChatEncoder:
+        return ChatEncoder(parsed.echo, id, self._door.backend.model_name, int(time.time()))
+
+    async def cancel(self, request: Request) -> Response:
+        """id: of the completion, or the X-Request-Id that it came with: all requests that have it are cancelled.
+
+        Their clients are told (499, or an error event in the stream) and their rows are freed.
+        """
+        request_id = request.path_params["id"]
+        if not await self._door.backend.cancel(request_id):
+            raise RequestNotFound(request_id)
+        return JSONResponse({"id": request_id, "object": "chat.completion.cancel", "cancelled": True})

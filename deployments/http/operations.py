@@ -1,0 +1,47 @@
+"""What operators ask: health, status, and the prefix cache."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from deployments.http.access import AdministratorOnly
+from deployments.http.door import Door
+from deployments.http.redaction import administrative_view, public_view
+
+
+class Operations:
+    def __init__(self, door: Door):
+        self._door = door
+
+    def add_to(self, app: FastAPI) -> None:
+        guard = self._door.errors.guard
+        app.add_route("/v1/status", guard(self.status), ["GET"])
+        app.add_route("/v1/cache", guard(self.cache), ["GET", "DELETE"])  # one route, for a whole Allow header
+        app.add_route("/health/live", guard(self.live), ["GET"])
+        app.add_route("/health/ready", guard(self.ready), ["GET"])
+
+    async def live(self, request: Request) -> Response:
+        return JSONResponse({"status": "live"})
+
+    async def ready(self, request: Request) -> Response:
+        reason = await self._door.backend.not_ready()
+        if reason is None:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready", "reason": reason}, 503)
+
+    async def status(self, request: Request) -> Response:
+        return _page(request, {**await self._door.backend.status(), "bodies": self._door.bodies.status()})
+
+    async def cache(self, request: Request) -> Response:
+        if request.method == "DELETE":
+            if not request.state.is_administrative:
+                raise AdministratorOnly("DELETE /v1/cache")
+            return JSONResponse(await self._door.backend.clear_cache())
+        return _page(request, await self._door.backend.cache_status())
+
+
+def _page(request: Request, page: dict[str, Any]) -> Response:
+    view = administrative_view if request.state.is_administrative else public_view
+    return JSONResponse(view(page))

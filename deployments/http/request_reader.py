@@ -1,0 +1,90 @@
+"""read_request: the body of a request that generates -> what it asks for, by nothing of the server but its rules."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from deployments.chat import ChatRequest, PackedMessages, Route
+from deployments.http.errors import ModelNotFound
+from deployments.http.json_body import parse_json_object
+from deployments.http.normalize import DEFAULT_VOLATILE_PATTERNS, SystemPolicy
+
+MAX_INLINE_BYTES = 256 * 2**10
+"""Bytes of a body that may be read on the event loop."""
+
+MAX_INLINE_MARKS = 8192
+"""Brackets, commas and quotes of such a body. The time that reading takes grows with these much more than with the
+bytes: 8192 of them take up to 20 ms, in 256 kB there may be enough for 150 ms."""
+
+
+@dataclass(frozen=True)
+class ReadingRules:
+    """What decides how a body is read, besides the body."""
+
+    model_name: str
+    """The name of the model in answers."""
+    media_kinds: frozenset[str]
+    """What the model reads besides text."""
+    keeps_late_system: bool = False
+    """See `normalize`."""
+    system_policy: SystemPolicy = "hoist"
+    volatile_patterns: tuple[re.Pattern[str], ...] = DEFAULT_VOLATILE_PATTERNS
+    aliases: frozenset[str] = frozenset()
+    """Other names that `model` may have."""
+    unknown_fields: Literal["report", "refuse"] = "report"
+    """Unknown fields at the top of a body: ignored and named in a header, or refused."""
+
+    @cached_property
+    def may_backtrack(self) -> bool:
+        """Whether some pattern is the operator's own, so that nothing is known of the time that it takes."""
+        return not set(self.volatile_patterns) <= set(DEFAULT_VOLATILE_PATTERNS)
+
+    def check_model(self, asked: str) -> None:
+        """Raises ModelNotFound."""
+        if asked != self.model_name and asked not in self.aliases:
+            raise ModelNotFound(asked, self.model_name)
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """What a body asks for, in any dialect. It crosses a process wall: everything in it can be pickled."""
+
+    request: ChatRequest
+    """Without an id."""
+    route: Route
+    stream: bool
+    echo: Any = None
+    """What the dialect's encoder must know of the body."""
+    ignored: tuple[str, ...] = ()
+    """Fields at the top of the body that nobody knows."""
+
+    def packed(self) -> "ParsedRequest":
+        """The same with messages that are cheap to hand on."""
+        return replace(self, request=replace(self.request, messages=PackedMessages.of(self.request.messages)))
+
+
+Parser = Callable[[dict[str, Any], ReadingRules], ParsedRequest]
+"""Validates and normalizes the JSON object of a body. Raises InvalidRequest, ModelNotFound."""
+
+Dialect = Literal["chat", "completions", "responses", "messages"]
+
+
+def read_request(body: bytes, dialect: Dialect, rules: ReadingRules) -> ParsedRequest:
+    """Raises InvalidRequest, ModelNotFound."""
+    return _parser(dialect)(parse_json_object(body), rules)
+
+
+def _parser(dialect: Dialect) -> Parser:
+    from deployments.http.openai.chat_wire import parse_chat
+
+    parsers: dict[str, Parser] = {"chat": parse_chat}
+    return parsers[dialect]
+
+
+def is_cheap(body: bytes, rules: ReadingRules) -> bool:
+    """Whether reading a body takes so little time that the event loop can do it."""
+    if len(body) > MAX_INLINE_BYTES or rules.may_backtrack:
+        return False
+    return sum(map(body.count, (b'"', b",", b"{", b"}", b"[", b"]"))) <= MAX_INLINE_MARKS
