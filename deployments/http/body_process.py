@@ -1,8 +1,8 @@
 """The process that reads large bodies: its loop (`main`) and, in the process that started it, its other end.
 
 Reading a body of megabytes is one long call of C code or many short ones of Python; in a thread either would take the
-event loop's turn. The two ends talk over a socket: length, then pickled data, or the name of the dialect,
-a line break and the body as it is. The process ends
+event loop's turn. The two ends talk over a socket: length, then pickled data, or the body as it is behind
+the name of its dialect. The process ends
 when the socket does, so it never outlives the one that started it.
 """
 
@@ -80,8 +80,8 @@ class BodyProcess:
         loop = asyncio.get_running_loop()
         self.has_answered = False
         try:
-            head = dialect.encode() + b"\n"
-            await loop.sock_sendall(self._socket, _LENGTH.pack(len(head) + len(body)) + head)
+            name = dialect.encode()
+            await loop.sock_sendall(self._socket, _LENGTH.pack(len(name)) + name + _LENGTH.pack(len(body)))
             await loop.sock_sendall(self._socket, body)
             num_bytes, num_message_bytes, is_last = _ANSWER.unpack(await self._receive(loop, _ANSWER.size))
             head, messages = await self._receive(loop, num_bytes), await self._receive(loop, num_message_bytes)
@@ -124,9 +124,7 @@ def main() -> None:
         gc.freeze()
         gc.disable()  # within a body: values of JSON hold no cycles
         is_last = False
-        while not is_last and (message := _next_message(stream)) is not None:
-            dialect, _, body = message.partition(b"\n")
-            del message
+        while not is_last and (dialect := _next_message(stream)) and (body := _next_message(stream)) is not None:
             answer, messages = _answer_to(body, dialect.decode(), rules, max_memory_bytes)
             del body
             gc.collect()

@@ -1,0 +1,120 @@
+"""FieldRules: which fields at the top of a body a dialect honours, tolerates, refuses or does not know.
+
+A field of a body is one of these:
+* honoured: the wire model has it.
+* neutral: it would change the answer and cannot be honoured, but some of its values ask for nothing.
+* refused: it would change the answer and cannot be honoured.
+* informational: it changes no answer, and is accepted up to a size.
+* unknown: ignored and reported, or refused, as `http.unknown_fields` says.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from deployments.http.errors import shown
+from engine.protocol import InvalidRequest
+
+logger = logging.getLogger("orchard.http")
+
+MAX_INFORMATIONAL_CHARS = 16_384
+"""Characters of the JSON of one informational field: clients put session ids and labels there."""
+
+MAX_IGNORED = 64
+"""Unknown fields of one body that are ignored; a body with more of them is no request for a model."""
+
+MAX_NAME_CHARS = 64
+"""Characters of an unknown field's name."""
+
+MAX_COUNTED_NAMES = 256
+"""Different unknown names that are counted and logged, so that clients cannot fill memory or log."""
+
+UnknownFields = Literal["report", "refuse"]
+
+
+@dataclass(frozen=True)
+class FieldRules:
+    """The rules of one dialect for fields that its wire model does not have."""
+
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Fields that cannot be honoured -> the values, besides null, that ask for nothing."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Fields that cannot be honoured -> what to do instead, a sentence, or ''."""
+    informational: frozenset[str] = frozenset()
+    """Fields that change no answer."""
+
+
+def split_fields(
+    raw: Mapping[str, Any], known: Collection[str], rules: FieldRules, unknown: UnknownFields = "report"
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The honoured fields of a body, and the names of its unknown ones.
+
+    Raises InvalidRequest naming the first field that cannot be accepted.
+    """
+    honoured: dict[str, Any] = {}
+    ignored: list[str] = []
+    for name, value in raw.items():
+        if name in known:
+            honoured[name] = value
+        elif value is None and (name in rules.neutral or name in rules.refused):
+            continue
+        elif name in rules.neutral:
+            _check_neutral(name, value, rules.neutral[name])
+        elif name in rules.refused:
+            raise InvalidRequest(f"`{name}` is not supported. {rules.refused[name]}".strip(), name)
+        elif name in rules.informational:
+            _check_size(name, value)
+        else:
+            ignored.append(name)
+    if ignored and unknown == "refuse":
+        raise InvalidRequest(f"`{ignored[0][:MAX_NAME_CHARS]}` is not supported.", ignored[0][:MAX_NAME_CHARS])
+    if len(ignored) > MAX_IGNORED:
+        raise InvalidRequest(
+            f"The request body has {len(ignored)} unknown fields, such as `{ignored[0][:MAX_NAME_CHARS]}`; the limit "
+            f"is {MAX_IGNORED}."
+        )
+    return honoured, tuple(name[:MAX_NAME_CHARS] for name in ignored)
+
+
+def _check_neutral(name: str, value: Any, harmless: tuple[Any, ...]) -> None:
+    if any(_same_json(value, other) for other in harmless):
+        return
+    allowed = " or ".join(["null", *map(json.dumps, harmless)])
+    raise InvalidRequest(f"`{name}` is not supported: it is {shown(value)}, and may only be {allowed}.", name)
+
+
+def _check_size(name: str, value: Any) -> None:
+    num_chars = len(json.dumps(value, ensure_ascii=False)) if isinstance(value, dict | list) else len(str(value))
+    if num_chars > MAX_INFORMATIONAL_CHARS:
+        raise InvalidRequest(f"`{name}` has {num_chars} characters; the limit is {MAX_INFORMATIONAL_CHARS}.", name)
+
+
+def _same_json(value: Any, other: Any) -> bool:
+    """Equality of Python that tells true from 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+class IgnoredFields:
+    """Counts the unknown fields that clients have sent, by name, and logs each name once."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def note(self, names: Collection[str]) -> None:
+        for name in names:
+            if name in self._counts or len(self._counts) < MAX_COUNTED_NAMES:
+                if name not in self._counts:
+                    logger.info("clients send the unknown field %s: it is ignored", printable(name))
+                self._counts[name] += 1
+
+    def status(self) -> dict[str, int]:
+        """How many requests have had each unknown field, the most frequent first."""
+        return dict(self._counts.most_common())
+
+
+def printable(name: str) -> str:
+    """A client's name for a log line or a header: ASCII, without control characters, at most MAX_NAME_CHARS."""
+    return json.dumps(name[:MAX_NAME_CHARS])[1:-1].replace(",", "\\u002c")
