@@ -1,5 +1,7 @@
 """LangChain's chat models of both dialects, and its embeddings."""
 
+import operator
+from functools import reduce
 from typing import Any
 
 import anthropic
@@ -48,8 +50,7 @@ def chat_model(base_url: str, face: str, **options: Any) -> BaseChatModel:
 def invoke(model: Any, messages: list[BaseMessage], streamed: bool) -> AIMessage:
     if not streamed:
         return model.invoke(messages)
-    first, *chunks = list(model.stream(messages))
-    return sum(chunks, first)
+    return reduce(operator.add, model.stream(messages))
 
 
 @FACES
@@ -119,9 +120,8 @@ def test_an_image_is_seen(base_url: str, face: str, red_circle: str):
 
 
 def test_texts_are_embedded(base_url: str):
-    embeddings = OpenAIEmbeddings(
-        model=MODEL, base_url=f"{base_url}/v1", api_key="none", check_embedding_ctx_length=False
-    )  # pyright: ignore
+    options: dict[str, Any] = {"model": MODEL, "api_key": "none", "check_embedding_ctx_length": False}
+    embeddings = OpenAIEmbeddings(base_url=f"{base_url}/v1", **options)
     first, second = embeddings.embed_documents([CAPITAL_QUESTION, WEATHER_QUESTION])
     assert len(first) == len(second) > 1 and first != second
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import litellm
 import pytest
+from litellm.exceptions import BadRequestError, NotFoundError
 
 from tests.e2e.clients.questions import (
     CAPITAL,
@@ -121,11 +122,11 @@ def test_a_text_is_embedded(base_url: str):
 
 @PROVIDERS
 def test_an_unknown_model_is_not_found(base_url: str, provider: str):
-    with pytest.raises(litellm.NotFoundError):
+    with pytest.raises(NotFoundError):
         complete(base_url, provider, [user("Hello!")], model=f"{provider}/none")
 
 
 @PROVIDERS
 def test_a_bad_field_is_named(base_url: str, provider: str):
-    with pytest.raises(litellm.BadRequestError, match="temperature"):
+    with pytest.raises(BadRequestError, match="temperature"):
         complete(base_url, provider, [user("Hello!")], temperature=5)
