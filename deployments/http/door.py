@@ -10,9 +10,11 @@ from starlette.responses import Response
 from deployments.chat import Backend, ChatRequest, Generation, Route
 from deployments.http.answer import AnswerEncoder
 from deployments.http.answer_response import AnswerResponse, Job
+from deployments.http.api_keys import KeyIdentity
 from deployments.http.body_reader import BodyReader
 from deployments.http.config import HttpConfig
 from deployments.http.errors import ErrorMap, NotReady
+from deployments.http.rate_limits import RateLimits
 from deployments.http.request_reader import Dialect, ParsedRequest, ReadingRules
 from deployments.http.unread_bodies import UnreadBodies
 from engine.protocol import EngineFailed, Unavailable
@@ -25,7 +27,7 @@ MakeEncoder = Callable[[ParsedRequest, str], AnswerEncoder]
 
 
 class Door:
-    """The endpoints of all dialects share one. bodies: the request bodies that are arriving."""
+    """The endpoints of all dialects share one. bodies: the request bodies that are arriving. limits: of the keys."""
 
     def __init__(
         self,
@@ -39,6 +41,7 @@ class Door:
         self.config = config
         self.errors = errors
         self.bodies = UnreadBodies(config.body_limits)
+        self.limits = RateLimits()
         self.rules = ReadingRules(
             backend.model_name, media_kinds, keeps_late_system, config.system_policy, config.volatile_patterns
         )
@@ -59,7 +62,7 @@ class Door:
         waiting = [(replace(parsed.request, request_id=id), parsed.route)]
         return Job(
             id,
-            lambda: self.start(*waiting.pop()),  # the answer need not keep its conversation
+            lambda key: self.start(key, *waiting.pop()),  # the answer need not keep its conversation
             encoder,
             parsed.stream,
             parsed.request.num_choices,
@@ -72,16 +75,17 @@ class Door:
             understand,
             self.backend.in_flight,
             self.bodies,
+            self.limits,
             self.errors,
             request.state.request_id,
             self.config.stream_comment_s,
         )
 
-    async def start(self, chat: ChatRequest, route: Route) -> Generation:
-        """Raises OrchardError: NotReady while no engine is."""
+    async def start(self, key: KeyIdentity, chat: ChatRequest, route: Route) -> Generation:
+        """Begin what the holder of a key asks for. Raises OrchardError: NotReady while no engine is."""
         await self.check_ready()
         try:
-            return await self.backend.start(chat, route)
+            return await self.backend.start(key.apply(chat), route)
         except Exception as error:
             converted = self.errors.convert(error)
             if isinstance(converted, EngineFailed) and (reason := await self.backend.not_ready()) is not None:
