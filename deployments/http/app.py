@@ -41,7 +41,7 @@ def create_app(
     for face in (ChatCompletions(door), Models(door), Operations(door)):
         face.add_to(app)
     app.add_exception_handler(HTTPException, errors.handle_http_exception)
-    app.add_middleware(Access, rules=AccessRules(config), errors=errors)
+    app.add_middleware(Access, rules=AccessRules(config), errors=errors, limits=door.limits)
     app.add_middleware(RequestId, is_behind_proxy=is_behind_proxy)
     app.add_middleware(TellProxy, limits=ProxyLimits(config.body_limits, config.send_timeout_s))
     return app
