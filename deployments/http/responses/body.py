@@ -9,7 +9,8 @@ from pydantic import Field, ValidationError
 from deployments.chat import ChatRequest, Route, Thinking
 from deployments.http.errors import from_validation, shown
 from deployments.http.fields import FieldRules, split_fields
-from deployments.http.openai.chat_wire import MAX_GRAMMAR_CHARS, MAX_USER_CHARS, CacheSalt, PlainFormat
+from deployments.http.openai.chat_wire import MAX_USER_CHARS, CacheSalt, PlainFormat, schema_grammar
+from deployments.http.openai.thinking_wire import Effort, from_effort
 from deployments.http.request_reader import ParsedRequest, ReadingRules
 from deployments.http.responses.conversation import conversation
 from deployments.http.responses.encoder import ResponsesEcho
@@ -42,9 +43,6 @@ FIELD_RULES = FieldRules(
     informational=frozenset({"client_metadata", "prompt_cache_options", "prompt_cache_retention"}),
 )
 """The fields that ResponsesBody does not have."""
-
-EFFORT_BUDGETS: dict[str, int | None] = {"low": 1024, "medium": 8192, "high": None, "xhigh": None, "max": None}
-"""Reasoning effort -> most tokens of the thought; None: no limit."""
 
 _INT32_MAX = 2**31 - 1
 
@@ -85,7 +83,7 @@ class TextConfig(Wire):
 class ReasoningConfig(Wire):
     """A summary is whatever there is to read: the whole thought."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto"] | None = None
@@ -138,24 +136,20 @@ _HONOURED = frozenset(ResponsesBody.model_fields)
 
 def parse_responses(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
     """See request_reader.Parser. A request that needs stored items has no messages yet: its echo `is_open`."""
-    fields, ignored = split_fields(raw, _HONOURED, FIELD_RULES, rules.unknown_fields)
+    honoured, ignored = split_fields(raw, _HONOURED, FIELD_RULES, rules.unknown_fields)
     try:
-        body = ResponsesBody.model_validate(fields)
+        body = ResponsesBody.model_validate(honoured)
     except ValidationError as error:
         raise from_validation(error) from None
     _check_together(body)
     rules.check_model(body.model)
     offered = offered_tools(body.tools or ())
-    request = ChatRequest(request_id="", messages=(), **request_fields(body, offered))
+    fields = request_fields(body, offered)
     items = kept_items(body.input if body.input is not None else (), rules.media_kinds)
     echo = _echo(body, raw, offered, items)
     messages, route = ((), Route.TEXT) if echo.is_open else conversation(items, body.instructions, rules)
-    request = ChatRequest(**{**_fields_of(request), "messages": messages})
+    request = ChatRequest(request_id="", messages=messages, **fields)
     return ParsedRequest(request, route, bool(body.stream), echo, (*ignored, *offered.not_offered))
-
-
-def _fields_of(request: ChatRequest) -> dict[str, Any]:
-    return {name: getattr(request, name) for name in request.__dataclass_fields__}
 
 
 def _check_together(body: ResponsesBody) -> None:
@@ -195,11 +189,7 @@ def request_fields(body: ResponsesBody, offered: OfferedTools) -> dict[str, Any]
 def _grammar(body: ResponsesBody) -> GrammarSpec | None:
     form = None if body.text is None else body.text.format
     if isinstance(form, SchemaFormat):
-        schema = json.dumps(form.schema_, ensure_ascii=False)  # the model writes the keys in the client's order
-        if len(schema) > MAX_GRAMMAR_CHARS:
-            path = "text.format.schema"
-            raise InvalidRequest(f"`{path}` has {len(schema)} characters; the limit is {MAX_GRAMMAR_CHARS}.", path)
-        return GrammarSpec("json_schema", schema, "text.format")
+        return schema_grammar(form.schema_, "text.format")
     if form is not None and form.type == "json_object":
         return GrammarSpec("json_object", field="text.format")
     return None
@@ -207,12 +197,7 @@ def _grammar(body: ResponsesBody) -> GrammarSpec | None:
 
 def _thinking(reasoning: ReasoningConfig | None) -> Thinking | None:
     effort = None if reasoning is None else reasoning.effort
-    if effort is None:
-        return None
-    if effort in ("none", "minimal"):
-        return Thinking("off", field="reasoning.effort")
-    level = "high" if effort in ("xhigh", "max") else effort
-    return Thinking("on", EFFORT_BUDGETS[effort], level, "reasoning.effort")
+    return None if effort is None else from_effort(effort, "reasoning.effort")
 
 
 def _echo(body: ResponsesBody, raw: dict[str, Any], offered: OfferedTools, items: Sequence[Item]) -> ResponsesEcho:

@@ -105,13 +105,13 @@ class TextItem:
         rest = f'"delta": {json.dumps(text)}, "sequence_number": {self._events.next_number()}}}\n\n'
         return self._before + rest.encode()
 
-    def closing(self, status: str) -> bytes:
+    def closing(self, item: Item) -> bytes:
         text, write = "".join(self._pieces), self._events.write
         return b"".join(
             [
                 write(f"{self.kind.text_events}.done", **self._place, text=text, **self._logprobs),
                 write(f"{self.kind.part_events}.done", **self._place, part=self.kind.part(text)),
-                write("response.output_item.done", output_index=self._index, item=self.item(status)),
+                write("response.output_item.done", output_index=self._index, item=item),
             ]
         )
 
@@ -150,6 +150,7 @@ class ResponsesEncoder:
         self._id = id
         self._head = {"id": id, "object": "response", "created_at": created, "model": model}
         self._keep = keep
+        self.is_stored = keep is not None
         self._namespaces = {full: (namespace, name) for full, namespace, name in echo.namespaces}
         self._events = Events()
         self._output: list[Item] = []
@@ -175,12 +176,7 @@ class ResponsesEncoder:
         return events
 
     def closing(self, answer: Answer) -> bytes:
-        is_whole = answer.choices[0].finish_reason != "length"
-        events = b"" if self._has_answer or not is_whole else self._text(MESSAGE, "")
-        events += self._close("completed" if is_whole else "incomplete")
-        response = self._ended(answer, is_whole)
-        if self._keep is not None:
-            self._keep(response)
+        events, response = self._end(answer)
         return events + self._events.write(f"response.{response['status']}", response=response)
 
     def failed(self, failure: Failure) -> bytes:
@@ -194,25 +190,32 @@ class ResponsesEncoder:
     def body(self, answer: Answer) -> dict[str, Any]:
         choice = answer.choices[0]
         self.encode(TextDelta(choice.text, 0, reasoning=choice.reasoning, tool_calls=tuple(choice.tool_calls)))
-        is_whole = choice.finish_reason != "length"
-        if is_whole and not self._has_answer:
-            self._text(MESSAGE, "")
-        self._close("completed" if is_whole else "incomplete")
-        response = self._ended(answer, is_whole)
-        if self._keep is not None:
-            self._keep(response)
-        return response
+        return self._end(answer)[1]
 
     def response(self, status: str, **fields: Any) -> dict[str, Any]:
         """The response as far as it is there."""
-        output = [*self._output, self._open.item(status)] if self._open is not None else list(self._output)
+        output = list(self._output)
+        if self._open is not None:
+            output.append(self._open.item("in_progress" if status == "in_progress" else "incomplete"))
         more = {"error": None, "incomplete_details": None, "completed_at": None, "usage": None, **fields}
         return {**self._head, "status": status, "background": False, **self._echo.settings, **more, "output": output}
 
-    def _ended(self, answer: Answer, is_whole: bool) -> dict[str, Any]:
-        if is_whole:
-            return self.response("completed", completed_at=int(time.time()), usage=usage(answer))
-        return self.response("incomplete", incomplete_details={"reason": "max_output_tokens"}, usage=usage(answer))
+    def _end(self, answer: Answer) -> tuple[bytes, dict[str, Any]]:
+        """The events that end the last item, and the response, which is stored now.
+
+        A whole answer without text and calls has an empty message.
+        """
+        if answer.choices[0].finish_reason == "length":
+            events = self._close("incomplete")
+            more: dict[str, Any] = {"incomplete_details": {"reason": "max_output_tokens"}}
+            response = self.response("incomplete", usage=usage(answer), **more)
+        else:
+            events = b"" if self._has_answer else self._text(MESSAGE, "")
+            events += self._close("completed")
+            response = self.response("completed", usage=usage(answer), completed_at=int(time.time()))
+        if self._keep is not None:
+            self._keep(response)
+        return events, response
 
     def _text(self, kind: TextKind, text: str) -> bytes:
         events = b""
@@ -228,8 +231,9 @@ class ResponsesEncoder:
     def _close(self, status: str) -> bytes:
         if self._open is None:
             return b""
-        events = self._open.closing(status)
-        self._output.append(self._open.item(status))
+        item = self._open.item(status)
+        events = self._open.closing(item)
+        self._output.append(item)
         self._open = None
         return events
 
@@ -238,15 +242,8 @@ class ResponsesEncoder:
         events, write, index = self._close("completed"), self._events.write, len(self._output)
         namespace, name = self._namespaces.get(call.name, (None, call.name))
         id = output_id("function_call", self._id, index)
-        item = {"id": id, "type": "function_call", "status": "completed", "call_id": call.id, "name": name}
-        item |= (
-            {"arguments": call.arguments}
-            if namespace is None
-            else {
-                "namespace": namespace,
-                "arguments": call.arguments,
-            }
-        )
+        item: Item = {"id": id, "type": "function_call", "status": "completed", "call_id": call.id, "name": name}
+        item |= {"arguments": call.arguments, **({} if namespace is None else {"namespace": namespace})}
         self._output.append(item)
         self._has_answer = True
         place = {"item_id": id, "output_index": index}
@@ -265,7 +262,7 @@ def usage(answer: Answer) -> dict[str, Any]:
     """The figures of an answer in the fields of responses."""
     return {
         "input_tokens": answer.num_prompt_tokens,
-        "input_tokens_details": {**prompt_details(answer), "cache_write_tokens": 0},
+        "input_tokens_details": {**prompt_details(answer), "cache_write_tokens": 0},  # none are billed
         "output_tokens": answer.num_tokens,
         "output_tokens_details": {
             "reasoning_tokens": answer.num_reasoning_tokens,

@@ -40,6 +40,8 @@ from engine.protocol import InvalidRequest
 MAX_INLINE_BYTES = 64 * 2**10
 """Bytes of a conversation that may be joined on the event loop."""
 
+ID_PREFIX = "resp_"
+
 MAX_PAGE = 100
 """Input items of one page."""
 
@@ -69,7 +71,7 @@ class Responses:
         async def understand(body: bytes) -> Job:
             parsed = await self._door.reader.read(body, "responses")
             parsed, earlier = await self._joined(parsed, owner)
-            return self._door.job(parsed, f"resp_{secrets.token_hex(16)}", partial(self._encoder, owner, earlier))
+            return self._door.job(parsed, f"{ID_PREFIX}{secrets.token_hex(16)}", partial(self._encoder, owner, earlier))
 
         return self._door.respond(request, understand)
 
@@ -81,9 +83,12 @@ class Responses:
             return JSONResponse({"id": id, "object": "response", "deleted": True})
         if request.query_params.get("stream") == "true":
             raise InvalidRequest("`stream` is true: stored responses are not streamed.", "stream")
-        if (encoder := self._running.get((owner, id))) is not None and self._store.get(owner, id) is None:
-            return JSONResponse(encoder.response("in_progress"))
-        return Response(self._stored(request).turns[-1].body, media_type="application/json")
+        if (stored := self._store.get(owner, id)) is not None:
+            return Response(stored.turns[-1].body, media_type="application/json")
+        encoder = self._running.get((owner, id))
+        if encoder is None or not encoder.is_stored:
+            raise ResponseNotFound(id)
+        return JSONResponse(encoder.response("in_progress"))
 
     async def cancel(self, request: Request) -> Response:
         """A response that is complete is returned as it is. The client of a running one is told by an error."""
@@ -91,7 +96,8 @@ class Responses:
         if (stored := self._store.get(owner, id)) is not None:
             return Response(stored.turns[-1].body, media_type="application/json")
         encoder = self._running.get((owner, id))
-        if not await self._door.backend.cancel(id):
+        is_of_another = encoder is None and any(running == id for _, running in self._running)
+        if is_of_another or not id.startswith(ID_PREFIX) or not await self._door.backend.cancel(id):
             raise ResponseNotFound(id)
         if encoder is None:  # it ran on another node
             encoder = ResponsesEncoder(ResponsesEcho(_NO_SETTINGS), id, self._door.backend.model_name, int(time.time()))
@@ -99,14 +105,10 @@ class Responses:
 
     async def input_items(self, request: Request) -> Response:
         """The items of the request itself, without those of the responses that it follows."""
-        items = self._stored(request).input_items
-        return JSONResponse(_page(items, request.query_params))
-
-    def _stored(self, request: Request) -> StoredResponse:
         id = request.path_params["id"]
         if (stored := self._store.get(self._owner(request), id)) is None:
             raise ResponseNotFound(id)
-        return stored
+        return JSONResponse(_page(stored.input_items, request.query_params))
 
     def _owner(self, request: Request) -> str:
         """Of stored responses: the API key, as a hash. Without configured keys everybody is the same owner."""

@@ -57,13 +57,14 @@ class ImageSource(OpenWire):
     detail: Detail | None = None
 
 
+Image = Annotated[ImageSource, BeforeValidator(lambda value: {"url": value} if isinstance(value, str) else value)]
+
+
 class ImagePart(OpenWire):
     """`image_url` is a string, or an object as in chat completions."""
 
     type: str
-    image_url: Annotated[
-        ImageSource, BeforeValidator(lambda value: {"url": value} if isinstance(value, str) else value)
-    ]
+    image_url: Image
     detail: Detail | None = None
 
     def kept(self) -> Item:

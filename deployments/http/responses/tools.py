@@ -1,32 +1,17 @@
 """The wire models of tools and tool choices of the Responses API, and what of them the model is offered."""
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from deployments.chat import Tool, ToolChoice
 from deployments.http.errors import shown
+from deployments.http.openai.tool_wire import MAX_TOOLS, ToolName
 from deployments.http.responses.conversation import full_name
 from deployments.http.wire import OpenWire, choose, tag
 from engine.protocol import InvalidRequest
-
-MAX_TOOLS = 1024
-"""Tools of one request, and of one namespace."""
-
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-
-
-def _checked_name(name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise PydanticCustomError("tool_name", "must be 1 to 128 of the characters A-Z a-z 0-9 _ . : / -")
-    return name
-
-
-ToolName = Annotated[str, AfterValidator(_checked_name)]
 
 
 class FunctionTool(OpenWire):
