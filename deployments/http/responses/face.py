@@ -10,15 +10,15 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from deployments.chat import Message, Route
 from deployments.http.answer_response import Job
@@ -55,8 +55,8 @@ class Responses:
         self._store = ResponseStore(
             config.stored_responses_max, config.stored_responses_mb * 2**20, config.stored_responses_ttl_s
         )
-        self._running: WeakValueDictionary[tuple[str, str], ResponsesEncoder] = WeakValueDictionary()
-        """(owner, id) of the answers that are being made here -> their encoders."""
+        self._running: dict[str, tuple[str, ResponsesEncoder]] = {}
+        """Ids of the answers that are being made here -> their owners and encoders."""
 
     def add_to(self, app: FastAPI) -> None:
         guard = self._door.errors.guard
@@ -67,13 +67,14 @@ class Responses:
 
     async def create(self, request: Request) -> Response:
         owner = self._owner(request)
+        id = f"{ID_PREFIX}{secrets.token_hex(16)}"
 
         async def understand(body: bytes) -> Job:
             parsed = await self._door.reader.read(body, "responses")
             parsed, earlier = await self._joined(parsed, owner)
-            return self._door.job(parsed, f"{ID_PREFIX}{secrets.token_hex(16)}", partial(self._encoder, owner, earlier))
+            return self._door.job(parsed, id, partial(self._encoder, owner, earlier))
 
-        return self._door.respond(request, understand)
+        return EndingResponse(self._door.respond(request, understand), lambda: self._running.pop(id, None))
 
     async def one(self, request: Request) -> Response:
         id, owner = request.path_params["id"], self._owner(request)
@@ -85,8 +86,8 @@ class Responses:
             raise InvalidRequest("`stream` is true: stored responses are not streamed.", "stream")
         if (stored := self._store.get(owner, id)) is not None:
             return Response(stored.turns[-1].body, media_type="application/json")
-        encoder = self._running.get((owner, id))
-        if encoder is None or not encoder.is_stored:
+        running_owner, encoder = self._running.get(id, (None, None))
+        if encoder is None or running_owner != owner or not encoder.is_stored:
             raise ResponseNotFound(id)
         return JSONResponse(encoder.response("in_progress"))
 
@@ -95,9 +96,8 @@ class Responses:
         id, owner = request.path_params["id"], self._owner(request)
         if (stored := self._store.get(owner, id)) is not None:
             return Response(stored.turns[-1].body, media_type="application/json")
-        encoder = self._running.get((owner, id))
-        is_of_another = encoder is None and any(running == id for _, running in self._running)
-        if is_of_another or not id.startswith(ID_PREFIX) or not await self._door.backend.cancel(id):
+        running_owner, encoder = self._running.get(id, (owner, None))
+        if running_owner != owner or not id.startswith(ID_PREFIX) or not await self._door.backend.cancel(id):
             raise ResponseNotFound(id)
         if encoder is None:  # it ran on another node
             encoder = ResponsesEncoder(ResponsesEcho(_NO_SETTINGS), id, self._door.backend.model_name, int(time.time()))
@@ -130,7 +130,7 @@ class Responses:
 
         created = int(time.time())
         encoder = ResponsesEncoder(echo, id, self._door.backend.model_name, created, keep if stores else None)
-        self._running[owner, id] = encoder
+        self._running[id] = owner, encoder
         return encoder
 
     async def _joined(self, parsed: ParsedRequest, owner: str) -> tuple[ParsedRequest, tuple[Turn, ...]]:
@@ -167,6 +167,21 @@ class Responses:
             raise InvalidRequest(
                 f"`{field}`: the conversation has {num_bytes} bytes with what is stored; the limit is {limit}.", field
             )
+
+
+class EndingResponse(Response):
+    """Another response, and what is done when it is over."""
+
+    def __init__(self, response: Response, then: Callable[[], object]):
+        super().__init__()
+        self._response = response
+        self._then = then
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._response(scope, receive, send)
+        finally:
+            self._then()
 
 
 _NO_SETTINGS: dict[str, Any] = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}

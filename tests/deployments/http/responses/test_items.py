@@ -1,7 +1,7 @@
 """Input items of all kinds -> canonical messages."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.chat import Route
@@ -142,6 +142,7 @@ def test_sealed_text_of_another_server_says_nothing():
     assert messages_for(USER, reasoning(encrypted_content="gAAAAA"), USER) == [{"role": "user", "content": "Hi\n\nHi"}]
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_a_sealed_thought_comes_back_as_it_was(text):
     assert messages_for(reasoning(encrypted_content=seal("x" + text)))[0]["reasoning_content"] == "x" + text
