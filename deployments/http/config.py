@@ -96,6 +96,18 @@ class HttpConfig(Frozen):
         le=3600,
         description="seconds without an event after which a stream sends a comment, so that clients do not time out",
     )
+    stored_responses_max: int = Field(
+        default=1000,
+        ge=0,
+        le=1_000_000,
+        description="responses of /v1/responses that a node keeps for previous_response_id and GET; 0: none",
+    )
+    stored_responses_mb: int = Field(
+        default=256, ge=1, le=65536, description="MiB of memory that these responses and their input may take, per node"
+    )
+    stored_responses_ttl_s: float = Field(
+        default=3600.0, gt=0, le=31_536_000, description="seconds without use after which a stored response is dropped"
+    )
 
     @model_validator(mode="after")
     def _check_body_fits(self) -> "HttpConfig":
