@@ -15,6 +15,7 @@ from deployments.http.openai.models import Models
 from deployments.http.operations import Operations
 from deployments.http.proxy_limits import ProxyLimits, TellProxy
 from deployments.http.request_id import RequestId
+from deployments.http.responses.face import Responses
 
 
 def create_app(
@@ -38,10 +39,10 @@ def create_app(
     errors = ErrorMap(converters)
     door = Door(backend, config, media_kinds, keeps_late_system, errors)
     app = FastAPI(openapi_url=None, redirect_slashes=False)
-    for face in (ChatCompletions(door), Models(door), Operations(door)):
+    for face in (ChatCompletions(door), Responses(door), Models(door), Operations(door)):
         face.add_to(app)
     app.add_exception_handler(HTTPException, errors.handle_http_exception)
-    app.add_middleware(Access, rules=AccessRules(config), errors=errors)
+    app.add_middleware(Access, rules=AccessRules(config), errors=errors, limits=door.limits)
     app.add_middleware(RequestId, is_behind_proxy=is_behind_proxy)
     app.add_middleware(TellProxy, limits=ProxyLimits(config.body_limits, config.send_timeout_s))
     return app

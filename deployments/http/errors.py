@@ -56,7 +56,10 @@ class Refusal(InvalidRequest):
 
     status: ClassVar[int]
     code: ClassVar[str]
+    type: ClassVar[str] = "invalid_request_error"
     headers: ClassVar[Mapping[str, str]] = {}
+    retry_after_s: float | None = None
+    """When the same request may be sent again, in seconds; None where that is no use."""
 
     def __init__(self, *args: object, field: str | None = None):
         OrchardError.__init__(self, *args)
@@ -226,7 +229,8 @@ class ErrorMap:
 def _of_orchard_error(error: OrchardError, request_id: str) -> Failure | None:
     match error:
         case Refusal():
-            of_request = "invalid_request_error", error.field, error.code
+            retry_after_s = None if error.retry_after_s is None else _seconds(error.retry_after_s)
+            of_request = error.type, error.field, error.code, retry_after_s
             return Failure(error.status, error.message, *of_request, more_headers=error.headers)
         case ContextLengthExceeded():
             return Failure(400, error.message, "invalid_request_error", error.field, "context_length_exceeded")

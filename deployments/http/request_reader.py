@@ -78,8 +78,9 @@ def read_request(body: bytes, dialect: Dialect, rules: ReadingRules) -> ParsedRe
 
 def _parser(dialect: Dialect) -> Parser:
     from deployments.http.openai.chat_wire import parse_chat
+    from deployments.http.responses.body import parse_responses
 
-    parsers: dict[str, Parser] = {"chat": parse_chat}
+    parsers: dict[str, Parser] = {"chat": parse_chat, "responses": parse_responses}
     return parsers[dialect]
 
 
