@@ -19,6 +19,7 @@ class FakeGeneration:
     num_prompt_tokens = 7
     num_cached_tokens = 5
     num_skipped_tokens = 3
+    context_limited = False
 
     def __init__(self, script: list[Any], spec_prefill: SpecPrefillReport | None = None):
         self.spec_prefill = spec_prefill
@@ -67,6 +68,10 @@ class FakeBackend:
             raise
         self.generations.append(FakeGeneration(self.script, self.spec_prefill))
         return self.generations[-1]
+
+    async def count_tokens(self, request: ChatRequest, route: Route) -> int:
+        self.requests.append((request, route))
+        return 11
 
     async def cancel(self, request_id: str) -> bool:
         return self.in_flight.cancel(request_id)
