@@ -16,10 +16,7 @@ class ThreadsUnsupported(Refusal):
     """A conversation that the server keeps. SDKs go on without it when they read this error code."""
 
     status, code = 400, "thread_unsupported_request"
-    details: ClassVar[Mapping[str, Any] | None] = {
-        "error_code": "thread_unsupported_request",
-        "unsupported": ["threads"],
-    }
+    details: ClassVar[Mapping[str, Any] | None] = {"error_code": code, "unsupported": ["threads"]}
 
     def __init__(self) -> None:
         super().__init__(field="thread")

@@ -97,6 +97,7 @@ class Connection:
     def __init__(self, app: FastAPI, body: dict[str, Any] | bytes, headers: dict[str, str]):
         self.app = app
         self.client: tuple[str, int] | None = None
+        self.path = "/v1/chat/completions"
         self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         self._body = body if isinstance(body, bytes) else json.dumps(body).encode()
         self._body_sent = False
@@ -112,8 +113,8 @@ class Connection:
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
             "method": "POST",
-            "path": "/v1/chat/completions",
-            "raw_path": b"/v1/chat/completions",
+            "path": self.path,
+            "raw_path": self.path.encode(),
             "query_string": b"",
             "headers": [(b"content-type", b"application/json"), *self._headers],
             "client": self.client,
