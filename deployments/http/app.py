@@ -7,6 +7,7 @@ from starlette.exceptions import HTTPException
 
 from deployments.chat import Backend
 from deployments.http.access import Access, AccessRules
+from deployments.http.anthropic.messages import Messages
 from deployments.http.config import HttpConfig
 from deployments.http.door import Door
 from deployments.http.errors import Converter, ErrorMap
@@ -39,7 +40,7 @@ def create_app(
     errors = ErrorMap(converters)
     door = Door(backend, config, media_kinds, keeps_late_system, errors)
     app = FastAPI(openapi_url=None, redirect_slashes=False)
-    for face in (ChatCompletions(door), Responses(door), Models(door), Operations(door)):
+    for face in (ChatCompletions(door), Responses(door), Messages(door), Models(door), Operations(door)):
         face.add_to(app)
     app.add_exception_handler(HTTPException, errors.handle_http_exception)
     app.add_middleware(Access, rules=AccessRules(config), errors=errors, limits=door.limits)

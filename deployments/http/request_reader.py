@@ -68,7 +68,7 @@ class ParsedRequest:
 Parser = Callable[[dict[str, Any], ReadingRules], ParsedRequest]
 """Validates and normalizes the JSON object of a body. Raises InvalidRequest, ModelNotFound."""
 
-Dialect = Literal["chat", "completions", "responses", "messages"]
+Dialect = Literal["chat", "completions", "responses", "messages", "count_tokens"]
 
 
 def read_request(body: bytes, dialect: Dialect, rules: ReadingRules) -> ParsedRequest:
@@ -77,10 +77,16 @@ def read_request(body: bytes, dialect: Dialect, rules: ReadingRules) -> ParsedRe
 
 
 def _parser(dialect: Dialect) -> Parser:
+    from deployments.http.anthropic.messages_wire import parse_count_tokens, parse_messages
     from deployments.http.openai.chat_wire import parse_chat
     from deployments.http.responses.body import parse_responses
 
-    parsers: dict[str, Parser] = {"chat": parse_chat, "responses": parse_responses}
+    parsers: dict[str, Parser] = {
+        "chat": parse_chat,
+        "responses": parse_responses,
+        "messages": parse_messages,
+        "count_tokens": parse_count_tokens,
+    }
     return parsers[dialect]
 
 

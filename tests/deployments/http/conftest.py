@@ -19,6 +19,7 @@ class FakeGeneration:
     num_prompt_tokens = 7
     num_cached_tokens = 5
     num_skipped_tokens = 3
+    context_limited = False
 
     def __init__(self, script: list[Any], spec_prefill: SpecPrefillReport | None = None):
         self.spec_prefill = spec_prefill
@@ -68,6 +69,10 @@ class FakeBackend:
         self.generations.append(FakeGeneration(self.script, self.spec_prefill))
         return self.generations[-1]
 
+    async def count_tokens(self, request: ChatRequest, route: Route) -> int:
+        self.requests.append((request, route))
+        return 11
+
     async def cancel(self, request_id: str) -> bool:
         return self.in_flight.cancel(request_id)
 
@@ -92,6 +97,7 @@ class Connection:
     def __init__(self, app: FastAPI, body: dict[str, Any] | bytes, headers: dict[str, str]):
         self.app = app
         self.client: tuple[str, int] | None = None
+        self.path = "/v1/chat/completions"
         self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         self._body = body if isinstance(body, bytes) else json.dumps(body).encode()
         self._body_sent = False
@@ -107,8 +113,8 @@ class Connection:
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
             "method": "POST",
-            "path": "/v1/chat/completions",
-            "raw_path": b"/v1/chat/completions",
+            "path": self.path,
+            "raw_path": self.path.encode(),
             "query_string": b"",
             "headers": [(b"content-type", b"application/json"), *self._headers],
             "client": self.client,
