@@ -157,7 +157,7 @@ class Prefill:
         return end - start, logits
 
     def pool(self, prompt: Prompt, pooled: PooledStates, max_tokens: int) -> tuple[int, bool]:
-        """Takes in the next chunk of a prompt whose embedding is asked for. Returns its size, and if it was the last."""
+        """Takes in the next chunk of a prompt whose embedding is asked for. Returns its size, and if it is the last."""
         start = prompt.done
         end = prompt.done = min(start + max_tokens, len(prompt.token_ids))
         token_ids = mx.array(prompt.token_ids[None, start:end].astype(np.int32))
