@@ -5,6 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from deployments.http.fields import UnknownFields
 from deployments.http.normalize import DEFAULT_VOLATILE_PATTERNS, SystemPolicy
 from deployments.http.unread_bodies import BodyLimits
 from engine.config import Frozen
@@ -21,6 +22,15 @@ class HttpConfig(Frozen):
     )
     system_policy: SystemPolicy = Field(
         default="hoist", description="a system message behind another role: hoist, inline (marked user text) or error"
+    )
+    served_model_names: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(
+        default=(),
+        description="other names by which requests may ask for the model, such as claude-sonnet-4-5 or gpt-5",
+    )
+    unknown_fields: UnknownFields = Field(
+        default="report",
+        description="fields of a body that no dialect knows: report (ignored, named in the header X-Orchard-Ignored "
+        "and counted in /v1/status) or refuse",
     )
     volatile_patterns: tuple[re.Pattern[str], ...] = Field(
         default=DEFAULT_VOLATILE_PATTERNS, description="lines of system messages to drop: they change with each request"

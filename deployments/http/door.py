@@ -13,6 +13,7 @@ from deployments.http.answer_response import AnswerResponse, Job
 from deployments.http.body_reader import BodyReader
 from deployments.http.config import HttpConfig
 from deployments.http.errors import ErrorMap, NotReady
+from deployments.http.fields import IgnoredFields, printable
 from deployments.http.request_reader import Dialect, ParsedRequest, ReadingRules
 from deployments.http.unread_bodies import UnreadBodies
 from engine.protocol import EngineFailed, Unavailable
@@ -25,7 +26,7 @@ MakeEncoder = Callable[[ParsedRequest, str], AnswerEncoder]
 
 
 class Door:
-    """The endpoints of all dialects share one. bodies: the request bodies that are arriving."""
+    """The endpoints of all dialects share one. bodies: those that are arriving. ignored: unknown fields so far."""
 
     def __init__(
         self,
@@ -39,8 +40,15 @@ class Door:
         self.config = config
         self.errors = errors
         self.bodies = UnreadBodies(config.body_limits)
+        self.ignored = IgnoredFields()
         self.rules = ReadingRules(
-            backend.model_name, media_kinds, keeps_late_system, config.system_policy, config.volatile_patterns
+            backend.model_name,
+            media_kinds,
+            keeps_late_system,
+            config.system_policy,
+            config.volatile_patterns,
+            frozenset(config.served_model_names),
+            config.unknown_fields,
         )
         self.reader = BodyReader(self.rules, config.max_body_bytes)
         self._has_been_ready = False
@@ -63,8 +71,14 @@ class Door:
             encoder,
             parsed.stream,
             parsed.request.num_choices,
-            {IGNORED_HEADER: ", ".join(parsed.ignored)} if parsed.ignored else {},
+            self._headers(parsed),
         )
+
+    def _headers(self, parsed: ParsedRequest) -> dict[str, str]:
+        if not parsed.ignored:
+            return {}
+        self.ignored.note(parsed.ignored)
+        return {IGNORED_HEADER: ", ".join(map(printable, parsed.ignored))}
 
     def respond(self, request: Request, understand: Callable[[bytes], Awaitable[Job]]) -> Response:
         """The response to a request for which a dialect makes the job in its own way."""

@@ -6,7 +6,6 @@ messages merge only if nothing but text and parts has to be joined, so that no t
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, groupby
 from typing import Any, Literal, get_args
 
 from deployments.chat import Message
@@ -180,17 +179,31 @@ def _may_merge(first: Message, second: Message) -> bool:
 
 
 def _joined(contents: list[str | list[Any] | None]) -> str | list[Any] | None:
-    """Joins once, however long the run is: pairwise joining would copy the text quadratically."""
+    """The texts with a blank line between messages; parts in order. An empty or null content adds nothing.
+
+    It joins once, however long the run is: pairwise joining would copy the text quadratically.
+    """
     filled = [content for content in contents if content]
     if not filled:
         return next((content for content in contents if content is not None), None)
-    pieces: list[Any] = []
-    for is_text, group in groupby(filled, key=lambda content: isinstance(content, str)):
-        contents_of_run: list[Any] = list(group)
-        pieces.append("\n\n".join(contents_of_run) if is_text else list(chain.from_iterable(contents_of_run)))
-    if len(pieces) == 1:
-        return pieces[0]
-    return [part for piece in pieces for part in ([_text_part(piece)] if isinstance(piece, str) else piece)]
+    if len(filled) == 1:
+        return filled[0]
+    if all(isinstance(content, str) for content in filled):
+        return "\n\n".join(content for content in filled if isinstance(content, str))
+    groups: list[list[Any]] = []  # each becomes one part
+    for content in filled:
+        pieces = [_text_part(content)] if isinstance(content, str) else content
+        if groups and _is_plain_text(groups[-1][-1]) and _is_plain_text(pieces[0]):
+            groups[-1].append(pieces[0])
+            pieces = pieces[1:]
+        groups += [[piece] for piece in pieces]
+    return [
+        group[0] if len(group) == 1 else _text_part("\n\n".join(part["text"] for part in group)) for group in groups
+    ]
+
+
+def _is_plain_text(part: Any) -> bool:
+    return part["type"] == "text" and len(part) == 2
 
 
 def _text_part(text: str) -> dict[str, Any]:

@@ -32,7 +32,8 @@ class Operations:
         return JSONResponse({"status": "not ready", "reason": reason}, 503)
 
     async def status(self, request: Request) -> Response:
-        return _page(request, {**await self._door.backend.status(), "bodies": self._door.bodies.status()})
+        here = {"bodies": self._door.bodies.status(), "ignored_fields": self._door.ignored.status()}
+        return _page(request, {**await self._door.backend.status(), **here})
 
     async def cache(self, request: Request) -> Response:
         if request.method == "DELETE":

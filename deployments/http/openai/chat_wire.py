@@ -1,22 +1,34 @@
-"""The wire model of a chat completion, OpenAI's dialect with some fields of vLLM, and the ChatRequest it stands for.
+"""The wire model of a chat completion (OpenAI's dialect with fields of vLLM and others), and the ChatRequest it means.
 
-A request is parsed into validity here, once. What we honour is in `ChatCompletionBody`; a field that only has a
-harmless value in `NEUTRAL` may be sent with it; every other field is refused by name.
+A request is parsed into validity here, once.
 """
 
 import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from deployments.chat import ChatRequest
+from deployments.chat import ChatRequest, Thinking, Tool
 from deployments.http.classify import classify, reject_unsupported_media
 from deployments.http.errors import from_validation, shown
+from deployments.http.fields import FieldRules, UnknownFields, split_fields
 from deployments.http.normalize import normalize
 from deployments.http.openai.chat_encoder import ChatEcho
-from deployments.http.openai.message_wire import WireMessage
+from deployments.http.openai.message_wire import WireMessage, canonical_messages
+from deployments.http.openai.thinking_wire import (
+    Budget,
+    Effort,
+    ReasoningField,
+    ThinkingField,
+    agreed,
+    from_effort,
+    from_reasoning,
+    from_switch,
+    from_thinking,
+)
+from deployments.http.openai.tool_wire import Functions, LegacyChoice, Tools, WireToolChoice, check_tools, tool_choice
 from deployments.http.request_reader import ParsedRequest, ReadingRules
 from deployments.http.wire import STRING_OR_ARRAY, Wire, choose, tag
 from engine.config import MIN_KEEP
@@ -29,37 +41,67 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 128
 MAX_CACHE_SALT_CHARS = 128
 MAX_USER_CHARS = 1024
+MAX_GUIDED_CHOICES = 10_000
 MAX_GRAMMAR_CHARS = 4 * 2**20
 """Of a schema or regex on its way to the engine, which has a lower limit of its own (`grammar.max_bytes`)."""
 _INT32_MAX = 2**31 - 1
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-    "metadata": ({},),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "prompt_cache_key": (),
-    "safety_identifier": (),
-}
-"""Fields that we cannot honour -> the values, besides null, that ask for nothing."""
+FIELD_RULES = FieldRules(
+    neutral={
+        "modalities": (["text"],),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "verbosity": ("medium",),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "include_stop_str_in_output": (False,),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+        "echo": (False,),
+        "best_of": (1,),
+        "use_beam_search": (False,),
+        "length_penalty": (1, 1.0),
+        "truncate_prompt_tokens": (),
+    },
+    refused={
+        "audio": "",
+        "prediction": "",
+        "web_search_options": "",
+        "moderation": "",
+        "suffix": "",
+        "guided_grammar": "Send `guided_json`, `guided_regex` or `guided_choice`.",
+        "logits_processors": "",
+        "bad_words": "",
+        "allowed_token_ids": "",
+        "prompt_logprobs": "",
+        "documents": "",
+        "chat_template": "The model's own template is used.",
+        "mm_processor_kwargs": "",
+    },
+    informational=frozenset(
+        {
+            "metadata",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "prompt_cache_options",
+            "cache_control",
+            "client_metadata",
+            "guided_decoding_backend",
+            "litellm_params",
+            "usage",
+        }
+    ),
+)
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[
-    Annotated[StopString, tag("string")]
+    Annotated[Annotated[str, Field(max_length=MAX_STOP_CHARS)], tag("string")]
     | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), tag("array")],
     STRING_OR_ARRAY,
 ]
+"""The empty string stops nothing, as null does."""
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -70,11 +112,18 @@ def _printable(value: str) -> str:
     return value
 
 
+MaxTokens = Annotated[
+    Annotated[int, Field(ge=1, le=_INT32_MAX)] | None, BeforeValidator(lambda value: None if value == -1 else value)
+]
+"""A ceiling; -1 and null are none."""
+
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS), AfterValidator(_printable)]
 
 
 class StreamOptions(Wire):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class TemplateKwargs(Wire):
@@ -111,17 +160,22 @@ ResponseFormat = Annotated[
 ]
 
 
+GuidedChoice = Annotated[list[str], Field(min_length=1, max_length=MAX_GUIDED_CHOICES, fail_fast=True)]
+
+
 class StructuredOutputs(Wire):
     """vLLM's field, with those of its constraints that we have: exactly one is given."""
 
-    json_: dict[str, Any] | None = Field(None, alias="json")
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = Field(None, min_length=1)
+    choice: GuidedChoice | None = None
+    json_object: bool | None = None
 
 
 class ChatCompletionBody(Wire):
-    """`user` names the client's end user, whose fair share of the engine the request takes; without it `cache_salt`
-    does. It never changes a token. Neither does `cache_salt`, vLLM's field: a request shares the cached prefixes of
-    prompts only with requests of the same salt, or, without one, with those without.
+    """`user`, or else `safety_identifier`, names the client's end user, whose fair share of the engine the request
+    takes; without them `cache_salt` does. It never changes a token. Neither does `cache_salt`, vLLM's field: a request
+    shares the cached prefixes of prompts only with requests of the same salt, or, without one, with those without.
     `specprefill` asks for a sparse prompt, or forbids it; at least the part `specprefill_keep_pct` of it is computed.
     """
 
@@ -131,7 +185,7 @@ class ChatCompletionBody(Wire):
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=_INT32_MAX)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
@@ -144,52 +198,65 @@ class ChatCompletionBody(Wire):
     stop: StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     min_tokens: int | None = Field(None, ge=0, le=_INT32_MAX)
-    max_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
-    max_completion_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
+    max_tokens: MaxTokens = None
+    max_completion_tokens: MaxTokens = None
+    ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: Annotated[str, Field(min_length=1)] | None = None
+    guided_choice: GuidedChoice | None = None
+    tools: Tools | None = None
+    tool_choice: WireToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Functions | None = None
+    function_call: LegacyChoice | None = None
+    reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    thinking: ThinkingField | None = None
+    reasoning: ReasoningField | None = None
+    thinking_budget: Budget | None = None
     priority: int | None = Field(None, ge=-(2**31), le=_INT32_MAX)
     chat_template_kwargs: TemplateKwargs | None = None
     cache_salt: CacheSalt | None = None
     specprefill: bool | None = None
     specprefill_keep_pct: float | None = Field(None, ge=MIN_KEEP, le=1)
     user: str | None = Field(None, max_length=MAX_USER_CHARS)
+    safety_identifier: str | None = Field(None, max_length=MAX_USER_CHARS)
+
+
+KNOWN_FIELDS = frozenset(ChatCompletionBody.model_fields)
 
 
 def parse_chat(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
     """See request_reader.Parser."""
-    body = parse_chat_completion(raw)
+    body, ignored = parse_chat_completion(raw, rules.unknown_fields)
     rules.check_model(body.model)
-    reject_unsupported_media(raw["messages"], rules.media_kinds)
-    messages = normalize(raw["messages"], rules.system_policy, rules.volatile_patterns, rules.keeps_late_system)
+    canonical = list(canonical_messages(body.messages))
+    reject_unsupported_media(canonical, rules.media_kinds)
+    messages = normalize(canonical, rules.system_policy, rules.volatile_patterns, rules.keeps_late_system)
     request = ChatRequest(request_id="", messages=messages, **request_fields(body))
-    options = body.stream_options
+    options = body.stream_options or StreamOptions()
     echo = ChatEcho(
-        include_usage=options is not None and bool(options.include_usage),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
         num_choices=request.num_choices,
         logprobs=request.logprobs is not None,
     )
-    return ParsedRequest(request, classify(messages), bool(body.stream), echo)
+    return ParsedRequest(request, classify(messages), bool(body.stream), echo, ignored)
 
 
-def parse_chat_completion(raw: dict[str, Any]) -> ChatCompletionBody:
-    """Raises InvalidRequest for the first field that is wrong or that we cannot honour."""
-    for name, harmless in NEUTRAL.items():
-        value = raw.get(name)
-        if value is not None and not any(_same_json(value, other) for other in harmless):
-            allowed = " or ".join(["null", *map(json.dumps, harmless)])
-            raise InvalidRequest(f"`{name}` is not supported: it is {shown(value)}, and may only be {allowed}.", name)
+def parse_chat_completion(
+    raw: dict[str, Any], unknown: UnknownFields = "report"
+) -> tuple[ChatCompletionBody, tuple[str, ...]]:
+    """The body, and its unknown fields. Raises InvalidRequest for the first field that cannot be accepted."""
+    honoured, ignored = split_fields(raw, KNOWN_FIELDS, FIELD_RULES, unknown)
     try:
-        body = ChatCompletionBody.model_validate({k: v for k, v in raw.items() if k not in NEUTRAL})
+        body = ChatCompletionBody.model_validate(honoured)
     except ValidationError as error:
         raise from_validation(error) from None
     _check_together(body)
-    return body
-
-
-def _same_json(value: Any, other: Any) -> bool:
-    """Equality of Python that tells true from 1."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
+    return body, ignored
 
 
 def _check_together(body: ChatCompletionBody) -> None:
@@ -222,35 +289,34 @@ def _check_together(body: ChatCompletionBody) -> None:
 
 def _check_grammar(body: ChatCompletionBody) -> None:
     """One grammar at most, and nothing beside it that it would make meaningless."""
-    asked, form = body.structured_outputs, body.response_format
-    names = [] if form is None or form.type == "text" else ["response_format"]
-    if asked is not None:
-        if (asked.json_ is None) == (asked.regex is None):
-            raise InvalidRequest("`structured_outputs` must hold either `json` or `regex`.", "structured_outputs")
-        names.append("structured_outputs")
+    names = [name for name in _GRAMMAR_FIELDS if getattr(body, name) is not None]
+    if body.response_format is not None and body.response_format.type == "text":
+        names.remove("response_format")
+    asked = body.structured_outputs
+    if asked is not None and sum(value is not None and value is not False for _, value in asked) != 1:
+        raise InvalidRequest(
+            "`structured_outputs` must hold exactly one of `json`, `regex`, `choice` and `json_object`.",
+            "structured_outputs",
+        )
     if len(names) > 1:
-        raise InvalidRequest("There are `response_format` and `structured_outputs`: send one of them.", names[1])
-    if names and body.min_tokens:
-        raise InvalidRequest(
-            f"`min_tokens` is {body.min_tokens}: it may not be sent with `{names[0]}`, which may allow no more tokens.",
-            "min_tokens",
-        )
-    if names and body.stop_token_ids:
-        raise InvalidRequest(
-            f"`stop_token_ids` may not be sent with `{names[0]}`, which says itself where the answer ends.",
-            "stop_token_ids",
-        )
-    if names and body.chat_template_kwargs is not None and body.chat_template_kwargs.enable_thinking:
-        raise InvalidRequest(
-            f"`chat_template_kwargs.enable_thinking` is true: it may not be sent with `{names[0]}`, which holds from "
-            "the first token on.",
-            "chat_template_kwargs.enable_thinking",
-        )
+        raise InvalidRequest(f"There are `{names[0]}` and `{names[1]}`: send one of them.", names[1])
+    names += [name for name in ("tools", "functions") if getattr(body, name)]
+    for name in ("min_tokens", "stop_token_ids", "ignore_eos"):
+        value = getattr(body, name)
+        if names and value:
+            raise InvalidRequest(
+                f"`{name}` is {shown(value)}: it may not be sent with `{names[0]}`, which says itself where the answer "
+                "ends.",
+                name,
+            )
+
+
+_GRAMMAR_FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
 
 
 def request_fields(body: ChatCompletionBody) -> dict[str, Any]:
     """How the fields of a ChatRequest follow from those of the wire that shape the answer."""
-    kwargs = body.chat_template_kwargs
+    user = body.user or body.safety_identifier
     return {
         "max_tokens": body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
         "temperature": body.temperature,
@@ -263,39 +329,81 @@ def request_fields(body: ChatCompletionBody) -> dict[str, Any]:
         "repetition_penalty": body.repetition_penalty,
         "logit_bias": tuple((int(key), bias) for key, bias in (body.logit_bias or {}).items()),
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-        "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        "stop": tuple([body.stop] if isinstance(body.stop, str) and body.stop else body.stop or ()),
         "stop_token_ids": tuple(body.stop_token_ids or ()),
         "min_tokens": body.min_tokens or 0,
         "num_choices": body.n or 1,
         "grammar": _grammar(body),
         "priority": body.priority or 0,
-        "template_kwargs": {} if kwargs is None else kwargs.model_dump(exclude_none=True),
         "tenant": body.cache_salt or "",
-        "client": body.user or body.cache_salt or "",
+        "client": user or body.cache_salt or "",
+        "ignore_eos": bool(body.ignore_eos),
+        "thinking": _thinking(body),
+        **_tool_fields(body),
         "spec_prefill": body.specprefill,
         "spec_prefill_keep": body.specprefill_keep_pct,
     }
 
 
+def _tool_fields(body: ChatCompletionBody) -> dict[str, Any]:
+    """`functions` and `function_call` are what `tools` and `tool_choice` were once called."""
+    if body.functions and body.tools:
+        raise InvalidRequest("There are `tools` and `functions`: send `tools` alone.", "functions")
+    legacy = [function.tool() for function in body.functions or ()]
+    tools: tuple[Tool, ...] = check_tools([*(tool.function.tool() for tool in body.tools or ()), *legacy])
+    is_legacy = body.tool_choice is None and body.function_call is not None
+    chosen = body.function_call if is_legacy else body.tool_choice
+    return {
+        "tools": tools,
+        "tool_choice": tool_choice(chosen, tools, "function_call" if is_legacy else "tool_choice"),
+        "parallel_tool_calls": body.parallel_tool_calls is not False and not body.functions,
+    }
+
+
+def _thinking(body: ChatCompletionBody) -> Thinking | None:
+    kwargs = body.chat_template_kwargs or TemplateKwargs()
+    asked = (
+        from_effort(body.reasoning_effort, "reasoning_effort") if body.reasoning_effort else None,
+        from_thinking(body.thinking, "thinking") if body.thinking else None,
+        from_reasoning(body.reasoning, "reasoning") if body.reasoning else None,
+        _switch(body.enable_thinking, "enable_thinking"),
+        _switch(kwargs.enable_thinking, "chat_template_kwargs.enable_thinking"),
+    )
+    return agreed(iter(asked), body.thinking_budget)
+
+
+def _switch(value: bool | None, field: str) -> Thinking | None:
+    return None if value is None else from_switch(value, field)
+
+
 def _grammar(body: ChatCompletionBody) -> GrammarSpec | None:
-    asked = body.structured_outputs
-    if asked is not None and asked.regex is not None:
-        return _grammar_of("regex", asked.regex, "structured_outputs.regex")
-    if asked is not None and asked.json_ is not None:
-        return _schema(asked.json_, "structured_outputs.json")
-    if isinstance(body.response_format, SchemaFormat):
-        return _schema(body.response_format.json_schema.schema_, "response_format.json_schema.schema")
-    if body.response_format is not None and body.response_format.type == "json_object":
+    form, asked = body.response_format, body.structured_outputs or StructuredOutputs.model_validate({})
+    if isinstance(form, SchemaFormat):
+        return schema_grammar(form.json_schema.schema_, "response_format.json_schema.schema")
+    if form is not None and form.type == "json_object":
         return GrammarSpec("json_object", field="response_format")
+    if asked.json_object:
+        return GrammarSpec("json_object", field="structured_outputs.json_object")
+    for name, prefix, source in (("json_", "structured_outputs.", asked), ("guided_json", "", body)):
+        if (schema := getattr(source, name)) is not None:
+            return schema_grammar(schema, prefix + name.removesuffix("_"))
+    for name, prefix, source in (("regex", "structured_outputs.", asked), ("guided_regex", "", body)):
+        if (regex := getattr(source, name)) is not None:
+            return _grammar_of("regex", regex, prefix + name)
+    for name, prefix, source in (("choice", "structured_outputs.", asked), ("guided_choice", "", body)):
+        if (texts := getattr(source, name)) is not None:
+            literals = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+            return _grammar_of("lark", f"%llguidance {{}}\nstart: {literals}\n", prefix + name)
     return None
 
 
-def _schema(schema: dict[str, Any], field: str) -> GrammarSpec:
+def schema_grammar(schema: dict[str, Any] | str, field: str) -> GrammarSpec:
     """The order of the keys is the client's: it is the order in which the model writes them."""
-    return _grammar_of("json_schema", json.dumps(schema, ensure_ascii=False), field)
+    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    return _grammar_of("json_schema", text, field)
 
 
-def _grammar_of(kind: Literal["json_schema", "regex"], text: str, field: str) -> GrammarSpec:
+def _grammar_of(kind: Literal["json_schema", "regex", "lark"], text: str, field: str) -> GrammarSpec:
     if len(text) > MAX_GRAMMAR_CHARS:
         raise InvalidRequest(f"`{field}` has {len(text)} characters; the limit is {MAX_GRAMMAR_CHARS}.", field)
     return GrammarSpec(kind, text, field)

@@ -1,18 +1,27 @@
-"""The wire models of chat messages and their parts."""
+"""The wire models of chat messages and their parts, and the canonical messages that they stand for.
 
+Unknown keys inside a message are dropped: clients send back whatever a server once gave them, and a template must not
+see it.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from deployments.chat import MEDIA_KINDS
+from deployments.chat import MEDIA_KINDS, Message
 from deployments.http.normalize import ROLES
-from deployments.http.wire import STRING_OR_ARRAY, Wire, choose, tag
+from deployments.http.wire import STRING_OR_ARRAY, OpenWire, choose, tag
 
 MAX_PARTS = 2048
 """Content parts of one message."""
 
 MAX_TOOL_CALLS = 512
 """Tool calls of one message."""
+
+MAX_NAME_CHARS = 256
+"""Characters of the name of a participant or of a function in the history."""
 
 
 def _role(message: Any) -> str | None:
@@ -29,44 +38,84 @@ _PART_TAGS = dict.fromkeys(MEDIA_KINDS, "media") | {
     "text": "text",
     "input_text": "text",
     "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
     "image_url": "image_url",
     "input_image": "image_url",
     "image": "image",
 }
 
 
-class TextPart(Wire):
+class TextPart(OpenWire):
     type: str
     text: str
 
+    def canonical(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.text}
 
-class ImageSource(Wire):
+
+class RefusalPart(OpenWire):
+    """An assistant's refusal in the history: text that it has said."""
+
+    type: str
+    refusal: str
+
+    def canonical(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.refusal}
+
+
+class ThinkingPart(OpenWire):
+    """An assistant's thought in the history."""
+
+    type: str
+    thinking: str
+
+
+class ImageSource(OpenWire):
     url: str = Field(min_length=1)
-    detail: Literal["auto", "high"] | None = None  # pictures are always read at their full size
+    detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-Picture = Annotated[ImageSource, BeforeValidator(lambda value: {"url": value} if isinstance(value, str) else value)]
+Image = Annotated[ImageSource, BeforeValidator(lambda value: {"url": value} if isinstance(value, str) else value)]
 
 
-class ImageUrlPart(Wire):
+def canonical_image(source: ImageSource, detail: str | None = None) -> dict[str, Any]:
+    """The one form in which images travel; `detail` is kept where it changes the image."""
+    is_low = "low" in (source.detail, detail)
+    return {"type": "image_url", "image_url": {"url": source.url, **({"detail": "low"} if is_low else {})}}
+
+
+class ImageUrlPart(OpenWire):
     type: str
-    image_url: Picture
+    image_url: Image
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+    def canonical(self) -> dict[str, Any]:
+        return canonical_image(self.image_url, self.detail)
 
 
-class ImagePart(Wire):
+class ImagePart(OpenWire):
     type: str
-    image: Picture
+    image: Image
+
+    def canonical(self) -> dict[str, Any]:
+        return canonical_image(self.image)
 
 
-class MediaPart(Wire):
-    """Video, audio and files: whoever can read that kind knows its shape."""
+class MediaPart(OpenWire):
+    """Video, audio and files: no model reads them yet, and the request is refused by the kind of media."""
 
     model_config = ConfigDict(extra="allow")
     type: str
 
+    def canonical(self) -> dict[str, Any]:
+        return {"type": self.type}
+
 
 Part = Annotated[
     Annotated[TextPart, tag("text")]
+    | Annotated[RefusalPart, tag("refusal")]
+    | Annotated[ThinkingPart, tag("thinking")]
     | Annotated[ImageUrlPart, tag("image_url")]
     | Annotated[ImagePart, tag("image")]
     | Annotated[MediaPart, tag("media")],
@@ -76,48 +125,61 @@ Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 Content = Annotated[Annotated[str, tag("string")] | Annotated[Parts, tag("array")], STRING_OR_ARRAY]
 
 
-class FunctionCall(Wire):
-    name: str
-    arguments: str
+def canonical_content(content: str | list[Any] | None) -> str | list[dict[str, Any]] | None:
+    """Text as it is, or the parts that a template may see."""
+    if not isinstance(content, list):
+        return content
+    return [part.canonical() for part in content if not isinstance(part, ThinkingPart)]
 
 
-class ToolCall(Wire):
+def _json_text(value: Any) -> Any:
+    """Arguments that a client sends as an object instead of JSON text (Ollama's form)."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else "" if value is None else value
+
+
+class FunctionCall(OpenWire):
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+    arguments: Annotated[str, BeforeValidator(_json_text)] = ""
+
+    def canonical(self, id: str) -> dict[str, Any]:
+        return {"id": id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class ToolCall(OpenWire):
     id: str = Field(min_length=1)
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None  # clients that add up a stream's deltas leave it in
 
 
-class PlainMessage(Wire):
+class PlainMessage(OpenWire):
     role: Literal["system", "developer", "user"]
-    content: Content
-    name: str | None = None
+    content: Content | None
+    name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
 
 
-class AssistantMessage(Wire):
+class AssistantMessage(OpenWire):
     role: Literal["assistant"]
     content: Content | None = None
-    name: str | None = None
+    name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
     function_call: FunctionCall | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: None = None
+    refusal: str | None = None
     audio: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-class ToolMessage(Wire):
+class ToolMessage(OpenWire):
     role: Literal["tool"]
-    content: Content
+    content: Content | None = None
     tool_call_id: str = Field(min_length=1)
-    name: str | None = None
+    name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
 
 
-class FunctionMessage(Wire):
+class FunctionMessage(OpenWire):
     role: Literal["function"]
-    content: Content
-    name: str = Field(min_length=1)
+    content: Content | None = None
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 WireMessage = Annotated[
@@ -129,3 +191,56 @@ WireMessage = Annotated[
     | Annotated[FunctionMessage, tag("function")],
     choose(_role, f"must be one of: {', '.join(ROLES)}", "role"),
 ]
+
+
+def canonical_messages(messages: Iterable[Any]) -> Iterator[Message]:
+    """The messages in the fields that templates read, one for one."""
+    open_calls: dict[str, str] = {}  # name of a legacy function -> id of its last call
+    for i, message in enumerate(messages):
+        match message:
+            case PlainMessage():
+                content = _with_name(canonical_content(message.content), message.name)
+                yield {"role": message.role, "content": "" if content is None else content}
+            case AssistantMessage():
+                if message.function_call is not None:
+                    open_calls[message.function_call.name] = f"call_{i}"
+                yield _canonical_assistant(message, f"call_{i}")
+            case ToolMessage():
+                named = {} if message.name is None else {"name": message.name}
+                yield {"role": "tool", "content": _result(message), "tool_call_id": message.tool_call_id, **named}
+            case FunctionMessage():
+                id = open_calls.get(message.name, f"call_{i}")
+                yield {"role": "tool", "content": _result(message), "tool_call_id": id, "name": message.name}
+
+
+def _canonical_assistant(message: AssistantMessage, legacy_id: str) -> Message:
+    content = _with_name(canonical_content(message.content), message.name)
+    canonical: Message = {"role": "assistant", "content": content or message.refusal or content}
+    if thought := message.reasoning_content or message.reasoning or _thought_in(message.content):
+        canonical["reasoning_content"] = thought
+    calls = [call.function.canonical(call.id) for call in message.tool_calls or ()]
+    if message.function_call is not None:
+        calls.append(message.function_call.canonical(legacy_id))
+    if calls:
+        canonical["tool_calls"] = calls
+    return canonical
+
+
+def _thought_in(content: str | list[Any] | None) -> str:
+    parts = content if isinstance(content, list) else []
+    return "\n".join(part.thinking for part in parts if isinstance(part, ThinkingPart))
+
+
+def _result(message: ToolMessage | FunctionMessage) -> str | list[dict[str, Any]]:
+    return canonical_content(message.content) or ""
+
+
+def _with_name(content: str | list[dict[str, Any]] | None, name: str | None) -> str | list[dict[str, Any]] | None:
+    """The content behind the participant's name, which chat templates have no place for."""
+    if not name or not content:
+        return content
+    if isinstance(content, str):
+        return f"[{name}] {content}"
+    if content[0]["type"] == "text":
+        return [{"type": "text", "text": f"[{name}] {content[0]['text']}"}, *content[1:]]
+    return [{"type": "text", "text": f"[{name}] "}, *content]

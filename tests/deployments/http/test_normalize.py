@@ -70,7 +70,8 @@ def test_a_missing_content_becomes_none():
         (["a", "b", "c"], "a\n\nb\n\nc"),
         ([[text("a")], [IMAGE, text("b")]], [text("a"), IMAGE, text("b")]),
         (["a", [IMAGE]], [text("a"), IMAGE]),
-        ([[IMAGE], "a", "b", [text("c")]], [IMAGE, text("a\n\nb"), text("c")]),
+        ([[IMAGE], "a", "b", [text("c")]], [IMAGE, text("a\n\nb\n\nc")]),
+        ([[text("S1"), text("S1b")], [text("S2"), text("S2b")]], [text("S1"), text("S1b\n\nS2"), text("S2b")]),
         (["", "a"], "a"),
         (["a", None, [], ""], "a"),
         ([None, [IMAGE]], [IMAGE]),
@@ -137,7 +138,7 @@ def test_late_system_messages_move_to_the_front_and_their_neighbours_merge():
 
 def test_hoisted_parts_follow_the_leading_system_message():
     assert normalize([system("one"), user("a"), system([text("two")])]) == (
-        system([text("one"), text("two")]),
+        system([text("one\n\ntwo")]),
         user("a"),
     )
 

@@ -1,0 +1,80 @@
+"""The fields by which clients of chat completions ask for a thought, and the one Thinking that they stand for."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from deployments.chat import Thinking
+from deployments.http.wire import OpenWire
+from engine.protocol import InvalidRequest
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+EFFORT_BUDGETS: dict[str, int | None] = {"low": 1024, "medium": 8192, "high": None, "xhigh": None, "max": None}
+"""Reasoning effort -> most tokens of the thought; None: no limit."""
+
+Budget = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class ThinkingField(OpenWire):
+    """`thinking` of DeepSeek, GLM and Anthropic's dialect."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Budget | None = None
+
+
+class ReasoningField(OpenWire):
+    """`reasoning` of OpenRouter."""
+
+    effort: Effort | None = None
+    max_tokens: Budget | None = None
+    enabled: bool | None = None
+
+
+def from_effort(effort: str, field: str) -> Thinking:
+    """none and minimal switch the thought off; the others switch it on, with a budget."""
+    if effort in ("none", "minimal"):
+        return Thinking("off", field=field)
+    level = "high" if effort in ("xhigh", "max") else effort
+    return Thinking("on", EFFORT_BUDGETS[effort], level, field)
+
+
+def from_thinking(asked: ThinkingField, field: str) -> Thinking:
+    modes: dict[str, Literal["off", "on", "auto"]] = {"enabled": "on", "disabled": "off"}
+    return Thinking(modes.get(asked.type, "auto"), asked.budget_tokens, field=f"{field}.type")
+
+
+def from_reasoning(asked: ReasoningField, field: str) -> Thinking | None:
+    if asked.effort is not None:
+        return from_effort(asked.effort, f"{field}.effort")
+    if asked.max_tokens is not None:
+        return Thinking("on" if asked.max_tokens else "off", asked.max_tokens, field=f"{field}.max_tokens")
+    return None if asked.enabled is None else from_switch(asked.enabled, f"{field}.enabled")
+
+
+def from_switch(is_on: bool, field: str) -> Thinking:
+    return Thinking("on" if is_on else "off", field=field)
+
+
+def agreed(asked: Iterator[Thinking | None], budget: int | None = None) -> Thinking | None:
+    """The one thing that all fields ask for. Raises InvalidRequest if two contradict each other.
+
+    Args:
+        budget: of a field of its own, for whichever of them switches the thought on.
+    """
+    found = [thinking for thinking in asked if thinking is not None]
+    for other in found[1:]:
+        if other.mode != found[0].mode:
+            raise InvalidRequest(
+                f"`{found[0].field}` and `{other.field}` contradict each other: one switches thinking "
+                f"{found[0].mode}, the other {other.mode}.",
+                other.field,
+            )
+    if budget is not None and (not found or found[0].mode != "off"):
+        return Thinking("on" if budget else "off", budget, field="thinking_budget")
+    budgets = [thinking.budget for thinking in found if thinking.budget is not None]
+    efforts = [thinking.effort for thinking in found if thinking.effort is not None]
+    if not found:
+        return None
+    return Thinking(found[0].mode, min(budgets, default=None), next(iter(efforts), None), found[0].field)

@@ -1,0 +1,135 @@
+"""The wire models of tools and tool choices in chat completions, legacy functions included."""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from deployments.chat import Tool, ToolChoice
+from deployments.http.wire import OpenWire, choose, tag
+from engine.protocol import InvalidRequest
+
+MAX_TOOLS = 1024
+"""Tools of one request."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+def _checked_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise PydanticCustomError("tool_name", "must be 1 to 128 of the characters A-Z a-z 0-9 _ . : / -")
+    return name
+
+
+ToolName = Annotated[str, AfterValidator(_checked_name)]
+
+
+class FunctionTool(OpenWire):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self) -> Tool:
+        return Tool(self.name, self.description, self.parameters, bool(self.strict))
+
+
+class WireTool(OpenWire):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(OpenWire):
+    name: str
+
+
+class NamedChoice(OpenWire):
+    """`{"type": "function", "function": {"name": ...}}`"""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(OpenWire):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedChoice(OpenWire):
+    """`{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}`"""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _choice_form(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "mode" if value in ("none", "auto", "required") else None
+    kind = value.get("type") if isinstance(value, dict) else None
+    return kind if kind in ("function", "allowed_tools") else None
+
+
+WireToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], tag("mode")]
+    | Annotated[NamedChoice, tag("function")]
+    | Annotated[AllowedChoice, tag("allowed_tools")],
+    choose(
+        _choice_form,
+        'must be "none", "auto", "required", an object of the type "function" that names one, or one of the type '
+        '"allowed_tools"',
+    ),
+]
+Tools = Annotated[list[WireTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+Functions = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def _legacy_form(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "mode" if value in ("none", "auto") else None
+    return "name" if isinstance(value, dict) else None
+
+
+LegacyChoice = Annotated[
+    Annotated[Literal["none", "auto"], tag("mode")] | Annotated[NamedFunction, tag("name")],
+    choose(_legacy_form, 'must be "none", "auto" or an object with a name'),
+]
+
+
+def tool_choice(choice: Any, tools: Sequence[Tool], field: str = "tool_choice") -> ToolChoice:
+    """The choice among these tools. Raises InvalidRequest if it forces or names what is not there."""
+    match choice:
+        case None:
+            chosen = ToolChoice()
+        case str():
+            chosen = ToolChoice(choice)  # type: ignore[arg-type]
+        case NamedChoice():
+            chosen = ToolChoice("required", (choice.function.name,))
+        case NamedFunction():
+            chosen = ToolChoice("required", (choice.name,))
+        case _:
+            allowed = choice.allowed_tools
+            chosen = ToolChoice(allowed.mode, tuple(tool.function.name for tool in allowed.tools))
+    return check_choice(chosen, tools, field)
+
+
+def check_choice(choice: ToolChoice, tools: Sequence[Tool], field: str = "tool_choice") -> ToolChoice:
+    """Returns the choice. Raises InvalidRequest for a name that no tool has, and for a forced call without tools."""
+    names = {tool.name for tool in tools}
+    for name in choice.names:
+        if name not in names:
+            raise InvalidRequest(f"`{field}` names the tool {name[:128]!r}, which is not in `tools`.", field)
+    if choice.mode == "required" and not tools:
+        raise InvalidRequest(f"`{field}` requires a tool call, but the request has no tools.", field)
+    return choice
+
+
+def check_tools(tools: Sequence[Tool], field: str = "tools") -> tuple[Tool, ...]:
+    """Returns the tools. Raises InvalidRequest for two of one name."""
+    seen: set[str] = set()
+    for i, tool in enumerate(tools):
+        if tool.name in seen:
+            raise InvalidRequest(f"`{field}[{i}]` has the name {tool.name!r} of an earlier tool.", field)
+        seen.add(tool.name)
+    return tuple(tools)
