@@ -68,7 +68,7 @@ class ParsedRequest:
 Parser = Callable[[dict[str, Any], ReadingRules], ParsedRequest]
 """Validates and normalizes the JSON object of a body. Raises InvalidRequest, ModelNotFound."""
 
-Dialect = Literal["chat", "completions", "responses", "messages"]
+Dialect = Literal["chat", "completions", "embeddings", "tokenize", "detokenize", "responses", "messages"]
 
 
 def read_request(body: bytes, dialect: Dialect, rules: ReadingRules) -> ParsedRequest:
@@ -78,8 +78,17 @@ def read_request(body: bytes, dialect: Dialect, rules: ReadingRules) -> ParsedRe
 
 def _parser(dialect: Dialect) -> Parser:
     from deployments.http.openai.chat_wire import parse_chat
+    from deployments.http.openai.completions_wire import parse_completions
+    from deployments.http.openai.embeddings_wire import parse_embeddings
+    from deployments.http.openai.tokenization_wire import parse_detokenize, parse_tokenize
 
-    parsers: dict[str, Parser] = {"chat": parse_chat}
+    parsers: dict[str, Parser] = {
+        "chat": parse_chat,
+        "completions": parse_completions,
+        "embeddings": parse_embeddings,
+        "tokenize": parse_tokenize,
+        "detokenize": parse_detokenize,
+    }
     return parsers[dialect]
 
 
