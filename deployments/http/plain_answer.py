@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from deployments.chat import Generation, TextDelta
+from deployments.chat import Generation, SpecPrefillReport, TextDelta
 from deployments.http.answer import Answer
 from deployments.http.answer_response import Job
 from deployments.http.door import Door
@@ -30,7 +30,7 @@ class PlainAnswer:
     """A Generation of no tokens, and the AnswerEncoder of what `work` returns."""
 
     num_prompt_tokens = num_cached_tokens = num_skipped_tokens = 0
-    spec_prefill = None
+    spec_prefill: SpecPrefillReport | None = None
 
     def __init__(self, work: Work, num_choices: int):
         self._work = work

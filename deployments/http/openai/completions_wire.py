@@ -152,10 +152,10 @@ def _check(body: CompletionsBody) -> None:
 
 
 def _check_choices(num_prompts: int, num_choices: int) -> None:
-    if num_prompts * num_choices > MAX_CHOICES:
+    if (num_answers := num_prompts * num_choices) > MAX_CHOICES:
         raise InvalidRequest(
-            f"`prompt` has {num_prompts} prompts and `n` is {num_choices}: that is {num_prompts * num_choices} answers; "
-            f"the limit for one request is {MAX_CHOICES}.",
+            f"`prompt` has {num_prompts} prompts and `n` is {num_choices}: that is {num_answers} answers; the limit "
+            f"for one request is {MAX_CHOICES}.",
             "prompt",
         )
 
