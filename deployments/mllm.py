@@ -13,7 +13,7 @@ from deployments.replica import log_refusals_in_one_line, node_id, replica_info
 from deployments.sparse_planner import PromptFacts, SparsePlanner
 from engine.config import EngineConfig, MediaConfig, SpecPrefillConfig
 from engine.processing.images import ImagePreprocessor
-from engine.processing.media import MediaLoader
+from engine.processing.media import ImageSource, MediaLoader
 from engine.protocol import ImagePatches, InvalidRequest
 
 
@@ -59,7 +59,7 @@ class MLLM:
     async def _images(self, request: ChatRequest) -> AsyncIterator[tuple[ImagePatches, ...]]:
         sources = list(image_sources(request.messages))
         if self._loader is None:
-            raise InvalidRequest("this model sees no images", sources[0][0] if sources else "messages")
+            raise InvalidRequest("this model sees no images", sources[0].field if sources else "messages")
         async with self._loader.load(sources) as images:
             yield images
 
@@ -68,8 +68,8 @@ class MLLM:
         return {**replica_info(), "spec_prefill": self._sparse.status(), "images": images}
 
 
-def image_sources(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
-    """Path of the field and URL of every picture, in the order of the conversation, tool results included.
+def image_sources(messages: Sequence[Message]) -> Iterator[ImageSource]:
+    """The images of a conversation in their order, those of tool results included.
 
     Raises InvalidRequest for any other kind of media.
     """
@@ -79,16 +79,17 @@ def image_sources(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
             kind = MEDIA_KINDS.get(part.get("type"))
             field = f"messages[{i}].content[{j}]"
             if kind == "image":
-                yield _url(part, field)
+                yield _source(part, field)
             elif kind is not None:
                 raise InvalidRequest(f"{kind} is not supported; a message may hold text and images", field)
 
 
-def _url(part: dict[str, Any], field: str) -> tuple[str, str]:
-    """A picture is `{"type": T, KEY: URL}` or `{"type": T, KEY: {"url": URL}}`; the key is image_url, image or url."""
+def _source(part: dict[str, Any], field: str) -> ImageSource:
+    """An image is `{"type": T, KEY: URL}` or `{"type": T, KEY: {"url": URL}}`; the key is image_url, image or url."""
     for key in ("image_url", "image", "url"):
         value = part.get(key)
         url = value.get("url") if isinstance(value, dict) else value
         if isinstance(url, str):
-            return (f"{field}.{key}.url" if isinstance(value, dict) else f"{field}.{key}"), url
+            path = f"{field}.{key}.url" if isinstance(value, dict) else f"{field}.{key}"
+            return ImageSource(path, url, isinstance(value, dict) and value.get("detail") == "low")
     raise InvalidRequest("an image needs a URL", f"{field}.image_url")

@@ -180,7 +180,7 @@ class GrammarSpec:
 
 @dataclass(frozen=True)
 class ThoughtSpec:
-    """The prompt ends inside of a thought, which the engine must watch: it has a budget, or a grammar holds behind it.
+    """The answer begins with a thought which the engine must watch: it has a budget, or a grammar holds behind it.
 
     A grammar of the request holds from the token behind closing_ids on.
     """
@@ -191,6 +191,13 @@ class ThoughtSpec:
     """What is forced once the budget is used up: the template's closing, end_id among it."""
     budget: int | None = None
     """Most tokens of the thought before the closing; None: no limit."""
+    opening_ids: tuple[int, ...] = ()
+    """What is forced first: the thought's opening, where the prompt does not end inside of it."""
+
+    @property
+    def resume_ids(self) -> tuple[int, ...]:
+        """Of closing_ids what comes behind the token that ends the thought."""
+        return self.closing_ids[self.closing_ids.index(self.end_id) + 1 :]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,9 @@ from typing import Any
 PER_REQUEST = frozenset({"queue", "entries", "recent_misses"})
 """Lists with one item per request or per client; their lengths are among the figures anyway."""
 
+HIDDEN = frozenset({"config", "ignored_fields"})
+"""Whole fields that the public does not see: paths, and names that clients have sent."""
+
 PUBLIC_WORDS = frozenset({"state", "device"})
 """Fields whose values are words of our own. Every other text may be a path, an id or part of a prompt."""
 
@@ -30,7 +33,7 @@ def administrative_view(page: dict[str, Any]) -> dict[str, Any]:
 def _figures(found: dict[str, Any]) -> dict[str, Any]:
     kept = {}
     for name, value in found.items():
-        if name == "config" or (name in PER_REQUEST and isinstance(value, list | tuple)):
+        if name in HIDDEN or (name in PER_REQUEST and isinstance(value, list | tuple)):
             continue
         if isinstance(value, dict):
             kept[name] = _figures(value)

@@ -1,7 +1,8 @@
-"""Tokens to text. Detokenizer: those of one answer, up to a stop string, as far as certain; TokenBytes: each alone."""
+"""Tokens to text. TokenDecoder: token by token; Detokenizer: one answer, up to a stop string, as far as certain;
+TokenBytes: each token alone."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -9,6 +10,39 @@ from tokenizers.decoders import DecodeStream
 MAX_SILENT_TOKENS = 64
 """No character has that many tokens: what gave no text for so long is broken bytes, and waiting makes DecodeStream slow
 with the square of their number."""
+
+
+class TokenDecoder:
+    """The text of an answer as its tokens come, in whole characters.
+
+    Args:
+        kept: special tokens that are text all the same, such as the markers of a tool call: id to text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, kept: Mapping[int, str] | None = None):
+        self._tokenizer = tokenizer
+        self._kept = kept or {}
+        self._silent: list[int] = []
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def decode(self, token_id: int) -> str:
+        """Return the text that this token completes, possibly ''. Ids outside the vocabulary (padding) are no text."""
+        if token_id in self._kept:
+            return self._kept[token_id]
+        piece = self._stream.step(self._tokenizer, token_id)
+        if piece is None:
+            return self._broken(token_id)
+        self._silent.clear()
+        return piece
+
+    def _broken(self, token_id: int) -> str:
+        self._silent.append(token_id)
+        if len(self._silent) < MAX_SILENT_TOKENS:
+            return ""
+        piece = self._tokenizer.decode(self._silent)
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._silent.clear()
+        return piece
 
 
 class Detokenizer:
@@ -23,9 +57,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()):
         self.stopped = False
         self.num_tokens = 0
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._silent: list[int] = []
+        self._decode = TokenDecoder(tokenizer).decode
         self._stop = tuple(s for s in stop if s)
         self._held = ""
 
@@ -44,17 +76,6 @@ class Detokenizer:
         """What was held back. The bytes of a character that never became complete are dropped."""
         held, self._held = self._held, ""
         return held
-
-    def _decode(self, token_id: int) -> str:
-        piece = self._stream.step(self._tokenizer, token_id)
-        if piece is None:
-            self._silent.append(token_id)
-            if len(self._silent) < MAX_SILENT_TOKENS:
-                return ""
-            piece = self._tokenizer.decode(self._silent)
-            self._stream = DecodeStream(skip_special_tokens=True)
-        self._silent.clear()
-        return piece
 
     def _admit(self, piece: str) -> str:
         if not self._stop:

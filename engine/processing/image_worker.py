@@ -26,8 +26,8 @@ from engine.processing.patch_grid import PatchGrid
 if TYPE_CHECKING:
     from engine.config import MediaConfig
 
-REQUEST = struct.Struct(">QB")
-"""Number of bytes, and whether they are base64 text."""
+REQUEST = struct.Struct(">QBB")
+"""Number of bytes, whether they are base64 text, and whether the image is wanted in low detail."""
 LENGTH = struct.Struct(">I")
 GO = b"g"
 WALL_PER_CPU = 6.0
@@ -75,10 +75,12 @@ def main() -> None:
                 send(planner, {"refused": out_of_memory(settings.memory_bytes)})
 
 
-def answer(planner: socket.socket, content: bytearray, is_base64: bool, settings: WorkerSettings) -> None:
+def answer(
+    planner: socket.socket, content: bytearray, is_base64: bool, has_low_detail: bool, settings: WorkerSettings
+) -> None:
     """Answer one request. Raises ImageRefused and MemoryError."""
     file = ImageFile(from_base64(content) if is_base64 else content, settings.max_pixels)
-    target = settings.grid.target_size(*file.size)
+    target = settings.grid.for_detail(has_low_detail).target_size(*file.size)
     send(planner, {"width": file.size[0], "height": file.size[1]})
     if planner.recv(1) != GO:
         return
@@ -121,14 +123,14 @@ def send(planner: socket.socket, answer: dict[str, Any], payload: bytes | memory
     planner.sendall(payload)
 
 
-def receive_request(planner: socket.socket) -> tuple[bytearray, bool] | None:
-    """Return the next encoded image and whether it is base64 text, None when the planner is gone."""
+def receive_request(planner: socket.socket) -> tuple[bytearray, bool, bool] | None:
+    """Return the next encoded image and what REQUEST says of it, None when the planner is gone."""
     header = receive(planner, REQUEST.size)
     if header is None:
         return None
-    num_bytes, is_base64 = REQUEST.unpack(header)
+    num_bytes, is_base64, has_low_detail = REQUEST.unpack(header)
     content = receive(planner, num_bytes)
-    return None if content is None else (content, bool(is_base64))
+    return None if content is None else (content, bool(is_base64), bool(has_low_detail))
 
 
 def receive(planner: socket.socket, num_bytes: int) -> bytearray | None:

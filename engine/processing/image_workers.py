@@ -61,11 +61,14 @@ class ImageWorkers:
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._alive if worker.pid is not None]
 
-    async def cut(self, read: Callable[[], bytes | bytearray], is_base64: bool = False) -> CutImage:
+    async def cut(
+        self, read: Callable[[], bytes | bytearray], is_base64: bool = False, has_low_detail: bool = False
+    ) -> CutImage:
         """Decode an encoded image, resize it for the model and cut it into patches.
 
         Args:
             read: gives the encoded bytes, or base64 text; called in a thread when a worker is free.
+            has_low_detail: see PatchGrid.for_detail.
 
         Cancelling the call kills the worker. Raises InvalidRequest for an image that is broken or beyond a limit, and
         Unavailable when no worker can be started.
@@ -73,7 +76,7 @@ class ImageWorkers:
         async with self._places:
             worker = self._idle.pop() if self._idle else self._make()
             try:
-                width, height = await self._call(lambda: worker.examine(read, is_base64))
+                width, height = await self._call(lambda: worker.examine(read, is_base64, has_low_detail))
                 async with self._budget.hold(width * height * DECODED_PIXEL_BYTES):
                     cut = await self._call(worker.decode)
             except ImageRefused as error:

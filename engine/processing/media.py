@@ -5,7 +5,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.config import MediaConfig
 from engine.processing.byte_budget import ByteBudget, Hold
@@ -29,6 +29,17 @@ MAX_FETCHES = 4
 MAX_DATA_HEADER = 256
 
 
+class ImageSource(NamedTuple):
+    """Where an image of a request comes from."""
+
+    field: str
+    """Path of the client's field, for errors."""
+    url: str
+    """A data:, http: or https: URL."""
+    has_low_detail: bool = False
+    """Whether OpenAI's `detail` is low, see PatchGrid.for_detail."""
+
+
 class MediaLoader:
     """Loads the images of requests. A refusal is an InvalidRequest that names the field, the value and the limit.
 
@@ -46,22 +57,19 @@ class MediaLoader:
         self.workers = ImageWorkers(WorkerSettings.of(config, self.grid), self.decoded)
 
     @asynccontextmanager
-    async def load(self, sources: Sequence[tuple[str, str]]) -> AsyncIterator[tuple[ImagePatches, ...]]:
+    async def load(self, sources: Sequence[ImageSource]) -> AsyncIterator[tuple[ImagePatches, ...]]:
         """Load the images of one request, in order; inside of the context their bytes count as held.
-
-        Args:
-            sources: path of the field and data:, http: or https: URL of each.
 
         Raises InvalidRequest for the first that fails, and then gives up on the others; Unavailable.
         """
         if len(sources) > self._config.max_images:
             raise InvalidRequest(
                 f"the request has {len(sources)} images; the limit is {self._config.max_images}",
-                sources[self._config.max_images][0],
+                sources[self._config.max_images].field,
             )
         async with AsyncExitStack() as resources:
             request = _RequestImages(self, len(sources), resources)
-            tasks = [asyncio.ensure_future(self._load(url, field, request)) for field, url in sources]
+            tasks = [asyncio.ensure_future(self._load(source, request)) for source in sources]
             try:
                 images = await asyncio.gather(*tasks)
             finally:
@@ -80,21 +88,22 @@ class MediaLoader:
             **{f"num_waiting_{name}": budget.num_waiting for name, budget in budgets.items()},
         }
 
-    async def _load(self, url: str, field: str, request: "_RequestImages") -> ImagePatches:
+    async def _load(self, source: ImageSource, request: "_RequestImages") -> ImagePatches:
+        url, has_low_detail = source.url, source.has_low_detail
         try:
             match = re.match(r"([a-z][a-z0-9+.-]{0,31}):", url, re.IGNORECASE)
             scheme = match[1].lower() if match else ""
             if scheme == "data":
                 start = check_data_url(url, self._config.max_bytes)
-                return await request.cut(lambda: data_url_text(url, start), is_base64=True)
+                return await request.cut(lambda: data_url_text(url, start), True, has_low_detail)
             if scheme in ("http", "https"):
                 async with request.fetches, self.fetched.hold(self._config.max_bytes) as hold:
                     content = await self._fetcher.fetch(url, hold)
-                    return await request.cut(lambda: content, is_base64=False)
+                    return await request.cut(lambda: content, False, has_low_detail)
             kind = f"{scheme}: URLs are" if scheme else "paths and bare data are"
             raise InvalidRequest(f"{kind} not supported for images; use a data:, http: or https: URL")
         except InvalidRequest as error:
-            raise InvalidRequest(error.message, field) from None
+            raise InvalidRequest(error.message, source.field) from None
 
 
 class _RequestImages:
@@ -109,13 +118,13 @@ class _RequestImages:
         self._hold: Hold | None = None
         self._num_bytes = 0
 
-    async def cut(self, read: Callable[[], bytes | bytearray], is_base64: bool) -> ImagePatches:
+    async def cut(self, read: Callable[[], bytes | bytearray], is_base64: bool, has_low_detail: bool) -> ImagePatches:
         """Decode, resize and cut one image when it is its turn."""
         loader = self._loader
         async with self._turn:
             if self._hold is None:
                 self._hold = await self._resources.enter_async_context(loader.planning.hold(self._max_bytes))
-            image = await loader.workers.cut(read, is_base64)
+            image = await loader.workers.cut(read, is_base64, has_low_detail)
             self._num_bytes += image.patches.nbytes
             if self._num_bytes > MAX_REQUEST_BYTES:
                 raise InvalidRequest(

@@ -20,6 +20,10 @@ class CutImage:
     content_hash: str  # sha256 hex digest over mode, size and pixels after resizing
 
 
+LOW_DETAIL_PIXELS = 512 * 512
+"""Width times height to which an image in low detail is reduced."""
+
+
 @dataclass(frozen=True)
 class PatchGrid:
     """What a processor of the Qwen2-VL family does to an RGB image before it normalises the pixels."""
@@ -48,6 +52,10 @@ class PatchGrid:
         """Return the same grid with at most max_tokens tokens per image."""
         max_pixels = min(self.max_pixels, max_tokens * self.factor**2)
         return replace(self, max_pixels=max_pixels, min_pixels=min(self.min_pixels, max_pixels))
+
+    def for_detail(self, is_low: bool) -> "PatchGrid":
+        """Return the grid for an image of which OpenAI's `detail` is low: at most LOW_DETAIL_PIXELS."""
+        return self.limited(max(LOW_DETAIL_PIXELS // self.factor**2, 1)) if is_low else self
 
     def target_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height to which an image of this size is resized: multiples of `factor`.

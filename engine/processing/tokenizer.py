@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,15 @@ import jinja2
 import numpy as np
 from tokenizers import Tokenizer
 
+from engine.processing.answer_parser import AnswerParser, AnswerRules
 from engine.processing.boundaries import Messages, RenderedPrompt, find_boundaries
 from engine.processing.checkpoint import read_config, read_optional_json
 from engine.processing.control_tokens import ControlTokens, Quarantine, any_of, encode_inside
 from engine.processing.conversation import DEFAULT_KWARGS, Conversation, convert
-from engine.processing.detokenizer import Detokenizer, TokenBytes
+from engine.processing.detokenizer import Detokenizer, TokenBytes, TokenDecoder
 from engine.processing.prompt_length import MAX_CHARS_PER_TOKEN, PromptLimit, TokenBound, count_windows
+from engine.processing.reasoning_format import ReasoningFormat, find_reasoning_format
+from engine.processing.tool_format import ToolFormat, find_tool_format
 from engine.protocol import Boundary, EngineFailed, InvalidRequest
 
 if TYPE_CHECKING:
@@ -70,6 +73,8 @@ class ChatTokenizer:
     keeps_late_system: the template takes a system message after other turns and leaves it in place.
     token_bytes: token id -> its bytes, see TokenBytes.
     image_token_id: the placeholder of a picture in the prompt, None for a model that sees none.
+    reasoning: how thoughts are written, None where the template cannot think.
+    tool_format: how tool calls are written, None where the template shows no tools or the format is not known.
     control_token_ids: of the added tokens, which structure a prompt, but for the placeholders of media.
     Raises EngineFailed when the directory has no usable tokenizer.json or no chat template.
     """
@@ -91,6 +96,15 @@ class ChatTokenizer:
         self.keeps_late_system = self._probe_late_system()
         self.stop_token_ids = self._find_stop_token_ids(config, generation)
         self.generation_defaults = _generation_defaults(generation)
+        self.reasoning: ReasoningFormat | None = find_reasoning_format(self._probe_with, self._encode_piece)
+        self.tool_format: ToolFormat | None = find_tool_format(
+            self._probe_with, self._template_source(), self._control.special
+        )
+
+    @property
+    def control_ids(self) -> Mapping[str, int]:
+        """The added tokens by string: ids of what ordinary tokens cannot spell."""
+        return self._control.ids
 
     @property
     def control_token_ids(self) -> frozenset[int]:
@@ -159,6 +173,27 @@ class ChatTokenizer:
 
     def detokenizer(self, stop: tuple[str, ...]) -> Detokenizer:
         return Detokenizer(self._tokenizer, stop)
+
+    def answer_parser(self, rules: AnswerRules) -> AnswerParser:
+        """Return a parser for one choice of an answer."""
+        decoder = TokenDecoder(self._tokenizer, self._markers if rules.tools else self._thought_markers)
+        return AnswerParser(decoder, rules, self.reasoning, self.tool_format)
+
+    @cached_property
+    def _thought_markers(self) -> dict[int, str]:
+        return self._special_in(() if self.reasoning is None else self.reasoning.markers)
+
+    @cached_property
+    def _markers(self) -> dict[int, str]:
+        return self._thought_markers | self._special_in(() if self.tool_format is None else self.tool_format.markers)
+
+    def _special_in(self, markers: Sequence[str]) -> dict[int, str]:
+        """Special tokens that are in one of the markers, which the decoded text must keep: id to text."""
+        return {
+            id_: content
+            for content, id_ in self._control.ids.items()
+            if id_ in self._control.special_ids and any(content in marker for marker in markers)
+        }
 
     def _convert(
         self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any], limit: PromptLimit | None
@@ -257,6 +292,16 @@ class ChatTokenizer:
     def _probe(self, messages: Messages) -> str:
         """A rendering without generation prompt, or '' when the template refuses."""
         return self._try_render(dict(DEFAULT_KWARGS), messages, False) or ""
+
+    def _probe_with(self, messages: Messages, add_generation_prompt: bool = False, **kwargs: Any) -> str | None:
+        return self._try_render({**DEFAULT_KWARGS, **kwargs}, messages, add_generation_prompt)
+
+    def _encode_piece(self, text: str) -> tuple[int, ...]:
+        return tuple(encode_inside(self._encode, text))
+
+    def _template_source(self) -> str:
+        template = self._renderer.chat_template
+        return template if isinstance(template, str) else str(template)
 
     def _probe_parts(self) -> bool:
         as_text = self._probe([{"role": "user", "content": "Qprobe"}])

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
+from engine.processing.control_tokens import any_of
 from engine.processing.json_schema import (
     ANNOTATIONS,
     OPTIONS,
@@ -27,6 +28,7 @@ from engine.processing.json_schema import (
     strict_schema,
     subschemas,
 )
+from engine.processing.tool_format import CallShape
 from engine.protocol import GrammarSpec, InvalidRequest
 
 HEAD = r"""%llguidance {}
@@ -47,34 +49,141 @@ TOP_LEVEL = frozenset({"type", "properties", "required", "additionalProperties",
 RAW_LIMITS = ("pattern", "format", "minLength", "maxLength")
 
 
-def tool_call_grammar(tools: Sequence[Mapping[str, Any]], choice: str, parallel: bool) -> GrammarSpec:
-    """The grammar of an answer that may or must call some of `tools`, OpenAI's function tools.
+def tool_call_grammar(
+    tools: Sequence[Mapping[str, Any]],
+    choice: str,
+    parallel: bool,
+    names: Sequence[str] = (),
+    answer: GrammarSpec | None = None,
+) -> GrammarSpec:
+    """Return the grammar of an answer that may or must call some of `tools`, OpenAI's function tools.
 
-    choice: 'auto' (text, then perhaps calls), 'required' (calls alone), or the name of the function to call.
-    parallel: several calls are allowed, one per line; otherwise one. The answer ends after its last call.
-    Parameters come in the order of their schema, required ones always. Schemas are enforced as far as they can be; in
-    a function with `strict`, InvalidRequest names what cannot. So it does with names that the format cannot hold.
+    Parameters come in the order of their schema, required ones always. Schemas are enforced as far as they can be.
+
+    Args:
+        choice: 'auto' (text, then perhaps calls), 'required' (calls alone), or the name of the function to call.
+        parallel: several calls are allowed, one per line; otherwise one. The answer ends after its last call.
+        names: the functions that may be called; empty: all of them.
+        answer: what an answer without calls must match; with 'auto' it takes the place of the text.
+
+    Raises:
+        InvalidRequest: a function with `strict` cannot be enforced, or the format cannot hold a name.
     """
+    wanted = names or ([] if choice in ("auto", "required") else [choice])
     chosen = [
         _Function(tool["function"], f"f{i}", f"tools[{i}].function")
         for i, tool in enumerate(tools)
-        if choice in ("auto", "required", tool["function"]["name"])
+        if not wanted or tool["function"]["name"] in wanted
     ]
-    if not chosen:
-        raise InvalidRequest(f"tool_choice is {choice!r}; no tool has this name", "tool_choice")
+    check_names([function.name for function in chosen], wanted)
     calls = r'call ("\n" call)*' if parallel else "call"
-    rules = [f"start: TEXT ({calls})?" if choice == "auto" else f"start: {calls}"]
+    rules = [start_rule(choice, calls, answer)]
     rules.append("function: " + " | ".join(function.rule for function in chosen))
     rules += [rule for function in chosen for rule in function.rules()]
     return GrammarSpec("lark", HEAD + "\n".join(rules) + "\n", "tools")
 
 
+def no_call_grammar(openings: Sequence[str]) -> GrammarSpec:
+    """Return the grammar of a text that holds none of these strings."""
+    return GrammarSpec("lark", f"%llguidance {{}}\n{text_rule(openings)}\nstart: TEXT\n", "tool_choice")
+
+
+def text_rule(openings: Sequence[str]) -> str:
+    """Return the rule of a text that holds none of these strings. Control tokens are no text in any case."""
+    escaped = [re.escape(opening).replace("/", r"\/") for opening in openings]
+    return rf"TEXT: /(?s:.*)/ & ~/(?s:.*)({'|'.join(escaped)})(?s:.*)/"
+
+
+def start_rule(choice: str, calls: str, answer: GrammarSpec | None) -> str:
+    """Return the first rule of a grammar with calls; arguments as in `tool_call_grammar`."""
+    if choice != "auto":
+        return f"start: {calls}"
+    if answer is None:
+        return f"start: TEXT ({calls})?"
+    return f"start: ({calls}) | answer\nanswer: {_answer(answer)}"
+
+
+def check_names(there: Sequence[str], wanted: Sequence[str]) -> None:
+    """Raise InvalidRequest for a wanted name that no tool has."""
+    for name in wanted:
+        if name not in there:
+            raise InvalidRequest(f"tool_choice is {name!r}; no tool has this name", "tool_choice")
+
+
+def _answer(answer: GrammarSpec) -> str:
+    try:
+        if answer.kind == "json_schema":
+            return f"%json {json.dumps({**strict_schema(json.loads(answer.text)), 'x-guidance': OPTIONS})}"
+        if answer.kind == "json_object":
+            return f"%json {json.dumps({'type': 'object', 'x-guidance': OPTIONS})}"
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, ValueError) else "the schema is nested too deeply"
+        raise InvalidRequest(f"`{answer.field}`: {reason}", answer.field) from None
+    raise InvalidRequest(f"`{answer.field}`: a {answer.kind} grammar and tools cannot be combined", answer.field)
+
+
+class JsonFunction:
+    """A function whose arguments are written as one JSON object. path: its place in the request."""
+
+    def __init__(self, function: Mapping[str, Any], path: str):
+        self.name: str = function["name"]
+        self._path = f"{path}.parameters"
+        self._strict = bool(function.get("strict"))
+        self._parameters = {"type": "object", **(function.get("parameters") or {})}
+
+    def arguments(self) -> str:
+        """Return the rule of the arguments. Raises InvalidRequest for what a strict function cannot enforce."""
+        try:
+            schema = strict_schema(self._parameters) if self._strict else lenient_schema(self._parameters)
+        except (ValueError, RecursionError) as error:
+            reason = str(error) if isinstance(error, ValueError) else "the schema is nested too deeply"
+            raise InvalidRequest(f"`{self._path}`: {reason}", self._path) from None
+        return f"%json {json.dumps({**schema, 'x-guidance': {**OPTIONS, 'lenient': not self._strict}})}"
+
+
+def json_call_grammar(
+    tools: Sequence[Mapping[str, Any]],
+    choice: str,
+    parallel: bool,
+    names: Sequence[str],
+    answer: GrammarSpec | None,
+    shape: CallShape,
+    openings: Sequence[str],
+    control_ids: Mapping[str, int],
+) -> GrammarSpec:
+    """Return the grammar of calls whose arguments are one JSON object; see `tool_call_grammar`.
+
+    Args:
+        shape: what the template writes around names and arguments.
+        openings: what a text without calls must not hold.
+        control_ids: ids of the tokens that no text spells, by string.
+    """
+    functions = [JsonFunction(tool["function"], f"tools[{i}].function") for i, tool in enumerate(tools)]
+    chosen = [(i, function) for i, function in enumerate(functions) if not names or function.name in names]
+    check_names([function.name for _, function in chosen], names)
+
+    def literal(text: str) -> str:
+        pieces = re.split(f"({any_of(control_ids).pattern})", text)
+        terms = [f"<[{control_ids[piece]}]>" if i % 2 else _literal(piece) for i, piece in enumerate(pieces) if piece]
+        return " ".join(terms)
+
+    more = f"({literal(shape.joint)} function)*" if parallel and shape.joint is not None else ""
+    rules = [
+        start_rule(choice, f"{literal(shape.begin)} function {more} {literal(shape.end)}", answer),
+        "function: " + " | ".join(f"f{i}" for i, _ in chosen),
+        *(f"f{i}: {literal(function.name + shape.middle)} f{i}_arguments" for i, function in chosen),
+        *(f"f{i}_arguments: {function.arguments()}" for i, function in chosen),
+    ]
+    head = ["%llguidance {}", text_rule(openings)]
+    return GrammarSpec("lark", "\n".join([*head, *rules]) + "\n", "tools")
+
+
 class _Function:
-    """The rules of one function. rule: name of the first of them; path: the function's place in the request."""
+    """The rules of one function in XML. rule: name of the first of them; path: the function's place in the request."""
 
     def __init__(self, function: Mapping[str, Any], rule: str, path: str):
         self.rule = rule
-        self._name = _checked_name(function["name"], f"{path}.name")
+        self.name = _checked_name(function["name"], f"{path}.name")
         self._path = f"{path}.parameters"
         self._strict = bool(function.get("strict"))
         self._schema = self._enforceable(function.get("parameters") or {})
@@ -85,7 +194,7 @@ class _Function:
         required = self._schema.get("required", [])
         if undeclared := [name for name in required if not isinstance(name, str) or name not in properties]:
             raise self._refused(f"`required` names {undeclared[0]!r}, which is not in `properties`")
-        parts, rules = [_literal(f"<function={self._name}>\n")], []
+        parts, rules = [_literal(f"<function={self.name}>\n")], []
         for i, (name, schema) in enumerate(properties.items()):
             _checked_name(name, f"{self._path}.properties")
             rule, opening = f"{self.rule}_{i}", _literal(f"<parameter={name}>\n")

@@ -47,7 +47,8 @@ class WorkerProcess:
         self._socket: socket.socket | None = None
         self._is_ready = False
         self._is_killed = False
-        self._size = (0, 0)  # of the image that was examined last
+        self._size = (0, 0)
+        self._grid = settings.grid  # of the image that was examined last
         self.num_images = 0  # that it was given
 
     @property
@@ -73,7 +74,9 @@ class WorkerProcess:
                 except OSError as error:
                     raise Unavailable(f"no image worker can be started: {error.strerror}", 2.0) from None
 
-    def examine(self, read: Callable[[], bytes | bytearray], is_base64: bool) -> tuple[int, int]:
+    def examine(
+        self, read: Callable[[], bytes | bytearray], is_base64: bool, has_low_detail: bool = False
+    ) -> tuple[int, int]:
         """Send an encoded image. Returns width and height. Raises ImageRefused, Unavailable, and what `read` raises."""
         with self._busy:
             content = read()
@@ -82,7 +85,8 @@ class WorkerProcess:
                 self._wait_ready()
             self.num_images += 1
             deadline = self._deadline()
-            self._send(REQUEST.pack(len(content), is_base64), deadline)
+            self._grid = self._settings.grid.for_detail(has_low_detail)
+            self._send(REQUEST.pack(len(content), is_base64, has_low_detail), deadline)
             self._send(content, deadline)
             header = self._receive_header(deadline)
             self._size = int(header["width"]), int(header["height"])
@@ -91,7 +95,7 @@ class WorkerProcess:
     def decode(self) -> CutImage:
         """Let the worker decode the image that was examined last. Raises ImageRefused."""
         with self._busy:
-            deadline, grid = self._deadline(), self._settings.grid
+            deadline, grid = self._deadline(), self._grid
             self._send(GO, deadline)
             header = self._receive_header(deadline)
             width, height = (side // grid.patch_size for side in grid.target_size(*self._size))

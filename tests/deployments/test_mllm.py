@@ -60,7 +60,8 @@ def test_pictures_of_all_turns_and_of_tool_results_are_found_in_order():
         user({"type": "input_image", "image_url": "c"}),
         {"role": "assistant", "content": None},
     ]
-    assert list(image_sources(messages)) == [
+    found = [(source.field, source.url) for source in image_sources(messages)]
+    assert found == [
         ("messages[0].content[0].image_url", "a"),
         ("messages[2].content[0].image.url", "b"),
         ("messages[3].content[0].image_url", "c"),

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from engine.config import MediaConfig
-from engine.processing.media import MediaLoader
+from engine.processing.media import ImageSource, MediaLoader
 from engine.processing.patch_grid import PatchGrid
 from engine.processing.public_addresses import Resolver
 from engine.protocol import ImagePatches, InvalidRequest
@@ -53,7 +53,7 @@ def load(
     async def go() -> list[ImagePatches]:
         loader = MediaLoader(MediaConfig(**limits), grid, resolver)
         try:
-            async with loader.load([(FIELD, url) for url in urls]) as images:
+            async with loader.load([ImageSource(FIELD, url) for url in urls]) as images:
                 return list(images)
         finally:
             loader.workers.close()

@@ -11,9 +11,19 @@ from PIL import Image
 from engine.config import MediaConfig
 from engine.processing import media
 from engine.processing.byte_budget import ByteBudget
-from engine.processing.media import MAX_REQUEST_BYTES, MediaLoader, check_data_url
+from engine.processing.media import MAX_REQUEST_BYTES, ImageSource, MediaLoader, check_data_url
 from engine.protocol import InvalidRequest
-from tests.engine.processing.pictures import FIELD, PNG, QWEN3_VL, data_url, encoded, load, picture, pixels_of, refusal
+from tests.engine.processing.pictures import (
+    FIELD,
+    PNG,
+    QWEN3_VL,
+    data_url,
+    encoded,
+    load,
+    picture,
+    pixels_of,
+    refusal,
+)
 
 # --- data URLs -----------------------------------------------------------------------------------------------------
 
@@ -152,7 +162,7 @@ def in_loader(test, **limits) -> None:
 
 
 def test_the_images_of_a_request_are_decoded_one_after_the_other():
-    sources = [(FIELD, data_url(encoded(picture(512, 512, seed)))) for seed in range(16)]
+    sources = [ImageSource(FIELD, data_url(encoded(picture(512, 512, seed)))) for seed in range(16)]
 
     async def test(loader: MediaLoader) -> None:
         async with loader.load(sources) as images:
@@ -165,7 +175,7 @@ def test_the_images_of_a_request_are_decoded_one_after_the_other():
 
 
 def test_requests_wait_until_others_have_given_back_their_patches():
-    source = [(FIELD, data_url(encoded(picture(512, 512))))]
+    source = [ImageSource(FIELD, data_url(encoded(picture(512, 512))))]
 
     async def test(loader: MediaLoader) -> None:
         loader.planning = ByteBudget(20 * 2**20)  # of which one request at first reserves 15
@@ -189,7 +199,11 @@ def test_requests_wait_until_others_have_given_back_their_patches():
 
 
 def test_a_request_that_fails_gives_everything_back():
-    sources = [(FIELD, data_url(PNG)), ("bad", data_url(PNG[:60])), (FIELD, data_url(encoded(picture(2000, 2000))))]
+    sources = [
+        ImageSource(FIELD, data_url(PNG)),
+        ImageSource("bad", data_url(PNG[:60])),
+        ImageSource(FIELD, data_url(encoded(picture(2000, 2000)))),
+    ]
 
     async def test(loader: MediaLoader) -> None:
         with pytest.raises(InvalidRequest) as caught:
@@ -212,3 +226,16 @@ def test_limits_of_the_config_reach_the_decoder():
         assert (loader.decoded.max_bytes, loader.workers._settings.cpu_s) == (3 * 2**20, 7)
 
     in_loader(test, decode_budget_mb=3, decode_cpu_s=7)
+
+
+def test_an_image_in_low_detail_is_reduced_to_512_by_512_pixels():
+    async def sizes() -> list[tuple[int, ...]]:
+        loader = MediaLoader(MediaConfig(), QWEN3_VL)
+        url = data_url(encoded(picture(1024, 2048)))
+        async with loader.load([ImageSource(FIELD, url), ImageSource(FIELD, url, has_low_detail=True)]) as images:
+            return [image.grid_thw for image in images]
+
+    full, low = asyncio.run(sizes())
+    side = QWEN3_VL.patch_size
+    assert full[1] * full[2] * side**2 == 1024 * 2048
+    assert 512 * 512 * 0.9 <= low[1] * low[2] * side**2 <= 512 * 512

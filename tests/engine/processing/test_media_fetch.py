@@ -14,7 +14,7 @@ import pytest
 
 from engine.config import MediaConfig
 from engine.processing.byte_budget import ByteBudget
-from engine.processing.media import MAX_FETCHES, MediaLoader
+from engine.processing.media import MAX_FETCHES, ImageSource, MediaLoader
 from engine.processing.public_addresses import Resolver, is_public
 from engine.protocol import InvalidRequest
 from tests.engine.processing.pictures import PNG, UNCHANGED, data_url, load, picture, pixels_of, refusal
@@ -287,7 +287,7 @@ def test_what_is_fetched_must_be_a_picture(server: Server):
 
 
 def test_the_field_of_the_failing_picture_is_named_and_the_others_are_given_up(server: Server):
-    sources = [("a", data_url(PNG)), ("b", server.url("/slow")), ("c", "file:///x")]
+    sources = [ImageSource("a", data_url(PNG)), ImageSource("b", server.url("/slow")), ImageSource("c", "file:///x")]
 
     async def run() -> int:
         with pytest.raises(InvalidRequest) as caught:
@@ -329,7 +329,7 @@ class DeadNameServer:
 
 def test_a_dead_name_server_delays_nothing_else():
     name_server = DeadNameServer()
-    dead = [("dead", f"http://{i}.dead.test/") for i in range(16)]
+    dead = [ImageSource("dead", f"http://{i}.dead.test/") for i in range(16)]
 
     async def go() -> None:
         loader = MediaLoader(MediaConfig(**LOCAL), UNCHANGED, Resolver(name_server))
@@ -338,7 +338,7 @@ def test_a_dead_name_server_delays_nothing_else():
                 requests = [asyncio.create_task(loader.load(dead).__aenter__()) for _ in range(3)]
                 while name_server.num_now < 3 * MAX_FETCHES:
                     await asyncio.sleep(0.01)
-                async with loader.load([("data", data_url(PNG))]) as images:
+                async with loader.load([ImageSource("data", data_url(PNG))]) as images:
                     assert len(images) == 1
                 assert await asyncio.to_thread(lambda: "free") == "free"
                 assert name_server.num_at_once == 3 * MAX_FETCHES and not any(task.done() for task in requests)
@@ -354,7 +354,7 @@ def test_a_dead_name_server_delays_nothing_else():
 
 def test_fetched_bytes_are_bounded_across_requests(server: Server):
     server.routes["/ok.png"] = (200, {"Content-Length": str(len(PNG))}, PNG)
-    sources = [("f", server.url("/ok.png")) for _ in range(8)]
+    sources = [ImageSource("f", server.url("/ok.png")) for _ in range(8)]
 
     async def go() -> None:
         loader = MediaLoader(MediaConfig(max_bytes=10_000, **LOCAL), UNCHANGED)

@@ -1,0 +1,110 @@
+"""What an answer must match: one grammar and one thought from tools, their choice, a format and thinking."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from engine.processing.reasoning_format import ReasoningFormat
+from engine.processing.tokenizer import ChatTokenizer
+from engine.processing.tool_format import XML, ToolFormat
+from engine.processing.tool_grammar import check_names, json_call_grammar, no_call_grammar, tool_call_grammar
+from engine.protocol import GrammarSpec, InvalidRequest, ThoughtSpec
+
+
+def answer_constraint(
+    tokenizer: ChatTokenizer,
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    choice_mode: Literal["none", "auto", "required"],
+    choice_names: tuple[str, ...],
+    parallel: bool,
+    grammar: GrammarSpec | None,
+    is_thinking: bool,
+    budget: int | None,
+) -> tuple[GrammarSpec | None, ThoughtSpec | None]:
+    """Return what the engine enforces for an answer.
+
+    The grammar holds behind the thought. No thought is returned where the engine need not watch it.
+
+    Args:
+        tools: OpenAI's function tools that the prompt shows; empty: none.
+        choice_mode: whether tools are called; with `required` the answer is calls alone, whatever `grammar` is.
+        choice_names: the tools that may be called; empty: all of them.
+        parallel: several calls are allowed.
+        grammar: of an answer without calls; None: any text.
+        is_thinking: the prompt is rendered with thinking on.
+        budget: most tokens of the thought; None: no limit.
+
+    Raises:
+        InvalidRequest: the model's format cannot be enforced; names the field.
+    """
+    if tools:
+        grammar = _with_tools(tokenizer, tools, choice_mode, choice_names, parallel, grammar)
+    elif choice_mode == "required":
+        raise InvalidRequest("tool_choice demands a call, but there are no tools", "tool_choice")
+    return grammar, _thought(tokenizer.reasoning, grammar, is_thinking, budget)
+
+
+def _with_tools(
+    tokenizer: ChatTokenizer,
+    tools: Sequence[Mapping[str, Any]],
+    mode: str,
+    names: tuple[str, ...],
+    parallel: bool,
+    grammar: GrammarSpec | None,
+) -> GrammarSpec | None:
+    tool_format = tokenizer.tool_format
+    if tool_format is None:
+        raise InvalidRequest("the model's chat template takes no tools, or its form of calls is not known", "tools")
+    check_names([tool["function"]["name"] for tool in tools], names)
+    if mode == "none":
+        return grammar or _without_calls(tool_format)
+    if tool_format.name == XML.name:
+        return tool_call_grammar(tools, mode, parallel, names, grammar)
+    if tool_format.shape is not None and not (tool_format.starts_answer and mode == "auto"):
+        openings = tool_format.openings
+        ids = tokenizer.control_ids
+        return json_call_grammar(tools, mode, parallel, names, grammar, tool_format.shape, openings, ids)
+    _check_unenforced(tool_format, tools, mode, names, parallel, grammar)
+    return None
+
+
+def _without_calls(tool_format: ToolFormat) -> GrammarSpec:
+    if tool_format.starts_answer:
+        raise InvalidRequest(
+            f"tool_choice is 'none': a call in the model's format ({tool_format.name}) begins like any text, so it "
+            "cannot be forbidden; send no tools instead",
+            "tool_choice",
+        )
+    return no_call_grammar(tool_format.openings)
+
+
+def _check_unenforced(
+    tool_format: ToolFormat,
+    tools: Sequence[Mapping[str, Any]],
+    mode: str,
+    names: tuple[str, ...],
+    parallel: bool,
+    grammar: GrammarSpec | None,
+) -> None:
+    """Raise InvalidRequest for what only a grammar of the calls could keep."""
+    reason = f"there is no grammar for the model's format of tool calls ({tool_format.name})"
+    if mode == "required" or names:
+        raise InvalidRequest(f"tool_choice can only be 'auto' or 'none' with this model: {reason}", "tool_choice")
+    if not parallel:
+        raise InvalidRequest(f"parallel_tool_calls can only be true with this model: {reason}", "parallel_tool_calls")
+    if grammar is not None:
+        raise InvalidRequest(f"`{grammar.field}` and tools cannot be combined with this model: {reason}", grammar.field)
+    for i, tool in enumerate(tools):
+        if tool["function"].get("strict"):
+            raise InvalidRequest(f"strict can only be false with this model: {reason}", f"tools[{i}].function.strict")
+
+
+def _thought(
+    reasoning: ReasoningFormat | None, grammar: GrammarSpec | None, is_thinking: bool, budget: int | None
+) -> ThoughtSpec | None:
+    if reasoning is None or not (is_thinking or reasoning.always) or (grammar is None and budget is None):
+        return None
+    if reasoning.end_id is None:
+        field = "reasoning_effort" if grammar is None else grammar.field
+        raise InvalidRequest("this model's thoughts end with no token of their own, so that they cannot be led", field)
+    return ThoughtSpec(reasoning.end_id, reasoning.closing_ids, budget, reasoning.opening_ids)

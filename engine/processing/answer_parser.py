@@ -1,0 +1,292 @@
+"""AnswerParser: the tokens of one answer to its content, its thought and its tool calls, while they come."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from engine.processing.call_body import CallBody
+from engine.processing.control_tokens import any_of
+from engine.processing.detokenizer import TokenDecoder
+from engine.processing.reasoning_format import ReasoningFormat
+from engine.processing.tool_arguments import ParsedToolCall, ToolTypes
+from engine.processing.tool_format import ToolFormat
+
+MAX_GAP = 64
+"""Characters of white space that are held back because a marker may follow; a longer run is let through."""
+
+
+@dataclass(frozen=True)
+class AnswerRules:
+    """What to look for in an answer."""
+
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer. They hold for the content alone, not for the thought nor for calls."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """OpenAI's function tools that may be called; empty: calls are not looked for."""
+    is_thinking: bool = False
+    """Whether the prompt was rendered with thinking on."""
+
+
+class AnswerDelta(NamedTuple):
+    """What some tokens add to an answer."""
+
+    content: str = ""
+    """Of the answer itself, without markup."""
+    reasoning: str = ""
+    """Of the thought, without its markers."""
+    tool_calls: tuple[ParsedToolCall, ...] = ()
+    """Calls that these tokens completed."""
+    num_reasoning_tokens: int = 0
+    """Of these tokens those of the thought, its markers included."""
+
+
+NOTHING = AnswerDelta()
+
+
+class AnswerParser:
+    """One per choice. Text comes out once no later token can change it, or make it part of a marker or a stop string.
+
+    stopped: a stop string was found; the content ends before it and further tokens are ignored. stop_sequence: which.
+    num_tokens: tokens taken so far, up to and including the one that completed the stop string.
+    has_tool_calls: a call is complete.
+
+    White space around thoughts and calls belongs to the template, which writes it again when the answer comes back as
+    history: it is neither content nor reasoning. Of several stop strings the one that is complete first wins, and the
+    longer one where two end together. Each token is looked at alone, so the answer does not depend on how its tokens
+    are distributed over pushes.
+    """
+
+    def __init__(
+        self, decoder: TokenDecoder, rules: AnswerRules, reasoning: ReasoningFormat | None, tools: ToolFormat | None
+    ):
+        self.stopped = False
+        self.stop_sequence: str | None = None
+        self.num_tokens = 0
+        self.has_tool_calls = False
+        self._decode = decoder.decode
+        self._stop = tuple(s for s in rules.stop if s)
+        self._tools = tools if rules.tools else None
+        self._types = ToolTypes(rules.tools)
+        self._in_thought = _thought_markup(reasoning)
+        self._in_content = _content_markup(reasoning, self._tools)
+        self._first = self._in_content.first | {s[0] for s in self._stop}
+        self._call: CallBody | None = None
+        self._is_thinking = _starts_in_thought(reasoning, rules)
+        self._skips_space = self._is_thinking  # white space that comes next belongs to the template
+        self._has_content = not self._first  # no marker can follow: white space at the beginning is content
+        self._has_reasoning = False
+        self._held = ""
+        self._content = self._reasoning = ""
+        self._calls: list[ParsedToolCall] = []
+        self._num_reasoning_tokens = 0
+        self._is_plain = self._at_plain_content()
+
+    def push(self, token_ids: Iterable[int]) -> AnswerDelta:
+        """Take tokens; return what they make certain. Ids outside the vocabulary (padding) are no text."""
+        plain = ""
+        for token_id in token_ids:
+            if self.stopped:
+                break
+            self.num_tokens += 1
+            piece = self._decode(token_id)
+            if self._is_plain and self._first.isdisjoint(piece) and not (self._tools and piece[-1:].isspace()):
+                plain += piece
+            else:
+                self._content += plain
+                plain = ""
+                self._take(piece)
+        if not (self._content or self._reasoning or self._calls or self._num_reasoning_tokens):
+            return AnswerDelta(plain) if plain else NOTHING
+        self._content += plain
+        return self._delta()
+
+    def finish(self) -> AnswerDelta:
+        """Return what was held back. An incomplete call is dropped, an unfinished thought stays a thought."""
+        if self._call is not None and self._call.finish() is not None:
+            self._end_call(self._call)
+        elif self._is_thinking:
+            self._think(self._held.rstrip())
+        elif not (self.has_tool_calls and self._held.isspace()):
+            self._answer(self._held)
+        self._held = ""
+        return self._delta()
+
+    def _take(self, piece: str) -> None:
+        was_thinking = self._is_thinking
+        text: str | None = self._held + piece
+        self._held = ""
+        while text:
+            if self._call is not None:
+                text = self._take_call(self._call, text)
+            elif self._is_thinking:
+                text = self._take_thought(text)
+            else:
+                text = self._take_content(text)
+        self._num_reasoning_tokens += was_thinking or self._is_thinking
+        self._is_plain = self._at_plain_content()
+
+    def _take_thought(self, text: str) -> str | None:
+        """Returns what comes behind a marker."""
+        text = text.lstrip() if self._skips_space else text
+        match = self._in_thought.find(text)
+        if match is None:
+            num_certain = self._in_thought.num_certain(text)
+            self._think(text[:num_certain])
+            self._held = text[num_certain:]
+            return None
+        self._think(text[: match.start()].rstrip())
+        self._is_thinking, self._skips_space = self._in_thought.kinds[match[0]] != Kind.THOUGHT_END, True
+        return text[match.end() :]
+
+    def _take_content(self, text: str) -> str | None:
+        """Returns what comes behind a marker."""
+        text = text.lstrip() if self._skips_space else text
+        match = self._in_content.find(text)
+        before = text if match is None else text[: match.start()].rstrip()
+        if self._find_stop(before):
+            return None
+        if match is None:
+            num_certain = self._num_certain_content(text)
+            self._answer(text[:num_certain])
+            self._held = text[num_certain:]
+            return None
+        self._answer(before)
+        self._begin(self._in_content.kinds[match[0]], match[0])
+        return text[match.end() :]
+
+    def _begin(self, kind: "Kind", marker: str) -> None:
+        """What a marker in the content begins."""
+        self._skips_space = kind != Kind.CALL or not self._has_content
+        if kind == Kind.THOUGHT:
+            self._is_thinking = True
+        elif kind == Kind.CALL:
+            assert self._tools is not None
+            self._call = self._tools.body(marker)
+
+    def _take_call(self, call: CallBody, text: str) -> str | None:
+        rest = call.push(text)
+        if rest is not None:
+            self._end_call(call)
+        return rest
+
+    def _end_call(self, call: CallBody) -> None:
+        """A text in the place of a call that is none is content, as far as it holds no markup."""
+        assert self._tools is not None
+        self._call = None
+        try:
+            self._calls += self._tools.parse(call.text, self._types)
+            self.has_tool_calls = True
+        except ValueError:
+            self._answer(call.text if "<" not in call.text or self._tools.starts_answer else "")
+
+    def _think(self, text: str) -> None:
+        if text:
+            joint = "\n\n" if self._has_reasoning and self._skips_space else ""  # a second thought
+            self._reasoning += joint + text
+            self._has_reasoning, self._skips_space = True, False
+
+    def _answer(self, text: str) -> None:
+        if not text:
+            return
+        self._content += text
+        self._skips_space = False
+        if not self._has_content:
+            self._has_content = True
+            if self._tools is not None and self._tools.starts_answer:
+                self._in_content = self._in_content.without(Kind.CALL)
+                self._first = self._in_content.first | {s[0] for s in self._stop}
+
+    def _find_stop(self, text: str) -> bool:
+        if not self._stop:
+            return False
+        found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0]
+        if found:
+            _, at, self.stop_sequence = min(found)
+            self._answer(text[:at])
+            self.stopped = True
+        return self.stopped
+
+    def _num_certain_content(self, text: str) -> int:
+        """Up to where no later text can make it part of a marker, of a stop string or of the space before a marker."""
+        has_gap = self._tools is not None or not self._has_content
+        num_certain = self._in_content.num_certain(text, has_gap)
+        if self._stop:
+            longest = max(map(len, self._stop))
+            starts = range(max(0, len(text) - longest + 1), num_certain)
+            return next((at for at in starts if any(s.startswith(text[at:]) for s in self._stop)), num_certain)
+        return num_certain
+
+    def _at_plain_content(self) -> bool:
+        is_content = self._has_content and not self._is_thinking and self._call is None
+        return is_content and not self._held and not self._skips_space
+
+    def _delta(self) -> AnswerDelta:
+        delta = AnswerDelta(self._content, self._reasoning, tuple(self._calls), self._num_reasoning_tokens)
+        self._content = self._reasoning = ""
+        self._calls = []
+        self._num_reasoning_tokens = 0
+        return delta
+
+
+class Kind(Enum):
+    """What a marker means."""
+
+    THOUGHT = "thought"
+    """A thought begins."""
+    THOUGHT_END = "end of thought"
+    CALL = "call"
+    """A call begins."""
+    NOISE = "noise"
+    """Nothing that an answer shows."""
+
+
+class Markup:
+    """The markers that may come in one state of the parser.
+
+    kinds: by marker. first: the characters that one may begin with.
+    """
+
+    def __init__(self, kinds: Mapping[str, Kind]):
+        self.kinds = kinds
+        self.first = frozenset(marker[0] for marker in kinds)
+        self.find = any_of(kinds).search
+        self._longest = max(map(len, kinds), default=1)
+
+    def num_certain(self, text: str, has_gap: bool = True) -> int:
+        """Up to where no later text can make it part of a marker, or of the space in front of one (has_gap)."""
+        starts = range(max(0, len(text) - self._longest + 1), len(text))
+        at = next((at for at in starts if text[at] in self.first and self._begins_marker(text[at:])), len(text))
+        if has_gap:
+            at = max(len(text[:at].rstrip()), at - MAX_GAP)
+        return at
+
+    def without(self, kind: Kind) -> "Markup":
+        """Return the markup of all other kinds."""
+        return Markup({marker: other for marker, other in self.kinds.items() if other != kind})
+
+    def _begins_marker(self, text: str) -> bool:
+        return any(marker.startswith(text) for marker in self.kinds)
+
+
+def _starts_in_thought(reasoning: ReasoningFormat | None, rules: AnswerRules) -> bool:
+    return reasoning is not None and not reasoning.opening_ids and (rules.is_thinking or reasoning.always)
+
+
+@lru_cache(64)
+def _thought_markup(reasoning: ReasoningFormat | None) -> Markup:
+    if reasoning is None:
+        return Markup({})
+    return Markup({reasoning.start: Kind.NOISE, reasoning.end: Kind.THOUGHT_END})
+
+
+@lru_cache(64)
+def _content_markup(reasoning: ReasoningFormat | None, tools: ToolFormat | None) -> Markup:
+    kinds: dict[str, Kind] = {}
+    if tools is not None:
+        kinds |= dict.fromkeys(tools.noise, Kind.NOISE) | dict.fromkeys(tools.openings, Kind.CALL)
+    if reasoning is not None:
+        kinds |= dict.fromkeys((reasoning.end, *reasoning.noise), Kind.NOISE)
+        kinds |= dict.fromkeys((reasoning.start, *reasoning.starts), Kind.THOUGHT)
+    return Markup(kinds)

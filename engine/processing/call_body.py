@@ -1,0 +1,143 @@
+"""CallBody: the text of one tool call while it streams, up to the place where it is complete."""
+
+import re
+from collections.abc import Callable
+from typing import Protocol
+
+OUTSIDE_OF_STRINGS = re.compile(r'["{}\[\]]')
+INSIDE_OF_STRINGS = re.compile(r'["\\]')
+
+MAX_BEHIND = 256
+"""Characters between the JSON of a call and its end marker."""
+
+MAX_UNSURE = 64
+"""Pieces of text after which it is certain whether they are a call."""
+
+
+class CallBody(Protocol):
+    """The text of a call behind its opening."""
+
+    text: str
+    """Of the call, without its end marker; set when it is complete."""
+
+    def push(self, piece: str) -> str | None:
+        """Take text; return what comes behind the call, or None as long as the call is not complete."""
+        ...
+
+    def finish(self) -> str | None:
+        """Return the call's text if it is complete without an end marker, else None."""
+        ...
+
+
+class MarkedBody:
+    """A call that ends with a marker.
+
+    Args:
+        end: the marker.
+        is_end: whether the text in front of a marker is a whole call; otherwise the marker is part of a value.
+    """
+
+    def __init__(self, end: str, is_end: Callable[[str], bool] = lambda text: True):
+        self.text = ""
+        self._end = end
+        self._is_end = is_end
+        self._pieces: list[str] = []
+        self._tail = ""
+
+    def push(self, piece: str) -> str | None:
+        window = self._tail + piece
+        if self._end not in window:
+            self._pieces.append(piece)
+            self._tail = window[-(len(self._end) - 1) :]
+            return None
+        text, start = "".join([*self._pieces, piece]), sum(map(len, self._pieces)) - len(self._tail)
+        while (at := text.find(self._end, start)) >= 0:
+            start = at + len(self._end)
+            if self._is_end(text[:at]):
+                self.text = text[:at]
+                return text[start:]
+        self._pieces, self._tail = [text], ""
+        return None
+
+    def finish(self) -> str | None:
+        return None
+
+
+class JsonBody:
+    """A call that ends with a JSON object or array, which its first bracket begins.
+
+    Args:
+        end: a marker behind the value that belongs to the call; it may be left out at the end of the answer.
+        text: of the call, as far as its opening was already part of it.
+        skip: markers in front of the value that hold brackets.
+        is_call: whether text may still become a call; where it cannot, it is complete as it is.
+    """
+
+    def __init__(
+        self,
+        end: str = "",
+        text: str = "",
+        skip: tuple[str, ...] = (),
+        is_call: Callable[[str], bool] = lambda text: True,
+    ):
+        self.text = ""
+        self._end = end
+        self._skip = skip
+        self._is_call = is_call
+        self._pieces: list[str] = []
+        self._scanner = JsonScanner()
+        self._is_whole = False
+        self.push(text)
+
+    def push(self, piece: str) -> str | None:
+        rest = piece if self._is_whole else self._push_value(piece)
+        if rest is None or not self._end:
+            return rest
+        self._pieces.append(rest)
+        before, found, behind = "".join(self._pieces).partition(self._end)
+        if found:
+            return behind
+        return before if len(before) > MAX_BEHIND else None  # the end marker has been forgotten
+
+    def finish(self) -> str | None:
+        return self.text if self._is_whole else None
+
+    def _push_value(self, piece: str) -> str | None:
+        end = None if piece in self._skip else self._scanner.push(piece)
+        self._pieces.append(piece[:end])
+        if not self._is_call("".join(self._pieces[:MAX_UNSURE])):
+            end = len(piece)
+        if end is None:
+            return None
+        self.text, self._is_whole, self._pieces = "".join(self._pieces), True, []
+        return piece[end:]
+
+
+class JsonScanner:
+    """Finds the end of a JSON object or array in text that comes in pieces.
+
+    in_string: whether the text ends inside of a string.
+    """
+
+    def __init__(self):
+        self.in_string = False
+        self._depth = 0
+        self._is_escaped = False
+
+    def push(self, piece: str) -> int | None:
+        """Return the place in `piece` behind the last bracket of the value, or None."""
+        at = 0
+        if self._is_escaped and piece:
+            at, self._is_escaped = 1, False
+        while match := (INSIDE_OF_STRINGS if self.in_string else OUTSIDE_OF_STRINGS).search(piece, at):
+            at = match.end()
+            if match[0] == "\\":
+                self._is_escaped = at == len(piece)
+                at += 1
+            elif match[0] == '"':
+                self.in_string = not self.in_string and self._depth > 0
+            else:
+                self._depth += 1 if match[0] in "{[" else -1
+                if self._depth <= 0:
+                    return at
+        return None

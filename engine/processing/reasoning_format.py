@@ -1,0 +1,145 @@
+"""ReasoningFormat: how a model writes its thought, found by what its chat template writes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Render = Callable[..., str | None]
+Encode = Callable[[str], tuple[int, ...]]
+
+MARKERS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("<|channel>thought", "<channel|>"),
+)
+"""What thoughts are between; those of mlx_lm.tokenizer_utils and two more."""
+
+SWITCHES = ("enable_thinking", "thinking")
+"""Template variables that turn the thought on and off."""
+
+FINAL = "<|channel|>final<|message|>"
+HARMONY_NOISE = (
+    *(f"<|start|>assistant{FINAL}", FINAL, "<|start|>assistant<|channel|>final <|constrain|>json<|message|>"),
+    *("<|channel|>final <|constrain|>json<|message|>", "<|start|>assistant<|channel|>commentary<|message|>"),
+    *("<|channel|>commentary<|message|>", "<|return|>", "<|end|>"),
+)
+
+ASKED = {"role": "user", "content": "Uprobe"}
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """How a model writes its thought."""
+
+    start: str
+    """What a thought begins with."""
+    end: str
+    """What it ends with."""
+    end_id: int | None
+    """The token of `end`, None where that is several."""
+    opening_ids: tuple[int, ...]
+    """What the model writes to begin the thought, () where the prompt ends inside of it."""
+    closing_ids: tuple[int, ...]
+    """How the template ends a thought, up to the answer itself."""
+    switch: str | None
+    """The template's variable that turns the thought on and off; None: that is not up to the client."""
+    always: bool = False
+    """Whether the model thinks before each answer, however the prompt is rendered."""
+    starts: tuple[str, ...] = ()
+    """Other things that a thought may begin with."""
+    noise: tuple[str, ...] = ()
+    """Markup around thoughts and answers that is neither."""
+    takes_effort: bool = False
+    """Whether the template has a variable `reasoning_effort`."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Every marker of thoughts and answers."""
+        return (self.start, self.end, *self.starts, *self.noise)
+
+    def template_kwargs(self, is_on: bool) -> dict[str, Any]:
+        """Return the template's variables that turn the thought on or off."""
+        return {} if self.switch is None else {self.switch: is_on}
+
+
+def find_reasoning_format(render: Render, encode: Encode) -> ReasoningFormat | None:
+    """Find how thoughts are written, None where the template cannot think.
+
+    Args:
+        render: renders messages with the template's variables as keywords; None where the template refuses.
+        encode: token ids of text from the middle of a rendered prompt.
+    """
+    prompts = {
+        (switch, is_on): render([ASKED], add_generation_prompt=True, **{switch: is_on}) or ""
+        for switch in SWITCHES
+        for is_on in (True, False)
+    }
+    switch = next((name for name in SWITCHES if prompts[name, True] != prompts[name, False]), None)
+    prompt = prompts[switch or SWITCHES[0], True]
+    takes_effort = _takes_effort(render)
+    if "<|start|>assistant" in prompt and len(encode("<|channel|>")) == len(encode("<|message|>")) == 1:
+        return _harmony(encode, takes_effort)
+    off = prompts[switch or SWITCHES[0], False].partition("Uprobe")[2]
+    shown = _rendered_thought(render)
+    for start, end in MARKERS:
+        tail = prompt.partition("Uprobe")[2]
+        opens = start in tail and end not in tail.rpartition(start)[2]
+        if not (opens or (switch and start in off) or start in shown):
+            continue
+        closing = _closing(shown, end) or f"\n{end}\n\n"
+        end_ids = encode(end)
+        opening = () if opens else encode(start + _opening_gap(shown or off, start))
+        return ReasoningFormat(
+            start,
+            end,
+            end_ids[0] if len(end_ids) == 1 else None,
+            opening,
+            encode(closing),
+            switch,
+            always=opens and switch is None,
+            takes_effort=takes_effort,
+        )
+    return None
+
+
+def _harmony(encode: Encode, takes_effort: bool) -> ReasoningFormat:
+    start, end = "<|channel|>analysis<|message|>", "<|end|>"
+    [end_id] = encode(end)
+    return ReasoningFormat(
+        start,
+        end,
+        end_id,
+        encode(start),
+        encode(f"{end}<|start|>assistant{FINAL}"),
+        None,
+        always=True,
+        starts=(f"<|start|>assistant{start}",),
+        noise=HARMONY_NOISE,
+        takes_effort=takes_effort,
+    )
+
+
+def _takes_effort(render: Render) -> bool:
+    low, high = (render([ASKED], add_generation_prompt=True, reasoning_effort=effort) for effort in ("low", "high"))
+    return low != high
+
+
+def _rendered_thought(render: Render) -> str:
+    """What the template writes of an answer with its thought, '' where it writes no thought."""
+    turn = {"role": "assistant", "content": "Cprobe", "reasoning_content": "Rprobe", "thinking": "Rprobe"}
+    text = (render([ASKED, turn]) or "").partition("Uprobe")[2]
+    return text if "Rprobe" in text and "Cprobe" in text else ""
+
+
+def _closing(shown: str, end: str) -> str:
+    between = shown.partition("Rprobe")[2].partition("Cprobe")[0]
+    return between if between.count(end) == 1 and not between.replace(end, "").strip() else ""
+
+
+def _opening_gap(text: str, start: str) -> str:
+    behind = text.partition(start)[2]
+    gap = behind[: len(behind) - len(behind.lstrip())]
+    return gap if behind[len(gap) :].startswith("Rprobe") else gap[:1]
