@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.chat import ChatRequest, Embeddings, EmbedRequest, Route, TextDelta, TextLogprobs
+from deployments.chat import ChatRequest, Embeddings, EmbedRequest, Route, TextDelta, TextLogprobs, ToolCall
 from deployments.draining import DRAIN_TIMEOUT_S, when_stopping
 from deployments.embedding import embed_all, read_embedding
 from deployments.engine_client import PLAN_TIMEOUT_S, EngineClient, failure_of
@@ -23,13 +24,14 @@ from deployments.http.cache import cache_body, cleared_body
 from deployments.http.config import HttpConfig
 from deployments.http_proxy import HOOK, is_guarded
 from deployments.in_flight import InFlight
+from deployments.planning import thinks
 from deployments.policies import nodes_offering
 from deployments.replica import in_replica, replica_info
 from deployments.replica_calls import ask_replicas
 from deployments.shared_answer import SharedAnswer
 from engine.config import EngineConfig
+from engine.processing.answer_parser import NOTHING, AnswerParser, AnswerRules
 from engine.processing.checkpoint import context_limit, media_kinds, read_config, resolve_checkpoint
-from engine.processing.detokenizer import Detokenizer
 from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import FinishReason, InvalidRequest, TokenChunk, Unavailable
@@ -54,7 +56,7 @@ class TextGeneration:
         self,
         stream: EngineStream,
         tokenizer: ChatTokenizer,
-        stop: tuple[str, ...],
+        rules: AnswerRules,
         note_end: Callable[[], None] = lambda: None,
     ):
         request = stream.plan.request
@@ -65,17 +67,17 @@ class TextGeneration:
         self._stream = stream
         self._note_end = note_end
         self._token_bytes = tokenizer.token_bytes
-        self._running = {index: tokenizer.detokenizer(stop) for index in range(request.num_choices)}
+        self._running = {index: tokenizer.answer_parser(rules) for index in range(request.num_choices)}
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         """Raises EngineFailed or Unavailable when the engine cannot finish the answer, Cancelled when it may not."""
         try:
             async for chunk in self._stream:
-                if (detokenizer := self._running.get(chunk.index)) is None:
+                if (parser := self._running.get(chunk.index)) is None:
                     continue
                 if (error := failure_of(chunk, self._stream.plan.request)) is not None:
                     raise error
-                delta = self._delta(chunk, detokenizer)
+                delta = self._delta(chunk, parser)
                 if delta.finish_reason is not None:
                     del self._running[chunk.index]
                 yield delta
@@ -84,21 +86,25 @@ class TextGeneration:
         finally:
             await self.aclose()
 
-    def _delta(self, chunk: TokenChunk, detokenizer: Detokenizer) -> TextDelta:
-        num_before = detokenizer.num_tokens
-        text = detokenizer.push(chunk.token_ids)
-        num_tokens = detokenizer.num_tokens - num_before  # fewer than the chunk has where a stop string is complete
-        finish_reason = FinishReason.STOP if detokenizer.stopped else chunk.finish_reason
-        if finish_reason is not None:
-            text += detokenizer.finish()
+    def _delta(self, chunk: TokenChunk, parser: AnswerParser) -> TextDelta:
+        num_before = parser.num_tokens
+        parsed = parser.push(chunk.token_ids)
+        num_tokens = parser.num_tokens - num_before  # fewer than the chunk has where a stop string is complete
+        finish_reason = FinishReason.STOP if parser.stopped else chunk.finish_reason
+        end = parser.finish() if finish_reason is not None else NOTHING
+        calls = parsed.tool_calls + end.tool_calls
         return TextDelta(
-            text,
+            parsed.content + end.content,
             num_tokens,
-            finish_reason.value if finish_reason else None,
+            _finish_reason(finish_reason, parser),
             chunk.index,
             self._logprobs(chunk, num_tokens) if chunk.logprobs else (),
             chunk.num_drafted,
             chunk.num_accepted,
+            parsed.reasoning + end.reasoning,
+            tuple(ToolCall(f"call_{secrets.token_hex(12)}", call.name, call.arguments) for call in calls),
+            parsed.num_reasoning_tokens,
+            parser.stop_sequence if finish_reason is not None else None,
         )
 
     def _logprobs(self, chunk: TokenChunk, num_tokens: int) -> tuple[TextLogprobs, ...]:
@@ -184,7 +190,7 @@ class Ingress:
         except BaseException:
             self._status.forget()
             raise
-        return TextGeneration(stream, self._tokenizer, request.stop, self._status.forget)
+        return TextGeneration(stream, self._tokenizer, answer_rules(request, self._tokenizer), self._status.forget)
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         return await embed_all(request, self._embed_one)
@@ -323,6 +329,21 @@ def naming_prompt(request: ChatRequest) -> Iterator[None]:
         if request.raw_prompt is not None and error.field in (None, "messages"):
             error.field = request.prompt_field
         raise
+
+
+def answer_rules(request: ChatRequest, tokenizer: ChatTokenizer) -> AnswerRules:
+    """How the answer to a request is to be read."""
+    if request.raw_prompt is not None:
+        return AnswerRules(request.stop)
+    may_call = request.tool_choice.mode != "none"
+    tools = tuple(tool.definition for tool in request.tools) if may_call else ()
+    return AnswerRules(request.stop, tools, thinks(request, tokenizer))
+
+
+def _finish_reason(reason: FinishReason | None, parser: AnswerParser) -> str | None:
+    if reason is FinishReason.STOP and parser.has_tool_calls:
+        return "tool_calls"
+    return reason.value if reason else None
 
 
 def own_deployment() -> DeploymentHandle | None:

@@ -4,14 +4,15 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from deployments.chat import ChatRequest, Message, PackedMessages
+from deployments.chat import ChatRequest, Message, PackedMessages, Thinking
 from deployments.planning_threads import PlanningThreads
 from engine.config import EngineConfig
+from engine.processing.answer_constraint import answer_constraint
 from engine.processing.checkpoint import context_limit, read_config, refuse_code, resolve_checkpoint, vocab_size
 from engine.processing.conversation import DEFAULT_KWARGS
 from engine.processing.fingerprint import checkpoint_fingerprint
@@ -22,10 +23,12 @@ from engine.protocol import (
     ContextLengthExceeded,
     EngineFailed,
     EngineRequest,
+    GrammarSpec,
     ImagePatches,
     InvalidRequest,
     PromptOrigin,
     SamplingParams,
+    ThoughtSpec,
 )
 
 OF_THE_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -57,13 +60,14 @@ class PromptPlanner:
     ) -> EngineRequest:
         """Raises InvalidRequest, also for a conversation that the template refuses, and ContextLengthExceeded."""
         image_tokens = [image.num_tokens for image in images]
+        form = AnswerForm.of(request, self.tokenizer)
 
         def work(is_wanted: Callable[[], bool]) -> tuple[ChatPrompt, PromptOrigin]:
             num_more = sum(image_tokens) - len(image_tokens)  # one placeholder of each is in the text
             limit = PromptLimit(self._max_context_tokens, num_more, is_wanted)
             if request.raw_prompt is not None:
                 return ChatPrompt(self._raw_prompt(request.raw_prompt, limit), ()), PromptOrigin()
-            return self._prompt(messages, request.template_kwargs, image_tokens, limit)
+            return self._prompt(messages, form.template_kwargs, image_tokens, limit)
 
         num_bytes = num_bytes_of(messages) + num_raw_bytes_of(request.raw_prompt)
         prompt, origin = await self.threads.run(request.client, num_bytes, work)
@@ -76,14 +80,15 @@ class PromptPlanner:
             stop_token_ids=self._stop_token_ids(request),
             images=images,
             num_choices=request.num_choices,
-            grammar=request.grammar,
+            grammar=form.grammar,
             priority=request.priority,
             boundaries=prompt.boundaries,
             tenant=request.tenant,
             client=request.client,
-            fills_context=request.max_tokens is None,
+            fills_context=True,
             origin=origin,
             checkpoint=self._checkpoint,
+            thought=form.thought,
         )
 
     async def embedding_request(self, request: ChatRequest) -> EngineRequest:
@@ -186,7 +191,58 @@ class PromptPlanner:
                     f"stop_token_ids[{i}] is {token_id}; this model's tokens are 0 to {self._vocab_size - 1}",
                     f"stop_token_ids[{i}]",
                 )
-        return tuple(sorted({*self.tokenizer.stop_token_ids, *request.stop_token_ids}))
+        own = () if request.ignore_eos else self.tokenizer.stop_token_ids
+        return tuple(sorted({*own, *request.stop_token_ids}))
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """What a request's tools, format and thought mean for its prompt and its answer."""
+
+    template_kwargs: dict[str, Any]
+    """Variables of the chat template."""
+    grammar: GrammarSpec | None
+    """What the answer must match, behind its thought."""
+    thought: ThoughtSpec | None
+    """What the engine must watch of the thought."""
+
+    @classmethod
+    def of(cls, request: ChatRequest, tokenizer: ChatTokenizer) -> "AnswerForm":
+        """Raises InvalidRequest for what the model's template has no place for."""
+        thinking = request.thinking or Thinking("off")
+        is_thinking = thinks(request, tokenizer)
+        kwargs = dict(request.template_kwargs)
+        if request.thinking is not None:
+            kwargs["enable_thinking"] = is_thinking
+        if is_thinking and thinking.effort is not None:
+            kwargs["reasoning_effort"] = thinking.effort
+        if request.tools and tokenizer.tool_format is None:
+            raise InvalidRequest("The model's chat template has no place for `tools`.", "tools")
+        if shown := [tool.definition for tool in request.tools if not tool.is_deferred]:
+            kwargs["tools"] = shown
+        grammar, thought = answer_constraint(
+            tokenizer,
+            tools=[tool.definition for tool in request.tools],
+            choice_mode=request.tool_choice.mode,
+            choice_names=request.tool_choice.names,
+            parallel=request.parallel_tool_calls,
+            grammar=request.grammar,
+            is_thinking=is_thinking,
+            budget=thinking.budget if is_thinking else None,
+        )
+        return cls(kwargs, grammar, thought)
+
+
+def thinks(request: ChatRequest, tokenizer: ChatTokenizer) -> bool:
+    """Whether the prompt of a request opens a thought. Raises InvalidRequest if it must and the template cannot."""
+    thinking = request.thinking
+    if thinking is None or thinking.mode == "off":
+        return bool(request.template_kwargs.get("enable_thinking")) and tokenizer.reasoning is not None
+    if tokenizer.reasoning is None and thinking.mode == "on":
+        raise InvalidRequest(
+            f"`{thinking.field}` switches thinking on, but this model's chat template cannot think.", thinking.field
+        )
+    return tokenizer.reasoning is not None
 
 
 def num_bytes_of(messages: Sequence[Message]) -> int:
@@ -226,14 +282,14 @@ def _digest(value: Any) -> str:
 def sampling_params(
     request: ChatRequest, defaults: GenerationDefaults, num_prompt_tokens: int, max_context_tokens: int
 ) -> SamplingParams:
-    """What the client asked for, then what the model's authors advise. Without max_tokens the context is the limit.
+    """What the client asked for, then what the model's authors advise. max_tokens is a ceiling, as the context is.
 
-    Raises ContextLengthExceeded when prompt and answer do not fit, and InvalidRequest, see SamplingParams.
+    Raises ContextLengthExceeded when the prompt leaves no room, and InvalidRequest, see SamplingParams.
     """
     room = max_context_tokens - num_prompt_tokens
-    max_tokens = max(room, 1) if request.max_tokens is None else request.max_tokens
-    if max_tokens > room:
-        raise ContextLengthExceeded(num_prompt_tokens, max_tokens, max_context_tokens)
+    if room < max(1, request.min_tokens):
+        raise ContextLengthExceeded(num_prompt_tokens, max(1, request.min_tokens), max_context_tokens)
+    max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
     seed = secrets.randbits(64) if request.seed is None else request.seed % 2**64
     chosen: dict[str, Any] = {name: getattr(request, name) for name in AS_ASKED}
     for name in OF_THE_MODEL:

@@ -241,7 +241,7 @@ class Attempt:
 def _has_tools(request: ChatRequest) -> bool:
     """Offered, or called in the conversation so far."""
     in_use = any(message["role"] == "tool" or message.get("tool_calls") for message in request.messages)
-    return in_use or bool(request.template_kwargs.get("tools"))
+    return in_use or bool(request.tools)
 
 
 def _refuse_to_ask(request: ChatRequest) -> None:

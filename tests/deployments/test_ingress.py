@@ -21,6 +21,7 @@ from deployments.http.config import HttpConfig
 from deployments.in_flight import InFlight
 from deployments.ingress import Ingress, TextGeneration, engine_node_ids
 from engine.config import EngineConfig
+from engine.processing.answer_parser import AnswerRules
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import (
@@ -74,7 +75,7 @@ def interleaved(*choices: list[TokenChunk]) -> list[TokenChunk]:
 
 def deltas(stream: Any, stop: tuple[str, ...] = ()) -> list[TextDelta]:
     async def go() -> list[TextDelta]:
-        generation = TextGeneration(stream, TOKENIZER, stop)
+        generation = TextGeneration(stream, TOKENIZER, AnswerRules(stop))
         assert (generation.num_prompt_tokens, generation.num_cached_tokens) == (7, 4)
         assert (generation.num_skipped_tokens, generation.spec_prefill) == (2, REPORT)
         return [delta async for delta in generation]
@@ -171,7 +172,7 @@ def test_a_client_that_leaves_closes_the_stream_of_all_choices():
     stream: Any = FakeStream(interleaved(chunks_of("one two", index=0), chunks_of("three four", index=1)), 2)
 
     async def go() -> None:
-        generation = TextGeneration(stream, TOKENIZER, ())
+        generation = TextGeneration(stream, TOKENIZER, AnswerRules())
         async for _ in generation:
             break
         await generation.aclose()
@@ -216,7 +217,7 @@ class EngineBackend:
 
     async def start(self, request: ChatRequest, route: Route) -> TextGeneration:
         stream: Any = FakeStream(self._chunks, request.num_choices)
-        return TextGeneration(stream, TOKENIZER, request.stop)
+        return TextGeneration(stream, TOKENIZER, AnswerRules(request.stop))
 
     async def cancel(self, request_id: str) -> bool:
         return self.in_flight.cancel(request_id)
