@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
 from engine.core.request import Matcher
-from engine.core.request_check import check_plan, check_request
+from engine.core.request_check import check_plan, check_pooling, check_request
 from engine.core.scheduler import Chunks
 from engine.core.stats import Stats
 from engine.device_thread import DeviceThread
@@ -248,6 +248,7 @@ class AsyncEngine:
         runner = self._core.runner
         check_request(request, self.config, runner.vocab_size, runner.max_context_tokens)
         check_plan(request, runner.no_sparse)
+        check_pooling(request, runner.no_pooling)
         num_open = sum(
             max(stream.num_open, 1) for stream in self._streams.values()
         )  # one that nobody reads counts, too

@@ -99,8 +99,8 @@ class AnswerEncoder(Protocol):
         """The last event of a stream that failed, perhaps before its opening."""
         ...
 
-    def body(self, answer: Answer) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+    def body(self, answer: Answer) -> dict[str, Any] | bytes:
+        """The body of an answer that is not streamed; bytes are JSON already."""
         ...
 
 

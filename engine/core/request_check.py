@@ -35,8 +35,20 @@ def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int,
             "only priority 0",
             "priority",
         )
-    if num_prompt_tokens + sampling.max_tokens > max_context_tokens:
-        raise ContextLengthExceeded(num_prompt_tokens, sampling.max_tokens, max_context_tokens)
+    if num_prompt_tokens + request.num_output_tokens > max_context_tokens:
+        raise ContextLengthExceeded(num_prompt_tokens, request.num_output_tokens, max_context_tokens)
+
+
+def check_pooling(request: EngineRequest, no_pooling: str | None) -> None:
+    """Raises InvalidRequest for an embedding that this model cannot give, or that asks for more than one."""
+    if request.pooling is None:
+        return
+    if no_pooling is not None:
+        raise InvalidRequest(f"this model gives no embeddings: {no_pooling}", "model")
+    asked = {"n": request.num_choices > 1, "grammar": request.grammar, "images": request.images}
+    for field, is_asked in {**asked, "sparse": request.sparse}.items():
+        if is_asked:
+            raise InvalidRequest(f"an embedding is made of one dense prompt of text: {field} may not be given", field)
 
 
 def _check_thought(thought: ThoughtSpec | None, vocab_size: int) -> None:

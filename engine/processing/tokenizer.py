@@ -157,17 +157,22 @@ class ChatTokenizer:
         boundaries = tuple(Boundary(cut.kind, int(ends[cut.num_tokens - 1])) for cut in cuts)
         return ChatPrompt(np.repeat(ids, repeats), boundaries)
 
-    def encode_text(self, text: str) -> np.ndarray:
+    def encode_text(self, text: str, limit: PromptLimit | None = None) -> np.ndarray:
         """A raw prompt, int32 [num_tokens]: as the tokenizer does it, control tokens included, media placeholders not.
 
-        Raises InvalidRequest.
+        Raises InvalidRequest, ContextLengthExceeded and NotWanted by `limit`.
         """
         media = {token for token, id_ in self._control.ids.items() if id_ in self._media_token_ids}
         quarantine = Quarantine(self._control)
         held = quarantine.text(text, any_of(media))
-        if not quarantine.held:
-            return np.asarray(self._encode(text, add_special_tokens=True), dtype=np.int32)
-        return np.asarray(self._encode_rendered(quarantine, held, add_special_tokens=True), dtype=np.int32)
+        pieces = quarantine.split(held)
+        if limit is not None:
+            self._check_length(pieces, limit)
+        return np.asarray(self._encode_pieces(pieces, add_special_tokens=True, limit=limit), dtype=np.int32)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text that the tokens stand for, control tokens included."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def detokenizer(self, stop: tuple[str, ...]) -> Detokenizer:
         return Detokenizer(self._tokenizer, stop)
@@ -270,9 +275,6 @@ class ChatTokenizer:
             return encoded.ids
         except (TypeError, UnicodeError):
             raise InvalidRequest("the text is not valid Unicode: it holds half of a surrogate pair") from None
-
-    def _encode_rendered(self, quarantine: Quarantine, text: str, add_special_tokens: bool = False) -> list[int]:
-        return self._encode_pieces(quarantine.split(text), add_special_tokens)
 
     def _encode_beginning(self, quarantine: Quarantine, text: str) -> np.ndarray:
         return self._encode_known(tuple(quarantine.split(text)))
