@@ -159,8 +159,43 @@ class ChatRequest:
     """None: the template's default, which is no thought."""
     raw_prompt: str | tuple[int, ...] | None = None
     """A prompt that no template renders, as text or token ids; messages are empty then."""
+    prompt_field: str = "prompt"
+    """The client's field of raw_prompt, for errors."""
+    is_embedding: bool = False
+    """Whether the embedding of raw_prompt is asked for, and no token."""
     ignore_eos: bool = False
     """Whether the answer goes on behind the model's own stop tokens."""
+    continue_final_message: bool = False
+    """Whether the answer continues the final message, which is the assistant's, instead of beginning a turn."""
+
+
+@dataclass(frozen=True)
+class EmbedRequest:
+    """Texts whose embeddings are asked for, by one request of a client."""
+
+    request_id: str
+    prompts: tuple[str | tuple[int, ...], ...]
+    """Each as text or token ids."""
+    fields: tuple[str, ...]
+    """The client's field of each prompt, for errors."""
+    num_parallel: int = 1
+    """How many of them may be in the engines at once."""
+    num_dimensions: int | None = None
+    """How many the client expects a vector to have; another number is an error."""
+    client: str = ""
+    """See EngineRequest."""
+    priority: int = 0
+    """See EngineRequest."""
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """The embeddings of an EmbedRequest's prompts, in their order."""
+
+    vectors: tuple[bytes, ...]
+    """Each little-endian float32 [hidden], of length 1."""
+    num_prompt_tokens: int
+    """Of all prompts."""
 
 
 @dataclass(frozen=True)
@@ -255,13 +290,15 @@ class Generation(Protocol):
     """A request that has begun: its prompt is planned and its first token is there. Ends when all choices have.
 
     num_cached_tokens: those of the prompt that came out of the prefix cache. num_skipped_tokens: those that were never
-    computed; spec_prefill tells why, or why there are none.
+    computed; spec_prefill tells why, or why there are none. context_limited: whether the room in the model's context,
+    and not the client's max_tokens, is what limits the length of the answer.
     """
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_skipped_tokens: int
     spec_prefill: SpecPrefillReport | None
+    context_limited: bool
 
     def __aiter__(self) -> AsyncIterator[TextDelta]: ...
 
@@ -274,6 +311,8 @@ class Backend(Protocol):
     """What the HTTP faces need of the graph behind them. in_flight: every completion is entered there."""
 
     model_name: str
+    max_context_tokens: int
+    """Prompt and answer together."""
     in_flight: InFlight
 
     async def start(self, request: ChatRequest, route: Route) -> Generation:
@@ -281,6 +320,29 @@ class Backend(Protocol):
 
         Raises OrchardError.
         """
+        ...
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        """Computes the embeddings of the prompts. The first error ends all of them. Raises OrchardError."""
+        ...
+
+    async def count_tokens(self, request: ChatRequest, route: Route) -> int:
+        """Counts the tokens of the prompt, rendered with its tools, those of its images among them.
+
+        Raises OrchardError.
+        """
+        ...
+
+    async def token_ids(self, request: ChatRequest, route: Route) -> list[int]:
+        """Returns the prompt as the engine would get it. Raises OrchardError."""
+        ...
+
+    async def text_of(self, token_ids: Sequence[int], field: str) -> str:
+        """Returns the text that the tokens stand for. Raises InvalidRequest naming the field, Unavailable."""
+        ...
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the text of each token by itself. Raises InvalidRequest, Unavailable."""
         ...
 
     async def cancel(self, request_id: str) -> bool:

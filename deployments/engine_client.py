@@ -174,6 +174,21 @@ class EngineClient:
             self._after(cause_of(error), again)
             raise self._answer_to(error) from None
 
+    async def ask_planner(self, method: str, route: Route, *args: Any) -> Any:
+        """What the nearest planner of a route answers, without any engine.
+
+        Raises InvalidRequest, Overloaded, Unavailable.
+        """
+        planner = self._planners[route].options(method_name=method)
+        try:
+            with telling_remote_cancels():
+                return await within(self._plan_timeout_s, planner.remote(*args))
+        except TimeoutError:
+            late = f"The request could not be prepared within {self._plan_timeout_s:g} s."
+            raise Unavailable(late, RETRY_AFTER_S) from None
+        except Exception as error:
+            raise self._answer_to(error) from None
+
     async def ask_all(self, method: str, node_ids: Iterable[str]) -> tuple[list[EngineAnswer[Any]], list[SilentEngine]]:
         """What the engines on these nodes answer, and those that give no answer in time.
 

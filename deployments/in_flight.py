@@ -93,7 +93,7 @@ class InFlight:
         max_share_per_address: float = 1.0,
     ):
         self._capacity = capacity
-        self._max_choices = max_choices
+        self.max_choices = max_choices
         self._max_share_per_address = max_share_per_address
         self._pace = Pace(clock)
         self._entries: set[Entry] = set()
@@ -139,8 +139,8 @@ class InFlight:
 
         Raises what `enter` raises, and InvalidRequest when there will never be room for so many choices.
         """
-        if num_choices > self._max_choices:
-            raise InvalidRequest(f"n is {num_choices}; it must be between 1 and {self._max_choices} (max_running)", "n")
+        if num_choices > self.max_choices:
+            raise InvalidRequest(f"n is {num_choices}; it must be between 1 and {self.max_choices} (max_running)", "n")
         self._check_room(num_choices, entry.address)
         self._num_choices += num_choices
         entry.num_choices = num_choices

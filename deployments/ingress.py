@@ -5,7 +5,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -13,8 +14,9 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.chat import ChatRequest, Route, TextDelta, TextLogprobs, ToolCall
+from deployments.chat import ChatRequest, Embeddings, EmbedRequest, Route, TextDelta, TextLogprobs, ToolCall
 from deployments.draining import DRAIN_TIMEOUT_S, when_stopping
+from deployments.embedding import embed_all, read_embedding
 from deployments.engine_client import PLAN_TIMEOUT_S, EngineClient, failure_of
 from deployments.engine_stream import EngineStream
 from deployments.http.app import create_app
@@ -29,10 +31,10 @@ from deployments.replica_calls import ask_replicas
 from deployments.shared_answer import SharedAnswer
 from engine.config import EngineConfig
 from engine.processing.answer_parser import NOTHING, AnswerParser, AnswerRules
-from engine.processing.checkpoint import media_kinds, read_config, resolve_checkpoint
+from engine.processing.checkpoint import context_limit, media_kinds, read_config, resolve_checkpoint
 from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import FinishReason, TokenChunk, Unavailable
+from engine.protocol import FinishReason, InvalidRequest, TokenChunk, Unavailable
 
 log = logging.getLogger("ray.serve")
 
@@ -62,6 +64,7 @@ class TextGeneration:
         self.num_cached_tokens = stream.num_cached_tokens
         self.num_skipped_tokens = stream.num_skipped_tokens
         self.spec_prefill = stream.plan.spec_prefill
+        self.context_limited = request.fills_context
         self._stream = stream
         self._note_end = note_end
         self._token_bytes = tokenizer.token_bytes
@@ -155,7 +158,10 @@ class Ingress:
         self._effective_config = effective_config
         model_dir = resolve_checkpoint(config.model, config.revision, weights=False)
         self._tokenizer = ChatTokenizer(model_dir)
-        self._media_kinds = media_kinds(model_dir, read_config(model_dir))
+        config_of_model = read_config(model_dir)
+        trained_for = context_limit(config_of_model)
+        self.max_context_tokens = min(config.max_context_tokens or trained_for, trained_for)
+        self._media_kinds = media_kinds(model_dir, config_of_model)
         self._client = EngineClient(
             engine,
             {Route.TEXT: text, Route.MLLM: mllm},
@@ -180,11 +186,33 @@ class Ingress:
     async def start(self, request: ChatRequest, route: Route) -> TextGeneration:
         self._status.forget()  # counters are to be exact before and after a request, however soon they are asked for
         try:
-            stream = await self._client.start(request, route)
+            with naming_prompt(request):
+                stream = await self._client.start(request, route)
         except BaseException:
             self._status.forget()
             raise
         return TextGeneration(stream, self._tokenizer, answer_rules(request, self._tokenizer), self._status.forget)
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        return await embed_all(request, self._embed_one)
+
+    async def _embed_one(self, request: ChatRequest) -> tuple[bytes, int]:
+        with naming_prompt(request):
+            return await read_embedding(await self._client.start(request, Route.TEXT))
+
+    async def count_tokens(self, request: ChatRequest, route: Route) -> int:
+        with naming_prompt(request):
+            return await self._client.ask_planner("count_tokens", route, request)
+
+    async def token_ids(self, request: ChatRequest, route: Route) -> list[int]:
+        with naming_prompt(request):
+            return await self._client.ask_planner("token_ids", route, request)
+
+    async def text_of(self, token_ids: Sequence[int], field: str) -> str:
+        return await self._client.ask_planner("text_of", Route.TEXT, token_ids, field)
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return await self._client.ask_planner("token_texts", Route.TEXT, token_ids)
 
     async def cancel(self, request_id: str) -> bool:
         """Here and at the ingresses of the other nodes. Raises Unavailable when one of those does not answer, and no
@@ -291,6 +319,17 @@ class Ingress:
             for task in asked:
                 task.cancel()
         return reason or "No engine is ready: the model is being loaded."
+
+
+@contextmanager
+def naming_prompt(request: ChatRequest) -> Iterator[None]:
+    """Let an error that is about a raw prompt name the client's field: planner and engine say `messages`."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if request.raw_prompt is not None and error.field in (None, "messages"):
+            error.field = request.prompt_field
+        raise
 
 
 def answer_rules(request: ChatRequest, tokenizer: ChatTokenizer) -> AnswerRules:

@@ -1,6 +1,7 @@
 """MLLM: the planner of requests with images."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from ray import serve
@@ -13,7 +14,7 @@ from deployments.sparse_planner import PromptFacts, SparsePlanner
 from engine.config import EngineConfig, MediaConfig, SpecPrefillConfig
 from engine.processing.images import ImagePreprocessor
 from engine.processing.media import ImageSource, MediaLoader
-from engine.protocol import InvalidRequest
+from engine.protocol import ImagePatches, InvalidRequest
 
 
 @serve.deployment()
@@ -39,13 +40,28 @@ class MLLM:
 
     async def plan(self, request: ChatRequest) -> Plan:
         """Raises InvalidRequest naming the part that is at fault, ContextLengthExceeded, Unavailable."""
+        async with self._images(request) as images:
+            dense = await self._planner.engine_request(request, request.messages, images)
+            planned, report = await self._sparse.plan(request, dense)
+            return Plan(planned, Route.MLLM, node_id(), report)
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Raises what `plan` raises."""
+        async with self._images(request) as images:
+            return await self._planner.count_tokens(request, request.messages, images)
+
+    async def token_ids(self, request: ChatRequest) -> list[int]:
+        """Raises what `plan` raises."""
+        async with self._images(request) as images:
+            return (await self._planner.token_ids(request, request.messages, images)).tolist()
+
+    @asynccontextmanager
+    async def _images(self, request: ChatRequest) -> AsyncIterator[tuple[ImagePatches, ...]]:
         sources = list(image_sources(request.messages))
         if self._loader is None:
             raise InvalidRequest("this model sees no images", sources[0].field if sources else "messages")
         async with self._loader.load(sources) as images:
-            dense = await self._planner.engine_request(request, request.messages, images)
-            planned, report = await self._sparse.plan(request, dense)
-            return Plan(planned, Route.MLLM, node_id(), report)
+            yield images
 
     async def status(self) -> dict[str, Any]:
         images = self._loader.status() if self._loader is not None else {}

@@ -4,8 +4,10 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from deployments.chat import ChatRequest, Message, PackedMessages, Thinking
 from deployments.planning_threads import PlanningThreads
@@ -14,10 +16,12 @@ from engine.processing.answer_constraint import answer_constraint
 from engine.processing.checkpoint import context_limit, read_config, refuse_code, resolve_checkpoint, vocab_size
 from engine.processing.conversation import DEFAULT_KWARGS
 from engine.processing.fingerprint import checkpoint_fingerprint
+from engine.processing.pooling import choose_pooling
 from engine.processing.prompt_length import PromptLimit
 from engine.processing.tokenizer import ChatPrompt, ChatTokenizer, GenerationDefaults
 from engine.protocol import (
     ContextLengthExceeded,
+    EngineFailed,
     EngineRequest,
     GrammarSpec,
     ImagePatches,
@@ -48,6 +52,7 @@ class PromptPlanner:
         self.tokenizer = ChatTokenizer(self.model_dir)
         self._checkpoint = checkpoint_fingerprint(self.model_dir)
         self._finds_boundaries = config.prefix_cache.enabled or finds_boundaries
+        self._embedding = config.embedding
         self.threads = PlanningThreads()
 
     async def engine_request(
@@ -60,9 +65,12 @@ class PromptPlanner:
         def work(is_wanted: Callable[[], bool]) -> tuple[ChatPrompt, PromptOrigin]:
             num_more = sum(image_tokens) - len(image_tokens)  # one placeholder of each is in the text
             limit = PromptLimit(self._max_context_tokens, num_more, is_wanted)
+            if request.raw_prompt is not None:
+                return ChatPrompt(self._raw_prompt(request.raw_prompt, limit), ()), PromptOrigin()
             return self._prompt(messages, form.template_kwargs, image_tokens, limit)
 
-        prompt, origin = await self.threads.run(request.client, num_bytes_of(messages), work)
+        num_bytes = num_bytes_of(messages) + num_raw_bytes_of(request.raw_prompt)
+        prompt, origin = await self.threads.run(request.client, num_bytes, work)
         return EngineRequest(
             request_id=request.request_id,
             token_ids=prompt.token_ids,
@@ -82,6 +90,86 @@ class PromptPlanner:
             checkpoint=self._checkpoint,
             thought=form.thought,
         )
+
+    async def embedding_request(self, request: ChatRequest) -> EngineRequest:
+        """A request for the embedding of a raw prompt.
+
+        Raises InvalidRequest, also where the checkpoint's pooling is none that can be computed, and
+        ContextLengthExceeded.
+        """
+        prompt = request.raw_prompt
+        assert prompt is not None
+        try:
+            pooling = choose_pooling(self._embedding, self.model_dir)
+        except EngineFailed as error:
+            raise InvalidRequest(f"This model gives no embeddings here: {error}", "model") from None
+
+        def work(is_wanted: Callable[[], bool]) -> np.ndarray:
+            limit = PromptLimit(self._max_context_tokens, is_wanted=is_wanted, num_output_tokens=0)
+            return self._raw_prompt(prompt, limit)
+
+        return EngineRequest(
+            request_id=request.request_id,
+            token_ids=await self.threads.run(request.client, num_raw_bytes_of(prompt), work),
+            sampling=SamplingParams(1),
+            stop_token_ids=(),
+            priority=request.priority,
+            client=request.client,
+            checkpoint=self._checkpoint,
+            pooling=pooling,
+        )
+
+    async def token_ids(
+        self, request: ChatRequest, messages: Sequence[Message], images: tuple[ImagePatches, ...] = ()
+    ) -> np.ndarray:
+        """The prompt of a request for which nothing is to be generated. Raises what `engine_request` raises."""
+        return (await self.engine_request(replace(request, max_tokens=None, min_tokens=0), messages, images)).token_ids
+
+    async def count_tokens(
+        self, request: ChatRequest, messages: Sequence[Message], images: tuple[ImagePatches, ...] = ()
+    ) -> int:
+        """The length of the prompt, also of one that is too long, as far as it has been counted to the end."""
+        try:
+            return len(await self.token_ids(request, messages, images))
+        except ContextLengthExceeded as error:
+            num_prompt_tokens, _, _, is_lower_bound = error.args
+            if is_lower_bound:
+                raise
+            return num_prompt_tokens
+
+    async def text_of(self, token_ids: Sequence[int], field: str) -> str:
+        """The text that tokens stand for. Raises InvalidRequest naming the client's field."""
+
+        def work(is_wanted: Callable[[], bool]) -> str:
+            self._check_token_ids(token_ids, field)
+            return self.tokenizer.decode(token_ids)
+
+        return await self.threads.run("", num_raw_bytes_of(token_ids), work)
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself; bytes that are no characters by themselves are replaced."""
+
+        def work(is_wanted: Callable[[], bool]) -> list[str]:
+            return [self.tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in token_ids]
+
+        return await self.threads.run("", num_raw_bytes_of(token_ids), work)
+
+    def _raw_prompt(self, prompt: str | tuple[int, ...], limit: PromptLimit) -> np.ndarray:
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode_text(prompt, limit)
+        else:
+            limit.check(len(prompt), is_lower_bound=False)
+            self._check_token_ids(prompt, None)
+            ids = np.array(prompt, np.int32)
+        if not len(ids):
+            raise InvalidRequest("The prompt has 0 tokens; it needs at least 1.")
+        return ids
+
+    def _check_token_ids(self, token_ids: Sequence[int], field: str | None) -> None:
+        for i, token_id in enumerate(token_ids):
+            if not 0 <= token_id < self._vocab_size:
+                limit = f"this model's tokens are 0 to {self._vocab_size - 1}"
+                raise InvalidRequest(f"The token at place {i} is {token_id}; {limit}.", field)
 
     def _prompt(
         self,
@@ -162,6 +250,13 @@ def num_bytes_of(messages: Sequence[Message]) -> int:
     if isinstance(messages, PackedMessages):
         return messages.num_bytes
     return sum(len(content) for message in messages if isinstance(content := message.get("content"), str))
+
+
+def num_raw_bytes_of(prompt: str | Sequence[int] | None) -> int:
+    """Roughly, and quickly."""
+    if prompt is None:
+        return 0
+    return len(prompt) if isinstance(prompt, str) else 4 * len(prompt)
 
 
 def prompt_origin(template_kwargs: Mapping[str, Any]) -> PromptOrigin:

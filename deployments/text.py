@@ -1,5 +1,6 @@
 """TextMTP: the planner of requests that are text only."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from ray import serve
@@ -29,9 +30,26 @@ class TextMTP:
 
     async def plan(self, request: ChatRequest) -> Plan:
         """Raises InvalidRequest, ContextLengthExceeded."""
+        if request.is_embedding:
+            return Plan(await self._planner.embedding_request(request), Route.TEXT, node_id())
         dense = await self._planner.engine_request(request, request.messages)
         planned, report = await self._sparse.plan(request, dense)
         return Plan(planned, Route.TEXT, node_id(), report)
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Raises what `plan` raises."""
+        return await self._planner.count_tokens(request, request.messages)
+
+    async def token_ids(self, request: ChatRequest) -> list[int]:
+        """Raises what `plan` raises."""
+        return (await self._planner.token_ids(request, request.messages)).tolist()
+
+    async def text_of(self, token_ids: Sequence[int], field: str) -> str:
+        """Raises InvalidRequest naming the field."""
+        return await self._planner.text_of(token_ids, field)
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return await self._planner.token_texts(token_ids)
 
     async def status(self) -> dict[str, Any]:
         return {**replica_info(), "spec_prefill": self._sparse.status()}

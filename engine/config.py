@@ -6,6 +6,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 BoundaryKind = Literal["system", "turn", "prompt"]
 
+Pooling = Literal["last", "mean"]
+"""How the hidden states of a text become its embedding: that of the last token, or the mean of all."""
+
 MIN_KEEP = 0.1
 """Of the tokens of a sparse prompt that may be chosen from."""
 
@@ -119,6 +122,14 @@ class PrefixCacheConfig(Frozen):
         return self
 
 
+class EmbeddingConfig(Frozen):
+    pooling: Literal["auto"] | Pooling = Field(
+        default="auto",
+        description="hidden state of an embedding: of the last token, or the mean of all; auto: what the checkpoint's "
+        "sentence-transformers configuration says, last without one",
+    )
+
+
 class EngineConfig(Frozen):
     model: str = Field(
         default="demo", description="'demo' (shipped with Orchard), a local directory, or a hub repository"
@@ -149,6 +160,7 @@ class EngineConfig(Frozen):
     grammar: GrammarConfig = GrammarConfig()
     prefix_cache: PrefixCacheConfig = PrefixCacheConfig()
     memory: MemoryConfig = MemoryConfig()
+    embedding: EmbeddingConfig = EmbeddingConfig()
     vision_cache_mb: int = Field(default=256, ge=0, description="image features kept for pictures that come back")
     image_memory_mb: int = Field(
         default=1024,

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from engine.config import BoundaryKind
+from engine.config import BoundaryKind, Pooling
 
 
 class OrchardError(Exception):
@@ -284,6 +284,14 @@ class EngineRequest:
     sparse: SparsePlan | None = None
     checkpoint: str = ""
     thought: ThoughtSpec | None = None
+    pooling: Pooling | None = None
+    """The answer is the pooled hidden state of the prompt, and no token; then sampling counts for nothing, and the
+    prefix cache is neither read nor written: the mean needs the hidden states of all tokens."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """The most tokens of each answer."""
+        return 0 if self.pooling is not None else self.sampling.max_tokens
 
     @property
     def num_pixel_bytes(self) -> int:
@@ -333,6 +341,9 @@ class TokenChunk:
     num_cached: int = 0
     num_skipped: int = 0
     retry_after_s: float | None = None
+    embedding: bytes | None = None
+    """The pooled hidden state of the prompt of a request with `pooling`: little-endian float32 [hidden], of length 1.
+    Comes with the finish reason."""
 
     @property
     def is_heartbeat(self) -> bool:

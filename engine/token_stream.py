@@ -38,7 +38,9 @@ class ChoiceTokens:
         end = self.finish or TokenChunk(())
         token_ids, logprobs = tuple(self._token_ids), tuple(self._logprobs)
         figures = self._num_drafted, self._num_accepted, self._num_cached, self._num_skipped
-        chunk = TokenChunk(token_ids, end.finish_reason, end.error, index, logprobs, *figures, end.retry_after_s)
+        chunk = TokenChunk(
+            token_ids, end.finish_reason, end.error, index, logprobs, *figures, end.retry_after_s, end.embedding
+        )
         self._clear()
         return chunk
 

@@ -163,7 +163,8 @@ class AnswerResponse(Response):
         async for delta in generation:
             answer.add(delta)
         answer.check_complete()
-        body = json.dumps(job.encoder.body(answer))
+        content = job.encoder.body(answer)
+        body = content if isinstance(content, bytes) else json.dumps(content)
         entry.answered()
         return Response(body, headers=dict(job.headers), media_type="application/json")
 

@@ -7,11 +7,16 @@ from starlette.exceptions import HTTPException
 
 from deployments.chat import Backend
 from deployments.http.access import Access, AccessRules
+from deployments.http.anthropic.messages import Messages
 from deployments.http.config import HttpConfig
 from deployments.http.door import Door
 from deployments.http.errors import Converter, ErrorMap
 from deployments.http.openai.chat import ChatCompletions
+from deployments.http.openai.completions import Completions
+from deployments.http.openai.embeddings import EmbeddingsFace
 from deployments.http.openai.models import Models
+from deployments.http.openai.tokenization import Tokenization
+from deployments.http.openapi import OpenApi
 from deployments.http.operations import Operations
 from deployments.http.proxy_limits import ProxyLimits, TellProxy
 from deployments.http.request_id import RequestId
@@ -39,7 +44,18 @@ def create_app(
     errors = ErrorMap(converters)
     door = Door(backend, config, media_kinds, keeps_late_system, errors)
     app = FastAPI(openapi_url=None, redirect_slashes=False)
-    for face in (ChatCompletions(door), Responses(door), Models(door), Operations(door)):
+    faces = (
+        ChatCompletions(door),
+        Completions(door),
+        EmbeddingsFace(door),
+        Tokenization(door),
+        Responses(door),
+        Messages(door),
+        Models(door),
+        Operations(door),
+        OpenApi(door),
+    )
+    for face in faces:
         face.add_to(app)
     app.add_exception_handler(HTTPException, errors.handle_http_exception)
     app.add_middleware(Access, rules=AccessRules(config), errors=errors, limits=door.limits)

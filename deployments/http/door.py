@@ -15,6 +15,7 @@ from deployments.http.body_reader import BodyReader
 from deployments.http.config import HttpConfig
 from deployments.http.errors import ErrorMap, NotReady
 from deployments.http.fields import IgnoredFields, printable
+from deployments.http.openapi import ApiDocument
 from deployments.http.rate_limits import RateLimits
 from deployments.http.request_reader import Dialect, ParsedRequest, ReadingRules
 from deployments.http.unread_bodies import UnreadBodies
@@ -56,6 +57,7 @@ class Door:
             frozenset(config.served_model_names),
             config.unknown_fields,
         )
+        self.api = ApiDocument(config.unknown_fields == "refuse", backend.model_name)
         self.reader = BodyReader(self.rules, config.max_body_bytes)
         self._has_been_ready = False
 

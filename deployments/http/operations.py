@@ -16,11 +16,16 @@ class Operations:
         self._door = door
 
     def add_to(self, app: FastAPI) -> None:
-        guard = self._door.errors.guard
+        guard, describe = self._door.errors.guard, self._door.api.describe
         app.add_route("/v1/status", guard(self.status), ["GET"])
+        describe("/v1/status", "GET", None, "Show the engines, the planners, the ingresses and the configuration.")
         app.add_route("/v1/cache", guard(self.cache), ["GET", "DELETE"])  # one route, for a whole Allow header
+        describe("/v1/cache", "GET", None, "Show the prefix caches of all engines.")
+        describe("/v1/cache", "DELETE", None, "Empty the prefix caches; an administrative request.")
         app.add_route("/health/live", guard(self.live), ["GET"])
+        describe("/health/live", "GET", None, "Tell whether the process answers.")
         app.add_route("/health/ready", guard(self.ready), ["GET"])
+        describe("/health/ready", "GET", None, "Tell whether requests can be served.")
 
     async def live(self, request: Request) -> Response:
         return JSONResponse({"status": "live"})

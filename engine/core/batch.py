@@ -40,6 +40,8 @@ class RowOutput:
     num_drafted: int = 0
     num_accepted: int = 0
     error: str | None = None
+    embedding: bytes | None = None
+    """See TokenChunk; the row has no tokens then, and does not join the decode batch."""
 
 
 @dataclass(slots=True)
@@ -72,6 +74,8 @@ class ModelRunner(Protocol):
     image_token_id: int | None
     no_snapshots: str | None
     no_sparse: str | None
+    no_pooling: str | None
+    """Why this model gives no hidden states, None if it does."""
     device_bytes: int
     fingerprint: str
     costs: MemoryCosts
@@ -104,7 +108,7 @@ class ModelRunner(Protocol):
 
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         """The next at most `max_tokens` tokens of the prompt that `rows` share. With the last of them the rows join the
-        decode batch, in the group of their rectangle."""
+        decode batch, in the group of their rectangle; or, with `pooling`, get their embedding and do not join."""
         ...
 
     def restore(self, rows: Sequence[Request], snapshot: Snapshot) -> None:

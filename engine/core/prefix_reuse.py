@@ -82,7 +82,9 @@ class PrefixReuse:
         False while it is still read from disk, which is waited for so long: call again in the next step.
         """
         row, current = rows[0], self._current
-        if self.off is not None:
+        if row.spec.pooling is not None:
+            self.end()  # of a prompt that was given up
+        if self.off is not None or row.spec.pooling is not None:
             return True
         if current is None or current.row is not row:
             self.end()

@@ -2,7 +2,7 @@
 
 from engine.config import EngineConfig
 from engine.core.spec_prefill.plan import why_unfit
-from engine.protocol import ContextLengthExceeded, EngineRequest, InvalidRequest
+from engine.protocol import ContextLengthExceeded, EngineRequest, InvalidRequest, ThoughtSpec
 
 
 def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int, max_context_tokens: int) -> None:
@@ -24,6 +24,7 @@ def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int,
             f"min_tokens is {sampling.min_tokens}: with a grammar it must be 0, as all that matches may be shorter",
             "min_tokens",
         )
+    _check_thought(request.thought, vocab_size)
     if not 1 <= request.num_choices <= config.max_running:
         raise InvalidRequest(
             f"n is {request.num_choices}; it must be between 1 and {config.max_running} (max_running)", "n"
@@ -34,8 +35,32 @@ def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int,
             "only priority 0",
             "priority",
         )
-    if num_prompt_tokens + sampling.max_tokens > max_context_tokens:
-        raise ContextLengthExceeded(num_prompt_tokens, sampling.max_tokens, max_context_tokens)
+    if num_prompt_tokens + request.num_output_tokens > max_context_tokens:
+        raise ContextLengthExceeded(num_prompt_tokens, request.num_output_tokens, max_context_tokens)
+
+
+def check_pooling(request: EngineRequest, no_pooling: str | None) -> None:
+    """Raises InvalidRequest for an embedding that this model cannot give, or that asks for more than one."""
+    if request.pooling is None:
+        return
+    if no_pooling is not None:
+        raise InvalidRequest(f"this model gives no embeddings: {no_pooling}", "model")
+    asked = {"n": request.num_choices > 1, "grammar": request.grammar, "images": request.images}
+    for field, is_asked in {**asked, "sparse": request.sparse}.items():
+        if is_asked:
+            raise InvalidRequest(f"an embedding is made of one dense prompt of text: {field} may not be given", field)
+
+
+def _check_thought(thought: ThoughtSpec | None, vocab_size: int) -> None:
+    if thought is None:
+        return
+    if thought.budget is not None and thought.budget < 0:
+        raise InvalidRequest(f"the thought's budget is {thought.budget}; it must be at least 0", "thought")
+    for token_id in (*thought.opening_ids, *thought.closing_ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"the thought: token id {token_id} is not within 0 and {vocab_size - 1}", "thought")
+    if thought.end_id not in thought.closing_ids:
+        raise InvalidRequest(f"the thought ends with token {thought.end_id}, which its closing lacks", "thought")
 
 
 def check_plan(request: EngineRequest, no_sparse: str | None) -> None:

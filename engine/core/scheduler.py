@@ -345,6 +345,8 @@ class Scheduler:
     def _take(self, row: Request, output: RowOutput) -> TokenChunk:
         if output.error is not None:
             return self._fail([row], output.error)[row.id]
+        if row.spec.pooling is not None:
+            return self._finish_embedding(row, output)
         before = len(row.output_token_ids)
         reason = None
         for token_id in output.token_ids:
@@ -365,6 +367,13 @@ class Scheduler:
         logprobs = output.logprobs[: len(new)]
         figures = output.num_drafted, num_accepted, row.num_cached, row.num_skipped
         return TokenChunk(new, reason, error, row.index, logprobs, *figures)
+
+    def _finish_embedding(self, row: Request, output: RowOutput) -> TokenChunk:
+        if output.embedding is None:
+            return self._fail([row], "the model gave no finite hidden states")[row.id]
+        self._stats.num_finished += 1
+        self._remove(row)
+        return TokenChunk((), FinishReason.STOP, index=row.index, embedding=output.embedding)
 
     def _fail(self, rows: list[Request], error: str, retry_after_s: float | None = None) -> Chunks:
         self._stats.num_failed += len(rows)

@@ -32,14 +32,16 @@ class PromptLimit:
     """How long a prompt may become, and whether it is still wanted."""
 
     max_context_tokens: int
-    """Prompt and answer together; a prompt must leave room for one token."""
+    """Prompt and answer together."""
     num_image_tokens: int = 0
     """Of the prompt besides its text."""
     is_wanted: Callable[[], bool] = lambda: True
+    num_output_tokens: int = 1
+    """The least that the answer needs; a prompt must leave room for it."""
 
     @property
     def max_text_tokens(self) -> int:
-        return self.max_context_tokens - self.num_image_tokens - 1
+        return self.max_context_tokens - self.num_image_tokens - self.num_output_tokens
 
     def check(self, num_tokens: int, is_lower_bound: bool = True) -> None:
         """Raise ContextLengthExceeded if the text of a prompt is too long with this many tokens; NotWanted.
@@ -50,7 +52,8 @@ class PromptLimit:
             raise NotWanted
         if num_tokens > self.max_text_tokens:
             num_prompt_tokens = num_tokens + self.num_image_tokens
-            raise ContextLengthExceeded(num_prompt_tokens, 1, self.max_context_tokens, is_lower_bound)
+            limits = self.num_output_tokens, self.max_context_tokens
+            raise ContextLengthExceeded(num_prompt_tokens, *limits, is_lower_bound)
 
 
 class TokenBound:

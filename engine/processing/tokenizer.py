@@ -117,18 +117,20 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any],
         image_tokens: Sequence[int] = (),
         limit: PromptLimit | None = None,
+        continue_final_message: bool = False,
     ) -> np.ndarray:
         """The prompt that asks the model for its next turn, int32 [num_prompt_tokens].
 
         messages: canonical, see `deployments.chat.Message`; left as they are. template_kwargs: variables of the
         template, `tools` among them; `enable_thinking` is false unless given. image_tokens: for each picture in order
         of appearance, how many placeholders it takes. limit: what is longer, or not wanted any more, is given up as
-        soon as that is certain.
+        soon as that is certain. continue_final_message: the prompt ends with the text of the final message, which is
+        the assistant's, so that the answer goes on there.
         Raises InvalidRequest, also with the template's own words when the template refuses the conversation,
         ContextLengthExceeded and NotWanted by `limit`.
         """
         conversation = self._convert(messages, template_kwargs, limit)
-        _, ids = self._encode_conversation(conversation, limit)
+        _, ids = self._encode_conversation(conversation, limit, continue_final_message)
         return np.repeat(ids, self._image_repeats(ids, conversation.num_images, image_tokens))
 
     def chat_prompt(
@@ -138,10 +140,11 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any],
         image_tokens: Sequence[int] = (),
         limit: PromptLimit | None = None,
+        continue_final_message: bool = False,
     ) -> ChatPrompt:
         """As `encode_chat`, with the places where the prompt may be cut. Raises what `encode_chat` does."""
         conversation = self._convert(messages, template_kwargs, limit)
-        text, ids = self._encode_conversation(conversation, limit)
+        text, ids = self._encode_conversation(conversation, limit, continue_final_message)
         ends = np.cumsum(repeats := self._image_repeats(ids, conversation.num_images, image_tokens))
         prompt = RenderedPrompt(text, ids, self._control, partial(self._encode_beginning, conversation.quarantine))
 
@@ -154,17 +157,22 @@ class ChatTokenizer:
         boundaries = tuple(Boundary(cut.kind, int(ends[cut.num_tokens - 1])) for cut in cuts)
         return ChatPrompt(np.repeat(ids, repeats), boundaries)
 
-    def encode_text(self, text: str) -> np.ndarray:
+    def encode_text(self, text: str, limit: PromptLimit | None = None) -> np.ndarray:
         """A raw prompt, int32 [num_tokens]: as the tokenizer does it, control tokens included, media placeholders not.
 
-        Raises InvalidRequest.
+        Raises InvalidRequest, ContextLengthExceeded and NotWanted by `limit`.
         """
         media = {token for token, id_ in self._control.ids.items() if id_ in self._media_token_ids}
         quarantine = Quarantine(self._control)
         held = quarantine.text(text, any_of(media))
-        if not quarantine.held:
-            return np.asarray(self._encode(text, add_special_tokens=True), dtype=np.int32)
-        return np.asarray(self._encode_rendered(quarantine, held, add_special_tokens=True), dtype=np.int32)
+        pieces = quarantine.split(held)
+        if limit is not None:
+            self._check_length(pieces, limit)
+        return np.asarray(self._encode_pieces(pieces, add_special_tokens=True, limit=limit), dtype=np.int32)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text that the tokens stand for, control tokens included."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def detokenizer(self, stop: tuple[str, ...]) -> Detokenizer:
         return Detokenizer(self._tokenizer, stop)
@@ -199,10 +207,15 @@ class ChatTokenizer:
 
         return convert(messages, template_kwargs, Quarantine(self._control, check), self._accepts_parts)
 
-    def _encode_conversation(self, conversation: Conversation, limit: PromptLimit | None) -> tuple[str, np.ndarray]:
+    def _encode_conversation(
+        self, conversation: Conversation, limit: PromptLimit | None, continue_final_message: bool
+    ) -> tuple[str, np.ndarray]:
         """The prompt as the template renders it, control strings held back, and its ids, one per picture."""
         quarantine = conversation.quarantine
-        text = self._render(conversation.kwargs, conversation.messages, restore=quarantine.restore)
+        if continue_final_message:
+            text = self._render_unfinished(conversation)
+        else:
+            text = self._render(conversation.kwargs, conversation.messages, restore=quarantine.restore)
         pieces = quarantine.split(text)
         if limit is not None:
             self._check_length(pieces, limit)
@@ -238,6 +251,16 @@ class ChatTokenizer:
             raise InvalidRequest(f"The model's chat template refuses this conversation: {reason}", "messages") from None
         return str(rendered)
 
+    def _render_unfinished(self, conversation: Conversation) -> str:
+        """The conversation up to the end of its final message's text."""
+        try:
+            rendered = self._renderer.apply_chat_template(
+                conversation.messages, tokenize=False, continue_final_message=True, **conversation.kwargs
+            )
+        except TEMPLATE_ERRORS:  # transformers' message holds the whole conversation
+            raise InvalidRequest("The model's chat template cannot continue the final message", "messages") from None
+        return str(rendered)
+
     def _try_render(self, kwargs: dict[str, Any], messages: Messages, add_generation_prompt: bool) -> str | None:
         try:
             return self._render(kwargs, messages, add_generation_prompt)
@@ -252,9 +275,6 @@ class ChatTokenizer:
             return encoded.ids
         except (TypeError, UnicodeError):
             raise InvalidRequest("the text is not valid Unicode: it holds half of a surrogate pair") from None
-
-    def _encode_rendered(self, quarantine: Quarantine, text: str, add_special_tokens: bool = False) -> list[int]:
-        return self._encode_pieces(quarantine.split(text), add_special_tokens)
 
     def _encode_beginning(self, quarantine: Quarantine, text: str) -> np.ndarray:
         return self._encode_known(tuple(quarantine.split(text)))

@@ -22,6 +22,7 @@ from engine.worker.decode import Newcomer
 from engine.worker.decode_batch import DecodeBatch
 from engine.worker.mtp import MTPHead
 from engine.worker.patches import attention_cpu, gated_delta_chunks, gated_delta_cuda, gated_delta_rows
+from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, Prompt, first_tokens
 from engine.worker.snapshot import StateSnapshot, export, import_arrays, why_not
 from engine.worker.view import View
@@ -77,6 +78,7 @@ class MLXRunner:
         self.image_token_id = self._prefill.image_token_id
         self.no_snapshots = why_not(self._view.make_cache())
         self.no_sparse = None if self._view.explicit_positions else "this model takes no explicit positions"
+        self.no_pooling = self._view.why_no_states()
         self.device_bytes = memory.device_bytes()
         self.memory_limit_bytes = memory.default_limit_bytes()
         self.fingerprint = model.fingerprint
@@ -201,6 +203,8 @@ class MLXRunner:
         if prompt is None:
             prompt = self._prefill.begin(rows[0])
             self._prompts |= {row.id: prompt for row in rows}
+        if prompt.pooled is not None:
+            return self._pool(rows[0], prompt, prompt.pooled, max_tokens)
         if self._prefill.encode_next_image(prompt, rows[0].spec.images):
             return PrefillOutput(0)
         num_tokens, logits = self._prefill.advance(prompt, max_tokens)
@@ -210,6 +214,13 @@ class MLXRunner:
         self._forget_prompt(rows)
         self._join(rows, prompt, first)
         return PrefillOutput(num_tokens, {row.id: output for row, output in zip(rows, first, strict=True)})
+
+    def _pool(self, row: Request, prompt: Prompt, pooled: PooledStates, max_tokens: int) -> PrefillOutput:
+        num_tokens, is_complete = self._prefill.pool(prompt, pooled, max_tokens)
+        if not is_complete:
+            return PrefillOutput(num_tokens)
+        self._forget_prompt([row])
+        return PrefillOutput(num_tokens, {row.id: RowOutput((), embedding=pooled.vector())})
 
     def _forget_prompt(self, rows: Sequence[Request]) -> None:
         for row in rows:

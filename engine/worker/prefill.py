@@ -17,6 +17,7 @@ from engine.protocol import ImagePatches, InvalidRequest
 from engine.worker.kv_cache import RowCache, num_bytes, slots_like
 from engine.worker.logprobs import logprobs_of
 from engine.worker.mtp import MTPHead
+from engine.worker.pooling import PooledStates
 from engine.worker.processors import Processors, advance, match
 from engine.worker.sampler import Sampler
 from engine.worker.snapshot import KeysValues, StateSnapshot, Stretch, is_finite, restore, take
@@ -50,6 +51,8 @@ class Prompt:
     num_images_restored: int = 0
     num_image_tokens_restored: int = 0
     done: int = 0
+    pooled: PooledStates | None = None
+    """Of a prompt whose embedding is asked for."""
 
     @property
     def num_bytes(self) -> int:
@@ -83,7 +86,9 @@ class Prefill:
             index = np.searchsorted(computed, index).astype(np.int32)
         cache, head_cache = self._view.make_cache(), self._head.make_cache() if self._head is not None else None
         self._make_room([*cache, *(head_cache or [])], len(ids))
-        return Prompt(ids, successors, cache, positions, next_position, index, head_cache)
+        prompt = Prompt(ids, successors, cache, positions, next_position, index, head_cache)
+        prompt.pooled = None if request.spec.pooling is None else PooledStates(request.spec.pooling)
+        return prompt
 
     def learn_slots(self, snapshot: StateSnapshot) -> None:
         """From now on prompts get room for all of their tokens at once: the library's caches grow by copying."""
@@ -150,6 +155,15 @@ class Prefill:
         if self._head is not None and hidden is not None:
             self._prime(self._head, prompt, hidden)
         return end - start, logits
+
+    def pool(self, prompt: Prompt, pooled: PooledStates, max_tokens: int) -> tuple[int, bool]:
+        """Takes in the next chunk of a prompt whose embedding is asked for. Returns its size, and if it is the last."""
+        start = prompt.done
+        end = prompt.done = min(start + max_tokens, len(prompt.token_ids))
+        token_ids = mx.array(prompt.token_ids[None, start:end].astype(np.int32))
+        pooled.add(self._view.states(token_ids, prompt.cache, prompt.positions[..., start:end]))
+        mx.eval([layer.state for layer in prompt.cache])
+        return end - start, end == len(prompt.token_ids)
 
     def _prime(self, head: MTPHead, prompt: Prompt, hidden: mx.array) -> None:
         """Gives the head what it has not seen: each hidden state with the token behind it, the newest must wait."""

@@ -75,6 +75,25 @@ class View:
             self.extend(token_ids[:, :-1], None, cache, positions)
         return self.lm(token_ids[:, -1:], cache=cache).logits[:, -1:], None
 
+    def states(self, token_ids: mx.array, cache: list, positions: np.ndarray) -> mx.array:
+        """Prompt tokens into the cache of one row; their hidden states [1, L, hidden] behind the last norm, lazy.
+
+        Takes no pictures. Only for models that `why_no_states` finds no fault with.
+        """
+        if self.explicit_positions:
+            return self._hidden(token_ids, cache, mx.array(positions))
+        return self.lm.model(token_ids, cache=cache)
+
+    def why_no_states(self) -> str | None:
+        """Why the hidden states of this model cannot be had, None if they can. Computes nothing."""
+        try:
+            states = self.states(mx.zeros((1, 1), mx.int32), self.make_cache(), np.zeros((3, 1, 1), np.int32))
+        except (AttributeError, TypeError, ValueError) as error:
+            return f"its layers cannot be run without its output layer ({type(error).__name__})"
+        if not isinstance(states, mx.array) or states.ndim != 3:
+            return "its layers return something else than hidden states"
+        return None
+
     def _hidden(self, token_ids: mx.array, cache: list, positions: mx.array, **kwargs: Any) -> mx.array:
         out = self.lm(
             token_ids,

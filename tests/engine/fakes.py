@@ -36,6 +36,7 @@ class NoSnapshots:
     image_token_id: int | None = None
     no_snapshots: str | None = "there is no model"
     no_sparse: str | None = None
+    no_pooling: str | None = None
     device_bytes: int = 2**30
     fingerprint: str = "none"
     costs: MemoryCosts = MemoryCosts()
@@ -100,6 +101,7 @@ class FakeRunner:
         self.image_token_id: int | None = None
         self.no_snapshots: str | None = None
         self.no_sparse: str | None = None
+        self.no_pooling: str | None = None
         self.device_bytes, self.fingerprint = 2**30, "fake"
         self.costs, self.memory_limit_bytes = MemoryCosts(), 2**30
         self.active_bytes = self.feature_bytes = 0

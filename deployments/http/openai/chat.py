@@ -9,7 +9,16 @@ from starlette.responses import JSONResponse, Response
 from deployments.http.door import Door
 from deployments.http.errors import RequestNotFound
 from deployments.http.openai.chat_encoder import ChatEncoder
+from deployments.http.openai.chat_wire import ChatCompletionBody
 from deployments.http.request_reader import ParsedRequest
+
+PATH = "/v1/chat/completions"
+EXAMPLE = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "What is 12 + 30?"}],
+    "temperature": 0,
+    "max_tokens": 64,
+}
 
 
 class ChatCompletions:
@@ -17,9 +26,11 @@ class ChatCompletions:
         self._door = door
 
     def add_to(self, app: FastAPI) -> None:
-        guard = self._door.errors.guard
-        app.add_route("/v1/chat/completions", guard(self.create), ["POST"])
-        app.add_route("/v1/chat/completions/{id:path}/cancel", guard(self.cancel), ["POST"])
+        guard, describe = self._door.errors.guard, self._door.api.describe
+        app.add_route(PATH, guard(self.create), ["POST"])
+        describe(PATH, "POST", ChatCompletionBody, "Answer a conversation.", EXAMPLE)
+        app.add_route(PATH + "/{id:path}/cancel", guard(self.cancel), ["POST"])
+        describe(PATH + "/{id}/cancel", "POST", None, "Cancel a completion by its id or X-Request-Id.")
 
     async def create(self, request: Request) -> Response:
         return self._door.answer(request, "chat", "chatcmpl-", self._encoder)

@@ -255,11 +255,11 @@ def parse_chat_completion(
         body = ChatCompletionBody.model_validate(honoured)
     except ValidationError as error:
         raise from_validation(error) from None
-    _check_together(body)
+    check_together(body)
     return body, ignored
 
 
-def _check_together(body: ChatCompletionBody) -> None:
+def check_together(body: ChatCompletionBody) -> None:
     """What no field says alone."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("`stream_options` may only be sent with `stream`: true.", "stream_options")

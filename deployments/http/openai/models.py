@@ -1,6 +1,7 @@
-"""GET /v1/models: the model that is served, in the fields of both dialects."""
+"""GET /v1/models: the model that is served, by all its names, in the fields of both dialects."""
 
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI
@@ -9,6 +10,8 @@ from starlette.responses import JSONResponse, Response
 
 from deployments.http.door import Door
 
+PATH = "/v1/models"
+
 
 class Models:
     def __init__(self, door: Door):
@@ -16,21 +19,37 @@ class Models:
         self._created = int(time.time())
 
     def add_to(self, app: FastAPI) -> None:
-        guard = self._door.errors.guard
-        app.add_route("/v1/models", guard(self.list), ["GET"])
-        app.add_route("/v1/models/{model:path}", guard(self.get), ["GET"])
+        guard, describe = self._door.errors.guard, self._door.api.describe
+        app.add_route(PATH, guard(self.list), ["GET"])
+        describe(PATH, "GET", None, "List the names by which requests can ask for the model.")
+        app.add_route(PATH + "/{model:path}", guard(self.get), ["GET"])
+        describe(PATH + "/{model}", "GET", None, "Describe the model by one of its names.")
 
     async def list(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        served = self._door.backend.model_name
+        names = [served, *sorted(self._door.rules.aliases - {served})]
+        cards = [self._card(name) for name in names]
+        return JSONResponse(
+            {"object": "list", "data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+        )
 
     async def get(self, request: Request) -> Response:
-        self._door.rules.check_model(request.path_params["model"])
-        return JSONResponse(self._card())
+        name = request.path_params["model"]
+        self._door.rules.check_model(name)
+        return JSONResponse(self._card(name))
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
+        """root: the model's own name, also for its other names."""
+        created_at = datetime.fromtimestamp(self._created, UTC).isoformat().replace("+00:00", "Z")
         return {
-            "id": self._door.backend.model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "orchard",
+            "root": self._door.backend.model_name,
+            "parent": None,
+            "max_model_len": self._door.backend.max_context_tokens,
+            "type": "model",
+            "display_name": name,
+            "created_at": created_at,
         }

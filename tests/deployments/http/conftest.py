@@ -2,23 +2,26 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from deployments.chat import ChatRequest, Route, SpecPrefillReport, TextDelta
+from deployments.chat import ChatRequest, Embeddings, EmbedRequest, Route, SpecPrefillReport, TextDelta
 from deployments.http.app import create_app
 from deployments.http.config import HttpConfig
 from deployments.in_flight import InFlight
+from engine.protocol import InvalidRequest
 
 
 class FakeGeneration:
     num_prompt_tokens = 7
     num_cached_tokens = 5
     num_skipped_tokens = 3
+    context_limited = False
 
     def __init__(self, script: list[Any], spec_prefill: SpecPrefillReport | None = None):
         self.spec_prefill = spec_prefill
@@ -43,6 +46,7 @@ class FakeBackend:
     """script: deltas to yield, errors to raise, events to wait for. `start` runs start_script in the same way."""
 
     model_name = "org/demo"
+    max_context_tokens = 4096
 
     def __init__(self):
         self.script: list[Any] = [TextDelta("Hel", 1), TextDelta("", 1), TextDelta("lo", 2, "stop")]
@@ -50,6 +54,7 @@ class FakeBackend:
         self.spec_prefill: SpecPrefillReport | None = None
         self.unready: str | None = None
         self.requests: list[tuple[ChatRequest, Route]] = []
+        self.embeds: list[EmbedRequest] = []
         self.generations: list[FakeGeneration] = []
         self.num_starts_cancelled = 0
         self.num_entries = 4
@@ -67,6 +72,33 @@ class FakeBackend:
             raise
         self.generations.append(FakeGeneration(self.script, self.spec_prefill))
         return self.generations[-1]
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        """Text i has the vector (i, 1, 0); one token per character or token id."""
+        self.embeds.append(request)
+        async for _ in FakeGeneration(self.start_script):
+            pass
+        vectors = tuple(np.array([i, 1, 0], "<f4").tobytes() for i in range(len(request.prompts)))
+        return Embeddings(vectors, sum(map(len, request.prompts)))
+
+    async def count_tokens(self, request: ChatRequest, route: Route) -> int:
+        return len(await self.token_ids(request, route))
+
+    async def token_ids(self, request: ChatRequest, route: Route) -> list[int]:
+        """The characters of a raw prompt or of all texts; a picture is one token more."""
+        self.requests.append((request, route))
+        prompt = request.raw_prompt
+        text = prompt if isinstance(prompt, str) else "".join(str(message["content"]) for message in request.messages)
+        return [ord(character) for character in text] + [0] * (route is Route.MLLM)
+
+    async def text_of(self, token_ids: Sequence[int], field: str) -> str:
+        for i, token_id in enumerate(token_ids):
+            if token_id >= 0x110000:
+                raise InvalidRequest(f"The token at place {i} is {token_id}.", field)
+        return "".join(map(chr, token_ids))
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return [chr(token_id) for token_id in token_ids]
 
     async def cancel(self, request_id: str) -> bool:
         return self.in_flight.cancel(request_id)
@@ -92,6 +124,7 @@ class Connection:
     def __init__(self, app: FastAPI, body: dict[str, Any] | bytes, headers: dict[str, str]):
         self.app = app
         self.client: tuple[str, int] | None = None
+        self.path = "/v1/chat/completions"
         self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         self._body = body if isinstance(body, bytes) else json.dumps(body).encode()
         self._body_sent = False
@@ -107,8 +140,8 @@ class Connection:
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
             "method": "POST",
-            "path": "/v1/chat/completions",
-            "raw_path": b"/v1/chat/completions",
+            "path": self.path,
+            "raw_path": self.path.encode(),
             "query_string": b"",
             "headers": [(b"content-type", b"application/json"), *self._headers],
             "client": self.client,

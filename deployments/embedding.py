@@ -1,0 +1,80 @@
+"""Embeddings of several prompts, a few at a time, each by a request of its own to an engine."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from deployments.chat import ChatRequest, Embeddings, EmbedRequest
+from deployments.engine_client import failure_of
+from deployments.engine_stream import EngineStream
+from engine.protocol import EngineFailed, InvalidRequest
+
+FLOAT_BYTES = 4
+
+EmbedOne = Callable[[ChatRequest], Awaitable[tuple[bytes, int]]]
+"""Computes one embedding. Returns the vector, and the number of tokens of the prompt."""
+
+
+async def embed_all(request: EmbedRequest, embed_one: EmbedOne) -> Embeddings:
+    """Compute the embeddings of all prompts, num_parallel at a time.
+
+    Raises what embed_one raises first; the others are ended then.
+    """
+    found: dict[int, tuple[bytes, int]] = {}
+    waiting = enumerate(_requests(request))
+
+    async def work() -> None:
+        for index, one in waiting:
+            found[index] = await embed_one(one)
+            _check_dimensions(request, len(found[index][0]) // FLOAT_BYTES)
+
+    workers = [asyncio.ensure_future(work()) for _ in range(min(request.num_parallel, len(request.prompts)))]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    vectors = tuple(found[index][0] for index in range(len(request.prompts)))
+    return Embeddings(vectors, sum(num_tokens for _, num_tokens in found.values()))
+
+
+async def read_embedding(stream: EngineStream) -> tuple[bytes, int]:
+    """The vector that an engine gives, and the number of tokens of its prompt.
+
+    Raises EngineFailed, Unavailable, Cancelled.
+    """
+    request, vector = stream.plan.request, None
+    chunks: Any = stream
+    try:
+        async for chunk in chunks:
+            if (error := failure_of(chunk, request)) is not None:
+                raise error
+            vector = chunk.embedding or vector
+    finally:
+        await stream.aclose()
+    if vector is None:
+        raise EngineFailed("the engine ended the request without an embedding")
+    return vector, len(request.token_ids)
+
+
+def _check_dimensions(request: EmbedRequest, num_dimensions: int) -> None:
+    if request.num_dimensions not in (None, num_dimensions):
+        raise InvalidRequest(
+            f"`dimensions` is {request.num_dimensions}; the embeddings of this model have {num_dimensions}, and cannot "
+            "be shortened.",
+            "dimensions",
+        )
+
+
+def _requests(request: EmbedRequest) -> Iterator[ChatRequest]:
+    for index, (prompt, field) in enumerate(zip(request.prompts, request.fields, strict=True)):
+        yield ChatRequest(
+            request_id=f"{request.request_id}-{index}",
+            messages=(),
+            priority=request.priority,
+            client=request.client,
+            raw_prompt=prompt,
+            prompt_field=field,
+            is_embedding=True,
+        )

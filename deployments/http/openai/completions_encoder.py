@@ -1,0 +1,143 @@
+"""CompletionsEncoder: an answer as a text completion, or as its chunks."""
+
+import codecs
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.chat import Generation, TextDelta, TextLogprobs
+from deployments.http.answer import Answer, ChoiceAnswer
+from deployments.http.errors import Failure
+from deployments.http.openai.chat_encoder import LEAST_LOGPROB, usage
+from deployments.http.openai.raw_prompt_wire import RawPrompt
+
+
+@dataclass(frozen=True)
+class CompletionsEcho:
+    """What the answer must know of the body of its request."""
+
+    prompts: tuple[RawPrompt, ...]
+    fields: tuple[str, ...]
+    """The client's field of each prompt."""
+    num_choices: int = 1
+    """Of each prompt."""
+    echo: bool = False
+    """Whether each text begins with its prompt."""
+    logprobs: int | None = None
+    include_usage: bool = False
+    continuous_usage: bool = False
+    """Whether each chunk has the usage so far (vLLM's `continuous_usage_stats`)."""
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompts) * self.num_choices
+
+
+class CompletionsEncoder:
+    """See AnswerEncoder. Answer i is choice i % n of prompt i // n.
+
+    Args:
+        id: of the completion.
+        created: Unix time in seconds.
+    """
+
+    def __init__(self, echo: CompletionsEcho, id: str, model: str, created: int):
+        self.prompt_texts: tuple[str, ...] = ()
+        """With `echo`: what each prompt says. Set before the answer begins."""
+        self._echo = echo
+        self._head = {"id": id, "object": "text_completion", "created": created, "model": model}
+        self._num_prompt_tokens = self._num_tokens = 0
+        self._logprobs = [LogprobsEncoder() for _ in range(echo.num_answers)]
+
+    def opening(self, generation: Generation) -> bytes:
+        """The echoed prompts, if there are any."""
+        self._num_prompt_tokens = generation.num_prompt_tokens
+        texts = [self._prompt_text(index) for index in range(self._echo.num_answers)]
+        return b"".join(self._chunk(index, text) for index, text in enumerate(texts) if text)
+
+    def encode(self, delta: TextDelta) -> bytes:
+        self._num_tokens += delta.num_tokens
+        if not (delta.text or delta.logprobs or delta.finish_reason):
+            return b""
+        logprobs = None
+        if self._echo.logprobs is not None and delta.logprobs:
+            logprobs = self._logprobs[delta.index].body(delta.logprobs)
+        return self._chunk(delta.index, delta.text, logprobs, delta.finish_reason)
+
+    def closing(self, answer: Answer) -> bytes:
+        end = b"data: [DONE]\n\n"
+        return _event({**self._head, "choices": [], "usage": usage(answer)}) + end if self._echo.include_usage else end
+
+    def failed(self, failure: Failure) -> bytes:
+        return b"data: " + failure.event_body() + b"\n\n"
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        choices = [self._choice(index, choice) for index, choice in enumerate(answer.choices)]
+        return {**self._head, "choices": choices, "usage": usage(answer)}
+
+    def _choice(self, index: int, choice: ChoiceAnswer) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": self._prompt_text(index) + choice.text,
+            "logprobs": None if self._echo.logprobs is None else LogprobsEncoder().body(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _prompt_text(self, index: int) -> str:
+        return self.prompt_texts[index // self._echo.num_choices] if self._echo.echo else ""
+
+    def _chunk(
+        self, index: int, text: str, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+    ) -> bytes:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        chunk = {**self._head, "choices": [choice]}
+        if self._echo.continuous_usage:
+            chunk["usage"] = {
+                "prompt_tokens": self._num_prompt_tokens,
+                "completion_tokens": self._num_tokens,
+                "total_tokens": self._num_prompt_tokens + self._num_tokens,
+            }
+        elif self._echo.include_usage:
+            chunk["usage"] = None
+        return _event(chunk)
+
+
+class LogprobsEncoder:
+    """The legacy logprobs of one choice, whose text offsets go on from delta to delta."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def body(self, entries: Sequence[TextLogprobs]) -> dict[str, Any]:
+        """tokens, token_logprobs, top_logprobs and text_offset, the last in characters of the answer."""
+        return {
+            "tokens": [token_name(entry.token) for entry in entries],
+            "token_logprobs": [max(entry.logprob, LEAST_LOGPROB) for entry in entries],
+            "top_logprobs": [_top(entry) for entry in entries],
+            "text_offset": [self._offset_of(entry.token) for entry in entries],
+        }
+
+    def _offset_of(self, token: bytes) -> int:
+        offset = self._offset
+        self._offset += len(self._decoder.decode(token))
+        return offset
+
+
+def token_name(token: bytes) -> str:
+    """The text of a token; one that is no whole characters is written as OpenAI does, `bytes:\\xe2\\x80`."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def _top(entry: TextLogprobs) -> dict[str, float]:
+    """The best tokens, best first, and the sampled one."""
+    best = {token_name(token): max(logprob, LEAST_LOGPROB) for token, logprob in entry.top}
+    return best | {token_name(entry.token): max(entry.logprob, LEAST_LOGPROB)}
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"

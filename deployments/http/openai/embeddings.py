@@ -1,0 +1,72 @@
+"""POST /v1/embeddings."""
+
+import asyncio
+import base64
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deployments.chat import EmbedRequest
+from deployments.http.answer_response import Job
+from deployments.http.door import Door
+from deployments.http.openai.embeddings_wire import EmbeddingsBody
+from deployments.http.plain_answer import plain_job
+from deployments.http.request_reader import ParsedRequest
+
+MAX_PARALLEL = 4
+"""Inputs of one request that are in the engines at once: enough that an engine need not wait for the next one."""
+
+PATH = "/v1/embeddings"
+EXAMPLE = {"model": "demo", "input": ["A text.", "Another one."], "encoding_format": "float"}
+
+
+class EmbeddingsFace:
+    def __init__(self, door: Door):
+        self._door = door
+
+    def add_to(self, app: FastAPI) -> None:
+        app.add_route(PATH, self._door.errors.guard(self.create), ["POST"])
+        summary = "Compute the normalized hidden state of each input, of its last token or the mean."
+        self._door.api.describe(PATH, "POST", EmbeddingsBody, summary, EXAMPLE)
+
+    async def create(self, request: Request) -> Response:
+        async def understand(body: bytes) -> Job:
+            return self._job(await self._door.reader.read(body, "embeddings"))
+
+        return self._door.respond(request, understand)
+
+    def _job(self, parsed: ParsedRequest) -> Job:
+        wanted, is_base64 = parsed.echo
+        id = f"embd-{secrets.token_hex(16)}"
+        num_parallel = min(len(wanted.prompts), MAX_PARALLEL, self._door.backend.in_flight.max_choices)
+        wanted = replace(wanted, request_id=id, num_parallel=num_parallel)
+        return plain_job(self._door, parsed, id, lambda: self._embed(wanted, is_base64), num_parallel)
+
+    async def _embed(self, wanted: EmbedRequest, is_base64: bool) -> bytes:
+        await self._door.check_ready()
+        found = await self._door.backend.embed(wanted)
+        return await embeddings_body(found.vectors, is_base64, self._door.backend.model_name, found.num_prompt_tokens)
+
+
+async def embeddings_body(vectors: Sequence[bytes], is_base64: bool, model: str, num_prompt_tokens: int) -> bytes:
+    """The body of the response. Millions of numbers take a second to write, so others get their turn in between."""
+    data = []
+    for index, vector in enumerate(vectors):
+        data.append(b'{"object": "embedding", "index": %d, "embedding": %s}' % (index, _written(vector, is_base64)))
+        await asyncio.sleep(0)
+    usage = {"prompt_tokens": num_prompt_tokens, "total_tokens": num_prompt_tokens}
+    rest = json.dumps({"model": model, "usage": usage}).encode()
+    return b'{"object": "list", "data": [' + b", ".join(data) + b"], " + rest[1:]
+
+
+def _written(vector: bytes, is_base64: bool) -> bytes:
+    """As JSON: base64 of little-endian float32, or numbers with the nine digits that tell float32 apart."""
+    if is_base64:
+        return b'"' + base64.b64encode(vector) + b'"'
+    return ("[" + ", ".join([f"{value:.9g}" for value in np.frombuffer(vector, "<f4").tolist()]) + "]").encode()

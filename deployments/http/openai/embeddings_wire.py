@@ -1,0 +1,67 @@
+"""The wire model of an embeddings request, OpenAI's dialect."""
+
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from deployments.chat import ChatRequest, EmbedRequest, Route
+from deployments.http.errors import from_validation
+from deployments.http.fields import FieldRules, split_fields
+from deployments.http.openai.chat_wire import MAX_USER_CHARS
+from deployments.http.openai.raw_prompt_wire import INT32_MAX, RawPrompts, prompts_of
+from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.wire import Wire
+
+FIELD_RULES = FieldRules(
+    neutral={
+        "add_special_tokens": (True,),
+        "truncate_prompt_tokens": (),
+        "normalize": (True,),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "service_tier": ("auto", "default"),
+    },
+    refused={
+        "messages": "Send the text as `input`.",
+        "input_type": "Write the instruction that the model expects into `input`.",
+        "prompt_name": "Write the instruction that the model expects into `input`.",
+    },
+    informational=frozenset({"metadata", "litellm_params"}),
+)
+
+
+class EmbeddingsBody(Wire):
+    """dimensions: only the number that the model's embeddings have in any case."""
+
+    model: str
+    input: RawPrompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, le=INT32_MAX)
+    priority: int | None = Field(None, ge=-(2**31), le=INT32_MAX)
+    user: str | None = Field(None, max_length=MAX_USER_CHARS)
+    safety_identifier: str | None = Field(None, max_length=MAX_USER_CHARS)
+
+
+KNOWN_FIELDS = frozenset(EmbeddingsBody.model_fields)
+
+
+def parse_embeddings(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
+    """See request_reader.Parser. The echo is (the EmbedRequest, whether vectors are wanted as base64)."""
+    honoured, ignored = split_fields(raw, KNOWN_FIELDS, FIELD_RULES, rules.unknown_fields)
+    try:
+        body = EmbeddingsBody.model_validate(honoured)
+    except ValidationError as error:
+        raise from_validation(error) from None
+    rules.check_model(body.model)
+    prompts, fields = prompts_of(body.input, "input")
+    client = body.user or body.safety_identifier or ""
+    wanted = EmbedRequest(
+        request_id="",
+        prompts=prompts,
+        fields=fields,
+        num_dimensions=body.dimensions,
+        client=client,
+        priority=body.priority or 0,
+    )
+    request = ChatRequest(request_id="", messages=(), client=client)
+    return ParsedRequest(request, Route.TEXT, False, (wanted, body.encoding_format == "base64"), ignored)

@@ -1,0 +1,58 @@
+"""POST /tokenize and /detokenize, vLLM's, also under /v1."""
+
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deployments.http.answer_response import Job
+from deployments.http.door import Door
+from deployments.http.openai.tokenization_wire import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from deployments.http.plain_answer import plain_job
+from deployments.http.request_reader import Dialect, ParsedRequest
+
+EXAMPLE = {"model": "demo", "messages": [{"role": "user", "content": "Hello!"}]}
+DETOKENIZE_EXAMPLE = {"model": "demo", "tokens": [72, 101, 108]}
+Answerer = Callable[[ParsedRequest], Awaitable[dict[str, Any]]]
+
+
+class Tokenization:
+    def __init__(self, door: Door):
+        self._door = door
+
+    def add_to(self, app: FastAPI) -> None:
+        guard, describe = self._door.errors.guard, self._door.api.describe
+        for root in ("", "/v1"):
+            app.add_route(f"{root}/tokenize", guard(self.tokenize), ["POST"])
+            bodies = TokenizeTextBody | TokenizeChatBody
+            describe(f"{root}/tokenize", "POST", bodies, "Count and list the tokens of a prompt.", EXAMPLE)
+            app.add_route(f"{root}/detokenize", guard(self.detokenize), ["POST"])
+            summary = "Turn token ids into text."
+            describe(f"{root}/detokenize", "POST", DetokenizeBody, summary, DETOKENIZE_EXAMPLE)
+
+    async def tokenize(self, request: Request) -> Response:
+        return self._respond(request, "tokenize", self._tokens)
+
+    async def detokenize(self, request: Request) -> Response:
+        return self._respond(request, "detokenize", self._text)
+
+    def _respond(self, request: Request, dialect: Dialect, answer: Answerer) -> Response:
+        async def understand(body: bytes) -> Job:
+            parsed = await self._door.reader.read(body, dialect)
+            return plain_job(self._door, parsed, f"tok-{secrets.token_hex(16)}", lambda: answer(parsed))
+
+        return self._door.respond(request, understand)
+
+    async def _tokens(self, parsed: ParsedRequest) -> dict[str, Any]:
+        backend = self._door.backend
+        ids = await backend.token_ids(parsed.request, parsed.route)
+        texts = await backend.token_texts(ids) if parsed.echo.returns_texts else None
+        return {"count": len(ids), "max_model_len": backend.max_context_tokens, "tokens": ids, "token_strs": texts}
+
+    async def _text(self, parsed: ParsedRequest) -> dict[str, Any]:
+        tokens = parsed.request.raw_prompt
+        assert isinstance(tokens, tuple)
+        return {"prompt": await self._door.backend.text_of(tokens, parsed.request.prompt_field)}

@@ -1,0 +1,99 @@
+"""The wire models of tokenize and detokenize, vLLM's dialect."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from deployments.chat import ChatRequest, Route
+from deployments.http.errors import from_validation
+from deployments.http.fields import FieldRules, split_fields
+from deployments.http.openai.chat_wire import MAX_MESSAGES, TemplateKwargs, TokenId, parse_chat
+from deployments.http.openai.message_wire import WireMessage
+from deployments.http.openai.raw_prompt_wire import MAX_PROMPT_TOKENS
+from deployments.http.openai.tool_wire import Tools
+from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.wire import Wire
+from engine.protocol import InvalidRequest
+
+TEXT_RULES = FieldRules(neutral={"add_special_tokens": (True,)})
+
+
+class TokenizeTextBody(Wire):
+    """model: may be left out."""
+
+    model: str | None = None
+    prompt: str
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatBody(Wire):
+    """The fields that most need; any field of a chat completion may be sent, and those that shape the prompt count.
+
+    model: may be left out.
+    """
+
+    model: str | None = None
+    messages: Annotated[list[WireMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Wire):
+    """model: may be left out."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+
+
+@dataclass(frozen=True)
+class TokenizeEcho:
+    """What the answer must know of the body of its request."""
+
+    returns_texts: bool
+    """Whether the text of each token is wanted as well."""
+
+
+def parse_tokenize(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
+    """See request_reader.Parser."""
+    if "prompt" in raw and "messages" in raw:
+        raise InvalidRequest("There are `prompt` and `messages`: send one of them.", "prompt")
+    raw = {"model": rules.model_name} | {name: value for name, value in raw.items() if value is not None}
+    return _parse_messages(raw, rules) if "messages" in raw else _parse_prompt(raw, rules)
+
+
+def _parse_messages(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
+    """As a chat completion is, which nothing is generated for."""
+    echo = _echo(raw.pop("return_token_strs", None))
+    parsed = parse_chat(raw, rules)
+    return ParsedRequest(parsed.request, parsed.route, False, echo, parsed.ignored)
+
+
+def _parse_prompt(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
+    honoured, ignored = split_fields(raw, TokenizeTextBody.model_fields, TEXT_RULES, rules.unknown_fields)
+    try:
+        body = TokenizeTextBody.model_validate(honoured)
+    except ValidationError as error:
+        raise from_validation(error) from None
+    rules.check_model(body.model or rules.model_name)
+    request = ChatRequest(request_id="", messages=(), raw_prompt=body.prompt)
+    return ParsedRequest(request, Route.TEXT, False, _echo(body.return_token_strs), ignored)
+
+
+def _echo(returns_texts: Any) -> TokenizeEcho:
+    if not isinstance(returns_texts, bool | None):
+        raise InvalidRequest("`return_token_strs` must be true or false.", "return_token_strs")
+    return TokenizeEcho(bool(returns_texts))
+
+
+def parse_detokenize(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
+    """See request_reader.Parser. The tokens are the request's raw prompt."""
+    honoured, ignored = split_fields(raw, DetokenizeBody.model_fields, FieldRules(), rules.unknown_fields)
+    try:
+        body = DetokenizeBody.model_validate(honoured)
+    except ValidationError as error:
+        raise from_validation(error) from None
+    rules.check_model(body.model or rules.model_name)
+    request = ChatRequest(request_id="", messages=(), raw_prompt=tuple(body.tokens), prompt_field="tokens")
+    return ParsedRequest(request, Route.TEXT, False, None, ignored)

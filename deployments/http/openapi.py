@@ -1,0 +1,205 @@
+"""ApiDocument: every route that is served, described once, where it is added; and GET /openapi.json, GET /docs."""
+
+import re
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from pydantic import TypeAdapter
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from deployments.http.errors import error_dialect
+from deployments.http.openapi_page import CONTENT_SECURITY_POLICY, docs_page
+
+if TYPE_CHECKING:
+    from deployments.http.door import Door
+
+REF_TEMPLATE = "#/components/schemas/{model}"
+
+ERROR_STATUSES = {
+    "400": "A field is wrong or not supported: `param` names it.",
+    "401": "An API key is needed.",
+    "403": "The Host, the origin or the key may not do this.",
+    "404": "There is no such model, request or route.",
+    "408": "The request body arrived too slowly.",
+    "413": "The request body is too large.",
+    "415": "The Content-Type is not application/json.",
+    "429": "Too many requests: Retry-After says when to come back.",
+    "499": "The request was cancelled.",
+    "500": "The server failed.",
+    "503": "No request can be served now: Retry-After says when to come back.",
+}
+
+OPENAI_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": ["string", "null"]},
+    },
+}
+ERRORS = {"openai": ("OpenAIError", OPENAI_ERROR), "anthropic": ("AnthropicError", ANTHROPIC_ERROR)}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One method of one route."""
+
+    path: str
+    """With parameters as `{name}`."""
+    method: str
+    body_model: Any
+    """The wire model of the body, or a union of such; None: there is no body."""
+    summary: str
+    """One sentence."""
+    example: dict[str, Any] | None = None
+    """A body that the model accepts."""
+
+    @property
+    def id(self) -> str:
+        return "_".join([self.method.lower(), *re.findall(r"\w+", self.path)])
+
+
+class ApiDocument:
+    """Collects the operations; writes the document when it is asked for, once.
+
+    Args:
+        refuses_unknown: whether unknown fields at the top of a body are errors.
+        model_name: for the examples.
+    """
+
+    def __init__(self, refuses_unknown: bool, model_name: str):
+        self.operations: list[Operation] = []
+        self._refuses_unknown = refuses_unknown
+        self._model_name = model_name
+        self._written: dict[str, Any] | None = None
+
+    def describe(
+        self, path: str, method: str, body_model: Any, summary: str, example: dict[str, Any] | None = None
+    ) -> None:
+        """Add an operation. See Operation."""
+        if example is not None and "model" in example:
+            example = {**example, "model": self._model_name}
+        self.operations.append(Operation(path, method, body_model, summary, example))
+        self._written = None
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """OpenAPI 3.1."""
+        if self._written is None:
+            self._written = self._write()
+        return self._written
+
+    def _write(self) -> dict[str, Any]:
+        schemas: dict[str, Any] = dict(ERRORS.values())
+        paths: dict[str, Any] = {}
+        for operation in self.operations:
+            paths.setdefault(operation.path, {})[operation.method.lower()] = self._operation(operation, schemas)
+        return {
+            "openapi": "3.1.0",
+            "info": {
+                "title": "Orchard",
+                "version": version("orchard"),
+                "description": "A body may have fields that are not listed here: those that would change the answer "
+                "are refused by name, the others are ignored"
+                + (" or refused." if self._refuses_unknown else " and named in the header X-Orchard-Ignored."),
+            },
+            "paths": paths,
+            "components": {
+                "schemas": schemas,
+                "securitySchemes": {
+                    "bearer": {"type": "http", "scheme": "bearer"},
+                    "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                },
+            },
+            "security": [{}, {"bearer": []}, {"key": []}],
+        }
+
+    def _operation(self, operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
+        written: dict[str, Any] = {"operationId": operation.id, "summary": operation.summary}
+        if names := re.findall(r"{(\w+)}", operation.path):
+            written["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+            ]
+        streams = False
+        if operation.body_model is not None:
+            schema = self._body_schema(operation.body_model, schemas)
+            streams = "stream" in schema.get("properties", {})
+            written["requestBody"] = {"required": True, "content": {"application/json": _content(schema, operation)}}
+        return {**written, "responses": _responses(operation, streams)}
+
+    def _body_schema(self, model: Any, schemas: dict[str, Any]) -> dict[str, Any]:
+        schema = TypeAdapter(model).json_schema(ref_template=REF_TEMPLATE)
+        schemas |= schema.pop("$defs", {})
+        bodies = [_resolved(choice, schemas) for choice in schema.get("anyOf", [schema])]
+        if not self._refuses_unknown:
+            for body in bodies:
+                body.pop("additionalProperties", None)
+        return schema
+
+
+def _resolved(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    ref = schema.get("$ref")
+    return schema if ref is None else schemas[ref.rpartition("/")[2]]
+
+
+def _content(schema: dict[str, Any], operation: Operation) -> dict[str, Any]:
+    return {"schema": schema} if operation.example is None else {"schema": schema, "example": operation.example}
+
+
+def _responses(operation: Operation, streams: bool) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    if operation.path == "/docs":
+        content = {"text/html": {"schema": {"type": "string"}}}
+    name, _ = ERRORS[error_dialect(operation.path)]
+    error = {"application/json": {"schema": {"$ref": REF_TEMPLATE.format(model=name)}}}
+    errors = {status: {"description": why, "content": error} for status, why in ERROR_STATUSES.items()}
+    if operation.path == "/health/ready":
+        errors["503"] = {"description": "Not ready: `reason` says why.", "content": content}
+    return {"200": {"description": "The answer.", "content": content}, **errors}
+
+
+class OpenApi:
+    """The document and its page, which needs nothing from elsewhere."""
+
+    def __init__(self, door: "Door"):
+        self._door = door
+
+    def add_to(self, app: FastAPI) -> None:
+        guard, describe = self._door.errors.guard, self._door.api.describe
+        app.add_route("/openapi.json", guard(self.document), ["GET"])
+        describe("/openapi.json", "GET", None, "This document.")
+        app.add_route("/docs", guard(self.page), ["GET"])
+        describe("/docs", "GET", None, "This document as a page.")
+
+    async def document(self, request: Request) -> Response:
+        return JSONResponse(self._door.api.document)
+
+    async def page(self, request: Request) -> Response:
+        headers = {"Content-Security-Policy": CONTENT_SECURITY_POLICY, "X-Content-Type-Options": "nosniff"}
+        return HTMLResponse(docs_page(self._door.api.document), headers=headers)

@@ -1,0 +1,66 @@
+"""PlainAnswer: the answer to a request for which nothing is generated, on the way that all answers take."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from deployments.chat import Generation, SpecPrefillReport, TextDelta
+from deployments.http.answer import Answer
+from deployments.http.answer_response import Job
+from deployments.http.door import Door
+from deployments.http.errors import Failure
+from deployments.http.request_reader import ParsedRequest
+
+Work = Callable[[], Awaitable[dict[str, Any] | bytes]]
+"""Returns the body of the response; bytes are JSON already."""
+
+
+def plain_job(door: Door, parsed: ParsedRequest, id: str, work: Work, num_choices: int = 1) -> Job:
+    """The job of a request that is answered by `work`, which is cancelled when the client leaves.
+
+    Args:
+        num_choices: how many places of answers it takes meanwhile.
+    """
+    answer = PlainAnswer(work, num_choices)
+    job = door.job(parsed, id, lambda parsed, id: answer)
+    return replace(job, start=answer.start, stream=False, num_choices=num_choices)
+
+
+class PlainAnswer:
+    """A Generation of no tokens, and the AnswerEncoder of what `work` returns."""
+
+    num_prompt_tokens = num_cached_tokens = num_skipped_tokens = 0
+    spec_prefill: SpecPrefillReport | None = None
+
+    def __init__(self, work: Work, num_choices: int):
+        self._work = work
+        self._num_choices = num_choices
+        self._body: dict[str, Any] | bytes = {}
+
+    async def start(self) -> Generation:
+        self._body = await self._work()
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        for index in range(self._num_choices):
+            yield TextDelta("", 0, "stop", index)
+
+    async def aclose(self) -> None:
+        """There is nothing to close."""
+
+    def body(self, answer: Answer) -> dict[str, Any] | bytes:
+        return self._body
+
+    # It is never streamed.
+
+    def opening(self, generation: Generation) -> bytes:
+        return b""
+
+    def encode(self, delta: TextDelta) -> bytes:
+        return b""
+
+    def closing(self, answer: Answer) -> bytes:
+        return b""
+
+    def failed(self, failure: Failure) -> bytes:
+        return b""

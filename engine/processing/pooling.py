@@ -1,0 +1,42 @@
+"""How a checkpoint makes embeddings: what its sentence-transformers configuration says."""
+
+from pathlib import Path
+from typing import Any
+
+from engine.config import EmbeddingConfig, Pooling
+from engine.processing.checkpoint import read_optional_json
+from engine.protocol import EngineFailed
+
+POOLING_FILE = "1_Pooling/config.json"
+PREFIX = "pooling_mode_"
+SUPPORTED: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
+"""Modes of sentence-transformers: the names behind PREFIX, or the value of `pooling_mode`."""
+
+
+def choose_pooling(config: EmbeddingConfig, model_dir: Path) -> Pooling:
+    """Return what the configuration says, else what the checkpoint does, else `last`.
+
+    Raises EngineFailed for a checkpoint with another pooling, or with layers behind it.
+    """
+    if config.pooling != "auto":
+        return config.pooling
+    dense = sorted(path.name for path in model_dir.glob("*_Dense"))
+    if dense:
+        raise EngineFailed(
+            f"the checkpoint has layers behind its pooling ({dense[0]}), which are not run; set embedding.pooling to "
+            "last or mean to get embeddings without them"
+        )
+    modes = _modes(read_optional_json(model_dir / POOLING_FILE))
+    unsupported = [mode for mode in modes if mode not in SUPPORTED]
+    if unsupported or len(modes) > 1:
+        raise EngineFailed(
+            f"the checkpoint's {POOLING_FILE} asks for the pooling {' and '.join(modes)}; only one of "
+            f"{' and '.join(SUPPORTED)} can be computed: set embedding.pooling to last or mean"
+        )
+    return SUPPORTED[modes[0]] if modes else "last"
+
+
+def _modes(pooling: dict[str, Any]) -> list[str]:
+    if isinstance(mode := pooling.get("pooling_mode"), str):
+        return [mode]
+    return [name.removeprefix(PREFIX) for name, is_on in pooling.items() if name.startswith(PREFIX) and is_on is True]

@@ -1,0 +1,35 @@
+"""Pooling: the hidden states of a prompt, chunk by chunk, to one vector."""
+
+import mlx.core as mx
+import numpy as np
+
+from engine.config import Pooling
+
+
+class PooledStates:
+    """The pooled hidden state of a prompt in progress. Sums in float32, whatever the model computes in."""
+
+    def __init__(self, pooling: Pooling):
+        self._pooling = pooling
+        self._sum: mx.array | None = None
+
+    def add(self, hidden: mx.array) -> None:
+        """Take the hidden states [1, L, hidden] of the next L tokens, behind the last norm."""
+        states = hidden[0, -1:] if self._pooling == "last" else hidden[0]
+        total = states.astype(mx.float32).sum(axis=0)
+        if self._pooling == "mean" and self._sum is not None:
+            total = self._sum + total
+        mx.eval(total)
+        self._sum = total
+
+    def vector(self) -> bytes | None:
+        """Return the vector as little-endian float32 [hidden], of length 1; None if it is not finite.
+
+        The mean has the direction of the sum, and only the direction is left. A vector of zeros stays as it is.
+        """
+        assert self._sum is not None
+        vector = np.array(self._sum, np.float64)
+        length = float(np.linalg.norm(vector))
+        if not np.isfinite(length):
+            return None
+        return (vector / (length or 1.0)).astype("<f4").tobytes()
