@@ -31,7 +31,8 @@ TOOL_SCHEMA: dict[str, Any] = {
     "required": ["city"],
 }
 
-PERSON_QUESTION = "Answer with JSON only. Keys: name, age, city.\n\nEmma is 31 years old. Emma lives in Oslo."
+PERSON_TEXT = "Emma is 31 years old. Emma lives in Oslo."
+PERSON_QUESTION = f"Answer with JSON only. Keys: name, age, city.\n\n{PERSON_TEXT}"
 
 
 class Person(BaseModel):

@@ -1,4 +1,4 @@
-"""An agent's long conversation in the Anthropic dialect: how much of each prompt is computed, and how much is cached."""
+"""An agent's long conversation in the Anthropic dialect: how much of each prompt is computed and how much cached."""
 
 import itertools
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ NUM_TURNS = 20
 SLACK_TOKENS = 24
 """Computed again in a turn: the opening of the answer before, which history writes differently."""
 
-CITIES = "Paris London Berlin Madrid Rome Vienna Oslo Tokyo Cairo Lima".split()
+CITIES = ["Paris", "London", "Berlin", "Madrid", "Rome", "Vienna", "Oslo", "Tokyo", "Cairo", "Lima"]
 CACHED: Any = {"cache_control": {"type": "ephemeral"}}
 SYSTEM: Any = [
     {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.330.abc; cc_entrypoint=cli;"},
@@ -54,10 +54,9 @@ class Agent:
 
     def ask(self, text: str) -> str:
         """Goes on until the model answers with text. Every request is a turn."""
-        content: list[Any] = [{"type": "text", "text": text}]
-        while content:
-            message = self._request(content)
-            content = [self._result(block) for block in message.content if block.type == "tool_use"]
+        message = self._request([{"type": "text", "text": text}])
+        while results := [self._result(block) for block in message.content if block.type == "tool_use"]:
+            message = self._request(results)
         return "".join(block.text for block in message.content if block.type == "text")
 
     def _request(self, content: list[Any]) -> Any:

@@ -19,6 +19,7 @@ from tests.e2e.clients.questions import (
     EMMA,
     MODEL,
     PERSON_QUESTION,
+    PERSON_TEXT,
     SHAPE,
     SHAPE_QUESTION,
     WEATHER,
@@ -71,10 +72,17 @@ def test_a_tool_is_called_and_its_result_answered(base_url: str, face: str, stre
 
 
 @FACES
-@pytest.mark.parametrize("kind", [ToolOutput, NativeOutput, PromptedOutput])
-def test_an_output_is_an_object_of_the_schema(base_url: str, face: str, kind: Any):
-    agent = Agent(model_of(base_url, face), output_type=kind(Person))
-    output, _ = run(agent, person_call_question("final_result") if kind is ToolOutput else PERSON_QUESTION)
+@pytest.mark.parametrize(
+    ("output_type", "question"),
+    [
+        (ToolOutput(Person), person_call_question("final_result")),
+        (NativeOutput(Person), PERSON_QUESTION),
+        (PromptedOutput(Person, template="Answer only with JSON that follows this schema: {schema}"), PERSON_TEXT),
+    ],
+    ids=["tool", "native", "prompted"],
+)
+def test_an_output_is_an_object_of_the_schema(base_url: str, face: str, output_type: Any, question: str):
+    output, _ = run(Agent(model_of(base_url, face), output_type=output_type), question)
     assert output == EMMA
 
 
