@@ -122,6 +122,16 @@ def test_references_stand_for_stored_items(app, respond, send, backend):
     assert [message["content"] for message in messages_of(backend)] == ["Hi", "Hello", "?", "Hello", "!"]
 
 
+def test_references_cannot_multiply_what_is_stored(make_app, respond):
+    app = make_app(max_body_bytes=20_000)
+    first = respond(app, input="a" * 10_000).json()
+    reference = {"type": "item_reference", "id": f"msg_{first['id'].removeprefix('resp_')}i0"}
+    assert respond(app, input=[reference]).status_code == 200
+    refused = respond(app, input=[reference] * 2)
+    assert refused.status_code == 400
+    assert "20000" in refused.json()["error"]["message"]
+
+
 def test_an_unknown_reference_is_not_found(app, respond):
     known = respond(app).json()["id"].removeprefix("resp_")
     for id, param in [("msg_mine", "input"), (f"msg_{'0' * 32}0", "input"), (f"msg_{known}99", "input[0]")]:
