@@ -6,7 +6,6 @@ this face does not read.
 """
 
 import asyncio
-import hashlib
 import json
 import secrets
 import time
@@ -22,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from deployments.chat import Message, Route
 from deployments.http.answer_response import Job
+from deployments.http.api_keys import KeyIdentity
 from deployments.http.door import Door
 from deployments.http.errors import shown
 from deployments.http.request_reader import ParsedRequest, ReadingRules
@@ -66,7 +66,7 @@ class Responses:
         app.add_route("/v1/responses/{id}/input_items", guard(self.input_items), ["GET"])
 
     async def create(self, request: Request) -> Response:
-        owner = self._owner(request)
+        owner = _owner(request)
         id = f"{ID_PREFIX}{secrets.token_hex(16)}"
 
         async def understand(body: bytes) -> Job:
@@ -77,7 +77,7 @@ class Responses:
         return EndingResponse(self._door.respond(request, understand), lambda: self._running.pop(id, None))
 
     async def one(self, request: Request) -> Response:
-        id, owner = request.path_params["id"], self._owner(request)
+        id, owner = request.path_params["id"], _owner(request)
         if request.method == "DELETE":
             if not self._store.delete(owner, id):
                 raise ResponseNotFound(id)
@@ -93,7 +93,7 @@ class Responses:
 
     async def cancel(self, request: Request) -> Response:
         """A response that is complete is returned as it is. The client of a running one is told by an error."""
-        id, owner = request.path_params["id"], self._owner(request)
+        id, owner = request.path_params["id"], _owner(request)
         if (stored := self._store.get(owner, id)) is not None:
             return Response(stored.turns[-1].body, media_type="application/json")
         running_owner, encoder = self._running.get(id, (owner, None))
@@ -106,17 +106,9 @@ class Responses:
     async def input_items(self, request: Request) -> Response:
         """The items of the request itself, without those of the responses that it follows."""
         id = request.path_params["id"]
-        if (stored := self._store.get(self._owner(request), id)) is None:
+        if (stored := self._store.get(_owner(request), id)) is None:
             raise ResponseNotFound(id)
         return JSONResponse(_page(stored.input_items, request.query_params))
-
-    def _owner(self, request: Request) -> str:
-        """The owner of stored responses: the API key, as a hash. Without configured keys all have one owner, ''."""
-        if not self._door.config.api_keys:
-            return ""
-        headers = request.headers
-        key = headers.get("x-api-key") or headers.get("authorization", "").partition(" ")[2].strip()
-        return hashlib.sha256(key.encode("latin-1")).hexdigest()
 
     def _encoder(self, owner: str, earlier: tuple[Turn, ...], parsed: ParsedRequest, id: str) -> ResponsesEncoder:
         echo: ResponsesEcho = parsed.echo
@@ -160,6 +152,12 @@ class Responses:
         if stored is None:
             raise ResponseNotFound(id, "input")
         return stored
+
+
+def _owner(request: Request) -> str:
+    """The name of the API key: what one key has stored does not exist for another one. '' on a server without keys."""
+    key: KeyIdentity = request.state.key
+    return key.name
 
 
 class EndingResponse(Response):

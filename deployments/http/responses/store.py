@@ -66,7 +66,7 @@ class Turn:
 class StoredResponse:
     id: str
     owner: str
-    """Of the API key it was made with: for all others it does not exist."""
+    """Name of the API key that it was made with: for other keys it does not exist."""
     turns: tuple[Turn, ...]
     """The conversation, its own turn last."""
 

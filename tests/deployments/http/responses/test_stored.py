@@ -194,10 +194,14 @@ def test_a_page_that_cannot_be_is_refused(app, respond, send, query, param):
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_the_key_of_a_response_is_its_owner(make_app, respond, send, backend):
-    keys = ["one", "two"]
-    app = make_app(api_keys=[f"sha256:{hashlib.sha256(key.encode()).hexdigest()}" for key in keys])
-    one, two = ({"Authorization": f"Bearer {key}"} for key in keys)
+@pytest.mark.parametrize("place", ["api_keys", "api_keys_file"])
+def test_the_key_of_a_response_is_its_owner(make_app, respond, send, tmp_path, place):
+    hashes = {key: f"sha256:{hashlib.sha256(key.encode()).hexdigest()}" for key in ("one", "two")}
+    file = tmp_path / "keys.json"
+    file.touch(0o600)
+    file.write_text(json.dumps([{"hash": hash, "name": name} for name, hash in hashes.items()]))
+    app = make_app(**({"api_keys": list(hashes.values())} if place == "api_keys" else {"api_keys_file": str(file)}))
+    one, two = ({"Authorization": f"Bearer {key}"} for key in hashes)
     response = respond(app, headers=one).json()
     path = f"/v1/responses/{response['id']}"
     for method, more in [("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")]:
