@@ -71,6 +71,8 @@ class FakeBackend:
 
     async def count_tokens(self, request: ChatRequest, route: Route) -> int:
         self.requests.append((request, route))
+        async for _ in FakeGeneration(self.start_script):
+            pass
         return 11
 
     async def cancel(self, request_id: str) -> bool:
