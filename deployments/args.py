@@ -84,6 +84,9 @@ class AppArgs(Frozen):
             for i, prompt in enumerate(self.engine.prefix_cache.pinned)
             if prompt.tools
         ]
-        if self.http.api_keys and self.http.open:
-            mistakes.append("http.open: has no effect, as http.api_keys are set and every request needs one of them")
+        if self.http.needs_key and self.http.open:
+            mistakes.append(
+                "http.open: has no effect, as http.api_keys, http.api_keys_file or http.api_keys_env is set and every "
+                "request needs a key"
+            )
         return mistakes

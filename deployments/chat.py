@@ -165,6 +165,8 @@ class ChatRequest:
     """Whether the embedding of raw_prompt is asked for, and no token."""
     ignore_eos: bool = False
     """Whether the answer goes on behind the model's own stop tokens."""
+    continue_final_message: bool = False
+    """Whether the answer continues the final message, which is the assistant's, instead of beginning a turn."""
 
 
 @dataclass(frozen=True)
@@ -288,13 +290,15 @@ class Generation(Protocol):
     """A request that has begun: its prompt is planned and its first token is there. Ends when all choices have.
 
     num_cached_tokens: those of the prompt that came out of the prefix cache. num_skipped_tokens: those that were never
-    computed; spec_prefill tells why, or why there are none.
+    computed; spec_prefill tells why, or why there are none. context_limited: whether the room in the model's context,
+    and not the client's max_tokens, is what limits the length of the answer.
     """
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_skipped_tokens: int
     spec_prefill: SpecPrefillReport | None
+    context_limited: bool
 
     def __aiter__(self) -> AsyncIterator[TextDelta]: ...
 

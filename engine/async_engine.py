@@ -21,6 +21,7 @@ from engine.host_memory import HostMemory
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.pinned import pinned_requests
 from engine.processing.snapshot_files import SnapshotFiles, SnapshotLost
+from engine.processing.thought_matcher import ThoughtMatcher, ThoughtRules
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import (
     HEARTBEAT,
@@ -272,12 +273,16 @@ class AsyncEngine:
             )
 
     async def _matchers(self, request: EngineRequest, core: EngineCore) -> list[Matcher]:
-        """One for each choice, compiled off the device thread; none without a grammar."""
-        if request.grammar is None:
-            return []
-        compiler = await self._grammars.get(request.stop_token_ids, core.runner.vocab_size)
-        matcher = await compiler.compile(request.grammar)
-        return [matcher, *(matcher.fork() for _ in range(1, request.num_choices))]
+        """One for each choice, compiled off the device thread; none where any token may come at any time."""
+        thought, vocab_size, grammar = request.thought, core.runner.vocab_size, None
+        if request.grammar is not None:
+            compiler = await self._grammars.get(request.stop_token_ids, vocab_size)
+            grammar = await compiler.compile(request.grammar)
+        matcher: Matcher | None = grammar
+        if thought is not None and (grammar is not None or thought.budget is not None):
+            rules = ThoughtRules(thought, request.stop_token_ids, vocab_size, has_grammar=grammar is not None)
+            matcher = ThoughtMatcher(rules, grammar)
+        return [] if matcher is None else [matcher, *(matcher.fork() for _ in range(1, request.num_choices))]
 
     async def _ask(self, question: Callable[[EngineCore], T]) -> T:
         """What the core answers between two steps. Raises EngineFailed when there is none."""

@@ -259,8 +259,8 @@ class EngineRequest:
     num_choices: answers wanted; they share the prompt's prefill, and choice i is sampled with `choice_seed(seed, i)`.
     priority: smaller is more urgent; only with the scheduler's policy `priority`. boundaries: by num_tokens; the kind
     `prompt` is the engine's own business. tenant: requests share cached prefixes with those of the same tenant alone.
-    client: whose share of the engine it takes, see SchedulerConfig.fairness. fills_context: the client has set no
-    max_tokens, so that the engine may lower it to what its memory holds.
+    client: whose share of the engine it takes, see SchedulerConfig.fairness. fills_context: max_tokens is a ceiling,
+    which the engine may lower to what its memory holds.
     pinned: what is cached at its system boundary is never evicted. sparse: the prompt is taken in by this plan; never
     the state behind the first token that it leaves out reaches the prefix cache.
     checkpoint: fingerprint of the checkpoint that the prompt was tokenized for, see processing/fingerprint.py; a

@@ -1,7 +1,5 @@
-"""Access: which requests are let in (Host, Origin, API key, content type), and which are administrative."""
+"""Access: which requests are let in (Host, Origin, API key, content type), and what their keys stand for."""
 
-import hashlib
-import hmac
 from collections.abc import Mapping
 from typing import ClassVar
 from urllib.parse import urlsplit
@@ -10,15 +8,17 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments.http.api_keys import LOCAL_KEY, NO_KEY, KeyIdentity, read_api_keys
 from deployments.http.client_address import is_ip_address, is_local, is_loopback_name
 from deployments.http.config import HttpConfig
-from deployments.http.errors import ErrorMap, Refusal, shown
+from deployments.http.errors import ErrorMap, Refusal, error_dialect, shown
+from deployments.http.rate_limits import HEADER_NAMES, RateLimits
 
 OPEN_PATHS = ("/health/live", "/health/ready")
 """Load balancers ask them without a key, and some without a Host header that names this server."""
 
 _CORS_METHODS = "GET, POST, DELETE"
-_CORS_EXPOSED = "x-request-id, retry-after"
+_CORS_EXPOSED = ", ".join(("x-request-id", "request-id", "retry-after", "x-orchard-ignored", *HEADER_NAMES))
 _CORS_MAX_AGE_S = "600"
 
 
@@ -76,22 +76,23 @@ class AdministratorOnly(Refusal):
     @property
     def message(self) -> str:
         return (
-            f"{self.args[0]} is an administrative request: it needs an API key, or, on a server without API keys, to "
-            "come from the same machine and not through a gateway."
+            f"{self.args[0]} is an administrative request: it needs an API key that is administrative, or, on a server "
+            "without API keys, to come from the same machine and not through a gateway."
         )
 
 
 class AccessRules:
-    """What the configuration says about a request, judged by its scope alone."""
+    """What the configuration says about a request, judged by its scope alone. Raises what read_api_keys raises."""
 
     def __init__(self, config: HttpConfig):
-        self._key_hashes = [bytes.fromhex(key.removeprefix("sha256:")) for key in config.api_keys]
+        self._needs_key = config.needs_key
+        self._keys = read_api_keys(config)
         self._allowed_hosts = frozenset(name.lower().removesuffix(".") for name in config.allowed_hosts)
         self._allowed_origins = frozenset(origin.lower() for origin in config.allowed_origins)
-        self._takes_any_host = not config.allowed_hosts and bool(config.open or config.api_keys)
+        self._takes_any_host = not config.allowed_hosts and bool(config.open or config.needs_key)
 
-    def check(self, scope: Scope) -> None:
-        """Raises one of the refusals above for a request that may not come in."""
+    def check_source(self, scope: Scope) -> None:
+        """Raises HostNotAllowed, and OriginNotAllowed for a web page that may not even read an error."""
         headers = Headers(scope=scope)
         if scope["path"] in OPEN_PATHS:
             return
@@ -100,23 +101,31 @@ class AccessRules:
                 raise HostNotAllowed(host)
         if (origin := headers.get("origin")) is not None and not self.allows_origin(origin, headers.get("host", "")):
             raise OriginNotAllowed(origin)
-        if is_preflight(scope):
-            return
-        if self._key_hashes and not self._has_key(headers):
-            raise KeyRequired
+
+    def identify(self, scope: Scope) -> KeyIdentity:
+        """Return what the key of a request stands for. Raises KeyRequired and WrongContentType."""
+        headers = Headers(scope=scope)
+        if scope["path"] in OPEN_PATHS:
+            return NO_KEY
+        key = self._key_of(scope, headers)
         if _has_body(scope, headers) and not _is_json(headers.get("content-type", "")):
             raise WrongContentType(headers.get("content-type", ""))
+        return key
 
-    def is_administrative(self, scope: Scope) -> bool:
-        """Whether the request has a key, or, without configured keys, comes from a program on this machine.
+    def _key_of(self, scope: Scope, headers: Headers) -> KeyIdentity:
+        """Without configured keys, a program on this machine is administrative.
 
         A name that is not this server's own is no reason to trust a local program: it may be a browser in which a
         foreign page has bound its name to this address.
         """
-        headers = Headers(scope=scope)
-        if self._key_hashes:
-            return self._has_key(headers)
-        return is_local(scope) and all(map(self._is_own, headers.getlist("host")))
+        if not self._needs_key:
+            is_trusted = is_local(scope) and all(map(self._is_own, headers.getlist("host")))
+            return LOCAL_KEY if is_trusted else NO_KEY
+        found = [self._keys.find(sent) for sent in _sent_keys(scope["path"], headers)]
+        key = next((identity for identity in found if identity is not None), None)
+        if key is None:
+            raise KeyRequired
+        return key
 
     def allows_origin(self, origin: str, host: str) -> bool:
         """The server's own pages have the Host of the request as their origin; the Host has been checked before."""
@@ -128,47 +137,73 @@ class AccessRules:
         name = _without_port(host)
         return is_loopback_name(name) or is_ip_address(name) or name in self._allowed_hosts
 
-    def _has_key(self, headers: Headers) -> bool:
-        sent = headers.getlist("x-api-key")
-        for value in headers.getlist("authorization"):
-            scheme, _, key = value.partition(" ")
-            if scheme.lower() == "bearer":
-                sent.append(key.strip())
-        hashes = [hashlib.sha256(key.encode("latin-1")).digest() for key in sent]
-        return any([hmac.compare_digest(ours, theirs) for ours in self._key_hashes for theirs in hashes])
-
 
 class Access:
-    """Middleware: refuses what AccessRules refuses, answers CORS preflights, and sets `state.is_administrative`."""
+    """Middleware: refuses what AccessRules refuses, answers CORS preflights, and adds headers about limits and origins.
 
-    def __init__(self, app: ASGIApp, rules: AccessRules, errors: ErrorMap):
+    Sets `state.key` to the KeyIdentity of the request, and `state.is_administrative`.
+    """
+
+    def __init__(self, app: ASGIApp, rules: AccessRules, errors: ErrorMap, limits: RateLimits):
         self._app = app
         self._rules = rules
         self._errors = errors
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        origin = Headers(scope=scope).get("origin")
         try:
-            self._rules.check(scope)
+            self._rules.check_source(scope)
+            if is_preflight(scope) and origin is not None:
+                return await _preflight_response(scope, origin)(scope, receive, send)
+            send = send if origin is None else _send_with_origin(send, origin)
+            key = self._rules.identify(scope)
         except Refusal as refusal:
             return await self._errors.response(refusal, scope["state"]["request_id"], scope)(scope, receive, send)
-        scope["state"]["is_administrative"] = self._rules.is_administrative(scope)
-        origin = Headers(scope=scope).get("origin")
-        if origin is None:
-            return await self._app(scope, receive, send)
-        if is_preflight(scope):
-            return await _preflight_response(scope, origin)(scope, receive, send)
+        scope["state"].update(key=key, is_administrative=key.is_administrative)
+        await self._app(scope, receive, self._send_with_limits(send, scope, key))
 
-        async def send_with_origin(message: Message) -> None:
+    def _send_with_limits(self, send: Send, scope: Scope, key: KeyIdentity) -> Send:
+        """What is left of the key's limits when the response begins; nothing for a key without limits."""
+        if not key.limits:
+            return send
+
+        async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers["Access-Control-Allow-Origin"] = origin
-                headers["Access-Control-Expose-Headers"] = _CORS_EXPOSED
-                headers.add_vary_header("Origin")
+                MutableHeaders(scope=message).update(self._limits.headers(key, error_dialect(scope["path"])))
             await send(message)
 
-        await self._app(scope, receive, send_with_origin)
+        return send_with_limits
+
+
+def _send_with_origin(send: Send, origin: str) -> Send:
+    async def send_with_origin(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers["Access-Control-Allow-Origin"] = origin
+            headers["Access-Control-Expose-Headers"] = _CORS_EXPOSED
+            headers.add_vary_header("Origin")
+        await send(message)
+
+    return send_with_origin
+
+
+def _sent_keys(path: str, headers: Headers) -> list[str]:
+    """The keys that a request names, that of its dialect's own header first.
+
+    As Anthropic does, its routes look at x-api-key alone where it is sent; elsewhere each of the two is enough.
+    """
+    own = [key for key in headers.getlist("x-api-key") if key]
+    bearer = []
+    for value in headers.getlist("authorization"):
+        scheme, _, key = value.partition(" ")
+        if scheme.lower() == "bearer":
+            bearer.append(key.strip())
+    if error_dialect(path) == "anthropic":
+        return own or bearer
+    return bearer + own
 
 
 def is_preflight(scope: Scope) -> bool:

@@ -14,6 +14,8 @@ FINISH_REASONS = ("stop", "length", "tool_calls")
 class ChoiceAnswer:
     """One of the answers to a request, as far as it is there."""
 
+    deltas: list[TextDelta] = field(default_factory=list)
+    """In their order, for dialects in which thought, text and calls may follow each other in any."""
     pieces: list[str] = field(default_factory=list)
     reasoning_pieces: list[str] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
@@ -30,6 +32,7 @@ class ChoiceAnswer:
         return "".join(self.reasoning_pieces)
 
     def add(self, delta: TextDelta) -> None:
+        self.deltas.append(delta)
         if delta.text:
             self.pieces.append(delta.text)
         if delta.reasoning:
@@ -50,6 +53,7 @@ class Answer:
         self.num_cached_tokens = generation.num_cached_tokens
         self.num_skipped_tokens = generation.num_skipped_tokens
         self.spec_prefill: SpecPrefillReport | None = generation.spec_prefill
+        self.context_limited = generation.context_limited
         self.num_tokens = self.num_reasoning_tokens = self.num_drafted = self.num_accepted = 0
         self.choices = [ChoiceAnswer() for _ in range(num_choices)]
         self._keeps_text = keeps_text

@@ -15,9 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from deployments.chat import Generation
 from deployments.http.answer import Answer, AnswerEncoder
+from deployments.http.api_keys import KeyIdentity
 from deployments.http.client_address import address_group, client_host
 from deployments.http.errors import CLIENT_LEFT, ErrorMap
 from deployments.http.event_stream import EventStream
+from deployments.http.rate_limits import RateLimits
 from deployments.http.unread_bodies import UnreadBodies, read_body
 from deployments.in_flight import Entry, InFlight
 from engine.protocol import OrchardError
@@ -33,8 +35,8 @@ class Job:
 
     id: str
     """Of the answer; the request can be cancelled by it."""
-    start: Callable[[], Awaitable[Generation]]
-    """Returns when the answer has begun; raises why it does not. Called once."""
+    start: Callable[[KeyIdentity], Awaitable[Generation]]
+    """Takes the key of the request. Returns when the answer has begun; raises why it does not. Called once."""
     encoder: AnswerEncoder
     stream: bool
     num_choices: int = 1
@@ -62,6 +64,7 @@ class AnswerResponse(Response):
         understand: Callable[[bytes], Awaitable[Job]],
         in_flight: InFlight,
         bodies: UnreadBodies,
+        limits: RateLimits,
         errors: ErrorMap,
         request_id: str,
         comment_s: float,
@@ -70,6 +73,7 @@ class AnswerResponse(Response):
         self._understand = understand
         self._in_flight = in_flight
         self._bodies = bodies
+        self._limits = limits
         self._errors = errors
         self._request_id = request_id
         self._comment_s = comment_s
@@ -100,6 +104,7 @@ class AnswerResponse(Response):
         """The response that is still to be sent; None if events have been."""
         try:
             job = await unless(self._read(request), entry.must_end)
+            self._limits.check(request.state.key, job.num_choices)
             self._in_flight.understood(entry, job.id, job.num_choices)
         except (ClientDisconnect, OSError):
             raise
@@ -108,7 +113,8 @@ class AnswerResponse(Response):
         stream.headers.update(job.headers)
         left = asyncio.ensure_future(_left(request.receive))
         try:
-            return await unless(self._work(job, entry, stream, request.scope), entry.must_end, left)
+            with self._limits.enter(request.state.key, job.num_choices):
+                return await unless(self._work(job, entry, stream, request.scope), entry.must_end, left)
         except OrchardError as error:  # whoever ended it says why; what the work itself raises, it answers itself
             logger.info("request %s was ended: %s", self._request_id, error)
             return await self._failed(job, entry, error, stream, request.scope)
@@ -134,22 +140,26 @@ class AnswerResponse(Response):
             await asyncio.gather(comments, return_exceptions=True)
 
     async def _generate(self, job: Job, entry: Entry, stream: EventStream, scope: Scope) -> Response | None:
+        key: KeyIdentity = scope["state"]["key"]
         try:
-            generation = await job.start()
+            generation = await job.start(key)
         except Exception as error:
             return await self._failed(job, entry, error, stream, scope)
+        answer = Answer(generation, job.num_choices, keeps_text=not job.stream)
         try:
             relay = self._send_events if job.stream else self._whole
-            return await relay(job, generation, entry, stream)
+            return await relay(job, generation, answer, entry, stream)
         except (ClientDisconnect, OSError):
             raise
         except Exception as error:
             return await self._failed(job, entry, error, stream, scope)
         finally:
+            self._limits.charge(key, answer.num_prompt_tokens + answer.num_tokens)
             await self._close(generation)
 
-    async def _whole(self, job: Job, generation: Generation, entry: Entry, stream: EventStream) -> Response:
-        answer = Answer(generation, job.num_choices, keeps_text=True)
+    async def _whole(
+        self, job: Job, generation: Generation, answer: Answer, entry: Entry, stream: EventStream
+    ) -> Response:
         async for delta in generation:
             answer.add(delta)
         answer.check_complete()
@@ -158,9 +168,10 @@ class AnswerResponse(Response):
         entry.answered()
         return Response(body, headers=dict(job.headers), media_type="application/json")
 
-    async def _send_events(self, job: Job, generation: Generation, entry: Entry, stream: EventStream) -> None:
+    async def _send_events(
+        self, job: Job, generation: Generation, answer: Answer, entry: Entry, stream: EventStream
+    ) -> None:
         """Raises what the generation raises."""
-        answer = Answer(generation, job.num_choices, keeps_text=False)
         if opening := job.encoder.opening(generation):
             await stream.send(opening)
         async for delta in generation:

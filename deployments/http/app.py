@@ -7,6 +7,7 @@ from starlette.exceptions import HTTPException
 
 from deployments.chat import Backend
 from deployments.http.access import Access, AccessRules
+from deployments.http.anthropic.messages import Messages
 from deployments.http.config import HttpConfig
 from deployments.http.door import Door
 from deployments.http.errors import Converter, ErrorMap
@@ -19,6 +20,7 @@ from deployments.http.openapi import OpenApi
 from deployments.http.operations import Operations
 from deployments.http.proxy_limits import ProxyLimits, TellProxy
 from deployments.http.request_id import RequestId
+from deployments.http.responses.face import Responses
 
 
 def create_app(
@@ -47,6 +49,8 @@ def create_app(
         Completions(door),
         EmbeddingsFace(door),
         Tokenization(door),
+        Responses(door),
+        Messages(door),
         Models(door),
         Operations(door),
         OpenApi(door),
@@ -54,7 +58,7 @@ def create_app(
     for face in faces:
         face.add_to(app)
     app.add_exception_handler(HTTPException, errors.handle_http_exception)
-    app.add_middleware(Access, rules=AccessRules(config), errors=errors)
+    app.add_middleware(Access, rules=AccessRules(config), errors=errors, limits=door.limits)
     app.add_middleware(RequestId, is_behind_proxy=is_behind_proxy)
     app.add_middleware(TellProxy, limits=ProxyLimits(config.body_limits, config.send_timeout_s))
     return app

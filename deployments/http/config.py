@@ -12,6 +12,7 @@ from engine.config import Frozen
 
 ApiKey = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 """SHA-256 of an API key, so that the file with the configuration does not hold the key itself."""
+EnvironmentVariable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9.\-_]+$|^[0-9A-Fa-f:.]+$")]
 Origin = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.\-]*://[A-Za-z0-9.\-_:\[\]]+$|^null$")]
 
@@ -41,7 +42,17 @@ class HttpConfig(Frozen):
     api_keys: tuple[ApiKey, ...] = Field(
         default=(),
         description="SHA-256 hashes of the API keys, each 'sha256:' and 64 hex digits; when set, every route but "
-        "/health/* needs a key, in 'Authorization: Bearer' or 'x-api-key'",
+        "/health/* needs a key, in 'Authorization: Bearer' or 'x-api-key'; these keys are administrative",
+    )
+    api_keys_file: str | None = Field(
+        default=None,
+        pattern=r"^[/~]",
+        description="file with further keys, a YAML or JSON list of ApiKeyEntry (see api_keys.py), on every node with "
+        "an ingress; no other user may have access to it",
+    )
+    api_keys_env: EnvironmentVariable | None = Field(
+        default=None,
+        description="environment variable with further keys, plain and separated by commas; they are administrative",
     )
     allowed_hosts: tuple[HostName, ...] = Field(
         default=(),
@@ -85,6 +96,18 @@ class HttpConfig(Frozen):
         le=3600,
         description="seconds without an event after which a stream sends a comment, so that clients do not time out",
     )
+    stored_responses_max: int = Field(
+        default=1000,
+        ge=0,
+        le=1_000_000,
+        description="responses of /v1/responses that a node keeps for previous_response_id and GET; 0: none",
+    )
+    stored_responses_mb: int = Field(
+        default=256, ge=1, le=65536, description="MiB of memory that these responses and their input may take, per node"
+    )
+    stored_responses_ttl_s: float = Field(
+        default=3600.0, gt=0, le=31_536_000, description="seconds without use after which a stored response is dropped"
+    )
 
     @model_validator(mode="after")
     def _check_body_fits(self) -> "HttpConfig":
@@ -94,6 +117,11 @@ class HttpConfig(Frozen):
                 f"{self.max_body_bytes}"
             )
         return self
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether requests need an API key."""
+        return bool(self.api_keys or self.api_keys_file or self.api_keys_env)
 
     @property
     def body_limits(self) -> BodyLimits:

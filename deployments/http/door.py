@@ -10,11 +10,13 @@ from starlette.responses import Response
 from deployments.chat import Backend, ChatRequest, Generation, Route
 from deployments.http.answer import AnswerEncoder
 from deployments.http.answer_response import AnswerResponse, Job
+from deployments.http.api_keys import KeyIdentity
 from deployments.http.body_reader import BodyReader
 from deployments.http.config import HttpConfig
 from deployments.http.errors import ErrorMap, NotReady
 from deployments.http.fields import IgnoredFields, printable
 from deployments.http.openapi import ApiDocument
+from deployments.http.rate_limits import RateLimits
 from deployments.http.request_reader import Dialect, ParsedRequest, ReadingRules
 from deployments.http.unread_bodies import UnreadBodies
 from engine.protocol import EngineFailed, Unavailable
@@ -27,7 +29,10 @@ MakeEncoder = Callable[[ParsedRequest, str], AnswerEncoder]
 
 
 class Door:
-    """The endpoints of all dialects share one. bodies: those that are arriving. ignored: unknown fields so far."""
+    """The endpoints of all dialects share one.
+
+    bodies: those that are arriving. ignored: the unknown fields so far. limits: of the API keys.
+    """
 
     def __init__(
         self,
@@ -42,6 +47,7 @@ class Door:
         self.errors = errors
         self.bodies = UnreadBodies(config.body_limits)
         self.ignored = IgnoredFields()
+        self.limits = RateLimits()
         self.rules = ReadingRules(
             backend.model_name,
             media_kinds,
@@ -69,7 +75,7 @@ class Door:
         waiting = [(replace(parsed.request, request_id=id), parsed.route)]
         return Job(
             id,
-            lambda: self.start(*waiting.pop()),  # the answer need not keep its conversation
+            lambda key: self.start(key, *waiting.pop()),  # the answer need not keep its conversation
             encoder,
             parsed.stream,
             parsed.request.num_choices,
@@ -88,16 +94,17 @@ class Door:
             understand,
             self.backend.in_flight,
             self.bodies,
+            self.limits,
             self.errors,
             request.state.request_id,
             self.config.stream_comment_s,
         )
 
-    async def start(self, chat: ChatRequest, route: Route) -> Generation:
-        """Raises OrchardError: NotReady while no engine is."""
+    async def start(self, key: KeyIdentity, chat: ChatRequest, route: Route) -> Generation:
+        """Begin what the holder of a key asks for. Raises OrchardError: NotReady while no engine is."""
         await self.check_ready()
         try:
-            return await self.backend.start(chat, route)
+            return await self.backend.start(key.apply(chat), route)
         except Exception as error:
             converted = self.errors.convert(error)
             if isinstance(converted, EngineFailed) and (reason := await self.backend.not_ready()) is not None:

@@ -56,7 +56,12 @@ class Refusal(InvalidRequest):
 
     status: ClassVar[int]
     code: ClassVar[str]
+    type: ClassVar[str] = "invalid_request_error"
     headers: ClassVar[Mapping[str, str]] = {}
+    retry_after_s: float | None = None
+    """When the same request may be sent again, in seconds; None where that is no use."""
+    details: ClassVar[Mapping[str, Any] | None] = None
+    """Of the error in Anthropic's dialect."""
 
     def __init__(self, *args: object, field: str | None = None):
         OrchardError.__init__(self, *args)
@@ -145,6 +150,10 @@ class Failure:
     code: str | None = None
     retry_after_s: int | None = None
     more_headers: Mapping[str, str] = field(default_factory=dict)
+    anthropic_message: str | None = None
+    """Where Anthropic has a phrase of its own for it."""
+    details: Mapping[str, Any] | None = None
+    """Of the error in Anthropic's dialect."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -157,9 +166,19 @@ class Failure:
         return json.dumps({"error": self._error}).encode()
 
     def anthropic_body(self, request_id: str | None = None) -> dict[str, Any]:
-        """The body of a response, or the data of an `error` event, in Anthropic's dialect."""
-        error = {"type": _ANTHROPIC_TYPES.get(self.status, "api_error"), "message": self.message}
+        """The body of a response in Anthropic's dialect, in which the message names the field."""
+        message = self.anthropic_message or _with_path(self.message, self.param)
+        error: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(self.status, "api_error"), "message": message}
+        if self.details is not None:
+            error["details"] = self.details
         return {"type": "error", "error": error, "request_id": request_id}
+
+    def anthropic_event_body(self, request_id: str) -> bytes:
+        """The data of an `error` event in Anthropic's dialect."""
+        body = self.anthropic_body(request_id)
+        if self.retry_after_s is not None:
+            body["error"]["retry_after_s"] = self.retry_after_s
+        return json.dumps(body).encode()
 
     def event_body(self) -> bytes:
         """For a stream: what `body` and the headers say together."""
@@ -169,6 +188,15 @@ class Failure:
     @property
     def _error(self) -> dict[str, Any]:
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+
+
+def _with_path(message: str, param: str | None) -> str:
+    """The message with the path of its field as Anthropic writes it, `messages.0.content`."""
+    if param is None:
+        return message
+    path = re.sub(r"\[(\d+)\]", r".\1", param)
+    message = message.replace(param, path)
+    return message if path in message else f"{path}: {message}"
 
 
 class ErrorMap:
@@ -226,10 +254,12 @@ class ErrorMap:
 def _of_orchard_error(error: OrchardError, request_id: str) -> Failure | None:
     match error:
         case Refusal():
-            of_request = "invalid_request_error", error.field, error.code
-            return Failure(error.status, error.message, *of_request, more_headers=error.headers)
+            retry_after_s = None if error.retry_after_s is None else _seconds(error.retry_after_s)
+            of_request = error.type, error.field, error.code, retry_after_s
+            return Failure(error.status, error.message, *of_request, more_headers=error.headers, details=error.details)
         case ContextLengthExceeded():
-            return Failure(400, error.message, "invalid_request_error", error.field, "context_length_exceeded")
+            of_request = "invalid_request_error", error.field, "context_length_exceeded"
+            return Failure(400, error.message, *of_request, anthropic_message=_too_long(error))
         case InvalidRequest():
             return Failure(400, error.message, "invalid_request_error", error.field)
         case QueueTimeout():
@@ -247,6 +277,18 @@ def _of_orchard_error(error: OrchardError, request_id: str) -> Failure | None:
             message = f"The engine failed while it worked on request {request_id}."
             return Failure(500, message, "server_error", None, "engine_failed")
     return None
+
+
+def _too_long(error: ContextLengthExceeded) -> str:
+    """In Anthropic's phrases, by which agents know that they must shorten the conversation, or ask for less."""
+    num_prompt_tokens, num_output_tokens, limit = error.args[:3]
+    if num_prompt_tokens >= limit:
+        maximum = min(limit, num_prompt_tokens - 1)  # one token of the answer must fit
+        return f"prompt is too long: {num_prompt_tokens} tokens > {maximum} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {num_prompt_tokens} + {num_output_tokens} > {limit}, "
+        "decrease input length or `max_tokens` and try again"
+    )
 
 
 def _seconds(retry_after_s: float) -> int:

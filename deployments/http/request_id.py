@@ -1,10 +1,13 @@
-"""The id of a request: the client's X-Request-Id if it is sane, else a new one; exactly one on each response."""
+"""The id of a request: the client's X-Request-Id if it is sane, else a new one; exactly one on each response.
+Anthropic's SDKs read it from the header request-id."""
 
 import re
 import secrets
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.http.errors import error_dialect
 
 _SANE = re.compile(r"[!-~]{1,128}")
 
@@ -37,6 +40,8 @@ class RequestId:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start" and not is_sent_by_proxy:
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            if message["type"] == "http.response.start" and error_dialect(scope["path"]) == "anthropic":
+                MutableHeaders(scope=message)["request-id"] = request_id
             await send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -68,7 +68,9 @@ class ParsedRequest:
 Parser = Callable[[dict[str, Any], ReadingRules], ParsedRequest]
 """Validates and normalizes the JSON object of a body. Raises InvalidRequest, ModelNotFound."""
 
-Dialect = Literal["chat", "completions", "embeddings", "tokenize", "detokenize", "responses", "messages"]
+Dialect = Literal[
+    "chat", "completions", "embeddings", "tokenize", "detokenize", "responses", "messages", "count_tokens"
+]
 
 
 def read_request(body: bytes, dialect: Dialect, rules: ReadingRules) -> ParsedRequest:
@@ -77,10 +79,12 @@ def read_request(body: bytes, dialect: Dialect, rules: ReadingRules) -> ParsedRe
 
 
 def _parser(dialect: Dialect) -> Parser:
+    from deployments.http.anthropic.messages_wire import parse_count_tokens, parse_messages
     from deployments.http.openai.chat_wire import parse_chat
     from deployments.http.openai.completions_wire import parse_completions
     from deployments.http.openai.embeddings_wire import parse_embeddings
     from deployments.http.openai.tokenization_wire import parse_detokenize, parse_tokenize
+    from deployments.http.responses.body import parse_responses
 
     parsers: dict[str, Parser] = {
         "chat": parse_chat,
@@ -88,6 +92,9 @@ def _parser(dialect: Dialect) -> Parser:
         "embeddings": parse_embeddings,
         "tokenize": parse_tokenize,
         "detokenize": parse_detokenize,
+        "responses": parse_responses,
+        "messages": parse_messages,
+        "count_tokens": parse_count_tokens,
     }
     return parsers[dialect]
 

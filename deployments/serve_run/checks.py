@@ -1,10 +1,11 @@
-"""What is checked before Ray starts: the cluster that would be joined, the port, the GPU."""
+"""What is checked before Ray starts: the cluster that would be joined, the API keys, the port, the GPU."""
 
 import socket
 from pathlib import Path
 
 import psutil
 
+from deployments.http.api_keys import ApiKeysError, read_api_keys
 from deployments.serve_run.config_file import OrchardConfig
 from deployments.serve_run.port import PortTaken, take_port
 from deployments.serve_run.stop import say
@@ -16,6 +17,14 @@ RAY_PROCESSES = ("raylet", "gcs_server")
 
 class CannotStart(Exception):
     pass
+
+
+def check_keys(config: OrchardConfig) -> None:
+    """For a server with a Ray cluster of its own. Raises CannotStart when its API keys cannot be read."""
+    try:
+        read_api_keys(config.args.http)
+    except ApiKeysError as error:
+        raise CannotStart(f"args.{error}") from None
 
 
 def check_machine(config: OrchardConfig) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from deployments.serve_run.checks import CannotStart, check_machine, finds_cluster
+from deployments.serve_run.checks import CannotStart, check_keys, check_machine, finds_cluster
 from deployments.serve_run.config_file import ConfigError, OrchardConfig, read_config
 from deployments.serve_run.effective import describe
 from deployments.serve_run.environment import not_in_effect, set_defaults
@@ -59,10 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = _read(options.config)
         if options.check:
+            check_keys(config)
             say(describe(config, not_in_effect()))
             return 0
         address = _address(options.address)
         if address is None:
+            check_keys(config)
             check_machine(config)
     except (ConfigError, CannotStart) as error:
         say(str(error))

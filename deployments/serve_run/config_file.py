@@ -24,6 +24,7 @@ DEPLOYMENTS = ("Ingress", "TextMTP", "MLLM", "ModelReplica", "SpecPrefillScorer"
 PLANNERS = ("TextMTP", "MLLM")
 
 DEFAULT_HTTP_PORT = 8000
+KEY_OPTIONS = ("api_keys", "api_keys_file", "api_keys_env")
 
 Reasons = Mapping[str, str | None]
 """Key -> why it may not be set; None: it may."""
@@ -277,7 +278,8 @@ def _http_mistakes(raw: dict[str, Any], has_keys_or_is_open: bool) -> Iterator[s
     elif not is_loopback(host) and not has_keys_or_is_open:
         yield (
             f"http_options.host: {host} can be reached by other machines. Set args.http.api_keys (a list of "
-            "'sha256:<hash of a key>'), or args.http.open: true if everybody who reaches it may use the server"
+            "'sha256:<hash of a key>'), api_keys_file or api_keys_env there, or args.http.open: true if everybody who "
+            "reaches it may use the server"
         )
     port = options.get("port", DEFAULT_HTTP_PORT)
     if isinstance(port, bool) or not str(port).isdigit() or not 1 <= int(port) <= 65535:
@@ -288,7 +290,7 @@ def _keys_or_open(ours: list[dict[str, Any]]) -> bool:
     for application in ours:
         args = application.get("args")
         http = args.get("http") if isinstance(args, dict) else None
-        if not isinstance(http, dict) or not (http.get("api_keys") or http.get("open") is True):
+        if not isinstance(http, dict) or not (any(map(http.get, KEY_OPTIONS)) or http.get("open") is True):
             return False
     return True
 

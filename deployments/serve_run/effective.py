@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from deployments.args import AppArgs
+from deployments.http.config import HttpConfig
 from deployments.serve_run.config_file import OrchardConfig, is_loopback
 
 HIDDEN = ("api_keys", "pinned")
@@ -21,7 +22,7 @@ def describe_args(args: AppArgs, environment: list[str]) -> str:
     """Where only `args` are known: by `serve deploy`, or by a `serve run` that Orchard does not watch."""
     http = (
         "not checked: the configuration outside of `args` is known to `orchard serve` alone, and to `serve run` if "
-        "orchard_launch.pth is in effect. Make sure that http_options.host is not open to others without api_keys"
+        "orchard_launch.pth is in effect. Make sure that http_options.host is not open to others without API keys"
     )
     return _as_text([("http", http), *_lines_of_args(args), *_environment_lines(environment)])
 
@@ -42,11 +43,18 @@ def url_of(config: OrchardConfig) -> str:
 
 def _http_line(config: OrchardConfig) -> str:
     http, host = config.args.http, config.host
-    keys = f"{len(http.api_keys)} keys" if http.api_keys else "no keys"
+    keys = _keys(http)
     if is_loopback(host):
         ineffective = "; http.open has no effect here" if http.open else ""
         return f"{host}:{config.port}, this machine only, {keys}{ineffective}"
     return f"{host}:{config.port}, reachable from other machines, {keys}{' (http.open)' if http.open else ''}"
+
+
+def _keys(http: HttpConfig) -> str:
+    found = [f"{len(http.api_keys)} keys"] if http.api_keys else []
+    found += [f"keys of {http.api_keys_file}"] if http.api_keys_file else []
+    found += [f"keys of ${http.api_keys_env}"] if http.api_keys_env else []
+    return ", ".join(found) or "no keys"
 
 
 def _lines_of_args(args: AppArgs) -> Iterator[tuple[str, str]]:

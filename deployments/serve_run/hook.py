@@ -4,7 +4,7 @@ import os
 import sys
 from typing import Any
 
-from deployments.serve_run.checks import CannotStart, check_machine, finds_cluster
+from deployments.serve_run.checks import CannotStart, check_keys, check_machine, finds_cluster
 from deployments.serve_run.config_file import ConfigError, OrchardConfig, read_config
 from deployments.serve_run.effective import describe
 from deployments.serve_run.environment import RAY_INIT_HOOK, not_in_effect, serve_run_config
@@ -33,6 +33,7 @@ def watch_serve_run(runtime_env: dict[str, Any] | None) -> dict[str, Any] | None
 def _prepare(config: OrchardConfig) -> None:
     owns_cluster = address_of(sys.argv) is None and not finds_cluster()
     if owns_cluster:
+        check_keys(config)
         check_machine(config)
     say(describe(config, not_in_effect()))
     stop = GracefulStop(lambda: drain_applications({config.name: config.args.drain_timeout_s}))

@@ -2,7 +2,7 @@
 
 from engine.config import EngineConfig
 from engine.core.spec_prefill.plan import why_unfit
-from engine.protocol import ContextLengthExceeded, EngineRequest, InvalidRequest
+from engine.protocol import ContextLengthExceeded, EngineRequest, InvalidRequest, ThoughtSpec
 
 
 def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int, max_context_tokens: int) -> None:
@@ -24,6 +24,7 @@ def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int,
             f"min_tokens is {sampling.min_tokens}: with a grammar it must be 0, as all that matches may be shorter",
             "min_tokens",
         )
+    _check_thought(request.thought, vocab_size)
     if not 1 <= request.num_choices <= config.max_running:
         raise InvalidRequest(
             f"n is {request.num_choices}; it must be between 1 and {config.max_running} (max_running)", "n"
@@ -48,6 +49,18 @@ def check_pooling(request: EngineRequest, no_pooling: str | None) -> None:
     for field, is_asked in {**asked, "sparse": request.sparse}.items():
         if is_asked:
             raise InvalidRequest(f"an embedding is made of one dense prompt of text: {field} may not be given", field)
+
+
+def _check_thought(thought: ThoughtSpec | None, vocab_size: int) -> None:
+    if thought is None:
+        return
+    if thought.budget is not None and thought.budget < 0:
+        raise InvalidRequest(f"the thought's budget is {thought.budget}; it must be at least 0", "thought")
+    for token_id in (*thought.opening_ids, *thought.closing_ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"the thought: token id {token_id} is not within 0 and {vocab_size - 1}", "thought")
+    if thought.end_id not in thought.closing_ids:
+        raise InvalidRequest(f"the thought ends with token {thought.end_id}, which its closing lacks", "thought")
 
 
 def check_plan(request: EngineRequest, no_sparse: str | None) -> None:

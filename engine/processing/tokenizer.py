@@ -117,18 +117,20 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any],
         image_tokens: Sequence[int] = (),
         limit: PromptLimit | None = None,
+        continue_final_message: bool = False,
     ) -> np.ndarray:
         """The prompt that asks the model for its next turn, int32 [num_prompt_tokens].
 
         messages: canonical, see `deployments.chat.Message`; left as they are. template_kwargs: variables of the
         template, `tools` among them; `enable_thinking` is false unless given. image_tokens: for each picture in order
         of appearance, how many placeholders it takes. limit: what is longer, or not wanted any more, is given up as
-        soon as that is certain.
+        soon as that is certain. continue_final_message: the prompt ends with the text of the final message, which is
+        the assistant's, so that the answer goes on there.
         Raises InvalidRequest, also with the template's own words when the template refuses the conversation,
         ContextLengthExceeded and NotWanted by `limit`.
         """
         conversation = self._convert(messages, template_kwargs, limit)
-        _, ids = self._encode_conversation(conversation, limit)
+        _, ids = self._encode_conversation(conversation, limit, continue_final_message)
         return np.repeat(ids, self._image_repeats(ids, conversation.num_images, image_tokens))
 
     def chat_prompt(
@@ -138,10 +140,11 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any],
         image_tokens: Sequence[int] = (),
         limit: PromptLimit | None = None,
+        continue_final_message: bool = False,
     ) -> ChatPrompt:
         """As `encode_chat`, with the places where the prompt may be cut. Raises what `encode_chat` does."""
         conversation = self._convert(messages, template_kwargs, limit)
-        text, ids = self._encode_conversation(conversation, limit)
+        text, ids = self._encode_conversation(conversation, limit, continue_final_message)
         ends = np.cumsum(repeats := self._image_repeats(ids, conversation.num_images, image_tokens))
         prompt = RenderedPrompt(text, ids, self._control, partial(self._encode_beginning, conversation.quarantine))
 
@@ -204,10 +207,15 @@ class ChatTokenizer:
 
         return convert(messages, template_kwargs, Quarantine(self._control, check), self._accepts_parts)
 
-    def _encode_conversation(self, conversation: Conversation, limit: PromptLimit | None) -> tuple[str, np.ndarray]:
+    def _encode_conversation(
+        self, conversation: Conversation, limit: PromptLimit | None, continue_final_message: bool
+    ) -> tuple[str, np.ndarray]:
         """The prompt as the template renders it, control strings held back, and its ids, one per picture."""
         quarantine = conversation.quarantine
-        text = self._render(conversation.kwargs, conversation.messages, restore=quarantine.restore)
+        if continue_final_message:
+            text = self._render_unfinished(conversation)
+        else:
+            text = self._render(conversation.kwargs, conversation.messages, restore=quarantine.restore)
         pieces = quarantine.split(text)
         if limit is not None:
             self._check_length(pieces, limit)
@@ -241,6 +249,16 @@ class ChatTokenizer:
         except TEMPLATE_ERRORS as error:
             reason = restore(str(error)) or type(error).__name__
             raise InvalidRequest(f"The model's chat template refuses this conversation: {reason}", "messages") from None
+        return str(rendered)
+
+    def _render_unfinished(self, conversation: Conversation) -> str:
+        """The conversation up to the end of its final message's text."""
+        try:
+            rendered = self._renderer.apply_chat_template(
+                conversation.messages, tokenize=False, continue_final_message=True, **conversation.kwargs
+            )
+        except TEMPLATE_ERRORS:  # transformers' message holds the whole conversation
+            raise InvalidRequest("The model's chat template cannot continue the final message", "messages") from None
         return str(rendered)
 
     def _try_render(self, kwargs: dict[str, Any], messages: Messages, add_generation_prompt: bool) -> str | None:

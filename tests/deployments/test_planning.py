@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from deployments.chat import ChatRequest, PackedMessages
+from deployments.chat import ChatRequest, PackedMessages, Thinking, Tool
 from deployments.planning import PromptPlanner, prompt_origin, sampling_params
 from engine.config import EngineConfig, PrefixCacheConfig
 from engine.processing.tokenizer import GenerationDefaults
@@ -50,9 +50,9 @@ def test_without_max_tokens_the_rest_of_the_context_is_the_limit(planner: Prompt
 def test_the_configured_context_is_a_limit_below_that_of_the_model():
     small = PromptPlanner(EngineConfig(max_context_tokens=64))
     assert plan(small, request(max_tokens=10)).sampling.max_tokens == 10
-    with pytest.raises(ContextLengthExceeded, match=r"holds 64 tokens.*and 60 for the answer"):
-        plan(small, request(max_tokens=60))
-    with pytest.raises(ContextLengthExceeded, match=r"and 1 for the answer"):
+    clamped = plan(small, request(max_tokens=60))
+    assert clamped.sampling.max_tokens == 64 - len(clamped.token_ids) < 60
+    with pytest.raises(ContextLengthExceeded, match=r"holds 64 tokens.*and 1 for the answer"):
         plan(small, request("apple " * 100))
     large = PromptPlanner(EngineConfig(max_context_tokens=10**6))
     assert plan(large, request()).sampling.max_tokens < 32768
@@ -81,11 +81,14 @@ def test_without_a_seed_each_request_gets_another_one():
     assert sampling_params(request(seed=-1), DEFAULTS, 1, 10).seed == 2**64 - 1
 
 
-def test_prompt_and_answer_may_fill_the_context_exactly():
-    assert sampling_params(request(max_tokens=90), DEFAULTS, 10, 100).max_tokens == 90
-    with pytest.raises(ContextLengthExceeded) as error:
-        sampling_params(request(max_tokens=91), DEFAULTS, 10, 100)
-    assert error.value.args == (10, 91, 100, False)
+def test_max_tokens_is_a_ceiling_that_the_context_lowers():
+    for asked, given in ((89, 89), (90, 90), (91, 90), (32000, 90), (None, 90)):
+        assert sampling_params(request(max_tokens=asked), DEFAULTS, 10, 100).max_tokens == given
+    for asked, num_prompt, needed in ((5, 100, 1), (None, 100, 1), (5, 97, 4)):
+        with pytest.raises(ContextLengthExceeded) as error:
+            least = 4 if needed == 4 else 0
+            sampling_params(request(max_tokens=asked, min_tokens=least), DEFAULTS, num_prompt, 100)
+        assert error.value.args == (num_prompt, needed, 100, False)
 
 
 def test_what_shapes_the_answer_reaches_the_engine(planner: PromptPlanner):
@@ -162,7 +165,7 @@ def test_the_tenant_reaches_the_engine(planner: PromptPlanner):
 
 
 def test_the_origin_tells_what_a_prompt_was_rendered_with(planner: PromptPlanner):
-    assert plan(planner, request(template_kwargs={"tools": TOOLS})).origin == prompt_origin({"tools": TOOLS})
+    assert plan(planner, request(tools=(WEATHER,))).origin == prompt_origin({"tools": [WEATHER.definition]})
     plain, tools, thinking = (prompt_origin(kwargs) for kwargs in ({}, {"tools": TOOLS}, {"enable_thinking": True}))
     assert plain == PromptOrigin("", "")
     assert tools.tools and not tools.template_kwargs
@@ -185,11 +188,38 @@ def test_digests_are_stable_and_tell_things_apart():
     assert len({prompt_origin(kwargs) for kwargs in [*distinct, {"a": {"c": 2, "b": 1}}]}) == 7
 
 
-def test_the_engine_is_told_whose_request_it_is_and_whether_it_may_shorten_the_answer(planner: PromptPlanner):
+def test_the_engine_is_told_whose_request_it_is_and_may_shorten_the_answer(planner: PromptPlanner):
     planned = plan(planner, request(client="ann", tenant="t", max_tokens=5))
-    assert (planned.client, planned.tenant, planned.fills_context) == ("ann", "t", False)
+    assert (planned.client, planned.tenant, planned.fills_context) == ("ann", "t", True)
     planned = plan(planner, request())
     assert (planned.client, planned.fills_context) == ("", True)
+
+
+WEATHER = Tool("get_weather", "Weather", {"type": "object", "properties": {"city": {"type": "string"}}})
+
+
+def test_tools_are_shown_to_the_model_and_constrain_its_answer(planner: PromptPlanner):
+    plain, planned = plan(planner, request()), plan(planner, request(tools=(WEATHER,)))
+    shown = planner.tokenizer._tokenizer.decode(planned.token_ids.tolist(), skip_special_tokens=False)
+    assert '"name": "get_weather"' in shown
+    assert planned.grammar is not None and "get_weather" in planned.grammar.text
+    assert planned.origin.tools and not plain.origin.tools
+    hidden = plan(planner, request(tools=(replace(WEATHER, is_deferred=True),)))
+    assert hidden.token_ids.tolist() == plain.token_ids.tolist()
+    assert hidden.grammar == planned.grammar
+
+
+def test_a_thought_is_opened_where_the_template_can(planner: PromptPlanner):
+    planned = plan(planner, request(thinking=Thinking("on", 7)))
+    assert planned.thought is not None and planned.thought.budget == 7
+    assert planned.token_ids.tolist() != plan(planner, request()).token_ids.tolist()
+    for thinking in (None, Thinking("off")):
+        assert plan(planner, request(thinking=thinking)).thought is None
+    assert plan(planner, request(thinking=Thinking("on"))).thought is None, "nothing to watch"
+
+
+def test_an_answer_goes_on_behind_stop_tokens_on_request(planner: PromptPlanner):
+    assert plan(planner, request(ignore_eos=True, stop_token_ids=(7,))).stop_token_ids == (7,)
 
 
 def test_a_prompt_that_cannot_fit_is_refused_at_a_fraction_of_what_it_costs_to_tokenize(planner: PromptPlanner):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.chat import ChatRequest, Message
+from deployments.chat import ChatRequest, Message, Tool
 from deployments.sparse_planner import PromptFacts, SparsePlanner
 from engine.config import SpecPrefillConfig
 from engine.core.spec_prefill.plan import ScoreRequest, fingerprint
@@ -164,7 +164,7 @@ def saying(message: Message) -> ChatRequest:
 @pytest.mark.parametrize(
     ("request_", "options", "reason"),
     [
-        (asking(template_kwargs={"tools": [{"type": "function"}]}), {}, "tools"),
+        (asking(tools=(Tool("f"),)), {}, "tools"),
         (saying({"role": "tool", "tool_call_id": "c", "content": "42"}), {}, "tools"),
         (saying({"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}), {}, "tools"),
         (asking(), {"grammar": GrammarSpec("json_object")}, "grammar"),
@@ -180,7 +180,7 @@ def test_long_prompts_with_tools_grammar_or_media_are_dense_unless_asked(request
 
 def test_no_tools_are_no_tools():
     request = saying({"role": "assistant", "content": "42", "tool_calls": []})
-    request = replace(request, template_kwargs={"tools": [], "enable_thinking": False})
+    request = replace(request, template_kwargs={"enable_thinking": False})
     planned, _ = plan(Graph().planner(), request)
     assert planned.sparse is not None
 

@@ -21,6 +21,7 @@ class FakeGeneration:
     num_prompt_tokens = 7
     num_cached_tokens = 5
     num_skipped_tokens = 3
+    context_limited = False
 
     def __init__(self, script: list[Any], spec_prefill: SpecPrefillReport | None = None):
         self.spec_prefill = spec_prefill
@@ -81,7 +82,8 @@ class FakeBackend:
         return Embeddings(vectors, sum(map(len, request.prompts)))
 
     async def count_tokens(self, request: ChatRequest, route: Route) -> int:
-        return len(await self.token_ids(request, route))
+        self.requests.append((request, route))
+        return 11
 
     async def token_ids(self, request: ChatRequest, route: Route) -> list[int]:
         """The characters of a raw prompt or of all texts; a picture is one token more."""
@@ -123,6 +125,7 @@ class Connection:
     def __init__(self, app: FastAPI, body: dict[str, Any] | bytes, headers: dict[str, str]):
         self.app = app
         self.client: tuple[str, int] | None = None
+        self.path = "/v1/chat/completions"
         self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         self._body = body if isinstance(body, bytes) else json.dumps(body).encode()
         self._body_sent = False
@@ -138,8 +141,8 @@ class Connection:
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
             "method": "POST",
-            "path": "/v1/chat/completions",
-            "raw_path": b"/v1/chat/completions",
+            "path": self.path,
+            "raw_path": self.path.encode(),
             "query_string": b"",
             "headers": [(b"content-type", b"application/json"), *self._headers],
             "client": self.client,

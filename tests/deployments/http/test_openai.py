@@ -8,8 +8,8 @@ import httpx
 import openai
 import pytest
 
-from deployments.chat import Route, TextDelta
-from engine.protocol import EngineFailed
+from deployments.chat import Route, TextDelta, Thinking, Tool, ToolCall, ToolChoice
+from engine.protocol import EngineFailed, GrammarSpec
 from tests.deployments.http.conftest import assert_refused
 
 USER = {"role": "user", "content": "Hi"}
@@ -21,6 +21,10 @@ USAGE = {
     "prompt_tokens_details": {"cached_tokens": 5},
     "completion_tokens_details": {"reasoning_tokens": 0, "drafted_tokens": 0, "accepted_draft_tokens": 0},
 }
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "f", "description": "F", "parameters": SCHEMA}}
+CHOICE = '%llguidance {}\nstart: "a" | "b\\""\n'
+OBJECT_FIELD = "structured_outputs.json_object"
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
@@ -39,7 +43,6 @@ BAD_FIELDS = [
     ({"temperature": "1"}, "temperature", ['"1"', "a number"]),
     ({"temperature": True}, "temperature", ["true", "a number"]),
     ({"temperature": 10**400}, "temperature", ["a number"]),
-    ({"top_p": 0}, "top_p", ["greater than 0"]),
     ({"top_p": 1.01}, "top_p", ["1.01", "1"]),
     ({"top_k": -2}, "top_k", ["-2", "-1"]),
     ({"top_k": 1.5}, "top_k", ["1.5", "an integer"]),
@@ -50,11 +53,9 @@ BAD_FIELDS = [
     ({"seed": -(2**63) - 1}, "seed", [str(-(2**63))]),
     ({"seed": 1.0}, "seed", ["1.0", "an integer"]),
     ({"max_tokens": 0}, "max_tokens", ["0", "1"]),
-    ({"max_tokens": -1}, "max_tokens", ["-1", "1"]),
     ({"max_tokens": True}, "max_tokens", ["true", "an integer"]),
     ({"max_completion_tokens": 0}, "max_completion_tokens", ["1"]),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", ["5", "6"]),
-    ({"stop": ""}, "stop", ["1 character"]),
     ({"stop": 5}, "stop", ["5", "a string or an array"]),
     ({"stop": ["a", ""]}, "stop[1]", ["1 character"]),
     ({"stop": ["a", 5]}, "stop[1]", ["5", "a string"]),
@@ -72,25 +73,28 @@ BAD_FIELDS = [
     ({"cache_salt": "a\nb"}, "cache_salt", ["a\\nb", "printable"]),
     ({"cache_salt": "a\u202eb"}, "cache_salt", ["printable"]),
     # fields that cannot be honoured
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", ["not supported"]),
-    ({"tools": "f"}, "tools", ["not supported"]),
-    ({"tool_choice": "required"}, "tool_choice", ['"required"', '"none"']),
-    ({"tool_choice": {"type": "function"}}, "tool_choice", ["not supported"]),
-    ({"parallel_tool_calls": 1}, "parallel_tool_calls", ["not supported"]),
-    ({"functions": [{"name": "f"}]}, "functions", ["not supported"]),
-    ({"function_call": {"name": "f"}}, "function_call", ["not supported"]),
+    ({"tools": "f"}, "tools", ['"f"', "an array"]),
+    ({"tool_choice": "required"}, "tool_choice", ["no tools"]),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function", ["required"]),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", ["1", "true or false"]),
+    ({"best_of": 2}, "best_of", ["2", "1"]),
+    (
+        message(role="assistant", tool_calls=[CALL | {"function": {"name": "f", "arguments": []}}]),
+        "messages[1].tool_calls[0].function.arguments",
+        ["an array", "a string"],
+    ),
+    (
+        part(type="image_url", image_url={"url": "u", "detail": "tiny"}),
+        "messages[0].content[0].image_url.detail",
+        ['"tiny"', "'low'"],
+    ),
     ({"modalities": ["text", "audio"]}, "modalities", ["not supported"]),
     ({"audio": {"voice": "x"}}, "audio", ["not supported"]),
     ({"prediction": {"type": "content"}}, "prediction", ["not supported"]),
-    ({"reasoning_effort": "low"}, "reasoning_effort", ['"low"', "null"]),
     ({"store": True}, "store", ["true", "false"]),
-    ({"metadata": {"a": "b"}}, "metadata", ["not supported"]),
     ({"chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs.enable_thinking", ['"yes"']),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", ["not supported"]),
     ({"chat_template_kwargs": 5}, "chat_template_kwargs", ["5", "an object"]),
-    ({"foo": None}, "foo", ["not supported"]),
-    ({"best_of": 1}, "best_of", ["not supported"]),
-    ({"max_token": 5}, "max_token", ["not supported"]),
     ({"model": 5}, "model", ["5", "a string"]),
     # messages
     ({"messages": []}, "messages", ["1"]),
@@ -102,10 +106,8 @@ BAD_FIELDS = [
     (message(role="robot", content="x"), "messages[1].role", ['"robot"', "developer"]),
     (message(role=5, content="x"), "messages[1].role", ["5", "developer"]),
     (message(role="user"), "messages[1].content", ["required"]),
-    (message(role="user", content=None), "messages[1].content", ["null", "a string or an array"]),
     (message(role="user", content=5), "messages[1].content", ["5", "a string or an array"]),
     (message(role="user", content={"type": "text"}), "messages[1].content", ["an object"]),
-    (message(role="user", content="x", foo=1), "messages[1].foo", ["not supported"]),
     (message(role="user", content="x", name=5), "messages[1].name", ["5", "a string"]),
     (message(role="tool", content="x"), "messages[1].tool_call_id", ["required"]),
     (message(role="tool", content="x", tool_call_id=""), "messages[1].tool_call_id", ["1 character"]),
@@ -114,12 +116,6 @@ BAD_FIELDS = [
     (message(role="assistant", tool_calls={}), "messages[1].tool_calls", ["an array"]),
     (message(role="assistant", tool_calls=[{"type": "function"}]), "messages[1].tool_calls[0].id", ["required"]),
     (message(role="assistant", tool_calls=[CALL | {"type": "x"}]), "messages[1].tool_calls[0].type", ['"x"']),
-    (
-        message(role="assistant", tool_calls=[CALL | {"function": {"name": "f", "arguments": {}}}]),
-        "messages[1].tool_calls[0].function.arguments",
-        ["an object", "a string"],
-    ),
-    (message(role="assistant", content="x", refusal="No."), "messages[1].refusal", ['"No."', "null"]),
     (message(role="assistant", content="x", audio={"id": "a"}), "messages[1].audio", ["null"]),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]", ['"x"', "an object"]),
     (part(text="x"), "messages[0].content[0].type", ["required"]),
@@ -127,16 +123,10 @@ BAD_FIELDS = [
     (part(type="hologram"), "messages[0].content[0].type", ['"hologram"', "image_url"]),
     (part(type="text"), "messages[0].content[0].text", ["required"]),
     (part(type="text", text=5), "messages[0].content[0].text", ["5", "a string"]),
-    (part(type="text", text="x", image_url="u"), "messages[0].content[0].image_url", ["not supported"]),
     (part(type="image_url"), "messages[0].content[0].image_url", ["required"]),
     (part(type="image_url", image_url=5), "messages[0].content[0].image_url", ["5", "an object"]),
     (part(type="image_url", image_url={}), "messages[0].content[0].image_url.url", ["required"]),
     (part(type="image_url", image_url=""), "messages[0].content[0].image_url.url", ["1 character"]),
-    (
-        part(type="image_url", image_url={"url": "u", "detail": "low"}),
-        "messages[0].content[0].image_url.detail",
-        ['"low"', "'auto'"],
-    ),
     (part(type="input_audio", input_audio={"data": ""}), "messages[0].content[0]", ["audio", "text, image"]),
     (part(type="file", file={}), "messages[0].content[0]", ["file", "text, image"]),
 ]
@@ -165,7 +155,15 @@ def test_a_quoted_value_is_short(chat):
         {"tools": None, "tool_choice": None, "functions": [], "function_call": "none"},
         {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}},
         {"n": 1, "logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "modalities": ["text"]},
-        {"user": "ann", "store": False, "metadata": {}, "service_tier": "auto"},
+        {"user": "ann", "store": False, "metadata": {"team": "a"}, "service_tier": "auto", "verbosity": "medium"},
+        {
+            "prompt_cache_key": "k",
+            "stop": "",
+            "max_tokens": -1,
+            "best_of": 1,
+            "functions": [],
+            "add_generation_prompt": True,
+        },
         {"reasoning_effort": None, "audio": None, "prediction": None, "safety_identifier": None},
         {"temperature": None, "top_p": None, "seed": None, "stop": None, "max_tokens": None, "stream_options": None},
     ],
@@ -182,7 +180,7 @@ def test_every_field_that_is_honoured_reaches_the_backend(chat, backend):
     request, route = backend.requests[0]
     assert route is Route.TEXT
     assert {name: getattr(request, name) for name in fields} == fields | {"stop": ("a", "b")}
-    assert request.template_kwargs == {"enable_thinking": False}
+    assert request.thinking == Thinking("off", field="chat_template_kwargs.enable_thinking")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +195,29 @@ def test_every_field_that_is_honoured_reaches_the_backend(chat, backend):
         ({"stop": []}, "stop", ()),
         ({"max_completion_tokens": 9}, "max_tokens", 9),
         ({"max_tokens": 9, "max_completion_tokens": 9}, "max_tokens", 9),
-        ({"chat_template_kwargs": {}}, "template_kwargs", {}),
+        ({"top_p": 0}, "top_p", 0),
+        ({"chat_template_kwargs": {}}, "thinking", None),
+        ({"reasoning_effort": "low"}, "thinking", Thinking("on", 1024, "low")),
+        ({"reasoning_effort": "none"}, "thinking", Thinking("off")),
+        ({"enable_thinking": True, "thinking_budget": 7}, "thinking", Thinking("on", 7, field="thinking_budget")),
+        ({"thinking": {"type": "adaptive"}}, "thinking", Thinking("auto", field="thinking.type")),
+        ({"reasoning": {"max_tokens": 9}}, "thinking", Thinking("on", 9, field="reasoning.max_tokens")),
+        ({"tools": [TOOL]}, "tools", (Tool("f", "F", SCHEMA),)),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", ToolChoice("required")),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice",
+            ToolChoice("required", ("f",)),
+        ),
+        ({"functions": [TOOL["function"]]}, "tools", (Tool("f", "F", SCHEMA),)),
+        (
+            {"functions": [TOOL["function"]], "function_call": {"name": "f"}},
+            "tool_choice",
+            ToolChoice("required", ("f",)),
+        ),
+        ({"guided_choice": ["a", 'b"']}, "grammar", GrammarSpec("lark", CHOICE, "guided_choice")),
+        ({"guided_json": SCHEMA}, "grammar", GrammarSpec("json_schema", json.dumps(SCHEMA), "guided_json")),
+        ({"structured_outputs": {"json_object": True}}, "grammar", GrammarSpec("json_object", "", OBJECT_FIELD)),
     ],
 )
 def test_a_value_of_the_wire_becomes_the_canonical_one(chat, backend, fields, name, value):
@@ -235,25 +255,125 @@ def test_a_history_with_tool_calls_is_legal(chat, backend):
     assert chat(messages=messages).status_code == 200
     request, route = backend.requests[0]
     assert route is Route.MLLM
-    assert request.messages[:3] == tuple(messages[:3])
-    assert request.messages[3] == {**messages[3], "content": None}
-    assert request.messages[-1] == {"role": "tool", "content": "42", "name": "f"}
+    call = {"id": "call_5", "type": "function", "function": CALL["function"]}
+    assert request.messages == (
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        messages[2],
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Hm."},
+        {"role": "tool", "content": [image_part(IMAGE_URL)], "tool_call_id": "c1"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "42", "tool_call_id": "call_5", "name": "f"},
+    )
+
+
+def image_part(url: str, **fields: str) -> dict[str, object]:
+    return {"type": "image_url", "image_url": {"url": url, **fields}}
 
 
 @pytest.mark.parametrize(
-    "picture",
+    ("sent", "canonical"),
     [
-        {"type": "image_url", "image_url": {"url": IMAGE_URL, "detail": "high"}},
-        {"type": "image_url", "image_url": IMAGE_URL},
-        {"type": "input_image", "image_url": IMAGE_URL},
-        {"type": "image", "image": IMAGE_URL},
+        ({"role": "user", "content": None}, {"role": "user", "content": ""}),
+        ({"role": "user", "content": "x", "id": "m1", "foo": 1}, {"role": "user", "content": "x"}),
+        ({"role": "user", "content": "x", "name": "Ann"}, {"role": "user", "content": "[Ann] x"}),
+        ({"role": "assistant", "content": "x", "refusal": "No."}, {"role": "assistant", "content": "x"}),
+        ({"role": "assistant", "content": None, "refusal": "No."}, {"role": "assistant", "content": "No."}),
+        (
+            {"role": "assistant", "content": "x", "reasoning": "Hm."},
+            {"role": "assistant", "content": "x", "reasoning_content": "Hm."},
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "x"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "x"}], "reasoning_content": "Hm."},
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {"a": 1}}}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+            },
+        ),
+        (
+            {"role": "assistant", "content": "x", "provider_specific_fields": {"refusal": None}, "annotations": []},
+            {"role": "assistant", "content": "x"},
+        ),
+        (
+            {"role": "tool", "tool_call_id": "c", "content": None, "name": "f"},
+            {"role": "tool", "tool_call_id": "c", "content": "", "name": "f"},
+        ),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+            {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        ),
     ],
 )
-def test_pictures_take_the_media_route_as_they_were_sent(chat, backend, picture):
-    messages = [{"role": "user", "content": [picture, {"type": "text", "text": "What?"}]}]
-    assert chat(messages=messages).status_code == 200
+def test_a_message_arrives_in_the_fields_that_templates_read(chat, backend, sent, canonical):
+    before = {"role": "assistant" if sent["role"] == "user" else "user", "content": "before"}
+    assert chat(messages=[before, sent]).status_code == 200
+    assert backend.requests[0][0].messages[1:] == (canonical,)
+
+
+@pytest.mark.parametrize(
+    ("picture", "canonical"),
+    [
+        ({"type": "image_url", "image_url": {"url": IMAGE_URL, "detail": "high"}}, image_part(IMAGE_URL)),
+        (
+            {"type": "image_url", "image_url": {"url": IMAGE_URL, "detail": "low", "format": "png"}},
+            image_part(IMAGE_URL, detail="low"),
+        ),
+        ({"type": "image_url", "image_url": IMAGE_URL}, image_part(IMAGE_URL)),
+        ({"type": "input_image", "image_url": IMAGE_URL, "detail": "low"}, image_part(IMAGE_URL, detail="low")),
+        ({"type": "image", "image": IMAGE_URL}, image_part(IMAGE_URL)),
+    ],
+)
+def test_images_take_the_media_route_in_one_form(chat, backend, picture, canonical):
+    text = {"type": "text", "text": "What?"}
+    assert chat(messages=[{"role": "user", "content": [picture, text]}]).status_code == 200
     assert backend.requests[0][1] is Route.MLLM
-    assert list(backend.requests[0][0].messages) == messages
+    assert list(backend.requests[0][0].messages) == [{"role": "user", "content": [canonical, text]}]
+
+
+def test_unknown_fields_are_named_in_a_header_and_counted(chat, send, make_app):
+    app = make_app()
+    for fields in ({"keep_alive": 5, "a,b\n": 1}, {"keep_alive": 5, "stream": True}):
+        response = chat(app=app, **fields)
+        assert response.status_code == 200
+        assert response.headers["x-orchard-ignored"].startswith("keep_alive")
+    assert "x-orchard-ignored" not in chat(app=app).headers
+    assert send("GET", "/v1/status", app=app).json()["ignored_fields"] == {"keep_alive": 2, "a,b\n": 1}
+    refused = chat(app=make_app(unknown_fields="refuse"), keep_alive=5)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "keep_alive")
+
+
+def test_a_model_has_other_names_by_configuration(chat, backend, make_app):
+    response = chat(app=make_app(served_model_names=("claude-x",)), model="claude-x")
+    assert (response.status_code, response.json()["model"]) == (200, "org/demo")
+
+
+def test_calls_and_thoughts_of_an_answer_have_their_own_fields(chat, backend):
+    call = ToolCall("call_1", "f", '{"x": 1}')
+    backend.script = [
+        TextDelta("", 1, reasoning="Hm", num_reasoning_tokens=1),
+        TextDelta("Wait.", 1),
+        TextDelta("", 2, "tool_calls", tool_calls=(call,)),
+    ]
+    body = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    whole = chat(tools=[TOOL]).json()
+    message = whole["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"], message["tool_calls"]) == ("Wait.", "Hm", [body])
+    assert whole["choices"][0]["finish_reason"] == "tool_calls"
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 1
+    *chunks, done = sse(chat(tools=[TOOL], stream=True))
+    sent = [json.loads(chunk)["choices"][0] for chunk in chunks[1:]]
+    assert [choice["delta"] for choice in sent] == [
+        {"reasoning_content": "Hm"},
+        {"content": "Wait."},
+        {"tool_calls": [{"index": 0, **body}]},
+        {},
+    ]
+    assert (sent[-1]["finish_reason"], done) == ("tool_calls", "[DONE]")
 
 
 def test_a_model_without_eyes_refuses_a_picture_by_its_path(chat, make_app):
@@ -287,7 +407,7 @@ def test_health_and_status(send, backend):
     assert (response.status_code, response.json()["reason"]) == (503, backend.unready)
     assert send("GET", "/health/live").status_code == 200
     bodies = {"num_unread": 0, "unread_bytes": 0}
-    assert send("GET", "/v1/status").json() == {"num_running": 3, "bodies": bodies}
+    assert send("GET", "/v1/status").json() == {"num_running": 3, "bodies": bodies, "ignored_fields": {}}
 
 
 def test_the_cache_is_shown_and_emptied(send, backend):

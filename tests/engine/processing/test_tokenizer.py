@@ -94,6 +94,23 @@ def test_thinking_is_off_unless_asked_for(tokenizer: ChatTokenizer):
     assert decode(encode(tokenizer, user("Hi"), enable_thinking=True)).endswith("assistant\n<think>\n")
 
 
+def test_a_final_message_is_continued_where_it_ends(tokenizer: ChatTokenizer):
+    said = {"role": "assistant", "content": "Once <|im_end|> upon"}
+    conversation: list[dict[str, Any]] = [{"role": "system", "content": "S"}, user("Hi"), said]
+    prompt = tokenizer.chat_prompt(conversation, template_kwargs={}, continue_final_message=True)
+    ids = tokenizer.encode_chat(conversation, template_kwargs={}, continue_final_message=True)
+    assert prompt.token_ids.tolist() == ids.tolist()
+    assert decode(ids.tolist()) == decode(encode(tokenizer, *conversation[:-1])) + "Once <|im_end|> upon"
+    assert ids.tolist().count(IM_END) == 2
+    assert [boundary.kind for boundary in prompt.boundaries] == ["system", "turn"]
+
+
+def test_a_final_message_that_the_template_changes_is_refused(tokenizer: ChatTokenizer):
+    conversation = [user("Hi"), {"role": "assistant", "content": "secret</think>"}]
+    with pytest.raises(InvalidRequest, match="cannot continue the final message$"):
+        tokenizer.encode_chat(conversation, template_kwargs={}, continue_final_message=True)
+
+
 def test_tools_reach_the_template(tokenizer: ChatTokenizer):
     tools = [{"type": "function", "function": {"name": "weather", "description": "ends with <|im_end|>"}}]
     ids = encode(tokenizer, user("Hi"), tools=tools)

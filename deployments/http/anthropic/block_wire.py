@@ -1,0 +1,160 @@
+"""The wire models of Anthropic's messages and their content blocks.
+
+Unknown keys of a block are dropped, `cache_control` among them: the prefix cache needs no hints.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from deployments.http.wire import OpenWire, choose, tag
+
+MAX_MESSAGES = 4096
+MAX_BLOCKS = 2048
+"""Content blocks of one message, or of one tool result."""
+
+
+class TextBlock(OpenWire):
+    type: Literal["text"]
+    text: str
+
+
+class Base64Source(OpenWire):
+    type: Literal["base64"]
+    media_type: str = Field(pattern=r"^image/[a-zA-Z0-9.+-]{1,64}$")
+    data: str = Field(min_length=1)
+
+
+class UrlSource(OpenWire):
+    type: Literal["url"]
+    url: str = Field(min_length=1)
+
+
+def _type(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _one_of(*kinds: str) -> Any:
+    """A union's discriminator by `type`. What is no object is left to the first model, which says so."""
+    allowed = " or ".join(", ".join(repr(kind) for kind in kinds).rsplit(", ", 1))
+    return choose(
+        lambda value: _type(value) if isinstance(value, dict) else kinds[0], f"Input should be {allowed}", "type"
+    )
+
+
+class ImageBlock(OpenWire):
+    type: Literal["image"]
+    source: Annotated[
+        Annotated[Base64Source, tag("base64")] | Annotated[UrlSource, tag("url")], _one_of("base64", "url")
+    ]
+
+
+class ToolReference(OpenWire):
+    """Stands for the definition of a deferred tool that a search has found."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, tag("text")]
+    | Annotated[ImageBlock, tag("image")]
+    | Annotated[ToolReference, tag("tool_reference")],
+    _one_of("text", "image", "tool_reference"),
+]
+
+
+def _content(value: Any) -> str | None:
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else None
+
+
+STRING_OR_BLOCKS = choose(_content, "Input should be a string or a list of blocks")
+
+
+class ToolResult(OpenWire):
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(min_length=1)
+    content: (
+        Annotated[
+            Annotated[str, tag("string")]
+            | Annotated[list[ResultBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), tag("array")],
+            STRING_OR_BLOCKS,
+        ]
+        | None
+    ) = None
+    is_error: bool | None = None
+
+
+class ThinkingBlock(OpenWire):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinking(OpenWire):
+    """A thought that only Anthropic can read."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUse(OpenWire):
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    input: dict[str, Any]
+
+
+UserBlock = Annotated[
+    Annotated[TextBlock, tag("text")] | Annotated[ImageBlock, tag("image")] | Annotated[ToolResult, tag("tool_result")],
+    _one_of("text", "image", "tool_result"),
+]
+AssistantBlock = Annotated[
+    Annotated[TextBlock, tag("text")]
+    | Annotated[ThinkingBlock, tag("thinking")]
+    | Annotated[RedactedThinking, tag("redacted_thinking")]
+    | Annotated[ToolUse, tag("tool_use")],
+    _one_of("text", "thinking", "redacted_thinking", "tool_use"),
+]
+TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
+Texts = Annotated[Annotated[str, tag("string")] | Annotated[TextBlocks, tag("array")], STRING_OR_BLOCKS]
+"""A system prompt, and the content of a late system message."""
+
+
+class UserMessage(OpenWire):
+    role: Literal["user"]
+    content: Annotated[
+        Annotated[str, tag("string")]
+        | Annotated[list[UserBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), tag("array")],
+        STRING_OR_BLOCKS,
+    ]
+
+
+class AssistantMessage(OpenWire):
+    role: Literal["assistant"]
+    content: Annotated[
+        Annotated[str, tag("string")]
+        | Annotated[list[AssistantBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), tag("array")],
+        STRING_OR_BLOCKS,
+    ]
+
+
+class SystemMessage(OpenWire):
+    """Claude Code writes them behind user messages and tool results."""
+
+    role: Literal["system"]
+    content: Texts
+
+
+def _role(message: Any) -> str | None:
+    role = message.get("role") if isinstance(message, dict) else "user"
+    return role if isinstance(role, str) else None
+
+
+WireMessage = Annotated[
+    Annotated[UserMessage, tag("user")]
+    | Annotated[AssistantMessage, tag("assistant")]
+    | Annotated[SystemMessage, tag("system")],
+    choose(_role, "Input should be 'user', 'assistant' or 'system'", "role"),
+]

@@ -1,0 +1,77 @@
+"""POST /v1/messages, its token count, and its cancellation."""
+
+from functools import partial
+
+from fastapi import FastAPI
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from deployments.http.anthropic.messages_encoder import MessagesEncoder
+from deployments.http.anthropic.messages_wire import MessagesBody
+from deployments.http.anthropic.phrases import wrong
+from deployments.http.client_address import address_group, client_host
+from deployments.http.door import IGNORED_HEADER, Door
+from deployments.http.errors import RequestNotFound, shown
+from deployments.http.request_reader import ParsedRequest
+from deployments.http.unread_bodies import read_body
+
+VERSIONS = ("2023-06-01", "2026-10-21")
+"""Values of the header `anthropic-version`. They are treated alike: sampling parameters are honoured in both."""
+
+PATH = "/v1/messages"
+EXAMPLE = {"model": "demo", "max_tokens": 64, "messages": [{"role": "user", "content": "What is 12 + 30?"}]}
+
+
+class Messages:
+    """The header `anthropic-beta` is ignored: what a request asks for is in its body."""
+
+    def __init__(self, door: Door):
+        self._door = door
+
+    def add_to(self, app: FastAPI) -> None:
+        guard, describe = self._door.errors.guard, self._door.api.describe
+        app.add_route(PATH, guard(self.create), ["POST"])
+        describe(PATH, "POST", MessagesBody, "Answer a conversation, in Anthropic's dialect.", EXAMPLE)
+        app.add_route(PATH + "/count_tokens", guard(self.count_tokens), ["POST"])
+        describe(PATH + "/count_tokens", "POST", MessagesBody, "Count the tokens of the prompt of messages.", EXAMPLE)
+        app.add_route(PATH + "/{id:path}/cancel", guard(self.cancel), ["POST"])
+        describe(PATH + "/{id}/cancel", "POST", None, "Cancel a message by its id or X-Request-Id.")
+
+    async def create(self, request: Request) -> Response:
+        _check_version(request)
+        return self._door.answer(request, "messages", "msg_", partial(self._encoder, request.state.request_id))
+
+    def _encoder(self, request_id: str, parsed: ParsedRequest, id: str) -> MessagesEncoder:
+        return MessagesEncoder(parsed.echo, id, self._door.backend.model_name, request_id)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """How many tokens the prompt of the same messages has, tools and system prompt included."""
+        _check_version(request)
+        address = address_group(client_host(request.scope))
+        with self._door.backend.in_flight.enter(request.state.request_id, address):
+            body = await read_body(request.scope, request.receive, self._door.bodies)
+            if body is None:
+                raise ClientDisconnect
+            parsed = await self._door.reader.read(body, "count_tokens")
+            await self._door.check_ready()
+            num_tokens = await self._door.backend.count_tokens(parsed.request, parsed.route)
+        headers = {IGNORED_HEADER: ", ".join(parsed.ignored)} if parsed.ignored else {}
+        return JSONResponse({"input_tokens": num_tokens}, headers=headers)
+
+    async def cancel(self, request: Request) -> Response:
+        """id: of the message, or the X-Request-Id that it came with: all requests that have it are cancelled.
+
+        Their clients are told (499, or an error event in the stream) and their rows are freed.
+        """
+        request_id = request.path_params["id"]
+        if not await self._door.backend.cancel(request_id):
+            raise RequestNotFound(request_id)
+        return JSONResponse({"id": request_id, "type": "message_cancel", "cancelled": True})
+
+
+def _check_version(request: Request) -> None:
+    """Raises InvalidRequest."""
+    version = request.headers.get("anthropic-version")
+    if version is not None and version not in VERSIONS:
+        known = " or ".join(VERSIONS)
+        raise wrong("anthropic-version", f"{shown(version)} is not a known version; send {known}, or no such header")

@@ -1,0 +1,326 @@
+"""The wire model of Anthropic's Messages and count_tokens, and the ChatRequest it stands for.
+
+A field at the top of the body is honoured (`MessagesBody`), or accepted with values that ask for nothing and refused by
+name with others (`NEUTRAL`), or unknown: then it is ignored and reported, or refused, as the configuration says.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from deployments.chat import ChatRequest, Message, Thinking, Tool, ToolChoice
+from deployments.http.anthropic.block_wire import MAX_MESSAGES, Texts, WireMessage
+from deployments.http.anthropic.conversation import conversation, referenced_tools
+from deployments.http.anthropic.phrases import NOT_PERMITTED, ThreadsUnsupported, from_validation, wrong
+from deployments.http.classify import classify, find_media
+from deployments.http.errors import shown
+from deployments.http.normalize import normalize
+from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.wire import OpenWire, Wire
+from engine.protocol import GrammarSpec
+
+MAX_TOOLS = 1024
+MAX_STOP_SEQUENCES = 16
+MAX_STOP_CHARS = 256
+MAX_USER_ID_CHARS = 1024
+MAX_SCHEMA_CHARS = 4 * 2**20
+_INT32_MAX = 2**31 - 1
+
+KEEP_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "context_management": ({}, {"edits": []}, KEEP_ALL_THINKING),
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+    "mcp_servers": ([],),
+    "fallbacks": ([],),
+    "safeguards": (),
+    "container": (),
+    "compaction": (),
+    "inference_geo": (),
+    "diagnostics": (),
+    "billing_policy": (),
+    "user_profile_id": (),
+    "workspace_id": (),
+}
+"""Fields that cannot be honoured -> the values, besides null, that ask for nothing."""
+
+EFFORT_BUDGETS: dict[str, int | None] = {"low": 1024, "medium": 4096, "high": None, "xhigh": None, "max": None}
+"""Effort -> most tokens of the thought."""
+
+Effort = Literal["low", "medium", "high", "xhigh", "max"]
+
+
+class WireTool(OpenWire):
+    """`eager_input_streaming` has no effect: calls are sent whole."""
+
+    type: Literal["custom"] | None = None
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    defer_loading: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+
+
+class WireToolChoice(OpenWire):
+    type: Literal["auto", "any", "none", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class WireThinking(OpenWire):
+    """`display` omitted: the client wants no text of the thought. Any other value: all of it."""
+
+    type: Literal["adaptive", "enabled", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
+    display: Literal["omitted", "summarized", "updates"] | None = None
+
+
+class JsonFormat(OpenWire):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Wire):
+    effort: Effort | None = None
+    format: JsonFormat | None = None
+
+
+class Metadata(OpenWire):
+    user_id: str | None = Field(None, max_length=MAX_USER_ID_CHARS)
+
+
+StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+class MessagesBody(Wire):
+    """`metadata.user_id` names the client whose fair share of the engine the request takes; only its digest is kept.
+    `cache_control` has no effect: the prefix cache needs no hints."""
+
+    model: str
+    messages: Annotated[list[WireMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: Texts | None = None
+    tools: Annotated[list[WireTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: WireToolChoice | None = None
+    thinking: WireThinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None
+    cache_control: dict[str, Any] | None = None
+    metadata: Metadata | None = None
+    max_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
+    stop_sequences: Annotated[list[StopSequence], Field(max_length=MAX_STOP_SEQUENCES, fail_fast=True)] | None = None
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=_INT32_MAX)
+
+
+@dataclass(frozen=True)
+class MessagesEcho:
+    """What the answer must know of the body of its request."""
+
+    omits_thinking: bool = False
+    """Whether thinking blocks have no text, only a signature."""
+
+
+def parse_messages(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
+    """See request_reader.Parser."""
+    if raw.get("max_tokens") is None:
+        raise wrong("max_tokens", "Field required")
+    return parse_count_tokens(raw, rules)
+
+
+def parse_count_tokens(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
+    """See request_reader.Parser: the same rules, but nothing is generated, so that `max_tokens` may be missing."""
+    _refuse_unsupported(raw)
+    fields = MessagesBody.model_fields
+    ignored = tuple(name for name in raw if name not in fields and name not in NEUTRAL and name != "thread")
+    if ignored and rules.unknown_fields == "refuse":
+        raise wrong(ignored[0][:100], NOT_PERMITTED)
+    try:
+        body = MessagesBody.model_validate({name: value for name, value in raw.items() if name in fields})
+    except ValidationError as error:
+        raise from_validation(error) from None
+    rules.check_model(body.model)
+    _check_media(raw["messages"], rules.media_kinds)
+    request = _chat_request(body, rules)
+    omits = body.thinking is not None and body.thinking.display == "omitted"
+    return ParsedRequest(request, classify(request.messages), bool(body.stream), MessagesEcho(omits), ignored)
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    if raw.get("thread") is not None:
+        raise ThreadsUnsupported
+    for name, harmless in NEUTRAL.items():
+        value = raw.get(name)
+        if value is not None and value not in harmless:
+            allowed = " or ".join(["null", *map(json.dumps, harmless)])
+            what = f"{NOT_PERMITTED}. `{name}` is {shown(value)}, and may only be {allowed} on this server."
+            raise wrong(name, what)
+
+
+def _check_media(messages: list[Any], kinds: frozenset[str]) -> None:
+    for kind, path in find_media(messages):
+        if kind not in kinds:
+            accepted = ", ".join(["text", *sorted(kinds)])
+            where = path.replace("[", ".").replace("]", "")
+            raise wrong(where, f"This block is of the kind {kind}, but the model reads only: {accepted}.")
+
+
+def _chat_request(body: MessagesBody, rules: ReadingRules) -> ChatRequest:
+    known = _tools(body)
+    usable = _usable_tools(body, known)
+    choice, is_parallel = _tool_choice(body, usable)
+    listed = list(conversation(body.system, body.messages, known))
+    last = f"messages.{len(body.messages) - 1}"
+    prefill = _prefill(listed, last)
+    if prefill == "":
+        listed.pop()
+    messages = normalize(listed, "inline", rules.volatile_patterns, rules.keeps_late_system)
+    messages = tuple(message for message in messages if message["role"] != "system" or message["content"])
+    if not messages:
+        raise wrong("messages", "at least one message must have content")
+    request = ChatRequest(
+        request_id="",
+        messages=messages,
+        max_tokens=body.max_tokens,
+        stop=tuple(body.stop_sequences or ()),
+        grammar=_grammar(body),
+        client=_client(body.metadata),
+        tools=usable,
+        tool_choice=choice,
+        parallel_tool_calls=is_parallel,
+        thinking=_thinking(body),
+        **_sampling(body),
+    )
+    return _continued(request, last) if prefill else request
+
+
+def _sampling(body: MessagesBody) -> dict[str, Any]:
+    """top_p 0 leaves the most likely token alone, which is greedy."""
+    if body.top_p == 0:
+        return {"temperature": 0.0, "top_k": _top_k(body)}
+    return {"temperature": body.temperature, "top_p": body.top_p, "top_k": _top_k(body)}
+
+
+def _top_k(body: MessagesBody) -> int | None:
+    return 0 if body.top_k == -1 else body.top_k
+
+
+def _client(metadata: Metadata | None) -> str:
+    if metadata is None or not metadata.user_id:
+        return ""
+    return hashlib.sha256(metadata.user_id.encode()).hexdigest()
+
+
+def _tools(body: MessagesBody) -> dict[str, Tool]:
+    """All tools of the body by name, in their order."""
+    tools: dict[str, Tool] = {}
+    for i, tool in enumerate(body.tools or ()):
+        if tool.name in tools:
+            raise wrong(f"tools.{i}.name", f"Tool names must be unique (received {shown(tool.name)} again)")
+        if tool.input_schema.get("type", "object") != "object":
+            kind = shown(tool.input_schema["type"])
+            raise wrong(f"tools.{i}.input_schema.type", f"Input should be 'object' (received {kind})")
+        tools[tool.name] = Tool(
+            tool.name, _description(tool), tool.input_schema, bool(tool.strict), bool(tool.defer_loading)
+        )
+    return tools
+
+
+def _description(tool: WireTool) -> str | None:
+    if not tool.input_examples:
+        return tool.description
+    examples = "\n".join(json.dumps(example, ensure_ascii=False) for example in tool.input_examples)
+    return f"{tool.description or ''}\n\nExamples of its input:\n{examples}".strip()
+
+
+def _usable_tools(body: MessagesBody, known: Mapping[str, Tool]) -> tuple[Tool, ...]:
+    """Without the deferred ones that no message refers to: the model knows nothing of them."""
+    referenced = set()
+    for path, name in referenced_tools(body.messages):
+        if name not in known:
+            raise wrong(path, f"Tool reference {shown(name)} not found in `tools`")
+        referenced.add(name)
+    return tuple(tool for tool in known.values() if not tool.is_deferred or tool.name in referenced)
+
+
+def _tool_choice(body: MessagesBody, usable: tuple[Tool, ...]) -> tuple[ToolChoice, bool]:
+    """The choice, and whether one answer may hold several calls."""
+    asked = body.tool_choice
+    if asked is None:
+        return ToolChoice(), True
+    is_parallel = not asked.disable_parallel_tool_use
+    if asked.type in ("auto", "none"):
+        return ToolChoice("none" if asked.type == "none" else "auto"), is_parallel
+    if not usable:
+        raise wrong("tool_choice.type", f"{shown(asked.type)} needs a tool in `tools` that may be called")
+    if asked.type == "any":
+        return ToolChoice("required"), is_parallel
+    if asked.name is None:
+        raise wrong("tool_choice.name", "Field required")
+    if asked.name not in {tool.name for tool in usable}:
+        raise wrong("tool_choice.name", f"Tool {shown(asked.name)} not found in `tools`, or deferred and not loaded")
+    return ToolChoice("required", (asked.name,)), is_parallel
+
+
+def _thinking(body: MessagesBody) -> Thinking | None:
+    """An effort without `thinking` asks for adaptive thinking. `budget_tokens` goes before the budget of the effort."""
+    asked = body.thinking
+    effort = None if body.output_config is None else body.output_config.effort
+    if asked is not None and asked.type == "disabled":
+        return Thinking("off", field="thinking.type")
+    if asked is None and effort is None:
+        return None
+    budget = None if effort is None else EFFORT_BUDGETS[effort]
+    of_template = "high" if effort in ("xhigh", "max") else effort
+    if asked is None:
+        return Thinking("auto", budget, of_template, "output_config.effort")
+    if asked.type == "adaptive":
+        return Thinking("auto", budget, of_template, "thinking.type")
+    return Thinking("on", asked.budget_tokens or budget, of_template, "thinking.type")
+
+
+def _grammar(body: MessagesBody) -> GrammarSpec | None:
+    inner = None if body.output_config is None else body.output_config.format
+    if inner is not None and body.output_format is not None:
+        raise wrong("output_format", "There is `output_config.format` as well: send one of them")
+    form = inner or body.output_format
+    if form is None:
+        return None
+    field = f"output_{'config.format' if inner else 'format'}.schema"
+    text = json.dumps(form.schema_, ensure_ascii=False)  # in the client's order, in which the model writes the keys
+    if len(text) > MAX_SCHEMA_CHARS:
+        raise wrong(field, f"The schema has {len(text)} characters; the limit is {MAX_SCHEMA_CHARS}")
+    return GrammarSpec("json_schema", text, field)
+
+
+def _prefill(messages: list[Message], path: str) -> str | None:
+    """The beginning of the answer that the client has written; None: there is no such message."""
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return None
+    if last.get("tool_calls"):
+        raise wrong(path, "tool_use ids were found without tool_result blocks behind them")
+    text: str = last["content"]
+    if not text and "reasoning_content" in last:
+        raise wrong(path, "The final assistant message has no text that could be continued")
+    if text != text.rstrip():
+        raise wrong(path, "final assistant content cannot end with trailing whitespace")
+    return text
+
+
+def _continued(request: ChatRequest, path: str) -> ChatRequest:
+    """The answer goes on where the final message ends, behind any thought."""
+    if request.grammar is not None:
+        raise wrong(path, f"A final assistant message cannot be continued with `{request.grammar.field}`")
+    if request.thinking is not None and request.thinking.mode == "on":
+        raise wrong(path, "A final assistant message cannot be continued while `thinking` is enabled")
+    thinking = None if request.thinking is None else replace(request.thinking, mode="off", budget=None)
+    return replace(request, thinking=thinking, continue_final_message=True)

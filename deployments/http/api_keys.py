@@ -1,0 +1,214 @@
+"""API keys: where they are read from, and what the key of a request allows."""
+
+import hashlib
+import hmac
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field, TypeAdapter, ValidationError
+
+from deployments.chat import ChatRequest
+from deployments.http.config import ApiKey, HttpConfig
+from engine.config import Frozen
+from engine.protocol import OrchardError
+
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+"""Permission bits of a file of keys that must not be set."""
+
+Label = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~](?:[ -~]*[!-~])?$")]
+"""Printable ASCII without spaces at its ends: it goes into errors and logs."""
+
+
+class ApiKeysError(OrchardError):
+    """Keys that cannot be read; args[0] names the place and never quotes a key."""
+
+
+@dataclass(frozen=True)
+class KeyLimits:
+    """What one key may use, on each ingress. None: no limit."""
+
+    max_requests_per_minute: int | None = None
+    max_tokens_per_minute: int | None = None
+    """Prompt and completion tokens together."""
+    max_rows: int | None = None
+    """Choices in flight at once."""
+
+    def __bool__(self) -> bool:
+        return self != KeyLimits()
+
+
+@dataclass(frozen=True)
+class KeyIdentity:
+    """What the key of a request stands for, in `request.state.key`; of a server without keys: NO_KEY or LOCAL_KEY."""
+
+    name: str
+    """Label of the key, unique on this server; '' without a key."""
+    tenant: str = ""
+    """Whose prefix cache its requests share."""
+    client: str = ""
+    """Whose fair share of the engine its requests take."""
+    is_administrative: bool = False
+    limits: KeyLimits = KeyLimits()
+
+    def apply(self, request: ChatRequest) -> ChatRequest:
+        """Return the request as one of this key.
+
+        The key's tenant is joined with the request's own (`cache_salt`), and its client with the request's (`user`):
+        a request can divide what is its key's, but never name what is another key's. On a server without keys a request
+        stays as it is.
+        """
+        if not self.name:
+            return request
+        return replace(
+            request, tenant=_joined(self.tenant, request.tenant), client=_joined(self.client, request.client)
+        )
+
+
+NO_KEY = KeyIdentity("")
+"""Of requests to a server without keys."""
+
+LOCAL_KEY = KeyIdentity("", is_administrative=True)
+"""Of programs on the same machine that send requests to a server without keys."""
+
+
+class ApiKeyEntry(Frozen):
+    """One key in the file `http.api_keys_file`."""
+
+    hash: ApiKey = Field(description="'sha256:' and the 64 hex digits of the key's SHA-256")
+    name: Label = Field(description="label of the key in errors and logs, unique")
+    tenant: Label | None = Field(default=None, description="keys with the same tenant share cached prefixes")
+    client: Label | None = Field(default=None, description="keys with the same client share one fair share; null: name")
+    is_administrative: bool = Field(default=False, description="whether it may see whole pages and delete the cache")
+    max_requests_per_minute: int | None = Field(default=None, ge=1, description="requests that generate")
+    max_tokens_per_minute: int | None = Field(default=None, ge=1, description="prompt and completion tokens together")
+    max_rows: int | None = Field(default=None, ge=1, description="choices in flight at once")
+
+    @property
+    def identity(self) -> KeyIdentity:
+        limits = KeyLimits(self.max_requests_per_minute, self.max_tokens_per_minute, self.max_rows)
+        return KeyIdentity(self.name, self.tenant or "", self.client or self.name, self.is_administrative, limits)
+
+
+_Entries = TypeAdapter(list[ApiKeyEntry])
+
+
+class KeyRing:
+    """The keys that a server takes, as hashes."""
+
+    def __init__(self, keys: Iterable[tuple[str, KeyIdentity]]):
+        """keys: pairs of 'sha256:<hex digits>' and what the key stands for."""
+        self._keys = [(bytes.fromhex(hash_.removeprefix("sha256:")), identity) for hash_, identity in keys]
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, sent: str) -> KeyIdentity | None:
+        """Return what a key stands for, in a time that tells nothing of the keys."""
+        digest = hashlib.sha256(sent.encode("latin-1")).digest()
+        found = [identity for ours, identity in self._keys if hmac.compare_digest(ours, digest)]
+        return found[0] if found and sent else None
+
+
+def read_api_keys(config: HttpConfig) -> KeyRing:
+    """Read the keys of the configuration, of its file and of its environment variable.
+
+    Raises:
+        ApiKeysError: a file or a variable that is missing, malformed or unsafe, or a key that is there twice.
+    """
+    keys = [(f"http.api_keys[{i}]", hash_, _bare(f"api_keys[{i}]")) for i, hash_ in enumerate(config.api_keys)]
+    if config.api_keys_file is not None:
+        keys += _of_file(config.api_keys_file)
+    if config.api_keys_env is not None:
+        keys += _of_variable(config.api_keys_env)
+    _check_unique(keys)
+    return KeyRing((hash_, identity) for _, hash_, identity in keys)
+
+
+_Key = tuple[str, str, KeyIdentity]
+"""The place that a key comes from, its hash, and what it stands for."""
+
+
+def _bare(name: str) -> KeyIdentity:
+    return KeyIdentity(name, is_administrative=True)
+
+
+def _of_file(path: str) -> list[_Key]:
+    place = f"http.api_keys_file: {path}"
+    try:
+        raw = yaml.safe_load(_read_private(Path(path).expanduser(), place))
+    except yaml.MarkedYAMLError as error:  # its text would quote the file
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+        raise ApiKeysError(f"{place} is no valid YAML{line}: {error.problem}") from None
+    except yaml.YAMLError:
+        raise ApiKeysError(f"{place} is no valid YAML") from None
+    try:
+        entries = _Entries.validate_python(raw)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"])
+        raise ApiKeysError(f"{place}: {where or 'the file'}: {_mistake(first)}") from None
+    if not entries:
+        raise ApiKeysError(f"{place} holds no keys")
+    return [(f"{place}: [{i}]", entry.hash, entry.identity) for i, entry in enumerate(entries)]
+
+
+def _read_private(path: Path, place: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & OTHERS:
+                raise ApiKeysError(
+                    f"{place} has the mode {mode:04o}: other users of this machine can read or change it. As ssh does "
+                    f"with private keys, Orchard refuses such a file: chmod 600 {path}"
+                )
+            return file.read()
+    except FileNotFoundError:
+        raise ApiKeysError(f"{place} does not exist; every node on which an Ingress runs needs it") from None
+    except OSError as error:
+        raise ApiKeysError(f"{place} cannot be read: {error.strerror}") from None
+    except UnicodeError:
+        raise ApiKeysError(f"{place} is not UTF-8") from None
+
+
+def _mistake(finding: Any) -> str:
+    match finding["type"]:
+        case "list_type":
+            return "expected a list of keys, each with `hash` and `name`"
+        case "extra_forbidden":
+            return f"there is no such field; there are {', '.join(ApiKeyEntry.model_fields)}"
+        case "missing":
+            return "is missing"
+    return finding["msg"]
+
+
+def _of_variable(name: str) -> Iterator[_Key]:
+    place = f"http.api_keys_env: the environment variable {name}"
+    if name not in os.environ:
+        raise ApiKeysError(f"{place} is not set; every node on which an Ingress runs needs it when Ray starts")
+    for i, key in enumerate(os.environ[name].split(",")):
+        key = key.strip()
+        if not key:
+            raise ApiKeysError(f"{place}: key {i + 1} is empty; it holds plain keys, separated by commas")
+        if not (key.isascii() and key.isprintable()) or " " in key:
+            raise ApiKeysError(f"{place}: key {i + 1} has characters that no HTTP header can carry")
+        yield f"{place}, key {i + 1}", f"sha256:{hashlib.sha256(key.encode()).hexdigest()}", _bare(f"{name}[{i}]")
+
+
+def _check_unique(keys: list[_Key]) -> None:
+    places: dict[str, str] = {}
+    for place, hash_, identity in keys:
+        for unique, what in ((hash_, "hash"), (f"name {identity.name}", f"name {json.dumps(identity.name)}")):
+            if unique in places:
+                raise ApiKeysError(f"{place} has the same {what} as {places[unique]}: each key may be there once")
+            places[unique] = place
+
+
+def _joined(own: str, sent: str) -> str:
+    """Different pairs give different texts, whatever a client sends; two empty ones give ''."""
+    return f"{len(own)}:{own}{sent}" if own or sent else ""

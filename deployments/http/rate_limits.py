@@ -1,0 +1,229 @@
+"""RateLimits: what each API key may use per minute and at once. Each ingress counts for itself."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+
+from deployments.http.api_keys import KeyIdentity
+from deployments.http.errors import ErrorDialect, Refusal
+from deployments.in_flight import Pace
+from engine.protocol import InvalidRequest
+
+Clock = Callable[[], float]
+
+MINUTE_S = 60.0
+
+ROUNDING = 1e-6
+"""Of a request or a token: after exactly the announced time there must be one."""
+
+KINDS = ("requests", "tokens")
+
+HEADER_NAMES = tuple(
+    name.format(kind=kind)
+    for kind in KINDS
+    for name in (
+        "x-ratelimit-limit-{kind}",
+        "x-ratelimit-remaining-{kind}",
+        "x-ratelimit-reset-{kind}",
+        "anthropic-ratelimit-{kind}-limit",
+        "anthropic-ratelimit-{kind}-remaining",
+        "anthropic-ratelimit-{kind}-reset",
+    )
+)
+"""All headers that RateLimits.headers can return, in both dialects."""
+
+
+class RateLimited(Refusal):
+    """key: name of the key. limit: name of the limit, value: what it is. found: how much of it is used."""
+
+    status, code, type = 429, "rate_limit_exceeded", "rate_limit_error"
+
+    def __init__(self, key: str, limit: str, value: int, found: str, retry_after_s: float):
+        super().__init__(key, limit, value, found, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+    @property
+    def message(self) -> str:
+        key, limit, value, found, retry_after_s = self.args
+        return (
+            f"The API key {key!r} has a limit of {value} ({limit}): {found}. Try again in {math.ceil(retry_after_s)} s."
+        )
+
+
+class TokenBucket:
+    """An allowance that refills evenly, up to what it is per minute. It may be overdrawn.
+
+    Args:
+        per_minute: size of the bucket, and how much flows into it in a minute.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, per_minute: int, clock: Clock):
+        self.per_minute = per_minute
+        self._clock = clock
+        self._level = float(per_minute)
+        self._updated_s = clock()
+
+    @property
+    def level(self) -> float:
+        """What is left now; negative when it is overdrawn."""
+        now = self._clock()
+        self._level = min(self.per_minute, self._level + (now - self._updated_s) * self.per_minute / MINUTE_S)
+        self._updated_s = now
+        return self._level
+
+    @property
+    def has_one(self) -> bool:
+        return self.level >= 1 - ROUNDING
+
+    @property
+    def remaining(self) -> int:
+        return max(0, math.floor(self.level + ROUNDING))
+
+    def take(self, amount: int) -> None:
+        self._level = self.level - amount
+
+    def seconds_until(self, level: float) -> float:
+        return max(0.0, level - self.level) * MINUTE_S / self.per_minute
+
+
+class KeyUse:
+    """What one key has used lately."""
+
+    def __init__(self, key: KeyIdentity, clock: Clock):
+        limits = key.limits
+        self._name = key.name
+        self._max_rows = limits.max_rows
+        self._pace = Pace(clock)
+        self._num_rows = 0
+        self.buckets = {
+            kind: TokenBucket(per_minute, clock)
+            for kind, per_minute in zip(
+                KINDS, (limits.max_requests_per_minute, limits.max_tokens_per_minute), strict=True
+            )
+            if per_minute is not None
+        }
+
+    def check(self, num_choices: int) -> None:
+        """Raises RateLimited, and InvalidRequest for more choices than may ever be in flight."""
+        self._check_rows(num_choices)
+        for kind, bucket in self.buckets.items():
+            if not bucket.has_one:
+                raise RateLimited(
+                    self._name,
+                    f"max_{kind}_per_minute",
+                    bucket.per_minute,
+                    f"no {kind} are left",
+                    bucket.seconds_until(1),
+                )
+
+    def _check_rows(self, num_choices: int) -> None:
+        if self._max_rows is None:
+            return
+        if num_choices > self._max_rows:
+            raise InvalidRequest(
+                f"`n` is {num_choices}: the API key {self._name!r} may have {self._max_rows} choices in flight "
+                "(max_rows).",
+                "n",
+            )
+        num_over = self._num_rows + num_choices - self._max_rows
+        if num_over > 0:
+            found = f"{self._num_rows} choices are in flight, and {num_choices} more were asked for"
+            wait_s = self._pace.seconds_until(num_over)
+            raise RateLimited(self._name, "max_rows", self._max_rows, found, wait_s)
+
+    @contextmanager
+    def enter(self, num_choices: int) -> Iterator[None]:
+        self.check(num_choices)
+        if "requests" in self.buckets:
+            self.buckets["requests"].take(1)
+        if self._num_rows == 0:
+            self._pace.begin()
+        self._num_rows += num_choices
+        try:
+            yield
+        finally:
+            self._num_rows -= num_choices
+            self._pace.ended(num_choices)
+
+
+class RateLimits:
+    """Counts what the keys with limits use; every other key is let through. Its size is that of the configuration.
+
+    Requests and tokens per minute are token buckets: a key that was idle may use the allowance of a minute at once, and
+    regains it evenly. A request needs one token to start and is charged for all of its tokens when its answer ends,
+    which may overdraw the bucket: then the next request has to wait for longer.
+
+    Args:
+        clock: monotonic seconds.
+        now: seconds since the epoch, for dates in headers.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic, now: Clock = time.time):
+        self._clock = clock
+        self._now = now
+        self._uses: dict[str, KeyUse] = {}
+
+    def check(self, key: KeyIdentity, num_choices: int) -> None:
+        """Raise what `enter` would raise, without counting anything."""
+        if key.limits:
+            self._use(key).check(num_choices)
+
+    @contextmanager
+    def enter(self, key: KeyIdentity, num_choices: int) -> Iterator[None]:
+        """Count a request, and its choices as in flight until the context is left.
+
+        Raises:
+            RateLimited: a limit of the key is reached; nothing is counted.
+            InvalidRequest: more choices than the key may ever have in flight.
+        """
+        if not key.limits:
+            yield
+            return
+        with self._use(key).enter(num_choices):
+            yield
+
+    def charge(self, key: KeyIdentity, num_tokens: int) -> None:
+        """Count prompt and completion tokens of an answer that has ended, also of one that was cut off or failed."""
+        if key.limits and (bucket := self._use(key).buckets.get("tokens")) is not None:
+            bucket.take(num_tokens)
+
+    def headers(self, key: KeyIdentity, dialect: ErrorDialect) -> dict[str, str]:
+        """Return what is left of the limits per minute, in the headers of a dialect; {} for a key without any."""
+        if not key.limits:
+            return {}
+        write = self._anthropic_headers if dialect == "anthropic" else self._openai_headers
+        return {
+            name: text for kind, bucket in self._use(key).buckets.items() for name, text in write(kind, bucket).items()
+        }
+
+    def _openai_headers(self, kind: str, bucket: TokenBucket) -> dict[str, str]:
+        return {
+            f"x-ratelimit-limit-{kind}": str(bucket.per_minute),
+            f"x-ratelimit-remaining-{kind}": str(bucket.remaining),
+            f"x-ratelimit-reset-{kind}": duration(bucket.seconds_until(bucket.per_minute)),
+        }
+
+    def _anthropic_headers(self, kind: str, bucket: TokenBucket) -> dict[str, str]:
+        full_at = math.ceil(self._now() + bucket.seconds_until(bucket.per_minute))
+        return {
+            f"anthropic-ratelimit-{kind}-limit": str(bucket.per_minute),
+            f"anthropic-ratelimit-{kind}-remaining": str(bucket.remaining),
+            f"anthropic-ratelimit-{kind}-reset": datetime.fromtimestamp(full_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
+
+    def _use(self, key: KeyIdentity) -> KeyUse:
+        if key.name not in self._uses:
+            self._uses[key.name] = KeyUse(key, self._clock)
+        return self._uses[key.name]
+
+
+def duration(seconds: float) -> str:
+    """Return a time as OpenAI writes it (Go's durations): 0s, 120ms, 8.64s, 6m0s."""
+    num_ms = math.ceil(round(seconds * 1000, 3))
+    if 0 < num_ms < 1000:
+        return f"{num_ms}ms"
+    minutes, rest_ms = divmod(num_ms, 60_000)
+    return f"{f'{minutes}m' if minutes else ''}{rest_ms / 1000:g}s"

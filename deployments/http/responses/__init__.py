@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: wire models, stored responses, and the encoder of its answers."""

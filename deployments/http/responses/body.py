@@ -1,0 +1,241 @@
+"""The wire model of a request for a response, and the ChatRequest that it stands for."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from deployments.chat import ChatRequest, Route, Thinking
+from deployments.http.errors import from_validation, shown
+from deployments.http.fields import FieldRules, split_fields
+from deployments.http.openai.chat_wire import MAX_USER_CHARS, CacheSalt, PlainFormat, schema_grammar
+from deployments.http.openai.thinking_wire import Effort, from_effort
+from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.responses.conversation import conversation
+from deployments.http.responses.encoder import ResponsesEcho
+from deployments.http.responses.items import Item, WireInput, kept_items, references
+from deployments.http.responses.tools import OfferedTools, WireToolChoice, WireTools, offered_tools, tool_choice
+from deployments.http.wire import Wire, choose, tag
+from engine.protocol import GrammarSpec, InvalidRequest
+
+SEALED_REASONING = "reasoning.encrypted_content"
+
+MAX_KEY_CHARS = 1024
+"""Characters of `prompt_cache_key` and of ids."""
+
+FIELD_RULES = FieldRules(
+    neutral={
+        "background": (False,),
+        "service_tier": ("auto", "default"),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    },
+    refused={
+        "access_programs": "",
+        "context_management": "",
+        "conversation": "Send `previous_response_id`, or the whole conversation in `input`.",
+        "image": "",
+        "max_tool_calls": "It limits calls of built-in tools, and there are none.",
+        "moderation": "",
+        "prompt": "Send its text in `instructions` or `input`.",
+    },
+    informational=frozenset({"client_metadata", "prompt_cache_options", "prompt_cache_retention"}),
+)
+"""The fields that ResponsesBody does not have."""
+
+_INT32_MAX = 2**31 - 1
+
+
+class StreamOptions(Wire):
+    include_obfuscation: Literal[False] | None = None
+
+
+class SchemaFormat(Wire):
+    """The schema is enforced whatever `strict` says; `name` and `description` are labels that no model sees."""
+
+    type: Literal["json_schema"]
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+    description: str | None = None
+
+
+_FORMAT_TAGS = {"text": "plain", "json_object": "plain", "json_schema": "schema"}
+
+
+def _format_tag(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else "text"
+    return _FORMAT_TAGS.get(kind) if isinstance(kind, str) else None
+
+
+TextFormat = Annotated[
+    Annotated[PlainFormat, tag("plain")] | Annotated[SchemaFormat, tag("schema")],
+    choose(_format_tag, f"must be one of: {', '.join(_FORMAT_TAGS)}", "type"),
+]
+
+
+class TextConfig(Wire):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningConfig(Wire):
+    """A summary is whatever there is to read: the whole thought."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+Label = Annotated[str, Field(max_length=512)]
+
+
+class ResponsesBody(Wire):
+    """`user`, `safety_identifier`, `prompt_cache_key` and `metadata` change no token.
+
+    The first two name the client's end user, whose fair share of the engine the request takes. `cache_salt` is vLLM's
+    field, see ChatCompletionBody.
+    """
+
+    model: str
+    input: WireInput | None = None
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Field(min_length=1, max_length=MAX_KEY_CHARS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None
+    max_output_tokens: int | None = Field(None, ge=-1, le=_INT32_MAX)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    tools: WireTools | None = None
+    tool_choice: WireToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
+    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)] | None = None
+    user: str | None = Field(None, max_length=MAX_USER_CHARS)
+    safety_identifier: str | None = Field(None, max_length=MAX_USER_CHARS)
+    prompt_cache_key: str | None = Field(None, max_length=MAX_KEY_CHARS)
+    cache_salt: CacheSalt | None = None
+
+    @property
+    def ceiling(self) -> int | None:
+        return None if self.max_output_tokens == -1 else self.max_output_tokens
+
+    @property
+    def summary(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.summary or self.reasoning.generate_summary
+
+
+_HONOURED = frozenset(ResponsesBody.model_fields)
+
+
+def parse_responses(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
+    """See request_reader.Parser. A request that needs stored items has no messages yet: its echo `is_open`."""
+    honoured, ignored = split_fields(raw, _HONOURED, FIELD_RULES, rules.unknown_fields)
+    try:
+        body = ResponsesBody.model_validate(honoured)
+    except ValidationError as error:
+        raise from_validation(error) from None
+    _check_together(body)
+    rules.check_model(body.model)
+    offered = offered_tools(body.tools or ())
+    fields = request_fields(body, offered)
+    items = kept_items(body.input if body.input is not None else (), rules.media_kinds)
+    echo = _echo(body, raw, offered, items)
+    messages, route = ((), Route.TEXT) if echo.is_open else conversation(items, body.instructions, rules)
+    request = ChatRequest(request_id="", messages=messages, **fields)
+    return ParsedRequest(request, route, bool(body.stream), echo, (*ignored, *offered.not_offered))
+
+
+def _check_together(body: ResponsesBody) -> None:
+    """What no field says alone."""
+    if body.input is None and body.previous_response_id is None:
+        raise InvalidRequest("`input` is required.", "input")
+    if body.max_output_tokens == 0:
+        raise InvalidRequest("`max_output_tokens` is 0: it must be at least 1.", "max_output_tokens")
+    for i, name in enumerate(body.include or ()):
+        if name != SEALED_REASONING:
+            path = f"include[{i}]"
+            raise InvalidRequest(f"`{path}` is {shown(name)}: it may only be {json.dumps(SEALED_REASONING)}.", path)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("`stream_options` may only be sent with `stream`: true.", "stream_options")
+
+
+def request_fields(body: ResponsesBody, offered: OfferedTools) -> dict[str, Any]:
+    """How the fields of a ChatRequest follow from those of the wire that shape the answer."""
+    choice = tool_choice(body.tool_choice, offered)
+    is_greedy = body.top_p == 0
+    user = body.safety_identifier or body.user
+    return {
+        "max_tokens": body.ceiling,
+        "temperature": 0.0 if is_greedy else body.temperature,
+        "top_p": None if is_greedy else body.top_p,
+        "tools": offered.tools,
+        "tool_choice": choice,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        # an answer that must be calls holds no text that could have a format
+        "grammar": None if choice.mode == "required" else _grammar(body),
+        "thinking": _thinking(body.reasoning),
+        "tenant": body.cache_salt or "",
+        "client": user or body.cache_salt or "",
+    }
+
+
+def _grammar(body: ResponsesBody) -> GrammarSpec | None:
+    form = None if body.text is None else body.text.format
+    if isinstance(form, SchemaFormat):
+        return schema_grammar(form.schema_, "text.format")
+    if form is not None and form.type == "json_object":
+        return GrammarSpec("json_object", field="text.format")
+    return None
+
+
+def _thinking(reasoning: ReasoningConfig | None) -> Thinking | None:
+    effort = None if reasoning is None else reasoning.effort
+    return None if effort is None else from_effort(effort, "reasoning.effort")
+
+
+def _echo(body: ResponsesBody, raw: dict[str, Any], offered: OfferedTools, items: Sequence[Item]) -> ResponsesEcho:
+    stores = body.store is not False
+    referenced = tuple(id for _, id in references(items))
+    is_open = bool(referenced) or body.previous_response_id is not None
+    return ResponsesEcho(
+        settings=_settings(body, raw),
+        instructions=body.instructions,
+        items=json.dumps(items, ensure_ascii=False, separators=(",", ":")).encode() if stores or is_open else b"[]",
+        previous_response_id=body.previous_response_id,
+        references=referenced,
+        stores=stores,
+        namespaces=offered.namespaces,
+        shows_summary=body.summary is not None,
+        seals_reasoning=SEALED_REASONING in (body.include or ()),
+    )
+
+
+def _settings(body: ResponsesBody, raw: dict[str, Any]) -> dict[str, Any]:
+    """What the response repeats of its request."""
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.ceiling,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": body.summary},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": body.temperature,
+        "text": {"format": (raw.get("text") or {}).get("format") or {"type": "text"}, "verbosity": "medium"},
+        "tool_choice": raw.get("tool_choice") or "auto",
+        "tools": raw.get("tools") or [],
+        "top_logprobs": 0,
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }

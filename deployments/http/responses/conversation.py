@@ -1,0 +1,130 @@
+"""Items -> the canonical conversation that they stand for."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from deployments.chat import Message, Route
+from deployments.http.classify import classify
+from deployments.http.normalize import normalize
+from deployments.http.request_reader import ReadingRules
+from deployments.http.responses.items import Item
+from engine.protocol import InvalidRequest
+
+
+def conversation(
+    items: Iterable[Item], instructions: str | None, rules: ReadingRules
+) -> tuple[tuple[Message, ...], Route]:
+    """The normalized messages of a request without references, and its route. Raises InvalidRequest."""
+    leading = [{"role": "system", "content": instructions}] if instructions else []
+    messages = [*leading, *messages_of(items)]
+    if not messages:
+        raise InvalidRequest("`input` holds nothing: it must be a string or hold at least one item.", "input")
+    try:
+        normal = normalize(messages, rules.system_policy, rules.volatile_patterns, rules.keeps_late_system)
+    except InvalidRequest as error:  # with a path into messages that the client has never seen
+        raise InvalidRequest(
+            "`input` holds a system or developer message behind another role: here they may only stand at the start.",
+            "input",
+        ) from error
+    return normal, classify(normal)
+
+
+def messages_of(items: Iterable[Item]) -> list[Message]:
+    """The messages of kept items and items of outputs, in order.
+
+    Reasoning, text and calls of the assistant that follow each other are one message.
+    """
+    messages: list[Message] = []
+    turn = AssistantTurn()
+    for item in items:
+        if item["type"] in ("reasoning", "function_call") or item.get("role") == "assistant":
+            if turn.ends_before(item):
+                messages += turn.messages
+                turn = AssistantTurn()
+            turn.add(item)
+            continue
+        messages += turn.messages
+        turn = AssistantTurn()
+        messages.append(_message_of(item))
+    return messages + turn.messages
+
+
+class AssistantTurn:
+    """Collects the items of one assistant message."""
+
+    def __init__(self) -> None:
+        self._thoughts: list[str] = []
+        self._texts: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+        self._has_message = False
+
+    def ends_before(self, item: Item) -> bool:
+        """Whether the item begins another message. Behind a call none may begin: the call's result would not follow."""
+        return item["type"] != "function_call" and bool(self._texts) and not self._calls
+
+    def add(self, item: Item) -> None:
+        match item["type"]:
+            case "reasoning":
+                self._thoughts += filter(None, [_thought(item)])
+            case "function_call":
+                self._calls.append(_call(item))
+            case _:
+                self._has_message = True
+                self._texts += filter(None, ["".join(map(_text, item["content"]))])
+
+    @property
+    def messages(self) -> list[Message]:
+        """One message, or none if there is nothing to say."""
+        if not (self._thoughts or self._calls or self._has_message):
+            return []
+        content = "\n\n".join(self._texts) if self._texts else None if self._calls else ""
+        message: Message = {"role": "assistant", "content": content}
+        if self._thoughts:
+            message["reasoning_content"] = "\n\n".join(self._thoughts)
+        if self._calls:
+            message["tool_calls"] = self._calls
+        return [message]
+
+
+def full_name(name: str, namespace: str | None) -> str:
+    """The name by which the model knows a function of a namespace."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def _thought(item: Item) -> str:
+    content = item.get("content") or ()
+    if content:
+        return "".join(part["text"] for part in content)
+    return "\n\n".join(part["text"] for part in item.get("summary") or ())
+
+
+def _call(item: Item) -> dict[str, Any]:
+    function = {"name": full_name(item["name"], item.get("namespace")), "arguments": item["arguments"]}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _message_of(item: Item) -> Message:
+    if item["type"] == "function_call_output":
+        return {"role": "tool", "content": _content(item["output"]), "tool_call_id": item["call_id"]}
+    return {"role": item["role"], "content": _content(item["content"])}
+
+
+def _content(parts: str | Sequence[Item]) -> str | list[dict[str, Any]]:
+    """A single text and a list of nothing but this text are the same prompt."""
+    if isinstance(parts, str):
+        return parts
+    canonical = [_part(part) for part in parts]
+    if not canonical:
+        return ""
+    return canonical[0]["text"] if len(canonical) == 1 and canonical[0]["type"] == "text" else canonical
+
+
+def _part(part: Item) -> dict[str, Any]:
+    if part["type"] != "input_image":
+        return {"type": "text", "text": _text(part)}
+    detail = {"detail": "low"} if part["detail"] == "low" else {}
+    return {"type": "image_url", "image_url": {"url": part["image_url"], **detail}}
+
+
+def _text(part: Item) -> str:
+    return part["refusal"] if part["type"] == "refusal" else part["text"]

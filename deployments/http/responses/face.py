@@ -1,0 +1,233 @@
+"""POST /v1/responses, and what can be done with stored ones: get, delete, cancel, list their input items.
+
+Responses are stored in the memory of the node that made them. With several nodes a request that names a response of
+another node gets a 404 that says so: requests must then be routed by session, for example by `x-session-id`, which
+this face does not read.
+"""
+
+import asyncio
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from deployments.chat import Message, Route
+from deployments.http.answer_response import Job
+from deployments.http.door import Door
+from deployments.http.errors import shown
+from deployments.http.request_reader import ParsedRequest
+from deployments.http.responses.body import ResponsesBody
+from deployments.http.responses.conversation import conversation
+from deployments.http.responses.encoder import ResponsesEcho, ResponsesEncoder
+from deployments.http.responses.items import Item, references, response_id_of
+from deployments.http.responses.store import (
+    PreviousResponseNotFound,
+    ResponseNotFound,
+    ResponseStore,
+    StoredResponse,
+    Turn,
+)
+from engine.protocol import InvalidRequest
+
+MAX_INLINE_BYTES = 64 * 2**10
+"""Bytes of a conversation that may be joined on the event loop."""
+
+ID_PREFIX = "resp_"
+
+PATH = "/v1/responses"
+EXAMPLE = {"model": "demo", "input": "What is 12 + 30?", "max_output_tokens": 64}
+
+MAX_PAGE = 100
+"""Input items of one page."""
+
+DEFAULT_PAGE = 20
+
+
+class Responses:
+    def __init__(self, door: Door):
+        self._door = door
+        config = door.config
+        self._store = ResponseStore(
+            config.stored_responses_max, config.stored_responses_mb * 2**20, config.stored_responses_ttl_s
+        )
+        self._running: dict[str, tuple[str, ResponsesEncoder]] = {}
+        """Ids of the answers that are being made here -> their owners and encoders."""
+
+    def add_to(self, app: FastAPI) -> None:
+        guard, describe = self._door.errors.guard, self._door.api.describe
+        app.add_route(PATH, guard(self.create), ["POST"])
+        describe(PATH, "POST", ResponsesBody, "Answer a conversation of items.", EXAMPLE)
+        app.add_route(PATH + "/{id}", guard(self.one), ["GET", "DELETE"])  # one route, for a whole Allow header
+        describe(PATH + "/{id}", "GET", None, "Return a stored response.")
+        describe(PATH + "/{id}", "DELETE", None, "Delete a stored response.")
+        app.add_route(PATH + "/{id}/cancel", guard(self.cancel), ["POST"])
+        describe(PATH + "/{id}/cancel", "POST", None, "Cancel a response.")
+        app.add_route(PATH + "/{id}/input_items", guard(self.input_items), ["GET"])
+        describe(PATH + "/{id}/input_items", "GET", None, "List the input items of a stored response.")
+
+    async def create(self, request: Request) -> Response:
+        owner = self._owner(request)
+        id = f"{ID_PREFIX}{secrets.token_hex(16)}"
+
+        async def understand(body: bytes) -> Job:
+            parsed = await self._door.reader.read(body, "responses")
+            parsed, earlier = await self._joined(parsed, owner)
+            return self._door.job(parsed, id, partial(self._encoder, owner, earlier))
+
+        return EndingResponse(self._door.respond(request, understand), lambda: self._running.pop(id, None))
+
+    async def one(self, request: Request) -> Response:
+        id, owner = request.path_params["id"], self._owner(request)
+        if request.method == "DELETE":
+            if not self._store.delete(owner, id):
+                raise ResponseNotFound(id)
+            return JSONResponse({"id": id, "object": "response", "deleted": True})
+        if request.query_params.get("stream") == "true":
+            raise InvalidRequest("`stream` is true: stored responses are not streamed.", "stream")
+        if (stored := self._store.get(owner, id)) is not None:
+            return Response(stored.turns[-1].body, media_type="application/json")
+        running_owner, encoder = self._running.get(id, (None, None))
+        if encoder is None or running_owner != owner or not encoder.is_stored:
+            raise ResponseNotFound(id)
+        return JSONResponse(encoder.response("in_progress"))
+
+    async def cancel(self, request: Request) -> Response:
+        """A response that is complete is returned as it is. The client of a running one is told by an error."""
+        id, owner = request.path_params["id"], self._owner(request)
+        if (stored := self._store.get(owner, id)) is not None:
+            return Response(stored.turns[-1].body, media_type="application/json")
+        running_owner, encoder = self._running.get(id, (owner, None))
+        if running_owner != owner or not id.startswith(ID_PREFIX) or not await self._door.backend.cancel(id):
+            raise ResponseNotFound(id)
+        if encoder is None:  # it ran on another node
+            encoder = ResponsesEncoder(ResponsesEcho(_NO_SETTINGS), id, self._door.backend.model_name, int(time.time()))
+        return JSONResponse(encoder.response("cancelled"))
+
+    async def input_items(self, request: Request) -> Response:
+        """The items of the request itself, without those of the responses that it follows."""
+        id = request.path_params["id"]
+        if (stored := self._store.get(self._owner(request), id)) is None:
+            raise ResponseNotFound(id)
+        return JSONResponse(_page(stored.input_items, request.query_params))
+
+    def _owner(self, request: Request) -> str:
+        """Of stored responses: the API key, as a hash. Without configured keys everybody is the same owner."""
+        if not self._door.config.api_keys:
+            return ""
+        headers = request.headers
+        key = headers.get("x-api-key") or headers.get("authorization", "").partition(" ")[2].strip()
+        return hashlib.sha256(key.encode("latin-1")).hexdigest()
+
+    def _encoder(self, owner: str, earlier: tuple[Turn, ...], parsed: ParsedRequest, id: str) -> ResponsesEncoder:
+        echo: ResponsesEcho = parsed.echo
+        stores = echo.stores and self._store.is_enabled
+        if not stores:
+            echo = replace(echo, items=b"[]", settings={**echo.settings, "store": False})
+
+        def keep(body: dict[str, Any]) -> None:
+            turn = Turn(echo.items, json.dumps(body).encode())
+            self._store.add(StoredResponse(id, owner, (*earlier, turn)))
+
+        created = int(time.time())
+        encoder = ResponsesEncoder(echo, id, self._door.backend.model_name, created, keep if stores else None)
+        self._running[id] = owner, encoder
+        return encoder
+
+    async def _joined(self, parsed: ParsedRequest, owner: str) -> tuple[ParsedRequest, tuple[Turn, ...]]:
+        """The request with the stored conversation that it goes on with, and the turns of that."""
+        echo: ResponsesEcho = parsed.echo
+        if not echo.is_open:
+            return parsed, ()
+        earlier: tuple[Turn, ...] = ()
+        if (id := echo.previous_response_id) is not None:
+            if (previous := self._store.get(owner, id)) is None:
+                raise PreviousResponseNotFound(id, "previous_response_id")
+            earlier = previous.turns
+        referenced = {id: self._referenced(id, owner) for id in echo.references}
+        num_bytes = len(echo.items) + sum(turn.num_bytes for turn in earlier)
+        num_bytes += sum(len(stored.turns[-1].items) + len(stored.turns[-1].body) for stored in referenced.values())
+        self._check_size(num_bytes)
+        join = partial(_join, echo, earlier, referenced, self._door.rules)
+        is_small = num_bytes <= MAX_INLINE_BYTES and not self._door.rules.may_backtrack
+        items, messages, route = join() if is_small else await asyncio.to_thread(join)
+        request = replace(parsed.request, messages=messages)
+        return replace(parsed, request=request, route=route, echo=replace(echo, items=items)), earlier
+
+    def _referenced(self, id: str, owner: str) -> StoredResponse:
+        response_id = response_id_of(id)
+        stored = None if response_id is None else self._store.get(owner, response_id)
+        if stored is None:
+            raise ResponseNotFound(id, "input")
+        return stored
+
+    def _check_size(self, num_bytes: int) -> None:
+        limit = self._door.config.max_body_bytes
+        if num_bytes > limit:
+            field = "previous_response_id"
+            raise InvalidRequest(
+                f"`{field}`: the conversation has {num_bytes} bytes with what is stored; the limit is {limit}.", field
+            )
+
+
+class EndingResponse(Response):
+    """Another response, and what is done when it is over."""
+
+    def __init__(self, response: Response, then: Callable[[], object]):
+        super().__init__()
+        self._response = response
+        self._then = then
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._response(scope, receive, send)
+        finally:
+            self._then()
+
+
+_NO_SETTINGS: dict[str, Any] = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+
+
+def _join(
+    echo: ResponsesEcho, earlier: tuple[Turn, ...], referenced: Mapping[str, StoredResponse], rules: Any
+) -> tuple[bytes, tuple[Message, ...], Route]:
+    """The new input items as JSON, with references replaced, and the whole conversation."""
+    items: list[Item] = json.loads(echo.items)
+    for i, id in list(references(items)):
+        if (item := referenced[id].item(id)) is None:
+            raise ResponseNotFound(id, f"input[{i}]")
+        items[i] = item
+    known = [item for turn in earlier for item in turn.all_items]
+    messages, route = conversation([*known, *items], echo.instructions, rules)
+    return json.dumps(items, ensure_ascii=False).encode() if referenced else echo.items, messages, route
+
+
+def _page(items: list[Item], query: Mapping[str, str]) -> dict[str, Any]:
+    """One page of a list, newest first unless `order` is asc."""
+    order, limit, after = query.get("order", "desc"), query.get("limit", str(DEFAULT_PAGE)), query.get("after")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"`order` is {shown(order)}: it must be asc or desc.", "order")
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MAX_PAGE):
+        raise InvalidRequest(f"`limit` is {shown(limit)}: it must be an integer from 1 to {MAX_PAGE}.", "limit")
+    ordered = items if order == "asc" else items[::-1]
+    if after is not None:
+        places = [i for i, item in enumerate(ordered) if item["id"] == after]
+        if not places:
+            raise InvalidRequest(f"`after` is {shown(after)}: no input item of this response has this id.", "after")
+        ordered = ordered[places[0] + 1 :]
+    data = ordered[: int(limit)]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": len(ordered) > len(data),
+    }

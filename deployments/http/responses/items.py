@@ -1,0 +1,275 @@
+"""The wire models of input items, and the plain items that are kept of them.
+
+A kept item is a dict in the fields of the Responses API without what says nothing: the content of a message is always
+a list of parts, a thought is readable text, and unknown keys are gone.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from deployments.http.errors import shown
+from deployments.http.responses.sealed import Unsealer
+from deployments.http.wire import STRING_OR_ARRAY, OpenWire, choose, tag
+from engine.protocol import InvalidRequest
+
+Item = dict[str, Any]
+"""A kept item, or an item of an output."""
+
+MAX_ITEMS = 16_384
+"""Input items of one request."""
+
+MAX_PARTS = 2048
+"""Content parts of one item."""
+
+MAX_NAME_CHARS = 256
+"""Characters of a function's name or namespace in the history."""
+
+ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+"""Type of an item -> how its id begins."""
+
+_MADE_ID = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{32})i?[0-9]{1,6}")
+
+Detail = Literal["auto", "low", "high", "original"]
+
+
+class TextPart(OpenWire):
+    type: str
+    text: str
+
+    def kept(self) -> Item:
+        return {"type": "output_text" if self.type == "output_text" else "input_text", "text": self.text}
+
+
+class RefusalPart(OpenWire):
+    type: str
+    refusal: str
+
+    def kept(self) -> Item:
+        return {"type": "refusal", "refusal": self.refusal}
+
+
+class ImageSource(OpenWire):
+    url: str = Field(min_length=1)
+    detail: Detail | None = None
+
+
+Image = Annotated[ImageSource, BeforeValidator(lambda value: {"url": value} if isinstance(value, str) else value)]
+
+
+class ImagePart(OpenWire):
+    """`image_url` is a string, or an object as in chat completions."""
+
+    type: str
+    image_url: Image
+    detail: Detail | None = None
+
+    def kept(self) -> Item:
+        detail = self.detail or self.image_url.detail or "auto"
+        return {"type": "input_image", "image_url": self.image_url.url, "detail": detail}
+
+
+_PART_TAGS = {
+    "input_text": "text",
+    "output_text": "text",
+    "text": "text",
+    "refusal": "refusal",
+    "input_image": "image",
+}
+
+
+def _part_tag(part: Any) -> str | None:
+    kind = part.get("type") if isinstance(part, dict) else "text"
+    return _PART_TAGS.get(kind) if isinstance(kind, str) else None
+
+
+Part = Annotated[
+    Annotated[TextPart, tag("text")] | Annotated[RefusalPart, tag("refusal")] | Annotated[ImagePart, tag("image")],
+    choose(_part_tag, f"must be one of: {', '.join(_PART_TAGS)}", "type"),
+]
+Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
+Content = Annotated[Annotated[str, tag("string")] | Annotated[Parts, tag("array")], STRING_OR_ARRAY]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+
+
+class InputItem(OpenWire):
+    id: str | None = None
+
+    def _named(self, fields: Item) -> Item:
+        return fields if self.id is None else {"id": self.id, **fields}
+
+
+class MessageItem(InputItem):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content | None = None
+
+    def kept(self) -> Item:
+        if isinstance(self.content, list):
+            parts = [part.kept() for part in self.content]
+        else:
+            kind = "output_text" if self.role == "assistant" else "input_text"
+            parts = [{"type": kind, "text": self.content or ""}]
+        return self._named({"type": "message", "role": self.role, "content": parts})
+
+
+def _json_text(value: Any) -> Any:
+    """Arguments that a client sends as an object instead of JSON text."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+
+class FunctionCallItem(InputItem):
+    type: Literal["function_call"]
+    call_id: str = Field(min_length=1)
+    name: Name
+    arguments: Annotated[str, BeforeValidator(_json_text)]
+    namespace: Name | None = None
+
+    def kept(self) -> Item:
+        namespace = {} if self.namespace is None else {"namespace": self.namespace}
+        call = {"type": "function_call", "call_id": self.call_id, "name": self.name, "arguments": self.arguments}
+        return self._named({**call, **namespace})
+
+
+class FunctionCallOutputItem(InputItem):
+    type: Literal["function_call_output"]
+    call_id: str = Field(min_length=1)
+    output: Content
+
+    def kept(self) -> Item:
+        output = [part.kept() for part in self.output] if isinstance(self.output, list) else self.output
+        return self._named({"type": "function_call_output", "call_id": self.call_id, "output": output})
+
+
+class ThoughtPart(OpenWire):
+    """A part of a reasoning item: `summary_text` or `reasoning_text`."""
+
+    type: str | None = None
+    text: str
+
+
+Thoughts = Annotated[list[ThoughtPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class ReasoningItem(InputItem):
+    """Its thought is what we have sealed, else its content, else its summary. Other servers' sealed text is dropped."""
+
+    type: Literal["reasoning"]
+    summary: Thoughts | None = None
+    content: Thoughts | None = None
+    encrypted_content: str | None = None
+
+    def kept(self) -> Item:
+        summary = [{"type": "summary_text", "text": part.text} for part in self.summary or ()]
+        content = [{"type": "reasoning_text", "text": part.text} for part in self.content or ()]
+        return self._named({"type": "reasoning", "summary": summary, **({"content": content} if content else {})})
+
+
+class ReferenceItem(OpenWire):
+    type: Literal["item_reference"] | None = None
+    id: str = Field(min_length=1)
+
+    def kept(self) -> Item:
+        return {"type": "item_reference", "id": self.id}
+
+
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+
+
+def _item_tag(item: Any) -> str | None:
+    """An item without a type is a message, or, with nothing but an id, a reference."""
+    if not isinstance(item, dict):
+        return "message"
+    kind = item.get("type")
+    if kind is None:
+        return "item_reference" if "id" in item and "role" not in item else "message"
+    return kind if kind in ITEM_TYPES else None
+
+
+WireItem = Annotated[
+    Annotated[MessageItem, tag("message")]
+    | Annotated[FunctionCallItem, tag("function_call")]
+    | Annotated[FunctionCallOutputItem, tag("function_call_output")]
+    | Annotated[ReasoningItem, tag("reasoning")]
+    | Annotated[ReferenceItem, tag("item_reference")],
+    choose(_item_tag, f"must be one of: {', '.join(ITEM_TYPES)}", "type"),
+]
+WireInput = Annotated[
+    Annotated[str, tag("string")]
+    | Annotated[list[WireItem], Field(max_length=MAX_ITEMS, fail_fast=True), tag("array")],
+    STRING_OR_ARRAY,
+]
+
+
+def kept_items(sent: str | Sequence[Any], media_kinds: frozenset[str]) -> list[Item]:
+    """The items of an `input`; a string is one user message, also an empty one.
+
+    Raises InvalidRequest for an image that the model cannot read, and for a broken sealed thought.
+    """
+    if isinstance(sent, str):
+        return [MessageItem(role="user", content=sent).kept()]
+    unsealer = Unsealer()
+    items = []
+    for i, wire in enumerate(sent):
+        item = wire.kept()
+        _check_media(item, f"input[{i}]", media_kinds)
+        if isinstance(wire, ReasoningItem) and wire.encrypted_content:
+            item |= _unsealed(wire.encrypted_content, unsealer, f"input[{i}].encrypted_content")
+        items.append(item)
+    return items
+
+
+def _unsealed(sealed: str, unsealer: Unsealer, path: str) -> Item:
+    try:
+        text = unsealer.open(sealed)
+    except ValueError as error:
+        raise InvalidRequest(f"`{path}` is {shown(sealed)}: it {error}.", path) from None
+    return {} if text is None else {"content": [{"type": "reasoning_text", "text": text}]}
+
+
+def _check_media(item: Item, path: str, media_kinds: frozenset[str]) -> None:
+    for name in ("content", "output"):
+        parts = item.get(name)
+        for i, part in enumerate(parts if isinstance(parts, list) else ()):
+            if part["type"] != "input_image":
+                continue
+            where = f"{path}.{name}[{i}]"
+            if "image" not in media_kinds:
+                accepted = ", ".join(["text", *sorted(media_kinds)])
+                raise InvalidRequest(f"`{where}` is of the kind image, but this model reads only: {accepted}.", where)
+            if item.get("role") == "assistant":
+                raise InvalidRequest(f"`{where}` is an image: a message of the assistant may only hold text.", where)
+
+
+def references(items: Sequence[Item]) -> Iterator[tuple[int, str]]:
+    """(index, id) of each item that stands for a stored one."""
+    return ((i, item["id"]) for i, item in enumerate(items) if item["type"] == "item_reference")
+
+
+def output_id(kind: str, response_id: str, index: int) -> str:
+    """The id of an item of an output. It tells of which response the item is a part."""
+    return f"{ID_PREFIXES[kind]}_{response_id.removeprefix('resp_')}{index}"
+
+
+def response_id_of(item_id: str) -> str | None:
+    """The response that an item with an id of ours is a part of; None for any other id."""
+    made = _MADE_ID.fullmatch(item_id)
+    return None if made is None else f"resp_{made[1]}"
+
+
+def listed_items(items: Sequence[Item], response_id: str) -> list[Item]:
+    """The input items of a response as clients list them: each with an id and a status."""
+    hex_id = response_id.removeprefix("resp_")
+    listed = []
+    for i, item in enumerate(items):
+        made = f"{ID_PREFIXES[item['type']]}_{hex_id}i{i}"
+        parts = {"content": [_listed_part(part) for part in item["content"]]} if item["type"] == "message" else {}
+        listed.append({"id": made, "status": "completed", **item, **parts})
+    return listed
+
+
+def _listed_part(part: Item) -> Item:
+    return {**part, "annotations": []} if part["type"] == "output_text" else part

@@ -1,0 +1,46 @@
+"""Sealed thoughts: the text of a reasoning item as `encrypted_content`, which clients send back as it is."""
+
+import base64
+import binascii
+import zlib
+
+PREFIX = "orchard1."
+"""The version of the format. A text with another prefix was sealed by another server and is dropped."""
+
+MAX_SEALED_BYTES = 2**20
+"""UTF-8 bytes of one thought."""
+
+MAX_SEALED_BYTES_PER_REQUEST = 8 * 2**20
+"""UTF-8 bytes of all thoughts of one request: a compressed body must not become arbitrarily large."""
+
+
+def seal(text: str) -> str:
+    """Return the text as an opaque string. It is not encrypted: the client has seen the thought or could have."""
+    return PREFIX + base64.urlsafe_b64encode(zlib.compress(text.encode())).decode()
+
+
+class Unsealer:
+    """Opens the sealed thoughts of one request, up to a limit for all of them."""
+
+    def __init__(self) -> None:
+        self._num_bytes_left = MAX_SEALED_BYTES_PER_REQUEST
+
+    def open(self, sealed: str) -> str | None:
+        """Return the text, or None for what this server did not seal.
+
+        Raises ValueError for a text of ours that is broken or too large.
+        """
+        if not sealed.startswith(PREFIX):
+            return None
+        limit = min(MAX_SEALED_BYTES, self._num_bytes_left)
+        inflate = zlib.decompressobj()
+        try:
+            text = inflate.decompress(base64.urlsafe_b64decode(sealed.removeprefix(PREFIX)), limit + 1)
+            if len(text) > limit:
+                raise ValueError(f"must hold at most {MAX_SEALED_BYTES} bytes, and 8 times as much in all items")
+            if not inflate.eof:
+                raise ValueError("must be as the server has sent it")
+            self._num_bytes_left -= len(text)
+            return text.decode()
+        except (zlib.error, binascii.Error, UnicodeError):
+            raise ValueError("must be as the server has sent it") from None

@@ -1,0 +1,151 @@
+"""ResponseStore: the responses that this node has made and keeps for a while, with the items they follow from.
+
+Responses of one conversation share their turns, so a conversation of n turns takes the memory of n turns.
+"""
+
+import json
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from deployments.http.errors import Refusal, shown
+from deployments.http.responses.items import Item, listed_items
+
+OVERHEAD_BYTES = 1024
+"""What a turn takes besides its texts, about."""
+
+
+class ResponseNotFound(Refusal):
+    """id: of a response or of an item that was asked for. field: the client's field, None where the path names it."""
+
+    status, code = 404, "response_not_found"
+
+    def __init__(self, id: str, field: str | None = None):
+        super().__init__(id, field, field=field)
+
+    @property
+    def message(self) -> str:
+        id, field = self.args
+        where = "" if field is None else f"`{field}`: "
+        return (
+            f"{where}{shown(id)} is not stored here. Responses are stored on the node that made them, unless `store` "
+            "is false, and are dropped some time after their last use."
+        )
+
+
+class PreviousResponseNotFound(ResponseNotFound):
+    code = "previous_response_not_found"
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """What one response has added to a conversation."""
+
+    items: bytes
+    """Its input items as JSON."""
+    body: bytes
+    """The response as JSON."""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.items) + len(self.body) + OVERHEAD_BYTES
+
+    @property
+    def all_items(self) -> Iterator[Item]:
+        yield from json.loads(self.items)
+        yield from json.loads(self.body)["output"]
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    id: str
+    owner: str
+    """Of the API key it was made with: for all others it does not exist."""
+    turns: tuple[Turn, ...]
+    """The conversation, its own turn last."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the conversation."""
+        return sum(turn.num_bytes for turn in self.turns)
+
+    @property
+    def input_items(self) -> list[Item]:
+        """Its own input items, without those of earlier turns."""
+        return listed_items(json.loads(self.turns[-1].items), self.id)
+
+    def item(self, id: str) -> Item | None:
+        """An input or output item of its own turn."""
+        items = [*self.input_items, *json.loads(self.turns[-1].body)["output"]]
+        return next((item for item in items if item["id"] == id), None)
+
+
+class ResponseStore:
+    """Keeps responses up to three limits; the ones that were not used for longest are evicted first.
+
+    Args:
+        max_responses: 0: nothing is stored.
+        max_bytes: of all turns.
+        ttl_s: seconds since the last use.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, max_responses: int, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic):
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._stored: OrderedDict[str, tuple[float, StoredResponse]] = OrderedDict()
+        self._num_uses: Counter[Turn] = Counter()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        self._evict()
+        return len(self._stored)
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._max_responses > 0
+
+    def add(self, response: StoredResponse) -> None:
+        for turn in response.turns:
+            self._num_uses[turn] += 1
+            if self._num_uses[turn] == 1:
+                self.num_bytes += turn.num_bytes
+        self._stored[response.id] = self._clock(), response
+        self._evict()
+
+    def get(self, owner: str, id: str) -> StoredResponse | None:
+        """The response, if it is there and of this owner. It counts as used."""
+        self._evict()
+        _, response = self._stored.get(id, (0.0, None))
+        if response is None or response.owner != owner:
+            return None
+        self._stored[id] = self._clock(), response
+        self._stored.move_to_end(id)
+        return response
+
+    def delete(self, owner: str, id: str) -> bool:
+        """False if there is none."""
+        if self.get(owner, id) is None:
+            return False
+        self._remove(id)
+        return True
+
+    def _evict(self) -> None:
+        oldest_s = self._clock() - self._ttl_s
+        while self._stored:
+            id, (used_s, _) = next(iter(self._stored.items()))
+            is_over = len(self._stored) > self._max_responses or self.num_bytes > self._max_bytes
+            if not is_over and used_s > oldest_s:
+                return
+            self._remove(id)
+
+    def _remove(self, id: str) -> None:
+        _, response = self._stored.pop(id)
+        for turn in response.turns:
+            self._num_uses[turn] -= 1
+            if not self._num_uses[turn]:
+                del self._num_uses[turn]
+                self.num_bytes -= turn.num_bytes

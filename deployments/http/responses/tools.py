@@ -1,0 +1,176 @@
+"""The wire models of tools and tool choices of the Responses API, and what of them the model is offered."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from deployments.chat import Tool, ToolChoice
+from deployments.http.errors import shown
+from deployments.http.openai.tool_wire import MAX_TOOLS, ToolName
+from deployments.http.responses.conversation import full_name
+from deployments.http.wire import OpenWire, choose, tag
+from engine.protocol import InvalidRequest
+
+
+class FunctionTool(OpenWire):
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None  # tool_search, which would load it, is refused
+
+    def tool(self, namespace: str | None = None) -> Tool:
+        return Tool(full_name(self.name, namespace), self.description, self.parameters, bool(self.strict))
+
+
+class NamespaceTool(OpenWire):
+    """Functions whose calls come back with the name of their namespace."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class WebSearchTool(OpenWire):
+    """Accepted, since Codex always sends it, but never offered to the model: this server cannot search."""
+
+    type: str
+
+
+_TOOL_TAGS = {
+    "function": "function",
+    "namespace": "namespace",
+    "web_search": "web_search",
+    "web_search_2025_08_26": "web_search",
+}
+
+
+def _tool_tag(tool: Any) -> str | None:
+    kind = tool.get("type") if isinstance(tool, dict) else "function"
+    return _TOOL_TAGS.get(kind) if isinstance(kind, str) else None
+
+
+WireTool = Annotated[
+    Annotated[FunctionTool, tag("function")]
+    | Annotated[NamespaceTool, tag("namespace")]
+    | Annotated[WebSearchTool, tag("web_search")],
+    choose(_tool_tag, "must be one of: function, namespace, web_search", "type"),
+]
+WireTools = Annotated[list[WireTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class NamedChoice(OpenWire):
+    type: Literal["function"]
+    name: str
+    namespace: str | None = None
+
+
+class AllowedTool(OpenWire):
+    """A function, all functions of a namespace, or web_search, which is as if it were not there."""
+
+    type: Literal["function", "namespace", "web_search"]
+    name: str | None = None
+    namespace: str | None = None
+
+
+class AllowedChoice(OpenWire):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def _choice_tag(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "mode" if value in ("none", "auto", "required") else None
+    kind = value.get("type") if isinstance(value, dict) else None
+    return kind if kind in ("function", "allowed_tools") else None
+
+
+WireToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], tag("mode")]
+    | Annotated[NamedChoice, tag("function")]
+    | Annotated[AllowedChoice, tag("allowed_tools")],
+    choose(
+        _choice_tag,
+        'must be "none", "auto", "required" or an object of the type "function" or "allowed_tools"; no other tool can '
+        "be called here",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class OfferedTools:
+    """What the model is offered of the tools of a request."""
+
+    tools: tuple[Tool, ...] = ()
+    namespaces: tuple[tuple[str, str, str], ...] = ()
+    """Of each function in a namespace: the name for the model, its namespace, its bare name."""
+    not_offered: tuple[str, ...] = ()
+    """Tools that are accepted without effect, as `tools[3] (web_search)`."""
+
+
+def offered_tools(sent: Sequence[Any]) -> OfferedTools:
+    """Raises InvalidRequest for two functions of one name."""
+    tools: dict[str, Tool] = {}
+    namespaces, not_offered = [], []
+    for i, wire in enumerate(sent):
+        if isinstance(wire, WebSearchTool):
+            not_offered.append(f"tools[{i}] ({wire.type})")
+        for path, tool, function, namespace in _functions(wire, f"tools[{i}]"):
+            if tool.name in tools:
+                raise InvalidRequest(f"`{path}` is {shown(function.name)}: an earlier tool has this name.", path)
+            tools[tool.name] = tool
+            if namespace is not None:
+                namespaces.append((tool.name, namespace, function.name))
+    return OfferedTools(tuple(tools.values()), tuple(namespaces), tuple(not_offered))
+
+
+def _functions(wire: Any, path: str) -> Iterator[tuple[str, Tool, FunctionTool, str | None]]:
+    if isinstance(wire, FunctionTool):
+        yield f"{path}.name", wire.tool(), wire, None
+    elif isinstance(wire, NamespaceTool):
+        for i, function in enumerate(wire.tools):
+            yield f"{path}.tools[{i}].name", function.tool(wire.name), function, wire.name
+
+
+def tool_choice(sent: Any, offered: OfferedTools) -> ToolChoice:
+    """The choice among the offered tools. Raises InvalidRequest if it names or forces what is not there."""
+    choice = _choice(sent, offered)
+    names = {tool.name for tool in offered.tools}
+    for name in choice.names:
+        if name not in names:
+            raise InvalidRequest(f"`tool_choice` names the tool {shown(name)}, which is not in `tools`.", "tool_choice")
+    if choice.mode == "required" and not offered.tools:
+        has_search = f", for {offered.not_offered[0]} cannot be called here" if offered.not_offered else ""
+        raise InvalidRequest(
+            f"`tool_choice` requires a tool call, but there is no function in `tools`{has_search}.", "tool_choice"
+        )
+    return choice
+
+
+def _choice(sent: Any, offered: OfferedTools) -> ToolChoice:
+    match sent:
+        case None:
+            return ToolChoice()
+        case str():
+            return ToolChoice(sent)  # type: ignore[arg-type]
+        case NamedChoice():
+            return ToolChoice("required", (full_name(sent.name, sent.namespace),))
+    names = tuple(name for tool in sent.tools for name in _allowed_names(tool, offered))
+    if not names and sent.mode == "required":
+        raise InvalidRequest(
+            "`tool_choice` requires a tool call, but allows no function: web_search cannot be called here.",
+            "tool_choice",
+        )
+    return ToolChoice(sent.mode, names) if names else ToolChoice("none")
+
+
+def _allowed_names(allowed: AllowedTool, offered: OfferedTools) -> Iterator[str]:
+    if allowed.type == "function":
+        yield full_name(allowed.name or "", allowed.namespace)
+    elif allowed.type == "namespace":
+        yield from (full for full, namespace, _ in offered.namespaces if namespace == allowed.name)

@@ -1,0 +1,133 @@
+"""ThoughtMatcher: lets a model think, ends the thought when its budget is used up, then hands over to the grammar."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import numpy as np
+
+from engine.processing.grammar import GrammarMatcher
+from engine.protocol import ThoughtSpec
+
+
+class Phase(Enum):
+    """What the answer is doing."""
+
+    THINKING = "thinking"
+    ANSWERING = "answering"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class State:
+    """A place in an answer, up to the first token of its grammar."""
+
+    phase: Phase
+    """Once nothing is forced any more."""
+    forced: tuple[int, ...] = ()
+    """The only tokens that may come next, in this order."""
+    num_thought: int = 0
+    """Tokens of the thought so far."""
+
+
+class ThoughtRules:
+    """What holds in the thoughts of one request.
+
+    Args:
+        stop_token_ids: what ends the answer. They are forbidden in a thought that a grammar follows.
+        vocab_size: width of the logits.
+        has_grammar: whether a grammar follows the thought.
+    """
+
+    def __init__(self, spec: ThoughtSpec, stop_token_ids: tuple[int, ...], vocab_size: int, has_grammar: bool):
+        self._spec = spec
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._vocab_size = vocab_size
+        self._resume_ids = spec.resume_ids if has_grammar else ()
+        self._any = self._mask_of(range(vocab_size))
+        self._stop = self._mask_of(self._stop_token_ids)
+        closing = self._mask_of([spec.end_id])
+        self._thought = self._any & ~self._stop | closing if has_grammar else self._any
+
+    def first(self) -> State:
+        """Return the state at the beginning of the answer."""
+        return self._thinking(0, self._spec.opening_ids)
+
+    def next(self, state: State, token_id: int) -> State:
+        """Return the state behind a token. Raises ValueError for one that the mask forbids."""
+        if state.phase is Phase.ENDED:
+            return state
+        if state.forced and token_id != state.forced[0]:
+            raise ValueError(f"token {token_id} came in place of {state.forced[0]}, which is forced")
+        if token_id in self._stop_token_ids:
+            return State(Phase.ENDED)
+        if state.forced:
+            return replace(state, forced=state.forced[1:])
+        if state.phase is Phase.ANSWERING:
+            return state
+        if token_id == self._spec.end_id:
+            return State(Phase.ANSWERING, self._resume_ids)
+        return self._thinking(state.num_thought + 1)
+
+    def mask(self, state: State) -> np.ndarray:
+        """Return which tokens may come next, uint32 [ceil(vocab_size / 32)]."""
+        if state.forced:
+            return self._mask_of(state.forced[:1])
+        if state.phase is Phase.ENDED:
+            return self._stop
+        return self._any if state.phase is Phase.ANSWERING else self._thought
+
+    def _thinking(self, num_thought: int, opening_ids: tuple[int, ...] = ()) -> State:
+        if self._spec.budget is not None and num_thought >= self._spec.budget:
+            return State(Phase.ANSWERING, opening_ids + self._spec.closing_ids)
+        return State(Phase.THINKING, opening_ids, num_thought)
+
+    def _mask_of(self, token_ids: Iterable[int]) -> np.ndarray:
+        bits = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
+        bits[list(token_ids)] = 1
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+class ThoughtMatcher:
+    """A `core.request.Matcher` of an answer that begins with a thought; one thread at a time.
+
+    Args:
+        inner: the grammar's matcher at its beginning, which takes over behind the thought; None: any text follows.
+    """
+
+    def __init__(self, rules: ThoughtRules, inner: GrammarMatcher | None, state: State | None = None):
+        self._rules = rules
+        self._inner = inner
+        self._state = state or rules.first()
+
+    def masks(self, draft: tuple[int, ...] = ()) -> np.ndarray:
+        """uint32 [1 to len(draft) + 1, ceil(vocab_size / 32)]; see the protocol. Raises ValueError."""
+        state, rows = self._state, []
+        for i in range(len(draft) + 1):
+            if (inner := self._active(state)) is not None:
+                rest = inner.masks(draft[i:])
+                return np.concatenate([np.stack(rows), rest]) if rows else rest
+            rows.append(self._rules.mask(state))
+            if i == len(draft) or not _allows(rows[i], draft[i]):
+                break
+            state = self._rules.next(state, draft[i])
+        return np.stack(rows)
+
+    def advance(self, token_ids: tuple[int, ...]) -> None:
+        """Raises ValueError for a token that the mask forbids."""
+        for i, token_id in enumerate(token_ids):
+            if (inner := self._active(self._state)) is not None:
+                inner.advance(token_ids[i:])
+                return
+            self._state = self._rules.next(self._state, token_id)
+
+    def fork(self) -> "ThoughtMatcher":
+        return ThoughtMatcher(self._rules, None if self._inner is None else self._inner.fork(), self._state)
+
+    def _active(self, state: State) -> GrammarMatcher | None:
+        """The grammar's matcher, once it is its turn."""
+        return self._inner if state.phase is Phase.ANSWERING and not state.forced else None
+
+
+def _allows(row: np.ndarray, token_id: int) -> bool:
+    return 0 <= token_id < 32 * len(row) and bool(int(row[token_id >> 5]) >> (token_id & 31) & 1)
