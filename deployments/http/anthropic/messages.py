@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from deployments.http.answer_response import Job
 from deployments.http.anthropic.messages_encoder import MessagesEncoder
-from deployments.http.anthropic.messages_wire import MessagesEcho
+from deployments.http.anthropic.messages_wire import MessagesBody, MessagesEcho
 from deployments.http.anthropic.phrases import wrong
 from deployments.http.client_address import address_group, client_host
 from deployments.http.door import IGNORED_HEADER, Door
@@ -26,6 +26,9 @@ T = TypeVar("T")
 VERSIONS = ("2023-06-01", "2026-10-21")
 """Values of the header `anthropic-version`. They are treated alike: sampling parameters are honoured in both."""
 
+PATH = "/v1/messages"
+EXAMPLE = {"model": "demo", "max_tokens": 64, "messages": [{"role": "user", "content": "What is 12 + 30?"}]}
+
 
 class Messages:
     """The header `anthropic-beta` is ignored: what a request asks for is in its body."""
@@ -34,10 +37,13 @@ class Messages:
         self._door = door
 
     def add_to(self, app: FastAPI) -> None:
-        guard = self._door.errors.guard
-        app.add_route("/v1/messages", guard(self.create), ["POST"])
-        app.add_route("/v1/messages/count_tokens", guard(self.count_tokens), ["POST"])
-        app.add_route("/v1/messages/{id:path}/cancel", guard(self.cancel), ["POST"])
+        guard, describe = self._door.errors.guard, self._door.api.describe
+        app.add_route(PATH, guard(self.create), ["POST"])
+        describe(PATH, "POST", MessagesBody, "Answer a conversation, in Anthropic's dialect.", EXAMPLE)
+        app.add_route(PATH + "/count_tokens", guard(self.count_tokens), ["POST"])
+        describe(PATH + "/count_tokens", "POST", MessagesBody, "Count the tokens of the prompt of messages.", EXAMPLE)
+        app.add_route(PATH + "/{id:path}/cancel", guard(self.cancel), ["POST"])
+        describe(PATH + "/{id}/cancel", "POST", None, "Cancel a message by its id or X-Request-Id.")
 
     async def create(self, request: Request) -> Response:
         _check_version(request)

@@ -25,6 +25,7 @@ from deployments.http.api_keys import KeyIdentity
 from deployments.http.door import Door
 from deployments.http.errors import shown
 from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.responses.body import ResponsesBody
 from deployments.http.responses.conversation import conversation
 from deployments.http.responses.encoder import ResponsesEcho, ResponsesEncoder
 from deployments.http.responses.items import Item, references, response_id_of
@@ -41,6 +42,9 @@ MAX_INLINE_BYTES = 64 * 2**10
 """Bytes of a conversation that may be joined on the event loop."""
 
 ID_PREFIX = "resp_"
+
+PATH = "/v1/responses"
+EXAMPLE = {"model": "demo", "input": "What is 12 + 30?", "max_output_tokens": 64}
 
 MAX_PAGE = 100
 """Input items of one page."""
@@ -59,11 +63,16 @@ class Responses:
         """Ids of the answers that are being made here -> their owners and encoders."""
 
     def add_to(self, app: FastAPI) -> None:
-        guard = self._door.errors.guard
-        app.add_route("/v1/responses", guard(self.create), ["POST"])
-        app.add_route("/v1/responses/{id}", guard(self.one), ["GET", "DELETE"])  # one route, for a whole Allow header
-        app.add_route("/v1/responses/{id}/cancel", guard(self.cancel), ["POST"])
-        app.add_route("/v1/responses/{id}/input_items", guard(self.input_items), ["GET"])
+        guard, describe = self._door.errors.guard, self._door.api.describe
+        app.add_route(PATH, guard(self.create), ["POST"])
+        describe(PATH, "POST", ResponsesBody, "Answer a conversation of items.", EXAMPLE)
+        app.add_route(PATH + "/{id}", guard(self.one), ["GET", "DELETE"])  # one route, for a whole Allow header
+        describe(PATH + "/{id}", "GET", None, "Return a stored response.")
+        describe(PATH + "/{id}", "DELETE", None, "Delete a stored response.")
+        app.add_route(PATH + "/{id}/cancel", guard(self.cancel), ["POST"])
+        describe(PATH + "/{id}/cancel", "POST", None, "Cancel a response.")
+        app.add_route(PATH + "/{id}/input_items", guard(self.input_items), ["GET"])
+        describe(PATH + "/{id}/input_items", "GET", None, "List the input items of a stored response.")
 
     async def create(self, request: Request) -> Response:
         owner = _owner(request)
