@@ -114,19 +114,14 @@ class ApiDocument:
         return self._written
 
     def _write(self) -> dict[str, Any]:
-        schemas: dict[str, Any] = dict(ERRORS.values())
+        bodies, schemas = self._schemas()
         paths: dict[str, Any] = {}
         for operation in self.operations:
-            paths.setdefault(operation.path, {})[operation.method.lower()] = self._operation(operation, schemas)
+            path = paths.setdefault(operation.path, {})
+            path[operation.method.lower()] = _operation(operation, bodies.get(operation.id))
         return {
             "openapi": "3.1.0",
-            "info": {
-                "title": "Orchard",
-                "version": version("orchard"),
-                "description": "A body may have fields that are not listed here: those that would change the answer "
-                "are refused by name, the others are ignored"
-                + (" or refused." if self._refuses_unknown else " and named in the header X-Orchard-Ignored."),
-            },
+            "info": {"title": "Orchard", "version": version("orchard"), "description": self._description},
             "paths": paths,
             "components": {
                 "schemas": schemas,
@@ -138,27 +133,41 @@ class ApiDocument:
             "security": [{}, {"bearer": []}, {"key": []}],
         }
 
-    def _operation(self, operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
-        written: dict[str, Any] = {"operationId": operation.id, "summary": operation.summary}
-        if names := re.findall(r"{(\w+)}", operation.path):
-            written["parameters"] = [
-                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-            ]
-        streams = False
-        if operation.body_model is not None:
-            schema = self._body_schema(operation.body_model, schemas)
-            streams = "stream" in schema.get("properties", {})
-            written["requestBody"] = {"required": True, "content": {"application/json": _content(schema, operation)}}
-        return {**written, "responses": _responses(operation, streams)}
+    @property
+    def _description(self) -> str:
+        others = "refused" if self._refuses_unknown else "ignored and named in the header X-Orchard-Ignored"
+        return (
+            "A body may have fields that are not listed here: those that would change the answer are refused by name, "
+            f"the others are {others}."
+        )
 
-    def _body_schema(self, model: Any, schemas: dict[str, Any]) -> dict[str, Any]:
-        schema = TypeAdapter(model).json_schema(ref_template=REF_TEMPLATE)
-        schemas |= schema.pop("$defs", {})
-        bodies = [_resolved(choice, schemas) for choice in schema.get("anyOf", [schema])]
+    def _schemas(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The schemas of the bodies by the ids of their operations, and all that they refer to."""
+        models = [
+            (operation.id, "validation", TypeAdapter(operation.body_model))
+            for operation in self.operations
+            if operation.body_model is not None
+        ]
+        written, shared = TypeAdapter.json_schemas(models, ref_template=REF_TEMPLATE)  # type: ignore[arg-type]
+        schemas = {**dict(ERRORS.values()), **shared.get("$defs", {})}
+        bodies = {id: schema for (id, _), schema in written.items()}
         if not self._refuses_unknown:
-            for body in bodies:
-                body.pop("additionalProperties", None)
-        return schema
+            for schema in bodies.values():
+                for choice in schema.get("anyOf", [schema]):
+                    _resolved(choice, schemas).pop("additionalProperties", None)
+        return bodies, schemas
+
+
+def _operation(operation: Operation, schema: dict[str, Any] | None) -> dict[str, Any]:
+    written: dict[str, Any] = {"operationId": operation.id, "summary": operation.summary}
+    if names := re.findall(r"{(\w+)}", operation.path):
+        written["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if schema is not None:
+        written["requestBody"] = {"required": True, "content": {"application/json": _content(schema, operation)}}
+    streams = "stream" in getattr(operation.body_model, "model_fields", {})
+    return {**written, "responses": _responses(operation, streams)}
 
 
 def _resolved(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:

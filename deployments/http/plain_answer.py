@@ -1,18 +1,30 @@
 """PlainAnswer: the answer to a request for which nothing is generated, on the way that all answers take."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deployments.chat import Generation, SpecPrefillReport, TextDelta
 from deployments.http.answer import Answer
 from deployments.http.answer_response import Job
+from deployments.http.api_keys import KeyIdentity
 from deployments.http.door import Door
 from deployments.http.errors import Failure
 from deployments.http.request_reader import ParsedRequest
 
-Work = Callable[[], Awaitable[dict[str, Any] | bytes]]
-"""Returns the body of the response; bytes are JSON already."""
+
+@dataclass(frozen=True)
+class PlainBody:
+    """What a request is answered with."""
+
+    content: dict[str, Any] | bytes
+    """Bytes are JSON already."""
+    num_prompt_tokens: int = 0
+    """Tokens that were computed, which the limits of the request's key count."""
+
+
+Work = Callable[[KeyIdentity], Awaitable[PlainBody]]
+"""Takes the key of the request."""
 
 
 def plain_job(door: Door, parsed: ParsedRequest, id: str, work: Work, num_choices: int = 1) -> Job:
@@ -29,17 +41,22 @@ def plain_job(door: Door, parsed: ParsedRequest, id: str, work: Work, num_choice
 class PlainAnswer:
     """A Generation of no tokens, and the AnswerEncoder of what `work` returns."""
 
-    num_prompt_tokens = num_cached_tokens = num_skipped_tokens = 0
+    num_cached_tokens = num_skipped_tokens = 0
+    context_limited = False
     spec_prefill: SpecPrefillReport | None = None
 
     def __init__(self, work: Work, num_choices: int):
         self._work = work
         self._num_choices = num_choices
-        self._body: dict[str, Any] | bytes = {}
+        self._body = PlainBody({})
 
-    async def start(self) -> Generation:
-        self._body = await self._work()
+    async def start(self, key: KeyIdentity) -> Generation:
+        self._body = await self._work(key)
         return self
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._body.num_prompt_tokens
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         for index in range(self._num_choices):
@@ -49,7 +66,7 @@ class PlainAnswer:
         """There is nothing to close."""
 
     def body(self, answer: Answer) -> dict[str, Any] | bytes:
-        return self._body
+        return self._body.content
 
     # It is never streamed.
 

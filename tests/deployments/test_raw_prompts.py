@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from ray import serve
 
-from deployments.chat import ChatRequest, Route, Tool
+from deployments.chat import ChatRequest, Tool
 from deployments.http.config import HttpConfig
 from deployments.ingress import Ingress, naming_prompt
 from deployments.mllm import MLLM
@@ -73,10 +73,9 @@ def test_an_embedding_may_take_the_whole_context():
 def test_tokens_are_counted_as_the_prompt_would_be_rendered(planner):
     tool = Tool("get_weather", "The weather of a city", {"type": "object", "properties": {"city": {"type": "string"}}})
     plain, with_tool = ChatRequest("r", (USER,)), ChatRequest("r", (USER,), tools=(tool,), max_tokens=1, min_tokens=9)
-    for request in (plain, with_tool, raw("Hi")):
-        expected = len(
-            plan(planner, request if request is not with_tool else ChatRequest("r", (USER,), tools=(tool,))).token_ids
-        )
+    same_prompt = ChatRequest("r", (USER,), tools=(tool,))
+    for request, rendered in ((plain, plain), (with_tool, same_prompt), (raw("Hi"), raw("Hi"))):
+        expected = len(plan(planner, rendered).token_ids)
         assert asyncio.run(planner.count_tokens(request, request.messages)) == expected
     assert asyncio.run(planner.count_tokens(with_tool, (USER,))) > asyncio.run(planner.count_tokens(plain, (USER,)))
 
@@ -125,8 +124,7 @@ def graph() -> Iterator[tuple[Any, Any, Any]]:
     config = EngineConfig(max_running=4, prefix_cache=PrefixCacheConfig(min_tokens=4))
     engine = serve.run(ModelReplica.bind(config), name="raw-engine", _local_testing_mode=True)
     text = serve.run(TextMTP.bind(config, SpecPrefillConfig()), name="raw-text", _local_testing_mode=True)
-    images = MLLM.bind(config, MediaConfig(), SpecPrefillConfig())
-    yield engine, text, serve.run(images, name="raw-mllm", _local_testing_mode=True)
+    yield engine, text, text
     engine.options(method_name="__del__").remote().result()  # as Serve does; the local mode forgets it
 
 
@@ -211,17 +209,18 @@ def test_what_the_engine_cannot_embed_is_refused_by_field(talk):
     talk(test)
 
 
-def test_the_tokens_of_an_image_are_counted(graph):
+def test_the_tokens_of_an_image_are_counted():
     buffer = io.BytesIO()
     Image.new("RGB", (128, 64), "red").save(buffer, "PNG")
     url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
     request = ChatRequest("r", ({"role": "user", "content": parts},))
 
-    async def go() -> tuple[int, list[int]]:
-        here: Any = Here.__new__(Here)
-        await here.__init__("demo", EngineConfig(), HttpConfig(), {}, *graph)
-        return await here.count_tokens(request, Route.MLLM), await here.token_ids(request, Route.MLLM)
+    async def go() -> tuple[int, list[int], int]:
+        make: Any = MLLM.func_or_class
+        planner = make(EngineConfig(), MediaConfig(), SpecPrefillConfig())
+        planned = await planner.plan(request)
+        return await planner.count_tokens(request), await planner.token_ids(request), len(planned.request.token_ids)
 
-    count, ids = asyncio.run(go())
-    assert (len(ids), ids.count(6)) == (count, 8)
+    count, ids, num_planned = asyncio.run(go())
+    assert (len(ids), ids.count(6), count) == (num_planned, 8, num_planned)

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from deployments.chat import ChatRequest, Generation, Route
 from deployments.http.answer_response import Job
+from deployments.http.api_keys import KeyIdentity
 from deployments.http.door import Door
 from deployments.http.errors import RequestNotFound
 from deployments.http.openai.completions_encoder import CompletionsEcho, CompletionsEncoder
@@ -47,14 +48,14 @@ class Completions:
             replace(parsed.request, raw_prompt=prompt, prompt_field=field, request_id=f"{id}-{index}" if index else id)
             for index, (prompt, field) in enumerate(zip(echo.prompts, echo.fields, strict=True))
         ]
-        return replace(job, start=lambda: self._start(requests, encoder, echo), num_choices=echo.num_answers)
+        return replace(job, start=lambda key: self._start(key, requests, encoder, echo), num_choices=echo.num_answers)
 
     async def _start(
-        self, requests: list[ChatRequest], encoder: CompletionsEncoder, echo: CompletionsEcho
+        self, key: KeyIdentity, requests: list[ChatRequest], encoder: CompletionsEncoder, echo: CompletionsEcho
     ) -> Generation:
         if echo.echo:
             encoder.prompt_texts = tuple([await self._text(request) for request in requests])
-        starts = [lambda request=request: self._door.start(request, Route.TEXT) for request in requests]
+        starts = [lambda request=request: self._door.start(key, request, Route.TEXT) for request in requests]
         return await start_all(starts, echo.num_choices)
 
     async def _text(self, request: ChatRequest) -> str:

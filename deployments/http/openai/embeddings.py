@@ -12,11 +12,12 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.chat import EmbedRequest
+from deployments.chat import ChatRequest, EmbedRequest
 from deployments.http.answer_response import Job
+from deployments.http.api_keys import KeyIdentity
 from deployments.http.door import Door
 from deployments.http.openai.embeddings_wire import EmbeddingsBody
-from deployments.http.plain_answer import plain_job
+from deployments.http.plain_answer import PlainBody, plain_job
 from deployments.http.request_reader import ParsedRequest
 
 MAX_PARALLEL = 4
@@ -46,12 +47,15 @@ class EmbeddingsFace:
         id = f"embd-{secrets.token_hex(16)}"
         num_parallel = min(len(wanted.prompts), MAX_PARALLEL, self._door.backend.in_flight.max_choices)
         wanted = replace(wanted, request_id=id, num_parallel=num_parallel)
-        return plain_job(self._door, parsed, id, lambda: self._embed(wanted, is_base64), num_parallel)
+        return plain_job(self._door, parsed, id, lambda key: self._embed(key, wanted, is_base64), num_parallel)
 
-    async def _embed(self, wanted: EmbedRequest, is_base64: bool) -> bytes:
+    async def _embed(self, key: KeyIdentity, wanted: EmbedRequest, is_base64: bool) -> PlainBody:
         await self._door.check_ready()
-        found = await self._door.backend.embed(wanted)
-        return await embeddings_body(found.vectors, is_base64, self._door.backend.model_name, found.num_prompt_tokens)
+        backend = self._door.backend
+        client = key.apply(ChatRequest("", (), client=wanted.client)).client
+        found = await backend.embed(replace(wanted, client=client))
+        body = await embeddings_body(found.vectors, is_base64, backend.model_name, found.num_prompt_tokens)
+        return PlainBody(body, found.num_prompt_tokens)
 
 
 async def embeddings_body(vectors: Sequence[bytes], is_base64: bool, model: str, num_prompt_tokens: int) -> bytes:

@@ -19,6 +19,7 @@ class MergedGeneration:
         self.num_prompt_tokens = sum(generation.num_prompt_tokens for generation in generations)
         self.num_cached_tokens = sum(generation.num_cached_tokens for generation in generations)
         self.num_skipped_tokens = sum(generation.num_skipped_tokens for generation in generations)
+        self.context_limited = any(generation.context_limited for generation in generations)
         self.spec_prefill = _merged_reports([generation.spec_prefill for generation in generations])
         self._generations = generations
         self._num_choices = num_choices

@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -11,12 +10,12 @@ from starlette.responses import Response
 from deployments.http.answer_response import Job
 from deployments.http.door import Door
 from deployments.http.openai.tokenization_wire import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
-from deployments.http.plain_answer import plain_job
+from deployments.http.plain_answer import PlainBody, plain_job
 from deployments.http.request_reader import Dialect, ParsedRequest
 
 EXAMPLE = {"model": "demo", "messages": [{"role": "user", "content": "Hello!"}]}
 DETOKENIZE_EXAMPLE = {"model": "demo", "tokens": [72, 101, 108]}
-Answerer = Callable[[ParsedRequest], Awaitable[dict[str, Any]]]
+Answerer = Callable[[ParsedRequest], Awaitable[PlainBody]]
 
 
 class Tokenization:
@@ -42,17 +41,18 @@ class Tokenization:
     def _respond(self, request: Request, dialect: Dialect, answer: Answerer) -> Response:
         async def understand(body: bytes) -> Job:
             parsed = await self._door.reader.read(body, dialect)
-            return plain_job(self._door, parsed, f"tok-{secrets.token_hex(16)}", lambda: answer(parsed))
+            return plain_job(self._door, parsed, f"tok-{secrets.token_hex(16)}", lambda key: answer(parsed))
 
         return self._door.respond(request, understand)
 
-    async def _tokens(self, parsed: ParsedRequest) -> dict[str, Any]:
+    async def _tokens(self, parsed: ParsedRequest) -> PlainBody:
         backend = self._door.backend
         ids = await backend.token_ids(parsed.request, parsed.route)
         texts = await backend.token_texts(ids) if parsed.echo.returns_texts else None
-        return {"count": len(ids), "max_model_len": backend.max_context_tokens, "tokens": ids, "token_strs": texts}
+        limit = backend.max_context_tokens
+        return PlainBody({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
 
-    async def _text(self, parsed: ParsedRequest) -> dict[str, Any]:
+    async def _text(self, parsed: ParsedRequest) -> PlainBody:
         tokens = parsed.request.raw_prompt
         assert isinstance(tokens, tuple)
-        return {"prompt": await self._door.backend.text_of(tokens, parsed.request.prompt_field)}
+        return PlainBody({"prompt": await self._door.backend.text_of(tokens, parsed.request.prompt_field)})

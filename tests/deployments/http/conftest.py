@@ -82,11 +82,14 @@ class FakeBackend:
         return Embeddings(vectors, sum(map(len, request.prompts)))
 
     async def count_tokens(self, request: ChatRequest, route: Route) -> int:
-        return len(await self.token_ids(request, route))
+        self.requests.append((request, route))
+        return 11
 
     async def token_ids(self, request: ChatRequest, route: Route) -> list[int]:
         """The characters of a raw prompt or of all texts; a picture is one token more."""
         self.requests.append((request, route))
+        async for _ in FakeGeneration(self.start_script):
+            pass
         prompt = request.raw_prompt
         text = prompt if isinstance(prompt, str) else "".join(str(message["content"]) for message in request.messages)
         return [ord(character) for character in text] + [0] * (route is Route.MLLM)

@@ -240,7 +240,7 @@ def test_the_openai_client_reads_completions(make_app, backend):
     backend.script = [TextDelta("Hello", 2, "stop", logprobs=HELLO)]
 
     async def talk() -> None:
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(make_app()), base_url="http://127.0.0.1")
+        http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(make_app()), base_url="http://127.0.0.1")
         async with openai.AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="x", http_client=http) as client:
             whole = await client.completions.create(model="org/demo", prompt=["a", "b"], logprobs=1)
             assert [choice.text for choice in whole.choices] == ["Hello", "Hello"]

@@ -68,7 +68,7 @@ def test_numbers_are_exact():
 
 def test_the_openai_client_reads_both_forms(make_app):
     async def talk() -> None:
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(make_app()), base_url="http://127.0.0.1")
+        http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(make_app()), base_url="http://127.0.0.1")
         async with openai.AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="x", http_client=http) as client:
             default = await client.embeddings.create(model="org/demo", input=["a", "b"])
             numbers = await client.embeddings.create(model="org/demo", input=["a", "b"], encoding_format="float")
