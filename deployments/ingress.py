@@ -64,7 +64,7 @@ class TextGeneration:
         self.num_cached_tokens = stream.num_cached_tokens
         self.num_skipped_tokens = stream.num_skipped_tokens
         self.spec_prefill = stream.plan.spec_prefill
-        self.context_limited = request.fills_context
+        self.context_limited = False
         self._stream = stream
         self._note_end = note_end
         self._token_bytes = tokenizer.token_bytes

@@ -57,7 +57,7 @@ class HttpConfig(Frozen):
     allowed_hosts: tuple[HostName, ...] = Field(
         default=(),
         description="host names, without port, that requests may name in their Host header besides loopback names and "
-        "IP addresses; when empty and with api_keys or open, any name",
+        "IP addresses; when empty and with API keys or open, any name",
     )
     allowed_origins: tuple[Origin, ...] = Field(
         default=(),

@@ -36,20 +36,19 @@ HEADER_NAMES = tuple(
 
 
 class RateLimited(Refusal):
-    """key: name of the key. limit: name of the limit, value: what it is. found: how much of it is used."""
+    """key: name of the key. limit: name of the limit, value: what it is. found: how much of it is used. wait_s: seconds
+    until it may be sent again, which may be more than Retry-After tells."""
 
     status, code, type = 429, "rate_limit_exceeded", "rate_limit_error"
 
-    def __init__(self, key: str, limit: str, value: int, found: str, retry_after_s: float):
-        super().__init__(key, limit, value, found, retry_after_s)
-        self.retry_after_s = retry_after_s
+    def __init__(self, key: str, limit: str, value: int, found: str, wait_s: float):
+        super().__init__(key, limit, value, found, wait_s)
+        self.wait_s = self.retry_after_s = wait_s
 
     @property
     def message(self) -> str:
-        key, limit, value, found, retry_after_s = self.args
-        return (
-            f"The API key {key!r} has a limit of {value} ({limit}): {found}. Try again in {math.ceil(retry_after_s)} s."
-        )
+        key, limit, value, found, wait_s = self.args
+        return f"The API key {key!r} has a limit of {value} ({limit}): {found}. Try again in {math.ceil(wait_s)} s."
 
 
 class TokenBucket:

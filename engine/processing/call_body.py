@@ -6,12 +6,14 @@ from typing import Protocol
 
 OUTSIDE_OF_STRINGS = re.compile(r'["{}\[\]]')
 INSIDE_OF_STRINGS = re.compile(r'["\\]')
+VALUE = re.compile(r"\{|\A\s*\[(?=\s*[{\]])")
+"""How the JSON of a call begins; brackets in front of it are markup."""
 
 MAX_BEHIND = 256
 """Characters between the JSON of a call and its end marker."""
 
 MAX_UNSURE = 64
-"""Pieces of text after which it is certain whether they are a call."""
+"""Pieces of text after which it is certain whether they are a call, and a name is over."""
 
 
 class CallBody(Protocol):
@@ -64,28 +66,20 @@ class MarkedBody:
 
 
 class JsonBody:
-    """A call that ends with a JSON object or array, which its first bracket begins.
+    """A call that ends with a JSON object or array of objects; a name with markup may be in front of it.
 
     Args:
         end: a marker behind the value that belongs to the call; it may be left out at the end of the answer.
         text: of the call, as far as its opening was already part of it.
-        skip: markers in front of the value that hold brackets.
         is_call: whether text may still become a call; where it cannot, it is complete as it is.
     """
 
-    def __init__(
-        self,
-        end: str = "",
-        text: str = "",
-        skip: tuple[str, ...] = (),
-        is_call: Callable[[str], bool] = lambda text: True,
-    ):
+    def __init__(self, end: str = "", text: str = "", is_call: Callable[[str], bool] = lambda text: True):
         self.text = ""
         self._end = end
-        self._skip = skip
         self._is_call = is_call
         self._pieces: list[str] = []
-        self._scanner = JsonScanner()
+        self._scanner: JsonScanner | None = None  # once the value has begun
         self._is_whole = False
         self.push(text)
 
@@ -103,14 +97,25 @@ class JsonBody:
         return self.text if self._is_whole else None
 
     def _push_value(self, piece: str) -> str | None:
-        end = None if piece in self._skip else self._scanner.push(piece)
-        self._pieces.append(piece[:end])
-        if not self._is_call("".join(self._pieces[:MAX_UNSURE])):
-            end = len(piece)
-        if end is None:
-            return None
-        self.text, self._is_whole, self._pieces = "".join(self._pieces), True, []
-        return piece[end:]
+        self._pieces.append(piece)
+        if len(self._pieces) <= MAX_UNSURE and not self._is_call("".join(self._pieces)):
+            return self._complete(len(piece))
+        if self._scanner is None:
+            text = "".join(self._pieces)
+            match = VALUE.search(text)
+            if match is None:
+                return self._complete(len(piece)) if len(self._pieces) > MAX_UNSURE else None
+            self._scanner, before = JsonScanner(), match.start()
+            self._pieces = [text[:before], text[before:]]
+            piece = text[before:]
+        end = self._scanner.push(piece)
+        return None if end is None else self._complete(end)
+
+    def _complete(self, end: int) -> str:
+        """The call ends at this place of the last piece; returns what comes behind it."""
+        last = self._pieces.pop()
+        self.text, self._is_whole, self._pieces = "".join([*self._pieces, last[:end]]), True, []
+        return last[end:]
 
 
 class JsonScanner:

@@ -32,6 +32,18 @@ DEFAULT_KWARGS: Mapping[str, Any] = {"enable_thinking": False}
 
 
 @dataclass(frozen=True)
+class TemplateForms:
+    """In which form the template takes what may be written in several ways."""
+
+    accepts_parts: bool
+    """It takes a list of text parts as content."""
+    argument_texts: bool = False
+    """It takes the arguments of a tool call as JSON text, not as an object."""
+    thought_key: str | None = "reasoning_content"
+    """Under which it reads the thought of an earlier message; None: not at all."""
+
+
+@dataclass(frozen=True)
 class Conversation:
     """messages: copies, with text parts joined where the template knows none. kwargs: the template's variables.
 
@@ -51,30 +63,30 @@ def convert(
     messages: Sequence[Mapping[str, Any]],
     template_kwargs: Mapping[str, Any],
     quarantine: Quarantine,
-    accepts_parts: bool,
+    forms: TemplateForms,
 ) -> Conversation:
-    """accepts_parts: the template takes a list of text parts. Raises InvalidRequest naming the field at fault."""
+    """Return the conversation as the template takes it. Raises InvalidRequest naming the field at fault."""
     _check_arguments(messages)
     try:
-        converted = [
-            _convert(message, f"messages[{i}]", quarantine, accepts_parts) for i, message in enumerate(messages)
-        ]
+        converted = [_convert(message, f"messages[{i}]", quarantine, forms) for i, message in enumerate(messages)]
         kwargs = {**DEFAULT_KWARGS, **quarantine.value(_checked_kwargs(template_kwargs))}
     except RecursionError:
         raise InvalidRequest("the messages or tools are nested too deeply", "messages") from None
     return Conversation(converted, kwargs, quarantine)
 
 
-def _convert(message: Mapping[str, Any], path: str, quarantine: Quarantine, accepts_parts: bool) -> dict[str, Any]:
+def _convert(message: Mapping[str, Any], path: str, quarantine: Quarantine, forms: TemplateForms) -> dict[str, Any]:
     converted = {k: quarantine.value(v) for k, v in message.items() if k not in ("content", "tool_calls")}
     if (content := message.get("content")) is not None:
         # An assistant's own <think> and <tool_call> are the template's business; its special tokens are nobody's.
         control = quarantine.control
         pattern = control.special if message.get("role") == "assistant" else control.every
-        converted["content"] = _convert_content(content, f"{path}.content", quarantine, pattern, accepts_parts)
+        converted["content"] = _convert_content(content, f"{path}.content", quarantine, pattern, forms.accepts_parts)
+    if forms.thought_key not in (None, "reasoning_content") and "reasoning_content" in converted:
+        converted[forms.thought_key] = converted.pop("reasoning_content")
     if calls := message.get("tool_calls"):
         converted["tool_calls"] = [
-            quarantine.value(_parse_arguments(call, f"{path}.tool_calls[{i}]")) for i, call in enumerate(calls)
+            quarantine.value(_convert_call(call, f"{path}.tool_calls[{i}]", forms)) for i, call in enumerate(calls)
         ]
     return converted
 
@@ -136,6 +148,15 @@ def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
                 subject = "The JSON in the arguments of the tool calls"
                 text = arguments.encode(errors="replace")
                 max_values -= check_json_shape(text, subject, field, max_values, max_depth=MAX_ARGUMENTS_DEPTH)
+
+
+def _convert_call(call: Any, path: str, forms: TemplateForms) -> dict[str, Any]:
+    parsed = _parse_arguments(call, path)
+    if not forms.argument_texts:
+        return parsed
+    given, arguments = call["function"].get("arguments"), parsed["function"]["arguments"]
+    text = given if isinstance(given, str) and given.strip() else json.dumps(arguments, ensure_ascii=False)
+    return {**parsed, "function": {**parsed["function"], "arguments": text}}
 
 
 def _parse_arguments(call: Any, path: str) -> dict[str, Any]:

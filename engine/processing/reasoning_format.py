@@ -20,6 +20,8 @@ MARKERS = (
 SWITCHES = ("enable_thinking", "thinking")
 """Template variables that turn the thought on and off."""
 
+HISTORY_KEYS = ("reasoning_content", "reasoning", "thinking")
+
 FINAL = "<|channel|>final<|message|>"
 HARMONY_NOISE = (
     *(f"<|start|>assistant{FINAL}", FINAL, "<|start|>assistant<|channel|>final <|constrain|>json<|message|>"),
@@ -52,6 +54,8 @@ class ReasoningFormat:
     """Other things that a thought may begin with."""
     noise: tuple[str, ...] = ()
     """Markup around thoughts and answers that is neither."""
+    history_key: str | None = None
+    """Under which the template reads the thought of an earlier message; None: it drops such thoughts."""
     takes_effort: bool = False
     """Whether the template has a variable `reasoning_effort`."""
 
@@ -81,17 +85,19 @@ def find_reasoning_format(render: Render, encode: Encode) -> ReasoningFormat | N
     prompt = prompts[switch or SWITCHES[0], True]
     takes_effort = _takes_effort(render)
     if "<|start|>assistant" in prompt and len(encode("<|channel|>")) == len(encode("<|message|>")) == 1:
-        return _harmony(encode, takes_effort)
+        return _harmony(render, encode, takes_effort)
     off = prompts[switch or SWITCHES[0], False].partition("Uprobe")[2]
-    shown = _rendered_thought(render)
+    history_key, shown = _rendered_thought(render)
     for start, end in MARKERS:
         tail = prompt.partition("Uprobe")[2]
         opens = start in tail and end not in tail.rpartition(start)[2]
         if not (opens or (switch and start in off) or start in shown):
             continue
-        closing = _closing(shown, end) or f"\n{end}\n\n"
+        gap = _opening_gap(shown or off, start)
+        unused = off.partition(start + gap)[2]
+        closing = next((text for text in (_closing(shown, end), _closing(unused, end)) if text), f"\n{end}\n\n")
         end_ids = encode(end)
-        opening = () if opens else encode(start + _opening_gap(shown or off, start))
+        opening = () if opens else encode(start + gap)
         return ReasoningFormat(
             start,
             end,
@@ -100,14 +106,16 @@ def find_reasoning_format(render: Render, encode: Encode) -> ReasoningFormat | N
             encode(closing),
             switch,
             always=opens and switch is None,
+            history_key=history_key if start in shown else None,
             takes_effort=takes_effort,
         )
     return None
 
 
-def _harmony(encode: Encode, takes_effort: bool) -> ReasoningFormat:
+def _harmony(render: Render, encode: Encode, takes_effort: bool) -> ReasoningFormat:
     start, end = "<|channel|>analysis<|message|>", "<|end|>"
     [end_id] = encode(end)
+    key, _ = _rendered_thought(render)
     return ReasoningFormat(
         start,
         end,
@@ -118,6 +126,7 @@ def _harmony(encode: Encode, takes_effort: bool) -> ReasoningFormat:
         always=True,
         starts=(f"<|start|>assistant{start}",),
         noise=HARMONY_NOISE,
+        history_key=key,
         takes_effort=takes_effort,
     )
 
@@ -127,15 +136,18 @@ def _takes_effort(render: Render) -> bool:
     return low != high
 
 
-def _rendered_thought(render: Render) -> str:
-    """What the template writes of an answer with its thought, '' where it writes no thought."""
-    turn = {"role": "assistant", "content": "Cprobe", "reasoning_content": "Rprobe", "thinking": "Rprobe"}
-    text = (render([ASKED, turn]) or "").partition("Uprobe")[2]
-    return text if "Rprobe" in text and "Cprobe" in text else ""
+def _rendered_thought(render: Render) -> tuple[str | None, str]:
+    """What the template writes of an answer with its thought, and the key that it reads; '' where it drops thoughts."""
+    for key in HISTORY_KEYS:
+        text = render([ASKED, {"role": "assistant", "content": "Cprobe", key: "Rprobe"}]) or ""
+        if "Rprobe" in text and "Cprobe" in text:
+            return key, text.partition("Uprobe")[2]
+    return None, ""
 
 
-def _closing(shown: str, end: str) -> str:
-    between = shown.partition("Rprobe")[2].partition("Cprobe")[0]
+def _closing(text: str, end: str) -> str:
+    """What the text writes between a thought and its answer, '' where that is more than the end and white space."""
+    between = text.partition("Rprobe")[2].partition("Cprobe")[0] if "Rprobe" in text else text
     return between if between.count(end) == 1 and not between.replace(end, "").strip() else ""
 
 

@@ -15,11 +15,11 @@ from engine.processing.answer_parser import AnswerParser, AnswerRules
 from engine.processing.boundaries import Messages, RenderedPrompt, find_boundaries
 from engine.processing.checkpoint import read_config, read_optional_json
 from engine.processing.control_tokens import ControlTokens, Quarantine, any_of, encode_inside
-from engine.processing.conversation import DEFAULT_KWARGS, Conversation, convert
+from engine.processing.conversation import DEFAULT_KWARGS, Conversation, TemplateForms, convert
 from engine.processing.detokenizer import Detokenizer, TokenBytes, TokenDecoder
 from engine.processing.prompt_length import MAX_CHARS_PER_TOKEN, PromptLimit, TokenBound, count_windows
 from engine.processing.reasoning_format import ReasoningFormat, find_reasoning_format
-from engine.processing.tool_format import ToolFormat, find_tool_format
+from engine.processing.tool_format import ToolFormat, find_tool_format, takes_argument_texts
 from engine.protocol import Boundary, EngineFailed, InvalidRequest
 
 if TYPE_CHECKING:
@@ -92,11 +92,15 @@ class ChatTokenizer:
         self.image_token_id: int | None = config.get("image_token_id", config.get("image_token_index"))
         self._media_token_ids = {config.get(key) for key in ("image_token_id", "image_token_index", "video_token_id")}
         self._encode_known = lru_cache(MAX_BEGINNINGS)(lambda pieces: np.asarray(self._encode_pieces(pieces), np.int32))
-        self._accepts_parts = self._probe_parts()
         self.keeps_late_system = self._probe_late_system()
         self.stop_token_ids = self._find_stop_token_ids(config, generation)
         self.generation_defaults = _generation_defaults(generation)
         self.reasoning: ReasoningFormat | None = find_reasoning_format(self._probe_with, self._encode_piece)
+        self._forms = TemplateForms(
+            accepts_parts=self._probe_parts(),
+            argument_texts=takes_argument_texts(self._probe_with),
+            thought_key=None if self.reasoning is None else self.reasoning.history_key,
+        )
         self.tool_format: ToolFormat | None = find_tool_format(
             self._probe_with, self._template_source(), self._control.special
         )
@@ -205,7 +209,7 @@ class ChatTokenizer:
             if limit is not None:
                 limit.check(num_held if num_held > MIN_CONTROL_STRINGS else 0)
 
-        return convert(messages, template_kwargs, Quarantine(self._control, check), self._accepts_parts)
+        return convert(messages, template_kwargs, Quarantine(self._control, check), self._forms)
 
     def _encode_conversation(
         self, conversation: Conversation, limit: PromptLimit | None, continue_final_message: bool

@@ -81,6 +81,14 @@ def parse_objects(text: str, types: ToolTypes) -> list[ParsedToolCall]:
     return calls
 
 
+def parse_bare_object(text: str, types: ToolTypes) -> list[ParsedToolCall]:
+    """Parse {"name": ..., "parameters": {...}} without markup, where nothing else tells a call from other JSON."""
+    found = parse_json(text)
+    if not isinstance(found, dict) or not isinstance(found.get("parameters", found.get("arguments")), dict):
+        raise ValueError("there are no arguments")
+    return [_object_call(found, types)]
+
+
 def parse_named(text: str, types: ToolTypes) -> list[ParsedToolCall]:
     """Parse a name and its arguments as JSON, with markup around them."""
     if text.lstrip()[:1] in ("[", "{") and not text.lstrip().startswith(("[ARGS]", "[CALL_ID]")):
@@ -212,7 +220,7 @@ PYTHONIC = _marked("pythonic", "<|tool_call_start|>", "<|tool_call_end|>", parti
 MISTRAL = ToolFormat(
     "Mistral",
     ("[TOOL_CALLS]",),
-    lambda opening: JsonBody(skip=("[ARGS]", "[CALL_ID]")),
+    lambda opening: JsonBody(),
     parse_named,
     inner=("[ARGS]", "[CALL_ID]"),
 )
@@ -228,7 +236,7 @@ LLAMA = ToolFormat(
     "Llama JSON",
     ("<|python_tag|>", "{"),
     lambda opening: JsonBody(text=opening.removeprefix("<|python_tag|>"), is_call=begins_call),
-    parse_objects,
+    parse_bare_object,
     starts_answer=True,
 )
 
@@ -293,9 +301,17 @@ def find_tool_format(render: Callable[..., str | None], source: str, ends: re.Pa
     return None
 
 
-def _rendered_call(render: Callable[..., str | None], num_calls: int = 1) -> str | None:
+def takes_argument_texts(render: Callable[..., str | None]) -> bool:
+    """Whether the template reads the arguments of a call as JSON text and not as an object."""
+    return _rendered_call(render, kinds=(dict,)) is None and _rendered_call(render, kinds=(str,)) is not None
+
+
+def _rendered_call(
+    render: Callable[..., str | None], num_calls: int = 1, kinds: tuple[type, ...] = (dict, str)
+) -> str | None:
     """Calls of the tool as the template writes them into the conversation."""
-    for arguments in ({"key": "Vprobe"}, '{"key": "Vprobe"}'):
+    for kind in kinds:
+        arguments = {"key": "Vprobe"} if kind is dict else '{"key": "Vprobe"}'
         calls = [
             {"type": "function", "id": CALL_ID, "function": {"name": "probe_tool", "arguments": arguments}}
         ] * num_calls
@@ -331,7 +347,7 @@ def _pieces_of_calls(text: str | None, format: ToolFormat, ends: re.Pattern[str]
     pieces[0] = pieces[0][opening:]
     inside = set(format.markers)
     end = next((match.start() for match in ends.finditer(pieces[-1]) if match[0] not in inside), len(pieces[-1]))
-    pieces[-1] = pieces[-1][:end]
+    pieces[-1] = pieces[-1][:end].rstrip()
     return pieces
 
 

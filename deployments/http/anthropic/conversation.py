@@ -61,6 +61,23 @@ def referenced_tools(messages: Sequence[UserMessage | AssistantMessage | SystemM
                         yield f"messages.{i}.content.{j}.content.{k}.tool_name", inner.tool_name
 
 
+def image_paths(messages: Sequence[UserMessage | AssistantMessage | SystemMessage]) -> Iterator[str]:
+    """Path of each image, in the order in which `conversation` places them."""
+    for role, turn in groupby(enumerate(messages), key=lambda numbered: numbered[1].role):
+        if role != "user":
+            continue
+        blocks = [
+            (f"messages.{i}.content.{j}", block)
+            for i, message in turn
+            for j, block in enumerate(_blocks(message.content))
+        ]
+        for path, block in blocks:
+            if isinstance(block, ToolResult):
+                inner = enumerate(_blocks(block.content or ""))
+                yield from (f"{path}.content.{k}" for k, found in inner if isinstance(found, ImageBlock))
+        yield from (path for path, block in blocks if isinstance(block, ImageBlock))
+
+
 def definition_text(tool: Tool) -> str:
     """A tool's definition as the model reads it in the middle of a conversation."""
     return json.dumps(tool.definition, ensure_ascii=False)

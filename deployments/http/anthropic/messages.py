@@ -1,19 +1,27 @@
 """POST /v1/messages, its token count, and its cancellation."""
 
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from deployments.http.answer_response import Job
 from deployments.http.anthropic.messages_encoder import MessagesEncoder
-from deployments.http.anthropic.messages_wire import MessagesBody
+from deployments.http.anthropic.messages_wire import MessagesBody, MessagesEcho
 from deployments.http.anthropic.phrases import wrong
 from deployments.http.client_address import address_group, client_host
 from deployments.http.door import IGNORED_HEADER, Door
 from deployments.http.errors import RequestNotFound, shown
 from deployments.http.request_reader import ParsedRequest
 from deployments.http.unread_bodies import read_body
+from engine.protocol import InvalidRequest
+
+T = TypeVar("T")
 
 VERSIONS = ("2023-06-01", "2026-10-21")
 """Values of the header `anthropic-version`. They are treated alike: sampling parameters are honoured in both."""
@@ -39,7 +47,26 @@ class Messages:
 
     async def create(self, request: Request) -> Response:
         _check_version(request)
-        return self._door.answer(request, "messages", "msg_", partial(self._encoder, request.state.request_id))
+
+        async def understand(body: bytes) -> Job:
+            parsed = await self._door.reader.read(body, "messages")
+            make_encoder = partial(self._encoder, request.state.request_id)
+            job = self._door.job(parsed, f"msg_{secrets.token_hex(16)}", make_encoder)
+            return replace(job, start=partial(self._named, job.start, parsed.echo))
+
+        return self._door.respond(request, understand)
+
+    async def _named(self, work: Callable[[], Awaitable[T]], echo: MessagesEcho) -> T:
+        """The work, whose errors name an image by its place in the client's body."""
+        try:
+            return await work()
+        except Exception as error:
+            converted = self._door.errors.convert(error)
+            if isinstance(converted, InvalidRequest) and converted.field is not None:
+                for placed, path in echo.image_paths:
+                    if f"{converted.field}.".startswith(f"{placed}."):
+                        raise wrong(path, converted.message) from error
+            raise
 
     def _encoder(self, request_id: str, parsed: ParsedRequest, id: str) -> MessagesEncoder:
         return MessagesEncoder(parsed.echo, id, self._door.backend.model_name, request_id)
@@ -54,7 +81,8 @@ class Messages:
                 raise ClientDisconnect
             parsed = await self._door.reader.read(body, "count_tokens")
             await self._door.check_ready()
-            num_tokens = await self._door.backend.count_tokens(parsed.request, parsed.route)
+            count = partial(self._door.backend.count_tokens, parsed.request, parsed.route)
+            num_tokens = await self._named(count, parsed.echo)
         headers = {IGNORED_HEADER: ", ".join(parsed.ignored)} if parsed.ignored else {}
         return JSONResponse({"input_tokens": num_tokens}, headers=headers)
 

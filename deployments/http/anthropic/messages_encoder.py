@@ -132,6 +132,8 @@ def _tool_use(call: ToolCall) -> Block:
 def usage_of(answer: Answer) -> dict[str, Any]:
     """The figures of an answer; `specprefill` is there if a sparse prompt was tried, see prompt_details."""
     usage = _usage(answer.num_prompt_tokens, answer.num_cached_tokens, answer.num_tokens)
+    if answer.num_reasoning_tokens:
+        usage["output_tokens_details"] = {"thinking_tokens": answer.num_reasoning_tokens}
     return usage | {name: value for name, value in prompt_details(answer).items() if name != "cached_tokens"}
 
 

@@ -6,15 +6,17 @@ name with others (`NEUTRAL`), or unknown: then it is ignored and reported, or re
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
 from deployments.chat import ChatRequest, Message, Thinking, Tool, ToolChoice
 from deployments.http.anthropic.block_wire import MAX_MESSAGES, Texts, WireMessage
-from deployments.http.anthropic.conversation import conversation, referenced_tools
+from deployments.http.anthropic.conversation import conversation, image_paths, referenced_tools
 from deployments.http.anthropic.phrases import NOT_PERMITTED, ThreadsUnsupported, from_validation, wrong
 from deployments.http.classify import classify, find_media
 from deployments.http.errors import shown
@@ -28,7 +30,10 @@ MAX_STOP_SEQUENCES = 16
 MAX_STOP_CHARS = 256
 MAX_USER_ID_CHARS = 1024
 MAX_SCHEMA_CHARS = 4 * 2**20
+MAX_REPORTED = 16
+"""Unknown fields that are named in the header."""
 _INT32_MAX = 2**31 - 1
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 KEEP_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
@@ -127,6 +132,8 @@ class MessagesEcho:
 
     omits_thinking: bool = False
     """Whether thinking blocks have no text, only a signature."""
+    image_paths: tuple[tuple[str, str], ...] = ()
+    """Of each image: where it is in the ChatRequest, and in the client's body. Errors name the latter."""
 
 
 def parse_messages(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
@@ -140,9 +147,9 @@ def parse_count_tokens(raw: dict[str, Any], rules: ReadingRules) -> ParsedReques
     """See request_reader.Parser: the same rules, but nothing is generated, so that `max_tokens` may be missing."""
     _refuse_unsupported(raw)
     fields = MessagesBody.model_fields
-    ignored = tuple(name for name in raw if name not in fields and name not in NEUTRAL and name != "thread")
-    if ignored and rules.unknown_fields == "refuse":
-        raise wrong(ignored[0][:100], NOT_PERMITTED)
+    unknown = [name for name in raw if name not in fields and name not in NEUTRAL and name != "thread"]
+    if unknown and rules.unknown_fields == "refuse":
+        raise wrong(unknown[0][:100], NOT_PERMITTED)
     try:
         body = MessagesBody.model_validate({name: value for name, value in raw.items() if name in fields})
     except ValidationError as error:
@@ -151,7 +158,15 @@ def parse_count_tokens(raw: dict[str, Any], rules: ReadingRules) -> ParsedReques
     _check_media(raw["messages"], rules.media_kinds)
     request = _chat_request(body, rules)
     omits = body.thinking is not None and body.thinking.display == "omitted"
-    return ParsedRequest(request, classify(request.messages), bool(body.stream), MessagesEcho(omits), ignored)
+    placed = [path for _, path in find_media(request.messages)]
+    echo = MessagesEcho(omits, tuple(zip(placed, image_paths(body.messages), strict=True)))
+    return ParsedRequest(request, classify(request.messages), bool(body.stream), echo, _reported(unknown))
+
+
+def _reported(names: list[str]) -> tuple[str, ...]:
+    """Names of fields as a header can hold them."""
+    shown_names = (name if _PLAIN_NAME.fullmatch(name) else json.dumps(name[:64]) for name in names)
+    return tuple(islice(shown_names, MAX_REPORTED))
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ this face does not read.
 """
 
 import asyncio
-import hashlib
 import json
 import secrets
 import time
@@ -22,9 +21,10 @@ from starlette.types import Receive, Scope, Send
 
 from deployments.chat import Message, Route
 from deployments.http.answer_response import Job
+from deployments.http.api_keys import KeyIdentity
 from deployments.http.door import Door
 from deployments.http.errors import shown
-from deployments.http.request_reader import ParsedRequest
+from deployments.http.request_reader import ParsedRequest, ReadingRules
 from deployments.http.responses.body import ResponsesBody
 from deployments.http.responses.conversation import conversation
 from deployments.http.responses.encoder import ResponsesEcho, ResponsesEncoder
@@ -75,7 +75,7 @@ class Responses:
         describe(PATH + "/{id}/input_items", "GET", None, "List the input items of a stored response.")
 
     async def create(self, request: Request) -> Response:
-        owner = self._owner(request)
+        owner = _owner(request)
         id = f"{ID_PREFIX}{secrets.token_hex(16)}"
 
         async def understand(body: bytes) -> Job:
@@ -86,7 +86,7 @@ class Responses:
         return EndingResponse(self._door.respond(request, understand), lambda: self._running.pop(id, None))
 
     async def one(self, request: Request) -> Response:
-        id, owner = request.path_params["id"], self._owner(request)
+        id, owner = request.path_params["id"], _owner(request)
         if request.method == "DELETE":
             if not self._store.delete(owner, id):
                 raise ResponseNotFound(id)
@@ -102,7 +102,7 @@ class Responses:
 
     async def cancel(self, request: Request) -> Response:
         """A response that is complete is returned as it is. The client of a running one is told by an error."""
-        id, owner = request.path_params["id"], self._owner(request)
+        id, owner = request.path_params["id"], _owner(request)
         if (stored := self._store.get(owner, id)) is not None:
             return Response(stored.turns[-1].body, media_type="application/json")
         running_owner, encoder = self._running.get(id, (owner, None))
@@ -115,17 +115,9 @@ class Responses:
     async def input_items(self, request: Request) -> Response:
         """The items of the request itself, without those of the responses that it follows."""
         id = request.path_params["id"]
-        if (stored := self._store.get(self._owner(request), id)) is None:
+        if (stored := self._store.get(_owner(request), id)) is None:
             raise ResponseNotFound(id)
         return JSONResponse(_page(stored.input_items, request.query_params))
-
-    def _owner(self, request: Request) -> str:
-        """Of stored responses: the API key, as a hash. Without configured keys everybody is the same owner."""
-        if not self._door.config.api_keys:
-            return ""
-        headers = request.headers
-        key = headers.get("x-api-key") or headers.get("authorization", "").partition(" ")[2].strip()
-        return hashlib.sha256(key.encode("latin-1")).hexdigest()
 
     def _encoder(self, owner: str, earlier: tuple[Turn, ...], parsed: ParsedRequest, id: str) -> ResponsesEncoder:
         echo: ResponsesEcho = parsed.echo
@@ -152,30 +144,29 @@ class Responses:
             if (previous := self._store.get(owner, id)) is None:
                 raise PreviousResponseNotFound(id, "previous_response_id")
             earlier = previous.turns
-        referenced = {id: self._referenced(id, owner) for id in echo.references}
-        num_bytes = len(echo.items) + sum(turn.num_bytes for turn in earlier)
-        num_bytes += sum(len(stored.turns[-1].items) + len(stored.turns[-1].body) for stored in referenced.values())
-        self._check_size(num_bytes)
-        join = partial(_join, echo, earlier, referenced, self._door.rules)
+        referenced = {stored.id: stored.turns[-1] for stored in (self._holder(id, owner) for id in echo.references)}
+        num_bytes = len(echo.items) + sum(turn.num_bytes for turn in (*earlier, *referenced.values()))
+        limit = self._door.config.max_body_bytes
+        _check_size(num_bytes, limit)
+        join = partial(_join, echo, earlier, referenced, self._door.rules, limit)
         is_small = num_bytes <= MAX_INLINE_BYTES and not self._door.rules.may_backtrack
         items, messages, route = join() if is_small else await asyncio.to_thread(join)
         request = replace(parsed.request, messages=messages)
         return replace(parsed, request=request, route=route, echo=replace(echo, items=items)), earlier
 
-    def _referenced(self, id: str, owner: str) -> StoredResponse:
+    def _holder(self, id: str, owner: str) -> StoredResponse:
+        """The response that the item with this id is a part of."""
         response_id = response_id_of(id)
         stored = None if response_id is None else self._store.get(owner, response_id)
         if stored is None:
             raise ResponseNotFound(id, "input")
         return stored
 
-    def _check_size(self, num_bytes: int) -> None:
-        limit = self._door.config.max_body_bytes
-        if num_bytes > limit:
-            field = "previous_response_id"
-            raise InvalidRequest(
-                f"`{field}`: the conversation has {num_bytes} bytes with what is stored; the limit is {limit}.", field
-            )
+
+def _owner(request: Request) -> str:
+    """The name of the API key: what one key has stored does not exist for another one. '' on a server without keys."""
+    key: KeyIdentity = request.state.key
+    return key.name
 
 
 class EndingResponse(Response):
@@ -197,17 +188,42 @@ _NO_SETTINGS: dict[str, Any] = {"parallel_tool_calls": True, "tool_choice": "aut
 
 
 def _join(
-    echo: ResponsesEcho, earlier: tuple[Turn, ...], referenced: Mapping[str, StoredResponse], rules: Any
+    echo: ResponsesEcho,
+    earlier: tuple[Turn, ...],
+    referenced: Mapping[str, Turn],
+    rules: ReadingRules,
+    limit: int,
 ) -> tuple[bytes, tuple[Message, ...], Route]:
-    """The new input items as JSON, with references replaced, and the whole conversation."""
+    """The new input items as JSON, with references replaced, and the whole conversation.
+
+    Args:
+        referenced: id of a response -> its own turn.
+        limit: bytes of the new input items.
+    """
     items: list[Item] = json.loads(echo.items)
+    known = {item["id"]: item for id, turn in referenced.items() for item in turn.named_items(id)}
+    sizes: dict[str, int] = {}
+    num_bytes = 0
     for i, id in list(references(items)):
-        if (item := referenced[id].item(id)) is None:
+        if id not in known:
             raise ResponseNotFound(id, f"input[{i}]")
-        items[i] = item
-    known = [item for turn in earlier for item in turn.all_items]
-    messages, route = conversation([*known, *items], echo.instructions, rules)
+        items[i] = known[id]
+        sizes[id] = sizes.get(id) or len(json.dumps(known[id]))
+        num_bytes += sizes[id]
+        _check_size(num_bytes, limit)
+    before = [item for turn in earlier for item in turn.all_items]
+    messages, route = conversation([*before, *items], echo.instructions, rules)
     return json.dumps(items, ensure_ascii=False).encode() if referenced else echo.items, messages, route
+
+
+def _check_size(num_bytes: int, limit: int) -> None:
+    """One that is sent as a whole may not be larger either."""
+    if num_bytes > limit:
+        raise InvalidRequest(
+            f"The conversation has {num_bytes} bytes or more with what is stored; the limit is {limit} "
+            "(http.max_body_bytes).",
+            "previous_response_id",
+        )
 
 
 def _page(items: list[Item], query: Mapping[str, str]) -> dict[str, Any]:

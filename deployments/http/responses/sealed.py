@@ -10,7 +10,7 @@ PREFIX = "orchard1."
 MAX_SEALED_BYTES = 2**20
 """UTF-8 bytes of one thought."""
 
-MAX_SEALED_BYTES_PER_REQUEST = 8 * 2**20
+MAX_SEALED_BYTES_PER_REQUEST = 2 * 2**20
 """UTF-8 bytes of all thoughts of one request: a compressed body must not become arbitrarily large."""
 
 
@@ -37,7 +37,7 @@ class Unsealer:
         try:
             text = inflate.decompress(base64.urlsafe_b64decode(sealed.removeprefix(PREFIX)), limit + 1)
             if len(text) > limit:
-                raise ValueError(f"must hold at most {MAX_SEALED_BYTES} bytes, and 8 times as much in all items")
+                raise ValueError(f"must hold at most {MAX_SEALED_BYTES} bytes, and twice as much in all items")
             if not inflate.eof:
                 raise ValueError("must be as the server has sent it")
             self._num_bytes_left -= len(text)

@@ -56,29 +56,24 @@ class Turn:
         yield from json.loads(self.items)
         yield from json.loads(self.body)["output"]
 
+    def named_items(self, response_id: str) -> Iterator[Item]:
+        """All items with their ids, those of the input as clients list them."""
+        yield from listed_items(json.loads(self.items), response_id)
+        yield from json.loads(self.body)["output"]
+
 
 @dataclass(frozen=True)
 class StoredResponse:
     id: str
     owner: str
-    """Of the API key it was made with: for all others it does not exist."""
+    """Name of the API key that it was made with: for other keys it does not exist."""
     turns: tuple[Turn, ...]
     """The conversation, its own turn last."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the conversation."""
-        return sum(turn.num_bytes for turn in self.turns)
 
     @property
     def input_items(self) -> list[Item]:
         """Its own input items, without those of earlier turns."""
         return listed_items(json.loads(self.turns[-1].items), self.id)
-
-    def item(self, id: str) -> Item | None:
-        """An input or output item of its own turn."""
-        items = [*self.input_items, *json.loads(self.turns[-1].body)["output"]]
-        return next((item for item in items if item["id"] == id), None)
 
 
 class ResponseStore:

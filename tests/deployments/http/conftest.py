@@ -88,6 +88,8 @@ class FakeBackend:
     async def token_ids(self, request: ChatRequest, route: Route) -> list[int]:
         """The characters of a raw prompt or of all texts; a picture is one token more."""
         self.requests.append((request, route))
+        async for _ in FakeGeneration(self.start_script):
+            pass
         prompt = request.raw_prompt
         text = prompt if isinstance(prompt, str) else "".join(str(message["content"]) for message in request.messages)
         return [ord(character) for character in text] + [0] * (route is Route.MLLM)

@@ -55,7 +55,7 @@ def found(keys: KeyRing, key: str) -> KeyIdentity:
 
 @pytest.mark.parametrize("dump", [yaml.safe_dump, json.dumps], ids=["yaml", "json"])
 def test_a_file_says_what_each_key_stands_for(write: Any, dump: Callable[[Any], str]):
-    limits = {"max_requests_per_minute": 5, "max_tokens_per_minute": 700, "max_rows": 3}
+    limits: dict[str, Any] = {"max_requests_per_minute": 5, "max_tokens_per_minute": 700, "max_rows": 3}
     entries = [entry(tenant="acme", client="team", **limits), entry("two", "bob", is_administrative=True)]
     keys = read(api_keys_file=write(dump(entries)))
     assert found(keys, "one") == KeyIdentity("ann", "acme", "team", False, KeyLimits(5, 700, 3))

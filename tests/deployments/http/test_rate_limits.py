@@ -50,12 +50,12 @@ def test_a_request_beyond_the_limit_is_refused_and_told_when_to_come_back(limits
     for _ in range(3):
         send(limits, ann)
     error = refusal(limits, ann)
-    assert error.retry_after_s == pytest.approx(20)
+    assert error.wait_s == pytest.approx(20)
     for part in ("'ann'", "3", "max_requests_per_minute", "20 s"):
         assert part in error.message
-    clock.now_s += error.retry_after_s
+    clock.now_s += error.wait_s
     send(limits, ann)
-    assert refusal(limits, ann).retry_after_s == pytest.approx(20)
+    assert refusal(limits, ann).wait_s == pytest.approx(20)
 
 
 def test_a_refused_request_is_not_counted(limits: RateLimits, clock: Clock):
@@ -82,9 +82,9 @@ def test_tokens_are_charged_when_the_answer_ends_and_may_overdraw_the_allowance(
     send(limits, ann)
     limits.charge(ann, 601)
     error = refusal(limits, ann)
-    assert error.retry_after_s == pytest.approx(60.1), "600 tokens too many, and one to start with"
+    assert error.wait_s == pytest.approx(60.1), "600 tokens too many, and one to start with"
     assert "max_tokens_per_minute" in error.message and "600" in error.message
-    clock.now_s += error.retry_after_s
+    clock.now_s += error.wait_s
     send(limits, ann)
 
 
@@ -93,7 +93,7 @@ def test_choices_in_flight_are_limited_until_they_end(limits: RateLimits):
     with limits.enter(ann, 2):
         error = refusal(limits, ann, 2)
         assert "2 choices are in flight, and 2 more were asked for" in error.message and "max_rows" in error.message
-        assert 1 <= error.retry_after_s <= 60
+        assert 1 <= error.wait_s <= 60
         send(limits, ann, 1)
     send(limits, ann, 3)
 

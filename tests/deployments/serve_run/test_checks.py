@@ -1,4 +1,4 @@
-"""The note of a Ray cluster that does not answer any more."""
+"""What ends the start: a Ray cluster that does not answer any more, keys that cannot be read, a GPU in use."""
 
 import socket
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from deployments.args import AppArgs
 from deployments.serve_run import checks
-from deployments.serve_run.checks import CannotStart, check_machine, finds_cluster
+from deployments.serve_run.checks import CannotStart, check_keys, check_machine, finds_cluster
 from deployments.serve_run.config_file import OrchardConfig
 from engine.device_lock import _name
 from engine.process_lock import ProcessLock, lock_path
@@ -61,6 +61,20 @@ def test_a_cluster_of_this_machine_of_which_processes_are_left_keeps_its_note(
     with pytest.raises(CannotStart, match="process 4711 of Ray is still running"):
         finds_cluster(note)
     assert note.exists()
+
+
+def test_keys_that_cannot_be_read_end_the_start_and_the_place_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def check(**http: str) -> None:
+        check_keys(OrchardConfig({}, {}, AppArgs.model_validate({"http": http})))
+
+    check()
+    with pytest.raises(CannotStart, match=r"^args\.http\.api_keys_file: /.*/keys\.yaml does not exist"):
+        check(api_keys_file=str(tmp_path / "keys.yaml"))
+    monkeypatch.delenv("ORCHARD_TEST_KEYS", raising=False)
+    with pytest.raises(CannotStart, match=r"^args\.http\.api_keys_env: .* ORCHARD_TEST_KEYS is not set"):
+        check(api_keys_env="ORCHARD_TEST_KEYS")
+    monkeypatch.setenv("ORCHARD_TEST_KEYS", "a,b")
+    check(api_keys_env="ORCHARD_TEST_KEYS")
 
 
 def test_a_gpu_in_use_ends_the_start_before_the_port_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

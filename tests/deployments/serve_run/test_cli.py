@@ -53,6 +53,21 @@ def test_a_file_that_is_not_there_or_is_wrong_ends_with_status_1_and_no_tracebac
     assert done.returncode == 1 and "none of its applications is Orchard" in done.stderr
 
 
+@pytest.mark.parametrize("arguments", [["serve"], ["serve", "--check"]])
+def test_a_file_of_keys_that_others_can_read_ends_with_status_1_before_ray_is_imported(
+    tmp_path: Path, arguments: list[str]
+):
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"- {{hash: 'sha256:{'0f' * 32}', name: ann}}\n")
+    keys.chmod(0o644)
+    shipped(tmp_path, free_port(), **{"      # http:\n": f"      http: {{api_keys_file: {keys}}}\n"})
+    done = orchard(tmp_path, *arguments)
+    assert done.returncode == 1 and "Ray is up" not in done.stderr and "Traceback" not in done.stderr
+    assert f"args.http.api_keys_file: {keys} has the mode 0644" in done.stderr
+    keys.chmod(0o600)
+    assert f"this machine only, keys of {keys}" in orchard(tmp_path, "serve", "--check").stderr
+
+
 def test_a_port_in_use_ends_with_status_1_and_the_pid_before_ray_is_imported(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -171,6 +171,10 @@ BAD = {
     ),
     "model name": (text(args(served_model_name="")), ["args.served_model_name: String should have at least 1"]),
     "key hash": (text(args(http={"api_keys": ["secret"]})), ["args.http.api_keys.0: String should match pattern"]),
+    "relative file of keys": (
+        text(args(http={"api_keys_file": "keys.yaml"})),
+        ["args.http.api_keys_file: String should match pattern"],
+    ),
     # Exposure.
     "all addresses": (
         text(http="{host: 0.0.0.0}"),
@@ -222,7 +226,7 @@ BAD = {
     "shared cpu": (text(args(engine={"device": "cpu", "share_device": True})), ["args.engine: device is cpu, which"]),
     "keys and open": (
         text(args(http={"api_keys": [KEY], "open": True})),
-        ["args.http.open: has no effect, as http.api_keys are set"],
+        ["args.http.open: has no effect, as http.api_keys, http.api_keys_file or http.api_keys_env is set"],
     ),
     "scorer off": (
         text(deployment("SpecPrefillScorer")),
@@ -242,6 +246,8 @@ def test_a_mistake_is_named(mistakes: Callable[[str], list[str]], bad: str, expe
 GOOD = {
     "least": text(),
     "keys": text(args(http={"api_keys": [KEY]}), http="{host: 0.0.0.0}"),
+    "a file of keys": text(args(http={"api_keys_file": "/keys.yaml"}), http="{host: 0.0.0.0}"),
+    "keys in a variable": text(args(http={"api_keys_env": "KEYS"}), http="{host: 0.0.0.0}"),
     "open": text(args(http={"open": True}), http="{host: 0.0.0.0}"),
     "IPv6": text(http="{host: '::1', port: 1234}"),
     "a name": text(http="{host: localhost}"),

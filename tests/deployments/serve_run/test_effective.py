@@ -38,6 +38,11 @@ def test_the_url_can_be_copied(http: dict[str, Any], application: dict[str, Any]
         ({}, {"open": True}, "127.0.0.1:8000, this machine only, no keys; http.open has no effect here"),
         ({"host": "0.0.0.0"}, {"open": True}, "0.0.0.0:8000, reachable from other machines, no keys (http.open)"),
         ({"host": "0.0.0.0"}, {"api_keys": [KEY]}, "0.0.0.0:8000, reachable from other machines, 1 keys"),
+        (
+            {},
+            {"api_keys": [KEY], "api_keys_file": "/k.yaml", "api_keys_env": "KEYS"},
+            "127.0.0.1:8000, this machine only, 1 keys, keys of /k.yaml, keys of $KEYS",
+        ),
     ],
 )
 def test_who_can_reach_the_server_is_shown(http: dict[str, Any], args: dict[str, Any], line: str):

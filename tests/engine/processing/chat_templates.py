@@ -151,7 +151,7 @@ TEMPLATES = {
 def build_tokenizer(out: Path, name: str, **edits: Any) -> ChatTokenizer:
     """The template `name` with the control tokens of its family, on the demo model's vocabulary.
 
-    edits: of tokenizer.json, `chat_template` of the template.
+    edits: of tokenizer.json, `chat_template` of the template, `control` the tokens of the family.
     """
     description = json.loads((DEMO_MODEL / "tokenizer.json").read_text())
     return _write(out, description, name, **edits)
@@ -177,12 +177,13 @@ def build_sentencepiece(out: Path, name: str) -> ChatTokenizer:
 
 def _write(out: Path, description: dict[str, Any], name: str, **edits: Any) -> ChatTokenizer:
     template = edits.pop("chat_template", TEMPLATES.get(name))
+    control = edits.pop("control", CONTROL.get(name, ()))
     out.mkdir(parents=True, exist_ok=True)
     description |= edits
     known = {token["content"] for token in description["added_tokens"]}
     (out / "tokenizer.json").write_text(json.dumps(description))
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-    tokenizer.add_special_tokens([token for token in CONTROL.get(name, ()) if token not in known])
+    tokenizer.add_special_tokens([token for token in control if token not in known])
     tokenizer.save(str(out / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (out / "tokenizer_config.json").write_text(json.dumps(config))

@@ -107,7 +107,7 @@ def test_a_final_message_is_continued_where_it_ends(tokenizer: ChatTokenizer):
 
 def test_a_final_message_that_the_template_changes_is_refused(tokenizer: ChatTokenizer):
     conversation = [user("Hi"), {"role": "assistant", "content": "secret</think>"}]
-    with pytest.raises(InvalidRequest, match="cannot continue the final message$"):
+    with pytest.raises(InvalidRequest, match=r"cannot continue the final message$"):
         tokenizer.encode_chat(conversation, template_kwargs={}, continue_final_message=True)
 
 

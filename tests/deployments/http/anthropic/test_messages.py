@@ -129,6 +129,26 @@ def test_errors_speak_the_phrases_of_the_dialect(create, backend, error, status,
     assert response.headers.get("retry-after") == ("2" if status in (429, 503) else None)
 
 
+@pytest.mark.parametrize(
+    ("place", "path"),
+    [
+        ("messages[3].content[0].image_url.url", "messages.2.content.1.content.0"),
+        ("messages[4].content[0]", "messages.2.content.0"),
+    ],
+)
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_an_image_that_cannot_be_read_is_named_by_its_place_in_the_body(create, backend, place, path, route):
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
+        {"role": "user", "content": [image, {"type": "tool_result", "tool_use_id": "t", "content": [image]}]},
+    ]
+    backend.start_script = [InvalidRequest("the file is no image", place)]
+    error = error_of(create(route, messages=messages, system="S"))
+    assert error["message"] == f"{path}: the file is no image"
+
+
 def test_an_unknown_model_is_not_found(create):
     assert error_of(create(model="claude-opus"), 404)["type"] == "not_found_error"
 

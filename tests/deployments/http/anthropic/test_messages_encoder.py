@@ -51,7 +51,7 @@ def assembled(stream: list[dict[str, Any]]) -> dict[str, Any]:
     assert stream[-2]["type"] == "message_delta"
     message = stream[0]["message"]
     content: list[dict[str, Any]] = message["content"]
-    is_open = False
+    is_open, arguments = False, ""
     for event in stream[1:-2]:
         match event["type"]:
             case "content_block_start":
@@ -167,6 +167,11 @@ def test_a_thought_that_the_client_does_not_want_is_in_the_signature_alone():
 
 def test_an_answer_of_nothing_has_no_blocks():
     assert whole(TextDelta("", 1, "stop"))["content"] == assembled(streamed(TextDelta("", 1, "stop")))["content"] == []
+
+
+def test_tokens_of_the_thought_are_reported():
+    deltas = TextDelta("", 3, reasoning="Hm.", num_reasoning_tokens=3), TextDelta("Yes.", 1, "stop")
+    assert whole(*deltas)["usage"]["output_tokens_details"] == {"thinking_tokens": 3}
 
 
 def test_a_sparse_prompt_is_reported():

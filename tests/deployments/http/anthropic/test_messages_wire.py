@@ -9,7 +9,13 @@ import pytest
 
 from deployments.chat import Thinking, Tool, ToolChoice
 from deployments.http.anthropic.block_wire import MAX_BLOCKS
-from deployments.http.anthropic.messages_wire import MAX_TOOLS, MessagesEcho, parse_count_tokens, parse_messages
+from deployments.http.anthropic.messages_wire import (
+    MAX_REPORTED,
+    MAX_TOOLS,
+    MessagesEcho,
+    parse_count_tokens,
+    parse_messages,
+)
 from deployments.http.anthropic.phrases import NOT_PERMITTED, ThreadsUnsupported
 from deployments.http.errors import ModelNotFound
 from engine.protocol import GrammarSpec, InvalidRequest
@@ -84,7 +90,7 @@ def test_thinking_and_effort(fields, thinking):
 
 @pytest.mark.parametrize(("display", "omits"), [("omitted", True), ("summarized", False), ("updates", False)])
 def test_the_display_of_thinking(display, omits):
-    assert parsed(thinking={"type": "adaptive", "display": display}).echo == MessagesEcho(omits)
+    assert parsed(thinking={"type": "adaptive", "display": display}).echo == MessagesEcho(omits, ())
 
 
 @pytest.mark.parametrize(
@@ -283,6 +289,8 @@ def test_too_many_wrong_fields_name_none():
 
 def test_an_unknown_field_is_ignored_and_reported_or_refused():
     assert parsed(foo=1, betas=[]).ignored == ("foo", "betas")
+    assert parsed(RULES, **{"f\u00f6\r\n": 1}).ignored == ('"f\\u00f6\\r\\n"',)
+    assert len(parsed(RULES, **{f"f{i}": 1 for i in range(100)}).ignored) == MAX_REPORTED
     with pytest.raises(InvalidRequest, match=f"^foo: {NOT_PERMITTED}$"):
         parsed(replace(RULES, unknown_fields="refuse"), foo=1)
 

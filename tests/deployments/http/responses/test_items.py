@@ -156,8 +156,8 @@ def test_a_broken_sealed_thought_is_refused(sealed):
 
 def test_sealed_thoughts_are_limited_alone_and_together():
     full = reasoning(encrypted_content=seal("a" * MAX_SEALED_BYTES))
-    assert len(messages_for(*[full] * 8)[0]["reasoning_content"]) == 8 * MAX_SEALED_BYTES + 7 * 2
-    for items in [[reasoning(encrypted_content=seal("a" * (MAX_SEALED_BYTES + 1)))], [full] * 9]:
+    assert len(messages_for(full, full)[0]["reasoning_content"]) == 2 * MAX_SEALED_BYTES + 2
+    for items in [[reasoning(encrypted_content=seal("a" * (MAX_SEALED_BYTES + 1)))], [full] * 3]:
         with pytest.raises(InvalidRequest, match=str(MAX_SEALED_BYTES)) as refused:
             messages_for(*items)
         assert refused.value.field == f"input[{len(items) - 1}].encrypted_content"

@@ -80,14 +80,15 @@ def test_a_response_of_another_owner_does_not_exist():
     assert owned.get("one", "a") is not None
 
 
-def test_a_stored_response_finds_its_items():
+def test_a_stored_response_names_its_items():
     items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
     body = {"output": [{"type": "message", "id": "msg_out"}]}
-    response = stored("resp_" + "a" * 32, Turn(json.dumps(items).encode(), json.dumps(body).encode()))
+    id = "resp_" + "a" * 32
+    response = stored(id, Turn(json.dumps(items).encode(), json.dumps(body).encode()))
     (item,) = response.input_items
-    assert response.item(item["id"]) == item
-    assert response.item("msg_out") == body["output"][0]
-    assert response.item("msg_other") is None
+    assert item == {"id": f"msg_{'a' * 32}i0", "status": "completed", **items[0]}
+    assert list(response.turns[0].named_items(id)) == [item, body["output"][0]]
+    assert list(response.turns[0].all_items) == [items[0], body["output"][0]]
 
 
 @settings(deadline=None)

@@ -122,6 +122,16 @@ def test_references_stand_for_stored_items(app, respond, send, backend):
     assert [message["content"] for message in messages_of(backend)] == ["Hi", "Hello", "?", "Hello", "!"]
 
 
+def test_references_cannot_multiply_what_is_stored(make_app, respond):
+    app = make_app(max_body_bytes=20_000)
+    first = respond(app, input="a" * 10_000).json()
+    reference = {"type": "item_reference", "id": f"msg_{first['id'].removeprefix('resp_')}i0"}
+    assert respond(app, input=[reference]).status_code == 200
+    refused = respond(app, input=[reference] * 2)
+    assert refused.status_code == 400
+    assert "20000" in refused.json()["error"]["message"]
+
+
 def test_an_unknown_reference_is_not_found(app, respond):
     known = respond(app).json()["id"].removeprefix("resp_")
     for id, param in [("msg_mine", "input"), (f"msg_{'0' * 32}0", "input"), (f"msg_{known}99", "input[0]")]:
@@ -184,10 +194,14 @@ def test_a_page_that_cannot_be_is_refused(app, respond, send, query, param):
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_the_key_of_a_response_is_its_owner(make_app, respond, send, backend):
-    keys = ["one", "two"]
-    app = make_app(api_keys=[f"sha256:{hashlib.sha256(key.encode()).hexdigest()}" for key in keys])
-    one, two = ({"Authorization": f"Bearer {key}"} for key in keys)
+@pytest.mark.parametrize("place", ["api_keys", "api_keys_file"])
+def test_the_key_of_a_response_is_its_owner(make_app, respond, send, tmp_path, place):
+    hashes = {key: f"sha256:{hashlib.sha256(key.encode()).hexdigest()}" for key in ("one", "two")}
+    file = tmp_path / "keys.json"
+    file.touch(0o600)
+    file.write_text(json.dumps([{"hash": hash, "name": name} for name, hash in hashes.items()]))
+    app = make_app(**({"api_keys": list(hashes.values())} if place == "api_keys" else {"api_keys_file": str(file)}))
+    one, two = ({"Authorization": f"Bearer {key}"} for key in hashes)
     response = respond(app, headers=one).json()
     path = f"/v1/responses/{response['id']}"
     for method, more in [("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")]:

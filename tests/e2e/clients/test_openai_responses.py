@@ -1,0 +1,190 @@
+"""The openai SDK on responses."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.clients.questions import (
+    CAPITAL,
+    CAPITAL_QUESTION,
+    CAPITAL_THOUGHT,
+    EMMA,
+    MODEL,
+    PERSON_QUESTION,
+    SHAPE,
+    SHAPE_QUESTION,
+    TOOL_DESCRIPTION,
+    TOOL_NAME,
+    TOOL_SCHEMA,
+    TWO_CITIES,
+    TWO_CITIES_QUESTION,
+    WEATHER,
+    WEATHER_QUESTION,
+    WEATHER_RESULT,
+    WEATHER_THOUGHT,
+    Person,
+)
+
+pytestmark = pytest.mark.server
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "name": TOOL_NAME,
+        "description": TOOL_DESCRIPTION,
+        "parameters": TOOL_SCHEMA,
+        "strict": False,
+    }
+]
+STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+
+
+def respond(client: openai.OpenAI, streamed: bool = False, **fields: Any) -> Any:
+    if not streamed:
+        return client.responses.create(model=MODEL, **fields)
+    with client.responses.stream(model=MODEL, **fields) as stream:
+        return stream.get_final_response()
+
+
+def items(response: Any, kind: str) -> list[Any]:
+    return [item for item in response.output if item.type == kind]
+
+
+def calls_of(response: Any) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in items(response, "function_call")]
+
+
+def outputs(response: Any) -> list[Any]:
+    return [
+        {"type": "function_call_output", "call_id": call.call_id, "output": WEATHER_RESULT}
+        for call in items(response, "function_call")
+    ]
+
+
+def thought_of(response: Any) -> str:
+    [item] = items(response, "reasoning")
+    return "".join(part.text for part in [*(item.content or []), *item.summary]).strip()
+
+
+@STREAMED
+def test_a_text_is_answered(client: openai.OpenAI, streamed: bool):
+    response = respond(client, streamed, input=CAPITAL_QUESTION)
+    assert (response.output_text, response.status) == (CAPITAL, "completed")
+    assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+
+
+def test_instructions_are_a_system_message(client: openai.OpenAI):
+    response = respond(client, input="Where do you live?", instructions="You are Kira, a baker from Oakdale.")
+    assert "Oakdale" in response.output_text
+
+
+def test_events_come_in_their_order(client: openai.OpenAI):
+    with client.responses.stream(model=MODEL, input=CAPITAL_QUESTION) as stream:
+        events = list(stream)
+    kinds = [event.type for event in events]
+    numbers = [event.sequence_number for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    order = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done"]
+    order = [f"response.{name}" for name in [*order, "content_part.done", "output_item.done"]]
+    assert [kinds.index(name) for name in order] == sorted(kinds.index(name) for name in order)
+    assert numbers == sorted(set(numbers))
+
+
+@STREAMED
+def test_a_tool_call_and_its_result_lead_to_an_answer(client: openai.OpenAI, streamed: bool):
+    response = respond(client, streamed, input=WEATHER_QUESTION, tools=TOOLS)
+    assert calls_of(response) == [(TOOL_NAME, {"city": "Paris"})]
+    conversation = [{"role": "user", "content": WEATHER_QUESTION}]
+    conversation += [item.to_dict() for item in response.output]
+    answer = respond(client, streamed, input=[*conversation, *outputs(response)], tools=TOOLS)
+    assert answer.output_text == WEATHER
+
+
+@STREAMED
+def test_a_stored_response_is_continued(client: openai.OpenAI, streamed: bool):
+    first = respond(client, streamed, input=TWO_CITIES_QUESTION, tools=TOOLS)
+    assert calls_of(first) == [(TOOL_NAME, {"city": city}) for city in TWO_CITIES]
+    answer = respond(client, streamed, input=outputs(first), tools=TOOLS, previous_response_id=first.id)
+    assert "Paris" in answer.output_text
+    assert client.responses.retrieve(answer.id).output_text == answer.output_text
+    client.responses.delete(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(answer.id)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": TOOL_NAME}], ids=["required", "named"])
+def test_a_forced_tool_is_called_even_for_a_greeting(client: openai.OpenAI, choice: Any):
+    response = respond(client, input="Hello!", tools=TOOLS, tool_choice=choice, max_output_tokens=200)
+    assert [name for name, _ in calls_of(response)][:1] == [TOOL_NAME]
+
+
+@STREAMED
+def test_a_thought_is_an_item_of_its_own(client: openai.OpenAI, streamed: bool):
+    response = respond(client, streamed, input=CAPITAL_QUESTION, reasoning={"effort": "low", "summary": "auto"})
+    assert (thought_of(response), response.output_text) == (CAPITAL_THOUGHT, CAPITAL)
+
+
+def test_a_thought_goes_back_sealed(client: openai.OpenAI):
+    options: dict[str, Any] = {
+        "tools": TOOLS,
+        "reasoning": {"effort": "low"},
+        "include": ["reasoning.encrypted_content"],
+        "store": False,
+    }
+    response = respond(client, input=WEATHER_QUESTION, **options)
+    assert thought_of(response) == WEATHER_THOUGHT
+    assert items(response, "reasoning")[0].encrypted_content
+    conversation: list[Any] = [{"role": "user", "content": WEATHER_QUESTION}]
+    conversation += [item.to_dict() for item in response.output]
+    assert respond(client, input=[*conversation, *outputs(response)], **options).output_text == WEATHER
+
+
+@pytest.mark.parametrize("effort", [None, "low"], ids=["at once", "thinking"])
+def test_a_parsed_response_is_an_object_of_the_schema(client: openai.OpenAI, effort: Any):
+    options: dict[str, Any] = {} if effort is None else {"reasoning": {"effort": effort}}
+    response = client.responses.parse(model=MODEL, input=PERSON_QUESTION, text_format=Person, **options)
+    assert response.output_parsed == EMMA
+
+
+def test_an_image_is_seen(client: openai.OpenAI, red_circle: str):
+    image = {"type": "input_image", "image_url": red_circle, "detail": "auto"}
+    parts = [{"type": "input_text", "text": SHAPE_QUESTION}, image]
+    assert SHAPE in respond(client, input=[{"role": "user", "content": parts}]).output_text
+
+
+def test_an_empty_input_with_one_token_is_answered(client: openai.OpenAI):
+    assert respond(client, input="", max_output_tokens=1).status in ("incomplete", "completed")
+
+
+def test_a_full_answer_is_incomplete(client: openai.OpenAI):
+    response = respond(client, input="Tell me a story.", max_output_tokens=5)
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.usage.output_tokens == 5
+
+
+def test_an_unknown_model_and_an_unknown_response_are_not_found(client: openai.OpenAI):
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="gpt-none", input="Hello!")
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.responses.create(model=MODEL, input="Hello!", previous_response_id="resp_none")
+    assert "resp_none" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"temperature": 5}, "temperature"),
+        ({"tools": [{"type": "file_search", "vector_store_ids": ["a"]}]}, "tools[0]"),
+        ({"include": ["file_search_call.results"]}, "include"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bad_field_is_named(client: openai.OpenAI, fields: Any, param: str):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model=MODEL, input="Hello!", **fields)
+    assert (caught.value.param or "").startswith(param)
