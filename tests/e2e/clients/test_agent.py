@@ -96,7 +96,7 @@ def claude(base_url: str) -> Iterator[anthropic.Anthropic]:
 def test_each_turn_of_an_agent_computes_its_new_tokens_alone(claude: anthropic.Anthropic, thinking: Any):
     agent = Agent(claude, thinking)
     for number, city in zip(itertools.count(11), CITIES, strict=False):
-        assert agent.ask(f"What is the weather in {city}?") == f"It is sunny in {city} with {number} degrees."
+        assert f"with {number} degrees" in agent.ask(f"What is the weather in {city}?")
     assert agent.asked == CITIES
     assert [turn.stop_reason for turn in agent.turns] == ["tool_use", "end_turn"] * (NUM_TURNS // 2)
     for before, turn in itertools.pairwise(agent.turns):

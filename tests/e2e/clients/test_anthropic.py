@@ -244,7 +244,10 @@ def test_an_unknown_model_is_not_found(claude: anthropic.Anthropic):
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"safeguards": [{"type": "dangerous_tool_use"}]}, "safeguards: Extra inputs are not permitted"),
-        ({"mcp_servers": []}, "mcp_servers: Extra inputs are not permitted"),
+        (
+            {"mcp_servers": [{"type": "url", "url": "https://a.example", "name": "a"}]},
+            "mcp_servers: Extra inputs are not permitted",
+        ),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),
         ({"messages": [{"role": "root", "content": "x"}]}, "messages.0.role"),
     ],

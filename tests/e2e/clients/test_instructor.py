@@ -8,6 +8,7 @@ import instructor
 import openai
 import pytest
 from instructor import Mode
+from instructor.core import InstructorRetryException
 
 from tests.e2e.clients.questions import EMMA, MODEL, PERSON_QUESTION, Person, person_call_question
 
@@ -54,5 +55,5 @@ def test_a_streamed_object_ends_whole(client: openai.OpenAI, mode: Mode):
 
 def test_an_unknown_model_is_an_error_of_the_sdk(client: openai.OpenAI):
     patched: Any = instructor.from_openai(client)
-    with pytest.raises((openai.NotFoundError, instructor.core.InstructorRetryException), match="none"):
+    with pytest.raises((openai.NotFoundError, InstructorRetryException), match="none"):
         patched.create(model="none", messages=question(Mode.TOOLS), response_model=Person, max_retries=0)

@@ -44,7 +44,8 @@ def chat_model(base_url: str, face: str, **options: Any) -> BaseChatModel:
     common: dict[str, Any] = {"model": MODEL, "api_key": "none", "max_retries": 0, **options}
     if face == "messages":
         return ChatAnthropic(base_url=base_url, **common)
-    return ChatOpenAI(base_url=f"{base_url}/v1", use_responses_api=face == "responses", **common)
+    options = {"use_responses_api": True} if face == "responses" else {"stream_usage": True}
+    return ChatOpenAI(base_url=f"{base_url}/v1", **{**common, **options})
 
 
 def invoke(model: Any, messages: list[BaseMessage], streamed: bool) -> AIMessage:

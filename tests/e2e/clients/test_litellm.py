@@ -27,7 +27,9 @@ from tests.e2e.clients.questions import (
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning"),  # of its own answers
+    # of its own models
+    pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Items .* using the `ReadOnly` qualifier:UserWarning"),
 ]
 
 TOOLS: Any = [

@@ -37,7 +37,8 @@ STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "str
 
 def model_of(base_url: str, face: str, name: str = MODEL) -> Model:
     if face == "messages":
-        return AnthropicModel(name, provider=AnthropicProvider(base_url=base_url, api_key="none"))
+        profile: Any = {"supports_json_schema_output": True}
+        return AnthropicModel(name, provider=AnthropicProvider(base_url=base_url, api_key="none"), profile=profile)
     provider = OpenAIProvider(base_url=f"{base_url}/v1", api_key="none")
     return (OpenAIChatModel if face == "chat" else OpenAIResponsesModel)(name, provider=provider)
 

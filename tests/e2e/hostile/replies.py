@@ -83,7 +83,7 @@ def read_replies(raw: bytes, elapsed_s: float, error: str | None = None) -> list
 
 
 def check_reply(reply: Reply) -> None:
-    """Whatever a client sends: no 5xx, nothing of the inside, an error body of OpenAI's shape, one sane request id."""
+    """Whatever a client sends: no 5xx, nothing of the inside, an error body in its dialect, one sane request id."""
     assert reply.status < 500, f"the request caused {reply!s}"
     for secret in SECRETS if reply.status >= 400 else ():
         assert secret not in reply.body, f"{secret!r} in {reply!s}"
@@ -92,7 +92,9 @@ def check_reply(reply: Reply) -> None:
         and reply.body
         and any(value.startswith("application/json") for value in reply.header("content-type"))
     ):
-        error = reply.json()["error"]
-        assert set(error) >= {"message", "type", "param", "code"} and isinstance(error["message"], str), error
+        body = reply.json()
+        error, is_anthropic = body["error"], body.get("type") == "error"
+        assert set(error) >= ({"message", "type"} if is_anthropic else {"message", "type", "param", "code"}), error
+        assert isinstance(error["message"], str), error
         ids = reply.header("x-request-id")
         assert len(ids) == 1 and _ID.fullmatch(ids[0]), f"X-Request-ID: {ids}"

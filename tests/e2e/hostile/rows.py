@@ -255,6 +255,23 @@ class Either:
         raise AssertionError(" and ".join(reasons))
 
 
+@dataclass(frozen=True)
+class RefusedByAnthropic:
+    """An error in Anthropic's dialect, which names the field in the message alone. kind: the type of the error."""
+
+    status: int
+    kind: str
+    says: tuple[str, ...] = ()
+
+    def check(self, reply: Reply) -> None:
+        assert reply.status == self.status, f"expected {self.status}, got {reply!s}"
+        error = reply.json()["error"]
+        assert error["type"] == self.kind, error
+        for fragment in self.says:
+            assert fragment.lower() in error["message"].lower(), f"{fragment!r} is not in the message: {error}"
+        assert len(error["message"]) < 2000, f"a message of {len(error['message'])} characters"
+
+
 def bad(param: str | None = "", *says: str) -> Refused:
     """The usual 400."""
     return Refused((400,), param, "", says)

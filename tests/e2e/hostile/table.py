@@ -7,6 +7,7 @@ from tests.e2e.hostile import (
     json_bodies,
     malformed_http,
     messages,
+    other_faces,
     pages,
     slow_clients,
     texts,
@@ -21,6 +22,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     "texts": texts.ROWS,
     "images": images.ROWS,
     "grammars": grammars.ROWS,
+    "other faces": other_faces.ROWS,
     "ids and pages": pages.ROWS,
     "slow clients": slow_clients.ROWS,
 }
