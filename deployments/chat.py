@@ -294,11 +294,20 @@ class Generation(Protocol):
     and not the client's max_tokens, is what limits the length of the answer.
     """
 
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_skipped_tokens: int
-    spec_prefill: SpecPrefillReport | None
-    context_limited: bool
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_cached_tokens(self) -> int: ...
+
+    @property
+    def num_skipped_tokens(self) -> int: ...
+
+    @property
+    def spec_prefill(self) -> SpecPrefillReport | None: ...
+
+    @property
+    def context_limited(self) -> bool: ...
 
     def __aiter__(self) -> AsyncIterator[TextDelta]: ...
 

@@ -58,13 +58,14 @@ class TextGeneration:
         tokenizer: ChatTokenizer,
         rules: AnswerRules,
         note_end: Callable[[], None] = lambda: None,
+        is_context_limited: bool = False,
     ):
         request = stream.plan.request
         self.num_prompt_tokens = len(request.token_ids)
         self.num_cached_tokens = stream.num_cached_tokens
         self.num_skipped_tokens = stream.num_skipped_tokens
         self.spec_prefill = stream.plan.spec_prefill
-        self.context_limited = False
+        self.context_limited = is_context_limited
         self._stream = stream
         self._note_end = note_end
         self._token_bytes = tokenizer.token_bytes
@@ -191,7 +192,10 @@ class Ingress:
         except BaseException:
             self._status.forget()
             raise
-        return TextGeneration(stream, self._tokenizer, answer_rules(request, self._tokenizer), self._status.forget)
+        room = stream.plan.request.sampling.max_tokens
+        is_context_limited = request.max_tokens is None or room < request.max_tokens
+        rules = answer_rules(request, self._tokenizer)
+        return TextGeneration(stream, self._tokenizer, rules, self._status.forget, is_context_limited)
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         return await embed_all(request, self._embed_one)

@@ -60,17 +60,18 @@ class PromptPlanner:
     ) -> EngineRequest:
         """Raises InvalidRequest, also for a conversation that the template refuses, and ContextLengthExceeded."""
         image_tokens = [image.num_tokens for image in images]
-        form = AnswerForm.of(request, self.tokenizer)
 
-        def work(is_wanted: Callable[[], bool]) -> tuple[ChatPrompt, PromptOrigin]:
+        def work(is_wanted: Callable[[], bool]) -> tuple[ChatPrompt, PromptOrigin, AnswerForm]:
+            form = AnswerForm.of(request, self.tokenizer)
             num_more = sum(image_tokens) - len(image_tokens)  # one placeholder of each is in the text
             limit = PromptLimit(self._max_context_tokens, num_more, is_wanted)
             if request.raw_prompt is not None:
-                return ChatPrompt(self._raw_prompt(request.raw_prompt, limit), ()), PromptOrigin()
-            return self._prompt(messages, form.template_kwargs, image_tokens, limit)
+                return ChatPrompt(self._raw_prompt(request.raw_prompt, limit), ()), PromptOrigin(), form
+            continues = request.continue_final_message
+            return *self._prompt(messages, form.template_kwargs, image_tokens, limit, continues), form
 
         num_bytes = num_bytes_of(messages) + num_raw_bytes_of(request.raw_prompt)
-        prompt, origin = await self.threads.run(request.client, num_bytes, work)
+        prompt, origin, form = await self.threads.run(request.client, num_bytes, work)
         return EngineRequest(
             request_id=request.request_id,
             token_ids=prompt.token_ids,
@@ -177,8 +178,14 @@ class PromptPlanner:
         template_kwargs: Mapping[str, Any],
         image_tokens: Sequence[int],
         limit: PromptLimit,
+        continue_final_message: bool,
     ) -> tuple[ChatPrompt, PromptOrigin]:
-        how: dict[str, Any] = {"template_kwargs": template_kwargs, "image_tokens": image_tokens, "limit": limit}
+        how: dict[str, Any] = {
+            "template_kwargs": template_kwargs,
+            "image_tokens": image_tokens,
+            "limit": limit,
+            "continue_final_message": continue_final_message,
+        }
         if self._finds_boundaries:
             return self.tokenizer.chat_prompt(messages, **how), prompt_origin(template_kwargs)
         ids = self.tokenizer.encode_chat(messages, **how)

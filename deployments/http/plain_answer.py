@@ -41,7 +41,7 @@ def plain_job(door: Door, parsed: ParsedRequest, id: str, work: Work, num_choice
 class PlainAnswer:
     """A Generation of no tokens, and the AnswerEncoder of what `work` returns."""
 
-    num_cached_tokens = num_skipped_tokens = 0
+    num_prompt_tokens = num_cached_tokens = num_skipped_tokens = 0
     context_limited = False
     spec_prefill: SpecPrefillReport | None = None
 
@@ -52,11 +52,8 @@ class PlainAnswer:
 
     async def start(self, key: KeyIdentity) -> Generation:
         self._body = await self._work(key)
+        self.num_prompt_tokens = self._body.num_prompt_tokens
         return self
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self._body.num_prompt_tokens
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         for index in range(self._num_choices):

@@ -3,6 +3,7 @@ TokenBytes: each token alone."""
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -17,31 +18,42 @@ class TokenDecoder:
 
     Args:
         kept: special tokens that are text all the same, such as the markers of a tool call: id to text.
+
+    is_quick: `step` alone gives the text of the next token; None as long as it is no whole character.
     """
 
     def __init__(self, tokenizer: Tokenizer, kept: Mapping[int, str] | None = None):
         self._tokenizer = tokenizer
         self._kept = kept or {}
         self._silent: list[int] = []
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self.is_quick = not self._kept
+        self._restart()
 
     def decode(self, token_id: int) -> str:
         """Return the text that this token completes, possibly ''. Ids outside the vocabulary (padding) are no text."""
         if token_id in self._kept:
             return self._kept[token_id]
-        piece = self._stream.step(self._tokenizer, token_id)
+        piece = self.step(token_id)
         if piece is None:
-            return self._broken(token_id)
-        self._silent.clear()
+            return self.wait(token_id)
+        if self._silent:
+            self._silent.clear()
+            self.is_quick = not self._kept
         return piece
 
-    def _broken(self, token_id: int) -> str:
+    def _restart(self) -> None:
+        self.step = partial(DecodeStream(skip_special_tokens=True).step, self._tokenizer)
+
+    def wait(self, token_id: int) -> str:
+        """Note that this token gave no text; return that of all such tokens once there is no hope for more."""
         self._silent.append(token_id)
+        self.is_quick = False
         if len(self._silent) < MAX_SILENT_TOKENS:
             return ""
         piece = self._tokenizer.decode(self._silent)
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._restart()
         self._silent.clear()
+        self.is_quick = not self._kept
         return piece
 
 

@@ -214,6 +214,7 @@ class EngineBackend:
     def __init__(self, chunks: list[TokenChunk]):
         self._chunks = chunks
         self.in_flight = InFlight(lambda: 128, max_choices=128)
+        self.max_context_tokens = 100
 
     async def start(self, request: ChatRequest, route: Route) -> TextGeneration:
         stream: Any = FakeStream(self._chunks, request.num_choices)
@@ -237,7 +238,8 @@ class EngineBackend:
 
 def post(chunks: list[TokenChunk], **fields: Any) -> httpx.Response:
     async def talk() -> httpx.Response:
-        transport = httpx.ASGITransport(create_app(EngineBackend(chunks), HttpConfig(), frozenset()))
+        backend: Any = EngineBackend(chunks)
+        transport = httpx.ASGITransport(create_app(backend, HttpConfig(), frozenset()))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], **fields}
             return await client.post("/v1/chat/completions", json=body)

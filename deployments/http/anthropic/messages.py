@@ -52,7 +52,7 @@ class Messages:
             parsed = await self._door.reader.read(body, "messages")
             make_encoder = partial(self._encoder, request.state.request_id)
             job = self._door.job(parsed, f"msg_{secrets.token_hex(16)}", make_encoder)
-            return replace(job, start=partial(self._named, job.start, parsed.echo))
+            return replace(job, start=lambda key: self._named(partial(job.start, key), parsed.echo))
 
         return self._door.respond(request, understand)
 

@@ -188,8 +188,8 @@ class ResponsesEncoder:
         return events + self._events.write("error", **fields, error={"type": failure.type, **fields})
 
     def body(self, answer: Answer) -> dict[str, Any]:
-        choice = answer.choices[0]
-        self.encode(TextDelta(choice.text, 0, reasoning=choice.reasoning, tool_calls=tuple(choice.tool_calls)))
+        for delta in answer.choices[0].deltas:
+            self.encode(delta)
         return self._end(answer)[1]
 
     def response(self, status: str, **fields: Any) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def test_a_format_that_begins_like_json_is_content_when_it_is_none(tokenizers: A
     assert parse(tokenizer, '{"name": "Bob"}').content == '{"name": "Bob"}'
     assert parse(tokenizer, '<|python_tag|>{"name": "g", "parameters": {}}').tool_calls[0].name == "g"
     parser = tokenizer.answer_parser(AnswerRules(tools=(F,)))
-    assert parser.push(tokenizer.encode_text('{"answer": ')).content == '{"answer": '
+    assert parser.push(tokenizer.encode_text('{"answer": ')).content == '{"answer":'
 
 
 def test_an_object_in_a_string_may_hold_the_markup(tokenizers: Any):
