@@ -34,7 +34,13 @@ NOT_SERVED = {("HEAD", "/")}
 
 MAX_TEXT_CHARS = 200
 AT_ONCE = 4
-BUDGETS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+MAX_ANSWER_TOKENS = 4
+BUDGETS = {
+    "/v1/chat/completions": ("max_tokens", "max_completion_tokens"),
+    "/v1/completions": ("max_tokens",),
+    "/v1/messages": ("max_tokens",),
+    "/v1/responses": ("max_output_tokens",),
+}
 DIALECTS: dict[str, Any] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
@@ -46,10 +52,10 @@ CAPTURED = load()
 PNG = base64.b64decode(image_part(shape("red", "circle"))["image_url"]["url"].partition(",")[2])
 
 
-def of_model(body: dict[str, Any], model: str) -> dict[str, Any]:
-    """Answers of at most four tokens."""
-    lowered = {name: min(4, body[name]) for name in BUDGETS if name in body}
-    return {**body, "model": model, **lowered}
+def with_short_answer(body: dict[str, Any], path: str) -> dict[str, Any]:
+    names = BUDGETS.get(path, ())
+    lowered = {name: min(MAX_ANSWER_TOKENS, body[name]) for name in names if name in body}
+    return {**body, **(lowered or dict.fromkeys(names[:1], MAX_ANSWER_TOKENS))}
 
 
 def refused_field(path: str, error: dict[str, Any]) -> str:
@@ -93,7 +99,8 @@ class Replay:
         path = captured.path.replace("orchard-demo", "demo")
         if captured.body is None:
             return self._http.request(captured.method, path, params=captured.query, headers=captured.headers)
-        body = of_model(fill(captured.body, self._fillings.get(captured.path, self._plain)), "demo")
+        filled = fill(captured.body, self._fillings.get(captured.path, self._plain))
+        body = {**with_short_answer(filled, captured.path), "model": "demo"}
         if "previous_response_id" in body:
             body["previous_response_id"] = self._response_id
         return self._http.post(path, params=captured.query, headers=captured.headers, json=body)
