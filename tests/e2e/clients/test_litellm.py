@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.server,
     # of its own models
     pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Items .* using the `ReadOnly` qualifier:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Items? .* using the `ReadOnly` qualifier:UserWarning"),
 ]
 
 TOOLS: Any = [
