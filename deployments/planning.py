@@ -219,10 +219,10 @@ class AnswerForm:
         thinking = request.thinking or Thinking("off")
         is_thinking = thinks(request, tokenizer)
         kwargs = dict(request.template_kwargs)
-        if request.thinking is not None:
-            kwargs["enable_thinking"] = is_thinking
-        if is_thinking and thinking.effort is not None:
-            kwargs["reasoning_effort"] = thinking.effort
+        if tokenizer.reasoning is not None:
+            kwargs |= tokenizer.reasoning.template_kwargs(is_thinking)
+            if is_thinking and thinking.effort is not None and tokenizer.reasoning.takes_effort:
+                kwargs["reasoning_effort"] = thinking.effort
         if request.tools and tokenizer.tool_format is None:
             raise InvalidRequest("The model's chat template has no place for `tools`.", "tools")
         if shown := [tool.definition for tool in request.tools if not tool.is_deferred]:
@@ -241,15 +241,19 @@ class AnswerForm:
 
 
 def thinks(request: ChatRequest, tokenizer: ChatTokenizer) -> bool:
-    """Whether the prompt of a request opens a thought. Raises InvalidRequest if it must and the template cannot."""
-    thinking = request.thinking
-    if thinking is None or thinking.mode == "off":
-        return bool(request.template_kwargs.get("enable_thinking")) and tokenizer.reasoning is not None
-    if tokenizer.reasoning is None and thinking.mode == "on":
-        raise InvalidRequest(
-            f"`{thinking.field}` switches thinking on, but this model's chat template cannot think.", thinking.field
-        )
-    return tokenizer.reasoning is not None
+    """Whether the model thinks before it answers a request. Raises InvalidRequest for what its template cannot do."""
+    thinking, reasoning = request.thinking, tokenizer.reasoning
+    mode = "default" if thinking is None else thinking.mode
+    field = "thinking" if thinking is None else thinking.field
+    if reasoning is None:
+        if mode == "on":
+            raise InvalidRequest(f"`{field}` switches thinking on, but this model's chat template cannot think.", field)
+        return False
+    if reasoning.always:
+        if mode == "off":
+            raise InvalidRequest(f"`{field}` switches thinking off, but this model thinks before each answer.", field)
+        return True
+    return mode in ("on", "auto") or (mode == "default" and bool(request.template_kwargs.get("enable_thinking")))
 
 
 def num_bytes_of(messages: Sequence[Message]) -> int:

@@ -10,6 +10,7 @@ A field of a body is one of these:
 
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ MAX_NAME_CHARS = 64
 
 MAX_COUNTED_NAMES = 256
 """Different unknown names that are counted and logged, so that clients cannot fill memory or log."""
+
+_IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
+"""Names that are logged: what does not look like the name of a field may be any text of a client."""
 
 UnknownFields = Literal["report", "refuse"]
 
@@ -98,7 +102,7 @@ def _same_json(value: Any, other: Any) -> bool:
 
 
 class IgnoredFields:
-    """Counts the unknown fields that clients have sent, by name, and logs each name once."""
+    """Counts the unknown fields that clients have sent, by name, and logs each name once that looks like one."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -106,8 +110,8 @@ class IgnoredFields:
     def note(self, names: Collection[str]) -> None:
         for name in names:
             if name in self._counts or len(self._counts) < MAX_COUNTED_NAMES:
-                if name not in self._counts:
-                    logger.info("clients send the unknown field %s: it is ignored", printable(name))
+                if name not in self._counts and _IDENTIFIER.fullmatch(name):
+                    logger.info("clients send the unknown field %s: it is ignored", name)
                 self._counts[name] += 1
 
     def status(self) -> dict[str, int]:
@@ -116,5 +120,5 @@ class IgnoredFields:
 
 
 def printable(name: str) -> str:
-    """A client's name for a log line or a header: ASCII, without control characters, at most MAX_NAME_CHARS."""
+    """A client's name for a header: ASCII, without control characters, at most MAX_NAME_CHARS."""
     return json.dumps(name[:MAX_NAME_CHARS])[1:-1].replace(",", "\\u002c")

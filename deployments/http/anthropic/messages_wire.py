@@ -21,6 +21,7 @@ from deployments.http.anthropic.phrases import NOT_PERMITTED, ThreadsUnsupported
 from deployments.http.classify import classify, find_media
 from deployments.http.errors import shown
 from deployments.http.normalize import normalize
+from deployments.http.openai.thinking_wire import EFFORT_BUDGETS
 from deployments.http.request_reader import ParsedRequest, ReadingRules
 from deployments.http.wire import OpenWire, Wire
 from engine.protocol import GrammarSpec
@@ -53,9 +54,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "workspace_id": (),
 }
 """Fields that cannot be honoured -> the values, besides null, that ask for nothing."""
-
-EFFORT_BUDGETS: dict[str, int | None] = {"low": 1024, "medium": 4096, "high": None, "xhigh": None, "max": None}
-"""Effort -> most tokens of the thought."""
 
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
 

@@ -83,6 +83,8 @@ class FakeBackend:
 
     async def count_tokens(self, request: ChatRequest, route: Route) -> int:
         self.requests.append((request, route))
+        async for _ in FakeGeneration(self.start_script):
+            pass
         return 11
 
     async def token_ids(self, request: ChatRequest, route: Route) -> list[int]:

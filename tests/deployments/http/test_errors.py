@@ -141,7 +141,7 @@ def test_a_converter_may_leave_an_error_unexpected():
         ("GET", "/", 404),
         ("GET", "/v1/model", 404),
         ("POST", "/v1/chat/completions/", 404),
-        ("GET", "/openapi.json", 404),
+        ("GET", "/openapi.yaml", 404),
         ("GET", "/v1/chat/completions", 405),
         ("DELETE", "/v1/models", 405),
         ("POST", "/v1/cache", 405),

@@ -69,7 +69,7 @@ def test_a_field_that_is_honoured(fields, name, value):
             {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}},
             Thinking("auto", None, "high", "thinking.type"),
         ),
-        ({"output_config": {"effort": "medium"}}, Thinking("auto", 4096, "medium", "output_config.effort")),
+        ({"output_config": {"effort": "medium"}}, Thinking("auto", 8192, "medium", "output_config.effort")),
         (
             {"thinking": {"type": "enabled", "budget_tokens": 32000}, "max_tokens": 32000},
             Thinking("on", 32000, None, "thinking.type"),
