@@ -37,6 +37,8 @@ TOOLS: Any = [
 class Turn:
     """One request of the conversation, in prompt tokens."""
 
+    is_question: bool
+    """The user's, not the results of tools."""
     num_prompt_tokens: int
     num_computed_tokens: int
     stop_reason: str | None
@@ -54,12 +56,12 @@ class Agent:
 
     def ask(self, text: str) -> str:
         """Goes on until the model answers with text. Every request is a turn."""
-        message = self._request([{"type": "text", "text": text}])
+        message = self._request([{"type": "text", "text": text}], is_question=True)
         while results := [self._result(block) for block in message.content if block.type == "tool_use"]:
-            message = self._request(results)
+            message = self._request(results, is_question=False)
         return "".join(block.text for block in message.content if block.type == "text")
 
-    def _request(self, content: list[Any]) -> Any:
+    def _request(self, content: list[Any], is_question: bool) -> Any:
         marked = [*content[:-1], {**content[-1], **CACHED}]
         with self._client.messages.stream(
             model=MODEL,
@@ -77,7 +79,8 @@ class Agent:
         ]
         usage = message.usage
         computed = usage.input_tokens + (usage.cache_creation_input_tokens or 0)
-        self.turns.append(Turn(computed + (usage.cache_read_input_tokens or 0), computed, message.stop_reason))
+        total = computed + (usage.cache_read_input_tokens or 0)
+        self.turns.append(Turn(is_question, total, computed, message.stop_reason))
         return message
 
     def _result(self, call: Any) -> Any:
@@ -92,13 +95,21 @@ def claude(base_url: str) -> Iterator[anthropic.Anthropic]:
         yield claude
 
 
-@pytest.mark.parametrize("thinking", [{"type": "disabled"}, {"type": "adaptive"}], ids=["at once", "thinking"])
-def test_each_turn_of_an_agent_computes_its_new_tokens_alone(claude: anthropic.Anthropic, thinking: Any):
-    agent = Agent(claude, thinking)
+def num_new_tokens(turns: list[Turn], drops_thoughts: bool) -> int:
+    """Of the last turn. A template that drops thoughts when the user speaks writes all that follows the question before
+    anew; the results of tools go on behind their thought."""
+    *before, last = turns
+    goes_on_from = [turn for turn in before if turn.is_question] if drops_thoughts and last.is_question else before
+    return last.num_prompt_tokens - goes_on_from[-1].num_prompt_tokens
+
+
+@pytest.mark.parametrize("kind", ["disabled", "adaptive"])
+def test_each_turn_of_an_agent_computes_its_new_tokens_alone(claude: anthropic.Anthropic, kind: str):
+    agent = Agent(claude, {"type": kind})
     for number, city in zip(itertools.count(11), CITIES, strict=False):
         assert f"with {number} degrees" in agent.ask(f"What is the weather in {city}?")
     assert agent.asked == CITIES
     assert [turn.stop_reason for turn in agent.turns] == ["tool_use", "end_turn"] * (NUM_TURNS // 2)
-    for before, turn in itertools.pairwise(agent.turns):
-        num_new = turn.num_prompt_tokens - before.num_prompt_tokens
+    for number, turn in enumerate(agent.turns[1:], 2):
+        num_new = num_new_tokens(agent.turns[:number], drops_thoughts=kind == "adaptive")
         assert turn.num_computed_tokens <= num_new + SLACK_TOKENS, agent.turns

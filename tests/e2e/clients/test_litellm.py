@@ -87,7 +87,14 @@ def test_a_tool_call_and_its_result_lead_to_an_answer(base_url: str, provider: s
     ("provider", "thinking"),
     [
         ("hosted_vllm", {"reasoning_effort": "low"}),
-        ("anthropic", {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}),
+        (
+            "anthropic",
+            {
+                "thinking": {"type": "enabled", "budget_tokens": 1024},
+                "max_tokens": 2000,
+                "allowed_openai_params": ["thinking"],  # it knows models by name alone
+            },
+        ),
     ],
 )
 @STREAMED
