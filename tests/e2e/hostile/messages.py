@@ -35,12 +35,9 @@ SHAPES = tuple(
         ("a role that is null", [{"role": None, "content": "x"}], "messages[0].role"),
         ("a role that is a list", [{"role": ["user"], "content": "x"}], "messages[0].role"),
         ("no content", [{"role": "user"}], "messages[0].content", "required"),
-        ("null as the user's content", [user(None)], "messages[0].content"),
         ("a number as content", [user(5)], "messages[0].content", "5"),
         ("an object as content", [user({"text": "x"})], "messages[0].content"),
         ("a name that is a number", [{**HELLO, "name": 5}], "messages[0].name", "5"),
-        ("an unknown field", [{**HELLO, "weight": 1}], "messages[0].weight", "not supported"),
-        ("a refusal with text", [{"role": "assistant", "content": "x", "refusal": "no"}], "messages[0].refusal"),
         ("audio of the assistant", [{"role": "assistant", "content": "x", "audio": {}}], "messages[0].audio"),
         ("a null part", _parts(None), "messages[0].content[0]"),
         ("a string as a part", _parts("Hello!"), "messages[0].content[0]"),
@@ -50,7 +47,6 @@ SHAPES = tuple(
         ("a part whose type is a list", _parts({"type": []}), "messages[0].content[0].type"),
         ("a text part without text", _parts({"type": "text"}), "messages[0].content[0].text", "required"),
         ("a text part of null", _parts({"type": "text", "text": None}), "messages[0].content[0].text"),
-        ("a text part with more", _parts({"type": "text", "text": "x", "run": "ls"}), "messages[0].content[0].run"),
         ("a video", _parts({"type": "video_url", "video_url": {"url": "x"}}), "messages[0].content[0]", "video"),
         ("audio", _parts({"type": "input_audio", "input_audio": {"data": ""}}), "messages[0].content[0]", "audio"),
         ("a file", _parts({"type": "file", "file": {"file_id": "../x"}}), "messages[0].content[0]", "file"),
@@ -71,6 +67,15 @@ SHAPES = tuple(
             "messages[1].reasoning"),
     )
 )  # fmt: skip
+
+DROPPED = tuple(
+    Row(f"messages: {name}", chat(messages=messages), "keys that no template reads", OK)
+    for name, messages in (
+        ("null beside another content", [user(None), HELLO]),
+        ("an unknown field", [{**HELLO, "weight": 1}]),
+        ("a text part with more", _parts({"type": "text", "text": "x", "run": "ls"})),
+    )
+)
 
 COUNTS = (
     Row("4097 messages", chat(messages=lambda: [HELLO] * 4097), "4096 messages", bad("messages", "4096")),
@@ -148,4 +153,4 @@ PRETENCES = tuple(
     }.items()
 )
 
-ROWS = (*SHAPES, *COUNTS, *TURNS, *PRETENCES)
+ROWS = (*SHAPES, *DROPPED, *COUNTS, *TURNS, *PRETENCES)
