@@ -68,6 +68,8 @@ def test_every_operation_answers_as_the_document_says(
         suppress_health_check=SLOW,
     )
     for operation in operations:
+        if mode == "negative" and "requestBody" not in operation.definition.raw:
+            continue  # nothing of it can be wrong: an id is any text
         with subtests.test(operation.label):
             cases = operation.as_strategy(generation_mode=GenerationMode(mode))
             bounds(seed(SEED)(given(cases)(check)))()
