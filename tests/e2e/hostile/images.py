@@ -50,8 +50,8 @@ SHAPES = tuple(
         ("an empty URL", {"type": "image_url", "image_url": {"url": ""}}, ".image_url.url"),
         ("an unknown detail", {"type": "image_url", "image_url": {"url": "data:", "detail": "ultra"}},
             ".image_url.detail"),
-        ("an unknown field", {"type": "image_url", "image_url": {"url": "data:", "headers": {"Cookie": "a"}}},
-            ".image_url.headers"),
+        ("an unknown field beside", {"type": "image_url", "image_url": {"url": "data:", "headers": {"Cookie": "a"}}},
+            ".image_url.url"),
     )
 )  # fmt: skip
 

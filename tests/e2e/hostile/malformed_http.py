@@ -381,8 +381,6 @@ PATHS = tuple(
         "of a model of 10 kB": b"/v1/models/" + b"m" * 10_000,
         ".env": b"/.env",
         ".git/config": b"/.git/config",
-        "docs": b"/docs",
-        "openapi.json": b"/openapi.json",
         "nothing": b"/",
         "a semicolon": b"/v1/models;jsessionid=1",
     }.items()

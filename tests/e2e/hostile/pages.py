@@ -103,10 +103,12 @@ PAGES = (
     Row("health for a load balancer", Http("GET", "/health/live", headers={"Host": "10.1.2.3:80"}), "open paths", PAGE),
     Row("a key where none is configured", post(BODY, Authorization="Bearer sk-nonsense"), "http.api_keys", OK),
     Row("a key that is no key", post(BODY, Authorization="Basic \t:::" + "=" * 1000), "http.api_keys", OK),
-    Row("completions, which are not served", Http("POST", "/v1/completions", BODY, {
-        "Content-Type": "application/json"}), "routes", NO_ROUTE),
-    Row("tokenize, which is not served", Http("POST", "/tokenize", BODY, {"Content-Type": "application/json"}),
+    Row("a chat's messages for a completion", Http("POST", "/v1/completions", BODY, {
+        "Content-Type": "application/json"}), "fields", Refused((400,), "messages")),
+    Row("audio, which is not served", Http("POST", "/v1/audio/speech", BODY, {"Content-Type": "application/json"}),
         "routes", NO_ROUTE),
+    Row("the documentation", Http("GET", "/docs"), "open paths", PAGE),
+    Row("the OpenAPI document", Http("GET", "/openapi.json"), "open paths", PAGE),
     Row("a body of 1 MiB where no route is", Http("POST", "/v1/nothing", bytes(2**20), {
         "Content-Type": "application/json"}), "routes", NO_ROUTE),
     Row("a GraphQL query", Http("POST", "/graphql", b"{__schema{types{name}}}", {"Content-Type": "application/json"}),
