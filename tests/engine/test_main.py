@@ -68,7 +68,7 @@ def test_ctrl_c_at_the_prompt_of_a_chat_ends_it():
         while b"> " not in heard:
             heard += os.read(chat.stdout.fileno(), 100)
         chat.send_signal(signal.SIGINT)
-        assert chat.wait(30) == 130
+        assert chat.wait(120) == 130
     finally:
         chat.kill()
         chat.communicate()
