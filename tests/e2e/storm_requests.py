@@ -334,9 +334,9 @@ _BROKEN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
 INVALID: tuple[tuple[dict[str, Any], tuple[int, str | None]], ...] = (
     ({"temperature": 3}, (400, "temperature")),
     ({"model": "other"}, (404, "model")),
-    ({"tools": [{"type": "function"}]}, (400, "tools")),
+    ({"tools": [{"type": "function"}]}, (400, "tools[0].function")),
     ({"n": 128}, (400, "n")),
-    ({"max_tokens": 40000}, (400, "messages")),
+    ({"min_tokens": 40000, "max_tokens": 40000}, (400, "messages")),
     ({"stop_token_ids": [4096]}, (400, "stop_token_ids[0]")),
     ({"structured_outputs": {"regex": "("}}, (400, "structured_outputs.regex")),
     ({"messages": about("What is it?", _BROKEN)}, (400, "messages[0].content[0].image_url.url")),

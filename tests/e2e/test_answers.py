@@ -90,9 +90,14 @@ def test_two_pictures_are_told_apart_by_their_order(client: openai.OpenAI):
     assert answer.index("blue square") < answer.index("red circle")
 
 
-def test_a_prompt_and_answer_beyond_the_context_are_refused_with_both_numbers(client: openai.OpenAI):
-    with pytest.raises(openai.BadRequestError, match=r"32768.*13 in the prompt and 40000 for the answer") as refused:
-        client.chat.completions.create(model="demo", messages=question("hi"), max_tokens=40000)
+def test_max_tokens_beyond_the_context_is_a_ceiling(client: openai.OpenAI):
+    answer = client.chat.completions.create(model="demo", messages=question("What is 12 + 30?"), max_tokens=40000)
+    assert answer.choices[0].message.content == "12 + 30 = 42"
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(client: openai.OpenAI):
+    with pytest.raises(openai.BadRequestError, match=r"holds 32768 tokens.*and 1 for the answer") as refused:
+        client.chat.completions.create(model="demo", messages=question("apple " * 40_000))
     assert refused.value.code == "context_length_exceeded"
 
 
