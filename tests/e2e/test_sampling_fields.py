@@ -83,7 +83,7 @@ def test_a_regex_is_matched_to_its_end(client: openai.OpenAI, pattern: str):
         ({"stop_token_ids": [4096]}, "stop_token_ids[0]"),
         ({"min_tokens": 41}, "min_tokens"),
         ({"priority": 1}, "priority"),
-        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
