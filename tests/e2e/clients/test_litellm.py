@@ -1,6 +1,8 @@
 """LiteLLM as a client of both dialects."""
 
+import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import litellm
@@ -40,6 +42,19 @@ TOOLS: Any = [
 ]
 PROVIDERS = pytest.mark.parametrize("provider", ["openai", "hosted_vllm", "anthropic"])
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def event_loop() -> Iterator[None]:
+    """LiteLLM leaves tasks in the main thread's event loop, and makes one that stays open where there is none."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    asyncio.set_event_loop(None)
 
 
 def options_of(base_url: str, provider: str) -> dict[str, Any]:
