@@ -11,7 +11,7 @@ from engine.protocol import ThoughtSpec
 
 
 class Phase(Enum):
-    """What the answer is doing."""
+    """The phase of an answer."""
 
     THINKING = "thinking"
     ANSWERING = "answering"
@@ -31,7 +31,7 @@ class State:
 
 
 class ThoughtRules:
-    """What holds in the thoughts of one request.
+    """The allowed tokens in the thoughts of one request.
 
     Args:
         stop_token_ids: what ends the answer. They are forbidden in a thought that a grammar follows.
@@ -44,7 +44,7 @@ class ThoughtRules:
         self._stop_token_ids = frozenset(stop_token_ids)
         self._vocab_size = vocab_size
         self._resume_ids = spec.resume_ids if has_grammar else ()
-        self._any = self._mask_of(range(vocab_size))
+        self._any = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)  # padding too: the engine skips such masks
         self._stop = self._mask_of(self._stop_token_ids)
         closing = self._mask_of([spec.end_id])
         self._thought = self._any & ~self._stop | closing if has_grammar else self._any

@@ -85,6 +85,10 @@ class Processors:
         return mx.array(stops) > 0
 
 
+ALL_ALLOWED = np.uint32(0xFFFFFFFF)
+"""A word of a matcher's mask that forbids none of its 32 tokens."""
+
+
 def has_penalties(p: SamplingParams) -> bool:
     return p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
 
@@ -172,10 +176,13 @@ def match(
         if row.matcher is None or i in errors:
             continue
         try:
-            masks.append(row.matcher.masks(tuple(drafts[i])))
-            at.append(i)
+            mask = row.matcher.masks(tuple(drafts[i]))
         except Exception as error:
             errors[i] = f"{GRAMMAR_FAILED}{error}"
+            continue
+        if (mask != ALL_ALLOWED).any():  # a thought without a grammar behind it allows everything
+            masks.append(mask)
+            at.append(i)
     return _masked(logits, at, masks) if at else logits
 
 

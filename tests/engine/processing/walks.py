@@ -42,7 +42,7 @@ def decode(token_ids: tuple[int, ...]) -> str:
 
 def allowed(mask: np.ndarray) -> list[int]:
     """Ids whose bits are set in one row of masks."""
-    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB_SIZE]).tolist()
 
 
 def accepts(matcher: Matcher, text: str) -> bool:

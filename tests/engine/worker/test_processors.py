@@ -151,6 +151,20 @@ class Only:
         return self
 
 
+class Permissive:
+    """Allows every token, as a thought does."""
+
+    def masks(self, draft: tuple[int, ...] = ()) -> np.ndarray:
+        return np.full((len(draft) + 1, -(-VOCAB // 32)), 0xFFFFFFFF, np.uint32)
+
+
+def test_masks_that_allow_every_token_cost_the_device_nothing():
+    requests = [row("a", [1], []), row("b", [1], [])]
+    requests[0].matcher = Permissive()  # type: ignore[assignment]
+    logits = mx.zeros((2, 3, VOCAB), mx.bfloat16)
+    assert match(requests, logits, [[8, 8]] * 2, {}) is logits
+
+
 def test_masks_forbid_what_they_forbid_and_a_broken_one_its_own_row_alone():
     requests = [row("free", [1], []), row("masked", [1], []), row("broken", [1], [])]
     requests[1].matcher, requests[2].matcher = Only({1, 33}, {39}), Only(fails=True)
