@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from pickle import PickleBuffer
@@ -146,7 +146,6 @@ class ChatRequest:
     num_choices: int = 1
     grammar: GrammarSpec | None = None
     priority: int = 0
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
     tenant: str = ""
     client: str = ""
     spec_prefill: bool | None = None
@@ -195,7 +194,7 @@ class Embeddings:
     vectors: tuple[bytes, ...]
     """Each little-endian float32 [hidden], of length 1."""
     num_prompt_tokens: int
-    """Of all prompts."""
+    """Tokens of all prompts."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +260,7 @@ class TextDelta:
     num_drafted: int = 0
     num_accepted: int = 0
     reasoning: str = ""
-    """Of the thought, without its markers."""
+    """Text of the thought, without its markers."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Calls that these tokens completed. A call that the end of the answer cuts off is never reported."""
     num_reasoning_tokens: int = 0

@@ -175,7 +175,7 @@ class EngineClient:
             raise self._answer_to(error) from None
 
     async def ask_planner(self, method: str, route: Route, *args: Any) -> Any:
-        """What the nearest planner of a route answers, without any engine.
+        """Ask the nearest planner of a route, without any engine.
 
         Raises InvalidRequest, Overloaded, Unavailable.
         """

@@ -49,7 +49,7 @@ STATUS_SHARED_S = 0.5
 class TextGeneration:
     """See chat.Generation. A choice ends as soon as a stop string is complete, the engine's stream with the last one.
 
-    The engine works on at a choice that a stop string has ended, as long as others run; nobody sees what comes of it.
+    The engine works on at a choice that a stop string has ended, as long as others run; its further tokens are dropped.
     """
 
     def __init__(

@@ -86,7 +86,6 @@ class PromptPlanner:
             boundaries=prompt.boundaries,
             tenant=request.tenant,
             client=request.client,
-            fills_context=True,
             origin=origin,
             checkpoint=self._checkpoint,
             thought=form.thought,
@@ -204,21 +203,21 @@ class PromptPlanner:
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What a request's tools, format and thought mean for its prompt and its answer."""
+    """The effect of a request's tools, format and thought on its prompt and its answer."""
 
     template_kwargs: dict[str, Any]
     """Variables of the chat template."""
     grammar: GrammarSpec | None
-    """What the answer must match, behind its thought."""
+    """The grammar of the answer behind its thought."""
     thought: ThoughtSpec | None
-    """What the engine must watch of the thought."""
+    """The thought's budget and closing, where the engine enforces them."""
 
     @classmethod
     def of(cls, request: ChatRequest, tokenizer: ChatTokenizer) -> "AnswerForm":
         """Raises InvalidRequest for what the model's template has no place for."""
         thinking = request.thinking or Thinking("off")
         is_thinking = thinks(request, tokenizer)
-        kwargs = dict(request.template_kwargs)
+        kwargs: dict[str, Any] = {}
         if tokenizer.reasoning is not None:
             kwargs |= tokenizer.reasoning.template_kwargs(is_thinking)
             if is_thinking and thinking.effort is not None and tokenizer.reasoning.takes_effort:
@@ -253,7 +252,7 @@ def thinks(request: ChatRequest, tokenizer: ChatTokenizer) -> bool:
         if mode == "off":
             raise InvalidRequest(f"`{field}` switches thinking off, but this model thinks before each answer.", field)
         return True
-    return mode in ("on", "auto") or (mode == "default" and bool(request.template_kwargs.get("enable_thinking")))
+    return mode in ("on", "auto")
 
 
 def num_bytes_of(messages: Sequence[Message]) -> int:
@@ -293,7 +292,7 @@ def _digest(value: Any) -> str:
 def sampling_params(
     request: ChatRequest, defaults: GenerationDefaults, num_prompt_tokens: int, max_context_tokens: int
 ) -> SamplingParams:
-    """What the client asked for, then what the model's authors advise. max_tokens is a ceiling, as the context is.
+    """Take the client's values, then the checkpoint's defaults. max_tokens is a ceiling, as the context is.
 
     Raises ContextLengthExceeded when the prompt leaves no room, and InvalidRequest, see SamplingParams.
     """

@@ -188,15 +188,15 @@ class ThoughtSpec:
     end_id: int
     """The token that ends the thought, the model's own `</think>`."""
     closing_ids: tuple[int, ...]
-    """What is forced once the budget is used up: the template's closing, end_id among it."""
+    """Tokens that are forced once the budget is used up: the template's closing, end_id among them."""
     budget: int | None = None
     """Most tokens of the thought before the closing; None: no limit."""
     opening_ids: tuple[int, ...] = ()
-    """What is forced first: the thought's opening, where the prompt does not end inside of it."""
+    """Tokens that are forced first: the thought's opening, where the prompt does not end inside of it."""
 
     @property
     def resume_ids(self) -> tuple[int, ...]:
-        """Of closing_ids what comes behind the token that ends the thought."""
+        """The tokens of closing_ids behind the one that ends the thought."""
         return self.closing_ids[self.closing_ids.index(self.end_id) + 1 :]
 
 
@@ -259,8 +259,8 @@ class EngineRequest:
     num_choices: answers wanted; they share the prompt's prefill, and choice i is sampled with `choice_seed(seed, i)`.
     priority: smaller is more urgent; only with the scheduler's policy `priority`. boundaries: by num_tokens; the kind
     `prompt` is the engine's own business. tenant: requests share cached prefixes with those of the same tenant alone.
-    client: whose share of the engine it takes, see SchedulerConfig.fairness. fills_context: max_tokens is a ceiling,
-    which the engine may lower to what its memory holds.
+    client: whose share of the engine it takes, see SchedulerConfig.fairness. sampling.max_tokens is a ceiling: the
+    engine lowers it to what its memory holds.
     pinned: what is cached at its system boundary is never evicted. sparse: the prompt is taken in by this plan; never
     the state behind the first token that it leaves out reaches the prefix cache.
     checkpoint: fingerprint of the checkpoint that the prompt was tokenized for, see processing/fingerprint.py; a
@@ -278,7 +278,6 @@ class EngineRequest:
     boundaries: tuple[Boundary, ...] = ()
     tenant: str = ""
     client: str = ""
-    fills_context: bool = False
     origin: PromptOrigin = PromptOrigin()
     pinned: bool = False
     sparse: SparsePlan | None = None

@@ -1,4 +1,4 @@
-"""Access: which requests are let in (Host, Origin, API key, content type), and what their keys stand for."""
+"""Access: checks of Host, Origin, API key and content type, and the identity behind each key."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -82,7 +82,7 @@ class AdministratorOnly(Refusal):
 
 
 class AccessRules:
-    """What the configuration says about a request, judged by its scope alone. Raises what read_api_keys raises."""
+    """The configured rules of access; they look at a request's scope alone. Raises what read_api_keys raises."""
 
     def __init__(self, config: HttpConfig):
         self._needs_key = config.needs_key
@@ -166,7 +166,7 @@ class Access:
         await self._app(scope, receive, self._send_with_limits(send, scope, key))
 
     def _send_with_limits(self, send: Send, scope: Scope, key: KeyIdentity) -> Send:
-        """What is left of the key's limits when the response begins; nothing for a key without limits."""
+        """Add headers with the rest of the key's limits when the response begins; none for a key without limits."""
         if not key.limits:
             return send
 

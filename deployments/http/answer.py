@@ -15,37 +15,32 @@ class ChoiceAnswer:
     """One of the answers to a request, as far as it is there."""
 
     deltas: list[TextDelta] = field(default_factory=list)
-    """In their order, for dialects in which thought, text and calls may follow each other in any."""
-    pieces: list[str] = field(default_factory=list)
-    reasoning_pieces: list[str] = field(default_factory=list)
-    tool_calls: list[ToolCall] = field(default_factory=list)
-    logprobs: list[TextLogprobs] = field(default_factory=list)
+    """In their order: in some dialects thought, text and calls may follow each other in any."""
     finish_reason: str | None = None
     stop_sequence: str | None = None
 
     @property
     def text(self) -> str:
-        return "".join(self.pieces)
+        return "".join(delta.text for delta in self.deltas)
 
     @property
     def reasoning(self) -> str:
-        return "".join(self.reasoning_pieces)
+        return "".join(delta.reasoning for delta in self.deltas)
 
-    def add(self, delta: TextDelta) -> None:
-        self.deltas.append(delta)
-        if delta.text:
-            self.pieces.append(delta.text)
-        if delta.reasoning:
-            self.reasoning_pieces.append(delta.reasoning)
-        self.tool_calls += delta.tool_calls
-        self.logprobs += delta.logprobs
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        return [call for delta in self.deltas for call in delta.tool_calls]
+
+    @property
+    def logprobs(self) -> list[TextLogprobs]:
+        return [entry for delta in self.deltas for entry in delta.logprobs]
 
 
 class Answer:
     """All choices of a request, and its figures. One that failed or was aborted raises EngineFailed.
 
     Args:
-        keeps_text: whether text, logprobs and calls are kept, which a stream has no use for.
+        keeps_text: whether the deltas are kept, which a stream has no use for.
     """
 
     def __init__(self, generation: Generation, num_choices: int, keeps_text: bool):
@@ -65,7 +60,7 @@ class Answer:
         self.num_drafted += delta.num_drafted
         self.num_accepted += delta.num_accepted
         if self._keeps_text:
-            choice.add(delta)
+            choice.deltas.append(delta)
         if delta.finish_reason is not None:
             if delta.finish_reason not in FINISH_REASONS:
                 raise EngineFailed(f"the generation ended with {delta.finish_reason}")

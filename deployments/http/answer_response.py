@@ -1,5 +1,5 @@
-"""AnswerResponse: reads a request, starts its generation, relays the answer, and ends it all when the client leaves, or
-when somebody else ends it. Every dialect's answers go through it."""
+"""AnswerResponse: reads a request, starts its generation and relays the answer. It ends early when the client leaves or
+the request is cancelled. Every dialect's answers go through it."""
 
 import asyncio
 import contextlib
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job:
-    """What the body of a request asks for, ready to begin."""
+    """A parsed request that is ready to start."""
 
     id: str
-    """Of the answer; the request can be cancelled by it."""
+    """Id of the answer; the request can be cancelled by it."""
     start: Callable[[KeyIdentity], Awaitable[Generation]]
     """Takes the key of the request. Returns when the answer has begun; raises why it does not. Called once."""
     encoder: AnswerEncoder
@@ -45,18 +45,18 @@ class Job:
 
 
 class AnswerResponse(Response):
-    """Reads the request, starts the generation and sends what comes of it.
+    """Reads the request, starts the generation and sends the answer.
 
     The request is in flight from its headers on, but takes its place only when its body has been read: where there is
-    no room for it, its body is not even read. Whoever wants it ended (in_flight), or a client that leaves, cancels the
-    work where it stands, also before the first token, and its row is freed. What ends the response is sent after that,
-    since servers report every client as gone once they have its last byte.
+    no room for it, its body is not even read. A cancellation (in_flight), or a client that leaves, ends the work at any
+    point, also before the first token, and its row is freed. The end of the response is sent after that, since servers
+    report every client as gone once they have its last byte.
 
     A stream commits its status with its first token, or earlier, with a comment, when the first token takes longer than
     `comment_s`; an error after that is an event.
 
     Args:
-        understand: makes of the body what it asks for. It may raise anything.
+        understand: makes a job of the body. It may raise anything.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class AnswerResponse(Response):
         try:
             with self._limits.enter(request.state.key, job.num_choices):
                 return await unless(self._work(job, entry, stream, request.scope), entry.must_end, left)
-        except OrchardError as error:  # whoever ended it says why; what the work itself raises, it answers itself
+        except OrchardError as error:  # a cancellation, with its reason; the work answers its own errors itself
             logger.info("request %s was ended: %s", self._request_id, error)
             return await self._failed(job, entry, error, stream, request.scope)
         finally:

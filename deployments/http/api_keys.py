@@ -31,7 +31,7 @@ class ApiKeysError(OrchardError):
 
 @dataclass(frozen=True)
 class KeyLimits:
-    """What one key may use, on each ingress. None: no limit."""
+    """The limits of one key, on each ingress. None: no limit."""
 
     max_requests_per_minute: int | None = None
     max_tokens_per_minute: int | None = None
@@ -45,14 +45,14 @@ class KeyLimits:
 
 @dataclass(frozen=True)
 class KeyIdentity:
-    """What the key of a request stands for, in `request.state.key`; of a server without keys: NO_KEY or LOCAL_KEY."""
+    """The identity behind a request's key, in `request.state.key`. Without keys it is NO_KEY or LOCAL_KEY."""
 
     name: str
     """Label of the key, unique on this server; '' without a key."""
     tenant: str = ""
-    """Whose prefix cache its requests share."""
+    """Requests of the same tenant share cached prefixes."""
     client: str = ""
-    """Whose fair share of the engine its requests take."""
+    """Requests of the same client share one fair share of the engine."""
     is_administrative: bool = False
     limits: KeyLimits = KeyLimits()
 
@@ -71,10 +71,10 @@ class KeyIdentity:
 
 
 NO_KEY = KeyIdentity("")
-"""Of requests to a server without keys."""
+"""The identity of requests to a server without keys."""
 
 LOCAL_KEY = KeyIdentity("", is_administrative=True)
-"""Of programs on the same machine that send requests to a server without keys."""
+"""The identity of programs on the same machine, on a server without keys."""
 
 
 class ApiKeyEntry(Frozen):

@@ -79,10 +79,11 @@ class Door:
             encoder,
             parsed.stream,
             parsed.request.num_choices,
-            self._headers(parsed),
+            self.headers(parsed),
         )
 
-    def _headers(self, parsed: ParsedRequest) -> dict[str, str]:
+    def headers(self, parsed: ParsedRequest) -> dict[str, str]:
+        """The headers of the response to a request: they name its unknown fields, which are counted here."""
         if not parsed.ignored:
             return {}
         self.ignored.note(parsed.ignored)

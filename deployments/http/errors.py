@@ -61,7 +61,7 @@ class Refusal(InvalidRequest):
     retry_after_s: float | None = None
     """When the same request may be sent again, in seconds; None where that is no use."""
     details: ClassVar[Mapping[str, Any] | None] = None
-    """Of the error in Anthropic's dialect."""
+    """Further fields of the error in Anthropic's dialect."""
 
     def __init__(self, *args: object, field: str | None = None):
         OrchardError.__init__(self, *args)
@@ -153,7 +153,7 @@ class Failure:
     anthropic_message: str | None = None
     """Where Anthropic has a phrase of its own for it."""
     details: Mapping[str, Any] | None = None
-    """Of the error in Anthropic's dialect."""
+    """Further fields of the error in Anthropic's dialect."""
 
     @property
     def headers(self) -> dict[str, str]:

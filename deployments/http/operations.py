@@ -1,4 +1,4 @@
-"""What operators ask: health, status, and the prefix cache."""
+"""The routes for operators: health, status, and the prefix cache."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ from deployments.http.request_reader import ParsedRequest
 
 @dataclass(frozen=True)
 class PlainBody:
-    """What a request is answered with."""
+    """The body of an answer that is not generated."""
 
     content: dict[str, Any] | bytes
     """Bytes are JSON already."""

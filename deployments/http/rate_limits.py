@@ -16,7 +16,7 @@ Clock = Callable[[], float]
 MINUTE_S = 60.0
 
 ROUNDING = 1e-6
-"""Of a request or a token: after exactly the announced time there must be one."""
+"""Tolerance in requests or tokens, so that one is there after exactly the announced time."""
 
 KINDS = ("requests", "tokens")
 
@@ -67,7 +67,7 @@ class TokenBucket:
 
     @property
     def level(self) -> float:
-        """What is left now; negative when it is overdrawn."""
+        """The requests or tokens that are left now; negative when the bucket is overdrawn."""
         now = self._clock()
         self._level = min(self.per_minute, self._level + (now - self._updated_s) * self.per_minute / MINUTE_S)
         self._updated_s = now
@@ -89,7 +89,7 @@ class TokenBucket:
 
 
 class KeyUse:
-    """What one key has used lately."""
+    """The recent use of one key."""
 
     def __init__(self, key: KeyIdentity, clock: Clock):
         limits = key.limits

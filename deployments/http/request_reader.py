@@ -21,12 +21,12 @@ bytes: 8192 of them take up to 20 ms, in 256 kB there may be enough for 150 ms."
 
 @dataclass(frozen=True)
 class ReadingRules:
-    """What decides how a body is read, besides the body."""
+    """The server's settings that decide how a body is read."""
 
     model_name: str
     """The name of the model in answers."""
     media_kinds: frozenset[str]
-    """What the model reads besides text."""
+    """Kinds of media that the model reads besides text."""
     keeps_late_system: bool = False
     """See `normalize`."""
     system_policy: SystemPolicy = "hoist"
@@ -49,16 +49,16 @@ class ReadingRules:
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """What a body asks for, in any dialect. It crosses a process wall: everything in it can be pickled."""
+    """A parsed body of any dialect. It crosses a process wall: everything in it can be pickled."""
 
     request: ChatRequest
     """Without an id."""
     route: Route
     stream: bool
     echo: Any = None
-    """What the dialect's encoder must know of the body."""
+    """The fields of the body that the dialect's encoder depends on."""
     ignored: tuple[str, ...] = ()
-    """Fields at the top of the body that nobody knows."""
+    """Names of unknown fields at the top of the body."""
 
     def packed(self) -> "ParsedRequest":
         """The same with messages that are cheap to hand on."""

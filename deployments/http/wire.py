@@ -1,4 +1,4 @@
-"""What the wire models of all dialects share: strictness, tags of unions, choices by a field."""
+"""Bases of the wire models of all dialects: strictness, tags of unions, choices by a field."""
 
 from collections.abc import Callable
 from typing import Any

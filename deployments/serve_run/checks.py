@@ -1,4 +1,4 @@
-"""What is checked before Ray starts: the cluster that would be joined, the API keys, the port, the GPU."""
+"""Checks before Ray starts: the cluster that would be joined, the API keys, the port, the GPU."""
 
 import socket
 from pathlib import Path

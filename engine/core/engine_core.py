@@ -98,7 +98,7 @@ class EngineCore:
             self.runner.close()
 
     def fitted(self, request: EngineRequest) -> EngineRequest:
-        """Where the client has set no max_tokens, as many as the memory holds. From any thread.
+        """Lower max_tokens, which is a ceiling, to what the memory holds. From any thread.
 
         Raises MemoryExceeded for a request that would not fit if it had the engine to itself.
         """
@@ -108,7 +108,7 @@ class EngineCore:
         if ledger.alone(whole) <= limit:
             return request
         num_prompt, num_output = whole.num_prompt, request.sampling.max_tokens
-        if request.fills_context and (num_fitting := ledger.max_answer(whole, num_output, limit)):
+        if request.pooling is None and (num_fitting := ledger.max_answer(whole, num_output, limit)):
             return replace(request, sampling=replace(request.sampling, max_tokens=num_fitting))
         num_tokens = ledger.max_tokens_alone(self.pinned_bytes)
         raise MemoryExceeded(num_prompt, num_output, num_tokens, ledger.alone(whole), limit)

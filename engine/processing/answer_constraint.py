@@ -1,4 +1,4 @@
-"""What an answer must match: one grammar and one thought from tools, their choice, a format and thinking."""
+"""answer_constraint: tools, their choice, a format and thinking to one grammar and one thought."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

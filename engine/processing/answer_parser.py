@@ -20,7 +20,7 @@ MAX_GAP = 64
 
 @dataclass(frozen=True)
 class AnswerRules:
-    """What to look for in an answer."""
+    """How one answer is parsed."""
 
     stop: tuple[str, ...] = ()
     """Strings that end the answer. They hold for the content alone, not for the thought nor for calls."""
@@ -31,16 +31,16 @@ class AnswerRules:
 
 
 class AnswerDelta(NamedTuple):
-    """What some tokens add to an answer."""
+    """The content, thought and calls that some tokens add to an answer."""
 
     content: str = ""
-    """Of the answer itself, without markup."""
+    """Text of the answer itself, without markup."""
     reasoning: str = ""
-    """Of the thought, without its markers."""
+    """Text of the thought, without its markers."""
     tool_calls: tuple[ParsedToolCall, ...] = ()
     """Calls that these tokens completed."""
     num_reasoning_tokens: int = 0
-    """Of these tokens those of the thought, its markers included."""
+    """Number of these tokens that belong to the thought, its markers included."""
 
 
 NOTHING = AnswerDelta()
@@ -168,7 +168,7 @@ class AnswerParser:
         return text[match.end() :]
 
     def _begin(self, kind: "Kind", marker: str) -> None:
-        """What a marker in the content begins."""
+        """Enter the state that a marker in the content begins."""
         self._skips_space = kind != Kind.CALL or not self._has_content
         if kind == Kind.THOUGHT:
             self._is_thinking = True
@@ -255,7 +255,7 @@ class AnswerParser:
 
 
 class Kind(Enum):
-    """What a marker means."""
+    """The meaning of a marker."""
 
     THOUGHT = "thought"
     """A thought begins."""

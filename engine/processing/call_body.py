@@ -20,7 +20,7 @@ class CallBody(Protocol):
     """The text of a call behind its opening."""
 
     text: str
-    """Of the call, without its end marker; set when it is complete."""
+    """Text of the call, without its end marker; set when it is complete."""
 
     def push(self, piece: str) -> str | None:
         """Take text; return what comes behind the call, or None as long as the call is not complete."""

@@ -15,7 +15,7 @@ MARKERS = (
     ("<|think:start|>", "<|think:end|>"),
     ("<|channel>thought", "<channel|>"),
 )
-"""What thoughts are between; those of mlx_lm.tokenizer_utils and two more."""
+"""Markers around thoughts: those of mlx_lm.tokenizer_utils and two more."""
 
 SWITCHES = ("enable_thinking", "thinking")
 """Template variables that turn the thought on and off."""
@@ -37,13 +37,13 @@ class ReasoningFormat:
     """How a model writes its thought."""
 
     start: str
-    """What a thought begins with."""
+    """Marker that begins a thought."""
     end: str
-    """What it ends with."""
+    """Marker that ends it."""
     end_id: int | None
     """The token of `end`, None where that is several."""
     opening_ids: tuple[int, ...]
-    """What the model writes to begin the thought, () where the prompt ends inside of it."""
+    """Tokens by which the model begins the thought, () where the prompt ends inside of it."""
     closing_ids: tuple[int, ...]
     """How the template ends a thought, up to the answer itself."""
     switch: str | None
@@ -137,7 +137,7 @@ def _takes_effort(render: Render) -> bool:
 
 
 def _rendered_thought(render: Render) -> tuple[str | None, str]:
-    """What the template writes of an answer with its thought, and the key that it reads; '' where it drops thoughts."""
+    """Return the key under which the template reads a thought, and its rendering; '' where it drops thoughts."""
     for key in HISTORY_KEYS:
         text = render([ASKED, {"role": "assistant", "content": "Cprobe", key: "Rprobe"}]) or ""
         if "Rprobe" in text and "Cprobe" in text:
@@ -146,7 +146,7 @@ def _rendered_thought(render: Render) -> tuple[str | None, str]:
 
 
 def _closing(text: str, end: str) -> str:
-    """What the text writes between a thought and its answer, '' where that is more than the end and white space."""
+    """Return the text between a thought and its answer, '' where that is more than the end and white space."""
     between = text.partition("Rprobe")[2].partition("Cprobe")[0] if "Rprobe" in text else text
     return between if between.count(end) == 1 and not between.replace(end, "").strip() else ""
 

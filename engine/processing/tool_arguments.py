@@ -17,7 +17,7 @@ JSON_TYPES: Mapping[type, str] = {
     type(None): "null",
 }
 PYTHON_WORDS: Mapping[str, Any] = {"true": True, "false": False, "null": None, "none": None}
-"""What models write for these values, in any case."""
+"""Spellings of these values, in any case."""
 
 
 @dataclass(frozen=True)

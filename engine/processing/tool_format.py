@@ -25,7 +25,7 @@ MARKUP = re.compile(r"<[|｜].*?[|｜]>|\[CALL_ID\]\s*\w*|\[ARGS\]|```(?:json)?|
 
 @dataclass(frozen=True)
 class CallShape:
-    """What the template writes around the names and the JSON arguments of calls."""
+    """The template's markup around the names and the JSON arguments of calls."""
 
     begin: str
     """In front of the first name."""
@@ -44,7 +44,7 @@ class ToolFormat:
     name: str
     """For errors."""
     openings: tuple[str, ...]
-    """What a call begins with."""
+    """Markers that begin a call."""
     body: Callable[[str], CallBody]
     """Makes the body of a call that has begun with this opening."""
     parse: Parse
@@ -325,7 +325,7 @@ def _rendered_call(
 
 
 def _find_shape(render: Callable[..., str | None], format: ToolFormat, ends: re.Pattern[str]) -> CallShape | None:
-    """What is around JSON arguments; None where that cannot be told, or a parser would not understand it."""
+    """Return the markup around JSON arguments; None where it is not clear, or a parser would not understand it."""
     one, two = (_pieces_of_calls(_rendered_call(render, num_calls), format, ends) for num_calls in (1, 2))
     if one is None or len(one) != 3:
         return None

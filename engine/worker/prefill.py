@@ -52,7 +52,7 @@ class Prompt:
     num_image_tokens_restored: int = 0
     done: int = 0
     pooled: PooledStates | None = None
-    """Of a prompt whose embedding is asked for."""
+    """Set for a prompt whose embedding is asked for."""
 
     @property
     def num_bytes(self) -> int:

@@ -147,7 +147,7 @@ def test_a_prompt_comes_with_the_places_where_it_can_be_cut(planner: PromptPlann
 
 def test_without_a_prefix_cache_nothing_is_cut(planner: PromptPlanner):
     off = PromptPlanner(EngineConfig(prefix_cache=PrefixCacheConfig(enabled=False)))
-    asked = request(template_kwargs={"tools": TOOLS}, max_tokens=5)
+    asked = request(tools=(WEATHER,), max_tokens=5)
     cut, whole = plan(planner, asked), plan(off, asked)
     assert whole.token_ids.tolist() == cut.token_ids.tolist()
     assert (whole.boundaries, whole.origin) == ((), PromptOrigin())
@@ -188,11 +188,11 @@ def test_digests_are_stable_and_tell_things_apart():
     assert len({prompt_origin(kwargs) for kwargs in [*distinct, {"a": {"c": 2, "b": 1}}]}) == 7
 
 
-def test_the_engine_is_told_whose_request_it_is_and_may_shorten_the_answer(planner: PromptPlanner):
+def test_the_engine_is_told_whose_request_it_is(planner: PromptPlanner):
     planned = plan(planner, request(client="ann", tenant="t", max_tokens=5))
-    assert (planned.client, planned.tenant, planned.fills_context) == ("ann", "t", True)
+    assert (planned.client, planned.tenant) == ("ann", "t")
     planned = plan(planner, request())
-    assert (planned.client, planned.fills_context) == ("", True)
+    assert planned.client == ""
 
 
 WEATHER = Tool("get_weather", "Weather", {"type": "object", "properties": {"city": {"type": "string"}}})

@@ -108,7 +108,7 @@ def test_pictures_are_kept_when_a_sparse_prompt_with_some_is_asked_for():
 
 
 def test_tools_and_grammars_are_no_hindrance_when_a_sparse_prompt_is_asked_for():
-    request = replace(ASKED, template_kwargs={"tools": [{"type": "function"}]})
+    request = replace(ASKED, tools=(Tool("f"),))
     planned, _ = plan(Graph().planner(), request, prompt(grammar=GrammarSpec("json_object")))
     assert planned.sparse is not None
 
@@ -180,7 +180,6 @@ def test_long_prompts_with_tools_grammar_or_media_are_dense_unless_asked(request
 
 def test_no_tools_are_no_tools():
     request = saying({"role": "assistant", "content": "42", "tool_calls": []})
-    request = replace(request, template_kwargs={"enable_thinking": False})
     planned, _ = plan(Graph().planner(), request)
     assert planned.sparse is not None
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.chat import ChatRequest, Message
+from deployments.chat import ChatRequest, Message, Thinking, Tool
 from deployments.http.normalize import INLINE_MARK, SystemPolicy, normalize
 from deployments.planning import PromptPlanner
 from engine.config import EngineConfig
@@ -51,12 +51,21 @@ def plan(
     policy: SystemPolicy = "inline",
     images: tuple[ImagePatches, ...] = (),
     tenant: str = "",
-    **template_kwargs: Any,
+    tools: Sequence[dict[str, Any]] = (),
+    enable_thinking: bool = False,
 ) -> EngineRequest:
-    """As the text and media planners do it."""
+    """As the text and media planners do it, but for the grammar of the calls: the answers here are a few tokens."""
     normal = normalize(messages, policy=policy)
-    request = ChatRequest(name, normal, max_tokens=8, temperature=0.0, template_kwargs=template_kwargs, tenant=tenant)
-    return asyncio.run(planner.engine_request(request, normal, images))
+    request = ChatRequest(
+        name,
+        normal,
+        max_tokens=8,
+        temperature=0.0,
+        tenant=tenant,
+        tools=tuple(Tool(**tool["function"]) for tool in tools),
+        thinking=Thinking("on") if enable_thinking else None,
+    )
+    return replace(asyncio.run(planner.engine_request(request, normal, images)), grammar=None, thought=None)
 
 
 def ask(driver: Driver, spec: EngineRequest) -> Answer:

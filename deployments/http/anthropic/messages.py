@@ -15,7 +15,7 @@ from deployments.http.anthropic.messages_encoder import MessagesEncoder
 from deployments.http.anthropic.messages_wire import MessagesBody, MessagesEcho
 from deployments.http.anthropic.phrases import wrong
 from deployments.http.client_address import address_group, client_host
-from deployments.http.door import IGNORED_HEADER, Door
+from deployments.http.door import Door
 from deployments.http.errors import RequestNotFound, shown
 from deployments.http.request_reader import ParsedRequest
 from deployments.http.unread_bodies import read_body
@@ -83,8 +83,7 @@ class Messages:
             await self._door.check_ready()
             count = partial(self._door.backend.count_tokens, parsed.request, parsed.route)
             num_tokens = await self._named(count, parsed.echo)
-        headers = {IGNORED_HEADER: ", ".join(parsed.ignored)} if parsed.ignored else {}
-        return JSONResponse({"input_tokens": num_tokens}, headers=headers)
+        return JSONResponse({"input_tokens": num_tokens}, headers=self._door.headers(parsed))
 
     async def cancel(self, request: Request) -> Response:
         """id: of the message, or the X-Request-Id that it came with: all requests that have it are cancelled.

@@ -107,7 +107,7 @@ _EMPTY: dict[str, Block] = {
 
 
 def _pieces(delta: TextDelta) -> Iterator[tuple[str, Any]]:
-    """What a delta adds to the answer, by type of content block."""
+    """Yield the content that a delta adds to the answer, by type of content block."""
     if delta.reasoning:
         yield "thinking", delta.reasoning
     if delta.text:

@@ -1,15 +1,13 @@
 """The wire model of Anthropic's Messages and count_tokens, and the ChatRequest it stands for.
 
 A field at the top of the body is honoured (`MessagesBody`), or accepted with values that ask for nothing and refused by
-name with others (`NEUTRAL`), or unknown: then it is ignored and reported, or refused, as the configuration says.
+name with others (`FIELD_RULES`), or unknown: then it is ignored and reported, or refused, as the configuration says.
 """
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -20,40 +18,40 @@ from deployments.http.anthropic.conversation import conversation, image_paths, r
 from deployments.http.anthropic.phrases import NOT_PERMITTED, ThreadsUnsupported, from_validation, wrong
 from deployments.http.classify import classify, find_media
 from deployments.http.errors import shown
+from deployments.http.fields import FieldRules, split_fields
 from deployments.http.normalize import normalize
+from deployments.http.openai.chat_wire import schema_grammar
 from deployments.http.openai.thinking_wire import EFFORT_BUDGETS
 from deployments.http.request_reader import ParsedRequest, ReadingRules
 from deployments.http.wire import OpenWire, Wire
-from engine.protocol import GrammarSpec
+from engine.protocol import GrammarSpec, InvalidRequest
 
 MAX_TOOLS = 1024
 MAX_STOP_SEQUENCES = 16
 MAX_STOP_CHARS = 256
 MAX_USER_ID_CHARS = 1024
-MAX_SCHEMA_CHARS = 4 * 2**20
-MAX_REPORTED = 16
-"""Unknown fields that are named in the header."""
 _INT32_MAX = 2**31 - 1
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 KEEP_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "context_management": ({}, {"edits": []}, KEEP_ALL_THINKING),
-    "service_tier": ("auto", "standard_only"),
-    "speed": ("standard",),
-    "mcp_servers": ([],),
-    "fallbacks": ([],),
-    "safeguards": (),
-    "container": (),
-    "compaction": (),
-    "inference_geo": (),
-    "diagnostics": (),
-    "billing_policy": (),
-    "user_profile_id": (),
-    "workspace_id": (),
-}
-"""Fields that cannot be honoured -> the values, besides null, that ask for nothing."""
+FIELD_RULES = FieldRules(
+    neutral={
+        "thread": (),
+        "context_management": ({}, {"edits": []}, KEEP_ALL_THINKING),
+        "service_tier": ("auto", "standard_only"),
+        "speed": ("standard",),
+        "mcp_servers": ([],),
+        "fallbacks": ([],),
+        "safeguards": (),
+        "container": (),
+        "compaction": (),
+        "inference_geo": (),
+        "diagnostics": (),
+        "billing_policy": (),
+        "user_profile_id": (),
+        "workspace_id": (),
+    }
+)
 
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
@@ -126,12 +124,12 @@ class MessagesBody(Wire):
 
 @dataclass(frozen=True)
 class MessagesEcho:
-    """What the answer must know of the body of its request."""
+    """The fields of the request's body that its answer depends on."""
 
     omits_thinking: bool = False
     """Whether thinking blocks have no text, only a signature."""
     image_paths: tuple[tuple[str, str], ...] = ()
-    """Of each image: where it is in the ChatRequest, and in the client's body. Errors name the latter."""
+    """Path of each image in the ChatRequest, and in the client's body. Errors name the latter."""
 
 
 def parse_messages(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
@@ -143,13 +141,9 @@ def parse_messages(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
 
 def parse_count_tokens(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
     """See request_reader.Parser: the same rules, but nothing is generated, so that `max_tokens` may be missing."""
-    _refuse_unsupported(raw)
-    fields = MessagesBody.model_fields
-    unknown = [name for name in raw if name not in fields and name not in NEUTRAL and name != "thread"]
-    if unknown and rules.unknown_fields == "refuse":
-        raise wrong(unknown[0][:100], NOT_PERMITTED)
+    honoured, ignored = _split(raw, rules)
     try:
-        body = MessagesBody.model_validate({name: value for name, value in raw.items() if name in fields})
+        body = MessagesBody.model_validate(honoured)
     except ValidationError as error:
         raise from_validation(error) from None
     rules.check_model(body.model)
@@ -158,24 +152,19 @@ def parse_count_tokens(raw: dict[str, Any], rules: ReadingRules) -> ParsedReques
     omits = body.thinking is not None and body.thinking.display == "omitted"
     placed = [path for _, path in find_media(request.messages)]
     echo = MessagesEcho(omits, tuple(zip(placed, image_paths(body.messages), strict=True)))
-    return ParsedRequest(request, classify(request.messages), bool(body.stream), echo, _reported(unknown))
+    return ParsedRequest(request, classify(request.messages), bool(body.stream), echo, ignored)
 
 
-def _reported(names: list[str]) -> tuple[str, ...]:
-    """Names of fields as a header can hold them."""
-    shown_names = (name if _PLAIN_NAME.fullmatch(name) else json.dumps(name[:64]) for name in names)
-    return tuple(islice(shown_names, MAX_REPORTED))
-
-
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+def _split(raw: Mapping[str, Any], rules: ReadingRules) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """See `split_fields`; what it refuses is refused in Anthropic's phrase, by which clients drop the field."""
     if raw.get("thread") is not None:
         raise ThreadsUnsupported
-    for name, harmless in NEUTRAL.items():
-        value = raw.get(name)
-        if value is not None and value not in harmless:
-            allowed = " or ".join(["null", *map(json.dumps, harmless)])
-            what = f"{NOT_PERMITTED}. `{name}` is {shown(value)}, and may only be {allowed} on this server."
-            raise wrong(name, what)
+    try:
+        return split_fields(raw, MessagesBody.model_fields, FIELD_RULES, rules.unknown_fields)
+    except InvalidRequest as error:
+        if error.field is None:
+            raise
+        raise wrong(error.field, f"{NOT_PERMITTED}. {error.message}") from None
 
 
 def _check_media(messages: list[Any], kinds: frozenset[str]) -> None:
@@ -210,20 +199,11 @@ def _chat_request(body: MessagesBody, rules: ReadingRules) -> ChatRequest:
         tool_choice=choice,
         parallel_tool_calls=is_parallel,
         thinking=_thinking(body),
-        **_sampling(body),
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=0 if body.top_k == -1 else body.top_k,
     )
     return _continued(request, last) if prefill else request
-
-
-def _sampling(body: MessagesBody) -> dict[str, Any]:
-    """top_p 0 leaves the most likely token alone, which is greedy."""
-    if body.top_p == 0:
-        return {"temperature": 0.0, "top_k": _top_k(body)}
-    return {"temperature": body.temperature, "top_p": body.top_p, "top_k": _top_k(body)}
-
-
-def _top_k(body: MessagesBody) -> int | None:
-    return 0 if body.top_k == -1 else body.top_k
 
 
 def _client(metadata: Metadata | None) -> str:
@@ -308,10 +288,7 @@ def _grammar(body: MessagesBody) -> GrammarSpec | None:
     if form is None:
         return None
     field = f"output_{'config.format' if inner else 'format'}.schema"
-    text = json.dumps(form.schema_, ensure_ascii=False)  # in the client's order, in which the model writes the keys
-    if len(text) > MAX_SCHEMA_CHARS:
-        raise wrong(field, f"The schema has {len(text)} characters; the limit is {MAX_SCHEMA_CHARS}")
-    return GrammarSpec("json_schema", text, field)
+    return schema_grammar(form.schema_, field)
 
 
 def _prefill(messages: list[Message], path: str) -> str | None:

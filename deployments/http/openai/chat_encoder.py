@@ -10,12 +10,12 @@ from deployments.http.answer import Answer, ChoiceAnswer, prompt_details
 from deployments.http.errors import Failure
 
 LEAST_LOGPROB = -9999.0
-"""What OpenAI reports for what is most unlikely; JSON has no infinity."""
+"""OpenAI's value for a token of probability zero; JSON has no infinity."""
 
 
 @dataclass(frozen=True)
 class ChatEcho:
-    """What the answer must know of the body of its request."""
+    """The fields of the request's body that its answer depends on."""
 
     include_usage: bool = False
     continuous_usage: bool = False

@@ -43,7 +43,7 @@ MAX_CACHE_SALT_CHARS = 128
 MAX_USER_CHARS = 1024
 MAX_GUIDED_CHOICES = 10_000
 MAX_GRAMMAR_CHARS = 4 * 2**20
-"""Of a schema or regex on its way to the engine, which has a lower limit of its own (`grammar.max_bytes`)."""
+"""Characters of a schema or regex; the engine has a lower limit of its own (`grammar.max_bytes`)."""
 _INT32_MAX = 2**31 - 1
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
@@ -172,15 +172,16 @@ class StructuredOutputs(Wire):
     json_object: bool | None = None
 
 
-class ChatCompletionBody(Wire):
-    """`user`, or else `safety_identifier`, names the client's end user, whose fair share of the engine the request
-    takes; without them `cache_salt` does. It never changes a token. Neither does `cache_salt`, vLLM's field: a request
-    shares the cached prefixes of prompts only with requests of the same salt, or, without one, with those without.
+class GenerationBody(Wire):
+    """The fields that chat completions and completions have in common.
+
+    `user`, or else `safety_identifier`, names the client's end user, whose fair share of the engine the request takes;
+    without them `cache_salt` does. It never changes a token. Neither does `cache_salt`, vLLM's field: a request shares
+    the cached prefixes of prompts only with requests of the same salt, or, without one, with those without.
     `specprefill` asks for a sparse prompt, or forbids it; at least the part `specprefill_keep_pct` of it is computed.
     """
 
     model: str
-    messages: Annotated[list[WireMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -193,19 +194,31 @@ class ChatCompletionBody(Wire):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     logit_bias: dict[str, Bias] | None = Field(None, max_length=MAX_LOGIT_BIAS)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     stop: StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     min_tokens: int | None = Field(None, ge=0, le=_INT32_MAX)
-    max_tokens: MaxTokens = None
-    max_completion_tokens: MaxTokens = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: Annotated[str, Field(min_length=1)] | None = None
     guided_choice: GuidedChoice | None = None
+    priority: int | None = Field(None, ge=-(2**31), le=_INT32_MAX)
+    cache_salt: CacheSalt | None = None
+    specprefill: bool | None = None
+    specprefill_keep_pct: float | None = Field(None, ge=MIN_KEEP, le=1)
+    user: str | None = Field(None, max_length=MAX_USER_CHARS)
+    safety_identifier: str | None = Field(None, max_length=MAX_USER_CHARS)
+
+
+class ChatCompletionBody(GenerationBody):
+    """A chat completion, with legacy `functions` and the ways in which clients ask for a thought."""
+
+    messages: Annotated[list[WireMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    max_tokens: MaxTokens = None
+    max_completion_tokens: MaxTokens = None
     tools: Tools | None = None
     tool_choice: WireToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -216,13 +229,7 @@ class ChatCompletionBody(Wire):
     thinking: ThinkingField | None = None
     reasoning: ReasoningField | None = None
     thinking_budget: Budget | None = None
-    priority: int | None = Field(None, ge=-(2**31), le=_INT32_MAX)
     chat_template_kwargs: TemplateKwargs | None = None
-    cache_salt: CacheSalt | None = None
-    specprefill: bool | None = None
-    specprefill_keep_pct: float | None = Field(None, ge=MIN_KEEP, le=1)
-    user: str | None = Field(None, max_length=MAX_USER_CHARS)
-    safety_identifier: str | None = Field(None, max_length=MAX_USER_CHARS)
 
 
 KNOWN_FIELDS = frozenset(ChatCompletionBody.model_fields)
@@ -260,7 +267,7 @@ def parse_chat_completion(
 
 
 def check_together(body: ChatCompletionBody) -> None:
-    """What no field says alone."""
+    """Check the rules that involve several fields. Raises InvalidRequest."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("`stream_options` may only be sent with `stream`: true.", "stream_options")
     short, long = body.max_tokens, body.max_completion_tokens

@@ -15,7 +15,7 @@ from deployments.http.openai.raw_prompt_wire import RawPrompt
 
 @dataclass(frozen=True)
 class CompletionsEcho:
-    """What the answer must know of the body of its request."""
+    """The fields of the request's body that its answer depends on."""
 
     prompts: tuple[RawPrompt, ...]
     fields: tuple[str, ...]

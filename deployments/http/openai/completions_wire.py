@@ -1,7 +1,7 @@
 """The wire model of a completion (OpenAI's legacy dialect with fields of vLLM), and the requests it means."""
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -11,24 +11,14 @@ from deployments.http.fields import FieldRules, split_fields
 from deployments.http.openai import chat_wire
 from deployments.http.openai.chat_wire import (
     MAX_CHOICES,
-    MAX_STOP_TOKEN_IDS,
-    MAX_USER_CHARS,
-    Bias,
-    CacheSalt,
     ChatCompletionBody,
-    GuidedChoice,
-    ResponseFormat,
-    StopStrings,
+    GenerationBody,
     StreamOptions,
-    StructuredOutputs,
-    TokenId,
 )
 from deployments.http.openai.completions_encoder import CompletionsEcho
 from deployments.http.openai.raw_prompt_wire import INT32_MAX, RawPrompts, prompts_of
 from deployments.http.request_reader import ParsedRequest, ReadingRules
-from deployments.http.wire import Wire
-from engine.config import MIN_KEEP
-from engine.protocol import MAX_LOGIT_BIAS, InvalidRequest
+from engine.protocol import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -69,47 +59,17 @@ FIELD_RULES = FieldRules(
 )
 
 
-class CompletionsBody(Wire):
-    """For `user`, `cache_salt` and `specprefill` see ChatCompletionBody. max_tokens: 16 without it, -1 is no limit."""
+class CompletionsBody(GenerationBody):
+    """max_tokens: 16 without it, -1 is no limit."""
 
-    model: str
     prompt: RawPrompts
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_tokens: int | None = Field(None, ge=-1, le=INT32_MAX)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=INT32_MAX)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    logit_bias: dict[str, Bias] | None = Field(None, max_length=MAX_LOGIT_BIAS)
-    stop: StopStrings | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
-    min_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
-    ignore_eos: bool | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: Annotated[str, Field(min_length=1)] | None = None
-    guided_choice: GuidedChoice | None = None
-    priority: int | None = Field(None, ge=-(2**31), le=INT32_MAX)
-    cache_salt: CacheSalt | None = None
-    specprefill: bool | None = None
-    specprefill_keep_pct: float | None = Field(None, ge=MIN_KEEP, le=1)
-    user: str | None = Field(None, max_length=MAX_USER_CHARS)
-    safety_identifier: str | None = Field(None, max_length=MAX_USER_CHARS)
 
 
 KNOWN_FIELDS = frozenset(CompletionsBody.model_fields)
-SHARED_FIELDS = KNOWN_FIELDS & frozenset(ChatCompletionBody.model_fields) - {"logprobs", "max_tokens"}
-"""Fields that mean the same in a chat completion."""
 
 
 def parse_completions(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
@@ -138,7 +98,7 @@ def parse_completions(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest
 
 
 def _check(body: CompletionsBody) -> None:
-    """What no field says alone."""
+    """Check the rules that involve several fields. Raises InvalidRequest."""
     if body.max_tokens == 0:
         raise InvalidRequest("`max_tokens` is 0: it must be at least 1, or -1 for no limit.", "max_tokens")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -168,7 +128,7 @@ def _request(body: CompletionsBody) -> ChatRequest:
         max_tokens=None if max_tokens == -1 else max_tokens,
         logprobs=body.logprobs is not None,
         top_logprobs=body.logprobs,
-        **{name: getattr(body, name) for name in SHARED_FIELDS},
+        **{name: getattr(body, name) for name in GenerationBody.model_fields},
     )
     chat_wire.check_together(chat)
     return ChatRequest(request_id="", messages=(), **chat_wire.request_fields(chat))

@@ -49,7 +49,7 @@ class DetokenizeBody(Wire):
 
 @dataclass(frozen=True)
 class TokenizeEcho:
-    """What the answer must know of the body of its request."""
+    """The fields of the request's body that its answer depends on."""
 
     returns_texts: bool
     """Whether the text of each token is wanted as well."""

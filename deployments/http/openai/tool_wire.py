@@ -64,7 +64,8 @@ class AllowedChoice(OpenWire):
     allowed_tools: AllowedTools
 
 
-def _choice_form(value: Any) -> str | None:
+def choice_form(value: Any) -> str | None:
+    """The tag of a tool choice, also in the Responses API; None for none that is known."""
     if isinstance(value, str):
         return "mode" if value in ("none", "auto", "required") else None
     kind = value.get("type") if isinstance(value, dict) else None
@@ -76,7 +77,7 @@ WireToolChoice = Annotated[
     | Annotated[NamedChoice, tag("function")]
     | Annotated[AllowedChoice, tag("allowed_tools")],
     choose(
-        _choice_form,
+        choice_form,
         'must be "none", "auto", "required", an object of the type "function" that names one, or one of the type '
         '"allowed_tools"',
     ),

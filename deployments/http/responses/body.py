@@ -153,7 +153,7 @@ def parse_responses(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
 
 
 def _check_together(body: ResponsesBody) -> None:
-    """What no field says alone."""
+    """Check the rules that involve several fields. Raises InvalidRequest."""
     if body.input is None and body.previous_response_id is None:
         raise InvalidRequest("`input` is required.", "input")
     if body.max_output_tokens == 0:
@@ -169,12 +169,11 @@ def _check_together(body: ResponsesBody) -> None:
 def request_fields(body: ResponsesBody, offered: OfferedTools) -> dict[str, Any]:
     """How the fields of a ChatRequest follow from those of the wire that shape the answer."""
     choice = tool_choice(body.tool_choice, offered)
-    is_greedy = body.top_p == 0
     user = body.safety_identifier or body.user
     return {
         "max_tokens": body.ceiling,
-        "temperature": 0.0 if is_greedy else body.temperature,
-        "top_p": None if is_greedy else body.top_p,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
         "tools": offered.tools,
         "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -218,7 +217,7 @@ def _echo(body: ResponsesBody, raw: dict[str, Any], offered: OfferedTools, items
 
 
 def _settings(body: ResponsesBody, raw: dict[str, Any]) -> dict[str, Any]:
-    """What the response repeats of its request."""
+    """The request's settings that the response repeats."""
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.ceiling,

@@ -15,7 +15,7 @@ from deployments.http.responses.sealed import seal
 
 @dataclass(frozen=True)
 class ResponsesEcho:
-    """What the answer, and the store, must know of the body of its request."""
+    """The fields of the request's body that its answer and the store depend on."""
 
     settings: dict[str, Any]
     """The fields of the response that repeat those of the request."""

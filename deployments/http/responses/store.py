@@ -13,7 +13,7 @@ from deployments.http.errors import Refusal, shown
 from deployments.http.responses.items import Item, listed_items
 
 OVERHEAD_BYTES = 1024
-"""What a turn takes besides its texts, about."""
+"""Approximate overhead of a turn besides its texts, bytes."""
 
 
 class ResponseNotFound(Refusal):
@@ -40,7 +40,7 @@ class PreviousResponseNotFound(ResponseNotFound):
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """What one response has added to a conversation."""
+    """The part that one response has added to a conversation."""
 
     items: bytes
     """Its input items as JSON."""

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from deployments.chat import Tool, ToolChoice
 from deployments.http.errors import shown
-from deployments.http.openai.tool_wire import MAX_TOOLS, ToolName
+from deployments.http.openai.tool_wire import MAX_TOOLS, ToolName, check_choice, choice_form
 from deployments.http.responses.conversation import full_name
 from deployments.http.wire import OpenWire, choose, tag
 from engine.protocol import InvalidRequest
@@ -83,19 +83,12 @@ class AllowedChoice(OpenWire):
     tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
-def _choice_tag(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "mode" if value in ("none", "auto", "required") else None
-    kind = value.get("type") if isinstance(value, dict) else None
-    return kind if kind in ("function", "allowed_tools") else None
-
-
 WireToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], tag("mode")]
     | Annotated[NamedChoice, tag("function")]
     | Annotated[AllowedChoice, tag("allowed_tools")],
     choose(
-        _choice_tag,
+        choice_form,
         'must be "none", "auto", "required" or an object of the type "function" or "allowed_tools"; no other tool can '
         "be called here",
     ),
@@ -104,11 +97,11 @@ WireToolChoice = Annotated[
 
 @dataclass(frozen=True)
 class OfferedTools:
-    """What the model is offered of the tools of a request."""
+    """The tools of a request that the model is offered."""
 
     tools: tuple[Tool, ...] = ()
     namespaces: tuple[tuple[str, str, str], ...] = ()
-    """Of each function in a namespace: the name for the model, its namespace, its bare name."""
+    """For each function in a namespace: the name for the model, its namespace, its bare name."""
     not_offered: tuple[str, ...] = ()
     """Tools that are accepted without effect, as `tools[3] (web_search)`."""
 
@@ -140,16 +133,11 @@ def _functions(wire: Any, path: str) -> Iterator[tuple[str, Tool, FunctionTool, 
 def tool_choice(sent: Any, offered: OfferedTools) -> ToolChoice:
     """The choice among the offered tools. Raises InvalidRequest if it names or forces what is not there."""
     choice = _choice(sent, offered)
-    names = {tool.name for tool in offered.tools}
-    for name in choice.names:
-        if name not in names:
-            raise InvalidRequest(f"`tool_choice` names the tool {shown(name)}, which is not in `tools`.", "tool_choice")
-    if choice.mode == "required" and not offered.tools:
-        has_search = f", for {offered.not_offered[0]} cannot be called here" if offered.not_offered else ""
+    if choice.mode == "required" and not offered.tools and offered.not_offered:
         raise InvalidRequest(
-            f"`tool_choice` requires a tool call, but there is no function in `tools`{has_search}.", "tool_choice"
+            f"`tool_choice` requires a tool call, but {offered.not_offered[0]} cannot be called here.", "tool_choice"
         )
-    return choice
+    return check_choice(choice, offered.tools)
 
 
 def _choice(sent: Any, offered: OfferedTools) -> ToolChoice:

@@ -205,18 +205,16 @@ def test_the_headroom_is_kept_free():
     assert make_ledger(config, runner, lambda: 0).budget == 3 * 2**30
 
 
-def test_what_could_never_fit_is_refused_with_both_numbers_and_what_sets_no_limit_gets_what_fits():
+def test_max_tokens_is_lowered_to_what_fits_and_a_prompt_that_never_fits_is_refused_with_both_numbers():
     core = driver(budget=14_000).core
-    assert core.fitted(request("fits")) is not None
-    with pytest.raises(MemoryExceeded, match=r"needs \d+ bytes .* 30 tokens in the prompt, 900 .* has 4000 bytes"):
-        core.fitted(request("r", max_tokens=900))
-    fitted = core.fitted(request("r", max_tokens=900, fills_context=True))
+    fits = request("fits")
+    assert core.fitted(fits) is fits
+    fitted = core.fitted(request("r", max_tokens=900))
     assert 100 < fitted.sampling.max_tokens < 400
-    more = replace(fitted, sampling=SamplingParams(fitted.sampling.max_tokens + 16), fills_context=False)
-    with pytest.raises(MemoryExceeded):
-        core.fitted(more)
-    with pytest.raises(MemoryExceeded):
-        core.fitted(request("r", num_prompt=900, max_tokens=900, fills_context=True))
+    more = replace(fitted, sampling=SamplingParams(fitted.sampling.max_tokens + 16))
+    assert core.fitted(more).sampling.max_tokens < more.sampling.max_tokens
+    with pytest.raises(MemoryExceeded, match=r"needs \d+ bytes .* 900 tokens in the prompt, 900 .* has 4000 bytes"):
+        core.fitted(request("r", num_prompt=900, max_tokens=900))
 
 
 def test_all_answers_are_whole_in_a_memory_that_holds_a_few_of_them():

@@ -20,7 +20,7 @@ HONOURED = [
     ({"max_output_tokens": -1}, {"max_tokens": None}),
     ({"temperature": 0}, {"temperature": 0}),
     ({"top_p": 0.5}, {"top_p": 0.5, "temperature": None}),
-    ({"top_p": 0}, {"top_p": None, "temperature": 0.0}),
+    ({"top_p": 0}, {"top_p": 0, "temperature": None}),
     ({"parallel_tool_calls": False}, {"parallel_tool_calls": False}),
     ({"parallel_tool_calls": None}, {"parallel_tool_calls": True}),
     ({"text": {"format": {"type": "text"}, "verbosity": "medium"}}, {"grammar": None}),
