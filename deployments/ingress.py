@@ -339,7 +339,7 @@ def naming_prompt(request: ChatRequest) -> Iterator[None]:
 def answer_rules(request: ChatRequest, tokenizer: ChatTokenizer) -> AnswerRules:
     """How the answer to a request is to be read."""
     if request.raw_prompt is not None:
-        return AnswerRules(request.stop)
+        return AnswerRules(request.stop, is_raw=True)
     may_call = request.tool_choice.mode != "none"
     tools = tuple(tool.definition for tool in request.tools) if may_call else ()
     return AnswerRules(request.stop, tools, thinks(request, tokenizer))

@@ -214,7 +214,9 @@ class AnswerForm:
 
     @classmethod
     def of(cls, request: ChatRequest, tokenizer: ChatTokenizer) -> "AnswerForm":
-        """Raises InvalidRequest for what the model's template has no place for."""
+        """Raises InvalidRequest for what the model's template has no place for. A raw prompt has no template."""
+        if request.raw_prompt is not None:
+            return cls({}, request.grammar, None)
         thinking = request.thinking or Thinking("off")
         is_thinking = thinks(request, tokenizer)
         kwargs: dict[str, Any] = {}

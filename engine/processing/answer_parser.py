@@ -28,6 +28,8 @@ class AnswerRules:
     """OpenAI's function tools that may be called; empty: calls are not looked for."""
     is_thinking: bool = False
     """Whether the prompt was rendered with thinking on."""
+    is_raw: bool = False
+    """Whether all text is content, as behind a prompt that no template has rendered."""
 
 
 class AnswerDelta(NamedTuple):

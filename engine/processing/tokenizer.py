@@ -183,6 +183,8 @@ class ChatTokenizer:
 
     def answer_parser(self, rules: AnswerRules) -> AnswerParser:
         """Return a parser for one choice of an answer."""
+        if rules.is_raw:
+            return AnswerParser(TokenDecoder(self._tokenizer), rules, None, None)
         decoder = TokenDecoder(self._tokenizer, self._markers if rules.tools else self._thought_markers)
         return AnswerParser(decoder, rules, self.reasoning, self.tool_format)
 

@@ -19,7 +19,7 @@ from deployments.chat import ChatRequest, EngineAnswer, Route, SpecPrefillReport
 from deployments.http.app import create_app
 from deployments.http.config import HttpConfig
 from deployments.in_flight import InFlight
-from deployments.ingress import Ingress, TextGeneration, engine_node_ids
+from deployments.ingress import Ingress, TextGeneration, answer_rules, engine_node_ids
 from engine.config import EngineConfig
 from engine.processing.answer_parser import AnswerRules
 from engine.processing.checkpoint import DEMO_MODEL
@@ -73,9 +73,9 @@ def interleaved(*choices: list[TokenChunk]) -> list[TokenChunk]:
     return [chunk for step in zip_longest(*choices) for chunk in step if chunk is not None]
 
 
-def deltas(stream: Any, stop: tuple[str, ...] = ()) -> list[TextDelta]:
+def deltas(stream: Any, stop: tuple[str, ...] = (), rules: AnswerRules | None = None) -> list[TextDelta]:
     async def go() -> list[TextDelta]:
-        generation = TextGeneration(stream, TOKENIZER, AnswerRules(stop))
+        generation = TextGeneration(stream, TOKENIZER, rules or AnswerRules(stop))
         assert (generation.num_prompt_tokens, generation.num_cached_tokens) == (7, 4)
         assert (generation.num_skipped_tokens, generation.spec_prefill) == (2, REPORT)
         return [delta async for delta in generation]
@@ -95,6 +95,14 @@ def test_tokens_become_text_and_are_counted(reason: FinishReason):
     assert sum(delta.num_tokens for delta in got) == len(ids_of("Once upon a time"))
     assert [delta.finish_reason for delta in got] == [None] * (len(got) - 1) + [reason.value]
     assert stream.is_closed
+
+
+def test_markup_is_text_behind_a_raw_prompt():
+    text = "<think>\nHm.\n</think>\n\nYes <tool_call>"
+    rules = answer_rules(ChatRequest("r", (), raw_prompt="x"), TOKENIZER)
+    assert text_of(deltas(FakeStream(chunks_of(text)), rules=rules)) == text
+    rendered = answer_rules(ChatRequest("r", ({"role": "user", "content": "x"},)), TOKENIZER)
+    assert text_of(deltas(FakeStream(chunks_of(text)), rules=rendered)) == "Yes <tool_call>"
 
 
 def test_a_stop_string_ends_the_engines_stream_at_once():
