@@ -148,15 +148,16 @@ class SchemaFormat(Wire):
     json_schema: JsonSchema
 
 
-def _format(value: Any) -> str | None:
+def format_tag(value: Any) -> str | None:
+    """The tag of a format, also in the Responses API; None for none that is known."""
     kind = value.get("type") if isinstance(value, dict) else "text"
-    return _FORMAT_TAGS.get(kind) if isinstance(kind, str) else None
+    return FORMAT_TAGS.get(kind) if isinstance(kind, str) else None
 
 
-_FORMAT_TAGS = {"text": "plain", "json_object": "plain", "json_schema": "schema"}
+FORMAT_TAGS = {"text": "plain", "json_object": "plain", "json_schema": "schema"}
 ResponseFormat = Annotated[
     Annotated[PlainFormat, tag("plain")] | Annotated[SchemaFormat, tag("schema")],
-    choose(_format, f"must be one of: {', '.join(_FORMAT_TAGS)}", "type"),
+    choose(format_tag, f"must be one of: {', '.join(FORMAT_TAGS)}", "type"),
 ]
 
 

@@ -9,7 +9,15 @@ from pydantic import Field, ValidationError
 from deployments.chat import ChatRequest, Route, Thinking
 from deployments.http.errors import from_validation, shown
 from deployments.http.fields import FieldRules, split_fields
-from deployments.http.openai.chat_wire import MAX_USER_CHARS, CacheSalt, PlainFormat, schema_grammar
+from deployments.http.openai.chat_wire import (
+    FORMAT_TAGS,
+    MAX_USER_CHARS,
+    CacheSalt,
+    JsonSchema,
+    PlainFormat,
+    format_tag,
+    schema_grammar,
+)
 from deployments.http.openai.thinking_wire import Effort, from_effort
 from deployments.http.request_reader import ParsedRequest, ReadingRules
 from deployments.http.responses.conversation import conversation
@@ -51,27 +59,13 @@ class StreamOptions(Wire):
     include_obfuscation: Literal[False] | None = None
 
 
-class SchemaFormat(Wire):
-    """The schema is enforced whatever `strict` says; `name` and `description` are labels that no model sees."""
-
+class SchemaFormat(JsonSchema):
     type: Literal["json_schema"]
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-    description: str | None = None
-
-
-_FORMAT_TAGS = {"text": "plain", "json_object": "plain", "json_schema": "schema"}
-
-
-def _format_tag(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else "text"
-    return _FORMAT_TAGS.get(kind) if isinstance(kind, str) else None
 
 
 TextFormat = Annotated[
     Annotated[PlainFormat, tag("plain")] | Annotated[SchemaFormat, tag("schema")],
-    choose(_format_tag, f"must be one of: {', '.join(_FORMAT_TAGS)}", "type"),
+    choose(format_tag, f"must be one of: {', '.join(FORMAT_TAGS)}", "type"),
 ]
 
 
