@@ -20,7 +20,6 @@ from engine.grammar_compilers import GrammarCompilers
 from engine.host_memory import HostMemory
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.pinned import pinned_requests
-from engine.processing.snapshot_files import SnapshotFiles, SnapshotLost
 from engine.processing.thought_matcher import ThoughtMatcher, ThoughtRules
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import (
@@ -38,6 +37,7 @@ from engine.protocol import (
     TokenChunk,
     Unavailable,
 )
+from engine.snapshot_store.files import SnapshotFiles, SnapshotLost
 from engine.token_stream import TokenStream
 from engine.worker.model_runner import load_runner
 

@@ -463,8 +463,8 @@ class QueuedRequest:
 class EngineStatus:
     """A snapshot for `/v1/status`: gauges are of this moment, counters since the start. Bytes, seconds, tokens.
 
-    queue: the first of those that wait. admission: the books of the memory, see core/admission.py. unavailable: why new
-    requests are turned away now, None if they are not.
+    queue: the first of those that wait. admission: the books of the memory, see core/memory/budget.py. unavailable: why
+    new requests are turned away now, None if they are not.
     """
 
     state: str  # loading, warming (pinned prompts are taken in), ready, failed, stopped

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.core.costs import MemoryCosts
-from engine.core.prefix_cache import Snapshot
+from engine.core.memory.costs import MemoryCosts
+from engine.core.prefix_cache.cache import Snapshot
 from engine.core.request import Request
 from engine.protocol import TokenLogprobs
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.core.admission import make_ledger
 from engine.core.batch import ModelRunner
-from engine.core.prefix_reuse import PrefixReuse
+from engine.core.memory.budget import make_memory_budget
+from engine.core.memory.evictable import EvictableMemory
+from engine.core.prefix_cache.reuse import PrefixReuse
 from engine.core.request import Matcher, Request
 from engine.core.scheduler import RETRY_S, Chunks, Scheduler
-from engine.core.spare_memory import SpareMemory
 from engine.core.speculation import SpeculationController
 from engine.core.stats import Stats
-from engine.processing.snapshot_files import SnapshotFiles
 from engine.protocol import EngineRequest, InvalidRequest, MemoryExceeded, QueuedRequest
+from engine.snapshot_store.files import SnapshotFiles
 
 log = logging.getLogger("orchard.engine")
 
@@ -36,22 +36,22 @@ class EngineCore:
         config: EngineConfig,
         runner: ModelRunner,
         publish: Publish,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic,
         files: SnapshotFiles | None = None,
     ):
         self.stats = Stats()
         self.runner = runner
         no_drafts = str(runner.capabilities.get("mtp", "the runner cannot draft"))
         self._speculation = SpeculationController(config.mtp, runner.max_draft_tokens, no_drafts)
-        self.prefix = PrefixReuse(config.prefix_cache, runner, self.stats, files)
-        self._spare = SpareMemory(self.prefix.cache, runner)
-        self.ledger = make_ledger(config, runner, lambda: self._spare.num_bytes)
-        self.prefix.cache.room = lambda: self.ledger.free_bytes + self.prefix.cache.num_bytes
-        self.scheduler = Scheduler(config, self.stats, ledger=self.ledger, spare=self._spare)
+        self.prefix = PrefixReuse(config.prefix_cache, runner, self.stats, files, clock)
+        self._spare = EvictableMemory(self.prefix.cache, runner)
+        self.budget = make_memory_budget(config, runner, lambda: self._spare.num_bytes)
+        self.prefix.cache.room = lambda: self.budget.free_bytes + self.prefix.cache.num_bytes
+        self.scheduler = Scheduler(config, self.stats, clock, self.budget, self._spare)
         self.memory: dict[str, int] = self._memory()
         self.speculation_status: dict[str, Any] = self._speculation.status()
         self.queue: tuple[QueuedRequest, ...] = ()
-        self.admission: dict[str, int] = self.ledger.status()
+        self.admission: dict[str, int] = self.budget.status()
         self.pinned_bytes = 0
         self._clock = clock
         self._figures_read_s = clock()
@@ -81,7 +81,7 @@ class EngineCore:
             self._publish(ended)
         if work.drop:
             self._drop(work.drop)
-        self.ledger.observe(self.runner.active_bytes)
+        self.budget.observe(self.runner.active_bytes)
         if work.decode and self.scheduler.num_decoding:  # unless the drop failed, and all rows with it
             self._decode(num_draft_tokens)
         if work.prefill:
@@ -102,16 +102,16 @@ class EngineCore:
 
         Raises MemoryExceeded for a request that would not fit if it had the engine to itself.
         """
-        ledger, limit = self.ledger, self.ledger.for_requests - self.pinned_bytes
+        budget, limit = self.budget, self.budget.for_requests - self.pinned_bytes
         rows = [Request(request, index) for index in range(request.num_choices)]
-        whole = ledger.need(rows, whole=True)
-        if ledger.alone(whole) <= limit:
+        whole = budget.need(rows, whole=True)
+        if budget.alone(whole) <= limit:
             return request
         num_prompt, num_output = whole.num_prompt, request.sampling.max_tokens
-        if request.pooling is None and (num_fitting := ledger.max_answer(whole, num_output, limit)):
+        if request.pooling is None and (num_fitting := budget.max_answer(whole, num_output, limit)):
             return replace(request, sampling=replace(request.sampling, max_tokens=num_fitting))
-        num_tokens = ledger.max_tokens_alone(self.pinned_bytes)
-        raise MemoryExceeded(num_prompt, num_output, num_tokens, ledger.alone(whole), limit)
+        num_tokens = budget.max_tokens_alone(self.pinned_bytes)
+        raise MemoryExceeded(num_prompt, num_output, num_tokens, budget.alone(whole), limit)
 
     def relieve(self) -> None:
         """The machine is short of memory: everything leaves that no running answer needs."""
@@ -124,7 +124,7 @@ class EngineCore:
             return
         self._figures_read_s = now
         self.speculation_status = self._speculation.status()
-        self.queue, self.admission = self.scheduler.queue(), self.ledger.status()
+        self.queue, self.admission = self.scheduler.queue(), self.budget.status()
         self.pinned_bytes = self._spare.pinned_bytes
         try:
             self.memory = self._memory()

@@ -43,7 +43,7 @@ class Request:
     paid for: nobody pays twice for having been preempted. num_cached: those that came out of the prefix cache when
     the row began. matcher: of the row's grammar, if it has one.
     keep_until_s: a running row is not preempted before (the scheduler's clock). rectangle: the rows that it decodes
-    with, see core/admission.py.
+    with, see core/memory/budget.py.
     """
 
     spec: EngineRequest

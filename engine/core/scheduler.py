@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.core.admission import Ledger
 from engine.core.batch import NO_TOKEN, PrefillOutput, RowOutput, SchedulerOutput
 from engine.core.client_shares import ClientShares
-from engine.core.costs import MemoryCosts
-from engine.core.preemption import Preemption
+from engine.core.memory.budget import MemoryBudget
+from engine.core.memory.costs import MemoryCosts
+from engine.core.memory.victims import Preemption
 from engine.core.request import Request, RequestState
 from engine.core.request_queue import Group, RequestQueue
 from engine.core.stats import Stats
@@ -35,7 +35,7 @@ Chunks = dict[str, TokenChunk]
 
 
 class Spare(Protocol):
-    """Memory that no answer needs, see core/spare_memory.py."""
+    """Memory that no answer needs, see core/memory/evictable.py."""
 
     @property
     def free_bytes(self) -> int: ...
@@ -54,7 +54,7 @@ class Nothing:
 class Scheduler:
     """One prompt is prefilled at a time, in chunks between the decode steps. `clock` gives monotonic seconds.
 
-    ledger: the books of the memory; default: one where nothing costs anything. spare: what leaves when a row needs it.
+    budget: the books of the memory; default: one where nothing costs anything. spare: what leaves when a row needs it.
     """
 
     def __init__(
@@ -62,20 +62,21 @@ class Scheduler:
         config: EngineConfig,
         stats: Stats,
         clock: Callable[[], float] = time.monotonic,
-        ledger: Ledger | None = None,
+        budget: MemoryBudget | None = None,
         spare: Spare | None = None,
     ):
         self._config = config
         self._stats = stats
         self._clock = clock
         self._spare = spare or Nothing()
-        self.ledger = ledger or Ledger(MemoryCosts(), 0, config.memory.reserve_tokens, config.prefill_chunk_tokens_busy)
+        limits = config.memory.reserve_tokens, config.prefill_chunk_tokens_busy
+        self.budget = budget or MemoryBudget(MemoryCosts(), 0, *limits)
         self._shares = ClientShares()
         self._queue = RequestQueue(config.scheduler, self._shares, clock)
         self._rows: dict[str, list[Request]] = {}  # request id -> its rows that have not ended
         self._prefill: Group | None = None
         self._running: dict[str, Request] = {}  # by row id, in the order in which they joined
-        self._preemption = Preemption(config, self.ledger, self._shares, self._running)
+        self._preemption = Preemption(config, self.budget, self._shares, self._running)
         self._gone: list[str] = []  # rows that have ended, and are still in the runner
         self._drop: list[str] = []  # rows that have lost their place
         self._ended: Chunks = {}  # rows that have ended outside of a step
@@ -102,13 +103,13 @@ class Scheduler:
 
     def queue(self) -> tuple[QueuedRequest, ...]:
         """The first of those that wait, in the order in which they would be let in now."""
-        ledger = self.ledger
+        budget = self.budget
         return tuple(
             QueuedRequest(
                 group.rows[0].spec.request_id,
                 position,
                 len(group.rows),
-                ledger.alone(ledger.need(group.rows)),
+                budget.alone(budget.need(group.rows)),
                 self._queue.waited_s(group),
                 self._queue.expected_wait_s(position),
                 group.has_begun,
@@ -149,13 +150,13 @@ class Scheduler:
 
     def dropped(self, row_ids: Sequence[str]) -> None:
         for row_id in row_ids:
-            self.ledger.release(row_id)
+            self.budget.release(row_id)
 
     def schedule(self, num_draft_tokens: int = 0) -> SchedulerOutput:
         """num_draft_tokens: what each decoding row verifies in this step beside its own token."""
         gone = self.gone()  # since the caller has asked: a step may have failed
         self.dropped(gone)
-        self.ledger.shrink_step()
+        self.budget.shrink_step()
         self._expire()
         if self._extend():
             self._admit()
@@ -188,7 +189,7 @@ class Scheduler:
         self._shares.charge(rows[0].spec.client, num_prompt_tokens=num_new)
         if output.first is None:
             return {}
-        self.ledger.joined()
+        self.budget.joined()
         first = [output.first[row.id] for row in rows]
         group = self._prefill
         assert group is not None and all(row.num_prefilled == row.num_prompt_tokens for row in rows)
@@ -235,19 +236,19 @@ class Scheduler:
         the prompt in progress had to: nobody is let in before the runner has dropped it."""
         keeps = True
         for row in list(self._running.values()):
-            while row.id in self._running and self.ledger.is_used_up(row) and not self._has_grown(row):
+            while row.id in self._running and self.budget.is_used_up(row) and not self._has_grown(row):
                 if self._prefill is not None:
                     self._give_up_prefill()
                     keeps = False
                 elif len(self._running) > 1:
                     self.preempt(list(self._running.values())[-1])
                 else:
-                    self._ended |= self._out_of_memory([row], self.ledger.extend(row))
+                    self._ended |= self._out_of_memory([row], self.budget.extend(row))
         return keeps
 
     def _has_grown(self, row: Request) -> bool:
-        missing = self.ledger.extend(row)
-        return not missing or (self._spare.free(missing) and not self.ledger.extend(row))
+        missing = self.budget.extend(row)
+        return not missing or (self._spare.free(missing) and not self.budget.extend(row))
 
     def _give_up_prefill(self) -> None:
         """The prompt in progress waits again; what it has left in the prefix cache stays."""
@@ -262,14 +263,14 @@ class Scheduler:
             has_run = row.state is RequestState.RUNNING
             row.num_charged = max(row.num_charged, row.num_prompt_tokens if has_run else row.num_prefilled)
             self._leave(row)
-            self.ledger.release(row.id)
+            self.budget.release(row.id)
             row.state, row.num_prefilled = RequestState.WAITING, 0
         self._drop += [self._gone.pop() for _ in rows]
         self._queue.put_back(rows, arrived_s)
 
     def _out_of_memory(self, rows: list[Request], missing: int) -> Chunks:
         """Of a request that has the engine to itself: what was let in should have fit."""
-        return self._fail(rows, f"{missing} bytes of memory are missing, of {self.ledger.budget} in all", RETRY_S)
+        return self._fail(rows, f"{missing} bytes of memory are missing, of {self.budget.limit_bytes} in all", RETRY_S)
 
     def _admit(self) -> None:
         """Lets the next request in when all its rows have room, or when it may take somebody's place."""
@@ -279,7 +280,7 @@ class Scheduler:
         if self._has_reserved(head):
             self._let_in(head)
         elif not self._running:
-            self._ended |= self._out_of_memory(list(head.rows), self.ledger.missing(head.rows))
+            self._ended |= self._out_of_memory(list(head.rows), self.budget.missing(head.rows))
         elif (urgent := self._displace_for(head)) is not None:
             self._let_in(urgent)
         else:
@@ -297,8 +298,8 @@ class Scheduler:
         """Snapshots leave for it where that suffices."""
         if not self._preemption.has_rows(group):
             return False
-        missing = self.ledger.reserve(group.rows)
-        return not missing or (self._spare.free(missing) and not self.ledger.reserve(group.rows))
+        missing = self.budget.reserve(group.rows)
+        return not missing or (self._spare.free(missing) and not self.budget.reserve(group.rows))
 
     def _displace_for(self, head: Group) -> Group | None:
         """Policy `priority`: the most urgent request takes the places of less urgent rows. Else the first one, when it
@@ -324,7 +325,7 @@ class Scheduler:
         if now - head.blocked_s >= self._config.scheduler.ageing_s:
             return
         for group in self._queue.order()[1 : 1 + MAX_PASSING]:
-            if self._preemption.has_rows(group) and not self.ledger.reserve(group.rows):
+            if self._preemption.has_rows(group) and not self.budget.reserve(group.rows):
                 return self._let_in(group)
 
     def _prefill_budget(self, num_draft_tokens: int) -> int:
@@ -340,7 +341,7 @@ class Scheduler:
         if self._prefill is None:
             return budget
         row = self._prefill.rows[0]
-        return self.ledger.max_chunk(row.num_prompt_tokens, min(budget, row.num_prompt_tokens - row.num_prefilled))
+        return self.budget.max_chunk(row.num_prompt_tokens, min(budget, row.num_prompt_tokens - row.num_prefilled))
 
     def _take(self, row: Request, output: RowOutput) -> TokenChunk:
         if output.error is not None:

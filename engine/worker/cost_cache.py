@@ -16,7 +16,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from engine.core.costs import MemoryCosts
+from engine.core.memory.costs import MemoryCosts
 
 log = logging.getLogger("orchard.engine")
 

@@ -1,7 +1,7 @@
 """All rows that decode, in groups.
 
 A group's cache is rectangular: every row takes the slots of the longest, and attention looks at them all. A step reads
-the weights once per group. Which rows share one is decided, and paid for, before they start: see core/admission.py.
+the weights once per group. Which rows share one is decided, and paid for, before they start: see core/memory/budget.py.
 """
 
 from collections.abc import Sequence

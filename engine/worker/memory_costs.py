@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.core.batch import PrefillOutput, RowOutput
-from engine.core.costs import MemoryCosts
+from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, SamplingParams
 from engine.worker.kv_cache import SLOTS_STEP

@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.config import EngineConfig, MTPConfig
 from engine.core.batch import PrefillOutput, RowOutput
-from engine.core.costs import MemoryCosts
+from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.device_lock import lock_device
 from engine.process_lock import ProcessLock

@@ -11,7 +11,7 @@ import numpy as np
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.batch import PrefillOutput, RowOutput
-from engine.core.costs import MemoryCosts
+from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import EngineRequest, TokenLogprobs, choice_seed
 

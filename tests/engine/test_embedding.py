@@ -102,7 +102,7 @@ def test_an_embedding_leaves_no_memory_and_no_snapshot_behind(tiny):
     driver = Driver(tiny)
     driver.run({0: [embedding_of("a", 90), embedding_of("b", 90, "mean")], 1: [embedding_of("a again", 90)]})
     assert driver.core.prefix.status().num_entries == 0
-    assert driver.core.ledger.status()["row_bytes"] == 0
+    assert driver.core.budget.status()["row_bytes"] == 0
     assert tiny.memory()["prefill_cache_bytes"] == 0
     assert driver.core.stats.num_finished == 3
 
@@ -174,6 +174,6 @@ def test_an_embedding_may_fill_the_whole_context(tiny_model):
 
 def test_an_embedding_that_does_not_fit_in_memory_is_refused(tiny):
     core = Driver(tiny).core
-    core.ledger.budget = core.ledger.costs.base_bytes + 1
+    core.budget.limit_bytes = core.budget.costs.base_bytes + 1
     with pytest.raises(MemoryExceeded):
         core.fitted(embedding_of("e", 64))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine.core.engine_core import EngineCore
-from engine.processing.snapshot_directory import SnapshotDirectory
 from engine.protocol import FinishReason
+from engine.snapshot_store.directory import SnapshotDirectory
 from tests.engine.fakes import until
 from tests.engine.faulty_engine import PLAIN, RUNS, TINY, WAITS, Bench, Scene
 from tests.faults import Failing, Faults, Hanging, Meanwhile
@@ -28,7 +28,7 @@ def bench(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def faults(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Faults:
     """Those of the bench. Seams of the thread that writes and reads: `read`, `write`."""
-    monkeypatch.setattr("engine.core.disk_tier.READ_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("engine.core.prefix_cache.disk_tier.READ_TIMEOUT_S", 0.3)
     for method in ("read", "write"):
         monkeypatch.setattr(SnapshotDirectory, method, bench.faults.around(getattr(SnapshotDirectory, method), method))
     return bench.faults

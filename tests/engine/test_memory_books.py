@@ -1,4 +1,4 @@
-"""What the ledger says against what MLX holds: never less, also within a step; between steps at most 30 % more at the
+"""What the budget says against what MLX holds: never less, also within a step; between steps at most 30 % more at the
 peak."""
 
 import gc
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.admission import HEADROOM_SHARE
+from engine.core.memory.budget import HEADROOM_SHARE
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
@@ -29,7 +29,7 @@ class Books:
 
     def __init__(self, runner: MLXRunner, **config: Any):
         self.driver = Driver(runner, EngineConfig.model_validate({"prefix_cache": {"enabled": False}} | config))
-        self.core, self.ledger = self.driver.core, self.driver.core.ledger
+        self.core, self.budget = self.driver.core, self.driver.core.budget
         self.peak = self.active = self.booked_at_peak = 0
         self.least_margin = float("inf")
         self._scheduled = 0
@@ -47,7 +47,7 @@ class Books:
         return max(peak, mx.get_active_memory()) - self._others  # without an allocation there is no peak
 
     def booked(self) -> int:
-        return self.ledger.used_bytes - self.ledger.unaccounted_bytes
+        return self.budget.used_bytes - self.budget.unaccounted_bytes
 
     def run(self, requests: list[EngineRequest], aborted: tuple[str, ...] = ()) -> None:
         for request in requests:
@@ -63,8 +63,8 @@ class Books:
             self.core.step()
             booked, peak = max(before, self._scheduled, self.booked()), self._now(mx.get_peak_memory())
             self.least_margin = min(self.least_margin, booked / peak)
-            resident = self.booked() - self.ledger.transient_bytes
-            if not self.ledger.reserved_bytes:
+            resident = self.booked() - self.budget.transient_bytes
+            if not self.budget.reserved_bytes:
                 mx.synchronize()  # the round ahead that nobody needs any more is still being computed
             assert self._now() <= resident, "what is there between two steps is in the books"
             self.peak = max(self.peak, peak)
@@ -78,7 +78,7 @@ class Books:
             f"{self.least_margin:.3f}: what is not in the books fits the headroom"
         )
         assert over <= 0.3, "at most 30 % over at the peak"
-        assert self.ledger.reserved_bytes == 0
+        assert self.budget.reserved_bytes == 0
 
 
 def requests(
@@ -145,7 +145,7 @@ def test_with_the_prefix_cache_on_and_rows_that_are_given_up_it_is_never_less(de
         for i, other in enumerate(requests(8, (30, 400), 90, seed=5))
     ]
     books.run(made, aborted=("r1", "r6"))
-    assert books.least_margin >= 1 - HEADROOM_SHARE and books.ledger.reserved_bytes == 0
+    assert books.least_margin >= 1 - HEADROOM_SHARE and books.budget.reserved_bytes == 0
     assert books.core.prefix.cache.num_bytes > 0 and books.core.stats.num_cached_tokens > 0
     books.core.prefix.cache.reset()
 
@@ -155,7 +155,7 @@ def test_a_tight_limit_changes_when_tokens_come_and_not_which(wide: MLXRunner):
     asked = requests(5, (60, 500), 400)
     expected = Driver(wide).run({0: asked})
     memory = {"headroom_gb": 0, "reserve_tokens": 16}
-    books = Books(wide, memory=memory, prefill_chunk_tokens=64).ledger
+    books = Books(wide, memory=memory, prefill_chunk_tokens=64).budget
     needs = [books.need([Request(one)], whole=True) for one in asked]
     row = max(wide.costs.rows(1, wide.costs.slots(need.num_tokens)) for need in needs)
     limit = wide.costs.base_bytes + max(books.alone(need) for need in needs) + row

@@ -7,8 +7,8 @@ from collections import OrderedDict
 import numpy as np
 
 from engine.config import BoundaryKind
-from engine.core.prefix_cache import Entry, PrefixCache
-from engine.core.prompt_key import PromptKey
+from engine.core.prefix_cache.cache import Entry, PrefixCache
+from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import PromptOrigin
 from engine.worker.kv_cache import RowCache
 from engine.worker.snapshot import StateSnapshot, is_finite, restore, take

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.config import BoundaryKind, EngineConfig, SpecPrefillConfig
-from engine.core.prompt_key import PromptKey
+from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.spec_prefill.pace import Pace
 from engine.core.spec_prefill.plan import ScoreRequest
 from engine.protocol import Boundary, EngineFailed

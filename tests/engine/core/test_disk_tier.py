@@ -12,8 +12,8 @@ import pytest
 
 from engine.config import DiskCacheConfig, EngineConfig
 from engine.core.engine_core import EngineCore
-from engine.processing.snapshot_files import SnapshotFiles
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams
+from engine.snapshot_store.files import SnapshotFiles
 from tests.engine.driver import Driver
 from tests.engine.fakes import BYTES_PER_TOKEN, STATE_BYTES, STOP, FakeRunner, answer
 
@@ -163,7 +163,7 @@ def test_a_file_stays_when_what_is_in_front_of_it_leaves_memory_while_it_is_read
 
 
 def test_a_disk_that_hangs_is_given_up_after_a_while(engines, monkeypatch):
-    monkeypatch.setattr("engine.core.disk_tier.READ_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("engine.core.prefix_cache.disk_tier.READ_TIMEOUT_S", 0.2)
     before = engines()
     before.cached(request("a", SYSTEM, [1] * 20))
     engine = restarted(engines, before)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.admission import Ledger
 from engine.core.batch import PrefillOutput, RowOutput
-from engine.core.costs import MemoryCosts
+from engine.core.memory.budget import MemoryBudget
+from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.stats import Stats
@@ -53,8 +53,8 @@ def tight(budget: int, spare: Spare | None = None, clock: Clock | None = None, *
     """A scheduler in which a token of a row costs ten bytes and nothing else costs any."""
     spare = spare or Spare()
     costs = MemoryCosts(token_bytes=10, layer_share=0.0, slots_step=16, overshoot=3)
-    ledger = Ledger(costs, budget, config.pop("reserve_tokens", 1000), 2048, lambda: spare.free_bytes)
-    return Scheduler(EngineConfig.model_validate(config), Stats(), clock or Clock(), ledger, spare)
+    books = MemoryBudget(costs, budget, config.pop("reserve_tokens", 1000), 2048, lambda: spare.free_bytes)
+    return Scheduler(EngineConfig.model_validate(config), Stats(), clock or Clock(), books, spare)
 
 
 def let_in(scheduler: Scheduler, spec: EngineRequest) -> Request:
@@ -79,7 +79,7 @@ def test_a_long_answer_that_has_lost_its_place_has_room_to_begin_again():
     long, urgent = request("long", 10, 1900, priority=9), request("urgent", 10, 5)
     engine = driver(60_000, costs, max_running=1, scheduler={"policy": "priority"})
     core = engine.core
-    most = core.ledger.alone(core.ledger.need([Request(long)], whole=True))
+    most = core.budget.alone(core.budget.need([Request(long)], whole=True))
     assert most > 49_000, "its rows, and 16 tokens that look at 1900"
     engine = driver(10_000 + most, costs, max_running=1, scheduler={"policy": "priority"})
     core = engine.core
@@ -95,7 +95,7 @@ def test_snapshots_and_features_leave_together_where_neither_is_enough():
     engine.core.runner.feature_bytes = 6000  # type: ignore[misc]
     snapshots = engine.core.prefix.cache.num_bytes
     big = request("big", 10, 1700, 7)
-    missing = engine.core.ledger.missing([Request(big)])
+    missing = engine.core.budget.missing([Request(big)])
     assert missing > max(snapshots, 6000) and engine.core.fitted(big) == big
     assert engine.run({0: [big]})["big"] == answer(big)
     assert engine.core.prefix.cache.num_bytes < snapshots and engine.core.runner.feature_bytes == 0
@@ -106,7 +106,7 @@ def test_what_snapshots_take_beyond_their_arrays_can_be_had_too():
     engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
     cache, big = engine.core.prefix.cache, request("big", 10, 1720, 7)
     held = cache.num_bytes + 300 * cache.num_in_memory
-    assert cache.num_bytes < engine.core.ledger.missing([Request(big)]) <= held, "arrays alone would not suffice"
+    assert cache.num_bytes < engine.core.budget.missing([Request(big)]) <= held, "arrays alone would not suffice"
     assert engine.run({0: [big]})["big"] == answer(big)
 
 
@@ -114,36 +114,36 @@ def test_a_row_that_grows_gets_what_has_left_for_it_before_anybody_new_does():
     spare = Spare()
     scheduler = tight(2000, spare, memory={"reserve_tokens": 16}, reserve_tokens=16)
     row = let_in(scheduler, spec("row", 20, 200))
-    while not scheduler.ledger.is_used_up(row):
+    while not scheduler.budget.is_used_up(row):
         scheduler.update_decode({row.id: RowOutput((7,))})
-    spare.free_bytes = scheduler.ledger.free_bytes
+    spare.free_bytes = scheduler.budget.free_bytes
     scheduler.add([Request(spec("new", 5, 1))])
     work = scheduler.schedule()
-    assert work.decode and not scheduler.ledger.is_used_up(row)
-    assert scheduler.ledger.used_bytes <= 2000
+    assert work.decode and not scheduler.budget.is_used_up(row)
+    assert scheduler.budget.used_bytes <= 2000
 
 
 def test_a_row_that_grows_may_have_what_the_next_chunk_could_be_smaller_by():
     """The chunk before was as large as the memory was free."""
     costs = MemoryCosts(token_bytes=10, layer_share=0.0, slots_step=16, overshoot=3, token_step_bytes=100.0)
     config = EngineConfig.model_validate({"prefill_chunk_tokens_busy": 16, "prefill_chunk_tokens": 2048})
-    ledger = Ledger(costs, 12_000, 16, config.prefill_chunk_tokens_busy)
-    scheduler = Scheduler(config, Stats(), Clock(), ledger)
+    budget = MemoryBudget(costs, 12_000, 16, config.prefill_chunk_tokens_busy)
+    scheduler = Scheduler(config, Stats(), Clock(), budget)
     row, new = let_in(scheduler, spec("row", 20, 200)), Request(spec("new", 600, 10))
     scheduler.add([new])
     assert list(scheduler.schedule().prefill) == [new]
     scheduler.update_prefill([new], PrefillOutput(16))
-    ledger.max_chunk(600, 30)  # as while nothing decoded
-    while not ledger.is_used_up(row):
+    budget.max_chunk(600, 30)  # as while nothing decoded
+    while not budget.is_used_up(row):
         scheduler.update_decode({row.id: RowOutput((7,))})
-    ledger.observe(ledger.used_bytes - ledger.transient_bytes + ledger.free_bytes)
+    budget.observe(budget.used_bytes - budget.transient_bytes + budget.free_bytes)
     work = scheduler.schedule()
-    assert list(work.prefill) == [new] and not work.drop and not ledger.is_used_up(row)
+    assert list(work.prefill) == [new] and not work.drop and not budget.is_used_up(row)
 
 
 def test_beside_others_a_prompt_waits_for_a_chunk_of_some_size_and_alone_for_none():
     costs = replace(COSTS, token_step_bytes=10.0)
-    books = Ledger(costs, 17_500, 16, 256)
+    books = MemoryBudget(costs, 17_500, 16, 256)
     row = Request(request("row", 10, 16))
     small, large = (books.missing([Request(request("new", n, 8))]) for n in (520, 640))
     assert (small, large) == (0, 0), "alone it starts with 16 tokens at a time"
@@ -175,7 +175,7 @@ def test_what_the_prefix_cache_holds_leaves_before_any_row_does():
     for i in range(6):
         let_in(scheduler, replace(spec(f"hog{i}", 28, 100), client="hog"))
     scheduler.add([Request(replace(spec("new", 500, 100), client="other"))])
-    spare.free_bytes = scheduler.ledger.free_bytes
+    spare.free_bytes = scheduler.budget.free_bytes
     work = scheduler.schedule()
     assert [row.id for row in work.prefill] == ["new/0"] and scheduler._stats.num_preempted == 0
 
@@ -185,7 +185,7 @@ def test_one_place_and_what_is_spare_are_enough_where_neither_is():
     scheduler = tight(4 * 480 + 1200, spare, clock, max_running=4)
     for i in range(4):
         let_in(scheduler, replace(spec(f"hog{i}", 28, 15), client="hog"))
-    spare.free_bytes = scheduler.ledger.free_bytes
+    spare.free_bytes = scheduler.budget.free_bytes
     scheduler.add([Request(replace(spec("new", 100, 20), client="other"))])
     clock.now += 6
     assert [row.id for row in scheduler.schedule().prefill] == ["new/0"] and scheduler._stats.num_preempted == 1
@@ -318,7 +318,7 @@ def test_one_who_has_waited_long_does_not_take_all_of_its_priority_along():
 
 def test_a_row_pays_for_what_it_asks_of_its_logits():
     costs = replace(COSTS, ranked_bytes=100, shaped_bytes=1000)
-    books = Ledger(costs, 100_000, 16, 2048)
+    books = MemoryBudget(costs, 100_000, 16, 2048)
     plain = SamplingParams(16)
     asked = {
         0: (plain, replace(plain, temperature=0.5, seed=3)),

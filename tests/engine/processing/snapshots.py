@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from engine.config import DiskCacheConfig
-from engine.processing.snapshot_directory import SnapshotDirectory
-from engine.processing.snapshot_files import SnapshotFiles
-from engine.processing.snapshot_format import SnapshotMeta, snapshot_bytes
 from engine.protocol import PromptOrigin
+from engine.snapshot_store.directory import SnapshotDirectory
+from engine.snapshot_store.files import SnapshotFiles
+from engine.snapshot_store.format import SnapshotMeta, snapshot_bytes
 
 MODEL = "model-a"
 OTHER_MODEL = "model-b"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.processing.snapshot_directory import SnapshotDirectory, SnapshotLost
-from engine.processing.snapshot_format import FORMAT
+from engine.snapshot_store.directory import SnapshotDirectory, SnapshotLost
+from engine.snapshot_store.format import FORMAT
 from tests.engine.processing.snapshots import (
     MODEL,
     OTHER_MODEL,
@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 def test_files_of_other_models_and_versions_are_counted_and_not_loaded(path: Path, monkeypatch) -> None:
     write(SnapshotDirectory(path, OTHER_MODEL, ROOMY), "other")
     with monkeypatch.context() as patched:
-        patched.setattr("engine.processing.snapshot_format.FORMAT", FORMAT[:-1] + "9")
+        patched.setattr("engine.snapshot_store.format.FORMAT", FORMAT[:-1] + "9")
         write(SnapshotDirectory(path, MODEL, ROOMY), "newer")
     (path / f"{'0' * 64}.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.costs import MemoryCosts
+from engine.core.memory.costs import MemoryCosts
 from engine.worker import cost_cache, memory_costs, model_runner
 from engine.worker.cost_cache import costs_key, load_or_measure
 

@@ -12,8 +12,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from engine.processing import snapshot_format
-from engine.processing.snapshot_format import (
+from engine.protocol import PromptOrigin
+from engine.snapshot_store import format as snapshot_format
+from engine.snapshot_store.format import (
     DTYPES,
     MAX_HEADER_BYTES,
     ForeignFile,
@@ -26,7 +27,6 @@ from engine.processing.snapshot_format import (
     snapshot_bytes,
     write_snapshot,
 )
-from engine.protocol import PromptOrigin
 from tests.engine.processing.snapshots import MODEL, assert_same_arrays, assert_same_meta, digest_of, meta_of
 
 Arrays = dict[str, np.ndarray]

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 
 from engine.config import PrefixCacheConfig
 from engine.core.batch import ModelRunner
-from engine.core.disk_tier import DiskTier, Reading
-from engine.core.prefix_cache import Entry, Held, PrefixCache
-from engine.core.prefix_miss import explain
-from engine.core.prefix_status import cache_status
-from engine.core.prompt_key import PromptKey
+from engine.core.prefix_cache.cache import Entry, Held, PrefixCache
+from engine.core.prefix_cache.disk_tier import DiskTier, Reading
+from engine.core.prefix_cache.miss import explain
+from engine.core.prefix_cache.prompt_key import PromptKey
+from engine.core.prefix_cache.status import cache_status
 from engine.core.request import Request
 from engine.core.stats import Stats
-from engine.processing.snapshot_files import SnapshotFiles
 from engine.protocol import Boundary, CacheCleared, CacheStatus, EngineRequest, InvalidRequest
+from engine.snapshot_store.files import SnapshotFiles
 
 log = logging.getLogger("orchard.engine")
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.core.batch import ModelRunner
-from engine.core.prefix_cache import Entry, PrefixCache, Snapshot
-from engine.core.prompt_key import Media, PromptKey
-from engine.processing.snapshot_files import SnapshotFiles, SnapshotLost, SnapshotMeta
+from engine.core.prefix_cache.cache import Entry, PrefixCache, Snapshot
+from engine.core.prefix_cache.prompt_key import Media, PromptKey
+from engine.snapshot_store.files import SnapshotFiles, SnapshotLost, SnapshotMeta
 
 log = logging.getLogger("orchard.engine")
 

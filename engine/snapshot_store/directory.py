@@ -29,7 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.processing.snapshot_format import (
+from engine.protocol import EngineFailed, OrchardError
+from engine.snapshot_store.format import (
     DIGEST,
     ForeignFile,
     SnapshotMeta,
@@ -40,7 +41,6 @@ from engine.processing.snapshot_format import (
     snapshot_bytes,
     write_snapshot,
 )
-from engine.protocol import EngineFailed, OrchardError
 
 log = logging.getLogger("orchard.engine")
 

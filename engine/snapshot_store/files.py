@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from engine.config import DiskCacheConfig
-from engine.processing.snapshot_directory import (
+from engine.snapshot_store.directory import (
     SnapshotDirectory,
     SnapshotLost,
     StoredFile,
     path_to,
     with_descendants,
 )
-from engine.processing.snapshot_format import RESERVED_NAMES, SnapshotMeta
+from engine.snapshot_store.format import RESERVED_NAMES, SnapshotMeta
 
 __all__ = ["SnapshotFiles", "SnapshotLost", "SnapshotMeta"]
 

@@ -4,7 +4,7 @@ from hashlib import sha256
 from itertools import islice
 from typing import Literal
 
-from engine.core.prefix_cache import Entry, PrefixCache
+from engine.core.prefix_cache.cache import Entry, PrefixCache
 from engine.protocol import CacheEntry, CacheStatus
 
 MAX_ENTRIES_SHOWN = 256

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.core.admission import Ledger, make_ledger
-from engine.core.costs import MemoryCosts
+from engine.core.memory.budget import MemoryBudget, make_memory_budget
+from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import EngineFailed, EngineRequest, MemoryExceeded, SamplingParams
 from tests.engine.driver import Driver
@@ -41,8 +41,10 @@ def rows(request: EngineRequest) -> list[Request]:
     return [Request(request, index) for index in range(request.num_choices)]
 
 
-def ledger(budget: int = 100_000, reserve_tokens: int = 64, cached: int = 0, costs: MemoryCosts = COSTS) -> Ledger:
-    return Ledger(costs, budget, reserve_tokens, 2048, lambda: cached)
+def budget_of(
+    limit_bytes: int = 100_000, reserve_tokens: int = 64, cached: int = 0, costs: MemoryCosts = COSTS
+) -> MemoryBudget:
+    return MemoryBudget(costs, limit_bytes, reserve_tokens, 2048, lambda: cached)
 
 
 def driver(budget: int, costs: MemoryCosts = COSTS, cache_gb: float | None = None, **config: Any) -> Driver:
@@ -54,7 +56,7 @@ def driver(budget: int, costs: MemoryCosts = COSTS, cache_gb: float | None = Non
 
 
 def test_a_row_is_paid_for_with_its_prompt_its_answer_and_what_a_step_needs():
-    books = ledger()
+    books = budget_of()
     [row] = rows(request("r", num_prompt=30, max_tokens=20))
     assert books.reserve([row]) == 0
     slots = 64  # 30 + 20 + 3, in steps of 16
@@ -68,7 +70,7 @@ def test_a_row_is_paid_for_with_its_prompt_its_answer_and_what_a_step_needs():
 
 
 def test_rows_that_decode_together_take_the_slots_of_the_longest():
-    books = ledger()
+    books = budget_of()
     for request_id, num_prompt in (("short", 10), ("long", 200), ("other", 10)):
         assert books.reserve(rows(request(request_id, num_prompt))) == 0
         books.joined()
@@ -79,7 +81,7 @@ def test_rows_that_decode_together_take_the_slots_of_the_longest():
 
 
 def test_a_row_that_would_waste_more_than_the_weights_weigh_decodes_among_its_own():
-    books = ledger(costs=replace(COSTS, base_bytes=1000))
+    books = budget_of(costs=replace(COSTS, base_bytes=1000))
     together = [rows(request(name, n))[0] for name, n in (("a", 10), ("b", 20), ("long", 500))]
     for row in together:
         assert books.reserve([row]) == 0
@@ -89,7 +91,7 @@ def test_a_row_that_would_waste_more_than_the_weights_weigh_decodes_among_its_ow
 
 
 def test_choices_pay_for_their_rows_and_for_the_prompt_that_they_are_made_of():
-    books = ledger()
+    books = budget_of()
     assert books.reserve(rows(request("r", num_prompt=30, n=3))) == 0
     assert books.row_bytes == 3 * (64 * 10 + 150) and books.prompt_bytes == 32 * 10 + 100
     books.joined()
@@ -97,19 +99,19 @@ def test_choices_pay_for_their_rows_and_for_the_prompt_that_they_are_made_of():
 
 
 def test_what_is_missing_is_told_and_nothing_is_reserved():
-    books = ledger(budget=11_800)
+    books = budget_of(11_800)
     assert books.reserve(rows(request("a"))) == 0
     books.joined()
     before = books.reserved_bytes
     [row] = rows(request("b"))
     missing = books.missing([row])
     assert missing > 0 and books.reserve([row]) == missing and books.reserved_bytes == before
-    enough = ledger(budget=11_800 + missing)
+    enough = budget_of(11_800 + missing)
     assert [enough.reserve(rows(request("a"))), enough.joined(), enough.reserve([row])] == [0, None, 0]
 
 
 def test_an_answer_that_is_longer_than_what_is_reserved_gets_more_as_it_grows():
-    books = ledger(reserve_tokens=16)
+    books = budget_of(reserve_tokens=16)
     [row] = rows(request("r", num_prompt=10, max_tokens=1000))
     assert books.reserve([row]) == 0
     books.joined()
@@ -120,7 +122,7 @@ def test_an_answer_that_is_longer_than_what_is_reserved_gets_more_as_it_grows():
 
 
 def test_what_the_device_holds_beyond_the_books_counts_until_it_is_gone():
-    books = ledger()
+    books = budget_of()
     books.observe(10_000 + 777)
     assert books.unaccounted_bytes == 777 and books.free_bytes == 90_000 - 777
     assert books.num_underestimates == 1
@@ -128,12 +130,12 @@ def test_what_the_device_holds_beyond_the_books_counts_until_it_is_gone():
     assert books.unaccounted_bytes == 0 and books.num_underestimates == 1
 
 
-def chunk(books: Ledger, num_prompt: int) -> int:
+def chunk(books: MemoryBudget, num_prompt: int) -> int:
     """The largest first chunk of a prompt beside whatever runs."""
     [row] = rows(request("of a chunk", num_prompt, 1))
     assert books.reserve([row]) == 0
     size = books.max_chunk(num_prompt, 2048)
-    assert books.used_bytes <= books.budget
+    assert books.used_bytes <= books.limit_bytes
     books.shrink_step()
     assert books.max_chunk(num_prompt, 2048) == size, "what it could be smaller by is free until the next is chosen"
     books.release(row.id)
@@ -141,7 +143,7 @@ def chunk(books: Ledger, num_prompt: int) -> int:
 
 
 def test_chunks_become_smaller_behind_long_prompts():
-    books = ledger(budget=200_000, costs=replace(COSTS, pair_bytes=1.0))
+    books = budget_of(200_000, costs=replace(COSTS, pair_bytes=1.0))
     lengths = (10, 100, 1000, 2800)
     sizes = [chunk(books, num_prompt) for num_prompt in lengths]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 1000 and sizes[-1] == 16
@@ -152,7 +154,7 @@ def test_chunks_become_smaller_behind_long_prompts():
 
 
 def test_chunks_become_smaller_where_little_is_free():
-    books = ledger(budget=100_000, costs=replace(COSTS, pair_bytes=1.0))
+    books = budget_of(100_000, costs=replace(COSTS, pair_bytes=1.0))
     alone = chunk(books, 100)
     books.observe(10_000 + 70_000)
     beside_something_unknown = chunk(books, 100)
@@ -163,7 +165,7 @@ def test_chunks_become_smaller_where_little_is_free():
 @given(st.integers(0, 2**32), st.integers(12_000, 60_000))
 def test_after_any_storm_nothing_is_reserved_and_the_budget_was_never_exceeded(seed: int, budget: int):
     rng, running = random.Random(seed), list[Request]()
-    books = ledger(budget, rng.choice([8, 64, 10_000]))
+    books = budget_of(budget, rng.choice([8, 64, 10_000]))
     for i in range(60):
         group = rows(request(str(i), rng.randint(1, 300), rng.randint(1, 200), rng.choice([1, 1, 1, 2, 4])))
         before = books.reserved_bytes
@@ -194,15 +196,15 @@ def test_an_engine_whose_weights_leave_no_room_does_not_start_and_names_the_figu
     runner.costs, runner.memory_limit_bytes = COSTS, 10_500
     config = EngineConfig.model_validate({"memory": {"headroom_gb": 0}})
     with pytest.raises(EngineFailed, match=r"takes 10000 bytes.*the limit is 10500 bytes.*limit_gb.*headroom_gb"):
-        make_ledger(config, runner, lambda: 0)
+        make_memory_budget(config, runner, lambda: 0)
 
 
 def test_the_headroom_is_kept_free():
     runner = FakeRunner()
     runner.memory_limit_bytes = 2**30
-    assert make_ledger(EngineConfig(), runner, lambda: 0).budget == 2**30 - 2**27
+    assert make_memory_budget(EngineConfig(), runner, lambda: 0).limit_bytes == 2**30 - 2**27
     config = EngineConfig.model_validate({"memory": {"limit_gb": 4, "headroom_gb": 1}})
-    assert make_ledger(config, runner, lambda: 0).budget == 3 * 2**30
+    assert make_memory_budget(config, runner, lambda: 0).limit_bytes == 3 * 2**30
 
 
 def test_max_tokens_is_lowered_to_what_fits_and_a_prompt_that_never_fits_is_refused_with_both_numbers():
@@ -223,7 +225,7 @@ def test_all_answers_are_whole_in_a_memory_that_holds_a_few_of_them():
     tokens = tight.run({0: requests})
     assert tokens == {r.request_id: answer(r) for r in requests}
     assert tight.core.stats.num_preempted > 0
-    assert tight.core.ledger.reserved_bytes == 0
+    assert tight.core.budget.reserved_bytes == 0
 
 
 def test_random_storms_in_a_tight_memory_give_every_row_its_own_tokens():
@@ -233,7 +235,7 @@ def test_random_storms_in_a_tight_memory_give_every_row_its_own_tokens():
         requests = [
             request(f"r{i}", rng.randint(1, 120), rng.randint(1, 100), rng.choice([1, 1, 2])) for i in range(20)
         ]
-        requests = [r for r in requests if tight.core.ledger.alone(tight.core.ledger.need(rows(r), whole=True)) <= 3000]
+        requests = [r for r in requests if tight.core.budget.alone(tight.core.budget.need(rows(r), whole=True)) <= 3000]
         arrivals = {rng.randint(0, 60): [r] for r in requests}
         aborts = {rng.randint(0, 80): [r.request_id] for r in requests[::4]}
         tight.run(arrivals, aborts)
@@ -243,7 +245,7 @@ def test_random_storms_in_a_tight_memory_give_every_row_its_own_tokens():
                 got = tight.tokens[name]
                 assert got == answer(r, index)[: len(got)], (seed, name)
                 assert len(got) == r.sampling.max_tokens or r in requests[::4]
-        assert tight.core.ledger.reserved_bytes == 0 and not tight.core.runner.rows  # type: ignore[attr-defined]
+        assert tight.core.budget.reserved_bytes == 0 and not tight.core.runner.rows  # type: ignore[attr-defined]
 
 
 def test_snapshots_leave_before_anybody_waits():
@@ -251,7 +253,7 @@ def test_snapshots_leave_before_anybody_waits():
     cached.run({0: [request("first", num_prompt=200, max_tokens=5)]})
     assert cached.core.prefix.cache.num_bytes > 0
     big = request("big", num_prompt=240, max_tokens=40)
-    assert cached.core.ledger.missing(rows(big)) > 0
+    assert cached.core.budget.missing(rows(big)) > 0
     cached.core.add_request(replace(big, tenant="other"))
     cached.core.step()
     assert cached.core.scheduler.num_running == 1 and cached.core.prefix.cache.counters.num_evicted == 1
@@ -272,7 +274,7 @@ def test_smaller_requests_pass_one_whose_memory_is_not_free_but_not_for_ever():
     tight.core.step()
     for name, num_prompt in (("large", 120), ("small", 5)):
         tight.core.add_request(request(name, num_prompt, max_tokens=8))
-    assert tight.core.ledger.missing(rows(request("large", 120, 8))) > 0
+    assert tight.core.budget.missing(rows(request("large", 120, 8))) > 0
     tight.core.step()
     assert tight.tokens["small"] and not tight.tokens["large"], "it passes"
     now[0] += 11

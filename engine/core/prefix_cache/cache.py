@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from engine.config import BoundaryKind
-from engine.core.prompt_key import PromptKey
+from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import CacheMiss, PromptOrigin
 
 MAX_GHOSTS = 1024

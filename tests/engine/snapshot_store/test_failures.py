@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from engine.config import DiskCacheConfig
-from engine.processing import snapshot_directory
-from engine.processing.snapshot_files import SnapshotFiles, SnapshotLost
 from engine.protocol import EngineFailed
+from engine.snapshot_store import directory as snapshot_directory
+from engine.snapshot_store.files import SnapshotFiles, SnapshotLost
 from tests.engine.processing.snapshots import (
     MODEL,
     SIZE,
@@ -174,7 +174,7 @@ def test_a_process_ends_although_nobody_closed_the_tier(tier: Tier) -> None:
     leave = """
 import sys
 from engine.config import DiskCacheConfig
-from engine.processing.snapshot_files import SnapshotFiles
+from engine.snapshot_store.files import SnapshotFiles
 SnapshotFiles(DiskCacheConfig(path=sys.argv[1]), "model")
 """
     assert subprocess.run([sys.executable, "-c", leave, str(tier.path)], timeout=60).returncode == 0
@@ -183,7 +183,7 @@ SnapshotFiles(DiskCacheConfig(path=sys.argv[1]), "model")
 USE = """
 import random, sys
 from engine.config import DiskCacheConfig
-from engine.processing.snapshot_files import SnapshotFiles, SnapshotLost
+from engine.snapshot_store.files import SnapshotFiles, SnapshotLost
 from tests.engine.processing.snapshots import MODEL, arrays_of, assert_same_arrays, meta_of
 
 rng = random.Random(int(sys.argv[2]))

@@ -4,8 +4,8 @@ from itertools import islice
 
 import numpy as np
 
-from engine.core.prefix_cache import Entry, PrefixCache
-from engine.core.prompt_key import PromptKey
+from engine.core.prefix_cache.cache import Entry, PrefixCache
+from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import CacheMiss, CacheMissReason, PromptOrigin
 
 MAX_COMPARED = 256

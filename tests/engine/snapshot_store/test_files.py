@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine.config import DiskCacheConfig
-from engine.processing import snapshot_files
-from engine.processing.snapshot_files import SnapshotFiles, SnapshotLost, SnapshotMeta
+from engine.snapshot_store import files as snapshot_files
+from engine.snapshot_store.files import SnapshotFiles, SnapshotLost, SnapshotMeta
 from tests.engine.processing.snapshots import (
     MODEL,
     OTHER_MODEL,

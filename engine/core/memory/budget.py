@@ -13,7 +13,7 @@ from itertools import count
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.core.costs import MemoryCosts
+from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import EngineFailed
 
@@ -80,8 +80,8 @@ class PromptBooks:
     step_bytes: int
 
 
-class Ledger:
-    """budget: bytes for all that the engine keeps, weights included. reserve_tokens, chunk_tokens: see
+class MemoryBudget:
+    """limit_bytes: for all that the engine keeps, weights included. reserve_tokens, chunk_tokens: see
     MemoryConfig.reserve_tokens and EngineConfig.prefill_chunk_tokens_busy. cached_bytes: what prefix cache and vision
     cache hold now.
 
@@ -91,13 +91,13 @@ class Ledger:
     def __init__(
         self,
         costs: MemoryCosts,
-        budget: int,
+        limit_bytes: int,
         reserve_tokens: int,
         chunk_tokens: int,
         cached_bytes: Callable[[], int] = lambda: 0,
     ):
         self.costs = costs
-        self.budget = budget
+        self.limit_bytes = limit_bytes
         self._reserve_tokens = reserve_tokens
         self._chunk_tokens = chunk_tokens
         self._cached_bytes = cached_bytes
@@ -115,7 +115,7 @@ class Ledger:
     @property
     def for_requests(self) -> int:
         """Bytes that requests and caches share."""
-        return self.budget - self.costs.base_bytes
+        return self.limit_bytes - self.costs.base_bytes
 
     def need(self, rows: Sequence[Request], whole: bool = False) -> Need:
         """whole: with all of the answer, not only what is reserved of it at first."""
@@ -286,11 +286,11 @@ class Ledger:
 
     @property
     def free_bytes(self) -> int:
-        return self.budget - self.used_bytes
+        return self.limit_bytes - self.used_bytes
 
     def status(self) -> dict[str, int]:
         return {
-            "budget_bytes": self.budget,
+            "budget_bytes": self.limit_bytes,
             "base_bytes": self.costs.base_bytes,
             "reserved_bytes": self.reserved_bytes,
             "row_bytes": self.row_bytes,
@@ -364,18 +364,19 @@ class Ledger:
             self._sampling[row.id] = need.sampling_bytes
 
 
-def make_ledger(config: EngineConfig, runner: Runner, cached_bytes: Callable[[], int]) -> Ledger:
+def make_memory_budget(config: EngineConfig, runner: Runner, cached_bytes: Callable[[], int]) -> MemoryBudget:
     """Raises EngineFailed where the limit leaves nothing for requests."""
     limits, costs = config.memory, runner.costs
     limit = runner.memory_limit_bytes if limits.limit_gb is None else int(limits.limit_gb * 2**30)
     headroom = min(limit * HEADROOM_SHARE, MAX_HEADROOM) if limits.headroom_gb is None else limits.headroom_gb * 2**30
-    ledger = Ledger(costs, limit - int(headroom), limits.reserve_tokens, config.prefill_chunk_tokens_busy, cached_bytes)
-    if ledger.max_tokens_alone() < MIN_ROW_TOKENS:
+    limit_bytes, chunk_tokens = limit - int(headroom), config.prefill_chunk_tokens_busy
+    budget = MemoryBudget(costs, limit_bytes, limits.reserve_tokens, chunk_tokens, cached_bytes)
+    if budget.max_tokens_alone() < MIN_ROW_TOKENS:
         raise EngineFailed(
             f"the model takes {costs.base_bytes} bytes, which leaves no room for a request: the limit is {limit} bytes "
             f"(memory.limit_gb), {int(headroom)} of which are kept free (memory.headroom_gb)"
         )
-    return ledger
+    return budget
 
 
 def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:

@@ -1,11 +1,11 @@
 """What is held for later and no answer needs: snapshots, features of pictures. They leave when the room is needed."""
 
 from engine.core.batch import ModelRunner
-from engine.core.prefix_cache import PrefixCache
+from engine.core.prefix_cache.cache import PrefixCache
 
 
-class SpareMemory:
-    """Bytes as the ledger counts them: a snapshot's buffers may be a little larger than its arrays."""
+class EvictableMemory:
+    """Bytes as the budget counts them: a snapshot's buffers may be a little larger than its arrays."""
 
     def __init__(self, cache: PrefixCache, runner: ModelRunner):
         self._cache = cache

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.processing import snapshot_directory
-from engine.processing.snapshot_directory import SnapshotDirectory, SnapshotLost
 from engine.protocol import EngineFailed
+from engine.snapshot_store import directory as snapshot_directory
+from engine.snapshot_store.directory import SnapshotDirectory, SnapshotLost
 from tests.engine.processing.snapshots import (
     MODEL,
     OTHER_MODEL,
@@ -318,7 +318,7 @@ def test_a_failed_write_leaves_nothing(path: Path, monkeypatch, operation: str) 
 DIE = """
 import os, signal, sys
 from pathlib import Path
-from engine.processing.snapshot_directory import SnapshotDirectory
+from engine.snapshot_store.directory import SnapshotDirectory
 from tests.engine.processing.snapshots import MODEL, arrays_of, meta_of
 directory = SnapshotDirectory(Path(sys.argv[1]), MODEL, 1 << 30)
 os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)

@@ -4,8 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from engine.config import EngineConfig
-from engine.core.admission import Ledger
 from engine.core.client_shares import ClientShares
+from engine.core.memory.budget import MemoryBudget
 from engine.core.request import Request
 from engine.core.request_queue import Group
 
@@ -14,9 +14,11 @@ class Preemption:
     """running: the scheduler's rows, in the order in which they joined. Nobody's place is taken in vain: it is known
     before that rows and bytes will suffice."""
 
-    def __init__(self, config: EngineConfig, ledger: Ledger, shares: ClientShares, running: Mapping[str, Request]):
+    def __init__(
+        self, config: EngineConfig, budget: MemoryBudget, shares: ClientShares, running: Mapping[str, Request]
+    ):
         self._config = config
-        self._ledger = ledger
+        self._budget = budget
         self._shares = shares
         self._running = running
 
@@ -39,7 +41,7 @@ class Preemption:
         )
         for row in self._running.values():
             held[row.spec.client] += 1
-            parts[row.spec.client] += self._ledger.row_share(row)
+            parts[row.spec.client] += self._budget.row_share(row)
         if held[group.client] + len(group.rows) > max_rows:
             return []
         candidates = []
@@ -48,7 +50,7 @@ class Preemption:
             if client != group.client and (held[client] > max_rows or parts[client] > 1 / num_clients):
                 candidates.append(row)
                 held[client] -= 1
-                parts[client] -= self._ledger.row_share(row)
+                parts[client] -= self._budget.row_share(row)
         return self._enough(group, candidates, spare_bytes)
 
     def _unprotected(self, now: float) -> list[Request]:
@@ -65,4 +67,4 @@ class Preemption:
         return list(candidates[: len(ids)])
 
     def _suffice(self, group: Group, leaving: Collection[str], spare_bytes: int) -> bool:
-        return self.has_rows(group, len(leaving)) and self._ledger.missing(group.rows, leaving) <= spare_bytes
+        return self.has_rows(group, len(leaving)) and self._budget.missing(group.rows, leaving) <= spare_bytes
