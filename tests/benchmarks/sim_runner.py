@@ -1,0 +1,327 @@
+"""A model runner that computes nothing: each call moves a virtual clock by the seconds that the work takes on a machine."""
+
+import random
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.memory.costs import MemoryCosts
+from engine.core.request import Request
+
+GIB, MIB, KIB = 2**30, 2**20, 2**10
+
+VOCAB_SIZE = 248_320
+STOP = 2
+
+STEP_S = 0.0005
+"""Seconds of the host in each call."""
+
+
+class VirtualClock:
+    """Seconds that pass only when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device with a model on it: how many bytes and seconds everything takes."""
+
+    name: str
+    memory_bytes: int
+    """What the device recommends (Metal's working set) or has."""
+    costs: MemoryCosts
+    chunk_s: float
+    """Seconds of a chunk, whatever its size: weights are read, kernels are started."""
+    token_s: float
+    """Seconds of a prompt token besides attention."""
+    pair_s: float
+    """Seconds of attention of one prompt token to one token in front of it."""
+    weights_s: float
+    """Seconds of a decode step of one decode group without its rows."""
+    row_s: float
+    """Seconds of a row in a decode step, besides reading its keys and values."""
+    draft_s: float
+    """Seconds of one draft token of one row, drafted and verified."""
+    bandwidth: float
+    """Bytes per second of the device's memory."""
+    acceptance: tuple[float, ...]
+    """How often the draft at each depth holds when those before it did."""
+
+    def chunk_seconds(self, start: int, num_tokens: int) -> float:
+        """Return the seconds of num_tokens prompt tokens behind `start` others."""
+        num_pairs = num_tokens * (start + num_tokens / 2)
+        return STEP_S + self.chunk_s + self.token_s * num_tokens + self.pair_s * num_pairs
+
+    def prompt_seconds(self, num_tokens: int, chunk_tokens: int = 2048) -> float:
+        """Return the seconds of a whole prompt in chunks of a fixed size."""
+        starts = range(0, num_tokens, chunk_tokens)
+        return sum(self.chunk_seconds(start, min(chunk_tokens, num_tokens - start)) for start in starts)
+
+    def step_seconds(self, groups: Iterable[tuple[int, int]], num_drafts: int) -> float:
+        """Return the seconds of a decode step. groups: (rows, tokens of the longest row)."""
+        seconds = STEP_S
+        for num_rows, longest in groups:
+            reading = num_rows * longest * self.costs.token_bytes / self.bandwidth
+            seconds += self.weights_s + reading + num_rows * (self.row_s + num_drafts * self.draft_s)
+        return seconds
+
+    def copy_seconds(self, num_bytes: int) -> float:
+        """Return the seconds of reading and writing so many bytes."""
+        return STEP_S + 2 * num_bytes / self.bandwidth
+
+
+def _costs(base_gib: float, token_kib: int, state_mib: float, attention_layers: int, pair_bytes: float) -> MemoryCosts:
+    return MemoryCosts(
+        base_bytes=int(base_gib * GIB),
+        token_bytes=token_kib * KIB,
+        state_bytes=int(state_mib * MIB),
+        layer_share=1 / attention_layers,
+        slots_step=256,
+        overshoot=9,
+        row_step_bytes=24 * MIB,
+        slot_step_bytes=552.0,
+        chunk_bytes=64 * MIB,
+        token_step_bytes=200_000.0,
+        pair_bytes=pair_bytes,
+    )
+
+
+MAC_27B = Machine(
+    "27B-4bit/64GB", 48 * GIB, _costs(16.5, 68, 147, 17, 265.0),
+    chunk_s=0.03, token_s=3.2e-3, pair_s=2.4e-8, weights_s=0.036, row_s=0.0, draft_s=9e-3, bandwidth=400e9,
+    acceptance=(0.8, 0.7, 0.6),
+)  # fmt: skip
+"""Qwen3.5-27B in 4 bits on a Mac of 400 GB/s: a prompt of 60k tokens takes 240 s, a step of 4 rows of 60k tokens 78 ms,
+42 GiB are used, 25.5 GiB of which by requests."""
+
+MAC_35B_A3B = Machine(
+    "35B-A3B-4bit/64GB", 48 * GIB, _costs(19.5, 22, 61.5, 11, 185.0),
+    chunk_s=0.045, token_s=1.0e-3, pair_s=1.0e-8, weights_s=0.010, row_s=2.5e-3, draft_s=2.5e-3, bandwidth=400e9,
+    acceptance=(0.8, 0.7, 0.6),
+)  # fmt: skip
+"""Qwen3.5-35B-A3B in 4 bits on the same Mac: each chunk reads all experts, each row of a step its own."""
+
+MAC_4B = Machine(
+    "4B-4bit/16GB", int(10.67 * GIB), _costs(2.9, 36, 49, 9, 177.0),
+    chunk_s=0.025, token_s=2.6e-3, pair_s=4e-8, weights_s=0.026, row_s=1e-3, draft_s=7e-3, bandwidth=100e9,
+    acceptance=(0.8, 0.7, 0.6),
+)  # fmt: skip
+"""Qwen3.5-4B in 4 bits on a Mac of 100 GB/s: 6.4 GiB for requests."""
+
+H200_27B = Machine(
+    "27B-bf16/H200", 139 * GIB, _costs(52, 68, 147, 17, 265.0),
+    chunk_s=0.012, token_s=1.35e-4, pair_s=2e-9, weights_s=0.018, row_s=2e-4, draft_s=5e-4, bandwidth=3.4e12,
+    acceptance=(0.8, 0.7, 0.6),
+)  # fmt: skip
+"""Qwen3.5-27B in bfloat16 on an H200: 79 GiB for requests."""
+
+MACHINES = {machine.name: machine for machine in (MAC_27B, MAC_35B_A3B, MAC_4B, H200_27B)}
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Stretch:
+    """Keys and values of the tokens behind those of `parent`."""
+
+    parent: "Stretch | None"
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class ClockSnapshot:
+    """A core Snapshot of the prompt's first tokens."""
+
+    token_ids: np.ndarray
+    stretch: Stretch
+    state_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def stretch_bytes(self) -> int:
+        return self.stretch.num_bytes
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt in progress."""
+
+    num_bytes: int
+    done: int = 0
+    """Tokens that are computed or restored."""
+    reached: int = 0
+    """Tokens that the row had computed or restored before it lost its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One chunk of a prompt, as it was computed."""
+
+    request_id: str
+    start: int
+    """Tokens in front of it."""
+    num_tokens: int
+    reached: int
+    """See Prompt."""
+    seconds: float
+    num_decoding: int
+    """Rows in the decode batch meanwhile."""
+
+
+class ClockRunner:
+    """A ModelRunner over a virtual clock that books what each row, prompt and snapshot really takes."""
+
+    max_context_tokens = 262_144
+    vocab_size = VOCAB_SIZE
+    image_token_id: int | None = None
+    no_snapshots: str | None = None
+    no_sparse: str | None = "no sparse plans in the simulation"
+    no_pooling: str | None = "no embeddings in the simulation"
+    feature_bytes = 0
+
+    def __init__(self, machine: Machine, clock: VirtualClock):
+        self.machine = machine
+        self.clock = clock
+        self.costs = machine.costs
+        self.device_bytes = self.memory_limit_bytes = machine.memory_bytes
+        self.fingerprint = machine.name
+        self.max_draft_tokens = len(machine.acceptance)
+        self.capabilities: dict[str, Any] = {"media": [], "mtp": "simulated"}
+        self.answers: dict[str, list[int]] = {}
+        """Request id -> the tokens that the model answers, STOP behind them."""
+        self.chunks: list[Chunk] = []
+        self.slow_factor = 1.0
+        """How much longer the next chunk beside decoding rows takes; 1 again behind it."""
+        self._rows: dict[str, Request] = {}
+        self._prompts: dict[str, Prompt] = {}
+        """By the id of the first row."""
+        self._reached: dict[str, int] = {}
+        """By row id: the most tokens that were computed or restored for it."""
+        self._snapshot_bytes = 0
+        self._random = random.Random(0)
+
+    @property
+    def active_bytes(self) -> int:
+        """Bytes that are held now: weights, rows in their groups, prompts in progress, snapshots."""
+        costs, prompts = self.costs, sum(prompt.num_bytes for prompt in self._prompts.values())
+        rows = sum(n * (costs.slots(longest) * costs.token_bytes + costs.state_bytes) for n, longest in self._groups())
+        return costs.base_bytes + rows + prompts + self._snapshot_bytes
+
+    def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]:
+        self.clock.advance(self.machine.step_seconds(self._groups(), num_draft_tokens))
+        return {row_id: self._output(row, num_draft_tokens) for row_id, row in self._rows.items()}
+
+    def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
+        row = rows[0]
+        prompt = self._prompts.get(row.id) or self._begin(row)
+        assert prompt.done == row.num_prefilled
+        num_tokens = min(max_tokens, row.num_prompt_tokens - prompt.done)
+        self._compute(row, prompt, num_tokens)
+        if prompt.done < row.num_prompt_tokens:
+            return PrefillOutput(num_tokens)
+        del self._prompts[row.id]
+        self._rows |= {each.id: each for each in rows}
+        return PrefillOutput(num_tokens, {each.id: self._output(each, 0) for each in rows})
+
+    def restore(self, rows: Sequence[Request], snapshot: Any) -> None:
+        row = rows[0]
+        assert row.id not in self._prompts
+        assert np.array_equal(row.prompt_token_ids[: snapshot.num_tokens], snapshot.token_ids)
+        prompt = self._begin(row)
+        self._moved(row, prompt, snapshot.num_tokens)
+        self.clock.advance(self.machine.copy_seconds(self._size(snapshot.num_tokens)))
+
+    def snapshot(self, rows: Sequence[Request], parent: Any) -> ClockSnapshot:
+        row, done, num_before, at = rows[0], self._prompts[rows[0].id].done, 0, parent
+        while at is not None:
+            num_before, at = num_before + at.num_bytes // self.costs.token_bytes, at.parent
+        stretch = Stretch(parent, (done - num_before) * self.costs.token_bytes)
+        snapshot = ClockSnapshot(row.prompt_token_ids[:done].copy(), stretch, self.costs.state_bytes)
+        self._hold(stretch, stretch.num_bytes)
+        self._hold(snapshot, snapshot.state_bytes)
+        self.clock.advance(self.machine.copy_seconds(stretch.num_bytes + snapshot.state_bytes))
+        return snapshot
+
+    def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:
+        raise NotImplementedError("the simulation has no disk tier")
+
+    def import_snapshot(self, arrays: Mapping[str, np.ndarray], num_tokens: int, parent: Any) -> ClockSnapshot:
+        raise NotImplementedError("the simulation has no disk tier")
+
+    def drop(self, row_ids: Sequence[str]) -> None:
+        for row_id in row_ids:
+            self._rows.pop(row_id, None)
+            self._prompts.pop(row_id, None)
+
+    def reset(self) -> None:
+        self._rows.clear()
+
+    def memory(self) -> dict[str, int]:
+        return {"active_bytes": self.active_bytes}
+
+    def free_caches(self) -> None:
+        """There are none."""
+
+    def probe(self) -> None:
+        """It works."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _begin(self, row: Request) -> Prompt:
+        if row.output_token_ids:  # preempted: all but the last of its tokens had been computed
+            self._reached[row.id] = max(self._reached.get(row.id, 0), row.num_prompt_tokens - 1)
+        num_bytes = self._size(self.costs.slots(row.num_prompt_tokens))
+        prompt = self._prompts[row.id] = Prompt(num_bytes, reached=self._reached.get(row.id, 0))
+        return prompt
+
+    def _compute(self, row: Request, prompt: Prompt, num_tokens: int) -> None:
+        seconds, num_decoding = self.machine.chunk_seconds(prompt.done, num_tokens), len(self._rows)
+        if num_decoding:
+            seconds, self.slow_factor = seconds * self.slow_factor, 1.0
+        self.clock.advance(seconds)
+        chunk = Chunk(row.spec.request_id, prompt.done, num_tokens, prompt.reached, seconds, num_decoding)
+        self.chunks.append(chunk)
+        self._moved(row, prompt, prompt.done + num_tokens)
+
+    def _moved(self, row: Request, prompt: Prompt, done: int) -> None:
+        prompt.done = done
+        self._reached[row.id] = max(self._reached.get(row.id, 0), done)
+
+    def _size(self, num_tokens: int) -> int:
+        return num_tokens * self.costs.token_bytes + self.costs.state_bytes
+
+    def _hold(self, held: object, num_bytes: int) -> None:
+        self._snapshot_bytes += num_bytes
+        weakref.finalize(held, self._let_go, num_bytes)
+
+    def _let_go(self, num_bytes: int) -> None:
+        self._snapshot_bytes -= num_bytes
+
+    def _groups(self) -> list[tuple[int, int]]:
+        """(rows, tokens of the longest) of each decode group."""
+        groups: dict[int, tuple[int, int]] = {}
+        for row in self._rows.values():
+            num_rows, longest = groups.get(row.rectangle, (0, 0))
+            groups[row.rectangle] = num_rows + 1, max(longest, row.num_prompt_tokens)
+        return list(groups.values())
+
+    def _output(self, row: Request, num_drafts: int) -> RowOutput:
+        start, num_accepted = len(row.output_token_ids), 0
+        while num_accepted < num_drafts and self._random.random() < self.machine.acceptance[num_accepted]:
+            num_accepted += 1
+        tokens = self.answers[row.spec.request_id][start : start + num_accepted + 1]
+        return RowOutput(tuple(tokens), (), num_drafts, min(num_accepted, len(tokens) - 1))
