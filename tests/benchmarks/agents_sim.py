@@ -3,13 +3,13 @@
     uv run python -m tests.benchmarks.agents_sim --machine 27B-4bit/64GB --load circle --turns 12
 
 Scheduler, memory budget, prefix cache and draft controller are the engine's own; only the runner is a clock
-(sim_runner.py), so that hours take seconds and two runs give the same figures. Prompts are token ids: an agent's turn is
-a system part of 20,000 tokens that all agents share, then its own conversation; each turn adds the very tokens of the
-last answer (500) and 2,000 new ones.
+(sim_runner.py), so that hours take seconds and two runs give the same figures. Prompts are token ids: an agent's turn
+is a system part of 20,000 tokens that all agents share, then its own conversation; each turn adds the very tokens of
+the last answer (500) and 2,000 new ones.
 
 computed/new: prompt tokens that were computed, over those that are new to the conversation: its prompt without the
 prompt of the turn before, so the last answer counts as new (today it is prefilled again; an engine that keeps answers
-gets below 1). Of later turns alone where there are any, else of all requests; a request that never ends well has
+gets below 1). Of later turns alone where there are any, else of all requests; a request that gets no token has
 nothing new. again: prompt tokens that a request had already computed, restored or decoded before it lost its place, in
 per cent of the distinct tokens of all prompts. lost: device seconds of tokens that the conversation, or for the system
 part any other one, had computed before. TTFT: from the first attempt on; agents send a request that has expired again.
@@ -23,161 +23,20 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from itertools import count
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from engine.config import EngineConfig
-from engine.core.engine_core import EngineCore
-from engine.core.scheduler import Chunks
-from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams
+from engine.protocol import FinishReason
 from tests.benchmarks.measure import heading, percentile, provenance, table
-from tests.benchmarks.sim_runner import GIB, MACHINES, STOP, VOCAB_SIZE, Chunk, ClockRunner, Machine, VirtualClock
+from tests.benchmarks.sim_runner import GIB, MACHINES, Ask, Chunk, Machine, Simulation
 
 SYSTEM_TOKENS, OPEN_TOKENS, ANSWER_TOKENS, NEW_TOKENS = 20_000, 60_000, 500, 2_000
-MAX_TOKENS = 32_000
-"""The ceiling that coding agents send with each request."""
-
-GENERATION_TOKENS = 5
-"""Of the generation prompt, which the next turn's prompt has in the same place, behind the turn's boundary."""
-
 THINK_S = 2.0
 MAX_RETRIES = 10
-MAX_S = 200_000.0
-"""Virtual seconds after which a load that does not end is given up."""
-
-
-@dataclass(slots=True, eq=False)
-class Ask:
-    """One request of a client, over all of its attempts."""
-
-    kind: str
-    """Under which its TTFT is shown."""
-    conversation: str
-    token_ids: np.ndarray
-    answer: list[int]
-    """The tokens that the model gives, without STOP."""
-    num_before: int = 0
-    """Tokens of the prompt that are not new: the prompt of the turn before, or a system part that others have sent."""
-    num_system: int = 0
-    turn: int = 0
-    client: str = ""
-    priority: int = 0
-    max_tokens: int = MAX_TOKENS
-    retries: int = 0
-    """How often it is sent again when it expires."""
-    arrived_s: float = math.nan
-    first_s: float = math.nan
-    ended_s: float = math.nan
-    output: list[int] = field(default_factory=list)
-    reason: FinishReason | None = None
-
-    @property
-    def is_answered(self) -> bool:
-        return self.reason in (FinishReason.STOP, FinishReason.LENGTH)
-
-    @property
-    def num_new(self) -> int:
-        return len(self.token_ids) - self.num_before
-
-    @property
-    def boundaries(self) -> tuple[Boundary, ...]:
-        """As processing/boundaries.py finds them: the system part, and the prompt without its generation prompt."""
-        turn = Boundary("turn", len(self.token_ids) - GENERATION_TOKENS)
-        return (Boundary("system", self.num_system), turn) if self.num_system else (turn,)
-
-
-class Simulation:
-    """An engine core, its clients, and what happened."""
-
-    def __init__(self, machine: Machine, config: dict[str, Any], seed: int = 0):
-        self.machine = machine
-        self.clock = VirtualClock()
-        self.runner = ClockRunner(machine, self.clock)
-        self.core = EngineCore(EngineConfig.model_validate(config), self.runner, self._published, self.clock)
-        self.asks: list[Ask] = []
-        self.longest_step_s = 0.0
-        self.random = np.random.default_rng(seed)
-        self._open: dict[str, tuple[Ask, Callable[[Ask], None]]] = {}
-        self._by_request: dict[str, Ask] = {}
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._serial = count()
-
-    def tokens(self, num_tokens: int) -> np.ndarray:
-        """Return token ids that nobody has seen, none of them STOP."""
-        return self.random.integers(STOP + 1, VOCAB_SIZE, num_tokens, dtype=np.int32)
-
-    def at(self, time_s: float, action: Callable[[], None]) -> None:
-        heappush(self._events, (time_s, next(self._serial), action))
-
-    def after(self, seconds: float, action: Callable[[], None]) -> None:
-        self.at(self.clock.now_s + seconds, action)
-
-    def ask_at(self, time_s: float, ask: Ask, then: Callable[[Ask], None] = lambda ask: None) -> None:
-        """Send the request at this time; `then` is called when it has ended for good."""
-        self.asks.append(ask)
-
-        def send() -> None:
-            ask.arrived_s = time_s  # even if the device was busy then
-            self._send(ask, then)
-
-        self.at(time_s, send)
-
-    def run(self) -> None:
-        """Until no request is open and none will come."""
-        while (self._events or self.core.has_work) and self.clock.now_s < MAX_S:
-            while self._events and self._events[0][0] <= self.clock.now_s:
-                heappop(self._events)[2]()
-            if self.core.has_work:
-                self._step()
-            elif self._events:
-                self.clock.now_s = max(self.clock.now_s, self._events[0][0])
-
-    def ask_of(self, chunk: Chunk) -> Ask:
-        return self._by_request[chunk.request_id]
-
-    def _step(self) -> None:
-        began_s = self.clock.now_s
-        self.core.step()
-        if self.clock.now_s == began_s:
-            self.clock.advance(0.001)  # the device thread's own
-        self.longest_step_s = max(self.longest_step_s, self.clock.now_s - began_s)
-
-    def _send(self, ask: Ask, then: Callable[[Ask], None]) -> None:
-        request_id = f"{ask.kind}-{next(self._serial)}"
-        request = EngineRequest(
-            request_id,
-            ask.token_ids,
-            SamplingParams(ask.max_tokens),
-            (STOP,),
-            boundaries=ask.boundaries,
-            client=ask.client,
-            priority=ask.priority,
-        )
-        self._open[request_id], self._by_request[request_id] = (ask, then), ask
-        self.runner.answers[request_id] = [*ask.answer, STOP]
-        self.core.add_request(self.core.fitted(request))
-
-    def _published(self, chunks: Chunks) -> None:
-        for row_id, chunk in chunks.items():
-            request_id = row_id.rpartition("/")[0]
-            ask, then = self._open[request_id]
-            if chunk.token_ids and not ask.output:
-                ask.first_s = self.clock.now_s
-            ask.output += chunk.token_ids
-            if chunk.finish_reason is None:
-                continue
-            del self._open[request_id]
-            if chunk.finish_reason is FinishReason.EXPIRED and ask.retries:
-                ask.retries -= 1
-                self.after(chunk.retry_after_s or 1.0, lambda ask=ask, then=then: self._send(ask, then))
-                continue
-            ask.reason, ask.ended_s = chunk.finish_reason, self.clock.now_s
-            then(ask)
+SIDE_TOKENS, SIDE_ANSWER_TOKENS, SIDE_PERIOD_S = (50, 500), 100, 10.0
 
 
 class Agents:
@@ -294,10 +153,180 @@ class Together(Plain):
             at_s += 1.1 * sim.machine.prompt_seconds(OPEN_TOKENS)
 
 
+@dataclass(frozen=True)
+class Side(Plain):
+    """Prompts of 60k tokens, the next one when the last has its answer, and a small request every 10 s meanwhile."""
+
+    with_sides: bool = True
+
+    @property
+    def end_s(self) -> float:
+        return 60.0 * self.turns
+
+    def start(self, sim: Simulation) -> None:
+        self._long(sim)
+        if self.with_sides:
+            sim.at(SIDE_PERIOD_S / 2, lambda: self._side(sim))
+
+    def _long(self, sim: Simulation) -> None:
+        if sim.clock.now_s < self.end_s:
+            ask = short(sim, "long", len(sim.asks), OPEN_TOKENS, ANSWER_TOKENS)
+            sim.ask_at(sim.clock.now_s, ask, lambda ask: self._long(sim))
+
+    def _side(self, sim: Simulation) -> None:
+        if any(ask.kind == "long" and ask.reason is None for ask in sim.asks):
+            num_tokens = int(sim.random.integers(*SIDE_TOKENS))
+            sim.ask_at(sim.clock.now_s, short(sim, "side", len(sim.asks), num_tokens, SIDE_ANSWER_TOKENS))
+            sim.after(SIDE_PERIOD_S, lambda: self._side(sim))
+
+    def more(self, sim: Simulation) -> dict[str, float]:
+        """Return long_slowdown: the long prompts' mean TTFT, over what it is without small requests plus their work."""
+        alone = run(sim.machine, replace(self, with_sides=False))
+        (with_s, num_long), (alone_s, num_alone) = (_ttft_s(each, "long") for each in (sim, alone))
+        side_s = sum(chunk.seconds for chunk in sim.runner.chunks if sim.ask_of(chunk).kind == "side") / num_long
+        side_s += sim.runner.decode_s / num_long - alone.runner.decode_s / num_alone
+        return {"of_long_slowdown": with_s / (alone_s + side_s)}
+
+
+def _ttft_s(sim: Simulation, kind: str) -> tuple[float, int]:
+    """Return the mean, and of how many."""
+    waits = [ask.first_s - ask.arrived_s for ask in sim.asks if ask.kind == kind]
+    return float(np.mean(waits)), len(waits)
+
+
+@dataclass(frozen=True)
+class Burst(Plain):
+    """Sixteen short prompts at once, into an engine that has nothing to do; and again when all have their answers."""
+
+    num_requests: int = 16
+
+    def start(self, sim: Simulation) -> None:
+        for _ in range(self.num_requests):
+            ask = short(sim, "burst", len(sim.asks), int(sim.random.integers(30, 200)), 100)
+            sim.ask_at(sim.clock.now_s, ask, lambda ask: self._ended(sim))
+
+    def _ended(self, sim: Simulation) -> None:
+        is_idle = all(ask.reason is not None for ask in sim.asks)
+        if is_idle and len(sim.asks) < self.num_requests * max(1, self.turns // 2):
+            self.start(sim)
+
+
+@dataclass(frozen=True)
+class Clients(Plain):
+    """Two clients think for 30,000 tokens each, a third one sends a prompt of 60k for which there is no memory beside
+    both, a fourth one small requests."""
+
+    answer_tokens: int = 30_000
+
+    def config(self, machine: Machine) -> dict[str, Any]:
+        return with_room(machine, 1.6 * machine.row_bytes(OPEN_TOKENS))
+
+    def start(self, sim: Simulation) -> None:
+        for i in range(2):
+            sim.ask_at(0.0, short(sim, "thinker", i, 20_000, self.answer_tokens, client=f"thinker{i}"))
+        sim.ask_at(60.0, short(sim, "long", 0, OPEN_TOKENS, ANSWER_TOKENS, client="long"))
+        for i in range(12):
+            sim.ask_at(90.0 + 60.0 * i, short(sim, "small", i, 200, 100, client="small"))
+
+
+@dataclass(frozen=True)
+class Head(Plain):
+    """Two thinkers have half of the memory, a prompt of 60k does not fit into the other half, twelve requests of 512
+    tokens come behind it."""
+
+    answer_tokens: int = 20_000
+    small_tokens: int = 512
+
+    def config(self, machine: Machine) -> dict[str, Any]:
+        return with_room(machine, self._room(machine)) | {"scheduler": {"fairness": "off"}}
+
+    def start(self, sim: Simulation) -> None:
+        costs = sim.machine.costs
+        num_slots = (self._room(sim.machine) / 4 - costs.rows(1, 0)) / (costs.rows(1, 1) - costs.rows(1, 0))
+        for i in range(2):
+            sim.ask_at(0.0, short(sim, "thinker", i, int(num_slots) - self.answer_tokens, self.answer_tokens))
+        head_s = 2 * sim.machine.prompt_seconds(int(num_slots)) + 10
+        sim.ask_at(head_s, short(sim, "head", 0, OPEN_TOKENS, ANSWER_TOKENS))
+        for i in range(12):
+            small = short(sim, "small", i, self.small_tokens - SIDE_ANSWER_TOKENS, SIDE_ANSWER_TOKENS)
+            sim.ask_at(head_s + 9.0 * (i + 1), small)
+
+    def _room(self, machine: Machine) -> float:
+        return machine.row_bytes(OPEN_TOKENS) / 0.6
+
+
+@dataclass(frozen=True)
+class Priorities(Plain):
+    """Two rows of low priority whose answers grow, and urgent requests; the memory does not hold both for long."""
+
+    def config(self, machine: Machine) -> dict[str, Any]:
+        room = (2 * machine.row_bytes(38_000) + machine.row_bytes(6_000)) / 0.9
+        return with_room(machine, room) | {"scheduler": {"policy": "priority"}}
+
+    def start(self, sim: Simulation) -> None:
+        for i in range(2):
+            sim.ask_at(0.0, short(sim, "low", i, 30_000, 12_000, priority=5))
+        for i in range(self.turns):
+            sim.ask_at(30.0 + 60.0 * i, short(sim, "high", i, 4_000, 2_000, priority=-5))
+
+    def more(self, sim: Simulation) -> dict[str, float]:
+        """Return again_urgent: tokens that urgent requests computed again."""
+        work = work_of(sim, lambda ask: ask.kind)
+        return {"of_urgent_again": work["high"].num_again}
+
+
+@dataclass(frozen=True)
+class SlowChunk(Plain):
+    """One chunk of a prompt of 60k takes twenty times as long as it should, while a row decodes."""
+
+    factor: float = 20.0
+
+    def start(self, sim: Simulation) -> None:
+        decoding = short(sim, "decoding", 0, 1_000, 30_000)
+        sim.ask_at(0.0, decoding)
+        sim.ask_at(10.0, short(sim, "long", 0, OPEN_TOKENS, 10), lambda ask: sim.abort(decoding))
+        sim.at(10.0 + sim.machine.prompt_seconds(OPEN_TOKENS) / 10, lambda: self._slow_down(sim))
+
+    def _slow_down(self, sim: Simulation) -> None:
+        sim.runner.slow_factor = self.factor
+
+    def more(self, sim: Simulation) -> dict[str, float]:
+        """chunks_to_recover: how many until each is within 10 % of what it is where no chunk was slow."""
+        steady, chunks = self._chunks(run(sim.machine, replace(self, factor=1.0))), self._chunks(sim)
+        slow = max(range(len(chunks)), key=lambda i: chunks[i].seconds)
+        behind = chunks[slow + 1 : -2]  # the last two end at the turn's boundary and at the end
+        sizes = [_size_at(steady, chunk.start) for chunk in behind]
+        too_small = [i for i, chunk in enumerate(behind) if abs(chunk.num_tokens - sizes[i]) > 0.1 * sizes[i]]
+        num_chunks = too_small[-1] + 1 if too_small else 0
+        return {
+            "of_chunks_to_recover": math.inf if behind and num_chunks == len(behind) else num_chunks,
+            "of_steady_tokens": sizes[0] if sizes else math.nan,
+            "of_smallest": min((chunk.num_tokens for chunk in behind), default=math.nan),
+        }
+
+    def _chunks(self, sim: Simulation) -> list[Chunk]:
+        return [chunk for chunk in sim.runner.chunks if sim.ask_of(chunk).kind == "long"]
+
+
+def _size_at(chunks: Sequence[Chunk], position: int) -> int:
+    return next(chunk.num_tokens for chunk in chunks if chunk.start + chunk.num_tokens > position)
+
+
+def with_room(machine: Machine, num_bytes: float) -> dict[str, Any]:
+    """Return the configuration of an engine that has so many bytes for requests."""
+    return {"memory": {"limit_gb": (machine.costs.base_bytes + num_bytes) / GIB, "headroom_gb": 0}}
+
+
 LOADS: dict[str, Callable[[int], Load]] = {
     "circle": Circle,
     "agents4": Together,
     "agents8": lambda turns: Together(turns, 8),
+    "side": Side,
+    "burst": Burst,
+    "clients": Clients,
+    "head": Head,
+    "priorities": Priorities,
+    "slow_chunk": SlowChunk,
 }
 
 
@@ -310,15 +339,15 @@ class Work:
     lost_s: float = 0.0
 
 
-def work_of(sim: Simulation) -> dict[str, Work]:
-    """Return what was computed for later turns and for other requests."""
+def work_of(sim: Simulation, group_of: Callable[[Ask], str]) -> dict[str, Work]:
+    """Return what was computed for the requests of each group."""
     work = defaultdict[str, Work](Work)
     computed: dict[str, int] = {}  # by conversation: tokens from the first on
     num_system = 0
     for chunk in sim.runner.chunks:
         ask, end = sim.ask_of(chunk), chunk.start + chunk.num_tokens
         known = max(computed.get(ask.conversation, 0), min(num_system, ask.num_system), chunk.reached)
-        one = work["later" if ask.turn else "first"]
+        one = work[group_of(ask)]
         one.num_computed += chunk.num_tokens
         one.num_again += max(0, min(end, chunk.reached) - chunk.start)
         one.lost_s += chunk.seconds * max(0, min(end, known) - chunk.start) / chunk.num_tokens
@@ -338,7 +367,8 @@ def figures(machine: Machine, load: Load) -> dict[str, float]:
     """Run a load on a machine and return what its policy cost; see the head of the file."""
     began_s = time.process_time()
     sim = run(machine, load)
-    work, stats, answered = work_of(sim), sim.core.stats, [ask for ask in sim.asks if ask.is_answered]
+    work = work_of(sim, lambda ask: "later" if ask.turn else "first")
+    stats, answered = sim.core.stats, [ask for ask in sim.asks if ask.output]
     later = [ask for ask in answered if ask.turn]
     all_work = Work(*(sum(getattr(one, name) for one in work.values()) for name in Work.__slots__))
     distinct = sum(ask.num_new for ask in sim.asks)
@@ -352,7 +382,7 @@ def figures(machine: Machine, load: Load) -> dict[str, float]:
         "num_preempted": stats.num_preempted,
         "num_expired": stats.num_expired,
         "num_failed": stats.num_failed,
-        "num_unanswered": len(sim.asks) - len(answered),
+        "num_unanswered": sum(ask.reason in (FinishReason.ERROR, FinishReason.EXPIRED) for ask in sim.asks),
         "num_unended": sum(ask.reason is None for ask in sim.asks),
         "elapsed_s": sim.clock.now_s,
         "longest_step_s": sim.longest_step_s,
@@ -377,7 +407,11 @@ def line(machine: str, load: str, found: dict[str, float]) -> list[str]:
     """Return a row of the table."""
     later = found["computed_per_new"]
     kinds = [name.partition(".")[2] for name in found if name.startswith("ttft_p50_s.")]
-    ttft = [f"{kind} {found[f'ttft_p50_s.{kind}']:.1f}/{found[f'ttft_p99_s.{kind}']:.1f}" for kind in kinds]
+    ttft = [
+        f"{kind} {found[f'ttft_p50_s.{kind}']:.1f}/{found[f'ttft_p99_s.{kind}']:.1f}"
+        for kind in kinds
+        if not math.isnan(found[f"ttft_p50_s.{kind}"])
+    ]
     other = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in found.items() if name.startswith("of_")]
     return [
         machine,

@@ -1,21 +1,37 @@
-"""A model runner that computes nothing: each call moves a virtual clock by the seconds that the work takes on a machine."""
+"""The engine's core over a virtual clock: machines, a runner that computes nothing, and requests of clients."""
 
+import math
 import random
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 import numpy as np
 
+from engine.config import EngineConfig
 from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
+from engine.core.scheduler import Chunks
+from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams
 
 GIB, MIB, KIB = 2**30, 2**20, 2**10
 
 VOCAB_SIZE = 248_320
 STOP = 2
+
+MAX_TOKENS = 32_000
+"""The ceiling that coding agents send with each request."""
+
+GENERATION_TOKENS = 5
+"""Of the generation prompt, which the next turn's prompt has in the same place, behind the turn's boundary."""
+
+MAX_S = 200_000.0
+"""Virtual seconds after which a load that does not end is given up."""
 
 STEP_S = 0.0005
 """Seconds of the host in each call."""
@@ -76,6 +92,10 @@ class Machine:
             reading = num_rows * longest * self.costs.token_bytes / self.bandwidth
             seconds += self.weights_s + reading + num_rows * (self.row_s + num_drafts * self.draft_s)
         return seconds
+
+    def row_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of a row of so many tokens."""
+        return self.costs.rows(1, self.costs.slots(num_tokens + self.costs.overshoot))
 
     def copy_seconds(self, num_bytes: int) -> float:
         """Return the seconds of reading and writing so many bytes."""
@@ -203,6 +223,8 @@ class ClockRunner:
         self.answers: dict[str, list[int]] = {}
         """Request id -> the tokens that the model answers, STOP behind them."""
         self.chunks: list[Chunk] = []
+        self.decode_s = 0.0
+        """Seconds of all decode steps."""
         self.slow_factor = 1.0
         """How much longer the next chunk beside decoding rows takes; 1 again behind it."""
         self._rows: dict[str, Request] = {}
@@ -221,7 +243,9 @@ class ClockRunner:
         return costs.base_bytes + rows + prompts + self._snapshot_bytes
 
     def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]:
-        self.clock.advance(self.machine.step_seconds(self._groups(), num_draft_tokens))
+        seconds = self.machine.step_seconds(self._groups(), num_draft_tokens)
+        self.decode_s += seconds
+        self.clock.advance(seconds)
         return {row_id: self._output(row, num_draft_tokens) for row_id, row in self._rows.items()}
 
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
@@ -325,3 +349,140 @@ class ClockRunner:
             num_accepted += 1
         tokens = self.answers[row.spec.request_id][start : start + num_accepted + 1]
         return RowOutput(tuple(tokens), (), num_drafts, min(num_accepted, len(tokens) - 1))
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """One request of a client, over all of its attempts."""
+
+    kind: str
+    """Under which its TTFT is shown."""
+    conversation: str
+    token_ids: np.ndarray
+    answer: list[int]
+    """The tokens that the model gives, without STOP."""
+    num_before: int = 0
+    """Tokens of the prompt that are not new: the prompt of the turn before, or a system part that others have sent."""
+    num_system: int = 0
+    turn: int = 0
+    client: str = ""
+    priority: int = 0
+    max_tokens: int = MAX_TOKENS
+    retries: int = 0
+    """How often it is sent again when it expires."""
+    arrived_s: float = math.nan
+    first_s: float = math.nan
+    ended_s: float = math.nan
+    output: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        return self.reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+    @property
+    def num_new(self) -> int:
+        return len(self.token_ids) - self.num_before
+
+    @property
+    def boundaries(self) -> tuple[Boundary, ...]:
+        """As processing/boundaries.py finds them: the system part, and the prompt without its generation prompt."""
+        turn = Boundary("turn", len(self.token_ids) - GENERATION_TOKENS)
+        return (Boundary("system", self.num_system), turn) if self.num_system else (turn,)
+
+
+class Simulation:
+    """An engine core, its clients, and what happened."""
+
+    def __init__(self, machine: Machine, config: dict[str, Any], seed: int = 0):
+        self.machine = machine
+        self.clock = VirtualClock()
+        self.runner = ClockRunner(machine, self.clock)
+        self.core = EngineCore(EngineConfig.model_validate(config), self.runner, self._published, self.clock)
+        self.asks: list[Ask] = []
+        self.longest_step_s = 0.0
+        self.random = np.random.default_rng(seed)
+        self._open: dict[str, tuple[Ask, Callable[[Ask], None]]] = {}
+        self._by_request: dict[str, Ask] = {}
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = count()
+
+    def tokens(self, num_tokens: int) -> np.ndarray:
+        """Return token ids that nobody has seen, none of them STOP."""
+        return self.random.integers(STOP + 1, VOCAB_SIZE, num_tokens, dtype=np.int32)
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        heappush(self._events, (time_s, next(self._serial), action))
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        self.at(self.clock.now_s + seconds, action)
+
+    def ask_at(self, time_s: float, ask: Ask, then: Callable[[Ask], None] = lambda ask: None) -> None:
+        """Send the request at this time; `then` is called when it has ended for good."""
+        self.asks.append(ask)
+
+        def send() -> None:
+            ask.arrived_s = time_s  # even if the device was busy then
+            self._send(ask, then)
+
+        self.at(time_s, send)
+
+    def abort(self, ask: Ask) -> None:
+        """The client of an open request goes away."""
+        for request_id, (other, _) in list(self._open.items()):
+            if other is ask:
+                del self._open[request_id]
+                self.core.abort(request_id)
+                ask.reason, ask.ended_s = FinishReason.ABORT, self.clock.now_s
+
+    def run(self) -> None:
+        """Until no request is open and none will come."""
+        while (self._events or self.core.has_work) and self.clock.now_s < MAX_S:
+            while self._events and self._events[0][0] <= self.clock.now_s:
+                heappop(self._events)[2]()
+            if self.core.has_work:
+                self._step()
+            elif self._events:
+                self.clock.now_s = max(self.clock.now_s, self._events[0][0])
+
+    def ask_of(self, chunk: Chunk) -> Ask:
+        return self._by_request[chunk.request_id]
+
+    def _step(self) -> None:
+        began_s = self.clock.now_s
+        self.core.step()
+        if self.clock.now_s == began_s:
+            self.clock.advance(0.001)  # the device thread's own
+        self.longest_step_s = max(self.longest_step_s, self.clock.now_s - began_s)
+
+    def _send(self, ask: Ask, then: Callable[[Ask], None]) -> None:
+        request_id = f"{ask.kind}-{next(self._serial)}"
+        request = EngineRequest(
+            request_id,
+            ask.token_ids,
+            SamplingParams(ask.max_tokens),
+            (STOP,),
+            boundaries=ask.boundaries,
+            client=ask.client,
+            priority=ask.priority,
+        )
+        self._open[request_id], self._by_request[request_id] = (ask, then), ask
+        self.runner.answers[request_id] = [*ask.answer, STOP]
+        self.core.add_request(self.core.fitted(request))
+
+    def _published(self, chunks: Chunks) -> None:
+        for row_id, chunk in chunks.items():
+            request_id = row_id.rpartition("/")[0]
+            ask, then = self._open[request_id]
+            if chunk.token_ids and not ask.output:
+                ask.first_s = self.clock.now_s
+            ask.output += chunk.token_ids
+            if chunk.finish_reason is None:
+                continue
+            del self._open[request_id]
+            if chunk.finish_reason is FinishReason.EXPIRED and ask.retries:
+                ask.retries -= 1
+                self.after(chunk.retry_after_s or 1.0, lambda ask=ask, then=then: self._send(ask, then))
+                continue
+            ask.reason, ask.ended_s = chunk.finish_reason, self.clock.now_s
+            then(ask)
