@@ -1,19 +1,22 @@
-"""What the engine's policy costs: the real EngineCore under loads of agents, over a virtual clock instead of a model.
+"""What the engine's policy costs: the real EngineCore under loads of agents, with a virtual clock instead of a model.
 
     uv run python -m tests.benchmarks.agents_sim --machine 27B-4bit/64GB --load circle --turns 12
 
-Scheduler, memory budget, prefix cache and draft controller are the engine's own; only the runner is a clock
-(sim_runner.py), so that hours take seconds and two runs give the same figures. Prompts are token ids: an agent's turn
-is a system part of 20,000 tokens that all agents share, then its own conversation; each turn adds the very tokens of
-the last answer (500) and 2,000 new ones.
+Scheduler, memory budget, prefix cache and draft controller are the engine's own. Only the runner is a clock
+(sim_runner.py): hours take seconds, and two runs give the same figures. Prompts are token ids: an agent's prompt is a
+system part of 20,000 tokens that all agents share, then its own conversation. Each turn appends the very tokens of the
+last answer (500) and 2,000 new ones. The columns:
 
-computed/new: prompt tokens that were computed, over those that are new to the conversation: its prompt without the
-prompt of the turn before, so the last answer counts as new (today it is prefilled again; an engine that keeps answers
-gets below 1). Of later turns alone where there are any, else of all requests; a request that gets no token has
-nothing new. again: prompt tokens that a request had already computed, restored or decoded before it lost its place, in
-per cent of the distinct tokens of all prompts. lost: device seconds of tokens that the conversation, or for the system
-part any other one, had computed before. TTFT: from the first attempt on; agents send a request that has expired again.
-expired: attempts that ended with 503.
+computed/new: prompt tokens that the device computed, per prompt token that is new. New are the tokens of a prompt
+  behind the prompt of the turn before, so the last answer is new (today it is prefilled again; an engine that keeps
+  answers gets below 1). The system part is new once for all agents. Later turns only, where there are any; else all
+  requests that got a token.
+again: prompt tokens that a request had computed, restored or decoded already when it lost its place (preempted, or its
+  prefill was given up) or expired, in per cent of the new tokens of all requests.
+lost: device seconds spent on tokens that the same conversation had computed as prompt tokens before, or, of the system
+  part, any conversation, or the same request before it lost its place.
+expired: attempts that ended with a 503. Agents send the request again; its TTFT counts from the first attempt.
+TTFT: seconds from the time at which the client sends the request to its first token.
 """
 
 import argparse
@@ -25,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +37,6 @@ from tests.benchmarks.measure import heading, percentile, provenance, table
 from tests.benchmarks.sim_runner import GIB, MACHINES, Ask, Chunk, Machine, Simulation
 
 SYSTEM_TOKENS, OPEN_TOKENS, ANSWER_TOKENS, NEW_TOKENS = 20_000, 60_000, 500, 2_000
-THINK_S = 2.0
 MAX_RETRIES = 10
 SIDE_TOKENS, SIDE_ANSWER_TOKENS, SIDE_PERIOD_S = (50, 500), 100, 10.0
 
@@ -42,17 +44,16 @@ SIDE_TOKENS, SIDE_ANSWER_TOKENS, SIDE_PERIOD_S = (50, 500), 100, 10.0
 class Agents:
     """Agents that share a system part and take turns with their tools."""
 
-    def __init__(self, sim: Simulation, turns: int, kind: str = "turn", retries: int = MAX_RETRIES):
+    def __init__(self, sim: Simulation, turns: int, think_s: float):
         self._sim = sim
         self._turns = turns
-        self._kind = kind
-        self._retries = retries
+        self._think_s = think_s
         self._system = sim.tokens(SYSTEM_TOKENS)
         self._is_system_sent = False
 
-    def open(self, name: str, at_s: float, num_tokens: int = OPEN_TOKENS) -> Ask:
-        """Return the first request of a conversation, which begins with so many tokens."""
-        own = self._sim.tokens(num_tokens - SYSTEM_TOKENS)
+    def open(self, name: str) -> Ask:
+        """Return the first request of a conversation."""
+        own = self._sim.tokens(OPEN_TOKENS - SYSTEM_TOKENS)
         ask = self._ask(name, np.concatenate([self._system, own]), SYSTEM_TOKENS if self._is_system_sent else 0, 0)
         self._is_system_sent = True
         return ask
@@ -66,14 +67,14 @@ class Agents:
         return self._ask(ask.conversation, token_ids, len(ask.token_ids), ask.turn + 1)
 
     def think(self, ask: Ask) -> None:
-        """The conversation goes on after a while."""
+        """Send the conversation's next request after a while."""
         after = self.next(ask)
         if after is not None:
-            self._sim.ask_at(self._sim.clock.now_s + THINK_S, after, self.think)
+            self._sim.ask_at(self._sim.clock.now_s + self._think_s, after, self.think)
 
     def _ask(self, name: str, token_ids: np.ndarray, num_before: int, turn: int) -> Ask:
         return Ask(
-            self._kind if turn else "open",
+            "turn" if turn else "open",
             name,
             token_ids,
             self._sim.tokens(ANSWER_TOKENS).tolist(),
@@ -81,7 +82,7 @@ class Agents:
             SYSTEM_TOKENS,
             turn,
             client=name,
-            retries=self._retries,
+            retries=MAX_RETRIES,
         )
 
 
@@ -91,70 +92,64 @@ def short(sim: Simulation, kind: str, number: int, num_prompt: int, num_answer: 
     return Ask(kind, f"{kind}{number}", sim.tokens(num_prompt), answer, max_tokens=num_answer, **fields)
 
 
-class Load(Protocol):
-    """What clients do."""
+@dataclass(frozen=True)
+class Load:
+    """What the clients do."""
+
+    turns: int = 12
+    """Of each agent; loads without agents last the longer the larger it is."""
+    think_s: float = 2.0
+    """Seconds between an agent's answer and its next request."""
 
     def config(self, machine: Machine) -> dict[str, Any]:
         """Return the fields of EngineConfig that are not the default."""
-        ...
+        return {}
 
     def start(self, sim: Simulation) -> None:
-        """Make the first events."""
-        ...
+        """Send the first requests; all others follow from them."""
+        raise NotImplementedError
 
-    def more(self, sim: Simulation) -> dict[str, float]:
+    def own_figures(self, sim: Simulation) -> dict[str, float]:
         """Return figures of this load alone; the simulation is over."""
-        ...
-
-
-@dataclass(frozen=True)
-class Plain:
-    """A load with the default configuration and no figures of its own."""
-
-    turns: int
-
-    def config(self, machine: Machine) -> dict[str, Any]:
-        return {}
-
-    def more(self, sim: Simulation) -> dict[str, float]:
         return {}
 
 
 @dataclass(frozen=True)
-class Circle(Plain):
+class Circle(Load):
     """Four agents one after the other: a turn begins when another agent's has ended."""
 
     num_agents: int = 4
 
     def start(self, sim: Simulation) -> None:
-        agents = Agents(sim, self.turns)
-        waiting = [agents.open(f"agent{i}", 0.0) for i in range(self.num_agents)]
+        agents = Agents(sim, self.turns, self.think_s)
+        waiting = [agents.open(f"agent{i}") for i in range(self.num_agents)]
 
         def turn(ended: Ask | None = None) -> None:
             after = agents.next(ended) if ended is not None else None
             waiting.extend([after] if after is not None else [])
             if waiting:
-                sim.ask_at(sim.clock.now_s + THINK_S, waiting.pop(0), turn)
+                sim.ask_at(sim.clock.now_s + self.think_s, waiting.pop(0), turn)
 
         turn()
 
 
 @dataclass(frozen=True)
-class Together(Plain):
-    """Agents that work at the same time, each opened when the one before it has had time for its prompt."""
+class Together(Load):
+    """Agents that work at the same time."""
 
     num_agents: int = 4
+    is_staggered: bool = True
+    """Each agent begins when the one before it has had time for its first prompt; else all begin at once."""
 
     def start(self, sim: Simulation) -> None:
-        agents, at_s = Agents(sim, self.turns), 0.0
+        agents = Agents(sim, self.turns, self.think_s)
+        stagger_s = 1.1 * sim.machine.prompt_seconds(OPEN_TOKENS) if self.is_staggered else 0.0
         for i in range(self.num_agents):
-            ask = agents.open(f"agent{i}", at_s)
-            sim.ask_at(at_s, ask, agents.think)
-            at_s += 1.1 * sim.machine.prompt_seconds(OPEN_TOKENS)
+            sim.ask_at(i * stagger_s, agents.open(f"agent{i}"), agents.think)
 
 
 @dataclass(frozen=True)
-class Side(Plain):
+class Side(Load):
     """Prompts of 60k tokens, the next one when the last has its answer, and a small request every 10 s meanwhile."""
 
     with_sides: bool = True
@@ -179,13 +174,13 @@ class Side(Plain):
             sim.ask_at(sim.clock.now_s, short(sim, "side", len(sim.asks), num_tokens, SIDE_ANSWER_TOKENS))
             sim.after(SIDE_PERIOD_S, lambda: self._side(sim))
 
-    def more(self, sim: Simulation) -> dict[str, float]:
+    def own_figures(self, sim: Simulation) -> dict[str, float]:
         """Return long_slowdown: the long prompts' mean TTFT, over what it is without small requests plus their work."""
         alone = run(sim.machine, replace(self, with_sides=False))
         (with_s, num_long), (alone_s, num_alone) = (_ttft_s(each, "long") for each in (sim, alone))
         side_s = sum(chunk.seconds for chunk in sim.runner.chunks if sim.ask_of(chunk).kind == "side") / num_long
         side_s += sim.runner.decode_s / num_long - alone.runner.decode_s / num_alone
-        return {"of_long_slowdown": with_s / (alone_s + side_s)}
+        return {"long_slowdown": with_s / (alone_s + side_s)}
 
 
 def _ttft_s(sim: Simulation, kind: str) -> tuple[float, int]:
@@ -195,7 +190,7 @@ def _ttft_s(sim: Simulation, kind: str) -> tuple[float, int]:
 
 
 @dataclass(frozen=True)
-class Burst(Plain):
+class Burst(Load):
     """Sixteen short prompts at once, into an engine that has nothing to do; and again when all have their answers."""
 
     num_requests: int = 16
@@ -212,7 +207,7 @@ class Burst(Plain):
 
 
 @dataclass(frozen=True)
-class Clients(Plain):
+class Clients(Load):
     """Two clients think for 30,000 tokens each, a third one sends a prompt of 60k for which there is no memory beside
     both, a fourth one small requests."""
 
@@ -230,7 +225,7 @@ class Clients(Plain):
 
 
 @dataclass(frozen=True)
-class Head(Plain):
+class Head(Load):
     """Two thinkers have half of the memory, a prompt of 60k does not fit into the other half, twelve requests of 512
     tokens come behind it."""
 
@@ -238,7 +233,7 @@ class Head(Plain):
     small_tokens: int = 512
 
     def config(self, machine: Machine) -> dict[str, Any]:
-        return with_room(machine, self._room(machine)) | {"scheduler": {"fairness": "off"}}
+        return with_room(machine, self._room(machine))
 
     def start(self, sim: Simulation) -> None:
         costs = sim.machine.costs
@@ -256,27 +251,41 @@ class Head(Plain):
 
 
 @dataclass(frozen=True)
-class Priorities(Plain):
-    """Two rows of low priority whose answers grow, and urgent requests; the memory does not hold both for long."""
+class Priorities(Load):
+    """A long answer of low priority, long ones of high priority one after the other, for which there is memory until
+    both have grown, and a small urgent request every 30 s."""
+
+    low_tokens: int = 24_000
+    high_tokens: int = 16_000
 
     def config(self, machine: Machine) -> dict[str, Any]:
-        room = (2 * machine.row_bytes(38_000) + machine.row_bytes(6_000)) / 0.9
+        room = 1.5 * (machine.row_bytes(40_000) + machine.row_bytes(20_000))
         return with_room(machine, room) | {"scheduler": {"policy": "priority"}}
 
     def start(self, sim: Simulation) -> None:
-        for i in range(2):
-            sim.ask_at(0.0, short(sim, "low", i, 30_000, 12_000, priority=5))
-        for i in range(self.turns):
-            sim.ask_at(30.0 + 60.0 * i, short(sim, "high", i, 4_000, 2_000, priority=-5))
+        low = short(sim, "low", 0, 40_000, self.low_tokens, priority=5)
+        sim.ask_at(0.0, low)
+        sim.at(1.2 * sim.machine.prompt_seconds(40_000), lambda: self._high(sim, max(1, self.turns // 6)))
+        sim.at(30.0, lambda: self._urgent(sim))
 
-    def more(self, sim: Simulation) -> dict[str, float]:
-        """Return again_urgent: tokens that urgent requests computed again."""
+    def _high(self, sim: Simulation, num_left: int) -> None:
+        if num_left:
+            high = short(sim, "high", num_left, 20_000, self.high_tokens, priority=-5)
+            sim.ask_at(sim.clock.now_s, high, lambda ask: self._high(sim, num_left - 1))
+
+    def _urgent(self, sim: Simulation) -> None:
+        if any(ask.reason is None for ask in sim.asks):
+            sim.ask_at(sim.clock.now_s, short(sim, "urgent", len(sim.asks), 500, 100, priority=-10))
+            sim.after(30.0, lambda: self._urgent(sim))
+
+    def own_figures(self, sim: Simulation) -> dict[str, float]:
+        """Return high_again: prompt tokens that requests of high priority computed again."""
         work = work_of(sim, lambda ask: ask.kind)
-        return {"of_urgent_again": work["high"].num_again}
+        return {"high_again": work["high"].num_again}
 
 
 @dataclass(frozen=True)
-class SlowChunk(Plain):
+class SlowChunk(Load):
     """One chunk of a prompt of 60k takes twenty times as long as it should, while a row decodes."""
 
     factor: float = 20.0
@@ -290,8 +299,9 @@ class SlowChunk(Plain):
     def _slow_down(self, sim: Simulation) -> None:
         sim.runner.slow_factor = self.factor
 
-    def more(self, sim: Simulation) -> dict[str, float]:
-        """chunks_to_recover: how many until each is within 10 % of what it is where no chunk was slow."""
+    def own_figures(self, sim: Simulation) -> dict[str, float]:
+        """Return chunks_to_recover: how many chunks follow before all are within 10 % of what they are without a slow
+        one."""
         steady, chunks = self._chunks(run(sim.machine, replace(self, factor=1.0))), self._chunks(sim)
         slow = max(range(len(chunks)), key=lambda i: chunks[i].seconds)
         behind = chunks[slow + 1 : -2]  # the last two end at the turn's boundary and at the end
@@ -299,9 +309,9 @@ class SlowChunk(Plain):
         too_small = [i for i, chunk in enumerate(behind) if abs(chunk.num_tokens - sizes[i]) > 0.1 * sizes[i]]
         num_chunks = too_small[-1] + 1 if too_small else 0
         return {
-            "of_chunks_to_recover": math.inf if behind and num_chunks == len(behind) else num_chunks,
-            "of_steady_tokens": sizes[0] if sizes else math.nan,
-            "of_smallest": min((chunk.num_tokens for chunk in behind), default=math.nan),
+            "chunks_to_recover": math.inf if behind and num_chunks == len(behind) else num_chunks,
+            "steady_tokens": sizes[0] if sizes else math.nan,
+            "smallest": min((chunk.num_tokens for chunk in behind), default=math.nan),
         }
 
     def _chunks(self, sim: Simulation) -> list[Chunk]:
@@ -317,16 +327,16 @@ def with_room(machine: Machine, num_bytes: float) -> dict[str, Any]:
     return {"memory": {"limit_gb": (machine.costs.base_bytes + num_bytes) / GIB, "headroom_gb": 0}}
 
 
-LOADS: dict[str, Callable[[int], Load]] = {
-    "circle": Circle,
-    "agents4": Together,
-    "agents8": lambda turns: Together(turns, 8),
-    "side": Side,
-    "burst": Burst,
-    "clients": Clients,
-    "head": Head,
-    "priorities": Priorities,
-    "slow_chunk": SlowChunk,
+LOADS: dict[str, Load] = {
+    "circle": Circle(),
+    "agents4": Together(),
+    "agents8": Together(num_agents=8),
+    "side": Side(),
+    "burst": Burst(),
+    "clients": Clients(),
+    "head": Head(),
+    "priorities": Priorities(),
+    "slow_chunk": SlowChunk(),
 }
 
 
@@ -342,15 +352,18 @@ class Work:
 def work_of(sim: Simulation, group_of: Callable[[Ask], str]) -> dict[str, Work]:
     """Return what was computed for the requests of each group."""
     work = defaultdict[str, Work](Work)
-    computed: dict[str, int] = {}  # by conversation: tokens from the first on
     num_system = 0
+    computed: dict[str, int] = {}  # by conversation: tokens from the first on
+    attempted: dict[Ask, int] = {}  # the same over all attempts of a request
     for chunk in sim.runner.chunks:
         ask, end = sim.ask_of(chunk), chunk.start + chunk.num_tokens
-        known = max(computed.get(ask.conversation, 0), min(num_system, ask.num_system), chunk.reached)
+        reached = max(chunk.reached, attempted.get(ask, 0))
+        known = max(computed.get(ask.conversation, 0), min(num_system, ask.num_system), reached)
         one = work[group_of(ask)]
         one.num_computed += chunk.num_tokens
-        one.num_again += max(0, min(end, chunk.reached) - chunk.start)
+        one.num_again += max(0, min(end, reached) - chunk.start)
         one.lost_s += chunk.seconds * max(0, min(end, known) - chunk.start) / chunk.num_tokens
+        attempted[ask] = max(attempted.get(ask, 0), end)
         computed[ask.conversation] = max(computed.get(ask.conversation, 0), min(end, len(ask.token_ids)))
         num_system = max(num_system, min(end, ask.num_system))
     return work
@@ -387,6 +400,7 @@ def figures(machine: Machine, load: Load) -> dict[str, float]:
         "elapsed_s": sim.clock.now_s,
         "longest_step_s": sim.longest_step_s,
         "num_running": sim.core.scheduler.num_running,
+        "num_underestimates": sim.core.budget.num_underestimates,
         "unaccounted_bytes": sim.core.budget.unaccounted_bytes,
         "leaked_bytes": sim.runner.active_bytes - machine.costs.base_bytes - cached,
         "cpu_s": time.process_time() - began_s,
@@ -394,7 +408,7 @@ def figures(machine: Machine, load: Load) -> dict[str, float]:
     for kind in dict.fromkeys(ask.kind for ask in sim.asks):
         waits = [ask.first_s - ask.arrived_s for ask in sim.asks if ask.kind == kind and ask.output]
         found |= {f"ttft_{name}_s.{kind}": percentile(waits, q) for name, q in (("p50", 50), ("p99", 99), ("max", 100))}
-    return found | load.more(sim)
+    return found | {f"own.{name}": value for name, value in load.own_figures(sim).items()}
 
 
 COLUMNS = (
@@ -412,7 +426,7 @@ def line(machine: str, load: str, found: dict[str, float]) -> list[str]:
         for kind in kinds
         if not math.isnan(found[f"ttft_p50_s.{kind}"])
     ]
-    other = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in found.items() if name.startswith("of_")]
+    own = {name.removeprefix("own."): value for name, value in found.items() if name.startswith("own.")}
     return [
         machine,
         load,
@@ -425,8 +439,14 @@ def line(machine: str, load: str, found: dict[str, float]) -> list[str]:
         f"{found['elapsed_s']:.0f} s",
         f"{found['cpu_s']:.1f} s",
         ", ".join(ttft),
-        ", ".join(other).removeprefix("of "),
+        ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in own.items()),
     ]
+
+
+def chosen(load: Load, args: argparse.Namespace) -> Load:
+    """Return the load as the command line asks for it."""
+    load = replace(load, turns=args.turns, think_s=args.think)
+    return replace(load, is_staggered=False) if args.at_once and isinstance(load, Together) else load
 
 
 def main() -> int:
@@ -434,12 +454,14 @@ def main() -> int:
     parser.add_argument("--machine", choices=list(MACHINES), action="append", help="default: all")
     parser.add_argument("--load", choices=list(LOADS), action="append", help="default: all")
     parser.add_argument("--turns", type=int, default=12, help="of each agent's conversation")
+    parser.add_argument("--think", type=float, default=2.0, help="seconds between an agent's answer and its next turn")
+    parser.add_argument("--at-once", action="store_true", help="all agents begin at the same time")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     rows, report = [], []
     for machine in args.machine or MACHINES:
         for load in args.load or LOADS:
-            found = figures(MACHINES[machine], LOADS[load](args.turns))
+            found = figures(MACHINES[machine], chosen(LOADS[load], args))
             rows.append(line(machine, load, found))
             report.append({"machine": machine, "load": load, **found})
     print(heading(f"agents_sim, {args.turns} turns, virtual seconds"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.core.scheduler import Chunks
-from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams
+from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams, TokenChunk
 
 GIB, MIB, KIB = 2**30, 2**20, 2**10
 
@@ -33,12 +34,15 @@ GENERATION_TOKENS = 5
 MAX_S = 200_000.0
 """Virtual seconds after which a load that does not end is given up."""
 
+FIGURES_PERIOD_S = 60.0
+"""Virtual seconds after which the core reads the figures of the status page: no policy, but half of the CPU time."""
+
 STEP_S = 0.0005
 """Seconds of the host in each call."""
 
 
 class VirtualClock:
-    """Seconds that pass only when somebody says so."""
+    """A clock that stands still between calls of `advance`."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -202,7 +206,7 @@ class Chunk:
 
 
 class ClockRunner:
-    """A ModelRunner over a virtual clock that books what each row, prompt and snapshot really takes."""
+    """A ModelRunner over a virtual clock, with the memory that its rows, prompts and snapshots would really take."""
 
     max_context_tokens = 262_144
     vocab_size = VOCAB_SIZE
@@ -358,23 +362,29 @@ class Ask:
     kind: str
     """Under which its TTFT is shown."""
     conversation: str
+    """Requests of one conversation begin with the prompts of the turns before."""
     token_ids: np.ndarray
     answer: list[int]
     """The tokens that the model gives, without STOP."""
     num_before: int = 0
     """Tokens of the prompt that are not new: the prompt of the turn before, or a system part that others have sent."""
     num_system: int = 0
+    """Tokens of the system part."""
     turn: int = 0
+    """Of the conversation, from 0."""
     client: str = ""
     priority: int = 0
     max_tokens: int = MAX_TOKENS
     retries: int = 0
     """How often it is sent again when it expires."""
     arrived_s: float = math.nan
+    """When the client sent it first."""
     first_s: float = math.nan
-    ended_s: float = math.nan
+    """When its first token came."""
     output: list[int] = field(default_factory=list)
+    """The tokens that the engine gave."""
     reason: FinishReason | None = None
+    """How it ended, None before."""
 
     @property
     def is_answered(self) -> bool:
@@ -408,7 +418,7 @@ class Simulation:
         self._serial = count()
 
     def tokens(self, num_tokens: int) -> np.ndarray:
-        """Return token ids that nobody has seen, none of them STOP."""
+        """Return random token ids, none of them STOP."""
         return self.random.integers(STOP + 1, VOCAB_SIZE, num_tokens, dtype=np.int32)
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
@@ -428,15 +438,21 @@ class Simulation:
         self.at(time_s, send)
 
     def abort(self, ask: Ask) -> None:
-        """The client of an open request goes away."""
-        for request_id, (other, _) in list(self._open.items()):
-            if other is ask:
-                del self._open[request_id]
-                self.core.abort(request_id)
-                ask.reason, ask.ended_s = FinishReason.ABORT, self.clock.now_s
+        """The client of a request goes away: before the next step, if the request is open then."""
+        self.at(self.clock.now_s, lambda: self._abort(ask))
+
+    def _abort(self, ask: Ask) -> None:
+        for request_id in [open_id for open_id, (other, _) in self._open.items() if other is ask]:
+            del self._open[request_id]
+            self.core.abort(request_id)
+            ask.reason = FinishReason.ABORT
 
     def run(self) -> None:
         """Until no request is open and none will come."""
+        with patch("engine.core.engine_core.FIGURES_PERIOD_S", FIGURES_PERIOD_S):
+            self._run()
+
+    def _run(self) -> None:
         while (self._events or self.core.has_work) and self.clock.now_s < MAX_S:
             while self._events and self._events[0][0] <= self.clock.now_s:
                 heappop(self._events)[2]()
@@ -477,12 +493,14 @@ class Simulation:
             if chunk.token_ids and not ask.output:
                 ask.first_s = self.clock.now_s
             ask.output += chunk.token_ids
-            if chunk.finish_reason is None:
-                continue
-            del self._open[request_id]
-            if chunk.finish_reason is FinishReason.EXPIRED and ask.retries:
-                ask.retries -= 1
-                self.after(chunk.retry_after_s or 1.0, lambda ask=ask, then=then: self._send(ask, then))
-                continue
-            ask.reason, ask.ended_s = chunk.finish_reason, self.clock.now_s
-            then(ask)
+            if chunk.finish_reason is not None:
+                del self._open[request_id]
+                self._ended(ask, chunk, then)
+
+    def _ended(self, ask: Ask, chunk: TokenChunk, then: Callable[[Ask], None]) -> None:
+        if chunk.finish_reason is FinishReason.EXPIRED and ask.retries:
+            ask.retries -= 1
+            self.after(chunk.retry_after_s or 1.0, lambda: self._send(ask, then))
+            return
+        ask.reason = chunk.finish_reason
+        then(ask)
