@@ -17,15 +17,13 @@ NO_TOKEN = -1
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """`drop` leaves the runner first; then all running rows decode once; then at most one prefill chunk runs.
+    """The first half of a step: rows that the runner drops, then a decode step of all running rows.
 
-    prefill: the rows that share the prompt, one per choice.
+    Chunks of prompts follow, one by one: see Scheduler.next_prompt.
     """
 
     drop: list[str] = field(default_factory=list)
     decode: bool = False
-    prefill: Sequence[Request] = ()
-    max_prefill_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -2,12 +2,13 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.core.batch import ModelRunner
+from engine.core.batch import ModelRunner, RowOutput
+from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
 from engine.core.prefix_cache.reuse import PrefixReuse
@@ -47,7 +48,17 @@ class EngineCore:
         self._spare = EvictableMemory(self.prefix.cache, runner)
         self.budget = make_memory_budget(config, runner, lambda: self._spare.num_bytes)
         self.prefix.cache.room = lambda: self.budget.free_bytes + self.prefix.cache.num_bytes
-        self.scheduler = Scheduler(config, self.stats, clock, self.budget, self._spare)
+        self.costs = CostModel()
+        self.scheduler = Scheduler(
+            config,
+            self.stats,
+            clock,
+            self.budget,
+            self._spare,
+            self.costs,
+            self.prefix.num_cached,
+            self.prefix.source_of,
+        )
         self.memory: dict[str, int] = self._memory()
         self.speculation_status: dict[str, Any] = self._speculation.status()
         self.queue: tuple[QueuedRequest, ...] = ()
@@ -56,6 +67,8 @@ class EngineCore:
         self._clock = clock
         self._figures_read_s = clock()
         self._decoded_s: float | None = None  # when the last decode step ended, unless something else came after it
+        self._step_s: float | None = None  # how long a decode step with the present rows and drafts takes
+        self._step_shape = (0, 0)  # its rows and drafts
         self._publish = publish
 
     @property
@@ -82,12 +95,13 @@ class EngineCore:
         if work.drop:
             self._drop(work.drop)
         self.budget.observe(self.runner.active_bytes)
+        in_flight_s = 0.0
         if work.decode and self.scheduler.num_decoding:  # unless the drop failed, and all rows with it
             self._decode(num_draft_tokens)
-        if work.prefill:
-            self._prefill(work.prefill, work.max_prefill_tokens)
-        else:
-            self.prefix.end()  # of a prompt that is gone
+            in_flight_s = self._step_s or 0.0
+        while rows := self.scheduler.next_prompt():
+            self._prefill(rows, in_flight_s)
+            in_flight_s = 0.0
         self.stats.num_steps += 1
         self._read_figures()
 
@@ -140,6 +154,7 @@ class EngineCore:
         return self.runner.memory() | books
 
     def _drop(self, row_ids: list[str]) -> None:
+        self.prefix.end(row_ids)
         try:
             self.runner.drop(row_ids)
         except Exception as error:
@@ -175,39 +190,52 @@ class EngineCore:
         self._decoded_s = self._clock()
         seconds = None if began_s is None else self._decoded_s - began_s
         self._speculation.record(num_draft_tokens, num_rows, seconds, outputs.values())
+        self._record_step(num_draft_tokens, num_rows, seconds, outputs)
         self._publish(chunks)
 
-    def _prefill(self, rows: Sequence[Request], max_tokens: int) -> None:
-        """So many tokens of the prompt in one or more chunks: each ends at a boundary that is to be kept."""
+    def _record_step(
+        self, num_draft_tokens: int, num_rows: int, seconds: float | None, outputs: Mapping[str, RowOutput]
+    ) -> None:
+        if self._step_shape != (num_rows, num_draft_tokens):
+            self._step_shape, self._step_s = (num_rows, num_draft_tokens), None
+        if seconds is None or not outputs:
+            return
+        self._step_s = seconds
+        num_tokens = sum(len(output.token_ids) for output in outputs.values())
+        self.costs.record_step(num_rows, num_tokens / len(outputs), seconds)
+
+    def _prefill(self, rows: Sequence[Request], in_flight_s: float) -> None:
+        """Compute one chunk, which ends at the next boundary. in_flight_s: decoding that the device does before it."""
         self._decoded_s = None
-        num_tokens, seconds, chunks, is_complete = 0, 0.0, Chunks(), False
+        began_s = self._clock()
         try:
-            if not self.prefix.begin(rows, 0.0 if self.scheduler.num_decoding else DISK_WAIT_S):
+            can_wait = not self.scheduler.num_decoding and self.scheduler.num_prefills == 1
+            if not self.prefix.begin(rows, DISK_WAIT_S if can_wait else 0.0):
+                self.scheduler.wait_for_disk(rows)
                 return
-            while num_tokens < max_tokens and not is_complete:
-                began_s = self._clock()
-                output = self.runner.prefill(rows, self.prefix.clip(rows[0].num_prefilled, max_tokens - num_tokens))
-                seconds += self._clock() - began_s
-                num_tokens += output.num_tokens
-                chunks = self.scheduler.update_prefill(rows, output)
-                self.prefix.passed(rows)
-                is_complete = output.first is not None
-                if not output.num_tokens:  # a picture, which may take long
-                    break
+            if not (max_tokens := self.scheduler.chunk_tokens(rows)):
+                return
+            output = self.runner.prefill(rows, self.prefix.clip(rows, max_tokens))
+            seconds = self._clock() - began_s
+            chunks = self.scheduler.update_prefill(rows, output)
+            self.prefix.passed(rows)
         except Exception as error:
             self._prefill_failed(rows, error)
             return
-        if is_complete:
-            self.prefix.end()
+        if output.first is not None:
+            self.prefix.end([rows[0].id])
             if not self.scheduler.num_decoding:  # nothing is left for a decode step to show
                 self.stats.failed_steps_in_a_row = 0
-        if num_tokens:
-            self.scheduler.record_prefill(num_tokens, seconds)
+        if output.num_tokens:
+            self.scheduler.record_prefill(rows, output.num_tokens, seconds, max(seconds - in_flight_s, 0.3 * seconds))
+        else:  # an image, which may take long
+            self.scheduler.end_prefill()
         if chunks:
             self._publish(chunks)
 
     def _prefill_failed(self, rows: Sequence[Request], error: Exception) -> None:
-        self.prefix.end(failed=True)
+        self.scheduler.end_prefill()
+        self.prefix.end([rows[0].id], failed=True)
         if isinstance(error, InvalidRequest):  # the caller's fault says nothing about our health
             self._publish(self.scheduler.fail_prefill(rows, str(error)))
             return

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
+from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.spec_prefill.plan import num_contiguous
 from engine.protocol import EngineRequest, FinishReason, SamplingParams, choice_seed
 
@@ -56,6 +57,12 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     keep_until_s: float = 0.0
     rectangle: int = 0
+    joined_s: float = 0.0
+    """When it joined the decode batch, on the scheduler's clock."""
+    prompt_key: PromptKey | None = None
+    """Of prompt_token_ids, once the prefix cache has been asked about them."""
+    cached_hint: tuple[tuple[int, ...], int] | None = None
+    """State of the prefix cache when it was asked last, and how many tokens it would have served."""
     sampling: SamplingParams = field(init=False)
 
     def __post_init__(self) -> None:

@@ -37,6 +37,10 @@ class Group:
     client: str = field(init=False)
     cost: float = field(init=False)
 
+    def is_before(self, other: "Group") -> bool:
+        """Whether it is more urgent than the other, which has not waited long enough to make up for that."""
+        return self.priority < other.priority and self.rank < other.rank
+
     def __post_init__(self) -> None:
         row = self.rows[0]
         self.priority, self.client = row.spec.priority, row.spec.client

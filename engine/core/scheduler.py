@@ -8,25 +8,43 @@ from typing import Protocol
 from engine.config import EngineConfig
 from engine.core.batch import NO_TOKEN, PrefillOutput, RowOutput, SchedulerOutput
 from engine.core.client_shares import ClientShares
+from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.victims import Preemption
+from engine.core.prefill import (
+    FIXED_PARTS,
+    MAX_IDLE_STEP_S,
+    MIN_IDLE_STEP_S,
+    Prefill,
+    PrefillOrder,
+    StepBudget,
+)
 from engine.core.request import Request, RequestState
 from engine.core.request_queue import Group, RequestQueue
 from engine.core.stats import Stats
 from engine.protocol import FinishReason, QueuedRequest, TokenChunk
 
 MIN_PREFILL_TOKENS = 16
-"""A chunk is never smaller, however much else there is to do."""
+"""A step computes at least so many prompt tokens, however much else there is to do."""
 
-MIN_MEASURED_TOKENS = 64
-PREFILL_EMA_WEIGHT = 0.2
+FIRST_PREFILL_TOKENS = 64
+"""Size of the first chunk, before the pace of prefill is known."""
+
+TIMEOUT_PART = 0.25
+"""Part of step_timeout_s that the smallest chunk may be predicted to take; beyond it a chunk has fewer tokens."""
+
+SHORT_PART = 0.25
+"""A queued prompt is admitted beside those in progress if it takes at most this part of the shortest one's time."""
 
 MAX_SHOWN = 32
 """Of the queue."""
 
 MAX_PASSING = 8
-"""Of the queue: those behind the first that are looked at in a step, whether there is room for them."""
+"""How many queued requests behind the head are considered per step when the head does not fit in memory."""
+
+MAX_SHORT = 32
+"""How many queued requests are considered per step as shorter than the prompts in progress."""
 
 RETRY_S = 1.0
 
@@ -52,9 +70,16 @@ class Nothing:
 
 
 class Scheduler:
-    """One prompt is prefilled at a time, in chunks between the decode steps. `clock` gives monotonic seconds.
+    """Decides which rows run and which prompts advance.
 
-    budget: the books of the memory; default: one where nothing costs anything. spare: what leaves when a row needs it.
+    Prompts are prefilled in chunks between the decode steps; several may be in progress. Args:
+        clock: gives monotonic seconds.
+        budget: the memory budget; by default one in which nothing costs anything.
+        spare: what may be evicted when a row needs memory.
+        costs: predicts seconds; updated by `record_prefill`.
+        num_cached: returns how many tokens of a row's prompt the prefix cache would serve.
+        source_of: returns the first row of the prompt in progress that will soon leave a longer prefix of this row's
+            prompt in the cache than there is now, None without one.
     """
 
     def __init__(
@@ -64,6 +89,9 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         budget: MemoryBudget | None = None,
         spare: Spare | None = None,
+        costs: CostModel | None = None,
+        num_cached: Callable[[Request], int] = lambda row: 0,
+        source_of: Callable[[Request], Request | None] = lambda row: None,
     ):
         self._config = config
         self._stats = stats
@@ -71,16 +99,20 @@ class Scheduler:
         self._spare = spare or Nothing()
         limits = config.memory.reserve_tokens, config.prefill_chunk_tokens_busy
         self.budget = budget or MemoryBudget(MemoryCosts(), 0, *limits)
+        self.costs = costs or CostModel()
+        self._num_cached = num_cached
+        self._source_of = source_of
         self._shares = ClientShares()
         self._queue = RequestQueue(config.scheduler, self._shares, clock)
         self._rows: dict[str, list[Request]] = {}  # request id -> its rows that have not ended
-        self._prefill: Group | None = None
+        self._prefills: list[Prefill] = []  # in the order in which they were admitted
+        self._order = PrefillOrder(self.costs)
+        self._step = StepBudget()
         self._running: dict[str, Request] = {}  # by row id, in the order in which they joined
-        self._preemption = Preemption(config, self.budget, self._shares, self._running)
+        self._preemption = Preemption(config, self.budget, self._shares, self._running, self._recompute_s)
         self._gone: list[str] = []  # rows that have ended, and are still in the runner
         self._drop: list[str] = []  # rows that have lost their place
         self._ended: Chunks = {}  # rows that have ended outside of a step
-        self._prefill_s_per_token: float | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -92,14 +124,22 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_prefills(self) -> int:
+        """Prompts in progress."""
+        return len(self._prefills)
+
+    @property
     def num_running(self) -> int:
         """Rows that hold device memory: decoding, or in prefill."""
-        prefill = self._prefill
-        return len(self._running) + (len(prefill.rows) if prefill is not None else 0)
+        return len(self._running) + self._num_in_prefill
+
+    @property
+    def _num_in_prefill(self) -> int:
+        return sum(len(prefill.rows) for prefill in self._prefills)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue or self._running or self._gone or self._drop or self._prefill)
+        return bool(self._queue or self._running or self._gone or self._drop or self._prefills)
 
     def queue(self) -> tuple[QueuedRequest, ...]:
         """The first of those that wait, in the order in which they would be let in now."""
@@ -156,18 +196,56 @@ class Scheduler:
         """num_draft_tokens: what each decoding row verifies in this step beside its own token."""
         gone = self.gone()  # since the caller has asked: a step may have failed
         self.dropped(gone)
-        self.budget.shrink_step()
+        self.budget.end_chunk()
         self._expire()
+        self._step = self._step_budget(num_draft_tokens)
+        for prefill in self._prefills:
+            prefill.is_waiting = False
         if self._extend():
-            self._admit()
+            self._admit(may_preempt=True)
         drop, self._drop = self._drop, []
-        prefill = self._prefill
-        return SchedulerOutput(
-            drop=[*gone, *drop],
-            decode=bool(self._running),
-            prefill=tuple(prefill.rows) if prefill is not None else (),
-            max_prefill_tokens=self._prefill_budget(num_draft_tokens),
-        )
+        return SchedulerOutput(drop=[*gone, *drop], decode=bool(self._running))
+
+    def next_prompt(self) -> Sequence[Request]:
+        """Rows of the prompt that advances next in this step; none when the step has no time or prompts left."""
+        step = self._step
+        if step.num_tokens <= 0 or (step.num_chunks and step.seconds <= 0):
+            return ()
+        if step.num_chunks:
+            self._admit(may_preempt=False)
+        prefill = self._choose_prefill()
+        return () if prefill is None else tuple(prefill.rows)
+
+    def chunk_tokens(self, rows: Sequence[Request]) -> int:
+        """How many tokens the next chunk of this prompt may have; 0 when the step ends before it.
+
+        The memory for the chunk's intermediate results stays reserved until the next call.
+        """
+        row, step = rows[0], self._step
+        left = row.num_prompt_tokens - row.num_prefilled
+        wanted = min(step.num_tokens, left, self._tokens_in_time(row.num_prefilled))
+        if wanted < left and wanted < MIN_PREFILL_TOKENS and step.num_chunks:
+            step.close()
+            return 0
+        self.budget.end_chunk()
+        return self.budget.max_chunk(row, max(wanted, 1))
+
+    def wait_for_disk(self, rows: Sequence[Request]) -> None:
+        """Choose other prompts in this step: this one's snapshot is still being read from disk."""
+        for prefill in self._prefills:
+            prefill.is_waiting |= rows[0] in prefill.rows
+
+    def _choose_prefill(self) -> Prefill | None:
+        """The next prompt to advance: of the most urgent ones the shortest, or the one that leaves its prefix."""
+        ready = [prefill for prefill in self._prefills if not prefill.is_waiting]
+        if not ready:
+            return None
+        if self._config.scheduler.policy == "priority":
+            ready = [one for one in ready if not any(other.entry.is_before(one.entry) for other in ready)]
+        chosen = self._order.choose(ready, self._full_step_s)
+        if not chosen.has_begun and (source := self._source_of(chosen.rows[0])) is not None:
+            return next((prefill for prefill in self._prefills if source in prefill.rows), chosen)
+        return chosen
 
     def take_ended(self) -> Chunks:
         """Of rows that have ended outside of a step: they waited for too long, or there was no memory for them."""
@@ -189,27 +267,38 @@ class Scheduler:
         self._shares.charge(rows[0].spec.client, num_prompt_tokens=num_new)
         if output.first is None:
             return {}
-        self.budget.joined()
+        self.budget.release_prefill(rows[0])
         first = [output.first[row.id] for row in rows]
-        group = self._prefill
-        assert group is not None and all(row.num_prefilled == row.num_prompt_tokens for row in rows)
-        self._prefill = None
+        prefill = self._prefill_of(rows[0])
+        assert all(row.num_prefilled == row.num_prompt_tokens for row in rows)
+        self._prefills.remove(prefill)
         for row in rows:
             if row.num_skipped and not row.output_token_ids:
                 self._stats.num_sparse += 1
                 self._stats.num_skipped_tokens += row.num_skipped
-            row.state = RequestState.RUNNING
-            row.keep_until_s = self._clock() + self._config.scheduler.ageing_s if group.keeps_place else 0.0
+            row.state, row.joined_s = RequestState.RUNNING, self._clock()
+            keeps_place = prefill.entry.keeps_place
+            row.keep_until_s = row.joined_s + self._config.scheduler.ageing_s if keeps_place else 0.0
             self._running[row.id] = row
+        self._step.seconds = min(self._step.seconds, self._config.scheduler.max_stall_s)
         return {row.id: self._take(row, token) for row, token in zip(rows, first, strict=True)}
 
-    def record_prefill(self, num_tokens: int, seconds: float) -> None:
-        """How long so many prompt tokens of one step took. A few say nothing: a forward takes its time in any case."""
-        if num_tokens < MIN_MEASURED_TOKENS and self._prefill_s_per_token is not None:
-            return
-        per_token, before = seconds / num_tokens, self._prefill_s_per_token
-        weight = 1.0 if before is None else PREFILL_EMA_WEIGHT
-        self._prefill_s_per_token = weight * per_token + (1 - weight) * (before or 0.0)
+    def record_prefill(self, rows: Sequence[Request], num_tokens: int, seconds: float, device_s: float) -> None:
+        """Account for a chunk that ended at rows[0].num_prefilled.
+
+        Args:
+            seconds: how long it took.
+            device_s: the same without what the device had to do before it.
+        """
+        self._step.use(num_tokens, seconds)
+        self.costs.record_chunk(num_tokens, rows[0].num_prefilled - num_tokens, device_s)
+        for prefill in self._prefills:
+            if rows[0] in prefill.rows:
+                self._order.record(prefill, seconds)
+
+    def end_prefill(self) -> None:
+        """Compute no further chunk in this step."""
+        self._step.close()
 
     def fail_rows(self, error: str) -> Chunks:
         """Ends every row of the decode batch: a failed step may have touched any of them."""
@@ -232,28 +321,46 @@ class Scheduler:
                 self._ended[row.id] = replace(chunk, retry_after_s=self.expected_wait_s() or RETRY_S)
 
     def _extend(self) -> bool:
-        """Rows that have used up what they had reserved get more, the oldest first, the youngest make room. False if
-        the prompt in progress had to: nobody is let in before the runner has dropped it."""
+        """Reserve more memory for rows that have used up theirs, the oldest first; others lose their places for it.
+
+        Returns False if a prompt in progress was one of these: none is admitted before the runner has dropped it.
+        """
         keeps = True
         for row in list(self._running.values()):
-            while row.id in self._running and self.budget.is_used_up(row) and not self._has_grown(row):
-                if self._prefill is not None:
-                    self._give_up_prefill()
-                    keeps = False
-                elif len(self._running) > 1:
-                    self.preempt(list(self._running.values())[-1])
-                else:
+            while row.id in self._running and self.budget.needs_more_slots(row) and not self._has_grown(row):
+                if len(self._running) == 1 and not self._prefills:
                     self._ended |= self._out_of_memory([row], self.budget.extend(row))
+                elif isinstance(victim := self._cheapest(), Prefill):
+                    self._give_up_prefill(victim)
+                    keeps = False
+                else:
+                    self.preempt(victim)
         return keeps
+
+    def _cheapest(self) -> Request | Prefill:
+        """The row or the prompt in progress that is least urgent, and of these the one computed again soonest."""
+
+        def price(one: Request | Prefill) -> tuple[int, float]:
+            row = one.rows[0] if isinstance(one, Prefill) else one
+            return -self._priority(row), self._recompute_s(row)
+
+        return min([*reversed(self._prefills), *reversed(self._running.values())], key=price)
+
+    def _priority(self, row: Request) -> int:
+        return row.spec.priority if self._config.scheduler.policy == "priority" else 0
+
+    def _recompute_s(self, row: Request) -> float:
+        """Predict how long it would take to compute again what has been computed of the row."""
+        end = row.num_prefilled if row.state is RequestState.PREFILL else row.num_prompt_tokens
+        return self.costs.prompt_s(min(row.num_cached, end), end)
 
     def _has_grown(self, row: Request) -> bool:
         missing = self.budget.extend(row)
         return not missing or (self._spare.free(missing) and not self.budget.extend(row))
 
-    def _give_up_prefill(self) -> None:
-        """The prompt in progress waits again; what it has left in the prefix cache stays."""
-        assert self._prefill is not None
-        rows, arrived_s = list(self._prefill.rows), self._prefill.arrived_s
+    def _give_up_prefill(self, prefill: Prefill) -> None:
+        """Put a prompt in progress back into the queue; the snapshots that it has left stay."""
+        rows, arrived_s = list(prefill.rows), prefill.entry.arrived_s
         self._stats.num_preempted += len(rows)
         self._put_back(rows, None if rows[0].output_token_ids else arrived_s)
 
@@ -272,19 +379,50 @@ class Scheduler:
         """Of a request that has the engine to itself: what was let in should have fit."""
         return self._fail(rows, f"{missing} bytes of memory are missing, of {self.budget.limit_bytes} in all", RETRY_S)
 
-    def _admit(self) -> None:
-        """Lets the next request in when all its rows have room, or when it may take somebody's place."""
-        if self._prefill is not None or not self._queue:
-            return
-        head = self._queue.first()
-        if self._has_reserved(head):
-            self._let_in(head)
-        elif not self._running:
-            self._ended |= self._out_of_memory(list(head.rows), self.budget.missing(head.rows))
-        elif (urgent := self._displace_for(head)) is not None:
-            self._let_in(urgent)
-        else:
-            self._let_one_pass(head)
+    def _admit(self, may_preempt: bool) -> None:
+        """Admit queued requests while the prompts in progress leave time, or if they are shorter than those.
+
+        may_preempt: the step has not begun, so that rows may be dropped for an urgent request.
+        """
+        while self._queue:
+            entry = self._next_entry()
+            if entry is None:
+                return
+            self._preemption.num_in_prefill = self._num_in_prefill
+            if self._has_reserved(entry):
+                self._let_in(entry)
+            elif not may_preempt:
+                return
+            elif not self._running and not self._prefills:
+                self._ended |= self._out_of_memory(list(entry.rows), self.budget.missing(entry.rows))
+                return
+            elif (urgent := self._displace_for(entry)) is not None:
+                self._let_in(urgent)
+            elif (passing := self._entry_that_passes(entry)) is not None:
+                self._let_in(passing)
+            else:
+                return
+
+    def _next_entry(self) -> Group | None:
+        """The head of the queue if the prompts in progress leave time in this step, else one that is much shorter."""
+        if not self._prefills:
+            return self._queue.first()
+        remaining = [self._order.remaining_s(prefill) for prefill in self._prefills]
+        if sum(remaining) < self._step.seconds:
+            return self._queue.first()
+        order, policy = self._queue.order()[:MAX_SHORT], self._config.scheduler.policy
+        if policy == "priority" and all(order[0].is_before(prefill.entry) for prefill in self._prefills):
+            return order[0]
+        limit_s = SHORT_PART * min(remaining)
+        return next((entry for entry in order if self._entry_s(entry, limit_s) <= limit_s), None)
+
+    def _entry_s(self, entry: Group, limit_s: float) -> float:
+        """Predict the prefill time of a queued request; the prefix cache is asked if it decides about the limit."""
+        row = entry.rows[0]
+        seconds = self.costs.prompt_s(0, row.num_prompt_tokens)
+        if seconds <= limit_s:
+            return seconds
+        return self.costs.prompt_s(min(self._num_cached(row), row.num_prompt_tokens), row.num_prompt_tokens)
 
     def _let_in(self, group: Group) -> None:
         """Of which the rows are reserved."""
@@ -292,7 +430,7 @@ class Scheduler:
         group.keeps_place |= self._queue.waited_s(group) >= self._config.scheduler.ageing_s
         for row in group.rows:
             row.state = RequestState.PREFILL
-        self._prefill = group
+        self._prefills.append(Prefill(group, self._num_cached(group.rows[0])))
 
     def _has_reserved(self, group: Group) -> bool:
         """Snapshots leave for it where that suffices."""
@@ -315,33 +453,70 @@ class Scheduler:
             self.preempt(row)
         return group if victims and self._has_reserved(group) else None
 
-    def _let_one_pass(self, head: Group) -> None:
-        """While the memory of the first one in the queue is not free, others that need less may pass it for ageing_s.
-        Nobody passes who would take the rows that it waits for."""
+    def _entry_that_passes(self, head: Group) -> Group | None:
+        """A request that fits where the head does not: any for ageing_s, then those that end before the head can begin.
+
+        EASY backfilling (Lifka 1995): the start of the head is never put off by a request that passes it. None passes
+        that would take the rows that the head waits for.
+        """
         if not self._preemption.has_rows(head):
-            return
+            return None
         now = self._clock()
         head.blocked_s = now if head.blocked_s is None else head.blocked_s
-        if now - head.blocked_s >= self._config.scheduler.ageing_s:
-            return
-        for group in self._queue.order()[1 : 1 + MAX_PASSING]:
-            if self._preemption.has_rows(group) and not self.budget.reserve(group.rows):
-                return self._let_in(group)
+        is_aged = now - head.blocked_s >= self._config.scheduler.ageing_s
+        room_s = self._seconds_until_room(head) if is_aged else float("inf")
+        for entry in self._queue.order()[: 1 + MAX_PASSING]:
+            if entry is head or (is_aged and self._seconds_to_end(entry) > room_s):
+                continue
+            if self._has_reserved(entry):
+                return entry
+        return None
 
-    def _prefill_budget(self, num_draft_tokens: int) -> int:
-        """Decoding rows come first; what they leave of the step's tokens is for the chunk, within the stall, and
-        within the memory for its intermediate results."""
-        budget, limits = self._config.prefill_chunk_tokens, self._config.scheduler
-        if self._running:
-            left = budget - len(self._running) * (num_draft_tokens + 1)
-            budget = min(self._config.prefill_chunk_tokens_busy, left)
-            if self._prefill_s_per_token:
-                budget = min(budget, int(limits.max_stall_s / self._prefill_s_per_token))
-            budget = max(MIN_PREFILL_TOKENS, budget)
-        if self._prefill is None:
-            return budget
-        row = self._prefill.rows[0]
-        return self.budget.max_chunk(row.num_prompt_tokens, min(budget, row.num_prompt_tokens - row.num_prefilled))
+    def _seconds_until_room(self, head: Group) -> float:
+        """Predict when enough running rows will have ended, at their full length, for the head to fit."""
+        token_s = self.costs.token_s(len(self._running))
+        if token_s is None:
+            return 0.0
+        leaving: list[str] = []
+        for row in sorted(self._running.values(), key=_num_tokens_left):
+            leaving.append(row.id)
+            if self.budget.missing(head.rows, leaving) <= self._spare.free_bytes:
+                return token_s * _num_tokens_left(row)
+        return 0.0
+
+    def _seconds_to_end(self, entry: Group) -> float:
+        """Predict how long a request would take from its admission to its last token."""
+        row, token_s = entry.rows[0], self.costs.token_s(len(self._running) + len(entry.rows))
+        if token_s is None:
+            return float("inf")
+        return self._entry_s(entry, 0.0) + token_s * _num_tokens_left(row)
+
+    def _step_budget(self, num_draft_tokens: int) -> StepBudget:
+        """What prefill may use of this step: decoding rows come first, and wait no longer than max_stall_s."""
+        config = self._config
+        if not self._running:
+            return StepBudget(config.prefill_chunk_tokens, self._full_step_s)
+        left = config.prefill_chunk_tokens - len(self._running) * (num_draft_tokens + 1)
+        num_tokens = max(MIN_PREFILL_TOKENS, min(config.prefill_chunk_tokens_busy, left))
+        return StepBudget(num_tokens, config.scheduler.max_stall_s)
+
+    @property
+    def _full_step_s(self) -> float:
+        """Seconds of prefill in a step while no row decodes."""
+        return min(max(FIXED_PARTS * self.costs.chunk_s(1, 0), MIN_IDLE_STEP_S), MAX_IDLE_STEP_S)
+
+    def _tokens_in_time(self, start: int) -> int:
+        """How many tokens behind `start` fit into the time that is left of the step."""
+        if not self.costs.is_measured:
+            return FIRST_PREFILL_TOKENS
+        num_tokens = self.costs.max_tokens(self._step.seconds, start)
+        if num_tokens >= MIN_PREFILL_TOKENS or self._step.num_chunks:
+            return num_tokens
+        longest_s = TIMEOUT_PART * self._config.step_timeout_s
+        return max(num_tokens, min(MIN_PREFILL_TOKENS, self.costs.max_tokens(longest_s, start)))
+
+    def _prefill_of(self, row: Request) -> Prefill:
+        return next(prefill for prefill in self._prefills if row in prefill.rows)
 
     def _take(self, row: Request, output: RowOutput) -> TokenChunk:
         if output.error is not None:
@@ -404,7 +579,12 @@ class Scheduler:
         if row.state is RequestState.RUNNING:
             del self._running[row.id]
             return
-        assert self._prefill is not None
-        self._prefill.rows.remove(row)
-        if not self._prefill.rows:
-            self._prefill = None
+        prefill = self._prefill_of(row)
+        prefill.rows.remove(row)
+        if not prefill.rows:
+            self._prefills.remove(prefill)
+
+
+def _num_tokens_left(row: Request) -> int:
+    """Tokens that the row may still give out."""
+    return row.sampling.max_tokens - len(row.output_token_ids)

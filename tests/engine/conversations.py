@@ -15,6 +15,7 @@ import numpy as np
 
 from engine.config import EngineConfig, PrefixCacheConfig
 from engine.core.batch import ModelRunner
+from engine.core.request import Request
 from engine.protocol import (
     Boundary,
     CacheMiss,
@@ -138,14 +139,36 @@ def random_traffic(rng: random.Random, num_specimens: int, snapshot_gb: float) -
     )
 
 
+@dataclass
+class Beginnings:
+    """The order in which prompts began, and whether each had been computed when the next one did."""
+
+    request_ids: list[str] = field(default_factory=list)
+    overlap: bool = False
+
+    def listen(self, driver: Driver) -> Driver:
+        prefix, sessions = driver.core.prefix, driver.core.prefix._sessions
+        begin = prefix.begin
+
+        def heard(rows: Sequence[Request], wait_s: float = 0.0) -> bool:
+            if rows[0].id not in sessions:
+                self.overlap |= bool(sessions)
+                self.request_ids.append(rows[0].spec.request_id)
+            return begin(rows, wait_s)
+
+        prefix.begin = heard
+        return driver
+
+
 def carry_out(
     runner: ModelRunner,
     traffic: Traffic,
     specimens: Specimens,
     faults: Callable[[], AbstractContextManager] = nullcontext,
+    beginnings: Beginnings | None = None,
 ) -> Driver:
-    """All of it, to the end; the books of the cache are looked at after each step. Requests go by their index."""
-    driver = Driver(runner, traffic.config)
+    """All of it, to the end; the cache's bytes are checked after each step. Requests go by their index."""
+    driver = Driver(runner, traffic.config) if beginnings is None else beginnings.listen(Driver(runner, traffic.config))
     last = max(step for step, *_ in traffic.arrivals)
     for step in range(MAX_STEPS):
         for index, (when, number, tenant) in enumerate(traffic.arrivals):
@@ -294,15 +317,17 @@ class Bench:
             yield
 
     def check(self, traffic: Traffic) -> None:
-        driver = carry_out(self.runner, traffic, self.specimens, self.faults)
+        beginnings = Beginnings()
+        driver = carry_out(self.runner, traffic, self.specimens, self.faults, beginnings)
         prefix, memory = driver.core.prefix, self.runner.memory()
         assert memory["decode_cache_bytes"] == 0 and memory["prefill_cache_bytes"] == 0
         assert prefix.cache.integrity_error() is None and prefix.status().num_integrity_errors == 0
         for index, (_, number, _) in enumerate(traffic.arrivals):
             for choice, cold in enumerate(self.cold(number)):
                 self._compare(driver, traffic, index, choice, cold)
-        if traffic.is_orderly:
-            self._check_books(driver, traffic)
+        if traffic.is_orderly and not beginnings.overlap:
+            self._check_books(driver, traffic, list(map(int, beginnings.request_ids)))
+            self.figures["orderly"] += 1
         self.figures += Counter(
             {
                 "schedules": 1,
@@ -326,13 +351,13 @@ class Bench:
             assert got.num_accepted == cold.num_accepted, f"{name}: {got} instead of {cold}"
         self.figures += Counter({"rows": 1, "tokens": num, "accepted": got.num_accepted})
 
-    def _check_books(self, driver: Driver, traffic: Traffic) -> None:
+    def _check_books(self, driver: Driver, traffic: Traffic, order: Sequence[int]) -> None:
         """What was served and prefilled, and what is told about misses, are what the rules say."""
         config = PrefixCacheConfig.model_validate(traffic.cache)
         shelf = Shelf(self.specimens.image_token_id, config.min_tokens, config.boundaries)
         num_tokens = num_cached = 0
         misses = {miss.request_id: miss for miss in driver.core.prefix.status().recent_misses}
-        for _, index in sorted((step, index) for index, (step, *_) in enumerate(traffic.arrivals)):
+        for index in order:
             _, number, tenant = traffic.arrivals[index]
             spec = replace(self.specimens.spec(number), request_id=str(index), tenant=tenant)
             stored = list(shelf.stored.values())

@@ -151,12 +151,12 @@ NUM_CHUNKS = 7
 
 _STOP = (TOKEN_IDS["<|im_end|>"],)
 
-RUNS = EngineRequest("runs", tokens("runs", 12), SamplingParams(28, 0.0), ())
-WAITS = EngineRequest("waits", tokens("waits", 20), SamplingParams(8, 1.0, top_p=0.9, seed=5), ())
+RUNS = EngineRequest("runs", tokens("runs", 12), SamplingParams(70, 0.0), ())
+WAITS = EngineRequest("waits", tokens("waits", 80), SamplingParams(8, 1.0, top_p=0.9, seed=5), ())
 PLAIN = EngineRequest(
     "victim",
     np.concatenate([tokens("system", NUM_SYSTEM), tokens("question", NUM_PROMPT - NUM_SYSTEM)]),
-    SamplingParams(10, 0.8, seed=3, repetition_penalty=1.1),
+    SamplingParams(30, 0.8, seed=3, repetition_penalty=1.1),
     (),
     boundaries=(Boundary("system", NUM_SYSTEM),),
 )

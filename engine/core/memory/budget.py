@@ -14,7 +14,7 @@ from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request
+from engine.core.request import Request, RequestState
 from engine.protocol import EngineFailed
 
 MAX_WASTE_SHARE = 0.125
@@ -69,15 +69,20 @@ class Rectangle:
         return max(lengths) * len(lengths) - sum(lengths)
 
 
-@dataclass(slots=True)
-class PromptBooks:
-    """The rows that share it, and what it needs as long as it is taken in: its cache, and the intermediate results of a
-    step, at least and now."""
+@dataclass(slots=True, eq=False)
+class PrefillReservation:
+    """What a prompt in progress needs beside its rows."""
 
     row_ids: set[str]
+    """The rows that share the prompt."""
     cache_bytes: int
-    least_step_bytes: int
+    """Its own cache, until its rows join the decode batch."""
+    min_step_bytes: int
+    """Intermediate results of its smallest chunk or its largest image."""
     step_bytes: int
+    """Intermediate results of its present chunk."""
+    move_bytes: int = 0
+    """Of a prompt whose cache becomes its row's: what it would need more if other rows joined the group before it."""
 
 
 class MemoryBudget:
@@ -105,7 +110,7 @@ class MemoryBudget:
         self._of_row: dict[str, Rectangle] = {}
         self._slots: dict[str, int] = {}  # by row id
         self._sampling: dict[str, int] = {}  # Need.sampling_bytes by row id
-        self._prompt: PromptBooks | None = None
+        self._prefills: list[PrefillReservation] = []
         self._ids = count()
         self.unaccounted_bytes = 0
         self.num_underestimates = 0
@@ -118,10 +123,18 @@ class MemoryBudget:
         return self.limit_bytes - self.costs.base_bytes
 
     def need(self, rows: Sequence[Request], whole: bool = False) -> Need:
-        """whole: with all of the answer, not only what is reserved of it at first."""
+        """Return what a request's rows need.
+
+        whole: with all of the answer, not only what is reserved of it at first; a row that was preempted always asks
+        for all of it, as it would soon be preempted again.
+        """
         row, images, costs = rows[0], rows[0].spec.images, self.costs
         left = row.sampling.max_tokens - len(row.output_token_ids)
-        answer = left if whole else min(left, self._reserve_tokens)
+        answer = (
+            left
+            if whole or (row.state is RequestState.WAITING and row.output_token_ids)
+            else min(left, self._reserve_tokens)
+        )
         return Need(
             len(rows),
             row.num_prompt_tokens,
@@ -136,7 +149,7 @@ class MemoryBudget:
         of its answer. More than for_requests: it can never run."""
         end, sizes = need.num_tokens, [(need.num_rows, self.costs.slots(need.num_tokens))]
         books = self._books(set(), need, moves=need.num_rows == 1, chunk_tokens=0, end=end)
-        return self._total(sizes, books, need.num_rows * need.sampling_bytes)
+        return self._total(sizes, [books], need.num_rows * need.sampling_bytes)
 
     def max_tokens_alone(self, pinned_bytes: int = 0) -> int:
         """Prompt and answer of the longest row that fits, when the prompt is nearly all of it."""
@@ -152,14 +165,17 @@ class MemoryBudget:
             lambda n: self.alone(replace(need, num_tokens=need.num_prompt + n + overshoot)) <= limit,
         )
 
-    def max_chunk(self, num_prompt: int, wanted: int) -> int:
-        """How many of so many tokens the next chunk of a prompt that is so long may take, at least MIN_CHUNK_TOKENS:
-        those whose intermediate results have room in what is free now. That is reserved until `shrink_step`."""
-        assert self._prompt is not None
-        least, room = min(wanted, MIN_CHUNK_TOKENS), self._prompt.step_bytes + max(0, self.free_bytes)
+    def max_chunk(self, row: Request, wanted: int) -> int:
+        """Return how many of `wanted` tokens the next chunk of a row's prompt may take, at least MIN_CHUNK_TOKENS.
+
+        The chunk's intermediate results must fit into what is free now; they stay reserved until `end_chunk`.
+        """
+        reservation, start = self._reservation_of(row.id), row.num_prefilled
+        assert reservation is not None
+        least, room = min(wanted, MIN_CHUNK_TOKENS), self._step_bytes(self._prefills) + max(0, self.free_bytes)
         room = min(room, self._step_limit)
-        num_tokens = _largest(least, wanted, lambda n: self.costs.chunk(n, num_prompt) <= room)
-        self._prompt.step_bytes = max(self._prompt.step_bytes, self.costs.chunk(num_tokens, num_prompt))
+        num_tokens = _largest(least, wanted, lambda n: self.costs.chunk(n, start + n) <= room)
+        reservation.step_bytes = max(reservation.step_bytes, self.costs.chunk(num_tokens, start + num_tokens))
         return num_tokens
 
     # Reserving and giving back
@@ -171,7 +187,6 @@ class MemoryBudget:
     def reserve(self, rows: Sequence[Request]) -> int:
         """For a request's rows and its prompt, which is taken in next. Returns 0, or how many bytes are missing: then
         nothing is reserved. Tells the rows with whom they will decode (`Request.rectangle`)."""
-        assert self._prompt is None
         need = self.need(rows)
         missing, books = self._missing(need, None)
         if missing:
@@ -180,14 +195,16 @@ class MemoryBudget:
         if rectangle is not None:
             missing, among_others = self._missing(need, rectangle)
             rectangle, books = (None, books) if missing else (rectangle, among_others)
+            for one in self._moving_into(rectangle):
+                one.cache_bytes, one.move_bytes = one.cache_bytes + one.move_bytes, 0
         books.row_ids |= {row.id for row in rows}
-        self._prompt = books
+        self._prefills.append(books)
         self._put(rectangle, rows, need)
         return 0
 
     def _missing(
         self, need: Need, rectangle: Rectangle | None, without: Collection[str] = ()
-    ) -> tuple[int, PromptBooks]:
+    ) -> tuple[int, PrefillReservation]:
         """Among the rows of a rectangle, or in one of its own. Beside others a chunk shall not be smaller than it could
         be; alone, anything is better than to wait."""
         others = [row_id for row_id in self._of_row if row_id not in without]
@@ -195,8 +212,16 @@ class MemoryBudget:
         books = self._books(set(), need, moves, self._chunk_tokens if others else 0, need.num_prompt)
         sizes = self._sizes(rectangle, need.num_rows, self.costs.slots(need.num_tokens), without)
         sampling = sum(self._sampling[row_id] for row_id in others) + need.num_rows * need.sampling_bytes
-        total = self._total(sizes, books, sampling)
+        prefills = [one for one in self._prefills if not one.row_ids <= set(without)]
+        total = self._total(sizes, [*prefills, books], sampling)
+        total += sum(one.move_bytes for one in self._moving_into(rectangle))
         return max(0, total - self._limit(is_alone=not others)), books
+
+    def _moving_into(self, rectangle: Rectangle | None) -> list[PrefillReservation]:
+        """Prompts in progress that expect to be the first of their group, and would not be with another row in it."""
+        if rectangle is None:
+            return []
+        return [one for one in self._prefills if one.move_bytes and one.row_ids <= rectangle.rows.keys()]
 
     def _limit(self, is_alone: bool) -> int:
         """Of what requests may reserve. Who is alone need not wait until something unknown is gone: it may stay, and
@@ -204,16 +229,16 @@ class MemoryBudget:
         limit = self.for_requests - self._cached_bytes()
         return limit if is_alone else limit - self.unaccounted_bytes
 
-    def joined(self) -> None:
-        """The prompt has been taken in: its own cache is gone."""
-        self._prompt = None
+    def release_prefill(self, row: Request) -> None:
+        """Give back what the prompt of a row needed beside its rows: they have joined the decode batch."""
+        self._prefills = [one for one in self._prefills if row.id not in one.row_ids]
 
-    def shrink_step(self) -> None:
-        """The next chunk of the prompt has not been chosen yet: what it could be smaller by is free."""
-        if self._prompt is not None:
-            self._prompt.step_bytes = self._prompt.least_step_bytes
+    def end_chunk(self) -> None:
+        """Give back what no chunk needs now: the next one has not been chosen yet."""
+        for one in self._prefills:
+            one.step_bytes = one.min_step_bytes
 
-    def is_used_up(self, row: Request) -> bool:
+    def needs_more_slots(self, row: Request) -> bool:
         """Whether the row may need more slots in the next step than it has reserved."""
         return row.num_prompt_tokens + self.costs.overshoot > self._slots[row.id]
 
@@ -226,7 +251,7 @@ class MemoryBudget:
         slots = self.costs.slots(self.need([row]).num_tokens)
         rectangle = self._of_row[row.id]
         if slots > rectangle.slots:
-            total = self._total(self._sizes(rectangle, 0, slots), self._prompt, self.sampling_bytes)
+            total = self._total(self._sizes(rectangle, 0, slots), self._prefills, self.sampling_bytes)
             missing = total - self._limit(is_alone=len(self._of_row) == 1)
             if missing > 0:
                 return missing
@@ -236,10 +261,9 @@ class MemoryBudget:
 
     def release(self, row_id: str) -> None:
         """All of a row, and of its prompt with the last of its rows. Unknown ids are ignored."""
-        if self._prompt is not None and row_id in self._prompt.row_ids:
-            self._prompt.row_ids.discard(row_id)
-            if not self._prompt.row_ids:
-                self._prompt = None
+        for one in self._prefills:
+            one.row_ids.discard(row_id)
+        self._prefills = [one for one in self._prefills if one.row_ids]
         rectangle = self._of_row.pop(row_id, None)
         if rectangle is None:
             return
@@ -267,7 +291,7 @@ class MemoryBudget:
 
     @property
     def prompt_bytes(self) -> int:
-        return self._prompt.cache_bytes if self._prompt is not None else 0
+        return sum(one.cache_bytes for one in self._prefills)
 
     @property
     def transient_bytes(self) -> int:
@@ -277,7 +301,7 @@ class MemoryBudget:
     @property
     def reserved_bytes(self) -> int:
         """By requests."""
-        return self._total(self._sizes(None, 0, 0), self._prompt, self.sampling_bytes)
+        return self._total(self._sizes(None, 0, 0), self._prefills, self.sampling_bytes)
 
     @property
     def used_bytes(self) -> int:
@@ -307,23 +331,33 @@ class MemoryBudget:
     def _step_limit(self) -> float:
         return MAX_STEP_SHARE * self.for_requests
 
-    def _books(self, row_ids: set[str], need: Need, moves: bool, chunk_tokens: int, end: int) -> PromptBooks:
+    def _books(self, row_ids: set[str], need: Need, moves: bool, chunk_tokens: int, end: int) -> PrefillReservation:
         """moves: the only row takes the prompt's cache over instead of copying it. chunk_tokens: of the chunks that
         there shall be room for at least. end: the prompt's."""
         costs, num_tokens = self.costs, need.num_prompt
         smallest = costs.chunk(min(end, MIN_CHUNK_TOKENS), end)
         wanted = costs.chunk(min(num_tokens, chunk_tokens), end)
         step = max(smallest, min(wanted, int(self._step_limit)), need.image_step_bytes)
-        return PromptBooks(row_ids, need.image_bytes + (0 if moves else costs.prompt(num_tokens)), step, step)
+        prompt_bytes = costs.prompt(num_tokens)
+        cache_bytes = need.image_bytes + (0 if moves else prompt_bytes)
+        return PrefillReservation(row_ids, cache_bytes, step, step, prompt_bytes if moves else 0)
 
-    def _total(self, rectangles: Sequence[tuple[int, int]], prompt: PromptBooks | None, sampling: int) -> int:
-        """Rectangles as (rows, slots). One of them at a time is rebuilt, layer by layer, between chunks of a prompt."""
+    def _total(
+        self, rectangles: Sequence[tuple[int, int]], prefills: Sequence[PrefillReservation], sampling: int
+    ) -> int:
+        """Rectangles as (rows, slots). One is rebuilt at a time, layer by layer, and one chunk computed at a time."""
         costs = self.costs
         rows = sum(costs.rows(*rectangle) for rectangle in rectangles) + sampling
         rebuilt = max((costs.layer(*rectangle) for rectangle in rectangles), default=0)
-        if prompt is None:
-            return rows + rebuilt
-        return rows + prompt.cache_bytes + max(rebuilt, prompt.step_bytes)
+        cache_bytes = sum(one.cache_bytes for one in prefills)
+        return rows + cache_bytes + max(rebuilt, self._step_bytes(prefills))
+
+    @staticmethod
+    def _step_bytes(prefills: Sequence[PrefillReservation]) -> int:
+        return max((one.step_bytes for one in prefills), default=0)
+
+    def _reservation_of(self, row_id: str) -> PrefillReservation | None:
+        return next((one for one in self._prefills if row_id in one.row_ids), None)
 
     def _sizes(
         self, changed: Rectangle | None, num_rows: int, slots: int, without: Collection[str] = ()

@@ -1,14 +1,14 @@
-"""The prompt that is being taken in: it goes on from what the prefix cache has, and leaves snapshots at its boundaries.
+"""PrefixReuse: prompts in progress go on from what the prefix cache has, and leave snapshots at their boundaries.
 
-Prompts are taken in one at a time, and each looks into the cache when its turn comes: of several with the same new
-prefix the first computes it, and the others find it. A snapshot is stored as soon as a chunk that succeeded ends at its
-boundary and its state is finite, so that a client that gives up and comes again finds what was done for it. If a later
-chunk of the prompt fails, all that the prompt has stored is thrown away.
+Each prompt looks into the cache when its first chunk is due. A prompt whose prefix is being computed by another one is
+told which (`source`), so that the scheduler lets that one reach the boundary instead of computing it twice. A snapshot
+is stored as soon as a chunk that succeeded ends at its boundary and its state is finite, so that a client that gives up
+and comes again finds what was done for it. If a later chunk of the prompt fails, all that it has stored is thrown away.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -36,22 +36,31 @@ KIND_ORDER = ("system", "turn", "prompt")
 
 
 @dataclass(slots=True, eq=False)
-class Current:
-    """A prompt in progress. todo: boundaries in front of it, the next one first. base: the snapshot that it goes on
-    from or has left last; base_digest: its entry. stored: what it has left so far. reading: what it waits for.
-    in_memory: what is on disk could not be had. max_tokens: longer prefixes could not be restored.
-    """
+class Session:
+    """What a prompt in progress has to do with the prefix cache."""
 
     row: Request
+    """The first of the rows that share the prompt."""
     key: PromptKey
     max_tokens: int
+    """Longer prefixes could not be restored, or would leave nothing to compute."""
     todo: list[Boundary] = field(default_factory=list)
+    """Boundaries in front of the prompt, the next one first."""
     base: Held | None = None
+    """The snapshot that it goes on from or has left last."""
     base_digest: str | None = None
     base_tokens: int = 0
     stored: list[Entry] = field(default_factory=list)
+    """What it has left so far."""
     reading: Reading | None = None
+    """The snapshot on disk that it waits for."""
     in_memory: bool = False
+    """What is on disk could not be had."""
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the prompt has begun: its prefix has been looked up."""
+        return self.reading is None
 
 
 class PrefixReuse:
@@ -69,7 +78,7 @@ class PrefixReuse:
         self._runner = runner
         self._stats = stats
         self._clock = clock
-        self._current: Current | None = None
+        self._sessions: dict[str, Session] = {}  # by the id of the first row
         self._next_check_s = 0.0
         self.off = runner.no_snapshots if config.enabled else "prefix_cache.enabled is false"
         max_bytes = runner.device_bytes * DEVICE_SHARE if config.max_gb is None else config.max_gb * 2**30
@@ -81,20 +90,14 @@ class PrefixReuse:
 
         False while it is still read from disk, which is waited for so long: call again in the next step.
         """
-        row, current = rows[0], self._current
-        if row.spec.pooling is not None:
-            self.end()  # of a prompt that was given up
+        row = rows[0]
         if self.off is not None or row.spec.pooling is not None:
             return True
-        if current is None or current.row is not row:
-            self.end()
-            spec = row.spec
-            runner = self._runner
-            ids = row.prompt_token_ids
-            key = PromptKey.of(runner.fingerprint, spec.tenant, ids, spec.images, runner.image_token_id)
-            most = len(key) if spec.sparse is None else row.num_dense_tokens
-            current = self._current = Current(row, key, min(most, len(key) - 1))  # the last token gives the logits
-        elif current.reading is None:
+        current = self._sessions.get(row.id)
+        if current is None:
+            key = self._key_of(row)
+            current = self._sessions[row.id] = Session(row, key, self._max_tokens(row, key))
+        elif current.is_computing:
             return True
         while (entry := self._find(current, wait_s)) is not None and not self._restore(rows, current, entry):
             pass
@@ -118,16 +121,62 @@ class PrefixReuse:
         self.cache.touch(entry)
         return entry.num_tokens
 
-    def clip(self, num_prefilled: int, max_tokens: int) -> int:
+    def num_cached(self, row: Request) -> int:
+        """Return how many tokens of a row's prompt the cache would serve now, without using them."""
+        if self.off is not None or row.spec.pooling is not None:
+            return 0
+        key, counters = self._key_of(row), self.cache.counters
+        version = (len(key), counters.num_stored, counters.num_evicted, len(self.cache))
+        if row.cached_hint is None or row.cached_hint[0] != version:
+            entry = self.cache.match(key, self._max_tokens(row, key))
+            row.cached_hint = version, 0 if entry is None else entry.num_tokens
+        return row.cached_hint[1]
+
+    def source_of(self, row: Request) -> Request | None:
+        """Return the first row of the prompt in progress that will leave the longest prefix of this row's prompt.
+
+        None if the cache has a prefix as long already, or no prompt in progress has one in common.
+        """
+        others = [one for one in self._sessions.values() if one.row is not row and one.is_computing and one.todo]
+        if not others or self.off is not None or row.spec.pooling is not None or row.id in self._sessions:
+            return None
+        key = self._key_of(row)
+        longest, source = self.num_cached(row), None
+        for other in others:
+            if other.key.tenant != key.tenant:
+                continue
+            num_common = min(key.num_common(other.key), self._max_tokens(row, key))
+            reached = max((b.num_tokens for b in other.todo if b.num_tokens <= num_common), default=0)
+            if reached >= longest + self._config.min_tokens:
+                longest, source = reached, other.row
+        return source
+
+    def _key_of(self, row: Request) -> PromptKey:
+        """The key of a row's prompt, which the row keeps until its prompt grows."""
+        key = row.prompt_key
+        if key is None or len(key) != row.num_prompt_tokens + row.num_skipped:
+            runner, spec = self._runner, row.spec
+            key = row.prompt_key = PromptKey.of(
+                runner.fingerprint, spec.tenant, row.prompt_token_ids, spec.images, runner.image_token_id
+            )
+        return key
+
+    @staticmethod
+    def _max_tokens(row: Request, key: PromptKey) -> int:
+        """The longest prefix that may be restored: the last token gives the logits, and a sparse plan has gaps."""
+        most = len(key) if row.spec.sparse is None else row.num_dense_tokens
+        return min(most, len(key) - 1)
+
+    def clip(self, rows: Sequence[Request], max_tokens: int) -> int:
         """A chunk ends at the next boundary."""
-        current = self._current
+        current = self._sessions.get(rows[0].id)
         if current is None or not current.todo:
             return max_tokens
-        return min(max_tokens, current.todo[0].num_tokens - num_prefilled)
+        return min(max_tokens, current.todo[0].num_tokens - rows[0].num_prefilled)
 
     def passed(self, rows: Sequence[Request]) -> None:
         """After a chunk: takes the snapshot if it ended at a boundary. Never raises: the answer does not need it."""
-        current = self._current
+        current = self._sessions.get(rows[0].id)
         if current is None or not current.todo or current.todo[0].num_tokens != rows[0].num_prefilled:
             return
         boundary = current.todo.pop(0)
@@ -138,24 +187,26 @@ class PrefixReuse:
             self.cache.counters.num_rejected += 1
             current.todo.clear()
 
-    def end(self, failed: bool = False) -> None:
-        """The prompt has been taken in, or is given up. failed: what it has left must not serve."""
-        current, self._current = self._current, None
-        if current is None:
-            return
+    def end(self, row_ids: Iterable[str], failed: bool = False) -> None:
+        """End the sessions of these prompts, complete or given up. failed: what they have left must not serve."""
+        for row_id in row_ids:
+            if (session := self._sessions.pop(row_id, None)) is not None:
+                self._end(session, failed)
+
+    def _end(self, session: Session, failed: bool) -> None:
         if failed:
-            for entry in current.stored:
+            for entry in session.stored:
                 if self.cache.get(entry.digest) is entry:
                     self._forget(entry)
-        if current.base is not None:
-            self.cache.release(current.base)
+        if session.base is not None:
+            self.cache.release(session.base)
 
     def check_integrity(self) -> None:
         """While nothing is being taken in, for at most a thousandth of the time.
 
         A cache whose books are wrong is emptied: it might serve wrong tokens.
         """
-        assert self._current is None
+        assert not self._sessions
         if (began_s := self._clock()) < self._next_check_s:
             return
         if (error := self.cache.integrity_error()) is not None:
@@ -181,12 +232,12 @@ class PrefixReuse:
 
     def close(self, timeout_s: float) -> None:
         """Waits until what has been stored is written, and lets go of it on the thread that made it."""
-        self.end()
+        self.end(list(self._sessions))
         if self._disk is not None:
             self._disk.close(timeout_s)
         self.cache.reset()
 
-    def _find(self, current: Current, wait_s: float) -> Entry | None:
+    def _find(self, current: Session, wait_s: float) -> Entry | None:
         """The longest stored prefix, in memory; None without one, or while it is still read from disk."""
         while True:
             if current.reading is not None and not self._has_read(current, current.reading, wait_s):
@@ -200,7 +251,7 @@ class PrefixReuse:
             assert self._disk is not None
             current.reading = self._disk.read(entry)
 
-    def _has_read(self, current: Current, reading: Reading, wait_s: float) -> bool:
+    def _has_read(self, current: Session, reading: Reading, wait_s: float) -> bool:
         """False while it is worth waiting for."""
         assert self._disk is not None
         if reading.is_done(wait_s):
@@ -214,7 +265,7 @@ class PrefixReuse:
         current.reading = None
         return True
 
-    def _restore(self, rows: Sequence[Request], current: Current, entry: Entry) -> bool:
+    def _restore(self, rows: Sequence[Request], current: Session, entry: Entry) -> bool:
         """False when that fails: this prompt does without it. Raises InvalidRequest: it is not the snapshot's fault."""
         assert entry.held is not None and entry.held.snapshot is not None
         try:
@@ -278,7 +329,7 @@ class PrefixReuse:
                 last = boundary.num_tokens
         return boundaries
 
-    def _take(self, rows: Sequence[Request], current: Current, boundary: Boundary) -> None:
+    def _take(self, rows: Sequence[Request], current: Session, boundary: Boundary) -> None:
         base, costs = current.base, self._runner.costs
         num_new = boundary.num_tokens - (current.base_tokens if base is not None else 0)
         if not self.cache.make_way(num_new * costs.token_bytes + costs.state_bytes, base):

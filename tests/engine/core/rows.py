@@ -1,5 +1,7 @@
 """Requests and a clock for the tests of the scheduler, and the way of a row into the batch."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,22 @@ def scheduler_of(policy: str = "fifo", clock: Clock | None = None, **config: Any
     return Scheduler(EngineConfig.model_validate(limits), Stats(), clock or Clock())
 
 
+@dataclass
+class Step:
+    """What the scheduler has chosen for a step: drops, decoding, and the first chunk of a prompt."""
+
+    drop: list[str]
+    decode: bool
+    prefill: Sequence[Request]
+    max_prefill_tokens: int
+
+
+def step_of(scheduler: Scheduler, num_draft_tokens: int = 0) -> Step:
+    work = scheduler.schedule(num_draft_tokens)
+    rows = scheduler.next_prompt()
+    return Step(work.drop, work.decode, rows, scheduler.chunk_tokens(rows) if rows else 0)
+
+
 def out(*token_ids: int, **more: Any) -> RowOutput:
     return RowOutput(token_ids, **more)
 
@@ -49,7 +67,7 @@ def start(scheduler: Scheduler, request: EngineRequest) -> list[Request]:
     """Through the queue and its whole prefill, to rows with one token."""
     rows = rows_of(request)
     scheduler.add(rows)
-    work = scheduler.schedule()
+    work = step_of(scheduler)
     assert list(work.prefill) == rows
     finish_prefill(scheduler, rows)
     assert all(row.state is RequestState.RUNNING for row in rows)
@@ -59,7 +77,7 @@ def start(scheduler: Scheduler, request: EngineRequest) -> list[Request]:
 def admitted(scheduler: Scheduler) -> list[str]:
     """Lets all in, one after the other, each leaving at once. Returns the requests in that order."""
     order = []
-    while prefill := scheduler.schedule().prefill:
+    while prefill := step_of(scheduler).prefill:
         order.append(prefill[0].spec.request_id)
         finish_prefill(scheduler, list(prefill))
         scheduler.abort(order[-1])

@@ -6,7 +6,7 @@ import pytest
 from engine.config import EngineConfig, PrefixCacheConfig
 from engine.core.batch import PrefillOutput
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
-from tests.engine.core.rows import finish_prefill, out, rows_of, scheduler_of, spec, start
+from tests.engine.core.rows import finish_prefill, out, rows_of, scheduler_of, spec, start, step_of
 from tests.engine.driver import Driver
 from tests.engine.fakes import STOP, FakeRunner, answer
 
@@ -37,9 +37,9 @@ def test_a_request_waits_until_all_its_choices_have_room():
     three, one = rows_of(spec("three", n=3)), rows_of(spec("one"))
     scheduler.add(three)
     scheduler.add(one)
-    assert not scheduler.schedule().prefill, "nobody overtakes: it would wait for ever"
+    assert not step_of(scheduler).prefill, "nobody overtakes: it would wait for ever"
     scheduler.update_decode({"a/1": out(2)})
-    work = scheduler.schedule()
+    work = step_of(scheduler)
     assert list(work.prefill) == three and work.drop == ["a/1"]
     assert scheduler.num_running == 4
 
@@ -47,7 +47,7 @@ def test_a_request_waits_until_all_its_choices_have_room():
 def test_rows_in_prefill_count_with_those_that_run():
     scheduler = scheduler_of(max_running=4)
     scheduler.add(rows_of(spec("a", n=3)))
-    scheduler.schedule()
+    step_of(scheduler)
     assert (scheduler.num_running, scheduler.num_decoding) == (3, 0)
 
 
@@ -79,11 +79,11 @@ def test_an_abort_takes_all_choices(when):
     rows = rows_of(spec("r", n=3, num_prompt=40))
     scheduler.add(rows)
     if when != "waiting":
-        scheduler.schedule()
+        step_of(scheduler)
     if when == "running":
         finish_prefill(scheduler, rows)
     scheduler.abort("r")
-    work = scheduler.schedule()
+    work = step_of(scheduler)
     assert work.drop == ([] if when == "waiting" else ["r/0", "r/1", "r/2"])
     assert not work.prefill and not scheduler.has_work and scheduler._rows == {}
     assert scheduler._stats.num_aborted == 3
@@ -102,11 +102,11 @@ def test_a_runner_that_forgets_a_choice_fails_the_prompt_before_anything_has_cha
     scheduler = scheduler_of()
     rows = rows_of(spec("r", n=2))
     scheduler.add(rows)
-    scheduler.schedule()
+    step_of(scheduler)
     with pytest.raises(KeyError):
         scheduler.update_prefill(rows, PrefillOutput(4, {"r/0": out(7)}))
     chunks = scheduler.fail_prefill(rows, "prefill failed")
-    assert sorted(chunks) == ["r/0", "r/1"] and scheduler.schedule().drop == ["r/0", "r/1"]
+    assert sorted(chunks) == ["r/0", "r/1"] and step_of(scheduler).drop == ["r/0", "r/1"]
 
 
 def test_logprobs_come_one_per_token_and_choice():

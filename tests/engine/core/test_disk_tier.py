@@ -189,9 +189,9 @@ def test_a_prompt_that_is_aborted_or_whose_snapshots_are_cleared_while_it_waits_
     monkeypatch.undo()
     engine.core.prefix.clear()
     engine.core.prefix.clear_files()
-    current = engine.core.prefix._current
-    assert current is not None and current.reading is not None
-    current.reading.until_s = 0.0
+    [session] = engine.core.prefix._sessions.values()
+    assert session.reading is not None
+    session.reading.until_s = 0.0
     engine.run({0: []})
     assert engine.tokens["cleared"] == answer(request("cleared", SYSTEM, [1] * 20)) and "gone" not in engine.tokens
     assert engine.core.prefix.cache.integrity_error() is None

@@ -14,7 +14,7 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.stats import Stats
 from engine.protocol import EngineRequest, SamplingParams
-from tests.engine.core.rows import Clock, finish_prefill, scheduler_of, spec, start
+from tests.engine.core.rows import Clock, finish_prefill, scheduler_of, spec, start, step_of
 from tests.engine.driver import Driver
 from tests.engine.fakes import FakeRunner, answer
 
@@ -60,7 +60,7 @@ def tight(budget: int, spare: Spare | None = None, clock: Clock | None = None, *
 def let_in(scheduler: Scheduler, spec: EngineRequest) -> Request:
     row = Request(spec)
     scheduler.add([row])
-    assert list(scheduler.schedule().prefill) == [row]
+    assert list(step_of(scheduler).prefill) == [row]
     finish_prefill(scheduler, [row])
     return row
 
@@ -114,12 +114,12 @@ def test_a_row_that_grows_gets_what_has_left_for_it_before_anybody_new_does():
     spare = Spare()
     scheduler = tight(2000, spare, memory={"reserve_tokens": 16}, reserve_tokens=16)
     row = let_in(scheduler, spec("row", 20, 200))
-    while not scheduler.budget.is_used_up(row):
+    while not scheduler.budget.needs_more_slots(row):
         scheduler.update_decode({row.id: RowOutput((7,))})
     spare.free_bytes = scheduler.budget.free_bytes
     scheduler.add([Request(spec("new", 5, 1))])
-    work = scheduler.schedule()
-    assert work.decode and not scheduler.budget.is_used_up(row)
+    work = step_of(scheduler)
+    assert work.decode and not scheduler.budget.needs_more_slots(row)
     assert scheduler.budget.used_bytes <= 2000
 
 
@@ -131,14 +131,14 @@ def test_a_row_that_grows_may_have_what_the_next_chunk_could_be_smaller_by():
     scheduler = Scheduler(config, Stats(), Clock(), budget)
     row, new = let_in(scheduler, spec("row", 20, 200)), Request(spec("new", 600, 10))
     scheduler.add([new])
-    assert list(scheduler.schedule().prefill) == [new]
+    assert list(step_of(scheduler).prefill) == [new]
     scheduler.update_prefill([new], PrefillOutput(16))
-    budget.max_chunk(600, 30)  # as while nothing decoded
-    while not budget.is_used_up(row):
+    budget.max_chunk(new, 30)  # as while nothing decoded
+    while not budget.needs_more_slots(row):
         scheduler.update_decode({row.id: RowOutput((7,))})
     budget.observe(budget.used_bytes - budget.transient_bytes + budget.free_bytes)
-    work = scheduler.schedule()
-    assert list(work.prefill) == [new] and not work.drop and not budget.is_used_up(row)
+    work = step_of(scheduler)
+    assert list(work.prefill) == [new] and not work.drop and not budget.needs_more_slots(row)
 
 
 def test_beside_others_a_prompt_waits_for_a_chunk_of_some_size_and_alone_for_none():
@@ -148,7 +148,7 @@ def test_beside_others_a_prompt_waits_for_a_chunk_of_some_size_and_alone_for_non
     small, large = (books.missing([Request(request("new", n, 8))]) for n in (520, 640))
     assert (small, large) == (0, 0), "alone it starts with 16 tokens at a time"
     assert books.reserve([row]) == 0
-    books.joined()
+    books.release_prefill(row)
     assert books.missing([Request(request("new", 520, 8))]) > 0, "256 tokens at a time would not fit"
     assert books.missing([Request(request("new", 520, 8))], without=[row.id]) == 0
 
@@ -159,11 +159,11 @@ def test_who_was_blocked_and_then_refused_ends_alone():
     scheduler = tight(3000, clock=clock, max_running=4)
     row = let_in(scheduler, spec("runs", 20, 100))
     scheduler.add([Request(spec("never", 400, 10))])
-    scheduler.schedule()
+    step_of(scheduler)
     clock.now += 100
-    scheduler.schedule()
+    step_of(scheduler)
     scheduler.abort(row.spec.request_id)
-    scheduler.schedule()
+    step_of(scheduler)
     [(row_id, chunk)] = scheduler.take_ended().items()
     assert row_id == "never/0" and "bytes of memory are missing, of 3000" in (chunk.error or "")
     let_in(scheduler, spec("next", 20, 10))
@@ -176,7 +176,7 @@ def test_what_the_prefix_cache_holds_leaves_before_any_row_does():
         let_in(scheduler, replace(spec(f"hog{i}", 28, 100), client="hog"))
     scheduler.add([Request(replace(spec("new", 500, 100), client="other"))])
     spare.free_bytes = scheduler.budget.free_bytes
-    work = scheduler.schedule()
+    work = step_of(scheduler)
     assert [row.id for row in work.prefill] == ["new/0"] and scheduler._stats.num_preempted == 0
 
 
@@ -188,7 +188,7 @@ def test_one_place_and_what_is_spare_are_enough_where_neither_is():
     spare.free_bytes = scheduler.budget.free_bytes
     scheduler.add([Request(replace(spec("new", 100, 20), client="other"))])
     clock.now += 6
-    assert [row.id for row in scheduler.schedule().prefill] == ["new/0"] and scheduler._stats.num_preempted == 1
+    assert [row.id for row in step_of(scheduler).prefill] == ["new/0"] and scheduler._stats.num_preempted == 1
 
 
 def test_who_holds_a_share_already_takes_nobody_s_place():
@@ -199,7 +199,7 @@ def test_who_holds_a_share_already_takes_nobody_s_place():
             let_in(scheduler, replace(spec(f"{client}{i}"), client=client))
     scheduler.add([Request(replace(spec("more"), client="share"))])
     clock.now += 6
-    assert not scheduler.schedule().prefill and scheduler._stats.num_preempted == 0
+    assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
 
 
 def test_a_client_that_holds_most_of_the_memory_makes_room_for_others_and_not_for_itself():
@@ -210,7 +210,7 @@ def test_a_client_that_holds_most_of_the_memory_makes_room_for_others_and_not_fo
         let_in(scheduler, replace(spec("small", 20, 20), client="other"))
         scheduler.add([Request(replace(spec("new", 300, 20), client=client))])
         clock.now += 6
-        scheduler.schedule()
+        step_of(scheduler)
         assert scheduler._stats.num_preempted == displaced, client
 
 
@@ -235,7 +235,7 @@ def test_nobody_loses_a_place_where_that_would_not_be_enough():
         let_in(scheduler, replace(spec(f"fair{i}", 500, 100), client="fair"))
     scheduler.add([Request(replace(spec("new", 1500, 100), client="new"))])
     clock.now += 6
-    assert not scheduler.schedule().prefill and scheduler._stats.num_preempted == 0
+    assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
 
 
 def test_an_urgent_request_takes_places_for_its_memory_as_it_does_for_rows():
@@ -282,15 +282,15 @@ def test_a_prompt_that_was_given_up_before_its_first_token_is_told_when_it_has_w
     row = let_in(scheduler, spec("row", 20, 150))
     new = Request(spec("new", 120, 10))
     scheduler.add([new])
-    assert list(scheduler.schedule().prefill) == [new]
+    assert list(step_of(scheduler).prefill) == [new]
     scheduler.update_prefill([new], PrefillOutput(16))
     clock.now += 8
     while not scheduler._stats.num_preempted:
         scheduler.update_decode({row.id: RowOutput((7,))})
-        scheduler.schedule()
+        step_of(scheduler)
     assert not scheduler.take_ended()
     clock.now += 3
-    scheduler.schedule()
+    step_of(scheduler)
     assert set(scheduler.take_ended()) == {"new/0"}, "11 s since it came"
 
 
@@ -299,7 +299,7 @@ def test_nobody_pays_twice_for_having_lost_a_place():
     [row] = start(scheduler, replace(spec("row", 100), client="c"))
     paid = scheduler._shares.served("c")
     scheduler.preempt(row)
-    assert list(scheduler.schedule().prefill) == [row]
+    assert list(step_of(scheduler).prefill) == [row]
     finish_prefill(scheduler, [row])
     assert scheduler._shares.served("c") == paid + 2, "for the one new token"
 

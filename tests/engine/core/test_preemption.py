@@ -8,7 +8,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.request import RequestState
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
-from tests.engine.core.rows import Clock, finish_prefill, out, rows_of, scheduler_of, spec, start
+from tests.engine.core.rows import Clock, finish_prefill, out, rows_of, scheduler_of, spec, start, step_of
 from tests.engine.driver import Driver
 from tests.engine.fakes import STOP, FakeRunner, answer
 
@@ -29,7 +29,7 @@ def test_an_urgent_request_takes_the_place_of_the_least_urgent_row_the_latest_fi
         start(scheduler, spec(name, priority=priority))
     urgent = rows_of(spec("urgent"))
     scheduler.add(urgent)
-    work = scheduler.schedule()
+    work = step_of(scheduler)
     assert work.drop == ["b/0"] and list(work.prefill) == urgent
     assert (scheduler.num_running, scheduler.num_waiting, scheduler._stats.num_preempted) == (3, 1, 1)
 
@@ -40,7 +40,7 @@ def test_nobody_is_preempted_for_an_equal_or_by_another_policy(policy, priority)
     start(scheduler, spec("a", priority=4))
     start(scheduler, spec("b", priority=4))
     scheduler.add(rows_of(spec("c", num_prompt=1, priority=priority)))
-    assert not scheduler.schedule().prefill and scheduler._stats.num_preempted == 0
+    assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
 
 
 def test_waiting_long_does_not_make_a_request_urgent_enough_to_preempt():
@@ -49,7 +49,7 @@ def test_waiting_long_does_not_make_a_request_urgent_enough_to_preempt():
     start(scheduler, spec("a", priority=1))
     scheduler.add(rows_of(spec("b", priority=1)))
     clock.now += 1e6
-    assert not scheduler.schedule().prefill
+    assert not step_of(scheduler).prefill
 
 
 def test_nobody_is_preempted_in_vain():
@@ -57,9 +57,9 @@ def test_nobody_is_preempted_in_vain():
     for name, priority in {"a": 5, "b": 0, "c": 5}.items():
         start(scheduler, spec(name, priority=priority))
     scheduler.add(rows_of(spec("wide", n=3)))
-    assert not scheduler.schedule().prefill and scheduler._stats.num_preempted == 0
+    assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
     scheduler.abort("b")
-    work = scheduler.schedule()
+    work = step_of(scheduler)
     assert len(work.prefill) == 3 and sorted(work.drop) == ["a/0", "b/0", "c/0"]
 
 
@@ -68,8 +68,8 @@ def test_while_there_is_room_the_queue_goes_in_its_order():
     start(scheduler, spec("a", priority=5))
     wide = rows_of(spec("wide", n=3, priority=1))
     scheduler.add(wide)
-    scheduler.schedule()
-    assert scheduler._stats.num_preempted == 1 and scheduler._prefill is not None and scheduler._prefill.rows == wide
+    step_of(scheduler)
+    assert scheduler._stats.num_preempted == 1 and [row.state for row in wide] == [RequestState.PREFILL] * 3
 
 
 def test_an_urgent_request_does_not_overtake_into_a_free_row_that_the_head_waits_for():
@@ -79,7 +79,7 @@ def test_an_urgent_request_does_not_overtake_into_a_free_row_that_the_head_waits
     scheduler.add(rows_of(spec("wide", n=3, priority=1)))
     clock.now += 60
     scheduler.add(rows_of(spec("late", priority=0)))
-    assert not scheduler.schedule().prefill and scheduler._stats.num_preempted == 0
+    assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
 
 
 def test_a_preempted_row_waits_at_the_head_of_its_priority():
@@ -102,7 +102,7 @@ def test_what_a_preempted_row_gets_from_a_step_before_is_ignored():
     scheduler.preempt(row)
     assert set(scheduler.update_decode({"a/0": out(9), "b/0": out(9)})) == {"b/0"}
     assert row.output_token_ids == [7]
-    work = scheduler.schedule()
+    work = step_of(scheduler)
     assert work.drop == ["a/0"] and list(work.prefill) == [row], "it is dropped before it is prefilled again"
     assert row.num_prompt_tokens == len(row.prompt_token_ids) == 5
     finish_prefill(scheduler, [row])
@@ -127,9 +127,9 @@ def test_a_preempted_row_can_be_aborted():
     scheduler = scheduler_of("priority", max_running=1)
     start(scheduler, spec("a", priority=5))
     scheduler.add(rows_of(spec("urgent")))
-    scheduler.schedule()
+    step_of(scheduler)
     scheduler.abort("a")
-    assert scheduler.num_waiting == 0 and scheduler.schedule().drop == []
+    assert scheduler.num_waiting == 0 and step_of(scheduler).drop == []
 
 
 def test_a_row_that_was_preempted_or_waited_long_keeps_its_place_for_a_while():
@@ -141,12 +141,12 @@ def test_a_row_that_was_preempted_or_waited_long_keeps_its_place_for_a_while():
         scheduler.add(low)
         clock.now += waited_s
         scheduler.abort("first")
-        assert list(scheduler.schedule().prefill) == low
+        assert list(step_of(scheduler).prefill) == low
         finish_prefill(scheduler, low)
         scheduler.add(rows_of(spec("urgent")))
-        assert bool(scheduler.schedule().prefill) == (waited_s < 5.0)
+        assert bool(step_of(scheduler).prefill) == (waited_s < 5.0)
         clock.now += 5.0
-        assert scheduler.schedule().prefill[0].spec.request_id == "urgent", "but not for ever"
+        assert step_of(scheduler).prefill[0].spec.request_id == "urgent", "but not for ever"
 
 
 def test_a_row_that_was_preempted_is_not_preempted_again_at_once():
@@ -156,12 +156,12 @@ def test_a_row_that_was_preempted_is_not_preempted_again_at_once():
     start(scheduler, spec("urgent"))
     assert poor.state is RequestState.WAITING
     scheduler.abort("urgent")
-    assert list(scheduler.schedule().prefill) == [poor]
+    assert list(step_of(scheduler).prefill) == [poor]
     finish_prefill(scheduler, [poor])
     scheduler.add(rows_of(spec("urgent too")))
-    assert not scheduler.schedule().prefill
+    assert not step_of(scheduler).prefill
     clock.now += 5.0
-    assert scheduler.schedule().prefill and scheduler._stats.num_preempted == 2
+    assert step_of(scheduler).prefill and scheduler._stats.num_preempted == 2
 
 
 def test_under_a_stream_of_urgent_requests_a_poor_one_still_gets_on_and_is_seldom_preempted():
@@ -172,7 +172,7 @@ def test_under_a_stream_of_urgent_requests_a_poor_one_still_gets_on_and_is_seldo
         scheduler.add(rows_of(spec(f"urgent {second}", max_tokens=11)))
         for _ in range(10):
             clock.now += 0.1
-            work = scheduler.schedule()
+            work = step_of(scheduler)
             scheduler.update_decode({row_id: out(8) for row_id in scheduler._running})
             if work.prefill:
                 finish_prefill(scheduler, list(work.prefill))

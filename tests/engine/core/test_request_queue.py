@@ -9,7 +9,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.client_shares import MAX_IDLE_CLIENTS, ClientShares
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
-from tests.engine.core.rows import Clock, admitted, out, rows_of, scheduler_of, spec, start
+from tests.engine.core.rows import Clock, admitted, out, rows_of, scheduler_of, spec, start, step_of
 from tests.engine.driver import Driver
 from tests.engine.fakes import FakeRunner, answer
 
@@ -94,9 +94,9 @@ def test_a_client_that_holds_all_rows_makes_room_for_one_that_waits():
     scheduler = scheduler_of(clock=clock, max_running=4)
     rows = [start(scheduler, of("hog", f"h{i}"))[0] for i in range(4)]
     scheduler.add(rows_of(of("other", "o")))
-    assert not scheduler.schedule().prefill, "not at once"
+    assert not step_of(scheduler).prefill, "not at once"
     clock.now += 6
-    work = scheduler.schedule()
+    work = step_of(scheduler)
     assert [row.spec.request_id for row in work.prefill] == ["o"] and work.drop == [rows[-1].id]
 
 
@@ -108,7 +108,7 @@ def test_nobody_makes_room_for_more_than_a_share_or_when_fairness_is_off():
             start(scheduler, of("other" if i < held else "hog", f"r{i}"))
         scheduler.add(rows_of(of("other", "more")))
         clock.now += 6
-        assert not scheduler.schedule().prefill and scheduler._stats.num_preempted == 0
+        assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
 
 
 def test_all_clients_get_their_own_tokens_when_they_make_room_for_one_another():
@@ -137,10 +137,10 @@ def test_who_waits_for_too_long_is_told_and_leaves_nothing_behind():
     scheduler.add(rows_of(spec("wide", n=2)))
     clock.now += 9
     scheduler.add(rows_of(spec("late", n=2)))
-    scheduler.schedule()
+    step_of(scheduler)
     assert scheduler.take_ended() == {} and scheduler.num_waiting == 2
     clock.now += 1
-    scheduler.schedule()
+    step_of(scheduler)
     ended = scheduler.take_ended()
     assert set(ended) == {"wide/0", "wide/1"} and scheduler.num_waiting == 1 and scheduler._stats.num_expired == 2
     for chunk in ended.values():
@@ -150,7 +150,7 @@ def test_who_waits_for_too_long_is_told_and_leaves_nothing_behind():
     assert scheduler._stats.num_aborted == 0
     scheduler.preempt(row)
     clock.now += 1000
-    scheduler.schedule()
+    step_of(scheduler)
     assert set(scheduler.take_ended()) == {"late/0", "late/1"}, "who has begun to answer may wait for ever"
 
 
@@ -161,7 +161,7 @@ def test_positions_and_expected_waits_are_told():
         scheduler.add(rows_of(spec(name)))
     assert scheduler.queue()[0].expected_wait_s is None, "nobody knows yet"
     for _ in range(2):
-        [row] = scheduler.schedule().prefill
+        [row] = step_of(scheduler).prefill
         scheduler.abort(row.spec.request_id)
         clock.now += 4
     shown = scheduler.queue()

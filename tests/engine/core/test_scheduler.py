@@ -5,9 +5,21 @@ from itertools import pairwise
 import pytest
 
 from engine.core.batch import NO_TOKEN, PrefillOutput
+from engine.core.prefill import MIN_IDLE_STEP_S
 from engine.core.scheduler import MIN_PREFILL_TOKENS, Scheduler
 from engine.protocol import FinishReason, TokenLogprobs
-from tests.engine.core.rows import STOP, Clock, admitted, finish_prefill, out, rows_of, scheduler_of, spec, start
+from tests.engine.core.rows import (
+    STOP,
+    Clock,
+    admitted,
+    finish_prefill,
+    out,
+    rows_of,
+    scheduler_of,
+    spec,
+    start,
+    step_of,
+)
 
 
 @pytest.fixture
@@ -15,15 +27,55 @@ def scheduler() -> Scheduler:
     return scheduler_of()
 
 
-def test_first_come_first_served_one_prompt_at_a_time(scheduler):
-    a, b = rows_of(spec("a")), rows_of(spec("b", num_prompt=1))
+def test_equal_prompts_are_computed_one_after_the_other_in_the_order_of_arrival(scheduler):
+    a, b = rows_of(spec("a")), rows_of(spec("b"))
     scheduler.add(a)
     scheduler.add(b)
-    assert list(scheduler.schedule().prefill) == a
+    assert list(step_of(scheduler).prefill) == a
     scheduler.update_prefill(a, PrefillOutput(2))
-    assert list(scheduler.schedule().prefill) == a, "until it is done"
+    assert list(step_of(scheduler).prefill) == a, "until it is done"
     finish_prefill(scheduler, a)
-    assert list(scheduler.schedule().prefill) == b
+    assert list(step_of(scheduler).prefill) == b
+
+
+def test_a_short_prompt_passes_a_long_one_in_progress(scheduler):
+    long, short = rows_of(spec("long", 5000)), rows_of(spec("short", 10))
+    scheduler.add(long)
+    assert list(step_of(scheduler).prefill) == long
+    scheduler.update_prefill(long, PrefillOutput(64))
+    scheduler.add(short)
+    assert list(step_of(scheduler).prefill) == short
+    finish_prefill(scheduler, short)
+    assert list(step_of(scheduler).prefill) == long and long[0].num_prefilled == 64
+
+
+def test_a_long_prompt_waits_in_the_queue_while_another_one_is_in_progress(scheduler):
+    for name in ("a", "b", "c"):
+        scheduler.add(rows_of(spec(name, 5000)))
+    step_of(scheduler)
+    assert scheduler.num_prefills == 1 and scheduler.num_waiting == 2, "its memory serves others meanwhile"
+
+
+def test_the_oldest_prompt_in_progress_keeps_a_third_of_the_time():
+    scheduler = scheduler_of(max_running=8)
+    for num_tokens in (100, 200, 400, 800):
+        measure(scheduler, num_tokens / 1000, num_tokens)
+    long, num_chunks = rows_of(spec("long", 90_000)), {"long": 0, "other": 0}
+    scheduler.add(long)
+    step_of(scheduler)
+    scheduler.update_prefill(long, PrefillOutput(100))
+    for i in range(300):
+        if scheduler.num_prefills == 1:
+            scheduler.add(rows_of(spec(f"other {i}", 2000)))
+        rows = list(step_of(scheduler).prefill)
+        num_chunks[rows[0].spec.request_id.split()[0]] += 1
+        if rows[0].num_prompt_tokens - rows[0].num_prefilled <= 100:
+            finish_prefill(scheduler, rows)
+            scheduler.abort(rows[0].spec.request_id)
+        else:
+            scheduler.update_prefill(rows, PrefillOutput(100))
+            scheduler.record_prefill(rows, 100, 0.1, 0.1)
+    assert num_chunks["long"] / 300 == pytest.approx(1 / 3, abs=0.05)
 
 
 def test_the_shortest_prompt_is_first_among_those_that_wait():
@@ -45,7 +97,7 @@ def test_the_smallest_priority_is_first_and_equals_in_the_order_of_arrival():
     [
         ("shortest_first", {"num_prompt": 1000}),
         ("priority", {"num_prompt": 2000, "priority": -1}),
-        ("fifo", {"priority": -1}),
+        ("fifo", {"num_prompt": 2000, "priority": -1}),
     ],
 )
 def test_waiting_counts_as_a_thousand_tokens_or_one_priority_per_ageing_s(policy, late):
@@ -66,7 +118,7 @@ def test_nobody_starves_while_better_ones_keep_coming(policy):
     order = []
     for second in range(10):
         scheduler.add(rows_of(spec(f"rich {second}")))
-        [row] = scheduler.schedule().prefill
+        [row] = step_of(scheduler).prefill
         order.append(row.spec.request_id)
         finish_prefill(scheduler, [row])
         scheduler.abort(order[-1])
@@ -75,39 +127,62 @@ def test_nobody_starves_while_better_ones_keep_coming(policy):
 
 
 def test_chunks_are_small_while_rows_decode_and_large_while_none_does(scheduler):
+    for num_tokens in (100, 200, 400, 800):
+        measure(scheduler, num_tokens / 1e6, num_tokens)
     a, b = rows_of(spec("a", 500)), rows_of(spec("b", 500))
     scheduler.add(a)
-    work = scheduler.schedule()
+    work = step_of(scheduler)
     assert (work.decode, work.max_prefill_tokens) == (False, 100)
     finish_prefill(scheduler, a)
     scheduler.add(b)
-    work = scheduler.schedule()
+    work = step_of(scheduler)
     assert (work.decode, list(work.prefill), work.max_prefill_tokens) == (True, b, 20)
 
 
 def test_rows_and_their_drafts_come_out_of_the_same_budget():
     scheduler = scheduler_of(max_running=64, prefill_chunk_tokens=100, prefill_chunk_tokens_busy=90)
+    for num_tokens in (100, 200, 400, 800):
+        measure(scheduler, num_tokens / 1e6, num_tokens)
     start(scheduler, spec("a", n=10))
-    assert scheduler.schedule().max_prefill_tokens == 90
-    assert scheduler.schedule(num_draft_tokens=1).max_prefill_tokens == 80
-    assert scheduler.schedule(num_draft_tokens=3).max_prefill_tokens == 60
-    assert scheduler.schedule(num_draft_tokens=9).max_prefill_tokens == MIN_PREFILL_TOKENS
+    scheduler.add(rows_of(spec("long", 50_000)))
+    assert step_of(scheduler).max_prefill_tokens == 90
+    assert step_of(scheduler, num_draft_tokens=1).max_prefill_tokens == 80
+    assert step_of(scheduler, num_draft_tokens=3).max_prefill_tokens == 60
+    assert step_of(scheduler, num_draft_tokens=9).max_prefill_tokens == MIN_PREFILL_TOKENS
+
+
+def measure(scheduler: Scheduler, seconds: float, num_tokens: int = 100) -> None:
+    """A chunk of a row that is not the scheduler's."""
+    [row] = rows_of(spec("measured", num_tokens))
+    row.num_prefilled = num_tokens
+    scheduler.record_prefill([row], num_tokens, 0.0, seconds)
 
 
 def test_a_chunk_takes_no_longer_than_the_stall_as_far_as_is_known():
     limits = {"prefill_chunk_tokens": 4000, "prefill_chunk_tokens_busy": 1000, "scheduler": {"max_stall_s": 0.5}}
     scheduler = scheduler_of(**limits)
     start(scheduler, spec("a"))
-    assert scheduler.schedule().max_prefill_tokens == 1000, "nothing is known yet"
-    scheduler.record_prefill(1000, 1.0)
-    assert scheduler.schedule().max_prefill_tokens == 500
-    scheduler.record_prefill(1000, 2.0)
-    assert scheduler.schedule().max_prefill_tokens == int(0.5 / 0.0012), "one slow chunk counts a fifth"
-    for _ in range(40):
-        scheduler.record_prefill(100, 20.0)
-    assert scheduler.schedule().max_prefill_tokens == MIN_PREFILL_TOKENS, "it goes on, however slow"
-    scheduler.abort("a")
-    assert scheduler.schedule().max_prefill_tokens == 4000, "nobody is kept waiting"
+    scheduler.add(rows_of(spec("long", 50_000)))
+    assert step_of(scheduler).max_prefill_tokens == 64, "nothing is known yet"
+    for num_tokens in (100, 200, 400, 800):
+        measure(scheduler, num_tokens / 1000, num_tokens)
+    assert step_of(scheduler).max_prefill_tokens == pytest.approx(500, rel=0.05)
+    measure(scheduler, 20.0)
+    assert step_of(scheduler).max_prefill_tokens == pytest.approx(500, rel=0.05), "a single slow chunk"
+    for num_tokens in (16, 32, 64, 128) * 10:
+        measure(scheduler, num_tokens / 10, num_tokens)
+    assert step_of(scheduler).max_prefill_tokens == MIN_PREFILL_TOKENS, "it goes on, however slow"
+
+
+def test_a_chunk_has_a_time_limit_while_nothing_decodes():
+    scheduler = scheduler_of(prefill_chunk_tokens=4000, step_timeout_s=120)
+    scheduler.add(rows_of(spec("long", 50_000)))
+    for num_tokens in (100, 200, 400, 800):
+        measure(scheduler, num_tokens / 1000, num_tokens)
+    assert step_of(scheduler).max_prefill_tokens == pytest.approx(MIN_IDLE_STEP_S * 1000, rel=0.05)
+    for num_tokens in (2, 4, 8, 16) * 10:
+        measure(scheduler, num_tokens * 4.0, num_tokens)
+    assert step_of(scheduler).max_prefill_tokens == pytest.approx(120 / 4 / 4.0, abs=1), "far from step_timeout_s"
 
 
 def test_a_full_batch_keeps_the_next_request_waiting_until_a_row_leaves(scheduler):
@@ -115,10 +190,10 @@ def test_a_full_batch_keeps_the_next_request_waiting_until_a_row_leaves(schedule
     start(scheduler, spec("b"))
     c = rows_of(spec("c"))
     scheduler.add(c)
-    assert not scheduler.schedule().prefill
+    assert not step_of(scheduler).prefill
     assert scheduler.num_waiting == 1
     scheduler.abort("a")
-    work = scheduler.schedule()
+    work = step_of(scheduler)
     assert work.drop == ["a/0"] and list(work.prefill) == c
 
 
@@ -126,7 +201,7 @@ def test_a_stop_token_ends_the_row_and_is_not_given_out(scheduler):
     start(scheduler, spec("a"))
     chunk = scheduler.update_decode({"a/0": out(STOP)})["a/0"]
     assert chunk.token_ids == () and chunk.finish_reason is FinishReason.STOP
-    assert scheduler.schedule().drop == ["a/0"]
+    assert step_of(scheduler).drop == ["a/0"]
 
 
 def test_tokens_after_the_end_are_not_given_out(scheduler):
@@ -158,7 +233,7 @@ def test_a_row_that_fails_fails_alone(scheduler, output):
     assert chunks["a/0"].finish_reason is FinishReason.ERROR and chunks["a/0"].token_ids == ()
     assert chunks["a/0"].error == (output.error or "the model gave no finite logits")
     assert chunks["b/0"].token_ids == (5,) and chunks["b/0"].finish_reason is None
-    assert scheduler.schedule().drop == ["a/0"] and scheduler._stats.num_failed == 1
+    assert step_of(scheduler).drop == ["a/0"] and scheduler._stats.num_failed == 1
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefill", "running"])
@@ -167,11 +242,11 @@ def test_an_aborted_request_is_gone_wherever_it_is(scheduler, when):
         start(scheduler, spec("a"))
     else:
         for name in ("a",) if when == "prefill" else ("b", "a"):
-            scheduler.add(rows_of(spec(name)))
-        scheduler.schedule()
+            scheduler.add(rows_of(spec(name, 5000)))
+        step_of(scheduler)
     for name in ("a", "a", "never heard of"):
         scheduler.abort(name)
-    work = scheduler.schedule()
+    work = step_of(scheduler)
     assert work.drop == ([] if when == "waiting" else ["a/0"])
     assert all(row.spec.request_id != "a" for row in work.prefill) and scheduler.num_waiting == 0
     assert scheduler.update_decode({"a/0": out(7)}) == {}, "a token that was on its way is dropped"
@@ -183,7 +258,7 @@ def test_without_work_there_is_none(scheduler):
     start(scheduler, spec("b", max_tokens=2))
     scheduler.update_decode({"b/0": out(7)})
     assert scheduler.has_work, "the row must still be dropped"
-    scheduler.schedule()
+    step_of(scheduler)
     assert not scheduler.has_work and scheduler._rows == {}
 
 

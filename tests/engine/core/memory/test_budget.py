@@ -63,7 +63,7 @@ def test_a_row_is_paid_for_with_its_prompt_its_answer_and_what_a_step_needs():
     assert books.row_bytes == slots * 10 + 100 + 50
     assert books.prompt_bytes == 0, "the row takes the arrays of its prompt over"
     assert books.transient_bytes == max(100 + 30 * (4 + 0.01 * 30), (slots * 10 + 100) * 0.5)
-    books.joined()
+    books.release_prefill(row)
     assert books.transient_bytes == (slots * 10 + 100) * 0.5, "one layer may be rebuilt at any time"
     books.release(row.id)
     assert books.reserved_bytes == 0 and books.free_bytes == 100_000 - 10_000
@@ -72,8 +72,9 @@ def test_a_row_is_paid_for_with_its_prompt_its_answer_and_what_a_step_needs():
 def test_rows_that_decode_together_take_the_slots_of_the_longest():
     books = budget_of()
     for request_id, num_prompt in (("short", 10), ("long", 200), ("other", 10)):
-        assert books.reserve(rows(request(request_id, num_prompt))) == 0
-        books.joined()
+        [row] = rows(request(request_id, num_prompt))
+        assert books.reserve([row]) == 0
+        books.release_prefill(row)
     assert books.status()["num_rectangles"] == 1
     assert books.row_bytes == 3 * (224 * 10 + 100 + 50)
     books.release("long/0")
@@ -85,40 +86,44 @@ def test_a_row_that_would_waste_more_than_the_weights_weigh_decodes_among_its_ow
     together = [rows(request(name, n))[0] for name, n in (("a", 10), ("b", 20), ("long", 500))]
     for row in together:
         assert books.reserve([row]) == 0
-        books.joined()
+        books.release_prefill(row)
     a, b, long = (row.rectangle for row in together)
     assert a == b != long
 
 
 def test_choices_pay_for_their_rows_and_for_the_prompt_that_they_are_made_of():
     books = budget_of()
-    assert books.reserve(rows(request("r", num_prompt=30, n=3))) == 0
+    choices = rows(request("r", num_prompt=30, n=3))
+    assert books.reserve(choices) == 0
     assert books.row_bytes == 3 * (64 * 10 + 150) and books.prompt_bytes == 32 * 10 + 100
-    books.joined()
+    books.release_prefill(choices[0])
     assert books.prompt_bytes == 0
 
 
 def test_what_is_missing_is_told_and_nothing_is_reserved():
     books = budget_of(11_800)
-    assert books.reserve(rows(request("a"))) == 0
-    books.joined()
+    [first] = rows(request("a"))
+    assert books.reserve([first]) == 0
+    books.release_prefill(first)
     before = books.reserved_bytes
     [row] = rows(request("b"))
     missing = books.missing([row])
     assert missing > 0 and books.reserve([row]) == missing and books.reserved_bytes == before
     enough = budget_of(11_800 + missing)
-    assert [enough.reserve(rows(request("a"))), enough.joined(), enough.reserve([row])] == [0, None, 0]
+    assert enough.reserve([first]) == 0
+    enough.release_prefill(first)
+    assert enough.reserve([row]) == 0
 
 
 def test_an_answer_that_is_longer_than_what_is_reserved_gets_more_as_it_grows():
     books = budget_of(reserve_tokens=16)
     [row] = rows(request("r", num_prompt=10, max_tokens=1000))
     assert books.reserve([row]) == 0
-    books.joined()
-    assert not books.is_used_up(row) and books.row_bytes == 32 * 10 + 150
+    books.release_prefill(row)
+    assert not books.needs_more_slots(row) and books.row_bytes == 32 * 10 + 150
     row.output_token_ids += [7] * 20
-    assert books.is_used_up(row) and books.extend(row) == 0
-    assert not books.is_used_up(row) and books.row_bytes == 64 * 10 + 150
+    assert books.needs_more_slots(row) and books.extend(row) == 0
+    assert not books.needs_more_slots(row) and books.row_bytes == 64 * 10 + 150
 
 
 def test_what_the_device_holds_beyond_the_books_counts_until_it_is_gone():
@@ -130,27 +135,26 @@ def test_what_the_device_holds_beyond_the_books_counts_until_it_is_gone():
     assert books.unaccounted_bytes == 0 and books.num_underestimates == 1
 
 
-def chunk(books: MemoryBudget, num_prompt: int) -> int:
-    """The largest first chunk of a prompt beside whatever runs."""
-    [row] = rows(request("of a chunk", num_prompt, 1))
+def chunk(books: MemoryBudget, start: int) -> int:
+    """The largest chunk of a prompt behind so many of its tokens, beside whatever runs."""
+    [row] = rows(request("of a chunk", start + 1, 1))
     assert books.reserve([row]) == 0
-    size = books.max_chunk(num_prompt, 2048)
+    row.num_prefilled = start
+    size = books.max_chunk(row, 2048)
     assert books.used_bytes <= books.limit_bytes
-    books.shrink_step()
-    assert books.max_chunk(num_prompt, 2048) == size, "what it could be smaller by is free until the next is chosen"
+    books.end_chunk()
+    assert books.max_chunk(row, 2048) == size, "what it could be smaller by is free until the next is chosen"
     books.release(row.id)
     return size
 
 
 def test_chunks_become_smaller_behind_long_prompts():
     books = budget_of(200_000, costs=replace(COSTS, pair_bytes=1.0))
-    lengths = (10, 100, 1000, 2800)
-    sizes = [chunk(books, num_prompt) for num_prompt in lengths]
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 1000 and sizes[-1] == 16
-    for num_prompt, size in list(zip(lengths, sizes, strict=True))[1:3]:
-        assert (
-            books.costs.chunk(size, num_prompt) <= 0.25 * books.for_requests < books.costs.chunk(size + 1, num_prompt)
-        )
+    starts, limit = (10, 100, 1000, 2800), 0.25 * books.for_requests
+    sizes = [chunk(books, start) for start in starts]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 100 and sizes[-1] == 16
+    for start, size in list(zip(starts, sizes, strict=True))[:3]:
+        assert books.costs.chunk(size, start + size) <= limit < books.costs.chunk(size + 1, start + size + 1)
 
 
 def test_chunks_become_smaller_where_little_is_free():
@@ -164,28 +168,32 @@ def test_chunks_become_smaller_where_little_is_free():
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(12_000, 60_000))
 def test_after_any_storm_nothing_is_reserved_and_the_budget_was_never_exceeded(seed: int, budget: int):
-    rng, running = random.Random(seed), list[Request]()
+    rng, running, in_prefill = random.Random(seed), list[Request](), list[list[Request]]()
     books = budget_of(budget, rng.choice([8, 64, 10_000]))
     for i in range(60):
         group = rows(request(str(i), rng.randint(1, 300), rng.randint(1, 200), rng.choice([1, 1, 1, 2, 4])))
         before = books.reserved_bytes
         if missing := books.reserve(group):
             assert books.reserved_bytes == before and missing > 0
-        elif rng.random() < 0.2:
-            for row in group:  # given up before it has joined
-                books.release(row.id)
-            assert books.reserved_bytes == before
         else:
-            books.joined()
-            running += group
+            in_prefill.append(group)
+        while in_prefill and rng.random() < 0.4:
+            group = in_prefill.pop(rng.randrange(len(in_prefill)))
+            if rng.random() < 0.2:
+                for row in group:  # given up before it has joined
+                    books.release(row.id)
+            else:
+                books.release_prefill(group[0])
+                running += group
         for row in running:
             row.output_token_ids += [7] * rng.randint(0, 5)
-            if books.is_used_up(row):
+            if books.needs_more_slots(row):
                 books.extend(row)
         assert books.used_bytes <= budget
         for row in [row for row in running if rng.random() < 0.3]:
             running.remove(row)
             books.release(row.id)
+    running += [row for group in in_prefill for row in group]
     for row in running:
         books.release(row.id)
     assert books.reserved_bytes == books.row_bytes == books.prompt_bytes == 0

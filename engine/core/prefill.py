@@ -1,0 +1,100 @@
+"""Prompts in progress: what one is, which one advances next, and how much of a step they may use."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.core.cost_model import CostModel
+from engine.core.request import Request
+from engine.core.request_queue import Group
+
+OLDEST_SHARE = 1 / 3
+"""Part of the prefill time that the oldest prompt in progress gets while shorter ones pass it."""
+
+MIN_IDLE_STEP_S, MAX_IDLE_STEP_S = 0.25, 1.5
+"""Bounds of the prefill time of a step while no row decodes: new requests and aborts wait for the end of the step."""
+
+FIXED_PARTS = 20
+"""Within these bounds a step lasts so many times a forward's fixed time, which is then 5 % of it."""
+
+
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """A prompt in progress, shared by the rows of its request's choices."""
+
+    entry: Group
+    num_expected: int = 0
+    """Tokens that the prefix cache would have served when the prompt was admitted."""
+    is_waiting: bool = False
+    """Its snapshot is being read from disk: it is not chosen again in this step."""
+
+    @property
+    def rows(self) -> list[Request]:
+        return self.entry.rows
+
+    @property
+    def has_begun(self) -> bool:
+        return self.rows[0].num_prefilled > 0
+
+    @property
+    def start(self) -> int:
+        """Tokens of the prompt that are in its cache, or that it will probably begin with."""
+        return self.rows[0].num_prefilled or min(self.num_expected, self.end - 1)
+
+    @property
+    def end(self) -> int:
+        """Tokens of the prompt, without those that a sparse plan leaves out."""
+        return self.rows[0].num_prompt_tokens
+
+
+@dataclass(slots=True)
+class StepBudget:
+    """What prefill may still use of the present step."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+    num_chunks: int = 0
+    """Chunks computed so far."""
+
+    def use(self, num_tokens: int, seconds: float) -> None:
+        self.num_tokens -= num_tokens
+        self.seconds -= seconds
+        self.num_chunks += 1
+
+    def close(self) -> None:
+        """Allow no further chunk."""
+        self.num_tokens = 0
+
+
+class PrefillOrder:
+    """Chooses the prompt with the fewest seconds left, and gives the oldest one a share of the time."""
+
+    def __init__(self, costs: CostModel):
+        self._costs = costs
+        self._owed_s = 0.0
+        self._oldest: Prefill | None = None
+
+    def remaining_s(self, prefill: Prefill) -> float:
+        """Predict the seconds until the prompt is complete."""
+        return self._costs.prompt_s(prefill.start, prefill.end)
+
+    def choose(self, prefills: Sequence[Prefill], chunk_s: float) -> Prefill:
+        """Choose among prompts of equal priority, in the order in which they were admitted.
+
+        chunk_s: seconds of a chunk, the debt to the oldest prompt at which it goes on, and what is too short to wait.
+        """
+        oldest = prefills[0]
+        if oldest is not self._oldest:
+            self._oldest, self._owed_s = oldest, 0.0
+        shortest = min(prefills, key=self.remaining_s)
+        if shortest is not oldest and self._owed_s >= chunk_s and self.remaining_s(shortest) > chunk_s:
+            return oldest
+        return shortest
+
+    def record(self, prefill: Prefill, seconds: float) -> None:
+        """Account for a chunk of this prompt."""
+        if self._oldest is None:
+            return
+        if prefill is self._oldest:
+            self._owed_s = max(0.0, self._owed_s - seconds)
+        else:
+            self._owed_s += seconds * OLDEST_SHARE / (1 - OLDEST_SHARE)
