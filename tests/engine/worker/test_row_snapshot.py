@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import random
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from engine.config import EngineConfig, GrammarConfig
 from engine.core.batch import RowSnapshot
-from engine.core.request import Request
+from engine.core.request import Matcher, Request
 from engine.processing.grammar import GrammarCompiler
 from engine.protocol import EngineRequest, FinishReason, GrammarSpec, SamplingParams, SparsePlan
 from engine.worker.model_runner import MLXRunner, load_runner
@@ -66,12 +67,8 @@ def tiny(runner_of: Callable[[str], MLXRunner]) -> MLXRunner:
     return runner_of("alternating")
 
 
-def ids(seed: object, count: int, vocab_size: int = VOCAB) -> np.ndarray:
-    return (
-        np.random.default_rng(abs(hash(seed)) if isinstance(seed, int) else sum(map(ord, str(seed))))
-        .integers(20, vocab_size, count)
-        .astype(np.int32)
-    )
+def ids(seed: str, count: int) -> np.ndarray:
+    return np.random.default_rng(zlib.crc32(seed.encode())).integers(20, VOCAB, count).astype(np.int32)
 
 
 def spec(name: str, num_prompt: int, max_tokens: int = 40, **sampling: Any) -> EngineRequest:
@@ -95,9 +92,14 @@ class Batch:
     reasons: dict[str, FinishReason] = field(default_factory=dict)
     step: int = 0
 
-    def join(self, request: EngineRequest, snapshot: StateSnapshot | None = None, rectangle: int = 0) -> Request:
-        row = Request(request)
-        row.rectangle = rectangle
+    def join(
+        self,
+        request: EngineRequest,
+        snapshot: StateSnapshot | None = None,
+        rectangle: int = 0,
+        matcher: Matcher | None = None,
+    ) -> Request:
+        row = Request(request, matcher=matcher, rectangle=rectangle)
         if snapshot is not None:
             self.runner.restore([row], snapshot)
             self.parents[row.id] = snapshot.stretch
@@ -146,7 +148,8 @@ def stopping(runner: MLXRunner, request: EngineRequest, least: int) -> EngineReq
     """The same with a stop token that it says for the first time behind so many others at least."""
     said = answer(runner, replace(request, stop_token_ids=()))
     end = next(i for i in range(least, len(said)) if said[i] not in said[:i])
-    return replace(request, stop_token_ids=(VOCAB - 1 if said[0] != VOCAB - 1 else 21, said[end]))
+    other = next(token for token in range(VOCAB) if token not in said)
+    return replace(request, stop_token_ids=(other, said[end]))
 
 
 def next_turn(request: EngineRequest, kept: RowSnapshot, name: str = "next", **changes: Any) -> EngineRequest:
@@ -180,11 +183,15 @@ def contents(snapshot: StateSnapshot) -> list[np.ndarray]:
     return [np.array(array) for array in (*slots, *states, *([] if snapshot.hidden is None else [snapshot.hidden]))]
 
 
+def state(kept: RowSnapshot | None) -> StateSnapshot:
+    assert kept is not None and isinstance(kept.snapshot, StateSnapshot)
+    return kept.snapshot
+
+
 def check(runner: MLXRunner, request: EngineRequest, kept: RowSnapshot | None, name: str = "next") -> None:
     """The state is that of a prompt with these tokens, and a next turn that goes on from it is as one that does not."""
     assert kept is not None
-    snapshot, turn = kept.snapshot, next_turn(request, kept, name)
-    assert isinstance(snapshot, StateSnapshot)
+    snapshot, turn = state(kept), next_turn(request, kept, name)
     assert snapshot.num_tokens == len(request.token_ids) + len(kept.token_ids)
     cold = state_of(runner, turn, snapshot.num_tokens)
     assert snapshot.stretch.ends == cold.stretch.ends
@@ -207,23 +214,23 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ["deep", "alternating", "foreign head"])
 def test_a_row_that_stops_stands_exactly_behind_its_stop_token(runner_of, name, drafts, sampling):
     runner = runner_of(name)
-    for least in (1, 7):
-        request = stopping(runner, spec(f"row {least}", 37, **SAMPLINGS[sampling]), least)
-        batch = Batch(runner, DRAFTS[drafts])
-        row = batch.join(request)
-        batch.decode_all()
-        kept = batch.kept[request.request_id]
-        assert batch.reasons == {request.request_id: FinishReason.STOP} and kept is not None
-        assert kept.token_ids.tolist() == [*row.output_token_ids, request.stop_token_ids[-1]]
-        assert kept.token_ids.dtype == np.int32
-        check(runner, request, kept)
+    least = {"greedy": 7, "sampled": 1, "penalised": 4}[sampling]
+    request = stopping(runner, spec(sampling, 37, **SAMPLINGS[sampling]), least)
+    batch = Batch(runner, DRAFTS[drafts])
+    row = batch.join(request)
+    batch.decode_all()
+    kept = batch.kept[request.request_id]
+    assert batch.reasons == {request.request_id: FinishReason.STOP} and kept is not None
+    assert kept.token_ids.tolist() == [*row.output_token_ids, request.stop_token_ids[-1]]
+    assert kept.token_ids.dtype == np.int32
+    check(runner, request, kept)
 
 
 @pytest.mark.parametrize("drafts", ["0 drafts", "mixed drafts"])
 @pytest.mark.parametrize("name", ["no head", "text", "demo", "compiled"])
 def test_any_model_that_can_be_cached_gives_snapshots_of_its_rows(runner_of, name, drafts):
     runner = runner_of(name)
-    request = stopping(runner, spec("row", 50, temperature=1.0), 9)
+    request = stopping(runner, spec("row", 50, temperature=2.5), 9)
     batch = Batch(runner, DRAFTS[drafts])
     batch.join(request)
     batch.decode_all()
@@ -232,15 +239,15 @@ def test_any_model_that_can_be_cached_gives_snapshots_of_its_rows(runner_of, nam
 
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_a_row_that_ends_by_its_length_stands_exactly_behind_its_last_token(tiny, drafts):
-    for max_tokens in range(2, 9):
-        request = spec("row", 20, max_tokens)
-        batch = Batch(tiny, DRAFTS[drafts])
-        row = batch.join(request)
-        batch.decode_all()
-        kept = batch.kept["row"]
+    batch = Batch(tiny, DRAFTS[drafts])
+    requests = [spec(f"row {max_tokens}", 20, max_tokens) for max_tokens in range(2, 9)]
+    rows = [batch.join(request) for request in requests]
+    batch.decode_all()
+    for request, row in zip(requests, rows, strict=True):
+        kept = batch.kept[request.request_id]
         assert kept is not None and kept.token_ids.tolist() == row.output_token_ids
-        assert len(kept.token_ids) == max_tokens
-    check(tiny, request, kept)
+        assert len(kept.token_ids) == request.sampling.max_tokens
+    check(tiny, requests[-1], batch.kept["row 8"])
 
 
 @pytest.mark.parametrize("drafts", ["0 drafts", "3 drafts"])
@@ -254,7 +261,7 @@ def test_a_row_that_ends_with_its_first_token_stands_behind_its_prompt(tiny, dra
         batch.decode()
         batch.join(request)
         kept = batch.kept[request.request_id]
-        assert kept is not None and not len(kept.token_ids) and kept.snapshot.num_tokens == 20  # type: ignore[attr-defined]
+        assert kept is not None and not len(kept.token_ids) and state(kept).num_tokens == 20
         batch.decode_all()
         check(tiny, request, kept)
 
@@ -308,12 +315,12 @@ def test_a_conversation_of_many_turns_computes_no_token_twice(tiny):
         batch.decode_all()
         assert row.output_token_ids == answer(tiny, request), f"turn {number}"
         kept = batch.kept[request.request_id]
-        assert kept is not None and isinstance(kept.snapshot, StateSnapshot)
-        assert kept.snapshot.stretch.parent is (None if snapshot is None else snapshot.stretch)
-        total += kept.snapshot.stretch_bytes
-        snapshot, turn = kept.snapshot, next_turn(request, kept, f"turn {number + 1}")
+        assert kept is not None
+        assert state(kept).stretch.parent is (None if snapshot is None else snapshot.stretch)
+        total += state(kept).stretch_bytes
+        snapshot, turn = state(kept), next_turn(request, kept, f"turn {number + 1}")
         request = stopping(tiny, replace(turn, sampling=request.sampling), 4)
-    assert total == state_of(tiny, request, snapshot.num_tokens).stretch_bytes
+    assert snapshot is not None and total == state_of(tiny, request, snapshot.num_tokens).stretch_bytes
 
 
 def test_a_snapshot_serves_any_number_of_rows_and_is_never_changed(tiny):
@@ -323,14 +330,14 @@ def test_a_snapshot_serves_any_number_of_rows_and_is_never_changed(tiny):
     batch.decode_all()
     kept = batch.kept["row"]
     assert kept is not None
-    before = contents(kept.snapshot)  # type: ignore[arg-type]
+    before = contents(state(kept))
     turns = [next_turn(request, kept, f"turn {i}") for i in range(3)]
     turns.append(replace(turns[0], request_id="turn 0 again"))
     together = Batch(tiny, DRAFTS["mixed drafts"])
-    rows = [together.join(turn, kept.snapshot) for turn in turns]  # type: ignore[arg-type]
+    rows = [together.join(turn, state(kept)) for turn in turns]
     together.decode_all()
     assert [row.output_token_ids for row in rows] == [answer(tiny, turn) for turn in turns]
-    assert all(np.array_equal(one, other) for one, other in zip(before, contents(kept.snapshot), strict=True))  # type: ignore[arg-type]
+    assert all(np.array_equal(one, other) for one, other in zip(before, contents(state(kept)), strict=True))
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (10, 17, 41), (40, 41, 42, 43)])
@@ -354,7 +361,7 @@ def test_a_stretch_is_cut_where_it_is_asked_for(runner_of, name, cuts):
                 stretch.ends, stretch.parent.ends if stretch.parent else (0,) * len(stretch.ends), strict=True
             )
         ]
-    for one, other in zip(contents(whole.snapshot), contents(parts.snapshot), strict=True):  # type: ignore[arg-type]
+    for one, other in zip(contents(state(whole)), contents(state(parts)), strict=True):
         assert np.array_equal(one, other)
     behind = runner.snapshot_row(row.id, chain[0], cuts[1:])
     assert behind is not None and behind.snapshot.stretch.chain()[0] is chain[0]
@@ -417,14 +424,7 @@ def test_a_row_with_a_grammar_leaves_its_answer_although_nothing_may_follow(tiny
     compiler.close()
     request = replace(spec("row", 20), stop_token_ids=(stop,))
     batch = Batch(tiny, DRAFTS[drafts])
-    row = batch.join(request)
-    tiny.drop([row.id])
-    del batch.running[row.id]
-    row = Request(request, matcher=matcher)
-    while (first := tiny.prefill([row], 64).first) is None:
-        pass
-    batch.running[row.id] = row
-    batch._take(row, first[row.id].token_ids)
+    row = batch.join(request, matcher=matcher)
     batch.decode_all()
     kept = batch.kept["row"]
     assert kept is not None and kept.token_ids.tolist() == [*row.output_token_ids, stop]
@@ -435,7 +435,7 @@ def test_a_row_with_a_grammar_leaves_its_answer_although_nothing_may_follow(tiny
 def test_the_head_is_caught_up_after_any_number_of_plain_steps(tiny, monkeypatch, limit, chunk):
     monkeypatch.setattr("engine.worker.mtp.FEED_LIMIT", limit)
     monkeypatch.setattr("engine.worker.mtp.FEED_CHUNK", chunk)
-    for max_tokens in (15, 17, 18, 60):
+    for max_tokens in (17, 18, 60):
         request = spec("row", 30, max_tokens)
         batch = Batch(tiny)
         batch.join(request)
@@ -449,7 +449,7 @@ def test_the_stop_token_changes_nothing_that_a_row_gives_out(tiny):
     plain = spec("row", 24, max_tokens=200)
     said = answer(tiny, plain)
     for drafts in ("1 drafts", "3 drafts", "mixed drafts"):
-        for end in (2, 3, 4, 5, 9, 10, 11, 12):
+        for end in (2, 3, 4, 5, 10, 11):
             if said[end] in said[:end]:
                 continue
             stops, short = replace(plain, stop_token_ids=(said[end],)), spec("row", 24, max_tokens=end + 1)
@@ -522,7 +522,7 @@ class Keeping:
         self._runner.drop(row_ids)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", ["deep", "compiled"])
 def test_under_random_schedules_the_state_is_that_of_the_tokens_that_it_names(runner_of, tiny_model, name, seed):
     """Rows with grammars, pictures, choices, penalties; aborted, preempted, and ended: their tokens are those of a run
@@ -540,8 +540,7 @@ def test_under_random_schedules_the_state_is_that_of_the_tokens_that_it_names(ru
             assert taken_in[: len(given)] == given[: len(taken_in)]
         if runner.image_token_id in taken_in or not len(taken_in):
             continue
-        snapshot = kept.snapshot
-        assert isinstance(snapshot, StateSnapshot)
+        snapshot = state(kept)
         cold = state_of(runner, next_turn(row.spec, kept), snapshot.num_tokens)
         for mine, theirs in zip(contents(snapshot), contents(cold), strict=True):
             assert np.allclose(mine, theirs, atol=STATE_TOLERANCE, rtol=1e-3)
