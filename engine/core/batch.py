@@ -151,8 +151,7 @@ class ModelRunner(Protocol):
                 made of several, each the parent of the next, that end at these counts and at the row's end.
 
         Returns:
-            None if the row is not decoding or has a sparse plan, or if its state is not finite: nobody shall go on
-            from it.
+            None if the row is not decoding, if its prompt had a sparse plan, or if its state is not finite.
 
         Raises:
             ValueError: `cuts` do not rise from the end of `parent` to that of the row.
