@@ -30,7 +30,8 @@ class SchedulerOutput:
 class RowOutput:
     """What one row got in a step. logprobs: one per token, if the row asks for them. error: this row alone failed.
 
-    num_drafted, num_accepted: draft tokens that were verified, and how many of them are among token_ids.
+    num_drafted, num_accepted: draft tokens that were verified, and how many of them hold: those behind the row's last
+    token, which are not among token_ids, too.
     """
 
     token_ids: tuple[int, ...]
@@ -51,6 +52,19 @@ class PrefillOutput:
 
     num_tokens: int
     first: Mapping[str, RowOutput] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSnapshot:
+    """The state of a decoding row, and what it has seen.
+
+    token_ids: int32, what the row has taken in behind its request's own prompt (`spec.token_ids`): the two together
+    are the tokens of the state. They may differ at the end from what the row has given out: see `snapshot_row`.
+    snapshot: as one of a prompt with these tokens.
+    """
+
+    token_ids: np.ndarray
+    snapshot: Snapshot
 
 
 class ModelRunner(Protocol):
@@ -118,6 +132,27 @@ class ModelRunner(Protocol):
         prefix of the same prompt, None without one.
 
         None if the state is not finite: nobody shall go on from it.
+        """
+        ...
+
+    def snapshot_row(self, row_id: str, parent: Any = None, cuts: Sequence[int] = ()) -> RowSnapshot | None:
+        """Of a row of the decode batch, as it stands; nothing changes for it or for others. Call it before `drop`.
+
+        A row that has ended by a stop token or by its length, and has not been decoded since, stands exactly behind its
+        last token, the stop token included; one that ends with the first token that `prefill` gave stands behind its
+        prompt. Any other row has also taken in what the step under way gives it, but for the last token of it.
+
+        Args:
+            row_id: of the row.
+            parent: the stretch of a snapshot of the row's first tokens, None without one.
+            cuts: token counts, rising, between the end of `parent` and the row's end. The stretch behind `parent` is
+                made of several, each the parent of the next, that end at these counts and at the row's end.
+
+        Returns:
+            None if the row is not decoding, if its prompt had a sparse plan, or if its state is not finite.
+
+        Raises:
+            ValueError: `cuts` do not rise from the end of `parent` to that of the row.
         """
         ...
 

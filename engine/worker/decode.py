@@ -3,8 +3,11 @@
 A step launches the forward that follows and only then reads the tokens of the one before, so that the device works
 while the tokens travel. Nothing in a step needs the host to know what was accepted: lengths, newest tokens, output
 positions and histories live on the device. Only a row with a grammar makes the step wait, with the forward launched,
-for the tokens that its matcher must see. Rows join and leave between steps; one that leaves has been computed one
-step too far, which goes with its cache.
+for the tokens that its matcher must see. Rows join and leave between steps.
+
+One that ends has been computed one step too far. The device knows its last token too and keeps nothing behind it, so
+what that step has added is this last token alone: the state stands where the next turn of a conversation goes on, and
+can be had (`DecodeGroup.snapshot`) until the row leaves.
 
 The target is sampled at each verified position, and a draft token is accepted while it equals the sample: what comes
 out is what plain decoding gives. Drafts are sampled with the noise of the very positions that they are drafts for
@@ -12,12 +15,13 @@ out is what plain decoding gives. Drafts are sampled with the noise of the very 
 give the same token with a probability of at least (1 - d) / (1 + d), at any temperature.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-from engine.core.batch import RowOutput
+from engine.core.batch import NO_TOKEN, RowOutput, RowSnapshot
 from engine.core.request import Request
 from engine.worker.compiled import CompiledForward
 from engine.worker.kv_cache import RowCache, RowsCache
@@ -25,6 +29,7 @@ from engine.worker.logprobs import Logprobs, logprobs_of
 from engine.worker.mtp import Drafter, Feed, MTPHead
 from engine.worker.processors import Processors, advance, match
 from engine.worker.sampler import Sampler
+from engine.worker.snapshot import Stretch, is_finite, take
 from engine.worker.view import View
 
 EVAL_STEPS = 64  # lazy bookkeeping of the caches is computed at least this often
@@ -34,12 +39,14 @@ EVAL_STEPS = 64  # lazy bookkeeping of the caches is computed at least this ofte
 class Row:
     """num_cached: tokens of the row in the cache, as far as the host has read. offset: logical minus physical position.
 
-    error: why the row cannot go on. has_left: what it would still get is nobody's.
+    output_ids: behind the request's own prompt, as far as the host has read; all but the last are in the cache. error:
+    why the row cannot go on. has_left: what it would still get is nobody's.
     """
 
     request: Request
     num_cached: int
     offset: int
+    output_ids: list[int]
     error: str | None = None
     has_left: bool = False
 
@@ -63,30 +70,39 @@ class Newcomer:
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """What a step will give: int32 tokens [B, k + 1], of which num_kept [B] count; None stands for all (k = 0)."""
+    """What a step will give: int32 tokens [B, k + 1], of which num_kept [B] count; None stands for all (k = 0).
+
+    num_accepted: int32 [B], drafts that hold; more than are kept of a row that ends. None for k = 0.
+    """
 
     rows: list[Row]
     num_drafts: int
     tokens: mx.array
     num_kept: mx.array | None
+    num_accepted: mx.array | None
     logprobs: Logprobs | None
     outputs: dict[str, RowOutput] | None = None
+
+    def token_ids(self) -> list[tuple[int, ...]]:
+        """Of each row those that are kept. Waits for the device."""
+        kept = [1] * len(self.rows) if self.num_kept is None else np.array(self.num_kept).tolist()
+        return [tuple(ids[:n]) for ids, n in zip(np.array(self.tokens).tolist(), kept, strict=True)]
 
     def read(self) -> dict[str, RowOutput]:
         """Waits for the device. The first call also tells rows and matchers what became of them."""
         if self.outputs is None:
-            kept = [1] * len(self.rows) if self.num_kept is None else np.array(self.num_kept).tolist()
-            new = [tuple(ids[:n]) for ids, n in zip(np.array(self.tokens).tolist(), kept, strict=True)]
-            logprobs = {} if self.logprobs is None else self.logprobs.read(kept)
+            new = self.token_ids()
+            accepted = [0] * len(self.rows) if self.num_accepted is None else np.array(self.num_accepted).tolist()
+            logprobs = {} if self.logprobs is None else self.logprobs.read([len(ids) for ids in new])
             self.outputs = {}
             for i, (row, ids) in enumerate(zip(self.rows, new, strict=True)):
                 if row.has_left:
                     continue
                 row.num_cached += len(ids)
+                row.output_ids += ids
                 row.error = row.error or advance(row.request, ids)
-                self.outputs[row.request.id] = RowOutput(
-                    ids, logprobs.get(i, ()), self.num_drafts, len(ids) - 1, row.error
-                )
+                figures = self.num_drafts, accepted[i]
+                self.outputs[row.request.id] = RowOutput(ids, logprobs.get(i, ()), *figures, row.error)
         return self.outputs
 
 
@@ -126,6 +142,8 @@ class DecodeGroup:
         self._sampler = Sampler([row.request.sampling for row in self.rows])
         self._offsets = mx.array([row.offset for row in self.rows], mx.int32)
         self._output_offsets = mx.array([row.output_offset for row in self.rows], mx.int32)
+        self._most_tokens = mx.array([[row.request.sampling.max_tokens] for row in self.rows], mx.int32)
+        self._stops = _stop_tokens([row.request.spec.stop_token_ids for row in self.rows])
         self._has_matchers = any(row.request.matcher is not None for row in self.rows)
 
     def join(self, new: Newcomer) -> None:
@@ -179,6 +197,33 @@ class DecodeGroup:
         outputs = before.read()
         return {row.request.id: outputs[row.request.id] for row in before.rows if not row.has_left}
 
+    def snapshot(self, index: int, parent: Stretch | None, cuts: Sequence[int]) -> RowSnapshot | None:
+        """One row as it stands, with the step under way; see ModelRunner.snapshot_row. Waits for the device.
+
+        The step is not read as `finish_step` reads it: matchers of rows that leave before it must not see its tokens.
+        """
+        row = self.rows[index]
+        new = self._in_flight_ids(row)
+        num_cached, taken_in = row.num_cached + len(new), [*row.output_ids, *new][:-1]
+        is_sound = row.request.spec.sparse is None and NO_TOKEN not in taken_in
+        if not is_sound or (self._head is not None and self._drafter is None):
+            return None
+        cache, hidden = self._cache.row(index, num_cached), None
+        if self._drafter is not None:
+            head_cache, hidden = self._drafter.row(index, num_cached)
+            cache += head_cache
+        if not is_finite(cache):
+            return None
+        snapshot = take(cache, hidden, num_cached, parent, cuts)
+        return RowSnapshot(np.array(taken_in, np.int32), snapshot)
+
+    def _in_flight_ids(self, row: Row) -> tuple[int, ...]:
+        """What a step that has not been read gives the row."""
+        launched = self._launched
+        if launched is None or launched.outputs is not None or row not in launched.rows:
+            return ()
+        return launched.token_ids()[launched.rows.index(row)]
+
     @property
     def num_bytes(self) -> int:
         return self._cache.nbytes + (self._drafter.nbytes if self._drafter is not None else 0)
@@ -203,10 +248,11 @@ class DecodeGroup:
         if self._has_matchers:
             shaped = self._match(shaped, tokens)
         sampled = self._sampler(shaped, noise)
-        num_kept = _num_kept(tokens, sampled) if num_drafts else None
+        num_accepted = _num_accepted(tokens, sampled) if num_drafts else None
+        num_kept = None if num_accepted is None else mx.minimum(num_accepted + 1, self._most_kept(tokens, positions))
         logprobs = logprobs_of([row.request for row in self.rows], logits, sampled)
         self._commit(sampled, hidden, num_kept, longest)
-        return self._start(Launched(list(self.rows), num_drafts, sampled, num_kept, logprobs))
+        return self._start(Launched(list(self.rows), num_drafts, sampled, num_kept, num_accepted, logprobs))
 
     def _draft(self, num_drafts: int, positions: mx.array, noise: mx.array | None, longest: int) -> mx.array:
         assert self._drafter is not None
@@ -252,6 +298,17 @@ class DecodeGroup:
             self.rows[i].error = error
         return logits
 
+    def _most_kept(self, tokens: mx.array, positions: mx.array) -> mx.array:
+        """int32 [B], 1 to k + 1: nothing is kept behind a row's last token, and one token behind it if it is fed now.
+
+        tokens [B, k + 1]: the newest, then the drafts. positions [B, k + 1]: output positions of what is sampled.
+        """
+        goes_on = positions[:, 1:] < self._most_tokens
+        if self._stops is not None:
+            is_stop = mx.any(tokens[..., None] == self._stops[:, None], axis=-1)
+            goes_on &= ~(is_stop[:, 1:] | is_stop[:, :1])
+        return 1 + mx.sum(mx.cumprod(goes_on.astype(mx.int32), axis=1), axis=1)
+
     def _commit(self, sampled: mx.array, hidden: mx.array | None, num_kept: mx.array | None, longest: int) -> None:
         """The rows as they are when what was accepted has been taken in."""
         ones = mx.ones_like(self._lengths)
@@ -271,6 +328,8 @@ class DecodeGroup:
         arrays = [launched.tokens, self._newest, self._lengths, *self._processors.state]
         if launched.num_kept is not None:
             arrays.append(launched.num_kept)
+        if launched.num_accepted is not None:
+            arrays.append(launched.num_accepted)
         if launched.logprobs is not None:
             arrays.extend(launched.logprobs.arrays)
         if self._drafter is not None:
@@ -284,7 +343,7 @@ class DecodeGroup:
 
 def _row(new: Newcomer) -> Row:
     num_cached = new.request.num_prompt_tokens
-    return Row(new.request, num_cached, new.next_position - num_cached)
+    return Row(new.request, num_cached, new.next_position - num_cached, [*new.request.output_token_ids, new.token_id])
 
 
 def _processors(new: Newcomer, vocab_size: int) -> Processors:
@@ -293,7 +352,13 @@ def _processors(new: Newcomer, vocab_size: int) -> Processors:
     return processors
 
 
-def _num_kept(tokens: mx.array, sampled: mx.array) -> mx.array:
-    """int32 [B], 1 to k + 1: samples that stand behind accepted drafts alone. tokens: the newest, then the drafts."""
+def _num_accepted(tokens: mx.array, sampled: mx.array) -> mx.array:
+    """int32 [B], 0 to k: drafts that are what was sampled, up to the first that is not. tokens: the newest first."""
     agrees = (tokens[:, 1:] == sampled[:, :-1]).astype(mx.int32)
-    return 1 + mx.sum(mx.cumprod(agrees, axis=1), axis=1)
+    return mx.sum(mx.cumprod(agrees, axis=1), axis=1)
+
+
+def _stop_tokens(rows: Sequence[Sequence[int]]) -> mx.array | None:
+    """int32 [B, S]: the stop tokens of each row, padded with what is no token; None if no row has any."""
+    most = max(map(len, rows))
+    return mx.array([[*ids, *[NO_TOKEN] * (most - len(ids))] for ids in rows], mx.int32) if most else None

@@ -6,10 +6,11 @@ the weights once per group. Which rows share one is decided, and paid for, befor
 
 from collections.abc import Sequence
 
-from engine.core.batch import RowOutput
+from engine.core.batch import RowOutput, RowSnapshot
 from engine.worker.compiled import CompiledForward
 from engine.worker.decode import DecodeGroup, Newcomer
 from engine.worker.mtp import MTPHead
+from engine.worker.snapshot import Stretch
 from engine.worker.view import View
 
 
@@ -37,6 +38,14 @@ class DecodeBatch:
             self._groups[new.request.rectangle] = DecodeGroup(
                 self._view, self._head, self._vocab_size, new, self._compiled
             )
+
+    def snapshot(self, row_id: str, parent: Stretch | None, cuts: Sequence[int]) -> RowSnapshot | None:
+        """See ModelRunner.snapshot_row."""
+        for group in self._groups.values():
+            for i, row in enumerate(group.rows):
+                if row.request.id == row_id:
+                    return group.snapshot(i, parent, cuts)
+        return None
 
     def leave(self, row_ids: Sequence[str]) -> None:
         """Removes these rows; others go on as if they had never been there."""

@@ -82,6 +82,12 @@ class KVRows:
         self.values = _written(_with_slots(self.values, extent), values, self.cursor)
         return self.keys[..., :extent, :], self.values[..., :extent, :]
 
+    def row(self, index: int, num_tokens: int) -> KVCache:
+        cache = KVCache()
+        cache.keys, cache.values = self.keys[index : index + 1], self.values[index : index + 1]
+        cache.offset = num_tokens
+        return cache
+
     def with_row(self, row: Any) -> "KVRows":
         keys, values = row.state[:2]
         return KVRows(_stacked(self.keys, keys), _stacked(self.values, values), self.cursor)
@@ -165,6 +171,11 @@ class RecurrentRows:
             self.slots[index] = factors.state_after(self.slots[index], num_kept)
         self._windows, self._states, self._factors, self.recording = {}, {}, {}, False
 
+    def row(self, index: int, num_tokens: int) -> ArraysCache:
+        cache = ArraysCache(len(self.slots))
+        cache.cache = [mx.contiguous(slot[index : index + 1]) for slot in self.slots]
+        return cache
+
     def with_row(self, row: Any) -> "RecurrentRows":
         return RecurrentRows([mx.concatenate([a, b]) for a, b in zip(self.slots, row.cache, strict=True)])
 
@@ -184,6 +195,10 @@ class RowsCache:
         """A batch of this one row, in its very arrays. Raises TypeError for a layer that cannot be batched."""
         cursor = Cursor(mx.zeros(1, mx.int32), 0, None, as_offset)
         return cls([_rows_of(i, layer, cursor) for i, layer in enumerate(row)], cursor)
+
+    def row(self, index: int, num_tokens: int) -> RowCache:
+        """What one row, of so many tokens, would have alone: lazy, of the batch's arrays, which writes do not reach."""
+        return [layer.row(index, num_tokens) for layer in self.layers]
 
     def join(self, row: RowCache) -> None:
         """Adds a row, evaluated. When it raises, the rows are as they were."""

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.config import EngineConfig, MTPConfig
-from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.batch import PrefillOutput, RowOutput, RowSnapshot
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.device_lock import lock_device
@@ -137,6 +137,9 @@ class MLXRunner:
 
     def snapshot(self, rows: Sequence[Request], parent: Any = None) -> StateSnapshot | None:
         return self._prefill.snapshot(self._prompts[rows[0].id], parent)
+
+    def snapshot_row(self, row_id: str, parent: Any = None, cuts: Sequence[int] = ()) -> RowSnapshot | None:
+        return self._batch.snapshot(row_id, parent, cuts)
 
     def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:
         return export(snapshot)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_vlm.models.base import create_attention_mask
 from mlx_vlm.models.cache import KVCache
 
@@ -139,6 +140,19 @@ class Drafter:
             hidden = self._head(drafts[-1], hidden, cache, at[:, None])
             drafts.append(choose(hidden, i))
         return mx.concatenate(drafts, axis=1)
+
+    def row(self, index: int, num_tokens: int) -> tuple[RowCache, mx.array]:
+        """One row as behind a prompt of so many tokens: its cache, and the hidden state [1, 1, hidden] that waits.
+
+        What waits in front of it is fed to that cache alone; the batch stays as it is. Waits for the device.
+        """
+        num_waiting = int(np.array(self.feed.count)[index])
+        last = num_waiting - 1
+        ids, hidden = self.feed.token_ids[index : index + 1], self.feed.hidden[index : index + 1]
+        cache = self._cache.row(index, num_tokens - num_waiting)
+        if last:
+            self._head.prime(ids[:, :last], hidden[:, :last], cache)
+        return cache, hidden[:, last:num_waiting]
 
     def skip(self, token_ids: mx.array, hidden: mx.array, lengths: mx.array, extent: int) -> None:
         """After a step without drafts: its tokens [B, 1] and hidden states wait for the head; lengths as now."""

@@ -8,6 +8,7 @@ recurrent layers replace their states instead of writing into them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -87,19 +88,51 @@ def is_finite(cache: RowCache) -> bool:
     return bool(mx.all(mx.stack([mx.all(mx.isfinite(array)) for array in arrays])).item())
 
 
-def take(cache: RowCache, hidden: mx.array | None, num_tokens: int, parent: Stretch | None) -> StateSnapshot:
-    """Of one row's evaluated caches (the target's layers, then the head's); copies the stretch, evaluated."""
+def take(
+    cache: RowCache, hidden: mx.array | None, num_tokens: int, parent: Stretch | None, cuts: Sequence[int] = ()
+) -> StateSnapshot:
+    """Copies one row's caches (the target's layers, then the head's); evaluated.
+
+    Args:
+        cache: of a row of `num_tokens` tokens.
+        hidden: see StateSnapshot.
+        num_tokens: tokens that the row's state has seen.
+        parent: the stretch of the row's first tokens, None without one.
+        cuts: token counts between the end of `parent` and `num_tokens`, rising: there one stretch ends and the next
+            one, its child, begins.
+
+    Raises:
+        ValueError: `cuts` do not rise from the end of `parent` to `num_tokens`.
+    """
     attention = [layer for layer in cache if isinstance(layer, KVCache)]
-    ends = tuple(layer.offset for layer in attention)
+    stretch = _stretches(attention, num_tokens, parent, cuts)
+    states: Any = tuple(tuple(map(_own, layer.cache)) for layer in cache if isinstance(layer, ArraysCache))
+    hidden = _own(hidden) if hidden is not None else None
+    mx.eval(states, [] if hidden is None else hidden)
+    return StateSnapshot(num_tokens, stretch, states, hidden)
+
+
+def _stretches(attention: Sequence[KVCache], num_tokens: int, parent: Stretch | None, cuts: Sequence[int]) -> Stretch:
+    """The last of the stretches behind `parent`, evaluated; see `take`."""
+    lags = [num_tokens - layer.offset for layer in attention]  # the head has read one pair less than there are tokens
+    start = parent.ends[0] + lags[0] if parent is not None and attention else 0
+    if cuts and any(end <= begin for begin, end in pairwise((start, *cuts, num_tokens))):
+        raise ValueError(f"cuts: expected rising numbers between {start} and {num_tokens}, found {list(cuts)}")
+    stretch = parent
+    for num_end in (*cuts, num_tokens):
+        ends = tuple(num_end - lag for lag in lags)
+        stretch = Stretch(stretch, _layers(attention, stretch, ends), ends)
+        mx.eval(stretch.layers)
+    assert stretch is not None
+    return stretch
+
+
+def _layers(attention: Sequence[KVCache], parent: Stretch | None, ends: tuple[int, ...]) -> tuple[KeysValues, ...]:
     starts = parent.ends if parent is not None else (0,) * len(ends)
-    layers = tuple(
+    return tuple(
         (_copied(layer.keys, start, end), _copied(layer.values, start, end))
         for layer, start, end in zip(attention, starts, ends, strict=True)
     )
-    states: Any = tuple(tuple(map(_own, layer.cache)) for layer in cache if isinstance(layer, ArraysCache))
-    hidden = _own(hidden) if hidden is not None else None
-    mx.eval(layers, states, [] if hidden is None else hidden)
-    return StateSnapshot(num_tokens, Stretch(parent, layers, ends), states, hidden)
 
 
 def _copied(slots: Any, start: int, end: int) -> mx.array:

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.batch import PrefillOutput, RowOutput, RowSnapshot
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import EngineRequest, TokenLogprobs, choice_seed
@@ -52,6 +52,7 @@ class NoSnapshots:
 
     restore: Any = None
     snapshot: Any = None
+    snapshot_row: Any = None
     export_snapshot: Any = None
     import_snapshot: Any = None
 
@@ -66,10 +67,11 @@ STATE_BYTES, BYTES_PER_TOKEN = 1000, 10
 
 @dataclass(frozen=True)
 class FakeSnapshot:
-    """A core.Snapshot; it is its own stretch. num_own: tokens behind its parent."""
+    """A core.Snapshot; it is its own stretch. num_own: tokens behind its parent, where it was taken with one."""
 
     token_ids: np.ndarray
     num_own: int
+    parent: "FakeSnapshot | None" = None
 
     @property
     def num_tokens(self) -> int:
@@ -86,6 +88,10 @@ class FakeSnapshot:
     @property
     def state_bytes(self) -> int:
         return STATE_BYTES
+
+
+def _behind(parent: "FakeSnapshot | None", token_ids: np.ndarray) -> FakeSnapshot:
+    return FakeSnapshot(token_ids, len(token_ids) - (parent.num_tokens if parent else 0), parent)
 
 
 class FakeRunner:
@@ -149,7 +155,29 @@ class FakeRunner:
     def snapshot(self, rows: Sequence[Request], parent: Any) -> "FakeSnapshot | None":
         first, done = rows[0], self.prompts[rows[0].id]
         self._called("snapshot", first.id, done)
-        return FakeSnapshot(_computed(first)[:done].copy(), done - (parent.num_tokens if parent else 0))
+        return _behind(parent, _computed(first)[:done].copy())
+
+    def snapshot_row(self, row_id: str, parent: Any = None, cuts: Sequence[int] = ()) -> RowSnapshot | None:
+        self._called("snapshot_row", row_id, *cuts)
+        row = self.rows.get(row_id)
+        if row is None or row.spec.sparse is not None:
+            return None
+        taken_in = self._taken_in(row)
+        token_ids = np.concatenate([row.spec.token_ids, taken_in]).astype(np.int32)
+        stretch = parent
+        for end in (*cuts, len(token_ids)):
+            if cuts and end <= (stretch.num_tokens if stretch else 0):
+                raise ValueError(f"cuts {cuts} do not rise to {len(token_ids)}")
+            stretch = _behind(stretch, token_ids[:end])
+        return RowSnapshot(taken_in, stretch)
+
+    def _taken_in(self, row: Request) -> np.ndarray:
+        """All that has been sampled but for the last one, and nothing behind the end of the row."""
+        seed, num_sampled = row.sampling.seed, self._positions[row.id]
+        stop = self.stops_at.get(seed, row.sampling.max_tokens)
+        most = min(stop + 1, row.sampling.max_tokens)
+        ids = [STOP if position == stop else token(seed, position) for position in range(min(num_sampled - 1, most))]
+        return np.array(ids, np.int32)
 
     def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:
         return {"tokens": snapshot.token_ids, "num_own": np.array([snapshot.num_own], np.int32)}

@@ -216,7 +216,7 @@ class Execution:
             ending.error = output.error
             self._end(row, FinishReason.ERROR)
             return
-        assert len(output.token_ids) == output.num_accepted + 1 <= output.num_drafted + 1
+        assert 1 <= len(output.token_ids) <= output.num_accepted + 1 <= output.num_drafted + 1
         asked = row.sampling.logprobs is not None
         assert len(output.logprobs) == (len(output.token_ids) if asked else 0)
         ending.num_drafted += output.num_drafted
@@ -226,8 +226,11 @@ class Execution:
             finish = FinishReason.ERROR if token_id == NO_TOKEN else row.append(token_id)
             if finish is not None:
                 self.figures[f"{finish} inside a draft"] += i < output.num_accepted
+                assert i + 1 == len(output.token_ids), "nothing is kept behind a row's last token"
                 self._end(row, finish)
                 break
+        else:
+            assert len(output.token_ids) == output.num_accepted + 1, "only behind a row's last token less is kept"
         ending.logprobs += output.logprobs[: len(row.output_token_ids) - before]
 
     def _end(self, row: Request, finish: str) -> None:
