@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 BoundaryKind = Literal["system", "turn", "prompt"]
+SnapshotKind = Literal["system", "turn", "prompt", "answer"]
 
 Pooling = Literal["last", "mean"]
 """How the hidden states of a text become its embedding: that of the last token, or the mean of all."""
@@ -105,6 +106,9 @@ class PrefixCacheConfig(Frozen):
     )
     min_tokens: int = Field(
         default=16, ge=1, description="a snapshot is taken where it saves at least so many tokens over the one before"
+    )
+    answers: bool = Field(
+        default=True, description="keep the state behind answers, so that a conversation's next turn goes on from there"
     )
     pinned: tuple[PinnedPrompt, ...] = Field(default=(), description="taken in at the start and never evicted")
     disk: DiskCacheConfig | None = Field(default=None, description="snapshots that survive a restart; default: none")

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from engine.config import BoundaryKind, Pooling
+from engine.config import BoundaryKind, Pooling, SnapshotKind
 
 
 class OrchardError(Exception):
@@ -369,7 +369,7 @@ class CacheEntry:
     tenant: a digest. where: memory, disk or both. Seconds since it was made and since it was last used.
     """
 
-    kind: BoundaryKind
+    kind: SnapshotKind
     num_tokens: int
     num_bytes: int
     num_hits: int
@@ -397,7 +397,7 @@ class CacheMiss:
     num_prompt_tokens: int
     num_cached: int = 0
     num_common: int = 0
-    boundary: BoundaryKind | None = None
+    boundary: SnapshotKind | None = None
     boundary_tokens: int = 0
     prompt_token_ids: tuple[int, ...] = ()
     stored_token_ids: tuple[int, ...] = ()

@@ -85,6 +85,8 @@ class EngineCore:
 
     def step(self) -> None:
         """One step for the rows, then one chunk of a prompt. Tokens go out as soon as each of the two has them."""
+        for row in self.scheduler.take_completed():
+            self.prefix.keep_answer(row)
         if gone := self.scheduler.gone():
             self._drop(gone)
             self.scheduler.dropped(gone)

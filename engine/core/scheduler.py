@@ -113,6 +113,7 @@ class Scheduler:
         self._gone: list[str] = []  # rows that have ended, and are still in the runner
         self._drop: list[str] = []  # rows that have lost their place
         self._ended: Chunks = {}  # rows that have ended outside of a step
+        self._completed: list[Request] = []  # rows whose answers are complete, and are still in the runner
 
     @property
     def num_waiting(self) -> int:
@@ -246,6 +247,11 @@ class Scheduler:
         if not chosen.has_begun and (source := self._source_of(chosen.rows[0])) is not None:
             return next((prefill for prefill in self._prefills if source in prefill.rows), chosen)
         return chosen
+
+    def take_completed(self) -> list[Request]:
+        """Rows whose answers have come to their end since the last call. The runner still has them."""
+        completed, self._completed = self._completed, []
+        return completed
 
     def take_ended(self) -> Chunks:
         """Of rows that have ended outside of a step: they waited for too long, or there was no memory for them."""
@@ -540,6 +546,8 @@ class Scheduler:
             self._stats.num_failed += error is not None
             self._stats.num_finished += error is None
             self._remove(row)
+            if error is None:
+                self._completed.append(row)
         logprobs = output.logprobs[: len(new)]
         figures = output.num_drafted, num_accepted, row.num_cached, row.num_skipped
         return TokenChunk(new, reason, error, row.index, logprobs, *figures)

@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from engine.config import BoundaryKind
+from engine.config import SnapshotKind
 from engine.protocol import PromptOrigin
 
 FORMAT = "orchard-snapshot-1"
@@ -76,7 +76,7 @@ class SnapshotMeta:
     digest: str
     parent: str
     parent_tokens: int
-    kind: BoundaryKind
+    kind: SnapshotKind
     tenant: str
     token_ids: np.ndarray
     media: tuple[tuple[int, int, str], ...]
@@ -98,8 +98,8 @@ class SnapshotMeta:
             raise ValueError(
                 f"parent {self.parent!r} has {self.parent_tokens} tokens, the snapshot behind it {self.num_tokens}"
             )
-        if self.kind not in get_args(BoundaryKind):
-            raise ValueError(f"kind {self.kind!r}: expected one of {get_args(BoundaryKind)}")
+        if self.kind not in get_args(SnapshotKind):
+            raise ValueError(f"kind {self.kind!r}: expected one of {get_args(SnapshotKind)}")
 
     @property
     def num_tokens(self) -> int:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.batch import PrefillOutput, RowOutput, RowSnapshot
 from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
@@ -273,15 +273,26 @@ class ClockRunner:
         self.clock.advance(self.machine.copy_seconds(self._size(snapshot.num_tokens)))
 
     def snapshot(self, rows: Sequence[Request], parent: Any) -> ClockSnapshot:
-        row, done, num_before, at = rows[0], self._prompts[rows[0].id].done, 0, parent
+        done = self._prompts[rows[0].id].done
+        return self._snapshot(rows[0].prompt_token_ids[:done].copy(), parent)
+
+    def _snapshot(self, token_ids: np.ndarray, parent: Any) -> ClockSnapshot:
+        num_before, at = 0, parent
         while at is not None:
             num_before, at = num_before + at.num_bytes // self.costs.token_bytes, at.parent
-        stretch = Stretch(parent, (done - num_before) * self.costs.token_bytes)
-        snapshot = ClockSnapshot(row.prompt_token_ids[:done].copy(), stretch, self.costs.state_bytes)
+        stretch = Stretch(parent, (len(token_ids) - num_before) * self.costs.token_bytes)
+        snapshot = ClockSnapshot(token_ids, stretch, self.costs.state_bytes)
         self._hold(stretch, stretch.num_bytes)
         self._hold(snapshot, snapshot.state_bytes)
         self.clock.advance(self.machine.copy_seconds(stretch.num_bytes + snapshot.state_bytes))
         return snapshot
+
+    def snapshot_row(self, row_id: str, parent: Any = None, cuts: Sequence[int] = ()) -> RowSnapshot | None:
+        if (row := self._rows.get(row_id)) is None:
+            return None
+        said = np.array(row.output_token_ids, np.int32)
+        snapshot = self._snapshot(np.concatenate([row.spec.token_ids, said]), parent)
+        return RowSnapshot(said, snapshot)
 
     def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:
         raise NotImplementedError("the simulation has no disk tier")

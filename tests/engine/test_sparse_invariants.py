@@ -75,12 +75,12 @@ class SharedBench(conversations.Bench):
         assert skipped <= {len(spec.token_ids) - num_computed(spec)}, f"row {index}/{choice}"
         self.figures["skipped tokens"] += len(spec.token_ids) - num_computed(spec)
 
-    def _check_books(self, driver, traffic) -> None:
+    def _check_books(self, driver, traffic, order) -> None:
         """What was served, computed and kept is what the rules say."""
         config = PrefixCacheConfig.model_validate(traffic.cache)
         shelf = SparseShelf(self.specimens.image_token_id, config.min_tokens, config.boundaries)
         computed = cached = 0
-        for _, index in sorted((step, index) for index, (step, *_) in enumerate(traffic.arrivals)):
+        for index in order:
             _, number, tenant = traffic.arrivals[index]
             spec = replace(self.specimens.spec(number), tenant=tenant)
             served = shelf.serve(spec)
@@ -91,7 +91,6 @@ class SharedBench(conversations.Bench):
         assert (stats.num_cached_tokens, stats.num_prompt_tokens) == (cached, computed)
         kept = sorted((entry.kind, entry.num_tokens) for entry in status.entries)
         assert kept == sorted((one.kind, one.num_tokens) for one in shelf.stored.values())
-        self.figures["orderly"] += 1
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from engine.config import PrefixCacheConfig
+import numpy as np
+
+from engine.config import PrefixCacheConfig, SnapshotKind
 from engine.core.batch import ModelRunner
-from engine.core.prefix_cache.cache import Entry, Held, PrefixCache
+from engine.core.prefix_cache.cache import Entry, Held, PrefixCache, Snapshot
 from engine.core.prefix_cache.disk_tier import DiskTier, Reading
 from engine.core.prefix_cache.miss import explain
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.status import cache_status
 from engine.core.request import Request
 from engine.core.stats import Stats
-from engine.protocol import Boundary, CacheCleared, CacheStatus, EngineRequest, InvalidRequest
+from engine.protocol import Boundary, CacheCleared, CacheStatus, EngineRequest, InvalidRequest, PromptOrigin
 from engine.snapshot_store.files import SnapshotFiles
 
 log = logging.getLogger("orchard.engine")
@@ -31,6 +33,9 @@ DEVICE_SHARE = 0.1
 
 MIN_TOKENS_FROM_DISK = 64
 """What a snapshot on disk must save over one in memory to be read."""
+
+MAX_UNUSED, PROBE_EVERY = 64, 16
+"""After so many answers that no prompt went on from only every 16th is kept, until one is used."""
 
 KIND_ORDER = ("system", "turn", "prompt")
 
@@ -63,6 +68,29 @@ class Session:
         return self.reading is None
 
 
+class AnswerStatistics:
+    """Whether answers are worth keeping: a template that renders them otherwise in the next turn never meets them."""
+
+    def __init__(self, enabled: bool):
+        self._enabled = enabled
+        self._num_offered = 0
+        self._num_unused = 0
+
+    @property
+    def are_kept(self) -> bool:
+        """True for all answers while some are used again, else for every PROBE_EVERY-th."""
+        self._num_offered += 1
+        return self._enabled and (self._num_unused < MAX_UNUSED or self._num_offered % PROBE_EVERY == 0)
+
+    def stored(self) -> None:
+        self._num_unused += 1
+
+    def used(self, kind: SnapshotKind) -> None:
+        """A prompt goes on from a snapshot of this kind."""
+        if kind == "answer":
+            self._num_unused = 0
+
+
 class PrefixReuse:
     """off: why nothing is cached, None if it is. `clock` gives monotonic seconds."""
 
@@ -80,6 +108,7 @@ class PrefixReuse:
         self._clock = clock
         self._sessions: dict[str, Session] = {}  # by the id of the first row
         self._next_check_s = 0.0
+        self._answers = AnswerStatistics(config.answers)
         self.off = runner.no_snapshots if config.enabled else "prefix_cache.enabled is false"
         max_bytes = runner.device_bytes * DEVICE_SHARE if config.max_gb is None else config.max_gb * 2**30
         self.cache = PrefixCache(int(max_bytes), clock)
@@ -187,6 +216,46 @@ class PrefixReuse:
             self.cache.counters.num_rejected += 1
             current.todo.clear()
 
+    def keep_answer(self, row: Request) -> None:
+        """Store the state behind a complete answer, which the runner still has. Never raises: it is only for later."""
+        spec = row.spec
+        if self.off is not None or not self._answers.are_kept or spec.pinned or spec.sparse is not None:
+            return
+        if len(row.output_token_ids) < self._config.min_tokens or spec.num_choices > 1:
+            return
+        try:
+            self._keep_answer(row)
+        except Exception:
+            log.exception("no snapshot of the answer of %s", row.id)
+            self.cache.counters.num_rejected += 1
+
+    def _keep_answer(self, row: Request) -> None:
+        key = self._key_of(row)
+        parent = self.cache.match(key, len(key), in_memory=True)
+        base = None if parent is None else self.cache.hold(parent)
+        try:
+            self._store_answer(row, key, base, parent)
+        finally:
+            if base is not None:
+                self.cache.release(base)
+
+    def _store_answer(self, row: Request, key: PromptKey, base: Held | None, parent: Entry | None) -> None:
+        costs, spec, runner = self._runner.costs, row.spec, self._runner
+        num_new = len(key) + 1 - (0 if parent is None else parent.num_tokens)
+        if not self.cache.make_way(num_new * costs.token_bytes + costs.state_bytes, base):
+            return
+        taken = runner.snapshot_row(row.id, None if base is None else base.stretch)
+        if taken is None or not np.array_equal(taken.token_ids[: len(row.output_token_ids)], row.output_token_ids):
+            return
+        ids = np.concatenate([spec.token_ids, taken.token_ids]).astype(np.int32)
+        whole = PromptKey.of(runner.fingerprint, spec.tenant, ids, spec.images, runner.image_token_id)
+        entry = self.cache.get(whole.digest())
+        if entry is not None and entry.held is not None:
+            return  # the same answer to the same prompt
+        digest = None if parent is None else parent.digest
+        if self._store(whole, "answer", spec.origin, False, taken.snapshot, base, digest) is not None:
+            self._answers.stored()
+
     def end(self, row_ids: Iterable[str], failed: bool = False) -> None:
         """End the sessions of these prompts, complete or given up. failed: what they have left must not serve."""
         for row_id in row_ids:
@@ -279,6 +348,7 @@ class PrefixReuse:
             self._runner.drop([row.id for row in rows])  # what it has begun
             return False
         current.base, current.base_digest, current.base_tokens = self.cache.use(entry), entry.digest, entry.num_tokens
+        self._answers.used(entry.kind)
         for row in rows:
             row.num_prefilled = entry.num_tokens
         if rows[0].spec.pinned and Boundary("system", entry.num_tokens) in rows[0].spec.boundaries:
@@ -341,20 +411,37 @@ class PrefixReuse:
             self.cache.counters.num_rejected += 1
             current.todo.clear()
             return
-        spec, key, now = current.row.spec, current.key.prefix(boundary.num_tokens), self._clock()
-        pinned, digest = spec.pinned and boundary.kind == "system", key.digest()
-        entry = self.cache.get(digest)  # there already, if it is on disk and could not be read back
-        if entry is not None:
-            entry.pinned |= pinned
-            entry.parent = current.base_digest
-        else:
-            entry = Entry(digest, key, boundary.kind, current.base_digest, spec.origin, pinned, now, now)
-        if not self.cache.store(entry, snapshot, base):
+        spec, key = current.row.spec, current.key.prefix(boundary.num_tokens)
+        pinned = spec.pinned and boundary.kind == "system"
+        entry = self._store(key, boundary.kind, spec.origin, pinned, snapshot, base, current.base_digest)
+        if entry is None:
             current.todo.clear()  # those behind it are larger
             return
         current.stored.append(entry)
-        if self._disk is not None:
-            self._disk.save(entry, snapshot)
         if base is not None:
             self.cache.release(base)
         current.base, current.base_digest, current.base_tokens = self.cache.hold(entry), entry.digest, entry.num_tokens
+
+    def _store(
+        self,
+        key: PromptKey,
+        kind: SnapshotKind,
+        origin: PromptOrigin,
+        pinned: bool,
+        snapshot: Snapshot,
+        base: Held | None,
+        base_digest: str | None,
+    ) -> Entry | None:
+        """Store a snapshot of all of the key's tokens behind `base`; None if there is no room for it."""
+        digest, now = key.digest(), self._clock()
+        entry = self.cache.get(digest)  # there already, if it is on disk and could not be read back
+        if entry is not None:
+            entry.pinned |= pinned
+            entry.parent = base_digest
+        else:
+            entry = Entry(digest, key, kind, base_digest, origin, pinned, now, now)
+        if not self.cache.store(entry, snapshot, base):
+            return None
+        if self._disk is not None:
+            self._disk.save(entry, snapshot)
+        return entry
