@@ -17,19 +17,18 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
 
 from engine.config import BoundaryKind
 from engine.core.prefix_cache.eviction import EvictionOrder, Victim
-from engine.core.prefix_cache.ghosts import Ghost, Ghosts
-from engine.core.prefix_cache.node import Entry, Held, Lineage, OddsKey, Snapshot
+from engine.core.prefix_cache.ghosts import Ghost
+from engine.core.prefix_cache.lineages import Lineages
+from engine.core.prefix_cache.node import Entry, Held, Lineage, Snapshot
 from engine.core.prefix_cache.prompt_key import PromptKey
-from engine.core.prefix_cache.reuse_forecast import ReuseForecast, odds_key, odds_key_of
 from engine.protocol import CacheMiss
 
 MAX_RECENT_MISSES = 32
 
-MARGIN = 1.1
+MARGIN = 1.5
 """How much more a new snapshot must be worth than those that are evicted for it."""
 
 READ_BYTES_PER_SECOND = 10 * 2**30
@@ -54,6 +53,17 @@ class Counters:
     num_unusable: int = 0
     num_integrity_errors: int = 0
     misses: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class NewBoundary:
+    """A snapshot that is about to be stored if it is worth more than others."""
+
+    key: PromptKey
+    kind: BoundaryKind
+    lineage: Lineage
+    prompt: str
+    """Which prompt it is of; '' if that is not known."""
 
 
 class PrefixCache:
@@ -84,8 +94,7 @@ class PrefixCache:
         self._victims: OrderedDict[str, Entry] = OrderedDict()  # those in memory that are not pinned, in the same order
         self._pinned: dict[str, Entry] = {}
         self._lengths: dict[str, Counter[int]] = {}  # tenant -> lengths of its entries
-        self._ghosts = Ghosts()
-        self._forecast = ReuseForecast()
+        self._lineages = Lineages()
         self._loose: set[Held] = set()  # held, but no entry's any more
         self._in_use: Counter[Held] = Counter()  # by prompts that were restored from them
 
@@ -122,7 +131,7 @@ class PrefixCache:
 
     def ghost(self, key: PromptKey, min_tokens: int) -> Ghost | None:
         """The longest prefix of at least so many tokens that has been here and has left; not all of the prompt."""
-        return self._ghosts.longest(key, min_tokens, len(key) - 1)
+        return self._lineages.ghost(key, min_tokens, len(key) - 1)
 
     def path(self, entry: Entry) -> list[Entry]:
         """The entry, then what is stored in front of it, up to the first that has left."""
@@ -135,14 +144,7 @@ class PrefixCache:
 
     def use(self, entry: Entry) -> Held:
         """The snapshot for a prompt that goes on from it; `release` it when the prompt has been taken in."""
-        now, lineage = self._clock(), entry.lineage
-        self._forecast.used(self._odds_key(entry))
-        if entry.given_up_as is not None:
-            self._forecast.regret(entry.given_up_as)
-            entry.given_up_as = None
-        if not lineage.is_shared and lineage.entries[-1] is not entry:
-            self._fork(entry)
-        self._forecast.returned(entry.lineage, now)
+        self._lineages.used(entry, self._clock())
         entry.num_hits += 1
         self.touch(entry)
         return self.hold(entry)
@@ -177,7 +179,7 @@ class PrefixCache:
     def add(self, entry: Entry) -> None:
         """An entry without a snapshot in memory: one that was found on disk."""
         assert entry.held is None and entry.digest not in self._entries
-        entry.lineage = self._new_lineage(entry.kind, entry.used_s)
+        entry.lineage = self._lineages.started(entry.kind, entry.used_s)
         self._insert(entry)
 
     def store(self, entry: Entry, snapshot: Snapshot, parent: Held | None, prompt: str = "") -> bool:
@@ -193,9 +195,10 @@ class PrefixCache:
         if parent is not None:
             parent.num_dependents += 1  # it shall not leave to make room
         if is_new:
-            entry.lineage = self._lineage_of(entry.key, entry.kind, parent, prompt)
-        key = entry.key if is_new and not entry.pinned else None
-        if not self._make_way(need, parent, key, entry.kind, entry.lineage, prompt):
+            in_front = parent.entry if parent is not None else None
+            entry.lineage = self._lineages.of_new(entry.key, entry.kind, in_front, prompt, self._clock())
+        boundary = NewBoundary(entry.key, entry.kind, entry.lineage, prompt) if is_new and not entry.pinned else None
+        if not self._make_way(need, parent, boundary):
             if parent is not None:
                 self._release(parent)
             return False
@@ -229,8 +232,10 @@ class PrefixCache:
             prompt: Which prompt it is of: what is rejected and then asked for by the same prompt is no other use.
         """
         if key is None:
-            return self._make_way(num_bytes, parent, None, kind, Lineage(), prompt)
-        return self._make_way(num_bytes, parent, key, kind, self._lineage_of(key, kind, parent, prompt), prompt)
+            return self._make_way(num_bytes, parent, None)
+        in_front = parent.entry if parent is not None else None
+        lineage = self._lineages.of_new(key, kind, in_front, prompt, self._clock())
+        return self._make_way(num_bytes, parent, NewBoundary(key, kind, lineage, prompt))
 
     def evict(self, num_bytes: int = 1, overhead_bytes: int = 0) -> bool:
         """Evicts the least valuable until so many bytes are free; False if nothing can be evicted.
@@ -245,12 +250,12 @@ class PrefixCache:
             self._evict(victim.entry)
         return bool(victims)
 
-    def price(self, num_bytes: int) -> float:
-        """Return the seconds of computing that evicting so many bytes is expected to cost; inf if they are not there.
+    def price(self, num_bytes: int, overhead_bytes: int = 0) -> float:
+        """Return the seconds of computing that `evict` is expected to cost; inf if so many bytes cannot be freed.
 
         Each snapshot counts with the probability that it is used again.
         """
-        victims, freed_bytes = self._plan(num_bytes)
+        victims, freed_bytes = self._plan(num_bytes, overhead_bytes)
         return sum(victim.lost_s * victim.probability for victim in victims) if freed_bytes >= num_bytes else inf
 
     @property
@@ -270,7 +275,7 @@ class PrefixCache:
     def prune(self) -> None:
         """Forgets what was on disk alone and is there no more."""
         for entry in [e for e in self._entries.values() if e.held is None and self.file_parent(e.digest) is None]:
-            self._remember(entry, "evicted")
+            self._lineages.remember(entry, "evicted")
             self._remove(entry)
 
     def clear(self) -> tuple[int, int]:
@@ -279,15 +284,16 @@ class PrefixCache:
         gone = [entry for entry in self._entries.values() if entry.digest not in kept]
         before = self.num_bytes
         for entry in gone:
-            self._remember(entry, "cleared")
+            self._lineages.remember(entry, "cleared")
             self._remove(entry)
         return len(gone), before - self.num_bytes
 
     def reset(self) -> None:
         """Lets go of everything, whatever the books say."""
         self.num_bytes = 0
-        for books in (self._entries, self._victims, self._pinned, self._lengths, self._loose, self._in_use, self._ghosts):
+        for books in (self._entries, self._victims, self._pinned, self._lengths, self._loose, self._in_use):
             books.clear()
+        self._lineages.clear()
 
     def integrity_error(self) -> str | None:
         """What is wrong with the books while no prompt is being taken in, or None."""
@@ -316,7 +322,7 @@ class PrefixCache:
     def _insert(self, entry: Entry) -> None:
         self._entries[entry.digest] = entry
         self._lengths.setdefault(entry.key.tenant, Counter())[entry.num_tokens] += 1
-        self._ghosts.discard(entry.digest)
+        self._lineages.stored(entry.digest)
 
     def _num_bytes_that_stay(self, in_use: Iterable[Held]) -> int:
         """However many are evicted: the pinned, and the stretches in front of them and of what is in use."""
@@ -329,15 +335,7 @@ class PrefixCache:
                 held = held.parent
         return num_bytes
 
-    def _make_way(
-        self,
-        num_bytes: int,
-        parent: Held | None,
-        key: PromptKey | None,
-        kind: BoundaryKind,
-        lineage: Lineage,
-        prompt: str,
-    ) -> bool:
+    def _make_way(self, num_bytes: int, parent: Held | None, new: NewBoundary | None) -> bool:
         limit = min(self.max_bytes, self.room())
         in_use = self._in_use if parent is None else (parent, *self._in_use)
         if self._num_bytes_that_stay(in_use) + num_bytes > limit:
@@ -346,33 +344,32 @@ class PrefixCache:
         missing = self.num_bytes + num_bytes - limit
         if missing <= 0:
             return True
-        passed = parent.entry if parent is not None and parent.entry in lineage.entries else None
+        in_front = parent.entry if parent is not None else None
+        passed = in_front if new is not None and in_front is not None and in_front.lineage is new.lineage else None
         victims, _ = self._plan(missing, passed=passed)
-        if key is not None:
-            start = parent.entry.num_tokens if parent is not None and parent.entry is not None else 0
-            odds = odds_key(kind, "shared" if lineage.is_shared else "tip", lineage)
-            value = self.seconds(start, len(key)) * self._forecast.rate(lineage, odds, self._clock())
-            if MARGIN * sum(victim.lost_s * victim.rate for victim in victims) > value:
-                self.counters.num_rejected += 1
-                self.counters.num_outvalued += 1
-                self._forecast.unused(odds)
-                self._ghosts.add(key.digest(), Ghost(kind, len(key), "evicted", lineage, odds, prompt))
-                return False
+        if new is not None and MARGIN * sum(victim.lost_s * victim.rate for victim in victims) > self._value(
+            new, in_front
+        ):
+            self.counters.num_rejected += 1
+            self.counters.num_outvalued += 1
+            self._lineages.rejected(new.key, new.kind, new.lineage, new.prompt)
+            return False
         for victim in victims:
             self._evict(victim.entry)
         return True
 
-    def _plan(
-        self, num_bytes: int, overhead_bytes: int = 0, passed: Entry | None = None
-    ) -> tuple[list[Victim], int]:
+    def _value(self, new: NewBoundary, in_front: Entry | None) -> float:
+        """Seconds of computing that a new snapshot is expected to save, per second."""
+        start = in_front.num_tokens if in_front is not None else 0
+        return self.seconds(start, len(new.key)) * self._lineages.rate_of_new(new.lineage, new.kind, self._clock())
+
+    def _plan(self, num_bytes: int, overhead_bytes: int = 0, passed: Entry | None = None) -> tuple[list[Victim], int]:
         """The least valuable that have so many bytes together, or all; and how many those are."""
-        order = EvictionOrder(self._victims.values(), self._forecast, self._cost, self._clock(), passed)
+        order = iter(EvictionOrder(self._victims.values(), self._lineages.forecast, self._cost, self._clock(), passed))
         victims, freed_bytes = list[Victim](), 0
-        for victim in order:
+        while freed_bytes < num_bytes and (victim := next(order, None)) is not None:
             victims.append(victim)
             freed_bytes += victim.freed_bytes + overhead_bytes
-            if freed_bytes >= num_bytes:
-                break
         return victims, freed_bytes
 
     def _cost(self, entry: Entry, start: int) -> float:
@@ -384,68 +381,14 @@ class PrefixCache:
 
     def _evict(self, entry: Entry) -> None:
         self.counters.num_evicted += 1
-        if entry.given_up_as is None:
-            entry.given_up_as = self._odds_key(entry)
-            self._forecast.unused(entry.given_up_as)
+        self._lineages.evicted(entry)
         parent = self.file_parent(entry.digest)
         if parent is not None:
             self.let_go(entry)
             entry.parent = parent or None
             return
-        self._remember(entry, "evicted")
+        self._lineages.remember(entry, "evicted")
         self._remove(entry)
-
-    def _remember(self, entry: Entry, reason: Literal["evicted", "cleared"]) -> None:
-        ghost = Ghost(entry.kind, entry.num_tokens, reason, entry.lineage, entry.given_up_as, "")
-        self._ghosts.add(entry.digest, ghost)
-
-    def _odds_key(self, entry: Entry) -> OddsKey:
-        return odds_key_of(entry, entry.lineage.entries[-1] if entry.lineage.entries else None)
-
-    def _new_lineage(self, kind: BoundaryKind, used_s: float) -> Lineage:
-        return Lineage(is_shared=kind == "system", used_s=used_s, seen_s=used_s)
-
-    def _lineage_of(self, key: PromptKey, kind: BoundaryKind, parent: Held | None, prompt: str) -> Lineage:
-        """Which conversation a new snapshot continues: that of the longest prefix that is remembered, else its own."""
-        in_front = parent.entry if parent is not None else None
-        ghost = self._ghosts.longest(key, in_front.num_tokens + 1 if in_front is not None else 1, len(key))
-        if ghost is not None:
-            if not prompt or ghost.prompt != prompt:
-                self._came_back(ghost, in_front)
-            if not ghost.lineage.is_shared or ghost.num_tokens == len(key):
-                return ghost.lineage
-        if kind != "system" and in_front is not None and not in_front.lineage.is_shared:
-            return in_front.lineage
-        return self._new_lineage(kind, self._clock())
-
-    def _came_back(self, ghost: Ghost, in_front: Entry | None) -> None:
-        """A prompt would have used a snapshot that is not there."""
-        if ghost.given_up_as is None:
-            return
-        self._forecast.regret(ghost.given_up_as)
-        self._forecast.used(ghost.given_up_as)
-        ghost.given_up_as = None
-        if in_front is None or in_front.lineage is not ghost.lineage:
-            self._forecast.returned(ghost.lineage, self._clock())
-
-    def _fork(self, entry: Entry) -> None:
-        """A prompt goes on from a snapshot that its conversation has passed.
-
-        For the first time: the prompts of this conversation go on from there, and what is behind was taken in vain. Once
-        more: several conversations have it in common.
-        """
-        lineage = entry.lineage
-        at = lineage.entries.index(entry)
-        if entry.num_hits:
-            del lineage.entries[at]
-            entry.lineage = Lineage(True, entry.used_s, entry.used_s, entries=[entry])
-            return
-        behind = lineage.entries[at + 1 :]
-        del lineage.entries[at + 1 :]
-        for one in behind:
-            one.given_up_as = odds_key_of(one, behind[-1])
-            self._forecast.unused(one.given_up_as)
-            one.lineage = Lineage(False, lineage.used_s, lineage.seen_s, entries=[one])
 
     def _remove(self, entry: Entry) -> None:
         del self._entries[entry.digest]

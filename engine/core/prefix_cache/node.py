@@ -67,7 +67,7 @@ class Lineage:
 
 
 OddsKey = tuple[BoundaryKind, str, int]
-"""Snapshots that are equally likely to be used again: kind, stage (see reuse_forecast.Stage), returns of the lineage."""
+"""Kind, stage (see reuse_forecast.Stage) and returns of its lineage: what is equally likely to be used again."""
 
 
 @dataclass(slots=True, eq=False)

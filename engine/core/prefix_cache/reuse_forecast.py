@@ -27,10 +27,8 @@ FIRST_INTERVAL_S = 60.0
 """Between two uses, before anything is known."""
 MEAN_WEIGHT = 0.05
 """Of one interval in the mean of all lineages."""
-OWN_WEIGHT = 0.5
+OWN_WEIGHT = 0.3
 """Of an interval in the mean of its own lineage."""
-GRACE = 1.5
-"""Intervals for which an unused lineage counts as on time."""
 
 
 @dataclass(slots=True)
@@ -62,11 +60,11 @@ class ReuseForecast:
 
     def rate(self, lineage: Lineage, odds_key: OddsKey, now: float) -> float:
         """Return how often a snapshot of the lineage is expected to be used."""
-        return self.probability(lineage, odds_key, now) / (GRACE * self._interval_s(lineage))
+        return self.probability(lineage, odds_key, now) / self._interval_s(lineage)
 
     def probability(self, lineage: Lineage, odds_key: OddsKey, now: float) -> float:
         """Return how likely a snapshot of the lineage is used again at all: less the longer it has not been."""
-        expected_s, idle_s = GRACE * self._interval_s(lineage), now - lineage.seen_s
+        expected_s, idle_s = self._interval_s(lineage), now - lineage.seen_s
         return self._of(odds_key).probability * min(1.0, expected_s / max(idle_s, 1e-9))
 
     def returned(self, lineage: Lineage, now: float) -> None:
