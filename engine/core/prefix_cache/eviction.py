@@ -49,21 +49,22 @@ class EvictionOrder:
         self._passed = passed
         self._planned: set[Entry] = set()
         self._num_freed_dependents: dict[Held, int] = {}
-        self._heap = [(self._density(entry), i, entry) for i, entry in enumerate(entries)]
+        self._rank = {entry: i for i, entry in enumerate(entries)}
+        self._heap = [(self._density(entry), i, entry) for entry, i in self._rank.items()]
         heapify(self._heap)
 
     def __iter__(self) -> Iterator[Victim]:
         while self._heap:
-            density, order, entry = heappop(self._heap)
+            density, rank, entry = heappop(self._heap)
             if entry in self._planned:
                 continue
             victim = self._victim(entry)
             if (changed := _density(victim)) > density:
-                heappush(self._heap, (changed, order, entry))
+                heappush(self._heap, (changed, rank, entry))
                 continue
             in_front = self._plan(entry)
-            if in_front is not None and not in_front.pinned:
-                heappush(self._heap, (self._density(in_front), order, in_front))
+            if in_front is not None and in_front in self._rank:  # else it is pinned
+                heappush(self._heap, (self._density(in_front), self._rank[in_front], in_front))
             yield victim
 
     def _density(self, entry: Entry) -> float:

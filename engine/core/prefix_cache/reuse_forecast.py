@@ -25,6 +25,8 @@ MAX_WEIGHT = 64.0
 
 FIRST_INTERVAL_S = 60.0
 """Between two uses, before anything is known."""
+PAUSE_S = 600.0
+"""A conversation may pause for so long and come back as likely as before, however quick its turns were."""
 MEAN_WEIGHT = 0.05
 """Of one interval in the mean of all lineages."""
 OWN_WEIGHT = 0.3
@@ -60,12 +62,12 @@ class ReuseForecast:
 
     def rate(self, lineage: Lineage, odds_key: OddsKey, now: float) -> float:
         """Return how often a snapshot of the lineage is expected to be used."""
-        return self.probability(lineage, odds_key, now) / self._interval_s(lineage)
+        return self._of(odds_key).probability / max(self._interval_s(lineage), now - lineage.seen_s)
 
     def probability(self, lineage: Lineage, odds_key: OddsKey, now: float) -> float:
         """Return how likely a snapshot of the lineage is used again at all: less the longer it has not been."""
-        expected_s, idle_s = self._interval_s(lineage), now - lineage.seen_s
-        return self._of(odds_key).probability * min(1.0, expected_s / max(idle_s, 1e-9))
+        expected_s, idle_s = max(self._interval_s(lineage), PAUSE_S), now - lineage.seen_s
+        return self._of(odds_key).probability * min(1.0, expected_s / max(idle_s, 1e-3))
 
     def returned(self, lineage: Lineage, now: float) -> None:
         """Record that a prompt continues a conversation, whether or not its last snapshot is still there."""
@@ -99,8 +101,8 @@ class ReuseForecast:
     def _interval_s(self, lineage: Lineage) -> float:
         if lineage.interval_s is not None:
             return lineage.interval_s
-        log_s = self._log_interval.get(lineage.is_shared)
-        return math.exp(log_s) if log_s is not None else FIRST_INTERVAL_S
+        of_others = self._log_interval.get(not lineage.is_shared, math.log(FIRST_INTERVAL_S))
+        return math.exp(self._log_interval.get(lineage.is_shared, of_others))
 
 
 def odds_key_of(entry: Entry, tip: Entry | None) -> OddsKey:
