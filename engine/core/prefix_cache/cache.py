@@ -240,7 +240,7 @@ class PrefixCache:
     def evict(self, num_bytes: int = 1, overhead_bytes: int = 0) -> bool:
         """Evicts the least valuable until so many bytes are free; False if nothing can be evicted.
 
-        One call orders a thousand entries in 10 ms and evicts all of them in 15 ms more (one core of a 2.5 GHz server).
+        One call orders a thousand entries in 7 ms and evicts all of them in 20 ms more, on one core of a server.
 
         Args:
             overhead_bytes: What each snapshot takes beside its own bytes.
@@ -344,12 +344,10 @@ class PrefixCache:
         missing = self.num_bytes + num_bytes - limit
         if missing <= 0:
             return True
-        in_front = parent.entry if parent is not None else None
-        passed = in_front if new is not None and in_front is not None and in_front.lineage is new.lineage else None
-        victims, _ = self._plan(missing, passed=passed)
-        if new is not None and MARGIN * sum(victim.lost_s * victim.rate for victim in victims) > self._value(
-            new, in_front
-        ):
+        in_front = _in_memory(parent)
+        victims, _ = self._plan(missing, passed=new.lineage if new is not None else None)
+        worth = sum(victim.lost_s * victim.rate for victim in victims)
+        if new is not None and MARGIN * worth > self._value(new, in_front):
             self.counters.num_rejected += 1
             self.counters.num_outvalued += 1
             self._lineages.rejected(new.key, new.kind, new.lineage, new.prompt)
@@ -363,7 +361,7 @@ class PrefixCache:
         start = in_front.num_tokens if in_front is not None else 0
         return self.seconds(start, len(new.key)) * self._lineages.rate_of_new(new.lineage, new.kind, self._clock())
 
-    def _plan(self, num_bytes: int, overhead_bytes: int = 0, passed: Entry | None = None) -> tuple[list[Victim], int]:
+    def _plan(self, num_bytes: int, overhead_bytes: int = 0, passed: Lineage | None = None) -> tuple[list[Victim], int]:
         """The least valuable that have so many bytes together, or all; and how many those are."""
         order = iter(EvictionOrder(self._victims.values(), self._lineages.forecast, self._cost, self._clock(), passed))
         victims, freed_bytes = list[Victim](), 0
@@ -408,7 +406,7 @@ class PrefixCache:
         if held is None:
             return
         entry.lineage.entries.remove(entry)
-        held.snapshot = held.entry = None
+        held.snapshot = None
         self.num_bytes -= held.state_bytes
         self._loose.add(held)
         self._drop_if_unneeded(held)
@@ -424,3 +422,10 @@ class PrefixCache:
             held = held.parent
             if held is not None:
                 held.num_dependents -= 1
+
+
+def _in_memory(held: Held | None) -> Entry | None:
+    """The nearest entry in memory, from a snapshot on towards the front."""
+    while held is not None and held.snapshot is None:
+        held = held.parent
+    return held.entry if held is not None else None

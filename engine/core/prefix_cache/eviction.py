@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from engine.core.prefix_cache.node import Entry, Held
+from engine.core.prefix_cache.node import Entry, Held, Lineage
 from engine.core.prefix_cache.reuse_forecast import ReuseForecast, odds_key_of
 
 
@@ -32,7 +32,7 @@ class EvictionOrder:
     Args:
         entries: Whose snapshots are in memory and not pinned.
         cost: Seconds to have an entry's snapshot again, given the number of tokens that are in memory in front of it.
-        passed: An entry that counts as passed by its conversation: a longer one is about to be stored.
+        passed: A lineage whose entries all count as passed: a longer one is about to be stored.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class EvictionOrder:
         forecast: ReuseForecast,
         cost: Callable[[Entry, int], float],
         now: float,
-        passed: Entry | None = None,
+        passed: Lineage | None = None,
     ):
         self._forecast = forecast
         self._cost = cost
@@ -80,7 +80,7 @@ class EvictionOrder:
         return Victim(entry, self._freed_bytes(held), lost_s, rate, self._forecast.probability(lineage, key, self._now))
 
     def _tip(self, entry: Entry) -> Entry | None:
-        if entry is self._passed:
+        if entry.lineage is self._passed:
             return None
         return next((e for e in reversed(entry.lineage.entries) if e not in self._planned), None)
 
@@ -91,7 +91,7 @@ class EvictionOrder:
         return parent.entry if parent is not None else None
 
     def _is_gone(self, held: Held) -> bool:
-        return held.entry is None or held.entry in self._planned
+        return held.snapshot is None or held.entry in self._planned
 
     def _num_dependents(self, held: Held) -> int:
         return held.num_dependents - self._num_freed_dependents.get(held, 0)

@@ -24,7 +24,7 @@ class Lineages:
         """Return the lineage of the longest remembered prefix of a new snapshot, or a new one.
 
         Args:
-            in_front: The entry that the snapshot is computed behind.
+            in_front: The entry that the snapshot is computed behind, though it may have been evicted meanwhile.
             prompt: Which prompt it is of. A ghost that this prompt has left itself is no earlier turn.
         """
         num_in_front = in_front.num_tokens if in_front is not None else 0
@@ -47,19 +47,21 @@ class Lineages:
 
     def used(self, entry: Entry, now: float) -> None:
         """Record that a prompt continues an entry, which is in memory."""
-        self.forecast.used(odds_key_of(entry, entry.lineage.entries[-1]))
-        if entry.given_up_as is not None:
+        lineage = entry.lineage
+        is_tip = lineage.entries[-1] is entry
+        self.forecast.used(odds_key_of(entry, lineage.entries[-1]))
+        if entry.given_up_as is not None and (lineage.is_abandoned or not is_tip):
             self.forecast.regret(entry.given_up_as)
-            entry.given_up_as = None
-        if not entry.lineage.is_shared and entry.lineage.entries[-1] is not entry:
+        entry.given_up_as, lineage.is_abandoned = None, False
+        if is_tip and len(lineage.entries) > 1:
+            self._give_up(lineage.entries[-2])
+        elif not is_tip:
             self._fork(entry)
         self.forecast.returned(entry.lineage, now)
 
     def evicted(self, entry: Entry) -> None:
         """Record that an entry is about to be evicted; it is still in its lineage."""
-        if entry.given_up_as is None:
-            entry.given_up_as = odds_key_of(entry, entry.lineage.entries[-1])
-            self.forecast.unused(entry.given_up_as)
+        self._give_up(entry)
 
     def rejected(self, key: PromptKey, kind: BoundaryKind, lineage: Lineage, prompt: str) -> None:
         """Record that a snapshot is not stored because others are worth more."""
@@ -88,6 +90,12 @@ class Lineages:
             if in_front is None or in_front.lineage is not ghost.lineage:  # else `used` has recorded the return
                 self.forecast.returned(ghost.lineage, now)
 
+    def _give_up(self, entry: Entry) -> None:
+        """Count an entry, which is in its lineage, as one that is not used again."""
+        if entry.given_up_as is None:
+            entry.given_up_as = odds_key_of(entry, entry.lineage.entries[-1])
+            self.forecast.unused(entry.given_up_as)
+
     def _fork(self, entry: Entry) -> None:
         """A prompt continues an entry that has longer ones of its lineage behind it.
 
@@ -99,15 +107,14 @@ class Lineages:
         at = lineage.entries.index(entry)
         if entry.num_hits:
             del lineage.entries[at]
-            entry.lineage = Lineage(True, entry.used_s, entry.used_s, entries=[entry])
+            entry.lineage = Lineage(True, False, entry.used_s, entry.used_s, entries=[entry])
             return
         behind = lineage.entries[at + 1 :]
+        for one in behind:
+            self._give_up(one)
         del lineage.entries[at + 1 :]
         for one in behind:
-            if one.given_up_as is None:
-                one.given_up_as = odds_key_of(one, behind[-1])
-                self.forecast.unused(one.given_up_as)
-            one.lineage = Lineage(False, lineage.used_s, lineage.seen_s, entries=[one])
+            one.lineage = Lineage(False, True, lineage.used_s, lineage.seen_s, entries=[one])
 
 
 def _new_odds_key(lineage: Lineage, kind: BoundaryKind) -> tuple[BoundaryKind, str, int]:

@@ -39,8 +39,8 @@ class Held:
     """The snapshot in front of it, whose stretch it needs."""
     stretch_bytes: int
     state_bytes: int
-    entry: "Entry | None"
-    """Its entry; None once it is evicted."""
+    entry: "Entry"
+    """Its entry, which is no longer stored, or has another snapshot, where this one is None."""
     num_dependents: int = 0
     """Snapshots behind it, and prompts that were restored from it."""
 
@@ -54,6 +54,8 @@ class Lineage:
 
     is_shared: bool = False
     """Whether several conversations continue its only snapshot."""
+    is_abandoned: bool = False
+    """Whether the conversation has gone on from a shorter prefix, and left these snapshots behind."""
     used_s: float = 0.0
     """When a prompt last continued it, or its first snapshot was taken."""
     seen_s: float = 0.0

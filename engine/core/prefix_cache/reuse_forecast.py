@@ -117,7 +117,7 @@ def odds_key(kind: BoundaryKind, stage: Stage, lineage: Lineage) -> OddsKey:
 def _stage(entry: Entry, tip: Entry | None) -> Stage:
     if entry.lineage.is_shared:
         return "shared"
-    if entry.given_up_as is not None:
+    if entry.lineage.is_abandoned:
         return "used"
     if tip is entry:
         return "tip"

@@ -81,6 +81,18 @@ def test_where_the_end_of_a_conversation_is_lost_what_is_in_front_of_it_serves()
     assert after is not None and after.lineage is lineage
 
 
+def test_a_conversation_whose_last_snapshot_makes_room_for_the_next_returns_once_per_turn():
+    engine = engine_with(room(1, 190))
+    talk = engine.conversation(100)
+    for _ in range(4):
+        engine.turn(talk, 20)
+        engine.clock.now += 100
+    assert engine.cache.counters.num_evicted == 3
+    [entry] = engine.cache.entries()
+    assert entry.num_tokens == 180 and entry.lineage.num_returns == 3
+    assert entry.lineage.interval_s is not None and entry.lineage.interval_s > 100
+
+
 def test_a_prefix_that_several_conversations_continue_keeps_its_own_rate():
     engine = engine_with()
     common = engine.conversation(100)
@@ -100,7 +112,7 @@ def test_ends_of_prompts_that_the_next_turn_does_not_have_are_given_up():
     for _ in range(5):
         engine.turn(talk, 5, generation=4)
     kinds = [entry.kind for entry in engine.cache.entries() if entry.given_up_as is not None]
-    assert kinds == ["prompt"] * 4
+    assert kinds.count("prompt") == 4
     last = entry_of(engine, talk)
     assert last is not None and last.lineage.num_returns == 4
 
