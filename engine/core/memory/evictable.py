@@ -1,5 +1,7 @@
 """What is held for later and no answer needs: snapshots, features of pictures. They leave when the room is needed."""
 
+import sys
+
 from engine.core.batch import ModelRunner
 from engine.core.prefix_cache.cache import PrefixCache
 
@@ -23,22 +25,27 @@ class EvictableMemory:
 
     @property
     def free_bytes(self) -> int:
-        """That could leave."""
-        return self.num_bytes - self.pinned_bytes
+        """That could leave now: not what is pinned, nor the keys and values that prompts in progress go on from."""
+        return self.num_bytes - self._cache.unevictable_bytes - self._cache.num_pinned * self._slack
+
+    def price(self, num_bytes: int) -> float:
+        """Return the seconds of computing that `free` is expected to cost; inf where so many bytes cannot be freed."""
+        if num_bytes > self.free_bytes:
+            return float("inf")
+        of_snapshots = self.free_bytes - self._runner.feature_bytes
+        return self._cache.price(min(num_bytes, of_snapshots), self._slack)
 
     def free(self, num_bytes: int) -> bool:
-        """So many of them: snapshots first, the one that was used longest ago before others. False, and nobody leaves,
-        where they cannot be had."""
+        """Frees so many bytes: snapshots first, the cheapest to compute again before others. Returns False, and frees
+        nothing, where they cannot be had."""
         if num_bytes > self.free_bytes:
             return False
         wanted = self.num_bytes - num_bytes
-        while self.num_bytes > wanted and self._cache.evict():
-            pass
+        self._cache.evict(num_bytes, self._slack)
         if self.num_bytes > wanted:
             self._runner.free_caches()
         return self.num_bytes <= wanted
 
     def free_all(self) -> None:
-        while self._cache.evict():
-            pass
+        self._cache.evict(sys.maxsize)
         self._runner.free_caches()

@@ -1,0 +1,121 @@
+"""In which order snapshots are evicted, what each eviction frees, and what it costs to compute again. Pure."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+from engine.core.prefix_cache.node import Entry, Held, Lineage
+from engine.core.prefix_cache.reuse_forecast import ReuseForecast, odds_key_of
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """An entry that may be evicted, if all that come before it in the order are."""
+
+    entry: Entry
+    freed_bytes: int
+    lost_s: float
+    """Seconds to have the snapshot again, from the nearest one in front of it that is in memory."""
+    rate: float
+    """How many times per second it is expected to be used."""
+    probability: float
+    """How likely it is used again at all."""
+
+
+class EvictionOrder:
+    """Entries by lost seconds x rate / freed bytes, the smallest first; equals in the order in which they are given.
+
+    Nothing is evicted here: what an eviction changes for the others is counted apart. A heap keeps the figures as they
+    were when it was built. Most evictions only make others more valuable, and an entry whose figure has grown is put
+    back when its turn comes; the one in front of the victim, whose stretch may be free now, is put in anew.
+
+    Args:
+        entries: Whose snapshots are in memory and not pinned.
+        cost: Seconds to have an entry's snapshot again, given the number of tokens that are in memory in front of it.
+        passed: A lineage whose entries all count as passed: a longer one is about to be stored.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[Entry],
+        forecast: ReuseForecast,
+        cost: Callable[[Entry, int], float],
+        now: float,
+        passed: Lineage | None = None,
+    ):
+        self._forecast = forecast
+        self._cost = cost
+        self._now = now
+        self._passed = passed
+        self._planned: set[Entry] = set()
+        self._num_freed_dependents: dict[Held, int] = {}
+        self._rank = {entry: i for i, entry in enumerate(entries)}
+        self._heap = [(self._density(entry), i, entry) for entry, i in self._rank.items()]
+        heapify(self._heap)
+
+    def __iter__(self) -> Iterator[Victim]:
+        while self._heap:
+            density, rank, entry = heappop(self._heap)
+            if entry in self._planned:
+                continue
+            victim = self._victim(entry)
+            if (changed := _density(victim)) > density:
+                heappush(self._heap, (changed, rank, entry))
+                continue
+            in_front = self._plan(entry)
+            if in_front is not None and in_front in self._rank:  # else it is pinned
+                heappush(self._heap, (self._density(in_front), self._rank[in_front], in_front))
+            yield victim
+
+    def _density(self, entry: Entry) -> float:
+        return _density(self._victim(entry))
+
+    def _victim(self, entry: Entry) -> Victim:
+        held, lineage = entry.held, entry.lineage
+        assert held is not None
+        in_front = self._in_front_of(held)
+        lost_s = self._cost(entry, in_front.num_tokens if in_front is not None else 0)
+        key = odds_key_of(entry, self._tip(entry))
+        rate = self._forecast.rate(lineage, key, self._now)
+        return Victim(entry, self._freed_bytes(held), lost_s, rate, self._forecast.probability(lineage, key, self._now))
+
+    def _tip(self, entry: Entry) -> Entry | None:
+        if entry.lineage is self._passed:
+            return None
+        return next((e for e in reversed(entry.lineage.entries) if e not in self._planned), None)
+
+    def _in_front_of(self, held: Held) -> Entry | None:
+        parent = held.parent
+        while parent is not None and self._is_gone(parent):
+            parent = parent.parent
+        return parent.entry if parent is not None else None
+
+    def _is_gone(self, held: Held) -> bool:
+        return held.snapshot is None or held.entry in self._planned
+
+    def _num_dependents(self, held: Held) -> int:
+        return held.num_dependents - self._num_freed_dependents.get(held, 0)
+
+    def _freed_bytes(self, held: Held) -> int:
+        num_bytes, at, num_dependents = held.state_bytes, held, self._num_dependents(held)
+        while num_dependents == 0:
+            num_bytes += at.stretch_bytes
+            if at.parent is None or not self._is_gone(at.parent):
+                break
+            at = at.parent
+            num_dependents = self._num_dependents(at) - 1
+        return num_bytes
+
+    def _plan(self, entry: Entry) -> Entry | None:
+        """Counts the eviction of an entry; returns the one in front of it."""
+        self._planned.add(entry)
+        held = entry.held
+        while held is not None and self._is_gone(held) and self._num_dependents(held) == 0:
+            held = held.parent
+            if held is not None:
+                self._num_freed_dependents[held] = self._num_freed_dependents.get(held, 0) + 1
+        return held.entry if held is not None and not self._is_gone(held) else None
+
+
+def _density(victim: Victim) -> float:
+    return victim.lost_s * victim.rate / max(victim.freed_bytes, 1)

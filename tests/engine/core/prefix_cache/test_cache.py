@@ -1,0 +1,250 @@
+"""What the prefix cache evicts, rejects and remembers, by the seconds that its snapshots save."""
+
+import math
+import sys
+
+import pytest
+
+from engine.core.prefix_cache.cache import Entry, PrefixCache
+from tests.engine.core.prefix_cache.virtual_prompts import (
+    STATE_BYTES,
+    TOKEN_BYTES,
+    Conversation,
+    VirtualClock,
+    VirtualEngine,
+    room,
+)
+
+
+def engine_with(num_bytes: int = sys.maxsize) -> VirtualEngine:
+    clock = VirtualClock()
+    return VirtualEngine(PrefixCache(num_bytes, clock), clock)
+
+
+def entry_of(engine: VirtualEngine, conversation: Conversation) -> Entry | None:
+    """The longest stored prefix of a conversation."""
+    key, _ = conversation.prompt()
+    return engine.cache.match(key, len(key))
+
+
+def num_stored(engine: VirtualEngine, conversation: Conversation) -> int:
+    entry = entry_of(engine, conversation)
+    return entry.num_tokens if entry is not None else 0
+
+
+def test_the_snapshot_that_saves_fewer_seconds_per_byte_is_evicted_first():
+    engine = engine_with()
+    short, long = engine.conversation(10), engine.conversation(500)
+    engine.turn(short, 0)
+    engine.turn(long, 0)
+    engine.turn(engine.conversation(400), 0)
+    assert engine.cache.evict()
+    assert (num_stored(engine, short), num_stored(engine, long)) == (0, 500), "its state is as large"
+
+
+def test_of_equals_the_least_recently_used_is_evicted():
+    engine = engine_with()
+    talks = [engine.conversation(50) for _ in range(3)]
+    for talk in (*talks, talks[0]):
+        engine.turn(talk, 0)
+    looked_at = entry_of(engine, talks[1])
+    assert looked_at is not None
+    engine.cache.touch(looked_at)
+    engine.cache.evict()
+    assert [num_stored(engine, talk) for talk in talks] == [50, 50, 0]
+
+
+def test_what_a_conversation_has_passed_is_evicted_before_its_end():
+    engine = engine_with()
+    talk = engine.conversation(100)
+    for _ in range(4):
+        engine.turn(talk, 5)
+    for _ in range(3):
+        engine.cache.evict()
+    assert [entry.num_tokens for entry in engine.cache.entries()] == [120]
+    assert engine.cache.num_bytes == 120 * TOKEN_BYTES + STATE_BYTES, "all of its keys and values are there"
+
+
+def test_where_the_end_of_a_conversation_is_lost_what_is_in_front_of_it_serves():
+    engine = engine_with()
+    talk = engine.conversation(100)
+    engine.turn(talk, 5)
+    engine.turn(talk, 5)
+    last = entry_of(engine, talk)
+    assert last is not None
+    engine.cache._evict(last)
+    [before] = engine.cache.entries()
+    lineage = before.lineage
+    assert engine.turn(talk, 5) == 11
+    assert lineage.num_returns == 2, "each return counts once"
+    after = entry_of(engine, talk)
+    assert after is not None and after.lineage is lineage
+
+
+def test_a_conversation_whose_last_snapshot_makes_room_for_the_next_returns_once_per_turn():
+    engine = engine_with(room(1, 190))
+    talk = engine.conversation(100)
+    for _ in range(4):
+        engine.turn(talk, 20)
+        engine.clock.now += 100
+    assert engine.cache.counters.num_evicted == 3
+    [entry] = engine.cache.entries()
+    assert entry.num_tokens == 180 and entry.lineage.num_returns == 3
+    assert entry.lineage.interval_s is not None and entry.lineage.interval_s > 100
+
+
+def test_a_prefix_that_several_conversations_continue_keeps_its_own_rate():
+    engine = engine_with()
+    common = engine.conversation(100)
+    engine.turn(common, 0)
+    for _ in range(3):
+        engine.turn(Conversation(common.token_ids), 5)
+    entry = entry_of(engine, common)
+    assert entry is not None and entry.num_hits == 3
+    assert entry.lineage.is_shared and entry.lineage.entries == [entry] and entry.lineage.num_returns == 2
+    assert len({id(one.lineage) for one in engine.cache.entries()}) == 4
+    assert engine.cache.integrity_error() is None
+
+
+def test_ends_of_prompts_that_the_next_turn_does_not_have_are_given_up():
+    engine = engine_with()
+    talk = engine.conversation(100)
+    for _ in range(5):
+        engine.turn(talk, 5, generation=4)
+    kinds = [entry.kind for entry in engine.cache.entries() if entry.given_up_as is not None]
+    assert kinds.count("prompt") == 4
+    last = entry_of(engine, talk)
+    assert last is not None and last.lineage.num_returns == 4
+
+
+def test_a_snapshot_is_rejected_where_only_its_equals_could_be_evicted_for_it():
+    engine = engine_with(room(2.5, 100))
+    talks = [engine.conversation(100) for _ in range(3)]
+    for talk in talks:
+        engine.turn(talk, 0)
+    assert [num_stored(engine, talk) for talk in talks] == [100, 100, 0]
+    counters = engine.cache.counters
+    assert (counters.num_rejected, counters.num_outvalued, counters.num_evicted) == (1, 1, 0)
+
+
+def test_what_was_rejected_is_worth_more_when_it_comes_back():
+    engine = engine_with(room(2.5, 100))
+    talks = [engine.conversation(100) for _ in range(3)]
+    for talk in (*talks, *[talks[2]] * 2):
+        engine.turn(talk, 0)
+        engine.clock.now += 10
+    assert num_stored(engine, talks[2]) == 100 and num_stored(engine, talks[1]) == 100
+
+
+def test_a_prompt_that_is_rejected_at_two_boundaries_has_not_come_back():
+    engine = engine_with(room(2.5, 10))
+    for _ in range(2):
+        engine.turn(engine.conversation(10), 0)
+    new = engine.conversation(10)
+    engine.turn(new, 0, generation=2)
+    key, _ = new.prompt(2)
+    ghost = engine.cache.ghost(key, 1)
+    assert engine.cache.counters.num_outvalued == 2
+    assert ghost is not None and ghost.lineage.num_returns == 0
+
+
+def test_nothing_is_evicted_where_it_would_not_be_enough():
+    engine = engine_with(room(2.5, 100))
+    engine.turn(engine.conversation(100), 0)
+    before = engine.cache.num_bytes
+    engine.turn(engine.conversation(400), 0)
+    assert engine.cache.num_bytes == before and engine.cache.counters.num_outvalued == 0
+    assert engine.cache.counters.num_rejected == 1
+
+
+def test_a_snapshot_without_a_key_is_worth_more_than_anything():
+    engine = engine_with(room(2.5, 100))
+    for _ in range(2):
+        engine.turn(engine.conversation(100), 0)
+    assert not engine.cache.make_way(room(1, 100), None, engine.conversation(100).prompt()[0])
+    assert engine.cache.make_way(room(1, 100), None) and engine.cache.counters.num_evicted == 1
+
+
+def test_many_are_evicted_in_one_call_and_none_that_is_not_needed():
+    engine = engine_with()
+    for _ in range(10):
+        engine.turn(engine.conversation(100), 0)
+    assert engine.cache.evict(3 * room(1, 100) - 1)
+    assert engine.cache.num_in_memory == 7
+    assert engine.cache.evict(2 * room(1, 100) + 20, overhead_bytes=10) and engine.cache.num_in_memory == 5
+    assert engine.cache.evict(sys.maxsize) and not engine.cache.evict()
+    assert engine.cache.num_bytes == 0 and engine.cache.integrity_error() is None
+
+
+def test_what_is_pinned_is_never_evicted_nor_what_it_needs():
+    engine = engine_with()
+    talk = engine.conversation(100)
+    engine.turn(talk, 5)
+    engine.turn(talk, 5)
+    last = entry_of(engine, talk)
+    assert last is not None
+    engine.cache.pin(last)
+    engine.cache.evict(sys.maxsize)
+    assert [*engine.cache.entries()] == [last]
+    assert engine.cache.num_bytes == engine.cache.pinned_bytes == 110 * TOKEN_BYTES + STATE_BYTES
+
+
+def test_keys_and_values_that_a_prompt_goes_on_from_cannot_be_evicted_and_nothing_is_in_vain():
+    engine = engine_with(room(2.2, 100))
+    talk, other = engine.conversation(100), engine.conversation(100)
+    engine.turn(talk, 0)
+    engine.turn(other, 0)
+    entry = entry_of(engine, talk)
+    assert entry is not None
+    held = engine.cache.use(entry)
+    assert engine.cache.unevictable_bytes == 100 * TOKEN_BYTES and engine.cache.pinned_bytes == 0
+    assert not engine.cache.make_way(room(1.5, 100) + STATE_BYTES, None) and engine.cache.num_in_memory == 2
+    engine.cache.release(held)
+    assert engine.cache.unevictable_bytes == 0
+
+
+def test_the_price_is_the_seconds_that_eviction_is_expected_to_cost_and_evicts_nothing():
+    engine = engine_with()
+    cold, live = engine.conversation(100), engine.conversation(100)
+    for talk in (cold, live, live, live):
+        engine.turn(talk, 0)
+    assert engine.cache.price(1) == pytest.approx(100 * 0.6), "three of five first prompts come back"
+    assert engine.cache.price(engine.cache.num_bytes) == pytest.approx(60 + 90)
+    assert engine.cache.price(engine.cache.num_bytes + 1) == math.inf and engine.cache.price(0) == 0
+    assert engine.cache.num_in_memory == 2
+    engine.clock.now += 86400
+    assert engine.cache.price(1) < 1, "it has not come back for a day"
+
+
+def test_a_snapshot_that_is_on_disk_too_costs_no_more_than_reading_it():
+    engine = engine_with()
+    filed, other = engine.conversation(100), engine.conversation(90)
+    engine.turn(filed, 0)
+    engine.turn(other, 0)
+    entry = entry_of(engine, filed)
+    assert entry is not None
+    engine.cache.file_parent = lambda digest: "" if digest == entry.digest else None
+    engine.cache.read_seconds = lambda num_bytes: num_bytes / 1e6
+    assert engine.cache.price(1) == pytest.approx(0.5 * room(1, 100) / 1e6)
+    engine.cache.evict()
+    assert entry.held is None and num_stored(engine, filed) == 100 and num_stored(engine, other) == 90
+
+
+def test_books_hold_through_any_order_of_turns_forks_evictions_and_clearings():
+    engine = engine_with(room(5, 60))
+    talks = [engine.conversation(40)]
+    for i in range(600):
+        talk = talks[engine.rng.randrange(len(talks))]
+        what = engine.rng.random()
+        if what < 0.2:
+            length = engine.rng.randint(20, len(talk.token_ids))
+            talks.append(Conversation(talk.token_ids[:length].copy(), engine.rng.choice((0, 10))))
+        elif what < 0.3:
+            engine.cache.evict(engine.rng.randrange(room(2, 60)))
+        elif what < 0.31:
+            engine.cache.clear()
+        else:
+            engine.turn(talk, engine.rng.randint(0, 10), generation=engine.rng.choice((0, 3)))
+        if i % 50 == 49:
+            talks = [engine.conversation(40), talk]
+        assert engine.cache.integrity_error() is None
