@@ -99,7 +99,9 @@ class DiskCacheConfig(Frozen):
 class PrefixCacheConfig(Frozen):
     enabled: bool = Field(default=True, description="keep the state behind prefixes of prompts for others")
     max_gb: float | None = Field(
-        default=None, gt=0, description="GiB of memory for snapshots; default: a tenth of the device's memory"
+        default=None,
+        gt=0,
+        description="GiB of memory for snapshots; default: all that no row or prompt needs now",
     )
     boundaries: tuple[BoundaryKind, ...] = Field(
         default=("system", "turn", "prompt"), description="where prompts are cut: see engine.protocol.Boundary"

@@ -71,7 +71,7 @@ def _prefix_cache_line(args: AppArgs) -> str:
     config = args.engine.prefix_cache
     if not config.enabled:
         return "off"
-    size = "a tenth of the device's memory" if config.max_gb is None else f"{config.max_gb:g} GiB"
+    size = "all memory that no row or prompt needs" if config.max_gb is None else f"{config.max_gb:g} GiB"
     disk = f"{config.disk.max_gb:g} GiB in {config.disk.path}" if config.disk is not None else "no disk"
     return f"{size}, {disk}, {len(config.pinned)} pinned prompts"
 

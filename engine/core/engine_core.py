@@ -25,6 +25,8 @@ FIGURES_PERIOD_S = 0.25
 DISK_WAIT_S = 0.05  # for a snapshot that is read from disk, while there is nothing else to do
 DISK_CLOSE_S = 5.0  # for snapshots that are still to be written at the end
 
+DISK_BYTES_PER_S = 1e9
+
 Publish = Callable[[Chunks], None]
 
 
@@ -49,6 +51,8 @@ class EngineCore:
         self.budget = make_memory_budget(config, runner, lambda: self._spare.num_bytes)
         self.prefix.cache.room = lambda: self.budget.free_bytes + self.prefix.cache.num_bytes
         self.costs = CostModel()
+        self.prefix.cache.seconds = self.costs.prompt_s
+        self.prefix.cache.read_seconds = read_seconds
         self.scheduler = Scheduler(
             config,
             self.stats,
@@ -85,8 +89,6 @@ class EngineCore:
 
     def step(self) -> None:
         """One step for the rows, then one chunk of a prompt. Tokens go out as soon as each of the two has them."""
-        for row in self.scheduler.take_completed():
-            self.prefix.keep_answer(row)
         if gone := self.scheduler.gone():
             self._drop(gone)
             self.scheduler.dropped(gone)
@@ -194,6 +196,7 @@ class EngineCore:
         self._speculation.record(num_draft_tokens, num_rows, seconds, outputs.values())
         self._record_step(num_draft_tokens, num_rows, seconds, outputs)
         self._publish(chunks)
+        self._keep_answers()
 
     def _record_step(
         self, num_draft_tokens: int, num_rows: int, seconds: float | None, outputs: Mapping[str, RowOutput]
@@ -234,6 +237,12 @@ class EngineCore:
             self.scheduler.end_prefill()
         if chunks:
             self._publish(chunks)
+            self._keep_answers()
+
+    def _keep_answers(self) -> None:
+        """Store the state behind answers that have just ended, whose rows the runner still has."""
+        for row in self.scheduler.take_completed():
+            self.prefix.keep_answer(row)
 
     def _prefill_failed(self, rows: Sequence[Request], error: Exception) -> None:
         self.scheduler.end_prefill()
@@ -255,3 +264,8 @@ class EngineCore:
             log.exception("the device does not work")
             return False
         return True
+
+
+def read_seconds(num_bytes: int) -> float:
+    """Predict the seconds of reading a snapshot of so many bytes back from disk."""
+    return num_bytes / DISK_BYTES_PER_S

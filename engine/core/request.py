@@ -57,6 +57,8 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     keep_until_s: float = 0.0
     rectangle: int = 0
+    num_outgrown: int = 0
+    """How often it has lost its place because rows outgrew their reserve."""
     joined_s: float = 0.0
     """When it joined the decode batch, on the scheduler's clock."""
     prompt_key: PromptKey | None = None

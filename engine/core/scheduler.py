@@ -21,7 +21,7 @@ from engine.core.prefill import (
     StepBudget,
 )
 from engine.core.request import Request, RequestState
-from engine.core.request_queue import Group, RequestQueue
+from engine.core.request_queue import USUAL_ANSWER, Group, RequestQueue
 from engine.core.stats import Stats
 from engine.protocol import FinishReason, QueuedRequest, TokenChunk
 
@@ -58,6 +58,7 @@ class Spare(Protocol):
     @property
     def free_bytes(self) -> int: ...
     def free(self, num_bytes: int) -> bool: ...
+    def price(self, num_bytes: int) -> float: ...
 
 
 class Nothing:
@@ -67,6 +68,9 @@ class Nothing:
 
     def free(self, num_bytes: int) -> bool:
         return False
+
+    def price(self, num_bytes: int) -> float:
+        return float("inf")
 
 
 class Scheduler:
@@ -340,6 +344,7 @@ class Scheduler:
                     self._give_up_prefill(victim)
                     keeps = False
                 else:
+                    victim.num_outgrown += 1
                     self.preempt(victim)
         return keeps
 
@@ -439,11 +444,21 @@ class Scheduler:
         self._prefills.append(Prefill(group, self._num_cached(group.rows[0])))
 
     def _has_reserved(self, group: Group) -> bool:
-        """Snapshots leave for it where that suffices."""
+        """Reserve memory for a request's rows, evicting snapshots where that suffices."""
         if not self._preemption.has_rows(group):
             return False
+        self._make_room_in_group(group)
         missing = self.budget.reserve(group.rows)
         return not missing or (self._spare.free(missing) and not self.budget.reserve(group.rows))
+
+    def _make_room_in_group(self, group: Group) -> None:
+        """Evict snapshots so that the rows decode among others, if that saves more time than it costs.
+
+        In a group of their own they would read all weights once more in each step.
+        """
+        missing, token_s = self.budget.group_shortfall_bytes(group.rows), self.costs.token_s(1)
+        if missing and token_s is not None and self._spare.price(missing) < token_s * USUAL_ANSWER:
+            self._spare.free(missing)
 
     def _displace_for(self, head: Group) -> Group | None:
         """Policy `priority`: the most urgent request takes the places of less urgent rows. Else the first one, when it

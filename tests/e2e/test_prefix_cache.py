@@ -135,7 +135,7 @@ def test_the_cache_lists_what_it_holds_and_explains_a_changed_system_text(client
     assert totals["misses"] == sum(totals["misses_by_reason"].values()) > 0
     assert set(totals["misses_by_reason"]) == REASONS
     assert totals["integrity_errors"] == 0
-    assert {"system", "turn"} <= {entry["kind"] for entry in entries} <= {"system", "turn", "prompt"}
+    assert {"system", "turn"} <= {entry["kind"] for entry in entries} <= {"system", "turn", "prompt", "answer"}
     turns = [entry["num_tokens"] for entry in entries if entry["kind"] == "turn"]
     assert any(0 < stored.usage.prompt_tokens - num_tokens <= GENERATION_PROMPT for num_tokens in turns)
     assert all(entry["where"] == "memory" and not entry["pinned"] for entry in entries)

@@ -106,7 +106,8 @@ class Traffic:
 
     @property
     def config(self) -> EngineConfig:
-        return EngineConfig.model_validate({"mtp": DRAFTS, **self.engine, "prefix_cache": self.cache})
+        answers = {"answers": False} if self.is_orderly and self.cache.get("enabled", True) else {}
+        return EngineConfig.model_validate({"mtp": DRAFTS, **self.engine, "prefix_cache": self.cache | answers})
 
     @property
     def is_orderly(self) -> bool:

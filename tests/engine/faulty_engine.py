@@ -161,7 +161,7 @@ PLAIN = EngineRequest(
     boundaries=(Boundary("system", NUM_SYSTEM),),
 )
 THREE = replace(PLAIN, num_choices=3)
-REGEX = replace(PLAIN, grammar=GrammarSpec("regex", "[a-z]{40,60}"), stop_token_ids=_STOP)
+REGEX = replace(PLAIN, grammar=GrammarSpec("regex", "[a-z]{200,250}"), stop_token_ids=_STOP)
 THREE_REGEX = replace(REGEX, num_choices=3)
 
 
@@ -216,7 +216,8 @@ class Bench:
         self._loop = asyncio.Runner()
         defaults = {"max_running": 5, "vision_cache_mb": 0, "mtp": DRAFTS, "memory": {"min_available_gb": 0}}
         chunks = {"prefill_chunk_tokens": CHUNK_TOKENS, "prefill_chunk_tokens_busy": CHUNK_TOKENS}
-        self.config = EngineConfig.model_validate({"model": str(path), **defaults, **chunks, **config})
+        cache = {"prefix_cache": {"answers": False} | config.pop("prefix_cache", {})}
+        self.config = EngineConfig.model_validate({"model": str(path), **defaults, **chunks, **cache, **config})
         self._alone: dict[str, list[tuple[int, ...]]] = {} if like is None else dict(like._alone)
         self._num_ended = self._num_aborted = 0
         self._owns_log = like is None

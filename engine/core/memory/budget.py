@@ -14,7 +14,7 @@ from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request, RequestState
+from engine.core.request import Request
 from engine.protocol import EngineFailed
 
 MAX_WASTE_SHARE = 0.125
@@ -125,16 +125,12 @@ class MemoryBudget:
     def need(self, rows: Sequence[Request], whole: bool = False) -> Need:
         """Return what a request's rows need.
 
-        whole: with all of the answer, not only what is reserved of it at first; a row that was preempted always asks
-        for all of it, as it would soon be preempted again.
+        whole: with all of the answer, not only what is reserved of it at first. A row that lost its place to growth
+        asks for twice as much each time: with the same reserve it would soon lose it again.
         """
         row, images, costs = rows[0], rows[0].spec.images, self.costs
         left = row.sampling.max_tokens - len(row.output_token_ids)
-        answer = (
-            left
-            if whole or (row.state is RequestState.WAITING and row.output_token_ids)
-            else min(left, self._reserve_tokens)
-        )
+        answer = left if whole else min(left, self._reserve_tokens << row.num_outgrown)
         return Need(
             len(rows),
             row.num_prompt_tokens,
@@ -183,6 +179,12 @@ class MemoryBudget:
     def missing(self, rows: Sequence[Request], without: Collection[str] = ()) -> int:
         """Bytes that are not free for a request's rows and its prompt, 0 if all are. without: rows that would leave."""
         return self._missing(self.need(rows), None, without)[0]  # a rectangle of their own takes the least
+
+    def group_shortfall_bytes(self, rows: Sequence[Request]) -> int:
+        """Return how many bytes would have to be freed for a request's rows to decode among others; 0 if none would."""
+        need = self.need(rows)
+        group = self._choose(need)
+        return 0 if group is None else self._missing(need, group)[0]
 
     def reserve(self, rows: Sequence[Request]) -> int:
         """For a request's rows and its prompt, which is taken in next. Returns 0, or how many bytes are missing: then

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from engine.config import BoundaryKind
+from engine.config import SnapshotKind
 from engine.core.prefix_cache.eviction import EvictionOrder, Victim
 from engine.core.prefix_cache.ghosts import Ghost
 from engine.core.prefix_cache.lineages import Lineages
@@ -60,7 +60,7 @@ class NewBoundary:
     """A snapshot that is about to be stored if it is worth more than others."""
 
     key: PromptKey
-    kind: BoundaryKind
+    kind: SnapshotKind
     lineage: Lineage
     prompt: str
     """Which prompt it is of; '' if that is not known."""
@@ -218,7 +218,7 @@ class PrefixCache:
         num_bytes: int,
         parent: Held | None,
         key: PromptKey | None = None,
-        kind: BoundaryKind = "turn",
+        kind: SnapshotKind = "turn",
         prompt: str = "",
     ) -> bool:
         """Evicts what is worth less than a snapshot that is about to be taken; False, and nothing is evicted, if that

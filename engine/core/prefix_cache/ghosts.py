@@ -4,7 +4,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.config import BoundaryKind
+from engine.config import SnapshotKind
 from engine.core.prefix_cache.node import Lineage, OddsKey
 from engine.core.prefix_cache.prompt_key import PromptKey
 
@@ -15,7 +15,7 @@ MAX_GHOSTS = 1024
 class Ghost:
     """A boundary of some prompt whose snapshot is not there."""
 
-    kind: BoundaryKind
+    kind: SnapshotKind
     num_tokens: int
     reason: Literal["evicted", "cleared"]
     """A snapshot that was rejected because others are worth more counts as evicted."""

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from engine.config import BoundaryKind
+from engine.config import SnapshotKind
 from engine.core.prefix_cache.ghosts import Ghost, Ghosts
 from engine.core.prefix_cache.node import Entry, Lineage
 from engine.core.prefix_cache.prompt_key import PromptKey
@@ -20,7 +20,7 @@ class Lineages:
         """Return the longest prefix, with a number of tokens in this range, that is remembered and not stored."""
         return self._ghosts.longest(key, min_tokens, max_tokens)
 
-    def of_new(self, key: PromptKey, kind: BoundaryKind, in_front: Entry | None, prompt: str, now: float) -> Lineage:
+    def of_new(self, key: PromptKey, kind: SnapshotKind, in_front: Entry | None, prompt: str, now: float) -> Lineage:
         """Return the lineage of the longest remembered prefix of a new snapshot, or a new one.
 
         Args:
@@ -38,10 +38,10 @@ class Lineages:
             return in_front.lineage
         return self.started(kind, now)
 
-    def started(self, kind: BoundaryKind, now: float) -> Lineage:
+    def started(self, kind: SnapshotKind, now: float) -> Lineage:
         return Lineage(is_shared=kind == "system", used_s=now, seen_s=now)
 
-    def rate_of_new(self, lineage: Lineage, kind: BoundaryKind, now: float) -> float:
+    def rate_of_new(self, lineage: Lineage, kind: SnapshotKind, now: float) -> float:
         """Return how often a snapshot is expected to be used if it is stored as the last of its lineage."""
         return self.forecast.rate(lineage, _new_odds_key(lineage, kind), now)
 
@@ -63,7 +63,7 @@ class Lineages:
         """Record that an entry is about to be evicted; it is still in its lineage."""
         self._give_up(entry)
 
-    def rejected(self, key: PromptKey, kind: BoundaryKind, lineage: Lineage, prompt: str) -> None:
+    def rejected(self, key: PromptKey, kind: SnapshotKind, lineage: Lineage, prompt: str) -> None:
         """Record that a snapshot is not stored because others are worth more."""
         odds = _new_odds_key(lineage, kind)
         self.forecast.unused(odds)
@@ -117,5 +117,5 @@ class Lineages:
             one.lineage = Lineage(False, True, lineage.used_s, lineage.seen_s, entries=[one])
 
 
-def _new_odds_key(lineage: Lineage, kind: BoundaryKind) -> tuple[BoundaryKind, str, int]:
+def _new_odds_key(lineage: Lineage, kind: SnapshotKind) -> tuple[SnapshotKind, str, int]:
     return odds_key(kind, "shared" if lineage.is_shared else "tip", lineage)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from engine.config import BoundaryKind
+from engine.config import SnapshotKind
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import PromptOrigin
 
@@ -68,7 +68,7 @@ class Lineage:
     """Those whose snapshots are in memory, the shortest first."""
 
 
-OddsKey = tuple[BoundaryKind, str, int]
+OddsKey = tuple[SnapshotKind, str, int]
 """Kind, stage (see reuse_forecast.Stage) and returns of its lineage: what is equally likely to be used again."""
 
 
@@ -78,7 +78,7 @@ class Entry:
 
     digest: str
     key: PromptKey
-    kind: BoundaryKind
+    kind: SnapshotKind
     parent: str | None
     """Digest of the entry in front of it, as it is in memory, else on disk."""
     origin: PromptOrigin

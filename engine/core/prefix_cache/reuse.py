@@ -23,13 +23,10 @@ from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.status import cache_status
 from engine.core.request import Request
 from engine.core.stats import Stats
-from engine.protocol import Boundary, CacheCleared, CacheStatus, EngineRequest, InvalidRequest, PromptOrigin
+from engine.protocol import Boundary, CacheCleared, CacheStatus, EngineRequest, InvalidRequest
 from engine.snapshot_store.files import SnapshotFiles
 
 log = logging.getLogger("orchard.engine")
-
-DEVICE_SHARE = 0.1
-"""Of the device's memory, for snapshots, where the configuration does not say."""
 
 MIN_TOKENS_FROM_DISK = 64
 """What a snapshot on disk must save over one in memory to be read."""
@@ -110,7 +107,7 @@ class PrefixReuse:
         self._next_check_s = 0.0
         self._answers = AnswerStatistics(config.answers)
         self.off = runner.no_snapshots if config.enabled else "prefix_cache.enabled is false"
-        max_bytes = runner.device_bytes * DEVICE_SHARE if config.max_gb is None else config.max_gb * 2**30
+        max_bytes = runner.memory_limit_bytes if config.max_gb is None else config.max_gb * 2**30
         self.cache = PrefixCache(int(max_bytes), clock)
         self._disk = None if files is None or self.off is not None else DiskTier(files, self.cache, runner, clock)
 
@@ -242,7 +239,7 @@ class PrefixReuse:
     def _store_answer(self, row: Request, key: PromptKey, base: Held | None, parent: Entry | None) -> None:
         costs, spec, runner = self._runner.costs, row.spec, self._runner
         num_new = len(key) + 1 - (0 if parent is None else parent.num_tokens)
-        if not self.cache.make_way(num_new * costs.token_bytes + costs.state_bytes, base):
+        if not self.cache.make_way(num_new * costs.token_bytes + costs.state_bytes, base, key, "answer", row.id):
             return
         taken = runner.snapshot_row(row.id, None if base is None else base.stretch)
         if taken is None or not np.array_equal(taken.token_ids[: len(row.output_token_ids)], row.output_token_ids):
@@ -253,7 +250,7 @@ class PrefixReuse:
         if entry is not None and entry.held is not None:
             return  # the same answer to the same prompt
         digest = None if parent is None else parent.digest
-        if self._store(whole, "answer", spec.origin, False, taken.snapshot, base, digest) is not None:
+        if self._store(whole, "answer", row, False, taken.snapshot, base, digest) is not None:
             self._answers.stored()
 
     def end(self, row_ids: Iterable[str], failed: bool = False) -> None:
@@ -402,8 +399,12 @@ class PrefixReuse:
     def _take(self, rows: Sequence[Request], current: Session, boundary: Boundary) -> None:
         base, costs = current.base, self._runner.costs
         num_new = boundary.num_tokens - (current.base_tokens if base is not None else 0)
-        if not self.cache.make_way(num_new * costs.token_bytes + costs.state_bytes, base):
-            current.todo.clear()  # before it takes memory; those behind it are larger
+        spec, key = current.row.spec, current.key.prefix(boundary.num_tokens)
+        pinned, num_bytes = spec.pinned and boundary.kind == "system", num_new * costs.token_bytes + costs.state_bytes
+        num_outvalued = self.cache.counters.num_outvalued
+        if not self.cache.make_way(num_bytes, base, None if pinned else key, boundary.kind, current.row.id):
+            if self.cache.counters.num_outvalued == num_outvalued:  # there is no room, and those behind it are larger
+                current.todo.clear()
             return
         snapshot = self._runner.snapshot(rows, base.stretch if base is not None else None)
         if snapshot is None:
@@ -411,9 +412,7 @@ class PrefixReuse:
             self.cache.counters.num_rejected += 1
             current.todo.clear()
             return
-        spec, key = current.row.spec, current.key.prefix(boundary.num_tokens)
-        pinned = spec.pinned and boundary.kind == "system"
-        entry = self._store(key, boundary.kind, spec.origin, pinned, snapshot, base, current.base_digest)
+        entry = self._store(key, boundary.kind, current.row, pinned, snapshot, base, current.base_digest)
         if entry is None:
             current.todo.clear()  # those behind it are larger
             return
@@ -426,7 +425,7 @@ class PrefixReuse:
         self,
         key: PromptKey,
         kind: SnapshotKind,
-        origin: PromptOrigin,
+        row: Request,
         pinned: bool,
         snapshot: Snapshot,
         base: Held | None,
@@ -439,8 +438,8 @@ class PrefixReuse:
             entry.pinned |= pinned
             entry.parent = base_digest
         else:
-            entry = Entry(digest, key, kind, base_digest, origin, pinned, now, now)
-        if not self.cache.store(entry, snapshot, base):
+            entry = Entry(digest, key, kind, base_digest, row.spec.origin, pinned, now, now)
+        if not self.cache.store(entry, snapshot, base, row.id):
             return None
         if self._disk is not None:
             self._disk.save(entry, snapshot)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.config import BoundaryKind
+from engine.config import SnapshotKind
 from engine.core.prefix_cache.node import Entry, Lineage, OddsKey
 
 Stage = Literal["tip", "passed", "used", "shared"]
@@ -110,7 +110,7 @@ def odds_key_of(entry: Entry, tip: Entry | None) -> OddsKey:
     return odds_key(entry.kind, _stage(entry, tip), entry.lineage)
 
 
-def odds_key(kind: BoundaryKind, stage: Stage, lineage: Lineage) -> OddsKey:
+def odds_key(kind: SnapshotKind, stage: Stage, lineage: Lineage) -> OddsKey:
     return kind, stage, min(lineage.num_returns, 2)
 
 

@@ -66,7 +66,7 @@ def test_everything_that_is_not_the_default_is_shown_without_prompts_and_keys():
     for line in (
         "model         org/model, served as 'mine'; device auto, dtype auto",
         "spec_prefill  off: spec_prefill.enabled is false",
-        "prefix_cache  a tenth of the device's memory, 20 GiB in /x, 1 pinned prompts",
+        "prefix_cache  all memory that no row or prompt needs, 20 GiB in /x, 1 pinned prompts",
         "stopping      running answers get 25 s",
         "environment   RAY_x=1 is not in effect: all is slow",
     ):

@@ -48,6 +48,9 @@ class Spare:
         self.free_bytes -= num_bytes
         return True
 
+    def price(self, num_bytes: int) -> float:
+        return 0.0 if num_bytes <= self.free_bytes else float("inf")
+
 
 def tight(budget: int, spare: Spare | None = None, clock: Clock | None = None, **config: Any) -> Scheduler:
     """A scheduler in which a token of a row costs ten bytes and nothing else costs any."""
@@ -208,10 +211,23 @@ def test_a_client_that_holds_most_of_the_memory_makes_room_for_others_and_not_fo
         scheduler = tight(10_000, clock=clock, max_running=8)
         let_in(scheduler, replace(spec("big", 700, 100), client="big"))
         let_in(scheduler, replace(spec("small", 20, 20), client="other"))
+        clock.now += 20  # 700 tokens take 0.7 s, as far as is known: the row has run for longer than 20 times that
         scheduler.add([Request(replace(spec("new", 300, 20), client=client))])
         clock.now += 6
         step_of(scheduler)
         assert scheduler._stats.num_preempted == displaced, client
+
+
+def test_a_row_keeps_its_place_until_it_has_run_for_twenty_times_what_it_takes_to_compute_it_again():
+    clock = Clock()
+    scheduler = tight(10_000, clock=clock, max_running=8)
+    let_in(scheduler, replace(spec("big", 700, 100), client="big"))
+    let_in(scheduler, replace(spec("small", 20, 20), client="other"))
+    scheduler.add([Request(replace(spec("new", 300, 20), client="other"))])
+    for waited_s, num_preempted in ((13.9, 0), (14.1, 1)):
+        clock.now = Clock.now + waited_s
+        step_of(scheduler)
+        assert scheduler._stats.num_preempted == num_preempted, waited_s
 
 
 def test_what_cannot_be_had_makes_nobody_leave_and_what_is_pinned_never_does():
