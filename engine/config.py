@@ -150,8 +150,12 @@ class EngineConfig(Frozen):
     )
     max_running: int = Field(default=32, ge=1, le=1024, description="rows in the decode batch")
     max_queue: int = Field(default=256, ge=0, description="requests that may wait for a row; one more is refused (429)")
-    prefill_chunk_tokens: int = Field(default=2048, ge=16, description="prompt tokens per step while nothing decodes")
-    prefill_chunk_tokens_busy: int = Field(default=256, ge=16, description="prompt tokens per step while rows decode")
+    prefill_chunk_tokens: int = Field(
+        default=2048, ge=16, description="at most so many prompt tokens per step while nothing decodes"
+    )
+    prefill_chunk_tokens_busy: int = Field(
+        default=256, ge=16, description="at most so many prompt tokens per step while rows decode"
+    )
     mtp: Literal["auto", "off"] | MTPConfig = Field(
         default="auto",
         description="speculative decoding with the model's MTP head; auto: as many draft tokens as measurably pay",

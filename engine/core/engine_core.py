@@ -88,7 +88,7 @@ class EngineCore:
         self.scheduler.abort(request_id)
 
     def step(self) -> None:
-        """One step for the rows, then one chunk of a prompt. Tokens go out as soon as each of the two has them."""
+        """Decode once for all rows, then compute chunks of prompts. Tokens are published as soon as there are any."""
         if gone := self.scheduler.gone():
             self._drop(gone)
             self.scheduler.dropped(gone)

@@ -4,7 +4,7 @@ peak."""
 import gc
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,18 @@ class Books:
         self._others = max(0, mx.get_active_memory() - runner.costs.base_bytes)
         self._schedule = self.core.scheduler.schedule
         self.core.scheduler.schedule = self._watched  # type: ignore[method-assign]
+        self._chunk_tokens = self.core.scheduler.chunk_tokens
+        self.core.scheduler.chunk_tokens = self._watched_chunk  # type: ignore[method-assign]
 
     def _watched(self, num_draft_tokens: int = 0) -> Any:
         work = self._schedule(num_draft_tokens)
         self._scheduled = self.booked()
         return work
+
+    def _watched_chunk(self, rows: Sequence[Request]) -> int:
+        num_tokens = self._chunk_tokens(rows)
+        self._scheduled = max(self._scheduled, self.booked())
+        return num_tokens
 
     def _now(self, peak: int = 0) -> int:
         return max(peak, mx.get_active_memory()) - self._others  # without an allocation there is no peak
