@@ -1,6 +1,6 @@
 """CostModel: how long chunks of prompts and decode steps take on this machine, learned from each of them.
 
-All policy that weighs time asks here; nothing else keeps a pace of its own.
+The scheduler and the prefix cache weigh time by it. Drafts and the sparse-prefill scorer still measure for themselves.
 """
 
 from collections import deque
@@ -96,16 +96,6 @@ class CostModel:
         size = _size_of(num_rows)
         nearest = min(self._token_s, key=lambda known: abs(known.bit_length() - size.bit_length()))
         return self._token_s[nearest]
-
-    def status(self) -> dict[str, float]:
-        """Figures for `/v1/status`: milliseconds."""
-        fixed, linear, pair = self._fit.tolist()
-        tokens = {f"token_ms_{size}_rows": 1e3 * seconds for size, seconds in sorted(self._token_s.items())}
-        return {
-            "chunk_ms": 1e3 * fixed,
-            "prompt_token_ms": 1e3 * linear,
-            "prompt_token_ms_behind_10k": 1e3 * (linear + 1e4 * pair),
-        } | tokens
 
 
 def _size_of(num_rows: int) -> int:

@@ -25,7 +25,8 @@ FIGURES_PERIOD_S = 0.25
 DISK_WAIT_S = 0.05  # for a snapshot that is read from disk, while there is nothing else to do
 DISK_CLOSE_S = 5.0  # for snapshots that are still to be written at the end
 
-DISK_BYTES_PER_S = 1e9
+MIN_CHUNK_PART = 0.3
+"""Part of a chunk's measured time that counts as its own, however long the decode step in flight should take."""
 
 Publish = Callable[[Chunks], None]
 
@@ -52,7 +53,6 @@ class EngineCore:
         self.prefix.cache.room = lambda: self.budget.free_bytes + self.prefix.cache.num_bytes
         self.costs = CostModel()
         self.prefix.cache.seconds = self.costs.prompt_s
-        self.prefix.cache.read_seconds = read_seconds
         self.scheduler = Scheduler(
             config,
             self.stats,
@@ -220,8 +220,9 @@ class EngineCore:
                 return
             if not (max_tokens := self.scheduler.chunk_tokens(rows)):
                 return
+            chunk_began_s = self._clock()
             output = self.runner.prefill(rows, self.prefix.clip(rows, max_tokens))
-            seconds = self._clock() - began_s
+            chunk_s = self._clock() - chunk_began_s
             chunks = self.scheduler.update_prefill(rows, output)
             self.prefix.passed(rows)
         except Exception as error:
@@ -232,7 +233,8 @@ class EngineCore:
             if not self.scheduler.num_decoding:  # nothing is left for a decode step to show
                 self.stats.failed_steps_in_a_row = 0
         if output.num_tokens:
-            self.scheduler.record_prefill(rows, output.num_tokens, seconds, max(seconds - in_flight_s, 0.3 * seconds))
+            seconds, least_s = self._clock() - began_s, MIN_CHUNK_PART * chunk_s
+            self.scheduler.record_prefill(rows, output.num_tokens, seconds, max(chunk_s - in_flight_s, least_s))
         else:  # an image, which may take long
             self.scheduler.end_prefill()
         if chunks:
@@ -243,6 +245,7 @@ class EngineCore:
         """Store the state behind answers that have just ended, whose rows the runner still has."""
         for row in self.scheduler.take_completed():
             self.prefix.keep_answer(row)
+            self._decoded_s = None  # taking the snapshot is no part of a decode step
 
     def _prefill_failed(self, rows: Sequence[Request], error: Exception) -> None:
         self.scheduler.end_prefill()
@@ -264,8 +267,3 @@ class EngineCore:
             log.exception("the device does not work")
             return False
         return True
-
-
-def read_seconds(num_bytes: int) -> float:
-    """Predict the seconds of reading a snapshot of so many bytes back from disk."""
-    return num_bytes / DISK_BYTES_PER_S

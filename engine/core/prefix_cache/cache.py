@@ -31,8 +31,8 @@ MAX_RECENT_MISSES = 32
 MARGIN = 1.5
 """How much more a new snapshot must be worth than those that are evicted for it."""
 
-READ_BYTES_PER_SECOND = 10 * 2**30
-"""From disk, before the engine's cost model says otherwise."""
+READ_BYTES_PER_SECOND = 1e9
+"""Assumed pace of reading a snapshot back from disk; it is not measured."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,71 @@
+"""CostModel against machines whose times are known."""
+
+import random
+
+import pytest
+
+from engine.core.cost_model import CostModel
+
+
+def chunk_s(num_tokens: int, start: int) -> float:
+    """A 27B model on a Mac: 77 ms for the weights, 4 ms a token, attention."""
+    return 0.077 + 0.004 * num_tokens + 3e-8 * num_tokens * (start + num_tokens / 2)
+
+
+def learned(noise: float = 0.0, num_chunks: int = 32) -> CostModel:
+    rng, costs, start = random.Random(1), CostModel(), 0
+    for i in range(num_chunks):
+        num_tokens = (64, 256, 1024)[i % 3]
+        costs.record_chunk(num_tokens, start, chunk_s(num_tokens, start) * rng.lognormvariate(0, noise))
+        start += num_tokens
+    return costs
+
+
+@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.05), (0.1, 0.15)])
+def test_chunks_are_predicted_as_they_were_measured(noise: float, tolerance: float):
+    costs = learned(noise)
+    for num_tokens, start in ((64, 1000), (256, 5000), (1024, 10_000)):
+        assert costs.chunk_s(num_tokens, start) == pytest.approx(chunk_s(num_tokens, start), rel=tolerance)
+
+
+def test_a_chunk_that_waited_for_something_else_moves_no_prediction():
+    costs = learned()
+    before = costs.chunk_s(256, 10_000)
+    costs.record_chunk(256, 14_000, 20 * chunk_s(256, 14_000))
+    assert costs.chunk_s(256, 10_000) == pytest.approx(before, rel=0.05)
+
+
+def test_a_machine_that_has_become_slower_is_learned():
+    costs = learned()
+    for i in range(32):
+        costs.record_chunk(256, 256 * i, 3 * chunk_s(256, 256 * i))
+    assert costs.chunk_s(256, 4000) == pytest.approx(3 * chunk_s(256, 4000), rel=0.1)
+
+
+@pytest.mark.parametrize("start", [0, 5000, 60_000])
+def test_as_many_tokens_fit_into_a_time_as_are_predicted_to_take_it(start: int):
+    costs = learned()
+    num_tokens = costs.max_tokens(1.0, start)
+    assert costs.chunk_s(num_tokens, start) <= 1.0 < costs.chunk_s(num_tokens + 1, start)
+    assert costs.max_tokens(0.0, start) == 0
+
+
+def test_a_prompt_takes_the_sum_of_its_chunks():
+    costs = learned()
+    chunks = sum(costs.chunk_s(2048, start) for start in range(0, 8 * 2048, 2048))
+    assert costs.prompt_s(0, 8 * 2048) == pytest.approx(chunks) and costs.prompt_s(9, 9) == 0
+
+
+def test_the_first_chunk_which_compiles_kernels_is_replaced():
+    costs = CostModel()
+    costs.record_chunk(64, 0, 50.0)
+    costs.record_chunk(64, 64, 0.3)
+    assert costs.chunk_s(64, 128) == pytest.approx(0.3, rel=0.3), "not 50 s"
+
+
+def test_the_nearest_number_of_rows_predicts_one_that_was_not_measured():
+    costs = CostModel()
+    assert costs.token_s(1) is None
+    costs.record_step(1, 1.0, 0.02)
+    costs.record_step(16, 2.0, 0.08)
+    assert (costs.token_s(1), costs.token_s(14), costs.token_s(100)) == (0.02, 0.04, 0.04)
