@@ -4,7 +4,7 @@ A group's cache is rectangular: every row takes the slots of the longest, and at
 the weights once per group. Which rows share one is decided, and paid for, before they start: see core/memory/budget.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.core.batch import RowOutput, RowSnapshot
 from engine.worker.compiled import CompiledForward
@@ -47,15 +47,27 @@ class DecodeBatch:
                     return group.snapshot(i, parent, cuts)
         return None
 
-    def leave(self, row_ids: Sequence[str]) -> None:
-        """Removes these rows; others go on as if they had never been there."""
-        gone = set(row_ids)
+    def fill(self, row_id: str, stretches: Sequence[Stretch]) -> None:
+        """Copy what is lent to a row, which stays. Unknown ids are ignored."""
+        for group in self._groups.values():
+            for i, row in enumerate(group.rows):
+                if row.request.id == row_id:
+                    group.fill(i, stretches)
+
+    def leave(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[Stretch]] | None = None) -> None:
+        """Removes these rows; others go on as if they had never been there.
+
+        lent: by row id the stretches that are filled from the rows' caches before these go.
+        """
+        gone, lent = set(row_ids), lent or {}
         for number, group in list(self._groups.items()):
             stay = [i for i, row in enumerate(group.rows) if row.request.id not in gone]
+            ids = [row.request.id for row in group.rows]
+            lent_here = {ids.index(row_id): stretches for row_id, stretches in lent.items() if row_id in ids}
             if not stay:
                 del self._groups[number]
-            elif len(stay) < len(group.rows):
-                group.keep(stay)
+            if len(stay) < len(ids) and (stay or lent_here):
+                group.leave(stay, lent_here)
 
     def step(self, num_drafts: int) -> dict[str, RowOutput]:
         """Every group once; all are launched before any is waited for."""
