@@ -43,6 +43,9 @@ MAX_SHOWN = 32
 MAX_PASSING = 8
 """How many queued requests behind the head are considered per step when the head does not fit in memory."""
 
+PATIENCE = 10.0
+"""A request waits for so many times the seconds of its prompt before valuable snapshots are evicted for it."""
+
 MAX_SHORT = 32
 """How many queued requests are considered per step as shorter than the prompts in progress."""
 
@@ -494,10 +497,24 @@ class Scheduler:
             self._prefixes.promise(group.rows)
         self._make_room_in_group(group)
         missing = self.budget.reserve(group.rows)
-        if not missing or (self._spare.free(missing) and not self.budget.reserve(group.rows)):
+        if not missing:
+            return True
+        if self._may_evict(group, missing) and self._spare.free(missing) and not self.budget.reserve(group.rows):
             return True
         self._prefixes.cancel(group.rows)
         return False
+
+    def _may_evict(self, group: Group, num_bytes: int) -> bool:
+        """Whether a request has waited for as long as what would be evicted for it takes to compute again.
+
+        It waits no longer than a few times what its own prompt takes, and not at all when nothing else runs.
+        """
+        if not self._running and not self._prefills:
+            return True
+        waited_s = self._queue.waited_s(group)
+        if waited_s >= PATIENCE * self._entry_s(group, 0.0):
+            return True
+        return self._spare.price(num_bytes) <= waited_s
 
     def _make_room_in_group(self, group: Group) -> None:
         """Evict snapshots so that the rows decode among others, if that saves more time than it costs.
