@@ -108,11 +108,15 @@ class CostModel:
         return float(self.steps.seconds(num_rows)[num_drafts]) if num_rows and self.steps.is_measured else None
 
     def token_s(self, num_rows: int) -> float | None:
-        """Predict the seconds until each of `num_rows` rows has one more token; None before a step was measured."""
+        """Predict the seconds until each of `num_rows` rows has one more token, drafting as many as now.
+
+        None before a step was measured.
+        """
         if not self.steps.is_measured:
             return None
-        seconds = self.steps.seconds(max(num_rows, 1))
-        return min(float(seconds[k]) / num_tokens for k, num_tokens in (self._tokens_per_row or {0: 1.0}).items())
+        num_drafts = self._step_shape[1]
+        seconds = float(self.steps.seconds(max(num_rows, 1))[num_drafts])
+        return seconds / max(self._tokens_per_row.get(num_drafts, 1.0), 1.0)
 
 
 def _features(num_tokens: int, start: int) -> np.ndarray:

@@ -1,13 +1,15 @@
 """How often drafts hold, by depth. Pure."""
 
 ASSUMED_ACCEPTANCE, DEPTH_DECAY = 0.8, 0.9
-"""Before anything is known, of the first draft, and of each deeper one as a part of the one before it. Heads of released
-models accept 0.7 to 0.9 of first drafts (DeepSeek-V3 report, arXiv 2412.19437: 0.85 to 0.90); applied to its own output,
-a head is less sure."""
+"""Acceptance of the first draft before anything is known, and of each deeper one as a part of the one before it. The
+heads of released models reach 0.7 to 0.9 at the first draft (DeepSeek-V3 report, arXiv 2412.19437: 0.85 to 0.90); a head
+that is applied to its own output reaches less."""
 ASSUMED_ROWS = 4.0
 """So many row-rounds that assumption is worth."""
 ACCEPTANCE_ROWS = 128
 """Row-rounds over which acceptance is averaged; with many rows, 8 rounds."""
+RECENT_ROWS, MAX_CHANGE = 12, 0.35
+"""Where the average over so many row-rounds differs by more, the text has changed: what was before is forgotten."""
 UNSEEN_STEPS = 512
 """After so many steps without drafts of a depth, what is known of it is worth half."""
 
@@ -17,6 +19,7 @@ class Acceptance:
 
     def __init__(self, max_draft_tokens: int):
         self._mean: list[float | None] = [None] * max_draft_tokens
+        self._recent = [0.0] * max_draft_tokens
         self._weight = [0.0] * max_draft_tokens
         self._unseen = [0] * max_draft_tokens  # steps
 
@@ -58,7 +61,10 @@ class Acceptance:
         return self._weight[depth] / (1 + self._unseen[depth] / UNSEEN_STEPS)
 
     def _add(self, depth: int, new: float, num_rows: int) -> None:
-        weight = min(self._worth(depth), max(ACCEPTANCE_ROWS, 8 * num_rows))
-        before = self._mean[depth]
-        self._mean[depth] = new if before is None else before + (new - before) * num_rows / (weight + num_rows)
+        before, weight = self._mean[depth], min(self._worth(depth), max(ACCEPTANCE_ROWS, 8 * num_rows))
+        mean = new if before is None else before + (new - before) * num_rows / (weight + num_rows)
+        recent = self._recent[depth] + (new - self._recent[depth]) * num_rows / (min(weight, RECENT_ROWS) + num_rows)
+        if abs(recent - mean) > MAX_CHANGE:
+            mean, weight = recent, RECENT_ROWS
+        self._mean[depth], self._recent[depth] = mean, recent
         self._weight[depth], self._unseen[depth] = weight + num_rows, 0

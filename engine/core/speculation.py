@@ -26,7 +26,7 @@ MIN_GAIN = 1.03
 """A new k must be so much faster, except that plain decoding need only be faster."""
 
 TRIAL_STEPS, TRIAL_PAUSE = 5, 32
-"""Steps of a trial, the first of which is not timed, and the least number of steps between two trials."""
+"""Steps of a trial, the first of which is not timed, and steps after which the next one is considered."""
 START_CREDIT, CREDIT_RATE, MAX_CREDIT = 3.0, 0.01, 8.0
 """Tokens per row that trials may lose: at first, as a part of those given out, and at most."""
 HOPE = 1.5
@@ -46,11 +46,11 @@ class Trials:
         self.num_drafts: int | None = None
         """The k on trial, None between trials."""
         self._credit = START_CREDIT
-        self._num_steps = TRIAL_PAUSE  # of the trial, or since the last one
+        self._num_steps = 0  # of the trial, or since the last one
 
     @property
     def is_due(self) -> bool:
-        return self.num_drafts is None and self._num_steps >= TRIAL_PAUSE
+        return self.num_drafts is None and self._num_steps % TRIAL_PAUSE == 0
 
     def begin(self, num_drafts: int, loss: float) -> None:
         """Start a trial if it can be afforded. loss: predicted tokens per row and step."""
@@ -67,7 +67,7 @@ class Trials:
                 self.end()
 
     def end(self) -> None:
-        self.num_drafts, self._num_steps = None, 0
+        self.num_drafts, self._num_steps = None, 1
 
 
 class Watchdog:

@@ -112,5 +112,7 @@ def _covariance(num_choices: int) -> np.ndarray:
     near = np.exp(-np.abs(octaves[:, None] - octaves) / CORRELATION_OCTAVES)
     drafts = np.arange(num_choices)
     verifies = np.outer(drafts > 0, drafts > 0)
-    at_one_size = ROWS_VAR + DRAFTS_VAR * verifies + DEPTH_VAR * np.outer(drafts, drafts) + CELL_VAR * np.eye(num_choices)
+    at_one_size = (
+        ROWS_VAR + DRAFTS_VAR * verifies + DEPTH_VAR * np.outer(drafts, drafts) + CELL_VAR * np.eye(num_choices)
+    )
     return LEVEL_VAR + np.kron(near, at_one_size)
