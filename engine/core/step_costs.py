@@ -1,11 +1,11 @@
 """StepCosts: how long a decode step takes with so many rows and drafts, one model for all of them.
 
-It begins with a few steps that were measured at warm-up. Through them goes a fixed part, a part per row and the same
-for verification and for each draft, a + b r + v + w r + c k + d k r, which says how a batch of any size should behave. On
-it lies a correction in log seconds, a Gaussian process over sizes of the batch and numbers of drafts that a Kalman
-filter keeps up to date (Särkkä, Solin, Hartikainen 2013): what one step shows moves neighbours with it. All steps
-together may become slower, as contexts grow and other processes come: that is learned in a few steps, and leaves the
-ratios of the steps as they are.
+A step of r rows with k drafts takes (a + b r + [k > 0] (v + w r) + k (c + d r)) * exp(correction) seconds. The
+coefficients are fitted once, to the steps that were measured at warm-up, and carry those over to other numbers of rows.
+The correction is learned from every step: a Gaussian process over numbers of rows and of drafts, kept by a Kalman filter
+(Särkkä, Solin, Hartikainen 2013, "Spatiotemporal learning via infinite-dimensional Bayesian filtering and smoothing"),
+so that a step also moves what is predicted for others like it. All steps together may become slower, as contexts grow
+or other processes start: that is learned in a few steps, and leaves their ratios as they are.
 """
 
 from collections.abc import Sequence
@@ -39,6 +39,13 @@ SHORTEST_S = 1e-9  # a clock may stand still
 
 
 class StepCosts:
+    """Predicts the seconds of decode steps.
+
+    Args:
+        max_draft_tokens: The most drafts per row.
+        step_times: Steps that were measured at warm-up; without any, predictions are guesses until one is recorded.
+    """
+
     def __init__(self, max_draft_tokens: int = 0, step_times: Sequence[StepTime] = ()):
         self._num_choices = max_draft_tokens + 1
         self._unknown = _covariance(self._num_choices)

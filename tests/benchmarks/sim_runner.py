@@ -223,7 +223,7 @@ class ClockRunner:
         self.device_bytes = self.memory_limit_bytes = machine.memory_bytes
         self.fingerprint = machine.name
         self.max_draft_tokens = len(machine.acceptance)
-        self.step_times = [
+        self.step_times: Sequence[StepTime] = [
             StepTime(rows, drafts, machine.step_seconds([(rows, 1)], drafts))
             for rows in (1, 2, 8)
             for drafts in range(self.max_draft_tokens + 1)
