@@ -1,9 +1,9 @@
 """How often drafts hold, by depth. Pure."""
 
 ASSUMED_ACCEPTANCE, DEPTH_DECAY = 0.8, 0.9
-"""Acceptance of the first draft before anything is known, and of each deeper one as a part of the one before it. Heads of
-released models reach 0.7 to 0.9 at the first draft (DeepSeek-V3 report, arXiv 2412.19437: 0.85 to 0.90); a head that is
-applied to its own output reaches less."""
+"""Acceptance of the first draft before anything is known, and of each deeper one as a part of the one before it. Heads
+of released models reach 0.7 to 0.9 at the first draft (DeepSeek-V3 report, arXiv 2412.19437: 0.85 to 0.90); a head that
+is applied to its own output reaches less."""
 ASSUMED_ROWS = 4.0
 """So many row-rounds that assumption is worth."""
 ACCEPTANCE_ROWS = 128

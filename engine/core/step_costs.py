@@ -2,7 +2,7 @@
 
 A step of r rows with k drafts takes (a + b r + [k > 0] (v + w r) + k (c + d r)) * exp(correction) seconds. The
 coefficients are fitted once, to the steps that were measured at warm-up, and carry those over to other numbers of rows.
-The correction is learned from every step: a Gaussian process over numbers of rows and of drafts, kept by a Kalman filter
+The correction is learned from every step: a Gaussian process over numbers of rows and drafts, kept by a Kalman filter
 (Särkkä, Solin, Hartikainen 2013, "Spatiotemporal learning via infinite-dimensional Bayesian filtering and smoothing"),
 so that a step also moves what is predicted for others like it. All steps together may become slower, as contexts grow
 or other processes start: that is learned in a few steps, and leaves their ratios as they are.

@@ -104,7 +104,7 @@ class MLXRunner:
         }
 
     def warm_up(self) -> None:
-        """Run rows and an image through everything, so that no client waits for kernels to compile, and time the steps."""
+        """Run rows and an image through everything, so that no client waits for kernels to compile; time the steps."""
         self.step_times = self._time_steps()
         if self._vision is not None:
             self._vision.probe(WARM_UP_IMAGE_SIDE)
