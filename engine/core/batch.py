@@ -67,6 +67,18 @@ class RowSnapshot:
     snapshot: Snapshot
 
 
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A decode step that was measured."""
+
+    num_rows: int
+    """Rows that it decoded."""
+    num_drafts: int
+    """Draft tokens that it verified for each row."""
+    seconds: float
+    """How long it took, when the one before was like it."""
+
+
 class ModelRunner(Protocol):
     """Computes; never decides. All methods run on the device thread; the attributes never change.
 
@@ -91,6 +103,8 @@ class ModelRunner(Protocol):
     device_bytes: int
     fingerprint: str
     costs: MemoryCosts
+    step_times: Sequence[StepTime]
+    """Decode steps that were measured at warm-up; none if it was left out."""
     memory_limit_bytes: int
 
     @property

@@ -1,33 +1,30 @@
 """CostModel: how long chunks of prompts and decode steps take on this machine, learned from each of them.
 
-The scheduler and the prefix cache weigh time by it. Drafts and the sparse-prefill scorer still measure for themselves.
+The scheduler, the prefix cache and the draft controller weigh time by it. The sparse-prefill scorer still measures for
+itself.
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
+from engine.core.batch import StepTime
+from engine.core.least_squares import fitted
+from engine.core.step_costs import StepCosts
 from engine.protocol import PrefillCost
 
 WINDOW = 32
 """Measured chunks that the fit of the prefill time uses, the newest."""
 
-MAX_RELATIVE_ERROR = 0.5
-"""A chunk that took longer or shorter than the fit by more than this part counts less, in proportion."""
-
-NUM_REWEIGHTINGS = 3
-
 REFIT_ERROR, REFIT_CHUNKS = 0.03, 8
 """The fit is renewed when a chunk differs from it by this part, or after so many chunks."""
 
-STEP_WEIGHT = 0.1
-"""Weight of a new measurement in the moving average of a decode step."""
+TOKENS_WEIGHT = 0.1
+"""Weight of a new step in the moving average of its tokens per row."""
 
 GUESSED_S_PER_TOKEN = 1e-3
 """Seconds per prompt token before anything is measured."""
-
-RIDGE = 1e-3
-"""Pull of each coefficient towards zero relative to the measurements: decides where they cannot tell two apart."""
 
 
 class CostModel:
@@ -36,13 +33,17 @@ class CostModel:
     A chunk of n tokens behind p others takes a + b * n + c * n * (p + n / 2) seconds: a forward's fixed part, the
     matrix products, and attention. The coefficients are fitted to the newest chunks by weighted least squares on the
     relative error, so that one chunk that waited for something else does not move them.
+
+    A decode step takes what `steps` says, which begins with the steps that were measured at warm-up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_draft_tokens: int = 0, step_times: Sequence[StepTime] = ()) -> None:
+        self.steps = StepCosts(max_draft_tokens, step_times)
         self._chunks: deque[np.ndarray] = deque(maxlen=WINDOW)  # features divided by seconds
         self._num_recorded = 0
         self._fit = np.array([0.0, GUESSED_S_PER_TOKEN, 0.0])
-        self._token_s: dict[int, float] = {}  # number of rows -> seconds per output token of one row
+        self._step_shape = (0, 0)  # rows and drafts of the last step
+        self._tokens_per_row: dict[int, float] = {}  # by number of drafts
 
     @property
     def is_measured(self) -> bool:
@@ -65,13 +66,25 @@ class CostModel:
         self._chunks.append(chunk)
         differs = abs(float(self._fit @ chunk) - 1.0) > REFIT_ERROR
         if differs or self._num_recorded % REFIT_CHUNKS == 0:
-            self._fit = _fitted(np.array(self._chunks))
+            self._fit = fitted(np.array(self._chunks))
 
-    def record_step(self, num_rows: int, tokens_per_row: float, seconds: float) -> None:
-        """Learn from a decode step that gave each of `num_rows` rows so many tokens on average."""
-        size, token_s = _size_of(num_rows), seconds / max(tokens_per_row, 1.0)
-        before = self._token_s.get(size)
-        self._token_s[size] = token_s if before is None else (1 - STEP_WEIGHT) * before + STEP_WEIGHT * token_s
+    def record_step(self, num_rows: int, num_drafts: int, tokens_per_row: float, seconds: float | None) -> None:
+        """Learn from a decode step.
+
+        Args:
+            num_rows: Rows that it decodes.
+            num_drafts: Draft tokens of each.
+            tokens_per_row: What the rows were given, on average; 0 if no row was given anything.
+            seconds: From the end of the step before; None where something else was done since. The first step with
+                other rows or drafts does not count either: the runner's pipeline mixes it with the one before.
+        """
+        is_settled, self._step_shape = self._step_shape == (num_rows, num_drafts), (num_rows, num_drafts)
+        if not is_settled or not tokens_per_row:
+            return
+        before = self._tokens_per_row.get(num_drafts, tokens_per_row)
+        self._tokens_per_row[num_drafts] = before + TOKENS_WEIGHT * (tokens_per_row - before)
+        if seconds is not None:
+            self.steps.record(num_rows, num_drafts, seconds)
 
     def chunk_s(self, num_tokens: int, start: int) -> float:
         """Predict the seconds of one chunk behind `start` tokens."""
@@ -91,44 +104,21 @@ class CostModel:
             return int(left / max(per_token, 1e-12))
         return int((-per_token + (per_token**2 + 2 * pair * left) ** 0.5) / pair)
 
+    def step_s(self, num_rows: int, num_drafts: int) -> float | None:
+        """Predict the seconds of a decode step; None before a step was measured."""
+        return float(self.steps.seconds(num_rows)[num_drafts]) if num_rows and self.steps.is_measured else None
+
     def token_s(self, num_rows: int) -> float | None:
-        """Predict the seconds until each of `num_rows` rows has one more token; None before a step was measured."""
-        if not self._token_s:
+        """Predict the seconds until each of `num_rows` rows has one more token, drafting as many as now.
+
+        None before a step was measured.
+        """
+        if not self.steps.is_measured:
             return None
-        size = _size_of(num_rows)
-        nearest = min(self._token_s, key=lambda known: abs(known.bit_length() - size.bit_length()))
-        return self._token_s[nearest]
-
-
-def _size_of(num_rows: int) -> int:
-    """Return the power of two at or above the number of rows."""
-    return 1 << max(num_rows - 1, 0).bit_length()
+        num_drafts = self._step_shape[1]
+        seconds = float(self.steps.seconds(max(num_rows, 1))[num_drafts])
+        return seconds / max(self._tokens_per_row.get(num_drafts, 1.0), 1.0)
 
 
 def _features(num_tokens: int, start: int) -> np.ndarray:
     return np.array([1.0, num_tokens, num_tokens * (start + num_tokens / 2)])
-
-
-def _fitted(rows: np.ndarray) -> np.ndarray:
-    """Fit the three coefficients, none of them negative. rows: float64 [chunks, 3], features divided by seconds."""
-    scale = rows.mean(axis=0)
-    rows, weights = rows / scale, np.ones(len(rows))
-    solution = np.zeros(3)
-    for _ in range(NUM_REWEIGHTINGS):
-        solution = _non_negative(rows * weights[:, None], weights)
-        predicted = np.maximum(rows @ solution, 1e-9)
-        error = np.maximum(np.abs(predicted - 1.0), np.abs(1.0 / predicted - 1.0))
-        weights = np.minimum(1.0, MAX_RELATIVE_ERROR / np.maximum(error, 1e-9)) ** 2
-    return solution / scale
-
-
-def _non_negative(rows: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Solve ridge least squares with coefficients that are not negative, by leaving out those that would be."""
-    gram, moments, active = rows.T @ rows + RIDGE * len(rows) * np.eye(3), rows.T @ targets, [0, 1, 2]
-    while True:
-        found = np.linalg.solve(gram[np.ix_(active, active)], moments[active])
-        if (found >= 0).all() or len(active) == 1:
-            solution = np.zeros(3)
-            solution[active] = np.maximum(found, 0.0)
-            return solution
-        del active[int(found.argmin())]

@@ -1,119 +1,70 @@
-"""What drafts have been seen to gain and to cost: acceptance by depth, seconds by size of the batch."""
+"""How often drafts hold, by depth. Pure."""
 
-from collections import deque
-from statistics import median_low
-
-ACCEPTANCE_ROWS = 64
+ASSUMED_ACCEPTANCE, DEPTH_DECAY = 0.8, 0.9
+"""Acceptance of the first draft before anything is known, and of each deeper one as a part of the one before it. Heads
+of released models reach 0.7 to 0.9 at the first draft (DeepSeek-V3 report, arXiv 2412.19437: 0.85 to 0.90); a head that
+is applied to its own output reaches less."""
+ASSUMED_ROWS = 4.0
+"""So many row-rounds that assumption is worth."""
+ACCEPTANCE_ROWS = 128
 """Row-rounds over which acceptance is averaged; with many rows, 8 rounds."""
-RENEWED_ROWS = 4.0
-"""So many row-rounds is worth, when a trial begins, what was seen before it."""
-ASSUMED_ACCEPTANCE = 0.8
-"""Of the first draft before anything is known; an unknown deeper draft holds as often as the one before it."""
-ASSUMED_ROWS = 1.0
-"""So many row-rounds is that worth when the first ones come."""
-ASSUMED_DRAFT_COST = 0.1
-"""What one more draft adds to a step before that is measured, in plain steps."""
-
-TIMES_KEPT = 16
-SHORTEST_S = 1e-9  # a clock may stand still
+RECENT_ROWS, MAX_CHANGE = 12, 0.35
+"""Where the average over so many row-rounds differs by more, the text has changed: what was before is forgotten."""
+UNSEEN_STEPS = 512
+"""After so many steps without drafts of a depth, what is known of it is worth half."""
 
 
 class Acceptance:
-    """How often the draft at each depth holds, given that those before it did."""
+    """How often the draft at each depth holds, given that those before it did, over all rows of all batches."""
 
     def __init__(self, max_draft_tokens: int):
         self._mean: list[float | None] = [None] * max_draft_tokens
+        self._recent = [0.0] * max_draft_tokens
         self._weight = [0.0] * max_draft_tokens
+        self._unseen = [0] * max_draft_tokens  # steps
 
     @property
     def by_depth(self) -> list[float | None]:
+        """As measured; None before anything was."""
         return list(self._mean)
 
     def record(self, num_drafted: int, num_accepted: list[int]) -> None:
-        """One round: num_accepted of num_drafted tokens in each row."""
-        for depth in range(num_drafted):
-            reached = sum(n >= depth for n in num_accepted)
+        """Learn from one round: num_accepted of num_drafted tokens in each row."""
+        for depth in range(len(self._mean)):
+            reached = sum(n >= depth for n in num_accepted) if depth < num_drafted else 0
             if reached:
                 self._add(depth, sum(n > depth for n in num_accepted) / reached, reached)
+            else:
+                self._unseen[depth] += 1
 
-    def expected_tokens(self, num_draft_tokens: int) -> float:
-        """Per row and step."""
-        expected, all_hold, assumed = 1.0, 1.0, ASSUMED_ACCEPTANCE
-        for mean in self._mean[:num_draft_tokens]:
-            assumed = assumed if mean is None else mean
-            all_hold *= assumed
-            expected += all_hold
+    def expected_tokens(self, hope_beyond: int | None = None) -> list[float]:
+        """Return the tokens of a row in a step with 0, 1, 2, ... drafts.
+
+        Args:
+            hope_beyond: Deeper drafts than this are taken to be as good as what is known of them does not rule out.
+        """
+        expected, before, all_hold = [1.0], ASSUMED_ACCEPTANCE / DEPTH_DECAY, 1.0
+        for depth, mean in enumerate(self._mean):
+            is_hoped = hope_beyond is not None and depth >= hope_beyond
+            assumed = 1.0 if is_hoped else DEPTH_DECAY * before
+            weight = self._worth(depth) if is_hoped else self._weight[depth]
+            before = (weight * (mean or 0.0) + ASSUMED_ROWS * assumed) / (weight + ASSUMED_ROWS)
+            all_hold *= before
+            expected.append(expected[-1] + all_hold)
         return expected
 
-    def renew_beyond(self, num_draft_tokens: int) -> None:
-        """What comes now of deeper drafts counts more than what was seen before."""
-        deeper = self._weight[num_draft_tokens:]
-        self._weight[num_draft_tokens:] = [min(weight, RENEWED_ROWS) for weight in deeper]
+    def forget(self) -> None:
+        """Begin anew with what is assumed."""
+        self.__init__(len(self._mean))
 
-    def forget_beyond(self, num_draft_tokens: int) -> None:
-        """Deeper drafts are unknown again: what they depend on has changed meanwhile, or may have."""
-        self._mean[num_draft_tokens:] = [None] * (len(self._mean) - num_draft_tokens)
+    def _worth(self, depth: int) -> float:
+        return self._weight[depth] / (1 + self._unseen[depth] / UNSEEN_STEPS)
 
     def _add(self, depth: int, new: float, num_rows: int) -> None:
-        before = self._mean[depth]
-        if before is None:
-            known = [mean for mean in self._mean[:depth] if mean is not None]
-            before, self._weight[depth] = known[-1] if known else ASSUMED_ACCEPTANCE, ASSUMED_ROWS
-        weight = min(self._weight[depth], max(ACCEPTANCE_ROWS, 8 * num_rows))
-        self._mean[depth] = before + (new - before) * num_rows / (weight + num_rows)
-        self._weight[depth] = weight + num_rows
-
-
-class StepTimes:
-    """Seconds of a step, by size of the batch (1, 2, 3-4, 5-8, 9-16, ... rows) and number of drafts k.
-
-    Medians of the last ones: steps that waited for something else do not move them.
-    """
-
-    def __init__(self) -> None:
-        self._times: dict[tuple[int, int], deque[float]] = {}
-        self._medians: dict[tuple[int, int], float] = {}
-
-    @staticmethod
-    def size_of(num_rows: int) -> int:
-        """0, 1, 2, ... for 1, 2, 3-4, ... rows."""
-        return (num_rows - 1).bit_length()
-
-    def add(self, size: int, k: int, seconds: float) -> None:
-        self.replace(size, k, [*self._times.get((size, k), ()), seconds])
-
-    def replace(self, size: int, k: int, seconds: list[float]) -> None:
-        times = self._times[size, k] = deque([max(s, SHORTEST_S) for s in seconds], TIMES_KEPT)
-        self._medians[size, k] = median_low(times)
-
-    def count(self, size: int, k: int) -> int:
-        return len(self._times.get((size, k), ()))
-
-    def hoped_for(self, size: int, k: int) -> float:
-        """As measured. Else what may be hoped for, given plain steps of this size: that the step is as much longer as
-        at the nearest size where it was measured, or that drafts cost little; never more than their share of a step
-        with more of them."""
-        if (size, k) in self._medians:
-            return self._medians[size, k]
-        plain = self._medians[size, 0]
-        more = [drafts for near, drafts in self._medians if near == size and drafts > k]
-        if more:
-            return plain + (self._medians[size, min(more)] - plain) * k / min(more)
-        if k > 1 and (size, k - 1) in self._medians:
-            return self._medians[size, k - 1] + ASSUMED_DRAFT_COST * plain
-        known = [near for near, drafts in self._medians if drafts == k and (near, 0) in self._medians]
-        if known:
-            near = min(known, key=lambda near: abs(near - size))
-            return plain * self._medians[near, k] / self._medians[near, 0]
-        return plain * (1 + ASSUMED_DRAFT_COST * k)
-
-    def status_ms(self) -> dict[str, dict[str, float]]:
-        """{rows: {drafts: milliseconds}}."""
-        status: dict[str, dict[str, float]] = {}
-        for (size, k), seconds in sorted(self._medians.items()):
-            status.setdefault(_size_name(size), {})[str(k)] = round(1000 * seconds, 3)
-        return status
-
-
-def _size_name(size: int) -> str:
-    return str(size + 1) if size < 2 else f"{2 ** (size - 1) + 1}-{2**size}"
+        before, weight = self._mean[depth], min(self._worth(depth), max(ACCEPTANCE_ROWS, 8 * num_rows))
+        mean = new if before is None else before + (new - before) * num_rows / (weight + num_rows)
+        recent = self._recent[depth] + (new - self._recent[depth]) * num_rows / (min(weight, RECENT_ROWS) + num_rows)
+        if abs(recent - mean) > MAX_CHANGE:
+            mean, weight = recent, RECENT_ROWS
+        self._mean[depth], self._recent[depth] = mean, recent
+        self._weight[depth], self._unseen[depth] = weight + num_rows, 0

@@ -2,12 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.core.batch import ModelRunner, RowOutput
+from engine.core.batch import ModelRunner
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
@@ -46,12 +46,12 @@ class EngineCore:
         self.stats = Stats()
         self.runner = runner
         no_drafts = str(runner.capabilities.get("mtp", "the runner cannot draft"))
-        self._speculation = SpeculationController(config.mtp, runner.max_draft_tokens, no_drafts)
+        self.costs = CostModel(runner.max_draft_tokens, runner.step_times)
+        self._speculation = SpeculationController(config.mtp, runner.max_draft_tokens, self.costs, no_drafts)
         self.prefix = PrefixReuse(config.prefix_cache, runner, self.stats, files, clock)
         self._spare = EvictableMemory(self.prefix.cache, runner)
         self.budget = make_memory_budget(config, runner, lambda: self._spare.num_bytes)
         self.prefix.cache.room = lambda: self.budget.free_bytes + self.prefix.cache.num_bytes
-        self.costs = CostModel()
         self.prefix.cache.seconds = self.costs.prompt_s
         self.scheduler = Scheduler(
             config,
@@ -70,8 +70,6 @@ class EngineCore:
         self._clock = clock
         self._figures_read_s = clock()
         self._decoded_s: float | None = None  # when the last decode step ended, unless something else came after it
-        self._step_s: float | None = None  # how long a decode step with the present rows and drafts takes
-        self._step_shape = (0, 0)  # its rows and drafts
         self._publish = publish
 
     @property
@@ -101,7 +99,7 @@ class EngineCore:
         in_flight_s = 0.0
         if work.decode and self.scheduler.num_decoding:  # unless the drop failed, and all rows with it
             self._decode(num_draft_tokens)
-            in_flight_s = self._step_s or 0.0
+            in_flight_s = self.costs.step_s(self.scheduler.num_decoding, num_draft_tokens) or 0.0
         while rows := self.scheduler.next_prompt():
             self._prefill(rows, in_flight_s)
             in_flight_s = 0.0
@@ -196,21 +194,11 @@ class EngineCore:
         self.stats.failed_steps_in_a_row = 0
         self._decoded_s = self._clock()
         seconds = None if began_s is None else self._decoded_s - began_s
-        self._speculation.record(num_draft_tokens, num_rows, seconds, outputs.values())
-        self._record_step(num_draft_tokens, num_rows, seconds, outputs)
+        num_tokens = sum(len(output.token_ids) for output in outputs.values())
+        self.costs.record_step(num_rows, num_draft_tokens, num_tokens / max(len(outputs), 1), seconds)
+        self._speculation.record(outputs.values())
         self._publish(chunks)
         self._keep_answers()
-
-    def _record_step(
-        self, num_draft_tokens: int, num_rows: int, seconds: float | None, outputs: Mapping[str, RowOutput]
-    ) -> None:
-        if self._step_shape != (num_rows, num_draft_tokens):
-            self._step_shape, self._step_s = (num_rows, num_draft_tokens), None
-        if seconds is None or not outputs:
-            return
-        self._step_s = seconds
-        num_tokens = sum(len(output.token_ids) for output in outputs.values())
-        self.costs.record_step(num_rows, num_tokens / len(outputs), seconds)
 
     def _prefill(self, rows: Sequence[Request], in_flight_s: float) -> None:
         """Compute one chunk, which ends at the next boundary. in_flight_s: decoding that the device does before it."""

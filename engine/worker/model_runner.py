@@ -1,6 +1,7 @@
 """Executes what the scheduler decides: the only caller of a forward pass."""
 
 import gc
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.config import EngineConfig, MTPConfig
-from engine.core.batch import PrefillOutput, RowOutput, RowSnapshot
+from engine.core.batch import PrefillOutput, RowOutput, RowSnapshot, StepTime
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.device_lock import lock_device
@@ -29,6 +30,12 @@ from engine.worker.view import View
 from engine.worker.vision import VisionEncoder
 
 WARM_UP_TOKENS = 16
+WARM_UP_ROWS = (1, 2, 8)
+"""Rows whose steps are timed; more than two only where they are no more than `max_running` and fit in WARM_UP_SHARE."""
+WARM_UP_SHARE = 0.25
+"""Part of the free memory that warm-up may use for rows."""
+TIMED_STEPS, MAX_TIMED_S = 2, 0.15
+"""Steps that are timed for each number of rows and drafts, and seconds after which there is not another one."""
 WARM_UP_IMAGE_SIDE = 2
 """Placeholder tokens per side of the image that warms the vision tower."""
 AUTO_DRAFT_TOKENS = 3  # heads are trained for one to two tokens ahead; a fourth is rarely right
@@ -83,6 +90,8 @@ class MLXRunner:
         self.memory_limit_bytes = memory.default_limit_bytes()
         self.fingerprint = model.fingerprint
         self.costs = MemoryCosts()
+        self.step_times: Sequence[StepTime] = ()
+        self._max_running = config.max_running
         self._a_snapshot: StateSnapshot | None = None
         self.capabilities: dict[str, Any] = {
             "media": sorted(model.media_kinds),
@@ -95,16 +104,8 @@ class MLXRunner:
         }
 
     def warm_up(self) -> None:
-        """One and two rows and a picture once through everything: no client shall wait for kernels to be compiled."""
-        prompt = np.zeros(WARM_UP_TOKENS, np.int32)
-        rows = [Request(EngineRequest(f"warm-up-{i}", prompt, SamplingParams(4), ())) for i in range(2)]
-        for row in rows:
-            self.prefill([row], len(prompt) // 2)
-            self._a_snapshot = self.snapshot([row]) if self.no_snapshots is None else None
-            self.prefill([row], len(prompt))
-            for num_drafts in range(self.max_draft_tokens + 1):
-                self.decode(num_drafts)
-        self.drop([row.id for row in rows])
+        """Run rows and an image through everything, so that no client waits for kernels to compile; time the steps."""
+        self.step_times = self._time_steps()
         if self._vision is not None:
             self._vision.probe(WARM_UP_IMAGE_SIDE)
         if self._a_snapshot is not None:
@@ -118,6 +119,39 @@ class MLXRunner:
                 lambda: memory_costs.measure(self, a_snapshot, self._vision, self.max_draft_tokens, heads),
             )
         mx.clear_cache()
+
+    def _time_steps(self) -> list[StepTime]:
+        """Decode a few rows, then more, with each number of drafts; nothing is left of them."""
+        prompt, rows, times = np.zeros(WARM_UP_TOKENS, np.int32), [], []
+        for num_rows in WARM_UP_ROWS:
+            if num_rows > 2 and not self._has_room_for(num_rows):
+                break
+            while len(rows) < num_rows:
+                row = Request(EngineRequest(f"warm-up-{len(rows)}", prompt, SamplingParams(2**20), ()))
+                self.prefill([row], len(prompt) // 2)
+                self._a_snapshot = self.snapshot([row]) if self.no_snapshots is None else None
+                self.prefill([row], len(prompt))
+                rows.append(row)
+            times += [StepTime(num_rows, k, self._step_s(k)) for k in range(self.max_draft_tokens + 1)]
+        self.drop([row.id for row in rows])
+        return times
+
+    def _step_s(self, num_drafts: int) -> float:
+        """Return the seconds of the shortest of a few steps, without the first two: kernels are compiled in them."""
+        seconds: list[float] = []
+        while len(seconds) < 2 + TIMED_STEPS and sum(seconds[2:]) < MAX_TIMED_S:
+            began_s = time.perf_counter()
+            self.decode(num_drafts)
+            seconds.append(time.perf_counter() - began_s)
+        return min(seconds[2:])
+
+    def _has_room_for(self, num_rows: int) -> bool:
+        """Whether so many short rows take little of the free memory: verification keeps a state per position."""
+        snapshot = self._a_snapshot
+        if snapshot is None or num_rows > self._max_running:
+            return False
+        num_bytes = num_rows * (self.max_draft_tokens + 2) * (snapshot.state_bytes + snapshot.stretch_bytes)
+        return num_bytes < WARM_UP_SHARE * (self.memory_limit_bytes - self.active_bytes)
 
     def decode(self, num_draft_tokens: int = 0) -> dict[str, RowOutput]:
         return self._batch.step(min(num_draft_tokens, self.max_draft_tokens))

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput, RowOutput, RowSnapshot
+from engine.core.batch import PrefillOutput, RowOutput, RowSnapshot, StepTime
 from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
@@ -235,6 +235,11 @@ class ClockRunner:
         self.device_bytes = self.memory_limit_bytes = machine.memory_bytes
         self.fingerprint = machine.name
         self.max_draft_tokens = len(machine.acceptance)
+        self.step_times: Sequence[StepTime] = [
+            StepTime(rows, drafts, machine.step_seconds([(rows, 1)], drafts))
+            for rows in (1, 2, 8)
+            for drafts in range(self.max_draft_tokens + 1)
+        ]
         self.capabilities: dict[str, Any] = {"media": [], "mtp": "simulated"}
         self.answers: dict[str, list[int]] = {}
         """Request id -> the tokens that the model answers, STOP behind them."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput, RowOutput, RowSnapshot
+from engine.core.batch import PrefillOutput, RowOutput, RowSnapshot, StepTime
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import EngineRequest, TokenLogprobs, choice_seed
@@ -40,6 +40,7 @@ class NoSnapshots:
     device_bytes: int = 2**30
     fingerprint: str = "none"
     costs: MemoryCosts = MemoryCosts()
+    step_times: Sequence[StepTime] = ()
     memory_limit_bytes: int = 2**30
     active_bytes: int = 0
     feature_bytes: int = 0
@@ -116,6 +117,7 @@ class FakeRunner:
         self.no_pooling: str | None = None
         self.device_bytes, self.fingerprint = 2**30, "fake"
         self.costs, self.memory_limit_bytes = MemoryCosts(), 2**30
+        self.step_times: Sequence[StepTime] = ()
         self.active_bytes = self.feature_bytes = 0
         self.capabilities: dict[str, Any] = {"media": [], "mtp": "fake" if max_draft_tokens else "the fake has none"}
         self.accepts = accepts

@@ -1,13 +1,60 @@
 """A device in synthetic time: the speculation controller against step times and acceptance that are known."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
-from engine.core.batch import RowOutput
+import numpy as np
+
+from engine.core.batch import RowOutput, StepTime
+from engine.core.cost_model import CostModel
 from engine.core.speculation import SpeculationController
 
 Seconds = Callable[[int, int], float]
 """(rows, drafts) -> seconds of a step."""
+
+
+def measured(milliseconds: Mapping[int, Sequence[float]]) -> Seconds:
+    """Interpolate steps that were measured: rows -> milliseconds with 0, 1, 2, ... drafts."""
+    sizes = sorted(milliseconds)
+
+    def seconds(num_rows: int, num_drafts: int) -> float:
+        return float(np.interp(num_rows, sizes, [milliseconds[size][num_drafts] for size in sizes])) / 1000
+
+    return seconds
+
+
+CPU = measured(
+    {
+        1: (12.9, 18.1, 22.3, 24.4),
+        2: (12.2, 18.3, 24.5, 28.0),
+        4: (13.5, 20.2, 27.0, 32.3),
+        8: (19.7, 28.4, 39.2, 46.9),
+        16: (24.7, 40.4, 57.5, 70.8),
+    }
+)
+"""The demo model on two x86 cores."""
+
+BUSY_CPU = measured(
+    {1: (6.6, 8.6, 10.4, 12), 2: (8, 11, 14, 17), 4: (12, 18, 25, 32), 8: (22, 33, 45, 57), 16: (38, 58, 78, 98)}
+)
+"""The same where one row is cheap and many are dear."""
+
+GPU = measured({1: (8.6, 14.1, 15.4, 15.5), 4: (10.1, 14.7, 14.7, 14.8), 16: (9.8, 14.2, 14.9, 15.9)})
+"""A 4B model on an H200 with a slow host."""
+
+
+def never_pays(num_rows: int, num_drafts: int) -> float:
+    return 0.01 * (1 + 0.03 * num_rows) * (1 + 0.9 * num_drafts + 0.05 * num_drafts * num_rows)
+
+
+def pays_for_two_rows(num_rows: int, num_drafts: int) -> float:
+    """Verification reads the weights once per row from the third row on."""
+    verification = num_drafts > 0 and num_rows > 2
+    return 0.02 * (1 + 0.02 * num_rows + 0.2 * num_drafts + 0.7 * num_rows * verification)
+
+
+def verifies_row_by_row(num_rows: int, num_drafts: int) -> float:
+    return 0.02 * (num_rows * (1 + 0.1 * num_drafts) if num_drafts else 1)
 
 
 def expected_tokens(acceptance: tuple[float, ...], k: int) -> float:
@@ -27,6 +74,7 @@ class Simulation:
     """Outputs come one call after the one that started them, and a call lasts as long as that step.
 
     noise: of the times that the controller sees, sigma of a lognormal; spikes: how many of them are ten times as long.
+    seeded: there was a warm-up, which measured steps of 1, 2 and 8 rows with the same noise.
     The score is of the true times, so that luck with the noise is none.
     """
 
@@ -37,15 +85,16 @@ class Simulation:
         noise: float = 0.0,
         spikes: float = 0.0,
         seed: int = 0,
-        controller: SpeculationController | None = None,
+        seeded: bool = True,
     ):
-        self.controller = controller or SpeculationController("auto", 3)
         self.seconds, self.acceptance = seconds, acceptance
         self.elapsed_s = 0.0
         self.drafts: list[int] = []
         self._noise, self._spikes = noise, spikes
         self._random = random.Random(seed)
         self._in_flight: tuple[float, list[RowOutput]] | None = None
+        self.costs = CostModel(3, self._warm_up() if seeded else ())
+        self.controller = SpeculationController("auto", 3, self.costs)
 
     def run(self, num_tokens: float, num_rows: int = 1) -> float:
         """Until every row has got so many tokens. Returns tokens per second and row."""
@@ -55,10 +104,19 @@ class Simulation:
             seconds, outputs = self._in_flight or self._launch(k, num_rows)
             self._in_flight = self._launch(k, num_rows)
             self.elapsed_s += seconds
-            got += sum(len(output.token_ids) for output in outputs) / len(outputs)
-            self.controller.record(k, num_rows, seconds * self._distortion(), outputs)
+            new = sum(len(output.token_ids) for output in outputs) / len(outputs)
+            got += new
+            self.costs.record_step(num_rows, k, new, seconds * self._distortion())
+            self.controller.record(outputs)
             self.drafts.append(k)
         return got / (self.elapsed_s - began_s)
+
+    def _warm_up(self) -> list[StepTime]:
+        return [
+            StepTime(num_rows, k, sorted(self.seconds(num_rows, k) * self._distortion() for _ in range(3))[1])
+            for num_rows in (1, 2, 8)
+            for k in range(4)
+        ]
 
     def _launch(self, k: int, num_rows: int) -> tuple[float, list[RowOutput]]:
         return self.seconds(num_rows, k), [self._output(k) for _ in range(num_rows)]

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from engine.core.batch import StepTime
 from engine.core.cost_model import CostModel
 
 
@@ -63,9 +64,24 @@ def test_the_first_chunk_which_compiles_kernels_is_replaced():
     assert costs.chunk_s(64, 128) == pytest.approx(0.3, rel=0.3), "not 50 s"
 
 
-def test_the_nearest_number_of_rows_predicts_one_that_was_not_measured():
-    costs = CostModel()
-    assert costs.token_s(1) is None
-    costs.record_step(1, 1.0, 0.02)
-    costs.record_step(16, 2.0, 0.08)
-    assert (costs.token_s(1), costs.token_s(14), costs.token_s(100)) == (0.02, 0.04, 0.04)
+def test_a_token_takes_a_step_over_the_tokens_of_a_step():
+    costs = CostModel(3)
+    assert costs.token_s(1) is None and costs.step_s(1, 0) is None
+    for _ in range(20):
+        costs.record_step(1, 0, 1.0, 0.02)
+    for _ in range(20):
+        costs.record_step(16, 3, 2.0, 0.08)
+    assert costs.step_s(1, 0) == pytest.approx(0.02, rel=0.2)
+    assert costs.step_s(16, 3) == pytest.approx(0.08, rel=0.05)
+    assert costs.token_s(16) == pytest.approx(0.04, rel=0.05) and costs.token_s(100) == pytest.approx(0.04, rel=0.5)
+
+
+def test_steps_that_the_pipeline_mixes_or_that_waited_for_a_chunk_are_not_timed():
+    costs = CostModel(3, [StepTime(1, 0, 0.01)])
+    before = costs.step_s(1, 0)
+    for num_rows in (1, 2) * 8:
+        costs.record_step(num_rows, 0, 1.0, 0.5)
+    for _ in range(8):
+        costs.record_step(1, 0, 1.0, None)
+        costs.record_step(1, 0, 0.0, 0.5)
+    assert costs.step_s(1, 0) == before

@@ -1,14 +1,27 @@
 """How many drafts: in synthetic time, against what would have been best."""
 
 import logging
+import random
 from statistics import mean
 
 import pytest
 
 from engine.config import MTPConfig
 from engine.core.batch import RowOutput
+from engine.core.cost_model import CostModel
 from engine.core.speculation import SpeculationController
-from tests.engine.core.simulation import Seconds, Simulation, best_rate, expected_tokens
+from tests.engine.core.simulation import (
+    BUSY_CPU,
+    CPU,
+    GPU,
+    Seconds,
+    Simulation,
+    best_rate,
+    expected_tokens,
+    never_pays,
+    pays_for_two_rows,
+    verifies_row_by_row,
+)
 
 STEP_S = 0.01
 
@@ -30,46 +43,74 @@ def quiet(caplog):
     caplog.set_level(logging.ERROR, "orchard.engine")
 
 
-@pytest.mark.parametrize("num_rows", [1, 8])
+PROFILES: dict[str, tuple[Seconds, Acceptances]] = {
+    "demo": (CPU, (0.98, 0.98, 0.97)),
+    "demo, busy": (BUSY_CPU, (0.98, 0.97, 0.97)),
+    "demo, sampled": (BUSY_CPU, (0.8, 0.8, 0.8)),
+    "gpu": (GPU, (0.8, 0.7, 0.6)),
+    "gpu, random head": (GPU, (0.01, 0.01, 0.01)),
+    "never pays": (never_pays, (0.7, 0.6, 0.5)),
+    "pays for two rows": (pays_for_two_rows, (0.8, 0.7, 0.6)),
+    "verifies row by row": (verifies_row_by_row, (0.8, 0.7, 0.6)),
+}
+NOISE, SPIKES = 0.2, 0.02
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 8, 16])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_fresh_server_is_fast_from_its_first_answer_on(profile, num_rows):
+    """120 tokens of each row; a head that guesses nothing is found out on the way."""
+    seconds, acceptance = PROFILES[profile]
+    rates = [Simulation(seconds, acceptance, NOISE, SPIKES, seed).run(120, num_rows) for seed in range(10)]
+    assert mean(rates) >= 0.9 * best_rate(seconds, acceptance, num_rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_auto_stays_near_the_best_number_and_is_never_slower_than_none(profile, num_rows):
+    seconds, acceptance = PROFILES[profile]
+    simulations = [Simulation(seconds, acceptance, NOISE, SPIKES, seed) for seed in range(3)]
+    for simulation in simulations:
+        simulation.run(300, num_rows)
+    rate = mean(simulation.run(1500, num_rows) for simulation in simulations)
+    assert rate >= 0.95 * best_rate(seconds, acceptance, num_rows)
+    assert rate >= 0.97 / seconds(num_rows, 0)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_bursts_are_fast_from_their_first_second_on(profile):
+    """Rows come one by one while others decode, and leave one by one, in a fresh server."""
+    seconds, acceptance = PROFILES[profile]
+    best_s = elapsed_s = 0.0
+    for seed in range(6):
+        simulation = Simulation(seconds, acceptance, NOISE, SPIKES, seed)
+        for num_rows in [*range(1, 17), *[16] * 8, *range(16, 0, -1)]:
+            began_s = simulation.elapsed_s
+            num_tokens = simulation.run(8, num_rows) * (simulation.elapsed_s - began_s)
+            best_s += num_tokens / best_rate(seconds, acceptance, num_rows)
+        elapsed_s += simulation.elapsed_s
+    assert best_s / elapsed_s >= 0.9
+
+
+@pytest.mark.parametrize("seeded", [True, False], ids=["warm", "cold"])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("world", WORLDS)
-def test_auto_is_as_fast_as_the_best_k_and_never_slower_than_none(world, noise, num_rows):
+def test_auto_is_as_fast_as_the_best_k_and_never_slower_than_none(world, noise, seeded):
     seconds, acceptance = WORLDS[world]
-    plain = 1 / seconds(num_rows, 0)
-    best = best_rate(seconds, acceptance, num_rows)
+    plain, best = 1 / seconds(1, 0), best_rate(seconds, acceptance)
     for seed in range(2):
-        simulation = Simulation(seconds, acceptance, noise, spikes=0.02 if noise else 0.0, seed=seed)
-        assert simulation.run(1000, num_rows) >= 0.97 * plain
-        assert simulation.run(2000, num_rows) >= max(0.98 * plain, 0.85 * best)
-        assert simulation.controller.num_switches <= len(simulation.drafts) / 150
-
-
-@pytest.mark.parametrize("num_rows", [1, 8])
-@pytest.mark.parametrize("world", WORLDS)
-def test_the_first_answer_of_sixty_tokens_costs_little_also_where_drafts_are_useless(world, num_rows):
-    """It pays for the first trial, once in a process and range of batch sizes: that is with most drafts at once."""
-    seconds, acceptance = WORLDS[world]
-    plain = 1 / seconds(num_rows, 0)
-    rates = [Simulation(seconds, acceptance, seed=seed).run(60, num_rows) for seed in range(20)]
-    assert mean(rates) >= 0.95 * plain and min(rates) >= 0.93 * plain
-
-
-def test_the_first_answer_is_faster_already_where_drafts_pay_well():
-    seconds, acceptance = WORLDS["three drafts pay"]
-    rates = [Simulation(seconds, acceptance, seed=seed).run(60) for seed in range(10)]
-    assert mean(rates) > 1.4 / STEP_S
+        simulation = Simulation(seconds, acceptance, noise, spikes=0.02 if noise else 0.0, seed=seed, seeded=seeded)
+        simulation.run(1000)
+        assert simulation.run(2000) >= max(0.97 * plain, 0.85 * best)
+        assert simulation.controller.num_switches <= len(simulation.drafts) / 50
 
 
 @pytest.mark.parametrize("draft_cost", [0.5, 1.5, 4.0])
-def test_probing_stays_under_one_percent_when_plain_is_best(draft_cost):
+def test_trials_cost_less_than_three_percent_when_plain_is_best(draft_cost):
     simulation = Simulation(lambda rows, k: STEP_S * (1 + draft_cost * k), (0.3, 0.2, 0.1), noise=0.05)
     simulation.run(2000)
-    began_s, began = simulation.elapsed_s, len(simulation.drafts)
     rate = simulation.run(20_000)
-    drafted = [k for k in simulation.drafts[began:] if k]
-    assert rate * STEP_S > 0.99 and len(drafted) < 0.01 * len(simulation.drafts)
-    assert drafted, "but it looks again now and then"
-    assert simulation.elapsed_s > began_s
+    assert rate * STEP_S > 0.98
 
 
 def test_it_finds_out_when_drafts_begin_to_pay_and_when_they_cease_to():
@@ -92,7 +133,7 @@ def test_tasks_that_alternate_cost_nothing_against_plain(every):
         simulation.acceptance = (0.9, 0.85, 0.8) if i % 2 else (0.15, 0.1, 0.1)
         simulation.run(every)
     assert 12_000 / simulation.elapsed_s > 0.98 / STEP_S
-    assert simulation.controller.num_switches < len(simulation.drafts) / 200
+    assert simulation.controller.num_switches < len(simulation.drafts) / 100
 
 
 def test_batches_that_grow_and_shrink_get_each_its_own_k():
@@ -107,8 +148,7 @@ def test_batches_that_grow_and_shrink_get_each_its_own_k():
         simulation.run(40, num_rows)
         plain_s += 40 * seconds(num_rows, 0)
         best_s += 40 / best_rate(seconds, acceptance, num_rows)
-    assert simulation.elapsed_s < plain_s and simulation.elapsed_s < best_s / 0.92
-    assert simulation.controller.num_switches < 40
+    assert simulation.elapsed_s < plain_s and simulation.elapsed_s < best_s / 0.95
 
 
 def test_steps_that_become_slower_for_all_k_alike_change_nothing():
@@ -126,34 +166,14 @@ def test_steps_that_become_slower_for_all_k_alike_change_nothing():
     assert simulation.controller.num_switches < 25
 
 
-def test_first_steps_after_a_change_of_rows_are_not_measured():
-    controller = SpeculationController("auto", 3)
-    for i in range(40):
-        controller.num_draft_tokens(1 + i % 2)
-        controller.record(0, 1 + i % 2, STEP_S, [RowOutput((7,))])
-    assert controller.status()["step_ms"] == {}
-    for seconds in (9.0, 0.01, 0.01):
-        controller.record(0, 3, seconds, [RowOutput((7,))] * 3)
-    assert controller.status()["step_ms"] == {"3-4": {"0": 10.0}}
-    controller.record(0, 3, None, [RowOutput((7,))] * 3)
-    assert controller.status()["step_ms"] == {"3-4": {"0": 10.0}}
-
-
-def test_without_times_nothing_is_tried():
-    controller = SpeculationController("auto", 3)
-    for _ in range(2000):
-        assert controller.num_draft_tokens(4) == 0
-        controller.record(0, 4, None, [RowOutput((7,))] * 4)
-
-
 def outputs(k: int, *num_accepted: int) -> list[RowOutput]:
     return [RowOutput((7,) * (n + 1), (), k, n) for n in num_accepted]
 
 
 def test_acceptance_by_depth_follows_from_how_many_were_accepted():
-    controller = SpeculationController(MTPConfig(max_draft_tokens=3, max_rows=8), 3)
+    controller = SpeculationController(MTPConfig(max_draft_tokens=3, max_rows=8), 3, CostModel(3))
     for _ in range(10):
-        controller.record(3, 4, None, outputs(3, 0, 1, 3, 3))
+        controller.record(outputs(3, 0, 1, 3, 3))
     status = controller.status()
     assert status["acceptance"] == round(7 / 12, 4)
     assert status["acceptance_by_depth"] == pytest.approx([3 / 4, 2 / 3, 1.0], abs=0.02)
@@ -161,27 +181,28 @@ def test_acceptance_by_depth_follows_from_how_many_were_accepted():
 
 
 def test_a_row_that_cannot_draft_counts_as_one_whose_drafts_fail():
-    controller = SpeculationController("auto", 3)
+    controller = SpeculationController("auto", 3, CostModel(3))
     for _ in range(20):
-        controller.record(2, 2, None, [RowOutput((7, 7, 7), (), 2, 2), RowOutput((7,))])
+        controller.record([RowOutput((7, 7, 7), (), 2, 2), RowOutput((7,))])
     first, second, unknown = controller.status()["acceptance_by_depth"]
     assert (first, second) == pytest.approx((0.5, 1.0), abs=0.03) and unknown is None
 
 
-def test_acceptance_is_an_average_over_about_64_rows():
-    controller = SpeculationController(MTPConfig(max_draft_tokens=1), 1)
+def test_acceptance_is_an_average_over_many_rows_and_a_change_of_text_is_noticed():
+    controller = SpeculationController(MTPConfig(max_draft_tokens=1), 1, CostModel(1))
+    rng = random.Random(1)
     for _ in range(500):
-        controller.record(1, 1, None, outputs(1, 1))
-    for _ in range(64):
-        controller.record(1, 1, None, outputs(1, 0))
-    [acceptance] = controller.status()["acceptance_by_depth"]
-    assert 0.3 < acceptance < 0.45, "1/e of what was before"
+        controller.record(outputs(1, rng.random() < 0.7))
+    assert controller.status()["acceptance_by_depth"] == pytest.approx([0.7], abs=0.15)
+    for _ in range(20):
+        controller.record(outputs(1, 0))
+    assert controller.status()["acceptance_by_depth"][0] < 0.3
 
 
 def test_a_fixed_number_is_drafted_while_there_are_few_rows():
-    controller = SpeculationController(MTPConfig(max_draft_tokens=2, max_rows=4), 3)
+    controller = SpeculationController(MTPConfig(max_draft_tokens=2, max_rows=4), 3, CostModel(3))
     assert [controller.num_draft_tokens(rows) for rows in (0, 1, 4, 5, 40)] == [0, 2, 2, 0, 0]
-    assert SpeculationController(MTPConfig(max_draft_tokens=8), 3).num_draft_tokens(1) == 3, (
+    assert SpeculationController(MTPConfig(max_draft_tokens=8), 3, CostModel(3)).num_draft_tokens(1) == 3, (
         "no more than the runner can"
     )
     assert controller.status()["mode"] == "fixed"
@@ -190,16 +211,16 @@ def test_a_fixed_number_is_drafted_while_there_are_few_rows():
 def test_off_is_off_and_says_why():
     no_head = "no MTP head in the checkpoint"
     for controller, reason in (
-        (SpeculationController("off", 3, no_head), "off in the configuration"),
-        (SpeculationController("auto", 0, no_head), no_head),
-        (SpeculationController(MTPConfig(), 0, no_head), no_head),
+        (SpeculationController("off", 3, CostModel(3), no_head), "off in the configuration"),
+        (SpeculationController("auto", 0, CostModel(0), no_head), no_head),
+        (SpeculationController(MTPConfig(), 0, CostModel(0), no_head), no_head),
     ):
         for _ in range(100):
             assert controller.num_draft_tokens(1) == 0
-            controller.record(0, 1, STEP_S, [RowOutput((7,))])
+            controller.record([RowOutput((7,))])
         status = controller.status()
         assert (status["mode"], status["reason"], status["acceptance"]) == ("off", reason, None)
-        assert status["step_ms"] == {"1": {"0": 10.0}}
+        assert status["step_ms"] == {}
 
 
 def test_the_watchdog_stops_a_head_that_guesses_nothing_and_looks_again_ever_later(caplog):
@@ -209,7 +230,7 @@ def test_the_watchdog_stops_a_head_that_guesses_nothing_and_looks_again_ever_lat
     controller = simulation.controller
     assert controller.num_watchdog_trips >= 2
     first, second = caplog.messages[:2]
-    assert "of 64 draft tokens were accepted in 64 rounds, fewer than 20 %; the next look is in 1024 rounds" in first
+    assert "draft tokens were accepted in 64 rounds, fewer than 20 %; the next look is in 1024 rounds" in first
     assert second.endswith("in 2048 rounds")
     assert sum(k > 0 for k in simulation.drafts) < 0.04 * len(simulation.drafts)
 
@@ -240,10 +261,10 @@ def test_one_request_whose_drafts_fail_does_not_end_them_for_others():
 
 def test_a_fixed_number_goes_on_but_the_watchdog_warns(caplog):
     caplog.set_level(logging.WARNING, "orchard.engine")
-    controller = SpeculationController(MTPConfig(max_draft_tokens=2), 3)
+    controller = SpeculationController(MTPConfig(max_draft_tokens=2), 3, CostModel(3))
     for _ in range(200):
         assert controller.num_draft_tokens(1) == 2
-        controller.record(2, 1, STEP_S, outputs(2, 0))
+        controller.record(outputs(2, 0))
     assert controller.status()["num_watchdog_trips"] == 1 and len(caplog.messages) == 1
 
 

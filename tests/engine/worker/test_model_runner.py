@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.protocol import EngineRequest, FinishReason
 from engine.worker import decode, kv_cache
-from engine.worker.model_runner import MLXRunner
+from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.sampler import Sampler
 
 STORY = "Tell me a story."
@@ -187,3 +187,12 @@ def test_lazy_bookkeeping_is_computed_every_64_steps(runner, drive, requests, mo
     monkeypatch.undo()
     driver.run({0: []})
     assert len(at) in (2, 3)
+
+
+@pytest.mark.parametrize(("max_running", "sizes"), [(32, (1, 2, 8)), (7, (1, 2))])
+def test_warm_up_times_steps_of_few_and_more_rows_and_leaves_none_of_them(max_running, sizes):
+    runner = load_runner(EngineConfig(max_running=max_running), lambda progress: None)
+    shapes = [(step.num_rows, step.num_drafts) for step in runner.step_times]
+    assert shapes == [(num_rows, num_drafts) for num_rows in sizes for num_drafts in range(4)]
+    assert all(step.seconds > 0 for step in runner.step_times)
+    assert runner.memory()["decode_cache_bytes"] == runner.memory()["prefill_cache_bytes"] == 0

@@ -1,0 +1,125 @@
+"""StepCosts: how long a decode step takes with so many rows and drafts, one model for all of them.
+
+A step of r rows with k drafts takes (a + b r + [k > 0] (v + w r) + k (c + d r)) * exp(correction) seconds. The
+coefficients are fitted once, to the steps that were measured at warm-up, and carry those over to other numbers of rows.
+The correction is learned from every step: a Gaussian process over numbers of rows and drafts, kept by a Kalman filter
+(Särkkä, Solin, Hartikainen 2013, "Spatiotemporal learning via infinite-dimensional Bayesian filtering and smoothing"),
+so that a step also moves what is predicted for others like it. All steps together may become slower, as contexts grow
+or other processes start: that is learned in a few steps, and leaves their ratios as they are.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.core.batch import StepTime
+from engine.core.least_squares import fitted
+
+SIZES = 2 ** np.arange(8)
+"""Numbers of rows at which the correction is kept; between them it is interpolated in log2 of the rows."""
+
+NOISE = 0.15
+"""Standard deviation of a step's log seconds around the model."""
+MAX_SURPRISE = 2.0
+"""A step that differs from what was predicted by more standard deviations is left out: it may have waited for something
+else. The next one, if it differs as well, counts as one that differs by so much."""
+
+LEVEL_VAR, ROWS_VAR, DRAFTS_VAR, DEPTH_VAR, CELL_VAR = 7.2, 0.36, 0.36, 0.01, 0.01
+"""Variances of log seconds before anything is known: of all steps together; of a size of the batch; of drafting at all,
+at one size; of each draft squared; of one size and number of drafts."""
+CORRELATION_OCTAVES = 3.0
+"""Distance of sizes, in log2 of the rows, over which their correlation falls to 1/e."""
+FADING = 1 / 8000
+"""Part of what is known that a step makes obsolete: the covariance drifts back to that before anything was known."""
+
+GUESSED_S = 0.01
+GUESSED_DRAFT = 0.15
+"""Seconds of a step, and the part that each draft adds, where warm-up measured nothing."""
+SHORTEST_S = 1e-9  # a clock may stand still
+
+
+class StepCosts:
+    """Predicts the seconds of decode steps.
+
+    Args:
+        max_draft_tokens: The most drafts per row.
+        step_times: Steps that were measured at warm-up; without any, predictions are guesses until one is recorded.
+    """
+
+    def __init__(self, max_draft_tokens: int = 0, step_times: Sequence[StepTime] = ()):
+        self._num_choices = max_draft_tokens + 1
+        self._unknown = _covariance(self._num_choices)
+        self._covariance = self._unknown.copy()
+        self._correction = np.zeros(len(self._unknown))
+        self._fit = _fit(step_times)
+        self._steps: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # rows -> interpolation, log seconds of the fit
+        self.is_measured = False
+        self._is_surprised = False
+        for step in step_times:
+            self.record(step.num_rows, step.num_drafts, step.seconds)
+
+    def record(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """Learn from a step."""
+        weights, base = self._of(num_rows)
+        self._covariance += FADING * (self._unknown - self._covariance)
+        direction = self._covariance @ weights[num_drafts]
+        variance = float(direction @ weights[num_drafts]) + NOISE**2
+        predicted = float(base[num_drafts] + weights[num_drafts] @ self._correction)
+        surprise, most = float(np.log(max(seconds, SHORTEST_S))) - predicted, MAX_SURPRISE * variance**0.5
+        was_surprised, self._is_surprised = self._is_surprised, abs(surprise) > most
+        if self._is_surprised and not was_surprised:
+            return
+        surprise = min(max(surprise, -most), most)
+        self._correction += direction * (surprise / variance)
+        self._covariance -= np.outer(direction, direction / variance)
+        self.is_measured = True
+
+    def seconds(self, num_rows: int) -> np.ndarray:
+        """Predict the seconds of a step with 0, 1, 2, ... drafts per row: float64 [max_draft_tokens + 1]."""
+        weights, base = self._of(num_rows)
+        return np.exp(base + weights @ self._correction)
+
+    def doubt(self, num_rows: int, num_drafts: int) -> np.ndarray:
+        """Return the standard deviation of the log of each of these seconds over those with `num_drafts` drafts."""
+        weights, _ = self._of(num_rows)
+        apart = weights - weights[num_drafts]
+        return np.sqrt(np.maximum(((apart @ self._covariance) * apart).sum(axis=1), 0.0))
+
+    def status_ms(self, most_rows: int) -> dict[str, dict[str, float]]:
+        """Return {rows: {drafts: milliseconds}} for 1, 2, 4, ... rows, up to so many."""
+        sizes = [int(size) for size in SIZES if size < 2 * most_rows and self.is_measured]
+        each = {size: self.seconds(size).tolist() for size in sizes}
+        return {str(size): {str(k): round(1000 * s, 3) for k, s in enumerate(each[size])} for size in sizes}
+
+    def _of(self, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the weights of the correction [choices, corrections] and the log of the fit [choices]."""
+        if num_rows not in self._steps:
+            position = min(float(np.log2(num_rows)), len(SIZES) - 1.0)
+            at = np.maximum(1.0 - np.abs(np.arange(len(SIZES)) - position), 0.0)
+            weights = np.kron(at, np.eye(self._num_choices))
+            base = [float(np.log(_features(num_rows, k) @ self._fit)) for k in range(self._num_choices)]
+            self._steps[num_rows] = weights, np.array(base)
+        return self._steps[num_rows]
+
+
+def _features(num_rows: int, num_drafts: int) -> np.ndarray:
+    verifies = num_drafts > 0
+    return np.array([1.0, num_rows, verifies, verifies * num_rows, num_drafts, num_drafts * num_rows])
+
+
+def _fit(step_times: Sequence[StepTime]) -> np.ndarray:
+    if not step_times:
+        return GUESSED_S * np.array([1.0, 0.0, 0.0, 0.0, GUESSED_DRAFT, 0.0])
+    return fitted(np.array([_features(t.num_rows, t.num_drafts) / max(t.seconds, SHORTEST_S) for t in step_times]))
+
+
+def _covariance(num_choices: int) -> np.ndarray:
+    """Of the corrections before anything is known, by size and, within it, number of drafts."""
+    octaves = np.arange(len(SIZES))
+    near = np.exp(-np.abs(octaves[:, None] - octaves) / CORRELATION_OCTAVES)
+    drafts = np.arange(num_choices)
+    verifies = np.outer(drafts > 0, drafts > 0)
+    at_one_size = (
+        ROWS_VAR + DRAFTS_VAR * verifies + DEPTH_VAR * np.outer(drafts, drafts) + CELL_VAR * np.eye(num_choices)
+    )
+    return LEVEL_VAR + np.kron(near, at_one_size)

@@ -1,0 +1,68 @@
+"""StepCosts against machines whose steps are known."""
+
+import random
+
+import numpy as np
+import pytest
+
+from engine.core.batch import StepTime
+from engine.core.step_costs import StepCosts
+from tests.engine.core.simulation import CPU, measured
+
+WARM_UP = [StepTime(num_rows, k, CPU(num_rows, k)) for num_rows in (1, 2, 8) for k in range(4)]
+
+
+def ratios(costs: StepCosts, num_rows: int) -> np.ndarray:
+    seconds = costs.seconds(num_rows)
+    return seconds / seconds[0]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 8, 12, 16])
+def test_warm_up_with_few_rows_predicts_more_rows(num_rows: int):
+    true = [CPU(num_rows, k) for k in range(4)]
+    assert StepCosts(3, WARM_UP).seconds(num_rows) == pytest.approx(true, rel=0.25)
+
+
+def test_a_step_that_waited_moves_nothing_and_a_slower_machine_is_learned_in_a_few_steps():
+    costs = StepCosts(3, WARM_UP)
+    before = costs.seconds(4)
+    costs.record(4, 3, 10 * CPU(4, 3))
+    assert costs.seconds(4) == pytest.approx(before, rel=0.01)
+    for _ in range(30):
+        costs.record(4, 3, CPU(4, 3))
+    before = ratios(costs, 4)
+    for _ in range(30):
+        costs.record(4, 3, 2 * CPU(4, 3))
+    assert costs.seconds(4)[3] == pytest.approx(2 * CPU(4, 3), rel=0.1)
+    assert ratios(costs, 4) == pytest.approx(before, rel=0.2), "all steps have become slower"
+
+
+def test_one_size_of_the_batch_informs_its_neighbours_most():
+    slow = measured({1: (10, 30), 32: (10, 30)})
+    costs, rng = StepCosts(1, [StepTime(1, k, 0.01) for k in (0, 1)]), random.Random(1)
+    for i in range(40):
+        costs.record(4, i % 2, slow(4, i % 2) * rng.lognormvariate(0, 0.1))
+    assert ratios(costs, 4)[1] == pytest.approx(3.0, rel=0.15)
+    assert ratios(costs, 4)[1] > ratios(costs, 8)[1] > ratios(costs, 64)[1] > 1.2
+    assert ratios(costs, 1)[1] < 1.6, "which was measured itself"
+
+
+def test_doubt_grows_while_a_number_of_drafts_is_not_used_and_falls_when_it_is():
+    costs = StepCosts(3, WARM_UP)
+    for _ in range(100):
+        costs.record(1, 3, CPU(1, 3))
+    early = costs.doubt(1, 3)
+    for _ in range(2000):
+        costs.record(1, 3, CPU(1, 3))
+    late = costs.doubt(1, 3)
+    assert late[0] > 1.5 * early[0] and late[3] == 0.0
+    for _ in range(4):
+        costs.record(1, 0, CPU(1, 0))
+    assert costs.doubt(1, 3)[0] < 0.5 * late[0]
+
+
+def test_a_clock_that_stands_still_breaks_nothing():
+    costs = StepCosts(3)
+    for k in (0, 3) * 10:
+        costs.record(500, k, 0.0)
+    assert np.isfinite(costs.seconds(500)).all() and np.isfinite(costs.doubt(1, 0)).all()
