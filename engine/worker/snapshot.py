@@ -189,12 +189,20 @@ class LentStretches:
 
 
 def fill(stretches: Sequence[Stretch], layers: list[Any], release: bool) -> None:
-    """Copy lent keys and values out of the cache of one row. release: let go of each layer once it is copied."""
+    """Copy lent keys and values out of the cache of one row; what is copied is let go of if that fails.
+
+    release: let go of each layer of the row once it is copied.
+    """
     lent = LentStretches(stretches)
-    for i, layer in enumerate(layers):
-        lent.fill(layer)
-        if release:
-            layers[i] = None
+    try:
+        for i, layer in enumerate(layers):
+            lent.fill(layer)
+            if release:
+                layers[i] = None
+    except Exception:
+        for stretch in stretches:
+            stretch.layers[:] = [None] * len(stretch.layers)
+        raise
 
 
 def _between(keys: Any, values: Any, start: int, end: int) -> KeysValues:

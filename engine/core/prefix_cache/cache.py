@@ -205,7 +205,8 @@ class PrefixCache:
         if not behind:
             return False
         last = max(behind, key=lambda entry: entry.num_tokens)
-        new = NewBoundary(last.key, last.kind, last.lineage, "")
+        is_pinned = any(entry.pinned for entry in behind)
+        new = None if is_pinned else NewBoundary(last.key, last.kind, last.lineage, "")
         return self._make_way(sum(held.lent_bytes for held in lent), lent[0].parent, new, behind)
 
     def evict_behind(self, held: Held) -> None:
@@ -215,8 +216,24 @@ class PrefixCache:
 
     def _entries_behind(self, held: Held) -> set[Entry]:
         """Those in memory that need a stretch; its own entry is one of them."""
-        in_memory = (*self._victims.values(), *self._pinned.values())
-        return {entry for entry in in_memory if held in self.chain(entry)}
+        needs, behind = {held: True}, set[Entry]()
+        for entry in (*self._victims.values(), *self._pinned.values()):
+            seen, at = list[Held](), entry.held
+            while at is not None and at not in needs:
+                seen.append(at)
+                at = at.parent
+            is_behind = at is not None and needs[at]
+            needs.update(dict.fromkeys(seen, is_behind))
+            if is_behind:
+                behind.add(entry)
+        return behind
+
+    def fit(self, spared: Collection[Entry] = ()) -> None:
+        """Evict the least valuable but the spared while more is counted than there is room for."""
+        missing = self.num_bytes - min(self.max_bytes, self.room())
+        if missing > 0:
+            for victim in self._plan(missing, spared=spared)[0]:
+                self._evict(victim.entry)
 
     # What is stored
 

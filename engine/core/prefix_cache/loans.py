@@ -38,14 +38,34 @@ class Loans:
         return bool(self._lend(row_id, entry))
 
     def cancel(self, row_id: str) -> None:
-        """Count as the cache's again what the row has been promised, and has not got."""
-        for held in self._pop(row_id):
-            self._cache.take_back(held)
+        """Count as the cache's again what the row has been promised, and has not got.
+
+        The row keeps what it has: it may be a row that was preempted, and that the runner has not dropped yet.
+        """
+        self._take_back_promised(row_id)
+
+    def break_promise(self, row_id: str) -> None:
+        """The same for a row that was admitted: others are evicted if that is more than there is room for."""
+        if self._take_back_promised(row_id):
+            self._cache.fit()
 
     def lend(self, row_id: str, entry: Entry) -> list[Stretch]:
         """Return the stretches that move into the row's cache, which is about to continue this entry."""
-        self.cancel(row_id)
-        return [held.stretch for held in self._lend(row_id, entry)]
+        was_promised = self._take_back_promised(row_id)
+        lent = self._lend(row_id, entry)
+        if was_promised:  # perhaps more than it gets: another prompt may continue the same snapshot by now
+            self._cache.fit(spared=(entry,))
+        return [held.stretch for held in lent]
+
+    def _take_back_promised(self, row_id: str) -> bool:
+        """False if nothing was promised."""
+        helds = self._pop(row_id)
+        promised = [held for held in helds if not held.stretch.is_lent]
+        for held in promised:
+            self._cache.take_back(held)
+        if len(promised) < len(helds):
+            self._of_row[row_id] = [held for held in helds if held.stretch.is_lent]
+        return bool(promised)
 
     def _lend(self, row_id: str, entry: Entry) -> list[Held]:
         assert entry.held is not None
@@ -73,10 +93,22 @@ class Loans:
             by_row[held.lent_to].append(held)
         for row_id, helds in by_row.items():
             if row_id is not None:
-                self._runner.fill(row_id, [held.stretch for held in helds])
-                self._of_row[row_id] = [held for held in self._of_row[row_id] if held not in helds]
+                self._fill(row_id, helds)
             self._settle(helds)
         return not any(held.stretch.is_lent for held in lent)
+
+    def _fill(self, row_id: str, helds: Sequence[Held]) -> None:
+        """What has not come back when the runner raises stays lent."""
+        try:
+            self._runner.fill(row_id, [held.stretch for held in helds])
+        except Exception:
+            helds = [held for held in helds if not held.stretch.is_lent]
+            self._settle(helds)
+            raise
+        finally:
+            left = [held for held in self._pop(row_id) if held not in helds]
+            if left:
+                self._of_row[row_id] = left
 
     def returning(self, row_ids: Iterable[str]) -> dict[str, Sequence[Stretch]]:
         """Make room for what is lent to rows that leave; return the stretches that are to be filled, by row id.
@@ -85,7 +117,8 @@ class Loans:
         """
         returning = {}
         for row_id in row_ids:
-            lent = [held for held in self._pop(row_id) if self._is_moved(held)]
+            self.break_promise(row_id)
+            lent = self._pop(row_id)
             if not lent:
                 continue
             if not self._cache.make_way_back(lent):
@@ -112,12 +145,6 @@ class Loans:
                 self._cache.evict_behind(held)
             else:
                 self._cache.take_back(held)
-
-    def _is_moved(self, held: Held) -> bool:
-        """False for what was only promised: it is the cache's again."""
-        if not held.stretch.is_lent:
-            self._cache.take_back(held)
-        return held.stretch.is_lent
 
     def _pop(self, row_id: str) -> list[Held]:
         """Those of a row's loans that are still stored."""

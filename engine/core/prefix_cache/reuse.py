@@ -134,7 +134,7 @@ class PrefixReuse:
             return False
         num_cached = row.num_prefilled
         if not num_cached:
-            self._loans.cancel(row.id)
+            self._loans.break_promise(row.id)
         if not row.output_token_ids:  # else it has been here before it was preempted
             self._record(rows, current.key, num_cached)
         current.todo = self._boundaries(row, current.key, num_cached)
@@ -355,7 +355,7 @@ class PrefixReuse:
             if entry is None:
                 return None
             if entry.held is not None:
-                if self._loans.call_in(entry):
+                if self._call_in(entry):
                     return entry
                 current.max_tokens = entry.num_tokens - 1
                 continue
@@ -364,6 +364,20 @@ class PrefixReuse:
                 return here
             assert self._disk is not None
             current.reading = self._disk.read(entry)
+
+    def _call_in(self, entry: Entry) -> bool:
+        """Have all keys and values of an entry in the cache; False if rows have some that cannot be copied."""
+        if not any(held.stretch.is_lent for held in self.cache.chain(entry)):
+            return True
+        try:
+            has_come_back = self._loans.call_in(entry)
+        except Exception:
+            log.exception("the keys and values of %d tokens could not be copied from a row", entry.num_tokens)
+            self.cache.counters.num_unusable += 1
+            return False
+        if has_come_back and self._disk is not None and entry.held is not None and entry.held.snapshot is not None:
+            self._disk.save(entry, entry.held.snapshot)
+        return has_come_back
 
     def _has_read(self, current: Session, reading: Reading, wait_s: float) -> bool:
         """False while it is worth waiting for."""
@@ -382,6 +396,8 @@ class PrefixReuse:
     def _restore(self, rows: Sequence[Request], current: Session, entry: Entry) -> bool:
         """False when that fails: this prompt does without it. Raises InvalidRequest: it is not the snapshot's fault."""
         assert entry.held is not None and entry.held.snapshot is not None
+        if rows[0].spec.pinned and Boundary("system", entry.num_tokens) in rows[0].spec.boundaries:
+            self.cache.pin(entry)  # it is lent to no row from now on
         try:
             lent = self._loans.lend(rows[0].id, entry) if self._may_lend(rows) else []
             self._runner.restore(rows, entry.held.snapshot, lent)
@@ -399,8 +415,6 @@ class PrefixReuse:
         self._answers.used(entry.kind)
         for row in rows:
             row.num_prefilled = entry.num_tokens
-        if rows[0].spec.pinned and Boundary("system", entry.num_tokens) in rows[0].spec.boundaries:
-            self.cache.pin(entry)
         if self._disk is not None:
             self._disk.touch(entry)
         return True

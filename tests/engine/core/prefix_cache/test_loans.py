@@ -1,0 +1,775 @@
+"""Keys and values that are lent to rows: they are in one place, count once, and come back or are forgotten."""
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.config import DiskCacheConfig
+from engine.core.prefix_cache.cache import PrefixCache
+from engine.core.prefix_cache.loans import Loans
+from engine.core.prefix_cache.node import Entry
+from engine.core.prefix_cache.prompt_key import PromptKey
+from engine.protocol import FinishReason, PromptOrigin
+from engine.snapshot_store.files import SnapshotFiles
+from tests.engine.core.prefix_cache.lending import Engine, following, request, tokens
+from tests.engine.fakes import BYTES_PER_TOKEN, STATE_BYTES, FakeSnapshot, answer
+from tests.engine.sparse_prompts import with_plan
+
+NUM_SEEDS = int(os.environ.get("ORCHARD_LOANS", "0")) or 12
+
+FIRST = request("a", tokens(1, 200))
+LONG = following("b", FIRST, *tokens(2, 200))
+TURN = 200
+ANSWER = 242
+"""Where the answer of FIRST ends, the generation prompt before it included."""
+
+
+@pytest.fixture
+def engine() -> Engine:
+    engine = Engine(cache={"answers": False})
+    engine.ask(FIRST)
+    assert engine.stored() == [TURN]
+    return engine
+
+
+def size(num_tokens: int) -> int:
+    """Of a row or a snapshot."""
+    return BYTES_PER_TOKEN * num_tokens + STATE_BYTES
+
+
+# Where the keys and values are
+
+
+def test_a_row_takes_over_what_it_continues_and_gives_it_back_at_its_end(engine):
+    before = engine.cache.num_bytes
+    engine.begin(LONG)
+    assert engine.lent() == {"b/0": [TURN]}
+    assert engine.cache.num_bytes == before - BYTES_PER_TOKEN * TURN
+    engine.finish_all()
+    assert engine.tokens["b"] == answer(LONG) and engine.stored() == [TURN, 402]
+    assert engine.cache.num_bytes == 2 * STATE_BYTES + BYTES_PER_TOKEN * 402
+
+
+def test_snapshots_that_a_prompt_leaves_are_lent_from_the_beginning_but_for_the_system_part():
+    engine = Engine(cache={"answers": False})
+    engine.start(request("a", tokens(1, 100), tokens(2, 150)))
+    assert engine.stored() == [100, 250] and engine.lent() == {"a/0": [250]}
+    engine.finish_all()
+    assert engine.cache.num_bytes == size(100) + size(150)
+
+
+def test_the_next_turn_takes_over_several_stretches_and_an_answer():
+    engine = Engine()
+    first = request("a", tokens(1, 100), tokens(2, 150))
+    engine.ask(first)
+    engine.start(following("b", first, *tokens(3, 80), said=40))
+    assert engine.chunks["b"][0].num_cached == 292
+    assert engine.lent() == {"b/0": [250, 292, 372]}, "the system part stays"
+    engine.finish_all()
+    assert engine.stored() == [100, 250, 292, 372, 414]
+
+
+def test_the_system_part_is_lent_to_no_row():
+    engine = Engine(cache={"answers": False})
+    first = request("a", tokens(1, 100), tokens(2, 150))
+    engine.ask(first)
+    engine.start(request("b", tokens(1, 100), tokens(3, 150)))
+    assert engine.chunks["b"][0].num_cached == 100
+    assert engine.lent() == {"b/0": [250]}
+    engine.finish_all()
+
+
+def test_what_is_pinned_is_lent_to_no_row_and_a_turn_that_is_pinned_later_stays(engine):
+    ids = FIRST.token_ids[:TURN].tolist()
+    pinned = request("pinned", ids, tokens(5, 100), pinned=True)
+    engine.start(pinned)
+    assert engine.chunks["pinned"][0].num_cached == TURN
+    assert TURN not in engine.lent().get("pinned/0", [])
+    assert engine.cache.num_pinned == 1
+    engine.finish_all()
+    assert TURN in engine.stored()
+
+
+def test_what_is_behind_two_conversations_is_copied_and_stays(engine):
+    engine.ask(LONG)
+    engine.start(following("c", FIRST, *tokens(7, 100)))
+    assert engine.lent() == {"c/0": [302]}
+    engine.finish_all()
+
+
+@pytest.mark.parametrize("choices", [2, 3])
+def test_several_choices_get_copies(engine, choices):
+    engine.start(replace(LONG, num_choices=choices))
+    assert engine.chunks["b"][0].num_cached == TURN
+    assert not engine.lent()
+    engine.finish_all()
+    assert engine.stored() == [TURN, 402]
+
+
+def test_sparse_prompts_get_copies(engine):
+    kept = [*range(300), *range(310, len(LONG.token_ids))]
+    engine.start(with_plan(LONG, kept, 300))
+    assert engine.chunks["b"][0].num_cached == TURN
+    assert not engine.lent()
+    engine.finish_all()
+
+
+# Admission
+
+
+def tight(num_tokens: int, num_states: int = 8, **config: Any) -> Engine:
+    """Memory for so many tokens and states in all."""
+    return Engine(BYTES_PER_TOKEN * num_tokens + num_states * STATE_BYTES, **config)
+
+
+def test_a_row_that_fits_only_with_what_it_takes_over_is_admitted_and_nothing_is_evicted():
+    engine = tight(500, cache={"answers": False})
+    engine.ask(FIRST)
+    engine.ask(LONG)
+    assert engine.chunks["b"][0].num_cached == TURN and engine.cache.counters.num_evicted == 0
+
+
+def test_a_request_that_is_aborted_before_it_begins_gives_back_what_it_was_promised():
+    engine = tight(720, 3, cache={"answers": False})
+    engine.ask(FIRST)
+    engine.begin(long := request("long", tokens(3, 200), max_tokens=10))
+    engine.core.add_request(LONG)
+    for _ in range(50):
+        engine.step()
+        if engine.promised():
+            break
+    assert engine.promised() == {"b/0": [TURN]} and not engine.runner.has("b/0")
+    assert engine.cache.num_bytes < size(TURN) + STATE_BYTES
+    engine.core.abort("b")
+    engine.step()
+    assert not engine.promised() and TURN in engine.stored()
+    engine.finish_all()
+    assert engine.tokens["long"] == answer(long)
+
+
+class Shelf:
+    """A cache with a chain of snapshots of one conversation, and its loans."""
+
+    def __init__(self, *ends: int, max_bytes: int = 2**30, kind: str = "turn"):
+        self.engine = Engine()
+        self.cache = PrefixCache(max_bytes)
+        self.loans = Loans(self.cache, self.engine.runner)
+        self.entries: list[Entry] = []
+        held = None
+        for end in ends:
+            self.entries.append(self.store(tokens(1, end), held, kind))
+            held = self.entries[-1].held
+
+    def store(self, ids: list[int], parent: Any, kind: Any = "turn") -> Entry:
+        key = PromptKey("model", "", np.array(ids, np.int32))
+        start = 0 if parent is None else parent.snapshot.num_tokens
+        snapshot = FakeSnapshot(key.token_ids, len(ids) - start, None if parent is None else parent.snapshot)
+        digest = None if parent is None else parent.entry.digest
+        entry = Entry(key.digest(), key, kind, digest, PromptOrigin(), False, 0.0, 0.0)
+        assert self.cache.store(entry, snapshot, parent)
+        return entry
+
+    def move(self, row_id: str, entry: Entry) -> list[int]:
+        """As a restore does."""
+        lent = self.loans.lend(row_id, entry)
+        for stretch in lent:
+            stretch.is_lent = True  # type: ignore[attr-defined]
+            self.engine.runner.holder[stretch] = row_id
+        self.engine.runner.prompts[row_id] = 0
+        return [stretch.num_tokens for stretch in lent]  # type: ignore[attr-defined]
+
+
+def ends_of(stretches: Sequence[Any]) -> list[int]:
+    return [stretch.num_tokens for stretch in stretches]
+
+
+def test_a_promise_counts_the_bytes_as_the_rows_and_cancel_takes_it_back():
+    shelf = Shelf(100, 200, 300)
+    assert shelf.loans.promise("r", shelf.entries[-1])
+    assert shelf.cache.num_bytes == 3 * STATE_BYTES and shelf.loans.row_ids == ["r"]
+    assert not shelf.loans.promise("other", shelf.entries[-1]), "it is promised already"
+    shelf.loans.cancel("r")
+    assert shelf.cache.num_bytes == 3 * STATE_BYTES + 3000 and not shelf.loans.row_ids
+    shelf.loans.cancel("unknown")
+    assert shelf.cache.integrity_error() is None
+
+
+def test_cancel_does_not_touch_what_the_row_has():
+    """It was preempted, and could not be admitted again before it was dropped."""
+    shelf = Shelf(100, 200)
+    shelf.move("r", shelf.entries[-1])
+    shelf.loans.promise("r", shelf.entries[-1])
+    shelf.loans.cancel("r")
+    assert shelf.cache.num_bytes == 2 * STATE_BYTES
+    assert [held.lent_to for held in shelf.cache.chain(shelf.entries[-1])] == ["r", "r"]
+    returning = shelf.loans.returning(["r"])
+    assert ends_of(returning["r"]) == [100, 200]
+    shelf.engine.runner.drop(["r"], returning)
+    assert [entry.num_tokens for entry in shelf.loans.settle(["r"])] == [100, 200]
+    assert shelf.cache.integrity_error() is None and len(shelf.cache) == 2
+
+
+def test_only_the_end_that_nothing_else_needs_is_lent():
+    shelf = Shelf(100, 200)
+    branch = shelf.store([*tokens(1, 100), *tokens(5, 50)], shelf.entries[0].held)
+    assert shelf.move("r", branch) == [150]
+    assert shelf.move("s", shelf.entries[1]) == [200]
+    assert not shelf.loans.promise("t", shelf.entries[0]), "two snapshots need it"
+    shelf.loans.settle(["r"])
+    assert shelf.cache.get(branch.digest) is None
+    assert shelf.move("t", shelf.entries[0]) == [], "one is left that needs it"
+
+
+def test_a_prompt_that_continues_what_is_promised_leaves_the_row_a_copy():
+    """The promise is broken: the stretch counts as the cache's again, and the row copies it, too."""
+    shelf = Shelf(100, 200)
+    assert shelf.loans.promise("r", shelf.entries[-1])
+    assert shelf.loans.call_in(shelf.entries[-1])
+    held = shelf.cache.use(shelf.entries[-1])
+    assert shelf.move("r", shelf.entries[-1]) == []
+    shelf.cache.release(held)
+    assert shelf.cache.num_bytes == 2 * STATE_BYTES + 2000 and shelf.cache.integrity_error() is None
+
+
+def test_what_a_promise_can_no_longer_take_over_pushes_others_out_if_there_is_no_room():
+    """Two prompts continue one snapshot: the first one's reservation counted its bytes as gone from the cache."""
+    shelf = Shelf(100, 200)
+    other = shelf.store(tokens(9, 100), None)
+    shelf.cache.room = lambda: 3 * STATE_BYTES + 3000
+    assert shelf.loans.promise("r", shelf.entries[-1])
+    shelf.cache.room = lambda: 3 * STATE_BYTES + 1000  # the row has reserved what was free
+    held = shelf.cache.use(shelf.entries[-1])
+    assert shelf.move("r", shelf.entries[-1]) == []
+    assert shelf.cache.num_bytes <= shelf.cache.room()
+    assert shelf.entries[-1].held is held and shelf.cache.get(other.digest) is None
+    shelf.cache.release(held)
+    assert shelf.cache.integrity_error() is None
+
+
+def test_what_was_promised_to_a_row_that_loses_its_place_is_evicted_if_there_is_no_room():
+    shelf = Shelf(100, 200)
+    assert shelf.loans.promise("r", shelf.entries[-1])
+    shelf.cache.room = lambda: 2 * STATE_BYTES + 500
+    assert not shelf.loans.returning(["r"])
+    assert shelf.cache.num_bytes <= shelf.cache.room()
+    assert shelf.cache.integrity_error() is None
+
+
+def test_a_promise_whose_entry_is_evicted_meanwhile_is_void():
+    shelf = Shelf(100, 200)
+    assert shelf.loans.promise("r", shelf.entries[-1])
+    shelf.cache.evict(10**6)
+    assert shelf.cache.num_bytes == 0
+    shelf.loans.cancel("r")
+    assert shelf.cache.num_bytes == 0 and shelf.cache.integrity_error() is None
+
+
+def test_the_middle_of_what_is_lent_may_be_evicted_and_its_stretch_comes_back():
+    shelf = Shelf(100, 200, 300)
+    shelf.move("r", shelf.entries[-1])
+    shelf.cache.forget(shelf.entries[1])
+    returning = shelf.loans.returning(["r"])
+    assert ends_of(returning["r"]) == [100, 200, 300]
+    shelf.engine.runner.drop(["r"], returning)
+    assert [entry.num_tokens for entry in shelf.loans.settle(["r"])] == [100, 300]
+    assert shelf.cache.num_bytes == 2 * STATE_BYTES + 3000 and shelf.cache.integrity_error() is None
+
+
+def test_the_end_of_what_is_lent_may_be_evicted_and_the_rest_comes_back():
+    shelf = Shelf(100, 200, 300)
+    shelf.move("r", shelf.entries[-1])
+    shelf.cache.forget(shelf.entries[2])
+    returning = shelf.loans.returning(["r"])
+    assert ends_of(returning["r"]) == [100, 200]
+    shelf.engine.runner.drop(["r"], returning)
+    shelf.loans.settle(["r"])
+    assert shelf.cache.num_bytes == 2 * STATE_BYTES + 2000 and shelf.cache.integrity_error() is None
+
+
+def test_a_part_that_is_called_in_stays_and_the_rest_comes_back_later():
+    shelf = Shelf(100, 200, 300)
+    shelf.move("r", shelf.entries[-1])
+    assert shelf.loans.call_in(shelf.entries[1])
+    assert shelf.cache.num_bytes == 3 * STATE_BYTES + 2000
+    returning = shelf.loans.returning(["r"])
+    assert ends_of(returning["r"]) == [300]
+    shelf.engine.runner.drop(["r"], returning)
+    shelf.loans.settle(["r"])
+    assert shelf.cache.num_bytes == 3 * STATE_BYTES + 3000 and shelf.cache.integrity_error() is None
+
+
+def test_what_two_rows_have_of_one_chain_is_called_in_from_both():
+    shelf = Shelf(100)
+    assert shelf.move("r", shelf.entries[0]) == [100]
+    assert shelf.loans.call_in(shelf.entries[0])
+    last = shelf.store(tokens(1, 200), shelf.entries[0].held)
+    assert shelf.move("s", last) == [100, 200]
+    assert shelf.loans.call_in(last)
+    assert shelf.cache.num_bytes == 2 * STATE_BYTES + 2000 and shelf.loans.row_ids == []
+
+
+def test_what_a_row_cannot_fill_is_forgotten_with_all_that_is_behind_it():
+    shelf = Shelf(100, 200, 300)
+    shelf.move("r", shelf.entries[2])
+    shelf.engine.runner.lacking = {"r"}
+    has_come_back = shelf.loans.call_in(shelf.entries[1])
+    assert not has_come_back
+    assert len(shelf.cache) == 0 and shelf.cache.num_bytes == 0 and shelf.cache.integrity_error() is None
+
+
+def test_there_is_no_copy_for_another_prompt_where_there_is_no_room_and_nothing_changes():
+    shelf = Shelf(100, 200)
+    shelf.move("r", shelf.entries[-1])
+    shelf.cache.room = lambda: 2 * STATE_BYTES + 1500
+    assert not shelf.loans.call_in(shelf.entries[-1])
+    assert shelf.cache.num_bytes == 2 * STATE_BYTES
+    assert shelf.loans.call_in(shelf.entries[0]), "the first half fits"
+
+
+def test_what_is_worth_less_than_others_is_forgotten_when_its_row_leaves():
+    shelf = Shelf(100, 200)
+    shelf.move("r", shelf.entries[-1])
+    other = shelf.store(tokens(9, 3000), None)
+    for _ in range(5):
+        shelf.cache.release(shelf.cache.use(other))
+    shelf.cache.room = lambda: size(3000) + 2 * STATE_BYTES + 500
+    assert shelf.loans.returning(["r"]) == {}
+    assert [entry.num_tokens for entry in shelf.cache.entries()] == [3000]
+    assert shelf.cache.num_bytes == size(3000) and shelf.cache.integrity_error() is None
+
+
+def test_what_is_behind_a_pinned_snapshot_comes_back_whatever_it_pushes_out():
+    shelf = Shelf(100, 200)
+    shelf.move("r", shelf.entries[-1])
+    shelf.cache.pin(shelf.entries[-1])
+    other = shelf.store(tokens(9, 3000), None)
+    for _ in range(5):
+        shelf.cache.release(shelf.cache.use(other))
+    shelf.cache.room = lambda: size(3000) + 2 * STATE_BYTES + 500
+    returning = shelf.loans.returning(["r"])
+    shelf.engine.runner.drop(["r"], returning)
+    shelf.loans.settle(["r"])
+    assert shelf.cache.num_pinned == 1 and shelf.cache.integrity_error() is None
+    assert shelf.cache.get(other.digest) is None
+
+
+def test_rows_that_leave_together_have_room_for_each_other():
+    shelf = Shelf(100)
+    second = shelf.store(tokens(9, 100), None)
+    shelf.move("r", shelf.entries[0])
+    shelf.move("s", second)
+    shelf.cache.room = lambda: 2 * STATE_BYTES + 1500
+    returning = shelf.loans.returning(["r", "s", "unknown"])
+    assert shelf.cache.num_bytes <= shelf.cache.room()
+    shelf.engine.runner.drop(["r", "s"], returning)
+    shelf.loans.settle(["r", "s", "unknown"])
+    assert shelf.cache.num_bytes <= shelf.cache.room()
+    assert shelf.cache.integrity_error() is None and not shelf.loans.row_ids
+
+
+def test_a_row_that_leaves_looks_at_each_snapshot_once(monkeypatch):
+    """A conversation of many turns, and many others: the cost grows with their number and not with its square."""
+    shelf = Shelf(*range(10, 3010, 10))
+    others = [shelf.store(tokens(100 + i, 20), None) for i in range(100)]
+    shelf.move("r", shelf.entries[-1])
+    num_steps = 0
+    chain = PrefixCache.chain
+
+    def counted(cache: PrefixCache, entry: Entry) -> Any:
+        nonlocal num_steps
+        found = chain(cache, entry)
+        num_steps += len(found)
+        return found
+
+    monkeypatch.setattr(PrefixCache, "chain", counted)
+    shelf.loans.returning(["r"])
+    limit = 2 * (len(shelf.entries) + len(others))
+    assert num_steps <= limit
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("num_moved", [0, 1])
+def test_a_restore_that_fails_costs_no_answer_and_what_has_moved_is_forgotten(engine, num_moved):
+    engine.runner.breaks_at = {"restore": num_moved}
+    engine.start(LONG)
+    assert engine.chunks["b"][0].num_cached == 0 and engine.cache.counters.num_unusable == 1
+    assert (TURN in engine.stored()) == (not num_moved) or engine.lent()
+    engine.finish_all()
+    assert engine.tokens["b"] == answer(LONG)
+
+
+def test_a_chunk_that_fails_loses_what_its_prompt_has_taken_over(engine):
+    engine.begin(LONG)
+    engine.runner.broken = {"prefill"}
+    engine.step()
+    engine.runner.broken = set()
+    assert engine.finish["b"] is FinishReason.ERROR
+    engine.finish_all()
+    assert engine.stored() == [] and engine.cache.num_bytes == 0
+    assert engine.ask(following("c", FIRST, *tokens(2, 200))) == [0]
+
+
+def test_a_decode_step_that_fails_loses_what_its_rows_have_and_nothing_else(engine):
+    engine.ask(request("other", tokens(4, 100)))
+    engine.start(LONG)
+    engine.begin(following("d", request("other", tokens(4, 100)), *tokens(5, 200)))
+    assert set(engine.lent()) == {"b/0", "d/0"}
+    engine.runner.broken = {"decode"}
+    engine.step()
+    engine.runner.broken = set()
+    assert engine.finish["b"] is FinishReason.ERROR
+    assert set(engine.lent()) == {"d/0"}, "a prompt in progress stays"
+    engine.finish_all()
+    assert engine.stored() == [100, 302]
+
+
+def test_a_drop_that_fails_loses_what_has_not_come_back(engine):
+    engine.ask(LONG)
+    engine.start(following("c", LONG, *tokens(6, 100)))
+    assert engine.lent() == {"c/0": [TURN, 402, 504]}
+    engine.is_checked = False
+    engine.core.abort("c")
+    engine.runner.breaks_at = {"fill": 2}
+    engine.core.step()
+    engine.is_checked = True
+    engine.check()
+    engine.finish_all()
+    assert engine.stored() == [TURN, 402]
+    assert engine.ask(following("d", LONG, *tokens(6, 100))) == [402]
+
+
+@pytest.mark.parametrize("num_filled", [0, 1])
+def test_a_copy_for_another_prompt_that_fails_costs_no_answer(engine, num_filled):
+    """That of the row which has the keys and values, nor that of the prompt which does without them."""
+    engine.ask(LONG)
+    engine.start(following("c", LONG, *tokens(6, 100)))
+    engine.runner.breaks_at = {"fill": num_filled}
+    other = following("d", LONG, *tokens(8, 100))
+    engine.start(other)
+    engine.finish_all()
+    assert engine.finish["c"] is FinishReason.LENGTH and engine.tokens["d"] == answer(other)
+    assert engine.cache.counters.num_unusable == 1
+
+
+def test_a_row_that_is_aborted_gives_back_what_it_has(engine):
+    engine.start(LONG)
+    engine.core.abort("b")
+    engine.finish_all()
+    assert engine.stored() == [TURN, 402] and engine.cache.num_bytes == 2 * STATE_BYTES + 4020
+
+
+def test_a_prompt_that_is_aborted_gives_back_what_it_has(engine):
+    engine.begin(LONG)
+    engine.core.abort("b")
+    engine.finish_all()
+    assert engine.stored() == [TURN] and engine.cache.num_bytes == size(TURN)
+
+
+def test_a_request_that_is_aborted_in_the_queue_has_nothing_to_give_back(engine):
+    engine.core.add_request(LONG)
+    engine.core.abort("b")
+    engine.finish_all()
+    assert engine.stored() == [TURN] and engine.cache.num_bytes == size(TURN)
+
+
+def test_clearing_the_cache_takes_nothing_from_the_rows(engine):
+    engine.start(LONG)
+    engine.core.prefix.clear()
+    engine.check()
+    assert not engine.lent() and engine.cache.num_bytes == 0
+    engine.finish_all()
+    assert engine.tokens["b"] == answer(LONG)
+    assert engine.ask(following("c", FIRST, *tokens(2, 200))) == [0]
+
+
+def test_clearing_the_cache_while_a_prompt_is_in_progress_takes_nothing_from_it(engine):
+    engine.begin(LONG)
+    engine.core.prefix.clear()
+    engine.check()
+    engine.finish_all()
+    assert engine.tokens["b"] == answer(LONG)
+    engine.ask(following("c", LONG, *tokens(2, 20)))
+
+
+def test_a_snapshot_that_is_stored_again_after_clearing_is_not_taken_for_the_lent_one(engine):
+    engine.start(LONG)
+    engine.core.prefix.clear()
+    again = request("again", tokens(1, 200))
+    engine.start(again)
+    assert engine.lent() == {"again/0": [TURN]}
+    engine.core.abort("b")
+    engine.step(2)
+    assert engine.lent() == {"again/0": [TURN]}
+    engine.finish_all()
+    assert engine.stored() == [TURN]
+
+
+def test_memory_pressure_evicts_lent_snapshots_and_the_row_goes_on(engine):
+    engine.start(LONG)
+    engine.core.relieve()
+    engine.check()
+    assert engine.cache.num_bytes == 0
+    engine.finish_all()
+    assert engine.tokens["b"] == answer(LONG)
+
+
+def test_memory_pressure_while_a_prompt_is_in_progress_takes_nothing_from_it(engine):
+    engine.begin(LONG)
+    engine.core.relieve()
+    engine.check()
+    engine.finish_all()
+    assert engine.tokens["b"] == answer(LONG)
+    assert engine.ask(following("c", LONG, *tokens(2, 20))) == [402]
+
+
+# Other prompts
+
+
+def test_another_prompt_gets_a_copy_from_the_row_and_the_row_goes_on(engine):
+    engine.start(LONG)
+    other = following("c", FIRST, *tokens(7, 100))
+    engine.start(other)
+    assert engine.chunks["c"][0].num_cached == TURN
+    assert engine.lent() == {"b/0": [402], "c/0": [302]}
+    assert ("fill", "b/0", TURN) in engine.runner.calls
+    engine.finish_all()
+    assert engine.tokens["b"] == answer(LONG) and engine.tokens["c"] == answer(other)
+
+
+def test_another_prompt_gets_a_copy_from_a_prompt_in_progress(engine):
+    engine.begin(LONG)
+    other = following("c", FIRST, *tokens(7, 30))
+    engine.start(other)
+    engine.finish_all()
+    assert engine.chunks["c"][0].num_cached == TURN and engine.tokens["b"] == answer(LONG)
+
+
+def test_the_same_prompt_twice_at_once_is_computed_once():
+    engine = Engine(cache={"answers": False})
+    first, second = request("a", tokens(1, 300)), request("bb", tokens(1, 300))
+    engine.run({0: [first, second]})
+    assert engine.chunks["bb"][0].num_cached == 300
+    engine.finish_all()
+    assert engine.cache.num_bytes == size(300)
+
+
+# Preemption
+
+
+def test_a_row_that_is_preempted_gives_back_what_it_has_and_continues_it(engine):
+    engine.start(LONG)
+    engine.core.scheduler.preempt(engine.runner.rows["b/0"])
+    num_before = engine.core.stats.num_prompt_tokens
+    engine.finish_all()
+    assert engine.tokens["b"] == answer(LONG) and engine.stored() == [TURN, 402]
+    assert engine.core.stats.num_prompt_tokens - num_before <= 2 + 40
+
+
+def test_a_row_that_is_preempted_and_finds_no_room_in_that_step_gives_back_what_it_has():
+    """The scheduler asks in the same step whether it fits beside the urgent request."""
+    cache = {"answers": False, "boundaries": ["turn"]}
+    engine = Engine(7400, cache=cache, scheduler={"policy": "priority"})
+    row = request("a", tokens(1, 200), max_tokens=100, priority=5)
+    urgent = request("u", tokens(3, 298), max_tokens=20, boundaries=())
+    engine.start(row)
+    engine.start(urgent)
+    assert engine.core.stats.num_preempted == 1 and "a/0" not in engine.runner.rows
+    assert engine.stored() == [TURN] and not engine.lent()
+    engine.finish_all()
+    assert engine.tokens["a"] == answer(row) and engine.tokens["u"] == answer(urgent)
+
+
+def test_a_preempted_row_whose_keys_and_values_are_kept_computes_only_what_it_has_said():
+    engine = Engine(cache={"answers": False})
+    engine.start(one := request("a", tokens(1, 300)))
+    engine.core.scheduler.preempt(engine.runner.rows["a/0"])
+    num_before = engine.core.stats.num_prompt_tokens
+    engine.finish_all()
+    assert engine.core.stats.num_prompt_tokens - num_before <= 2 + 40
+    assert engine.tokens["a"] == answer(one)
+
+
+# On disk
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Any]:
+    made: list[SnapshotFiles] = []
+
+    def make() -> SnapshotFiles:
+        made.append(SnapshotFiles(DiskCacheConfig(path=str(tmp_path)), "model"))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close(5)
+
+
+def on_disk(files: SnapshotFiles) -> list[int]:
+    files.flush()
+    return sorted(len(meta.token_ids) for meta in files.entries())
+
+
+def test_a_snapshot_is_written_when_its_keys_and_values_come_back(files):
+    store = files()
+    engine = Engine(files=store, cache={"answers": False})
+    engine.start(FIRST)
+    assert engine.lent() == {"a/0": [TURN]} and on_disk(store) == []
+    engine.finish_all()
+    assert on_disk(store) == [TURN]
+
+
+def test_a_snapshot_is_written_when_it_is_copied_for_another_prompt(files):
+    store = files()
+    engine = Engine(files=store, cache={"answers": False})
+    engine.start(FIRST)
+    engine.start(following("c", FIRST, *tokens(7, 100)))
+    assert on_disk(store) == [TURN]
+    engine.finish_all()
+    assert on_disk(store) == [TURN, 302]
+
+
+def test_close_writes_what_running_rows_and_prompts_have(files):
+    store = files()
+    engine = Engine(files=store, cache={"answers": False})
+    engine.ask(FIRST)
+    engine.start(LONG)
+    engine.begin(request("p", tokens(4, 100), tokens(5, 70), tokens(6, 400)))
+    engine.core.close()
+    again = files()
+    assert {TURN, 402} <= set(on_disk(again))
+    restarted = Engine(files=again, cache={"answers": False})
+    assert restarted.ask(following("c", LONG, *tokens(2, 20))) == [402]
+
+
+def test_close_with_a_runner_that_fails_writes_what_it_can(files):
+    store = files()
+    engine = Engine(files=store, cache={"answers": False})
+    engine.ask(FIRST)
+    engine.start(LONG)
+    engine.runner.broken = {"drop"}
+    engine.core.close()
+    assert on_disk(files()) == [TURN]
+
+
+def test_what_is_lost_with_a_row_is_read_back_from_its_file(files):
+    store = files()
+    engine = Engine(files=store, cache={"answers": False})
+    engine.ask(FIRST)
+    store.flush()
+    engine.begin(LONG)
+    engine.runner.broken = {"prefill"}
+    engine.step()
+    engine.runner.broken = set()
+    engine.finish_all()
+    assert engine.ask(following("c", FIRST, *tokens(2, 200))) == [TURN]
+
+
+# All of it at random
+
+
+class Traffic:
+    """Conversations of several turns with one or two system parts, whose clients go away, and a runner that fails."""
+
+    def __init__(self, seed: int, files: SnapshotFiles | None = None):
+        self.rng = random.Random(seed)
+        rng = self.rng
+        limit = rng.choice([2**30, 60_000, 40_000, 26_000])
+        config: dict[str, Any] = {"memory": {"reserve_tokens": rng.choice([8, 32, 4096])}}
+        if rng.random() < 0.4:
+            config["scheduler"] = {"policy": "priority"}
+        cache: dict[str, Any] = {"answers": rng.random() < 0.6}
+        if rng.random() < 0.3:
+            cache["max_gb"] = rng.choice([8_000, 20_000]) / 2**30
+        self.engine = Engine(limit, files, cache, max_running=rng.choice([2, 4, 8]), **config)
+        self.systems = [tokens(900 + i, 40 + 30 * i) for i in range(2)]
+        self.conversations: list[list[Any]] = [[] for _ in range(5)]
+        self.sent: dict[str, Any] = {}
+        self.is_faulty = rng.random() < 0.5
+
+    def run(self, num_steps: int) -> None:
+        for number in range(num_steps):
+            self.act(number)
+            self.engine.step()
+        self.heal()
+        self.engine.finish_all()
+        for name, one in self.sent.items():
+            said = answer(one)
+            assert self.engine.tokens[name] == said[: len(self.engine.tokens[name])]
+            if self.engine.finish.get(name) is FinishReason.LENGTH:
+                assert self.engine.tokens[name] == said
+
+    def act(self, number: int) -> None:
+        rng, engine = self.rng, self.engine
+        self.heal()
+        if rng.random() < 0.25:
+            self.send(f"{number}-{'x' * rng.randrange(5)}")
+        if rng.random() < 0.04 and self.sent:
+            engine.core.abort(rng.choice(list(self.sent)))
+        if rng.random() < 0.01:
+            engine.core.prefix.clear()
+        if rng.random() < 0.01:
+            engine.core.relieve()
+        if rng.random() < 0.03 and (running := list(engine.core.scheduler._running.values())):
+            engine.core.scheduler.preempt(rng.choice(running))
+        if self.is_faulty and rng.random() < 0.06:
+            kind = rng.choice(["fill", "restore", "prefill", "decode", "drop", "snapshot", "snapshot_row", "lacking"])
+            if kind == "lacking":
+                engine.runner.lacking = set(rng.sample(sorted(engine.runner.rows), min(1, len(engine.runner.rows))))
+            elif kind in ("fill", "restore") and rng.random() < 0.7:
+                engine.runner.breaks_at = {kind: rng.randrange(3)}
+            else:
+                engine.runner.broken = {kind}
+
+    def heal(self) -> None:
+        self.engine.runner.broken, self.engine.runner.breaks_at = set(), {}
+        self.engine.runner.lacking = set()
+
+    def send(self, name: str) -> None:
+        rng, turns = self.rng, self.conversations[rng_index(self.rng)]
+        before = next((one for one in reversed(turns) if rng.random() < 0.8), None)
+        more = {"max_tokens": rng.choice([1, 20, 60])}
+        if before is None or len(before.token_ids) > 500:
+            turns.clear()
+            parts = [rng.choice(self.systems), tokens(rng.randrange(10**6), rng.randrange(20, 200))]
+            one = request(name, *parts, **more, pinned=rng.random() < 0.1)
+        else:
+            num_said = rng.choice([0, min(20, before.sampling.max_tokens)])
+            one = following(name, before, *tokens(rng.randrange(10**6), rng.randrange(1, 100)), said=num_said)
+            one = replace(one, sampling=replace(one.sampling, max_tokens=more["max_tokens"], seed=len(name)))
+        if rng.random() < 0.1:
+            one = replace(one, num_choices=2, pinned=False)
+        elif rng.random() < 0.1:
+            dense = rng.randrange(len(one.token_ids) - 10)
+            kept = [*range(dense), *range(dense + 5, len(one.token_ids))]
+            sent = with_plan(replace(one, pinned=False), kept, dense)
+            self._add(name, sent)
+            return
+        turns.append(one)
+        self._add(name, replace(one, priority=rng.randrange(3)))
+
+    def _add(self, name: str, one: Any) -> None:
+        self.sent[name] = one
+        self.engine.core.add_request(self.engine.core.fitted(one))
+
+
+def rng_index(rng: random.Random) -> int:
+    return min(rng.randrange(5), rng.randrange(5))
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_books_are_right_after_any_operations_and_each_answer_is_its_own(seed):
+    Traffic(seed).run(400)
+
+
+@pytest.mark.parametrize("seed", range(max(2, NUM_SEEDS // 4)))
+def test_books_are_right_with_files(seed, files):
+    Traffic(1000 + seed, files()).run(200)
