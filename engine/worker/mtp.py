@@ -5,8 +5,9 @@ head that has not seen the prompt cannot copy from it. Prompts are fed chunk by 
 decoding adds waits in a `Feed` until the head is asked next, also through steps in which nothing is drafted.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import mlx.core as mx
@@ -112,10 +113,10 @@ class Drafter:
     def of(cls, head: MTPHead, cache: RowCache, feed: Feed) -> "Drafter":
         return cls(head, RowsCache.of(cache), feed)
 
-    def join(self, cache: RowCache, feed: Feed) -> None:
+    def join(self, caches: Sequence[RowCache], feeds: Sequence[Feed]) -> None:
         """When it raises, the rows are as they were."""
-        joined = self.feed.joined(feed)
-        self._cache.join(cache)
+        joined = reduce(Feed.joined, feeds, self.feed)
+        self._cache.join(caches)
         self.feed = joined
 
     def keep(self, rows: list[int], num_slots: int) -> None:

@@ -72,7 +72,7 @@ IN_PROMPT = {
     "last chunk of three": Moment("prefill", NUM_CHUNKS, THREE),
     "picture": Moment("encode", 1, PICTURE),
     "join": Moment("join"),
-    "second of three joins": Moment("join", 2, THREE),
+    "join of three": Moment("join", 1, THREE),
 }
 IN_DECODE = {
     "step": Moment("decode", 2),
