@@ -39,7 +39,7 @@ class BurstKeysValues:
         return cursor.mask(num_new, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """keys, values [B, heads, L, head_dim]. Returns both with all that is in front: [B, heads, extent, head_dim]."""
+        """keys, values [B, heads, L, head_dim]. Returns both behind those in front: [B, heads, extent, head_dim]."""
         for i, (cache, length) in enumerate(zip(self._caches, self._lengths, strict=True)):
             if length:
                 cache.update_and_fetch(keys[i : i + 1, :, :length], values[i : i + 1, :, :length])
@@ -83,7 +83,7 @@ class BurstStates:
         """bool [B, num_new]: which tokens are a prompt's own."""
         if min(self._lengths) == num_new:
             return None
-        return mx.arange(num_new) < mx.array(self._lengths, mx.int32)[:, None]
+        return mx.arange(num_new) < mx.array(list(self._lengths), mx.int32)[:, None]
 
     def update_window(self, index: int, source: mx.array, width: int, *, lengths: None = None) -> None:
         """source [B, width + L, channels]: the window after n tokens is source[:, n : n + width]."""
@@ -125,7 +125,7 @@ class BurstPrefill:
         hidden = self._view.states(mx.array(token_ids), layers, np.stack(positions))
         for prompt, end in zip(prompts, ends, strict=True):
             prompt.done = end
-        last = mx.take_along_axis(hidden, mx.array(lengths, mx.int32)[:, None, None] - 1, axis=1)
+        last = mx.take_along_axis(hidden, mx.array(list(lengths), mx.int32)[:, None, None] - 1, axis=1)
         complete = [i for i, prompt in enumerate(prompts) if prompt.done == len(prompt.token_ids)]
         logits = self._view.logits(last[mx.array(complete)]) if complete else None
         if self._head is not None:

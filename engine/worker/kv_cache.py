@@ -178,7 +178,7 @@ class RecurrentRows:
 
     def with_rows(self, rows: Sequence[Any]) -> "RecurrentRows":
         return RecurrentRows(
-            [mx.concatenate(slots) for slots in zip(self.slots, *(row.cache for row in rows), strict=True)]
+            [mx.concatenate(list(slots)) for slots in zip(self.slots, *(row.cache for row in rows), strict=True)]
         )
 
     def kept(self, rows: mx.array, num_slots: int) -> "RecurrentRows":

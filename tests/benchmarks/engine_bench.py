@@ -226,6 +226,7 @@ class GatedRunner(MLXRunner):
 
     def __init__(self, config: EngineConfig):
         super().__init__(loader.load(config, lambda progress: None), config)
+        self.no_bursts: str | None = "each prompt is prefilled once and kept"
         self.is_open = False
         self.counts = Counts()
         self._kept: dict[str, tuple[Prompt, list[RowOutput]]] = {}

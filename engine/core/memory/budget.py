@@ -7,6 +7,7 @@ come on top; afterwards they are given back. What the prefix cache holds counts 
 the room.
 """
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -168,11 +169,30 @@ class MemoryBudget:
         """
         reservation, start = self._reservation_of(row.id), row.num_prefilled
         assert reservation is not None
-        least, room = min(wanted, MIN_CHUNK_TOKENS), self._step_bytes(self._prefills) + max(0, self.free_bytes)
-        room = min(room, self._step_limit)
+        least, room = min(wanted, MIN_CHUNK_TOKENS), min(self._step_room, self._step_limit)
         num_tokens = _largest(least, wanted, lambda n: self.costs.chunk(n, start + n) <= room)
         reservation.step_bytes = max(reservation.step_bytes, self.costs.chunk(num_tokens, start + num_tokens))
         return num_tokens
+
+    def reserve_burst(self, rows: Sequence[Request], num_tokens: int, end: int) -> int:
+        """Reserve memory for a forward of so many tokens of each row's prompt, until `end_chunk`.
+
+        Args:
+            rows: one of each prompt.
+            num_tokens: of the longest chunk, to which the others are padded.
+            end: tokens of the longest prompt behind its chunk.
+
+        Returns:
+            0, or how many bytes are missing; then nothing is reserved. `sys.maxsize` for what no eviction could change.
+        """
+        reservation, wanted = self._reservation_of(rows[0].id), self.costs.burst(len(rows), num_tokens, end)
+        assert reservation is not None
+        if wanted > self._step_limit:
+            return sys.maxsize
+        if wanted > self._step_room:
+            return wanted - self._step_room
+        reservation.step_bytes = max(reservation.step_bytes, wanted)
+        return 0
 
     # Reserving and giving back
 
@@ -328,6 +348,11 @@ class MemoryBudget:
             "num_rectangles": len(self._rectangles),
             "num_underestimates": self.num_underestimates,
         }
+
+    @property
+    def _step_room(self) -> int:
+        """Bytes that the intermediate results of a chunk may take now."""
+        return self._step_bytes(self._prefills) + max(0, self.free_bytes)
 
     @property
     def _step_limit(self) -> float:

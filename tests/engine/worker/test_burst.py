@@ -191,7 +191,7 @@ def test_prompts_that_go_on_from_snapshots_are_in_a_burst_with_others(runner_of,
 
 def test_a_burst_joins_rows_that_decode_already_in_their_groups(tiny):
     old = [row_of("old", 50, 30), row_of("older", 8, 40, rectangle=7)]
-    new = rows_of((4, 19, 30)) + [row_of("far", 12, rectangle=7), row_of("lone", 3, rectangle=9)]
+    new = [*rows_of((4, 19, 30)), row_of("far", 12, rectangle=7), row_of("lone", 3, rectangle=9)]
     expected = alone(tiny, [*old, *new])
     for row in old:
         start(tiny, row)
