@@ -17,7 +17,15 @@ from deployments.replica import node_id
 from deployments.replica_calls import NoAnswer, cause_of, is_gone, within
 from deployments.replica_choice import pin_to
 from engine.core.spec_prefill.plan import Scored, ScoreRequest
-from engine.protocol import CachedPrefix, EngineFailed, EngineRequest, InvalidRequest, OrchardError, Overloaded
+from engine.protocol import (
+    CachedPrefix,
+    EngineFailed,
+    EngineRequest,
+    InvalidRequest,
+    OrchardError,
+    Overloaded,
+    ScoringTooSlow,
+)
 
 RESERVE_TIMEOUT_S = 1.0
 """A prompt does not wait for a scorer to start: it is taken in meanwhile."""
@@ -112,6 +120,8 @@ def _no_plan_without(who: Literal["engine", "scorer"]) -> Iterator[None]:
         cause = cause_of(error)
         if isinstance(cause, InvalidRequest):
             raise NoPlan("unfit_prompt", cause.message) from cause
+        if isinstance(cause, ScoringTooSlow):
+            raise NoPlan("no_gain", f"no gain: {cause}") from cause
         if isinstance(cause, Overloaded):
             raise NoPlan("busy", f"busy: {cause.message}", is_failure=True) from cause
         if isinstance(cause, BackPressureError):

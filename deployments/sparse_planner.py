@@ -17,7 +17,7 @@ from engine.config import SpecPrefillConfig
 from engine.core.spec_prefill.plan import ScoreRequest, find_anchors, why_unfit
 from engine.core.spec_prefill.select import CHUNK_TOKENS
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import EngineRequest, InvalidRequest, SparsePlan
+from engine.protocol import EngineRequest, InvalidRequest, PrefillCost, SparsePlan
 
 log = logging.getLogger("ray.serve")
 
@@ -189,23 +189,33 @@ class Attempt:
 
     async def _plan(self) -> SparsePlan:
         """Scored again, once, if meanwhile another part of the prompt is cached."""
-        plan = await self._score(await self._find_dense())
-        by_now = await self._find_dense()
+        plan = await self._score(*await self._find_dense())
+        by_now, saved_s = await self._find_dense()
         if by_now != plan.num_dense:
             self.is_replanned = True
-            plan = await self._score(by_now)
+            plan = await self._score(by_now, saved_s)
         return plan
 
-    async def _find_dense(self) -> int:
-        """What is cached; but the system part at least, so that its snapshot can be kept for the next request."""
+    async def _find_dense(self) -> tuple[int, float | None]:
+        """Find what is cached; but the system part at least, so that its snapshot can be kept for the next request.
+
+        Returns also the seconds that a plan would save the engine; None if they are not known, or if the request wants
+        a plan in any case.
+        """
         found = await self._client.cached_prefix(self._request)
         if found.no_sparse is not None:
             raise NoPlan("unsupported", found.no_sparse)
         num_dense = max(found.num_tokens, self._num_system)
         self._check_enough(num_dense)
-        return num_dense
+        return num_dense, None if self._asked or found.cost is None else self._saved_s(found.cost, num_dense)
 
-    async def _score(self, num_dense: int) -> SparsePlan:
+    def _saved_s(self, cost: PrefillCost, num_dense: int) -> float:
+        """Predict what the engine needs less for the part of the tokens that is kept."""
+        num_tokens = len(self._request.token_ids)
+        num_kept = num_dense + int(self._keep * (num_tokens - num_dense))
+        return cost.prompt_s(num_dense, num_tokens) - cost.prompt_s(num_dense, num_kept)
+
+    async def _score(self, num_dense: int, saved_s: float | None) -> SparsePlan:
         request = self._request
         asked = ScoreRequest(
             request_id=request.request_id,
@@ -215,6 +225,7 @@ class Attempt:
             keep=self._keep,
             boundaries=request.boundaries,
             tenant=request.tenant,
+            limit_s=saved_s,
         )
         scored, self._scorer_node = await self._client.score(asked, self._scorer_node)
         self._is_scored = True

@@ -188,7 +188,9 @@ class AsyncEngine:
 
     async def cached_prefix(self, request: EngineRequest) -> CachedPrefix:
         """What a sparse plan for the prompt can build on. Raises EngineFailed when the engine is not ready."""
-        return await self._ask(lambda core: CachedPrefix(core.prefix.peek(request), core.runner.no_sparse))
+        return await self._ask(
+            lambda core: CachedPrefix(core.prefix.peek(request), core.runner.no_sparse, core.costs.prefill)
+        )
 
     async def cache_status(self) -> CacheStatus:
         """Raises EngineFailed when the engine is not ready."""

@@ -14,7 +14,7 @@ from engine.core.spec_prefill.plan import Scored, ScoreRequest, ScorerStatus, ma
 from engine.device_thread import DeviceThread
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer_match import why_different
-from engine.protocol import EngineFailed, InvalidRequest, OrchardError, Overloaded
+from engine.protocol import EngineFailed, InvalidRequest, OrchardError, Overloaded, ScoringTooSlow
 from engine.worker.spec_prefill.draft import draft_engine_config
 from engine.worker.spec_prefill.scorer import Outcome, Publish, Scorer, load_scorer
 
@@ -75,7 +75,8 @@ class AsyncDraftScorer:
         """Which of the prompt's tokens are to be computed. Cancelling it stops the draft before its next chunk.
 
         Raises Overloaded when max_running + max_queue prompts are open or it could not be done within deadline_s,
-        InvalidRequest for what this draft cannot score, EngineFailed when it is not ready, fails, or is shut down.
+        ScoringTooSlow when it would take longer than the request's limit_s, InvalidRequest for what this draft cannot
+        score, EngineFailed when it is not ready, fails, or is shut down.
         """
         began_s = time.perf_counter()
         self._admit(request)
@@ -88,7 +89,7 @@ class AsyncDraftScorer:
         except asyncio.CancelledError:
             self._counts.num_cancelled += 1
             raise
-        except Overloaded:
+        except (Overloaded, ScoringTooSlow):
             self._counts.num_refused += 1
             raise
         except Exception:
@@ -184,6 +185,8 @@ class AsyncDraftScorer:
             return
         if outcome.importance is not None:
             future.set_result((outcome.importance, outcome.num_read))
+        elif outcome.is_too_slow:
+            future.set_exception(ScoringTooSlow(outcome.error or ""))
         elif outcome.is_late:
             future.set_exception(Overloaded(outcome.error or "", retry_after_s=1.0))
         else:

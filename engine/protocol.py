@@ -83,6 +83,10 @@ class QueueTimeout(Overloaded):
     pass
 
 
+class ScoringTooSlow(OrchardError):
+    """Scoring a prompt would take longer than its sparse plan saves."""
+
+
 class Cancelled(OrchardError):
     pass
 
@@ -355,11 +359,32 @@ HEARTBEAT = TokenChunk(())
 
 
 @dataclass(frozen=True)
+class PrefillCost:
+    """What an engine takes for prompts, as it has measured: a chunk of n tokens behind p others takes
+    chunk_s + token_s * n + pair_s * n * (p + n / 2) seconds."""
+
+    chunk_s: float
+    token_s: float
+    pair_s: float
+
+    def prompt_s(self, start: int, end: int, chunk_tokens: int = 2048) -> float:
+        """Predict the seconds that the tokens `start` to `end` of a prompt take in chunks of `chunk_tokens`."""
+        num_tokens = max(0, end - start)
+        num_chunks = -(-num_tokens // chunk_tokens)
+        num_pairs = num_tokens * (start + num_tokens / 2)
+        return self.chunk_s * num_chunks + self.token_s * num_tokens + self.pair_s * num_pairs
+
+
+@dataclass(frozen=True)
 class CachedPrefix:
-    """How many tokens of a prompt the prefix cache holds now. no_sparse: why no sparse plan can be carried out here."""
+    """What a sparse plan for a prompt can build on."""
 
     num_tokens: int
+    """Tokens of the prompt that the prefix cache holds now."""
     no_sparse: str | None = None
+    """Why no sparse plan can be carried out here, None if one can."""
+    cost: PrefillCost | None = None
+    """What computing the other tokens costs; None before any chunk was measured."""
 
 
 @dataclass(frozen=True)

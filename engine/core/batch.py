@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from engine.core.memory.costs import MemoryCosts
-from engine.core.prefix_cache.cache import Snapshot
+from engine.core.prefix_cache.node import Snapshot, Stretch
 from engine.core.request import Request
 from engine.protocol import TokenLogprobs
 
@@ -146,19 +146,28 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def restore(self, rows: Sequence[Request], snapshot: Snapshot) -> None:
-        """Begins the prompt that `rows` share with the state behind its first tokens; it has not begun yet."""
-        ...
+    def restore(self, rows: Sequence[Request], snapshot: Snapshot, lend: Sequence[Stretch] = ()) -> None:
+        """Begin the prompt that `rows` share with the state behind its first tokens; it has not begun yet.
 
-    def snapshot(self, rows: Sequence[Request], parent: Any) -> Snapshot | None:
-        """Of the prompt in progress that `rows` share, as it stands. parent: the stretch of a snapshot of a shorter
-        prefix of the same prompt, None without one.
-
-        None if the state is not finite: nobody shall go on from it.
+        lend: stretches of the snapshot whose keys and values move into the prompt's cache. They are lent from then on,
+        also if this raises.
         """
         ...
 
-    def snapshot_row(self, row_id: str, parent: Any = None, cuts: Sequence[int] = ()) -> RowSnapshot | None:
+    def snapshot(self, rows: Sequence[Request], parent: Stretch | None, lend: bool = False) -> Snapshot | None:
+        """Take a snapshot of the prompt in progress that `rows` share, as it stands.
+
+        Args:
+            rows: They share the prompt.
+            parent: The stretch of a snapshot of a shorter prefix of the same prompt, None without one.
+            lend: Its own stretch is lent to the row from the beginning: no key and no value is copied.
+
+        Returns:
+            None if the state is not finite: nothing may continue from it.
+        """
+        ...
+
+    def snapshot_row(self, row_id: str, parent: Stretch | None = None, cuts: Sequence[int] = ()) -> RowSnapshot | None:
         """Of a row of the decode batch, as it stands; nothing changes for it or for others. Call it before `drop`.
 
         A row that has ended by a stop token or by its length, and has not been decoded since, stands exactly behind its
@@ -183,14 +192,24 @@ class ModelRunner(Protocol):
         """What `import_snapshot` needs besides the parent, in host memory; without a copy where that can be."""
         ...
 
-    def import_snapshot(self, arrays: Mapping[str, np.ndarray], num_tokens: int, parent: Any) -> Snapshot:
+    def import_snapshot(self, arrays: Mapping[str, np.ndarray], num_tokens: int, parent: Stretch | None) -> Snapshot:
         """Of the first num_tokens tokens. Raises ValueError when the arrays are not of this model or not behind
         `parent`."""
         ...
 
-    def drop(self, row_ids: Sequence[str]) -> None:
-        """Frees what these rows hold; ids that it does not know are ignored. A shared prompt goes with the last of
-        its rows."""
+    def fill(self, row_id: str, stretches: Sequence[Stretch]) -> None:
+        """Copy the keys and values that are lent to a row, which goes on, back into their stretches.
+
+        stretches: parts of the row's prompt, in order. Those that the row does not hold stay lent.
+        """
+        ...
+
+    def drop(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[Stretch]] | None = None) -> None:
+        """Free what these rows hold; unknown ids are ignored. A shared prompt goes with the last of its rows.
+
+        lent: by row id the stretches that are lent to the row, in order. They are filled layer by layer before the
+        layer is freed; those that the row does not hold stay lent.
+        """
         ...
 
     def reset(self) -> None:

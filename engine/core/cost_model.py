@@ -7,6 +7,8 @@ from collections import deque
 
 import numpy as np
 
+from engine.protocol import PrefillCost
+
 WINDOW = 32
 """Measured chunks that the fit of the prefill time uses, the newest."""
 
@@ -47,6 +49,11 @@ class CostModel:
         """Whether any chunk has been measured; all predictions are guesses before."""
         return bool(self._chunks)
 
+    @property
+    def prefill(self) -> PrefillCost | None:
+        """What prompts cost, None before any chunk was measured."""
+        return PrefillCost(*self._fit.tolist()) if self.is_measured else None
+
     def record_chunk(self, num_tokens: int, start: int, seconds: float, num_rows: int = 1) -> None:
         """Learn from a chunk, or from `num_rows` of them in one forward.
 
@@ -75,12 +82,7 @@ class CostModel:
 
     def prompt_s(self, start: int, end: int, chunk_tokens: int = 2048) -> float:
         """Predict the seconds that the tokens `start` to `end` of a prompt take in chunks of `chunk_tokens`."""
-        num_tokens = end - start
-        if num_tokens <= 0:
-            return 0.0
-        fixed, linear, pair = self._fit.tolist()
-        num_chunks = -(-num_tokens // chunk_tokens)
-        return fixed * num_chunks + linear * num_tokens + pair * num_tokens * (start + num_tokens / 2)
+        return PrefillCost(*self._fit.tolist()).prompt_s(start, end, chunk_tokens)
 
     def max_tokens(self, seconds: float, start: int) -> int:
         """Return how many tokens behind `start` others fit into so many seconds; 0 if none does."""

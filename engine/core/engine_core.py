@@ -60,8 +60,7 @@ class EngineCore:
             self.budget,
             self._spare,
             self.costs,
-            self.prefix.num_cached,
-            self.prefix.source_of,
+            self.prefix,
             has_bursts=runner.no_bursts is None,
         )
         self.memory: dict[str, int] = self._memory()
@@ -91,8 +90,8 @@ class EngineCore:
     def step(self) -> None:
         """Decode once for all rows, then compute chunks of prompts. Tokens are published as soon as there are any."""
         if gone := self.scheduler.gone():
-            self._drop(gone)
             self.scheduler.dropped(gone)
+            self._drop(gone)
         num_draft_tokens = self._speculation.num_draft_tokens(self.scheduler.num_decoding)
         work = self.scheduler.schedule(num_draft_tokens)
         if ended := self.scheduler.take_ended():
@@ -160,12 +159,14 @@ class EngineCore:
 
     def _drop(self, row_ids: list[str]) -> None:
         self.prefix.end(row_ids)
+        lent = self.prefix.returning(row_ids)
         try:
-            self.runner.drop(row_ids)
+            self.runner.drop(row_ids, lent)
         except Exception as error:
             log.exception("dropping %s failed", ", ".join(row_ids))
             self._publish(self._fail_rows(f"dropping other rows failed: {type(error).__name__}"))
             self._drop_again(row_ids)
+        self.prefix.settle(row_ids)
 
     def _drop_again(self, row_ids: list[str]) -> None:
         """The decode batch is new by now; prompts in progress may be left."""
@@ -178,7 +179,9 @@ class EngineCore:
         self.stats.failed_steps_in_a_row += 1
         self._decoded_s = None
         self.runner.reset()
-        return self.scheduler.fail_rows(error)
+        failed = self.scheduler.fail_rows(error)
+        self.prefix.settle(failed)
+        return failed
 
     def _decode(self, num_draft_tokens: int) -> None:
         num_rows, began_s = self.scheduler.num_decoding, self._decoded_s

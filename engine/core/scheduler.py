@@ -74,6 +74,43 @@ class Nothing:
         return float("inf")
 
 
+class Prefixes(Protocol):
+    """What the prefix cache has for prompts, see core/prefix_cache/reuse.py."""
+
+    def num_cached(self, row: Request) -> int:
+        """Return how many tokens of a row's prompt the cache would serve."""
+        ...
+
+    def source_of(self, row: Request) -> Request | None:
+        """Return the first row of the prompt in progress that will soon leave a longer prefix of this row's prompt in
+        the cache than there is now, None without one."""
+        ...
+
+    def promise(self, rows: Sequence[Request]) -> bool:
+        """Count what a request will take over from the cache as the request's; False if that is nothing."""
+        ...
+
+    def cancel(self, rows: Sequence[Request]) -> None:
+        """Take back what was promised: the request is not admitted."""
+        ...
+
+
+class NoPrefixes:
+    """Nothing is cached."""
+
+    def num_cached(self, row: Request) -> int:
+        return 0
+
+    def source_of(self, row: Request) -> Request | None:
+        return None
+
+    def promise(self, rows: Sequence[Request]) -> bool:
+        return False
+
+    def cancel(self, rows: Sequence[Request]) -> None:
+        """Nothing was promised."""
+
+
 class Scheduler:
     """Decides which rows run and which prompts advance.
 
@@ -82,9 +119,7 @@ class Scheduler:
         budget: the memory budget; by default one in which nothing costs anything.
         spare: what may be evicted when a row needs memory.
         costs: predicts seconds; updated by `record_prefill`.
-        num_cached: returns how many tokens of a row's prompt the prefix cache would serve.
-        source_of: returns the first row of the prompt in progress that will soon leave a longer prefix of this row's
-            prompt in the cache than there is now, None without one.
+        prefixes: what the prefix cache has for the prompts; by default nothing.
         has_bursts: whether several prompts can be computed in one forward.
     """
 
@@ -96,19 +131,16 @@ class Scheduler:
         budget: MemoryBudget | None = None,
         spare: Spare | None = None,
         costs: CostModel | None = None,
-        num_cached: Callable[[Request], int] = lambda row: 0,
-        source_of: Callable[[Request], Request | None] = lambda row: None,
+        prefixes: Prefixes | None = None,
         has_bursts: bool = False,
     ):
         self._config = config
         self._stats = stats
         self._clock = clock
         self._spare = spare or Nothing()
-        limits = config.memory.reserve_tokens, config.prefill_chunk_tokens_busy
-        self.budget = budget or MemoryBudget(MemoryCosts(), 0, *limits)
+        self.budget = budget or MemoryBudget(MemoryCosts(), 0, config.memory.reserve_tokens)
         self.costs = costs or CostModel()
-        self._num_cached = num_cached
-        self._source_of = source_of
+        self._prefixes = prefixes or NoPrefixes()
         self._has_bursts = has_bursts
         self._shares = ClientShares()
         self._queue = RequestQueue(config.scheduler, self._shares, clock)
@@ -237,7 +269,18 @@ class Scheduler:
             step.close()
             return 0
         self.budget.end_chunk()
-        return self.budget.max_chunk(row, max(wanted, 1))
+        wanted = max(wanted, 1)
+        num_tokens = self.budget.max_chunk(row, wanted)
+        return num_tokens if num_tokens == wanted else self._enlarged_chunk(row, num_tokens, wanted)
+
+    def _enlarged_chunk(self, row: Request, num_tokens: int, wanted: int) -> int:
+        """Evict snapshots so that the chunks of this prompt may be larger, if that saves more time than it costs."""
+        missing = self.budget.chunk_shortfall_bytes(row, wanted)
+        start, end = row.num_prefilled, row.num_prompt_tokens
+        saved_s = self.costs.prompt_s(start, end, num_tokens) - self.costs.prompt_s(start, end, wanted)
+        if missing and self._spare.price(missing) < saved_s and self._spare.free(missing):
+            return self.budget.max_chunk(row, wanted)
+        return num_tokens
 
     def companions(self, first: PromptChunk) -> list[Sequence[Request]]:
         """Rows of other prompts that may be computed in one forward with this chunk, the shortest first.
@@ -250,7 +293,7 @@ class Scheduler:
         others = [one for one in self._ready() if one is not chosen and self._may_burst(one)]
         for one in others:
             if not one.has_begun:  # the cache may have more of it by now
-                one.num_expected = self._num_cached(one.rows[0])
+                one.num_expected = self._prefixes.num_cached(one.rows[0])
         others.sort(key=lambda one: one.end - one.start)
         spans = [(mine := _span(first)), *(_expected_span(one, mine.num_left) for one in others)]
         num = num_together(spans, self.costs, self._step.num_tokens, self._step.seconds)
@@ -282,7 +325,7 @@ class Scheduler:
         """Whether the prompt may share a forward: it waits neither for the disk nor for the prefix of another one."""
         if not self._has_bursts or prefill.is_alone or not may_burst(prefill.rows):
             return False
-        return prefill.has_begun or self._source_of(prefill.rows[0]) is None
+        return prefill.has_begun or self._prefixes.source_of(prefill.rows[0]) is None
 
     def compute_alone(self, rows: Sequence[Request]) -> None:
         """Begin the prompts of these rows anew, one after the other: a forward that they shared has failed."""
@@ -300,7 +343,7 @@ class Scheduler:
         if not (ready := self._ready()):
             return None
         chosen = self._order.choose(ready, self._full_step_s)
-        if not chosen.has_begun and (source := self._source_of(chosen.rows[0])) is not None:
+        if not chosen.has_begun and (source := self._prefixes.source_of(chosen.rows[0])) is not None:
             return next((prefill for prefill in self._prefills if source in prefill.rows), chosen)
         return chosen
 
@@ -510,7 +553,7 @@ class Scheduler:
         seconds = self.costs.prompt_s(0, row.num_prompt_tokens)
         if seconds <= limit_s:
             return seconds
-        return self.costs.prompt_s(min(self._num_cached(row), row.num_prompt_tokens), row.num_prompt_tokens)
+        return self.costs.prompt_s(min(self._prefixes.num_cached(row), row.num_prompt_tokens), row.num_prompt_tokens)
 
     def _let_in(self, group: Group) -> None:
         """Of which the rows are reserved."""
@@ -518,15 +561,20 @@ class Scheduler:
         group.keeps_place |= self._queue.waited_s(group) >= self._config.scheduler.ageing_s
         for row in group.rows:
             row.state = RequestState.PREFILL
-        self._prefills.append(Prefill(group, self._num_cached(group.rows[0])))
+        self._prefills.append(Prefill(group, self._prefixes.num_cached(group.rows[0])))
 
     def _has_reserved(self, group: Group) -> bool:
         """Reserve memory for a request's rows, evicting snapshots where that suffices."""
         if not self._preemption.has_rows(group):
             return False
+        if self.budget.missing(group.rows) or self.budget.group_shortfall_bytes(group.rows):
+            self._prefixes.promise(group.rows)
         self._make_room_in_group(group)
         missing = self.budget.reserve(group.rows)
-        return not missing or (self._spare.free(missing) and not self.budget.reserve(group.rows))
+        if not missing or (self._spare.free(missing) and not self.budget.reserve(group.rows)):
+            return True
+        self._prefixes.cancel(group.rows)
+        return False
 
     def _make_room_in_group(self, group: Group) -> None:
         """Evict snapshots so that the rows decode among others, if that saves more time than it costs.

@@ -15,11 +15,13 @@ out is what plain decoding gives. Drafts are sampled with the noise of the very 
 give the same token with a probability of at least (1 - d) / (1 + d), at any temperature.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_vlm.models.cache import KVCache
 
 from engine.core.batch import NO_TOKEN, RowOutput, RowSnapshot
 from engine.core.request import Request
@@ -29,7 +31,7 @@ from engine.worker.logprobs import Logprobs, logprobs_of
 from engine.worker.mtp import Drafter, Feed, MTPHead
 from engine.worker.processors import Processors, advance, match
 from engine.worker.sampler import Sampler
-from engine.worker.snapshot import Stretch, is_finite, take
+from engine.worker.snapshot import LentStretches, Stretch, fill, is_finite, take
 from engine.worker.view import View
 
 EVAL_STEPS = 64  # lazy bookkeeping of the caches is computed at least this often
@@ -66,6 +68,8 @@ class Newcomer:
     token_id: int
     head_cache: RowCache | None = None
     hidden: mx.array | None = None
+    moves: bool = False
+    """Nobody else needs the caches: they may be let go of layer by layer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +156,7 @@ class DecodeGroup:
         rows = [_row(one) for one in new]
         lengths = mx.concatenate([self._lengths, mx.array([row.num_cached for row in rows], mx.int32)])
         newest = mx.concatenate([self._newest, mx.array([one.token_id for one in new], mx.int32)])
-        self._cache.join([one.cache for one in new])
+        self._cache.join([one.cache for one in new], all(one.moves for one in new))
         try:
             self._drafter_joined(new)
         except Exception:
@@ -166,20 +170,37 @@ class DecodeGroup:
         caches = [one.head_cache for one in new if one.head_cache is not None]
         feeds = [Feed.of(one.token_id, one.hidden) for one in new if one.hidden is not None]
         if self._drafter is not None and len(caches) == len(feeds) == len(new):
-            self._drafter.join(caches, feeds)
+            self._drafter.join(caches, feeds, all(one.moves for one in new))
         else:
             self._drafter = None
 
-    def keep(self, stay: list[int]) -> None:
-        """Removes all rows but these (indices)."""
+    def fill(self, index: int, stretches: Sequence[Stretch]) -> None:
+        """Copy what is lent to a row, which stays."""
+        num_layers = len(stretches[0].ends)
+        layers = self._cache.row(index, 0) + ([] if self._drafter is None else self._drafter.layers_of(index, 0))
+        if sum(isinstance(layer, KVCache) for layer in layers) == num_layers:  # else the head's are not there any more
+            fill(stretches, layers, release=False)
+
+    def leave(self, stay: list[int], lent: Mapping[int, Sequence[Stretch]]) -> None:
+        """Remove all rows but those at the indices `stay`; fill what is lent to those that leave, by index."""
+        calls = [LentStretches(stretches, index).fill for index, stretches in lent.items()]
+        if stay:
+            self.keep(stay, calls)
+            return
+        self._cache.keep([], 0, calls)
+        if self._drafter is not None:
+            self._drafter.keep([], 0, calls)
+
+    def keep(self, stay: list[int], leaving: Sequence[Callable[[Any], None]] = ()) -> None:
+        """Removes all rows but these (indices). leaving: see RowsCache.keep."""
         rows = [self.rows[i] for i in stay]
         num_slots = max(row.num_cached for row in rows) + self._num_in_flight + 1
         processors = self._processors.kept(stay)
         index = mx.array(stay, mx.int32)
         lengths, newest = self._lengths[index], self._newest[index]
-        self._cache.keep(stay, num_slots)
+        self._cache.keep(stay, num_slots, leaving)
         if self._drafter is not None:
-            self._drafter.keep(stay, num_slots)
+            self._drafter.keep(stay, num_slots, leaving)
         self._processors, self._lengths, self._newest = processors, lengths, newest
         for row in self.rows:
             row.has_left = row not in rows

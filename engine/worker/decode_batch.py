@@ -5,7 +5,7 @@ the weights once per group. Which rows share one is decided, and paid for, befor
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.core.batch import RowOutput, RowSnapshot
 from engine.worker.compiled import CompiledForward
@@ -43,6 +43,9 @@ class DecodeBatch:
                 self._groups[number].join([first, *others])
                 continue
             group = DecodeGroup(self._view, self._head, self._vocab_size, first, self._compiled)
+            if others and first.moves:  # the group has its layers, and is about to replace them
+                first.cache.clear()
+                (first.head_cache or []).clear()
             if others:
                 group.join(others)
             self._groups[number] = group
@@ -55,15 +58,27 @@ class DecodeBatch:
                     return group.snapshot(i, parent, cuts)
         return None
 
-    def leave(self, row_ids: Sequence[str]) -> None:
-        """Removes these rows; others go on as if they had never been there."""
-        gone = set(row_ids)
+    def fill(self, row_id: str, stretches: Sequence[Stretch]) -> None:
+        """Copy what is lent to a row, which stays. Unknown ids are ignored."""
+        for group in self._groups.values():
+            for i, row in enumerate(group.rows):
+                if row.request.id == row_id:
+                    group.fill(i, stretches)
+
+    def leave(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[Stretch]] | None = None) -> None:
+        """Removes these rows; others go on as if they had never been there.
+
+        lent: by row id the stretches that are filled from the rows' caches before these go.
+        """
+        gone, lent = set(row_ids), lent or {}
         for number, group in list(self._groups.items()):
             stay = [i for i, row in enumerate(group.rows) if row.request.id not in gone]
+            ids = [row.request.id for row in group.rows]
+            lent_here = {ids.index(row_id): stretches for row_id, stretches in lent.items() if row_id in ids}
             if not stay:
                 del self._groups[number]
-            elif len(stay) < len(group.rows):
-                group.keep(stay)
+            if len(stay) < len(ids) and (stay or lent_here):
+                group.leave(stay, lent_here)
 
     def step(self, num_drafts: int) -> dict[str, RowOutput]:
         """Every group once; all are launched before any is waited for."""

@@ -202,25 +202,37 @@ class RowsCache:
         """What one row, of so many tokens, would have alone: lazy, of the batch's arrays, which writes do not reach."""
         return [layer.row(index, num_tokens) for layer in self.layers]
 
-    def join(self, rows: Sequence[RowCache]) -> None:
-        """Adds rows, evaluated. When it raises, the rows are as they were."""
+    def join(self, rows: Sequence[RowCache], move: bool = False) -> None:
+        """Adds rows, evaluated. When it raises, the rows are as they were.
+
+        move: let go of the new rows' own layers, one after the other; what is left of them is of no use.
+        """
         before, done = self.num_rows, 0
         try:
-            for done, (mine, *new) in enumerate(zip(self.layers, *rows, strict=True)):
-                self._put(done, mine.with_rows(new))
+            for done, mine in enumerate(self.layers):
+                self._put(done, mine.with_rows([row[done] for row in rows]))
+                if move:
+                    for row in rows:
+                        row[done] = None
         except Exception:
             for i in range(done):
                 self.layers[i] = self.layers[i].kept(mx.arange(before), self.num_slots)
             raise
 
-    def keep(self, rows: list[int], num_slots: int) -> None:
-        """These rows in this order, with room for `num_slots` tokens each. When it raises, all are lost."""
+    def keep(self, rows: list[int], num_slots: int, leaving: Sequence[Callable[[Any], None]] = ()) -> None:
+        """These rows in this order, with room for `num_slots` tokens each. When it raises, all are lost.
+
+        leaving: called with each layer before it goes.
+        """
         index = mx.array(rows, mx.int32)
         for i, layer in enumerate(self.layers):
-            self._put(i, layer.kept(index, num_slots))
+            for call in leaving:
+                call(layer)
+            self._put(i, layer.kept(index, num_slots) if rows else None)
 
     def _put(self, i: int, layer: Any) -> None:
-        mx.eval(layer.state)
+        if layer is not None:
+            mx.eval(layer.state)
         self.layers[i] = layer
 
     @property

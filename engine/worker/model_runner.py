@@ -25,7 +25,7 @@ from engine.worker.mtp import MTPHead
 from engine.worker.patches import attention_cpu, gated_delta_chunks, gated_delta_cuda, gated_delta_rows
 from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, Prompt, first_tokens
-from engine.worker.snapshot import StateSnapshot, export, import_arrays, why_not
+from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays, why_not
 from engine.worker.view import View
 from engine.worker.vision import VisionEncoder
 
@@ -140,14 +140,14 @@ class MLXRunner:
             self._forget_prompt([chunk.row for chunk in chunks])
             raise
 
-    def restore(self, rows: Sequence[Request], snapshot: Any) -> None:
+    def restore(self, rows: Sequence[Request], snapshot: Any, lend: Sequence[Any] = ()) -> None:
         assert isinstance(snapshot, StateSnapshot) and rows[0].id not in self._prompts
         prompt = self._prefill.begin(rows[0])
-        self._prefill.restore(prompt, snapshot, rows[0].spec.images)
+        self._prefill.restore(prompt, snapshot, rows[0].spec.images, lend)
         self._prompts |= {row.id: prompt for row in rows}
 
-    def snapshot(self, rows: Sequence[Request], parent: Any = None) -> StateSnapshot | None:
-        return self._prefill.snapshot(self._prompts[rows[0].id], parent)
+    def snapshot(self, rows: Sequence[Request], parent: Any = None, lend: bool = False) -> StateSnapshot | None:
+        return self._prefill.snapshot(self._prompts[rows[0].id], parent, lend)
 
     def snapshot_row(self, row_id: str, parent: Any = None, cuts: Sequence[int] = ()) -> RowSnapshot | None:
         return self._batch.snapshot(row_id, parent, cuts)
@@ -159,10 +159,21 @@ class MLXRunner:
         assert self._a_snapshot is not None
         return import_arrays(arrays, self._a_snapshot, num_tokens, parent)
 
-    def drop(self, row_ids: Sequence[str]) -> None:
+    def fill(self, row_id: str, stretches: Sequence[Any]) -> None:
+        prompt = self._prompts.get(row_id)
+        if prompt is not None:
+            fill(stretches, prompt.layers, release=False)
+        else:
+            self._batch.fill(row_id, stretches)
+
+    def drop(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[Any]] | None = None) -> None:
+        lent = lent or {}
         for row_id in row_ids:
-            self._prompts.pop(row_id, None)
-        self._batch.leave(row_ids)
+            prompt = self._prompts.pop(row_id, None)
+            if prompt is not None and row_id in lent:
+                layers, prompt.cache, prompt.head_cache = prompt.layers, [], None
+                fill(lent[row_id], layers, release=True)
+        self._batch.leave(row_ids, lent)
 
     def reset(self) -> None:
         self._batch.clear()
@@ -244,7 +255,8 @@ class MLXRunner:
         rows = [chunks[i].row for i in complete]
         first = first_tokens(rows, logits, self.vocab_size)
         self._forget_prompt(rows)
-        self._join_all([_newcomer(*one) for one in zip(rows, [prompts[i] for i in complete], first, strict=True)])
+        joining = zip(rows, [prompts[i] for i in complete], first, strict=True)
+        self._join_all([_newcomer(*one, moves=True) for one in joining])
         for i, row, output in zip(complete, rows, first, strict=True):
             outputs[i].first = {row.id: output}
         return outputs
@@ -261,7 +273,8 @@ class MLXRunner:
             self._prompts.pop(row.id, None)
 
     def _join(self, rows: Sequence[Request], prompt: Prompt, first: Sequence[RowOutput]) -> None:
-        self._join_all([_newcomer(row, prompt, output) for row, output in zip(rows, first, strict=True)])
+        moves = len(rows) == 1
+        self._join_all([_newcomer(row, prompt, output, moves) for row, output in zip(rows, first, strict=True)])
 
     def _join_all(self, new: Sequence[Newcomer]) -> None:
         """All of them or none."""
@@ -279,9 +292,10 @@ class MLXRunner:
         return VisionEncoder(model.module, normalization, config.vision_cache_mb * 2**20)
 
 
-def _newcomer(row: Request, prompt: Prompt, first: RowOutput) -> Newcomer:
-    token_id = first.token_ids[0]
-    return Newcomer(row, prompt.cache, prompt.next_position, token_id, prompt.head_cache, prompt.hidden)
+def _newcomer(row: Request, prompt: Prompt, first: RowOutput, moves: bool) -> Newcomer:
+    """moves: see Newcomer."""
+    token_id, position = first.token_ids[0], prompt.next_position
+    return Newcomer(row, prompt.cache, position, token_id, prompt.head_cache, prompt.hidden, moves)
 
 
 def max_draft_tokens(config: EngineConfig) -> int:

@@ -113,17 +113,21 @@ class Drafter:
     def of(cls, head: MTPHead, cache: RowCache, feed: Feed) -> "Drafter":
         return cls(head, RowsCache.of(cache), feed)
 
-    def join(self, caches: Sequence[RowCache], feeds: Sequence[Feed]) -> None:
-        """When it raises, the rows are as they were."""
+    def join(self, caches: Sequence[RowCache], feeds: Sequence[Feed], move: bool = False) -> None:
+        """When it raises, the rows are as they were. move: see RowsCache.join."""
         joined = reduce(Feed.joined, feeds, self.feed)
-        self._cache.join(caches)
+        self._cache.join(caches, move)
         self.feed = joined
 
-    def keep(self, rows: list[int], num_slots: int) -> None:
-        """When it raises, all are lost."""
+    def keep(self, rows: list[int], num_slots: int, leaving: Sequence[Callable[[Any], None]] = ()) -> None:
+        """When it raises, all are lost. leaving: see RowsCache.keep."""
         feed = self.feed.kept(mx.array(rows, mx.int32))
-        self._cache.keep(rows, num_slots)
+        self._cache.keep(rows, num_slots, leaving)
         self.feed = feed
+
+    def layers_of(self, index: int, num_tokens: int) -> RowCache:
+        """One row's cache as far as the head has read; num_tokens: at most that many."""
+        return self._cache.row(index, num_tokens)
 
     def draft(
         self, num_drafts: int, lengths: mx.array, extent: int, choose: Callable[[mx.array, int], mx.array]

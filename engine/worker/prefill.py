@@ -55,8 +55,13 @@ class Prompt:
     """Set for a prompt whose embedding is asked for."""
 
     @property
+    def layers(self) -> RowCache:
+        """The target's, then the MTP head's."""
+        return [*self.cache, *(self.head_cache or [])]
+
+    @property
     def num_bytes(self) -> int:
-        return num_bytes(self.cache) + num_bytes(self.head_cache or [])
+        return num_bytes(self.layers)
 
 
 class Prefill:
@@ -92,18 +97,24 @@ class Prefill:
 
     def learn_slots(self, snapshot: StateSnapshot) -> None:
         """From now on prompts get room for all of their tokens at once: the library's caches grow by copying."""
-        self._slots_like = [(keys[..., :1, :], values[..., :1, :]) for keys, values in snapshot.stretch.layers]
+        self._slots_like = [(keys[..., :1, :], values[..., :1, :]) for keys, values in snapshot.stretch.keys_values]
 
     def _make_room(self, cache: RowCache, num_tokens: int) -> None:
         attention = [layer for layer in cache if isinstance(layer, KVCache)]
         for layer, (keys, values) in zip(attention, self._slots_like, strict=bool(self._slots_like)):
             layer.keys, layer.values = slots_like(keys, num_tokens), slots_like(values, num_tokens)
 
-    def restore(self, prompt: Prompt, snapshot: StateSnapshot, images: tuple[ImagePatches, ...]) -> None:
-        """Puts a prompt that has just begun behind the tokens of the snapshot, which are its first ones."""
+    def restore(
+        self,
+        prompt: Prompt,
+        snapshot: StateSnapshot,
+        images: tuple[ImagePatches, ...],
+        lend: Sequence[Stretch] = (),
+    ) -> None:
+        """Continue a prompt that has just begun behind the tokens of the snapshot; lend: see snapshot.restore."""
         done = snapshot.num_tokens
         assert prompt.done == 0 and done < len(prompt.token_ids)
-        restore(snapshot, [*prompt.cache, *(prompt.head_cache or [])], len(prompt.token_ids))
+        restore(snapshot, prompt.layers, len(prompt.token_ids), lend)
         prompt.done, prompt.hidden = done, snapshot.hidden
         num_tokens = prompt.num_image_tokens_restored = int(np.searchsorted(prompt.image_index, done))
         for image in images:
@@ -112,12 +123,11 @@ class Prefill:
                 break
             prompt.num_images_restored += 1
 
-    def snapshot(self, prompt: Prompt, parent: Stretch | None) -> StateSnapshot | None:
-        """Of a prompt as it stands between two chunks; None if its state is not finite."""
-        cache = [*prompt.cache, *(prompt.head_cache or [])]
-        if not is_finite(cache):
+    def snapshot(self, prompt: Prompt, parent: Stretch | None, lend: bool = False) -> StateSnapshot | None:
+        """Of a prompt as it stands between two chunks; None if its state is not finite. lend: see snapshot.take."""
+        if not is_finite(prompt.layers):
             return None
-        return take(cache, prompt.hidden, prompt.done, parent)
+        return take(prompt.layers, prompt.hidden, prompt.done, parent, lend=lend)
 
     def _image_index(self, ids: np.ndarray, images: tuple[ImagePatches, ...]) -> np.ndarray:
         if self._vision is None:

@@ -4,9 +4,12 @@ Attention layers append: a snapshot holds the keys and values of its own stretch
 so that what a growing conversation keeps grows with it and not with its square. Recurrent layers have one state, which
 is complete. Nobody writes into an array of a snapshot: the stretch is a copy, is copied again when it is restored, and
 recurrent layers replace their states instead of writing into them.
+
+A stretch can be lent to the row that continues its snapshot: its keys and values are then in the row's cache alone, and
+are copied back when the row leaves. The slots of a row's first tokens never change, so they can be copied at any time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,17 +26,42 @@ SMALL_BYTES = 2**22
 KeysValues = tuple[mx.array, mx.array]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Stretch:
-    """Per attention layer keys and values [1, heads, n, head_dim] behind those of `parent`; ends: slots up to here."""
+    """The keys and values of the tokens between two snapshots."""
 
     parent: "Stretch | None"
-    layers: tuple[KeysValues, ...]
+    """The stretch in front of it."""
+    layers: list[KeysValues | None]
+    """Per attention layer [1, heads, n, head_dim] each; None while they are in a row's cache instead."""
     ends: tuple[int, ...]
+    """Per attention layer the slots of a row up to the end of this stretch."""
+
+    @classmethod
+    def lent(cls, parent: "Stretch | None", ends: tuple[int, ...]) -> "Stretch":
+        """Return a stretch whose keys and values are in a row's cache."""
+        return cls(parent, [None] * len(ends), ends)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether any of its keys and values are in a row's cache, or lost with it."""
+        return any(layer is None for layer in self.layers)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return self.parent.ends if self.parent is not None else (0,) * len(self.ends)
+
+    @property
+    def keys_values(self) -> list[KeysValues]:
+        """Those of all attention layers. Raises ValueError while they are lent."""
+        found = [layer for layer in self.layers if layer is not None]
+        if len(found) < len(self.layers):
+            raise ValueError(f"the keys and values up to slot {max(self.ends)} are lent to a row")
+        return found
 
     @property
     def num_bytes(self) -> int:
-        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
+        return sum(keys.nbytes + values.nbytes for keys, values in filter(None, self.layers))
 
     def chain(self) -> list["Stretch"]:
         """From the first token on."""
@@ -89,7 +117,12 @@ def is_finite(cache: RowCache) -> bool:
 
 
 def take(
-    cache: RowCache, hidden: mx.array | None, num_tokens: int, parent: Stretch | None, cuts: Sequence[int] = ()
+    cache: RowCache,
+    hidden: mx.array | None,
+    num_tokens: int,
+    parent: Stretch | None,
+    cuts: Sequence[int] = (),
+    lend: bool = False,
 ) -> StateSnapshot:
     """Copies one row's caches (the target's layers, then the head's); evaluated.
 
@@ -100,12 +133,16 @@ def take(
         parent: the stretch of the row's first tokens, None without one.
         cuts: token counts between the end of `parent` and `num_tokens`, rising: there one stretch ends and the next
             one, its child, begins.
+        lend: The keys and values stay in the row's cache: see Stretch.
 
     Raises:
         ValueError: `cuts` do not rise from the end of `parent` to `num_tokens`.
     """
     attention = [layer for layer in cache if isinstance(layer, KVCache)]
-    stretch = _stretches(attention, num_tokens, parent, cuts)
+    if lend:
+        stretch = Stretch.lent(parent, tuple(layer.offset for layer in attention))
+    else:
+        stretch = _stretches(attention, num_tokens, parent, cuts)
     states: Any = tuple(tuple(map(_own, layer.cache)) for layer in cache if isinstance(layer, ArraysCache))
     hidden = _own(hidden) if hidden is not None else None
     mx.eval(states, [] if hidden is None else hidden)
@@ -121,18 +158,47 @@ def _stretches(attention: Sequence[KVCache], num_tokens: int, parent: Stretch | 
     stretch = parent
     for num_end in (*cuts, num_tokens):
         ends = tuple(num_end - lag for lag in lags)
-        stretch = Stretch(stretch, _layers(attention, stretch, ends), ends)
+        stretch = Stretch.lent(stretch, ends)
+        for i, layer in enumerate(attention):
+            stretch.layers[i] = _between(layer.keys, layer.values, stretch.starts[i], ends[i])
         mx.eval(stretch.layers)
     assert stretch is not None
     return stretch
 
 
-def _layers(attention: Sequence[KVCache], parent: Stretch | None, ends: tuple[int, ...]) -> tuple[KeysValues, ...]:
-    starts = parent.ends if parent is not None else (0,) * len(ends)
-    return tuple(
-        (_copied(layer.keys, start, end), _copied(layer.values, start, end))
-        for layer, start, end in zip(attention, starts, ends, strict=True)
-    )
+class LentStretches:
+    """The stretches that are lent to one row, to be filled one attention layer after the other.
+
+    rows: how many rows the layers' arrays hold; index: which of them is the row.
+    """
+
+    def __init__(self, stretches: Sequence[Stretch], index: int = 0):
+        self._stretches = stretches
+        self._index = index
+        self._num_layers = 0
+
+    def fill(self, layer: Any) -> None:
+        """Copy the keys and values of the next attention layer; evaluated. Recurrent layers are passed over."""
+        if not hasattr(layer, "keys"):
+            return
+        i, row = self._num_layers, slice(self._index, self._index + 1)
+        self._num_layers += 1
+        for stretch in self._stretches:
+            stretch.layers[i] = _between(layer.keys[row], layer.values[row], stretch.starts[i], stretch.ends[i])
+        mx.eval([stretch.layers[i] for stretch in self._stretches])
+
+
+def fill(stretches: Sequence[Stretch], layers: list[Any], release: bool) -> None:
+    """Copy lent keys and values out of the cache of one row. release: let go of each layer once it is copied."""
+    lent = LentStretches(stretches)
+    for i, layer in enumerate(layers):
+        lent.fill(layer)
+        if release:
+            layers[i] = None
+
+
+def _between(keys: Any, values: Any, start: int, end: int) -> KeysValues:
+    return _copied(keys, start, end), _copied(values, start, end)
 
 
 def _copied(slots: Any, start: int, end: int) -> mx.array:
@@ -144,16 +210,25 @@ def _own(array: Any) -> mx.array:
     return array * 1 if array.nbytes < SMALL_BYTES else array
 
 
-def restore(snapshot: StateSnapshot, cache: RowCache, num_slots: int) -> None:
-    """Into the empty caches of a row, evaluated, with room for `num_slots` tokens."""
-    chain = snapshot.stretch.chain()
+def restore(snapshot: StateSnapshot, cache: RowCache, num_slots: int, lend: Iterable[Stretch] = ()) -> None:
+    """Copy a snapshot into the empty caches of a row, evaluated, with room for `num_slots` tokens.
+
+    lend: stretches of it whose keys and values move into the row's cache, layer by layer. They are lost if it raises.
+    """
+    chain, lent = [stretch.keys_values for stretch in snapshot.stretch.chain()], set(lend)
     attention = [layer for layer in cache if isinstance(layer, KVCache)]
     recurrent = [layer for layer in cache if isinstance(layer, ArraysCache)]
     slots = rounded(num_slots)
     for i, (layer, end) in enumerate(zip(attention, snapshot.stretch.ends, strict=True)):
-        layer.keys = _joined([stretch.layers[i][0] for stretch in chain], slots - end)
-        layer.values = _joined([stretch.layers[i][1] for stretch in chain], slots - end)
+        parts = [layers.pop(0) for layers in chain]
+        layer.keys = _joined([keys for keys, _ in parts], slots - end)
+        layer.values = _joined([values for _, values in parts], slots - end)
         layer.offset = end
+        del parts
+        if lent:
+            mx.eval(layer.keys, layer.values)
+            for stretch in lent:
+                stretch.layers[i] = None
     for layer, state in zip(recurrent, snapshot.states, strict=True):
         layer.cache = list(state)
     mx.eval([layer.state for layer in cache])
@@ -168,7 +243,7 @@ def _joined(parts: Sequence[mx.array], missing: int) -> mx.array:
 def export(snapshot: StateSnapshot) -> dict[str, np.ndarray]:
     """In host memory, without a copy where the device shares it. See `import_arrays`."""
     arrays: dict[str, mx.array] = {}
-    for i, (keys, values) in enumerate(snapshot.stretch.layers):
+    for i, (keys, values) in enumerate(snapshot.stretch.keys_values):
         arrays |= {f"attention.{i}.keys": keys, f"attention.{i}.values": values}
     for i, state in enumerate(snapshot.states):
         arrays |= {f"recurrent.{i}.{j}": array for j, array in enumerate(state)}
@@ -188,13 +263,13 @@ def import_arrays(
     starts = parent.ends if parent is not None else (0,) * len(like.stretch.ends)
     lag = [like.num_tokens - end for end in like.stretch.ends]  # the head has read one pair less than there are tokens
     ends = tuple(num_tokens - missing for missing in lag)
-    layers = tuple(
+    layers: list[KeysValues | None] = [
         (
             reader.take(f"attention.{i}.keys", keys, length=end - start),
             reader.take(f"attention.{i}.values", values, length=end - start),
         )
-        for i, ((keys, values), start, end) in enumerate(zip(like.stretch.layers, starts, ends, strict=True))
-    )
+        for i, ((keys, values), start, end) in enumerate(zip(like.stretch.keys_values, starts, ends, strict=True))
+    ]
     states = tuple(
         tuple(reader.take(f"recurrent.{i}.{j}", slot) for j, slot in enumerate(state))
         for i, state in enumerate(like.states)

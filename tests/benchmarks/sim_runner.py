@@ -154,12 +154,24 @@ H200_27B = Machine(
 MACHINES = {machine.name: machine for machine in (MAC_27B, MAC_35B_A3B, MAC_4B, H200_27B)}
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Stretch:
     """Keys and values of the tokens behind those of `parent`."""
 
     parent: "Stretch | None"
-    num_bytes: int
+    end: int
+    """Tokens up to here."""
+    own_bytes: int
+    counted: list[int]
+    """Its bytes as long as they are not a row's, else 0."""
+
+    @property
+    def is_lent(self) -> bool:
+        return self.num_bytes < self.own_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.counted[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -280,34 +292,48 @@ class ClockRunner:
         taken = zip(chunks, prompts, strict=True)
         return [self._taken_in([chunk.row], prompt, chunk.num_tokens) for chunk, prompt in taken]
 
-    def restore(self, rows: Sequence[Request], snapshot: Any) -> None:
-        row = rows[0]
+    def restore(self, rows: Sequence[Request], snapshot: Any, lend: Sequence[Any] = ()) -> None:
+        row, stretch = rows[0], snapshot.stretch
         assert row.id not in self._prompts
+        while stretch is not None:
+            assert not stretch.is_lent, "the keys and values of a snapshot are in another row's cache"
+            stretch = stretch.parent
+        for one in lend:
+            self._snapshot_bytes -= one.num_bytes
+            one.counted[0] = 0
         assert np.array_equal(row.prompt_token_ids[: snapshot.num_tokens], snapshot.token_ids)
         prompt = self._begin(row)
         self._moved(row, prompt, snapshot.num_tokens)
         self.clock.advance(self.machine.copy_seconds(self._size(snapshot.num_tokens)))
 
-    def snapshot(self, rows: Sequence[Request], parent: Any) -> ClockSnapshot:
+    def snapshot(self, rows: Sequence[Request], parent: Any, lend: bool = False) -> ClockSnapshot:
         done = self._prompts[rows[0].id].done
-        return self._snapshot(rows[0].prompt_token_ids[:done].copy(), parent)
+        return self._snapshot(rows[0].prompt_token_ids[:done].copy(), parent, lend)
 
-    def _snapshot(self, token_ids: np.ndarray, parent: Any) -> ClockSnapshot:
-        num_before, at = 0, parent
-        while at is not None:
-            num_before, at = num_before + at.num_bytes // self.costs.token_bytes, at.parent
-        stretch = Stretch(parent, (len(token_ids) - num_before) * self.costs.token_bytes)
+    def _snapshot(self, token_ids: np.ndarray, parent: Any, lend: bool) -> ClockSnapshot:
+        num_before = 0 if parent is None else parent.end
+        own_bytes = (len(token_ids) - num_before) * self.costs.token_bytes
+        stretch = Stretch(parent, len(token_ids), own_bytes, [0 if lend else own_bytes])
         snapshot = ClockSnapshot(token_ids, stretch, self.costs.state_bytes)
-        self._hold(stretch, stretch.num_bytes)
-        self._hold(snapshot, snapshot.state_bytes)
+        self._hold(stretch, stretch.counted)
+        self._hold(snapshot, [snapshot.state_bytes])
         self.clock.advance(self.machine.copy_seconds(stretch.num_bytes + snapshot.state_bytes))
         return snapshot
+
+    def fill(self, row_id: str, stretches: Sequence[Any]) -> None:
+        if row_id not in self._rows and row_id not in self._prompts:
+            return
+        for one in stretches:
+            assert one.is_lent, "the keys and values are in the cache already"
+            one.counted[0] = one.own_bytes
+            self._snapshot_bytes += one.own_bytes
+            self.clock.advance(self.machine.copy_seconds(one.own_bytes))
 
     def snapshot_row(self, row_id: str, parent: Any = None, cuts: Sequence[int] = ()) -> RowSnapshot | None:
         if (row := self._rows.get(row_id)) is None:
             return None
         said = np.array(row.output_token_ids, np.int32)
-        snapshot = self._snapshot(np.concatenate([row.spec.token_ids, said]), parent)
+        snapshot = self._snapshot(np.concatenate([row.spec.token_ids, said]), parent, False)
         return RowSnapshot(said, snapshot)
 
     def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:
@@ -316,8 +342,9 @@ class ClockRunner:
     def import_snapshot(self, arrays: Mapping[str, np.ndarray], num_tokens: int, parent: Any) -> ClockSnapshot:
         raise NotImplementedError("the simulation has no disk tier")
 
-    def drop(self, row_ids: Sequence[str]) -> None:
+    def drop(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[Any]] | None = None) -> None:
         for row_id in row_ids:
+            self.fill(row_id, (lent or {}).get(row_id, ()))
             self._rows.pop(row_id, None)
             self._prompts.pop(row_id, None)
 
@@ -359,12 +386,12 @@ class ClockRunner:
     def _size(self, num_tokens: int) -> int:
         return num_tokens * self.costs.token_bytes + self.costs.state_bytes
 
-    def _hold(self, held: object, num_bytes: int) -> None:
-        self._snapshot_bytes += num_bytes
-        weakref.finalize(held, self._let_go, num_bytes)
+    def _hold(self, held: object, counted: list[int]) -> None:
+        self._snapshot_bytes += counted[0]
+        weakref.finalize(held, self._let_go, counted)
 
-    def _let_go(self, num_bytes: int) -> None:
-        self._snapshot_bytes -= num_bytes
+    def _let_go(self, counted: list[int]) -> None:
+        self._snapshot_bytes -= counted[0]
 
     def _groups(self) -> list[tuple[int, int]]:
         """(rows, tokens of the longest) of each decode group."""

@@ -63,7 +63,7 @@ class PacedRunner(NoSnapshots):
     def reset(self) -> None:
         self._rows.clear()
 
-    def drop(self, row_ids: Sequence[str]) -> None:
+    def drop(self, row_ids: Sequence[str], lent: Any = None) -> None:
         for row_id in row_ids:
             self._rows.pop(row_id, None)
 

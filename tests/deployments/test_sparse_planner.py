@@ -20,6 +20,8 @@ from engine.protocol import (
     ImagePatches,
     InvalidRequest,
     Overloaded,
+    PrefillCost,
+    ScoringTooSlow,
     SparsePlan,
 )
 from tests.deployments.scoring_graph import (
@@ -70,6 +72,30 @@ def test_the_scorer_is_told_all_that_a_plan_depends_on():
     anchors = request.anchors.tolist()
     assert {300, 301, 302} <= set(anchors) and min(anchors) >= 200, "what is dense anyway needs no anchor"
     assert anchors == sorted(anchors) and request.anchors.dtype == np.int32
+
+
+COST = PrefillCost(chunk_s=0.5, token_s=0.01, pair_s=0.0)
+
+
+def test_scorer_is_told_how_many_seconds_a_plan_saves():
+    graph = Graph(engine=[CachedPrefix(200, cost=COST)])
+    plan(graph.planner(), asking())
+    (request,) = graph.to_score
+    num_behind = NUM_TOKENS - 200
+    assert request.limit_s == pytest.approx(0.01 * (num_behind - int(0.3 * num_behind)))
+
+
+def test_plan_that_is_asked_for_need_not_save_anything():
+    graph = Graph(engine=[CachedPrefix(200, cost=COST)])
+    plan(graph.planner(), ASKED)
+    assert graph.to_score[0].limit_s is None
+
+
+def test_prompt_whose_plan_would_save_less_than_scoring_takes_is_dense():
+    too_slow = task_error(ScoringTooSlow("scoring 9 tokens would take about 2 s; the plan would save 1 s"))
+    category, reason = dense_because(Graph(engine=[CachedPrefix(0, cost=COST)], scorer=[too_slow]), asking())
+    assert category == "no_gain"
+    assert reason == "no gain: scoring 9 tokens would take about 2 s; the plan would save 1 s"
 
 
 @pytest.mark.parametrize(("num_cached", "num_dense"), [(0, NUM_SYSTEM), (99, NUM_SYSTEM), (101, 101)])

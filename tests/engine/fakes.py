@@ -54,6 +54,7 @@ class NoSnapshots:
     prefill_burst: Any = None
     restore: Any = None
     snapshot: Any = None
+    fill: Any = None
     snapshot_row: Any = None
     export_snapshot: Any = None
     import_snapshot: Any = None
@@ -67,13 +68,14 @@ def _computed(row: Request) -> np.ndarray:
 STATE_BYTES, BYTES_PER_TOKEN = 1000, 10
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class FakeSnapshot:
     """A core.Snapshot; it is its own stretch. num_own: tokens behind its parent, where it was taken with one."""
 
     token_ids: np.ndarray
     num_own: int
     parent: "FakeSnapshot | None" = None
+    is_lent: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -85,15 +87,19 @@ class FakeSnapshot:
 
     @property
     def stretch_bytes(self) -> int:
-        return BYTES_PER_TOKEN * self.num_own
+        return 0 if self.is_lent else BYTES_PER_TOKEN * self.num_own
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stretch_bytes
 
     @property
     def state_bytes(self) -> int:
         return STATE_BYTES
 
 
-def _behind(parent: "FakeSnapshot | None", token_ids: np.ndarray) -> FakeSnapshot:
-    return FakeSnapshot(token_ids, len(token_ids) - (parent.num_tokens if parent else 0), parent)
+def _behind(parent: "FakeSnapshot | None", token_ids: np.ndarray, is_lent: bool = False) -> FakeSnapshot:
+    return FakeSnapshot(token_ids, len(token_ids) - (parent.num_tokens if parent else 0), parent, is_lent)
 
 
 class FakeRunner:
@@ -157,15 +163,27 @@ class FakeRunner:
         self._called("prefill_burst", *((chunk.row.id, chunk.num_tokens) for chunk in chunks))
         return [self._advance([chunk.row], chunk.num_tokens) for chunk in chunks]
 
-    def restore(self, rows: Sequence[Request], snapshot: Any) -> None:
+    def restore(self, rows: Sequence[Request], snapshot: Any, lend: Sequence[Any] = ()) -> None:
         self._called("restore", rows[0].id, snapshot.num_tokens)
+        for one in lend:
+            one.is_lent = True
         assert np.array_equal(_computed(rows[0])[: snapshot.num_tokens], snapshot.token_ids)
+        at = snapshot
+        while at is not None:
+            assert not at.is_lent or at in lend
+            at = at.parent
         self.prompts[rows[0].id] = snapshot.num_tokens
 
-    def snapshot(self, rows: Sequence[Request], parent: Any) -> "FakeSnapshot | None":
+    def snapshot(self, rows: Sequence[Request], parent: Any, lend: bool = False) -> "FakeSnapshot | None":
         first, done = rows[0], self.prompts[rows[0].id]
         self._called("snapshot", first.id, done)
-        return _behind(parent, _computed(first)[:done].copy())
+        return _behind(parent, _computed(first)[:done].copy(), lend)
+
+    def fill(self, row_id: str, stretches: Sequence[Any]) -> None:
+        self._called("fill", row_id, *(stretch.num_tokens for stretch in stretches))
+        for stretch in stretches:
+            assert stretch.is_lent
+            stretch.is_lent = row_id not in self.rows and row_id not in self.prompts
 
     def snapshot_row(self, row_id: str, parent: Any = None, cuts: Sequence[int] = ()) -> RowSnapshot | None:
         self._called("snapshot_row", row_id, *cuts)
@@ -198,9 +216,11 @@ class FakeRunner:
             raise ValueError("not of this model, or not behind this parent")
         return FakeSnapshot(arrays["tokens"], num_own)
 
-    def drop(self, row_ids: Sequence[str]) -> None:
+    def drop(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[Any]] | None = None) -> None:
         self._called("drop", *row_ids)
         for row_id in row_ids:
+            if lent and row_id in lent:
+                self.fill(row_id, lent[row_id])
             for held in (self.rows, self.prompts, self._positions, self._in_flight):
                 held.pop(row_id, None)
 

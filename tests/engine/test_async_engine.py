@@ -55,7 +55,7 @@ class CountingRunner(NoSnapshots):
     def reset(self):
         self.next.clear()
 
-    def drop(self, row_ids):
+    def drop(self, row_ids, lent=None):
         for row_id in row_ids:
             self.next.pop(row_id, None)
 

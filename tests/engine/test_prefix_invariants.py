@@ -119,7 +119,7 @@ def taken(monkeypatch) -> Callable[[MLXRunner], Callable[[], list[dict[str, np.n
     def listen(runner: MLXRunner) -> Callable[[], list[dict[str, np.ndarray]]]:
         snapshots, take = [], runner.snapshot
 
-        def snapshot(rows, parent=None):
+        def snapshot(rows, parent=None, lend=False):
             snapshots.append(take(rows, parent))
             return snapshots[-1]
 

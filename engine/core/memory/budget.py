@@ -26,6 +26,9 @@ MAX_STEP_SHARE = 0.25
 
 MIN_CHUNK_TOKENS = 16
 
+MIN_CHUNK_TOKENS_BESIDE = 64
+"""For chunks of so many tokens there is room when a prompt is admitted beside others; larger ones take what is free."""
+
 HEADROOM_SHARE, MAX_HEADROOM = 0.125, 8 * 2**30
 """Of the limit, what is kept free where the configuration does not say."""
 
@@ -77,19 +80,16 @@ class PrefillReservation:
     row_ids: set[str]
     """The rows that share the prompt."""
     cache_bytes: int
-    """Its own cache, until its rows join the decode batch."""
+    """Its images, and a cache that several rows copy. That of a single row moves to its place layer by layer."""
     min_step_bytes: int
     """Intermediate results of its smallest chunk or its largest image."""
     step_bytes: int
     """Intermediate results of its present chunk."""
-    move_bytes: int = 0
-    """Of a prompt whose cache becomes its row's: what it would need more if other rows joined the group before it."""
 
 
 class MemoryBudget:
-    """limit_bytes: for all that the engine keeps, weights included. reserve_tokens, chunk_tokens: see
-    MemoryConfig.reserve_tokens and EngineConfig.prefill_chunk_tokens_busy. cached_bytes: what prefix cache and vision
-    cache hold now.
+    """limit_bytes: for all that the engine keeps, weights included. reserve_tokens: see MemoryConfig.reserve_tokens.
+    cached_bytes: what prefix cache and vision cache hold now.
 
     unaccounted_bytes: what the device holds beyond the books, as `observe` has found; it counts as used.
     """
@@ -99,13 +99,11 @@ class MemoryBudget:
         costs: MemoryCosts,
         limit_bytes: int,
         reserve_tokens: int,
-        chunk_tokens: int,
         cached_bytes: Callable[[], int] = lambda: 0,
     ):
         self.costs = costs
         self.limit_bytes = limit_bytes
         self._reserve_tokens = reserve_tokens
-        self._chunk_tokens = chunk_tokens
         self._cached_bytes = cached_bytes
         self._rectangles: dict[int, Rectangle] = {}
         self._of_row: dict[str, Rectangle] = {}
@@ -145,7 +143,7 @@ class MemoryBudget:
         """Bytes that a request needs at least, in an engine that has nothing else to do, also to begin again at the end
         of its answer. More than for_requests: it can never run."""
         end, sizes = need.num_tokens, [(need.num_rows, self.costs.slots(need.num_tokens))]
-        books = self._books(set(), need, moves=need.num_rows == 1, chunk_tokens=0, end=end)
+        books = self._books(need, chunk_tokens=0, end=end)
         return self._total(sizes, [books], need.num_rows * need.sampling_bytes)
 
     def max_tokens_alone(self, pinned_bytes: int = 0) -> int:
@@ -169,10 +167,15 @@ class MemoryBudget:
         """
         reservation, start = self._reservation_of(row.id), row.num_prefilled
         assert reservation is not None
-        least, room = min(wanted, MIN_CHUNK_TOKENS), min(self._step_room, self._step_limit)
+        least, room = min(wanted, MIN_CHUNK_TOKENS), self._chunk_room
         num_tokens = _largest(least, wanted, lambda n: self.costs.chunk(n, start + n) <= room)
         reservation.step_bytes = max(reservation.step_bytes, self.costs.chunk(num_tokens, start + num_tokens))
         return num_tokens
+
+    def chunk_shortfall_bytes(self, row: Request, wanted: int) -> int:
+        """Return how many bytes would have to be freed for `wanted` tokens in the next chunk, or for as many as may."""
+        end = row.num_prefilled + wanted
+        return max(0, min(self.costs.chunk(wanted, end), int(self._step_limit)) - int(self._chunk_room))
 
     def reserve_burst(self, rows: Sequence[Request], num_tokens: int, end: int) -> int:
         """Reserve memory for a forward of so many tokens of each row's prompt, until `end_chunk`.
@@ -189,10 +192,14 @@ class MemoryBudget:
         assert reservation is not None
         if wanted > self._step_limit:
             return sys.maxsize
-        if wanted > self._step_room:
-            return wanted - self._step_room
+        if wanted > self._chunk_room:
+            return wanted - int(self._chunk_room)
         reservation.step_bytes = max(reservation.step_bytes, wanted)
         return 0
+
+    @property
+    def _chunk_room(self) -> float:
+        return min(self._step_bytes(self._prefills) + max(0, self.free_bytes), self._step_limit)
 
     # Reserving and giving back
 
@@ -217,8 +224,6 @@ class MemoryBudget:
         if rectangle is not None:
             missing, among_others = self._missing(need, rectangle)
             rectangle, books = (None, books) if missing else (rectangle, among_others)
-            for one in self._moving_into(rectangle):
-                one.cache_bytes, one.move_bytes = one.cache_bytes + one.move_bytes, 0
         books.row_ids |= {row.id for row in rows}
         self._prefills.append(books)
         self._put(rectangle, rows, need)
@@ -230,20 +235,12 @@ class MemoryBudget:
         """Among the rows of a rectangle, or in one of its own. Beside others a chunk shall not be smaller than it could
         be; alone, anything is better than to wait."""
         others = [row_id for row_id in self._of_row if row_id not in without]
-        moves = rectangle is None and need.num_rows == 1
-        books = self._books(set(), need, moves, self._chunk_tokens if others else 0, need.num_prompt)
+        books = self._books(need, MIN_CHUNK_TOKENS_BESIDE if others else 0, need.num_prompt)
         sizes = self._sizes(rectangle, need.num_rows, self.costs.slots(need.num_tokens), without)
         sampling = sum(self._sampling[row_id] for row_id in others) + need.num_rows * need.sampling_bytes
         prefills = [one for one in self._prefills if not one.row_ids <= set(without)]
         total = self._total(sizes, [*prefills, books], sampling)
-        total += sum(one.move_bytes for one in self._moving_into(rectangle))
         return max(0, total - self._limit(is_alone=not others)), books
-
-    def _moving_into(self, rectangle: Rectangle | None) -> list[PrefillReservation]:
-        """Prompts in progress that expect to be the first of their group, and would not be with another row in it."""
-        if rectangle is None:
-            return []
-        return [one for one in self._prefills if one.move_bytes and one.row_ids <= rectangle.rows.keys()]
 
     def _limit(self, is_alone: bool) -> int:
         """Of what requests may reserve. Who is alone need not wait until something unknown is gone: it may stay, and
@@ -350,24 +347,17 @@ class MemoryBudget:
         }
 
     @property
-    def _step_room(self) -> int:
-        """Bytes that the intermediate results of a chunk may take now."""
-        return self._step_bytes(self._prefills) + max(0, self.free_bytes)
-
-    @property
     def _step_limit(self) -> float:
         return MAX_STEP_SHARE * self.for_requests
 
-    def _books(self, row_ids: set[str], need: Need, moves: bool, chunk_tokens: int, end: int) -> PrefillReservation:
-        """moves: the only row takes the prompt's cache over instead of copying it. chunk_tokens: of the chunks that
-        there shall be room for at least. end: the prompt's."""
+    def _books(self, need: Need, chunk_tokens: int, end: int) -> PrefillReservation:
+        """chunk_tokens: of the chunks that there shall be room for at least. end: the prompt's."""
         costs, num_tokens = self.costs, need.num_prompt
         smallest = costs.chunk(min(end, MIN_CHUNK_TOKENS), end)
         wanted = costs.chunk(min(num_tokens, chunk_tokens), end)
         step = max(smallest, min(wanted, int(self._step_limit)), need.image_step_bytes)
-        prompt_bytes = costs.prompt(num_tokens)
-        cache_bytes = need.image_bytes + (0 if moves else prompt_bytes)
-        return PrefillReservation(row_ids, cache_bytes, step, step, prompt_bytes if moves else 0)
+        shared_bytes = 0 if need.num_rows == 1 else costs.prompt(num_tokens)
+        return PrefillReservation(set(), need.image_bytes + shared_bytes, step, step)
 
     def _total(
         self, rectangles: Sequence[tuple[int, int]], prefills: Sequence[PrefillReservation], sampling: int
@@ -430,8 +420,7 @@ def make_memory_budget(config: EngineConfig, runner: Runner, cached_bytes: Calla
     limits, costs = config.memory, runner.costs
     limit = runner.memory_limit_bytes if limits.limit_gb is None else int(limits.limit_gb * 2**30)
     headroom = min(limit * HEADROOM_SHARE, MAX_HEADROOM) if limits.headroom_gb is None else limits.headroom_gb * 2**30
-    limit_bytes, chunk_tokens = limit - int(headroom), config.prefill_chunk_tokens_busy
-    budget = MemoryBudget(costs, limit_bytes, limits.reserve_tokens, chunk_tokens, cached_bytes)
+    budget = MemoryBudget(costs, limit - int(headroom), limits.reserve_tokens, cached_bytes)
     if budget.max_tokens_alone() < MIN_ROW_TOKENS:
         raise EngineFailed(
             f"the model takes {costs.base_bytes} bytes, which leaves no room for a request: the limit is {limit} bytes "

@@ -14,7 +14,7 @@ import sys
 import time
 from bisect import insort
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -162,6 +162,64 @@ class PrefixCache:
             del self._in_use[held]
         self._release(held)
 
+    # Lending, see loans.py
+
+    def chain(self, entry: Entry) -> list[Held]:
+        """All whose stretches an entry needs, from the first token on."""
+        chain, held = [], entry.held
+        while held is not None:
+            chain.append(held)
+            held = held.parent
+        return chain[::-1]
+
+    def lendable(self, held: Held | None) -> Iterator[Held]:
+        """Those at the end of a chain whose stretches nothing else needs, the last first."""
+        num_dependents = 0
+        while held is not None and held.num_dependents == num_dependents and held.lent_to is None:
+            if held.entry.pinned or held.entry.kind == "system":
+                return
+            yield held
+            held, num_dependents = held.parent, 1
+
+    def lend(self, held: Held, row_id: str, num_bytes: int) -> None:
+        """Count a stretch, which takes so many bytes, as the row's."""
+        self.num_bytes -= held.stretch_bytes
+        held.lent_to, held.lent_bytes, held.stretch_bytes = row_id, num_bytes, 0
+
+    def take_back(self, held: Held) -> None:
+        """Count a stretch as the cache's: what it has, or what it will probably have soon."""
+        num_bytes = held.lent_bytes if held.stretch.is_lent else held.stretch.num_bytes
+        self.num_bytes += num_bytes - held.stretch_bytes
+        held.lent_to, held.stretch_bytes = None, num_bytes
+
+    def is_stored(self, held: Held) -> bool:
+        """Whether an entry or a snapshot behind it still needs its stretch."""
+        return held in self._loose or (held.entry.held is held and self.get(held.entry.digest) is held.entry)
+
+    def make_way_back(self, lent: Sequence[Held]) -> bool:
+        """Evict what is worth less than the snapshots that need these stretches of one chain, the first one first.
+
+        False, and nothing is evicted, if that is not enough.
+        """
+        behind = self._entries_behind(lent[0])
+        if not behind:
+            return False
+        last = max(behind, key=lambda entry: entry.num_tokens)
+        new = NewBoundary(last.key, last.kind, last.lineage, "")
+        return self._make_way(sum(held.lent_bytes for held in lent), lent[0].parent, new, behind)
+
+    def evict_behind(self, held: Held) -> None:
+        """Evict all that needs a stretch, which is not there any more."""
+        for entry in sorted(self._entries_behind(held), key=lambda entry: -entry.num_tokens):
+            self._evict(entry)
+
+    def _entries_behind(self, held: Held) -> set[Entry]:
+        """Those in memory that need a stretch; its own entry is one of them."""
+        in_memory = (*self._victims.values(), *self._pinned.values())
+        return {entry for entry in in_memory if held in self.chain(entry)}
+
+    # What is stored
+
     def pin(self, entry: Entry) -> None:
         if not entry.pinned and entry.held is not None:
             entry.pinned = True
@@ -301,6 +359,8 @@ class PrefixCache:
         num_bytes = sum(h.stretch_bytes + (h.state_bytes if h.snapshot is not None else 0) for h in held)
         if num_bytes != self.num_bytes:
             return f"{num_bytes} bytes are held, {self.num_bytes} are booked"
+        if any(held.lent_to is not None or held.stretch.is_lent for held in held):
+            return "a snapshot is lent to a row"
         dependents = Counter(id(h.parent) for h in held if h.parent is not None)
         if any(h.num_dependents != dependents[id(h)] for h in held):
             return "a snapshot has other dependents than it counts"
@@ -335,7 +395,10 @@ class PrefixCache:
                 held = held.parent
         return num_bytes
 
-    def _make_way(self, num_bytes: int, parent: Held | None, new: NewBoundary | None) -> bool:
+    def _make_way(
+        self, num_bytes: int, parent: Held | None, new: NewBoundary | None, behind: Collection[Entry] = ()
+    ) -> bool:
+        """behind: entries in memory that are of no use without the new bytes."""
         limit = min(self.max_bytes, self.room())
         in_use = self._in_use if parent is None else (parent, *self._in_use)
         if self._num_bytes_that_stay(in_use) + num_bytes > limit:
@@ -345,7 +408,11 @@ class PrefixCache:
         if missing <= 0:
             return True
         in_front = _in_memory(parent)
-        victims, _ = self._plan(missing, passed=new.lineage if new is not None else None)
+        passed = new.lineage if new is not None and not behind else None
+        victims, freed_bytes = self._plan(missing, passed=passed, spared=behind)
+        if behind and freed_bytes < missing:
+            self.counters.num_rejected += 1
+            return False
         worth = sum(victim.lost_s * victim.rate for victim in victims)
         if new is not None and MARGIN * worth > self._value(new, in_front):
             self.counters.num_rejected += 1
@@ -361,9 +428,16 @@ class PrefixCache:
         start = in_front.num_tokens if in_front is not None else 0
         return self.seconds(start, len(new.key)) * self._lineages.rate_of_new(new.lineage, new.kind, self._clock())
 
-    def _plan(self, num_bytes: int, overhead_bytes: int = 0, passed: Lineage | None = None) -> tuple[list[Victim], int]:
-        """The least valuable that have so many bytes together, or all; and how many those are."""
-        order = iter(EvictionOrder(self._victims.values(), self._lineages.forecast, self._cost, self._clock(), passed))
+    def _plan(
+        self,
+        num_bytes: int,
+        overhead_bytes: int = 0,
+        passed: Lineage | None = None,
+        spared: Collection[Entry] = (),
+    ) -> tuple[list[Victim], int]:
+        """The least valuable but the spared that have so many bytes together, or all; and how many those are."""
+        candidates = [entry for entry in self._victims.values() if entry not in spared]
+        order = iter(EvictionOrder(candidates, self._lineages.forecast, self._cost, self._clock(), passed))
         victims, freed_bytes = list[Victim](), 0
         while freed_bytes < num_bytes and (victim := next(order, None)) is not None:
             victims.append(victim)

@@ -136,6 +136,8 @@ class DiskTier:
         return parent
 
     def _save(self, entry: Entry, snapshot: Snapshot) -> None:
+        if snapshot.stretch.is_lent:
+            return  # it is written when it comes back
         key, parent = entry.key, self._cache.get(entry.parent)
         if entry.parent is not None and parent is None:
             return  # what is in front of it has left: nobody could read it back

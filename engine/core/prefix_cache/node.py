@@ -1,19 +1,33 @@
 """What the prefix cache stores about a boundary of a prompt: its snapshot, its entry, and the conversation it is in."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from engine.config import SnapshotKind
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import PromptOrigin
 
 
-class Snapshot(Protocol):
-    """The state behind a prefix: opaque here, immutable, and alive for as long as someone holds it."""
+class Stretch(Protocol):
+    """The keys and values of the tokens between two snapshots, or their place in the cache of the row that has them."""
 
     @property
-    def stretch(self) -> Any:
-        """Keys and values behind the parent snapshot, and the parent's stretch: what a snapshot behind it needs."""
+    def num_bytes(self) -> int:
+        """Of its keys and values; 0 while they are lent to a row."""
+        ...
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether its keys and values are in the cache of a row, or were lost with one."""
+        ...
+
+
+class Snapshot(Protocol):
+    """The state behind a prefix: opaque here, and alive for as long as someone holds it."""
+
+    @property
+    def stretch(self) -> Stretch:
+        """The keys and values behind the parent snapshot."""
         ...
 
     @property
@@ -33,16 +47,21 @@ class Held:
 
     snapshot: Snapshot | None
     """None once it is evicted and only its stretch is still needed."""
-    stretch: Any
+    stretch: Stretch
     """Keys and values between the parent and this snapshot."""
     parent: "Held | None"
     """The snapshot in front of it, whose stretch it needs."""
     stretch_bytes: int
+    """Of the keys and values, as far as they count as the cache's."""
     state_bytes: int
     entry: "Entry"
     """Its entry, which is no longer stored, or has another snapshot, where this one is None."""
     num_dependents: int = 0
     """Snapshots behind it, and prompts that were restored from it."""
+    lent_to: str | None = None
+    """The row whose memory its keys and values count as, None if they count as the cache's."""
+    lent_bytes: int = 0
+    """What they take, while stretch_bytes is 0."""
 
 
 @dataclass(slots=True, eq=False)

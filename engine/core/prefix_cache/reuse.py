@@ -18,7 +18,9 @@ from engine.config import PrefixCacheConfig, SnapshotKind
 from engine.core.batch import ModelRunner
 from engine.core.prefix_cache.cache import Entry, Held, PrefixCache, Snapshot
 from engine.core.prefix_cache.disk_tier import DiskTier, Reading
+from engine.core.prefix_cache.loans import Loans
 from engine.core.prefix_cache.miss import explain
+from engine.core.prefix_cache.node import Stretch
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.status import cache_status
 from engine.core.request import Request
@@ -109,6 +111,7 @@ class PrefixReuse:
         self.off = runner.no_snapshots if config.enabled else "prefix_cache.enabled is false"
         max_bytes = runner.memory_limit_bytes if config.max_gb is None else config.max_gb * 2**30
         self.cache = PrefixCache(int(max_bytes), clock)
+        self._loans = Loans(self.cache, runner)
         self._disk = None if files is None or self.off is not None else DiskTier(files, self.cache, runner, clock)
 
     def begin(self, rows: Sequence[Request], wait_s: float = 0.0) -> bool:
@@ -130,6 +133,8 @@ class PrefixReuse:
         if current.reading is not None:
             return False
         num_cached = row.num_prefilled
+        if not num_cached:
+            self._loans.cancel(row.id)
         if not row.output_token_ids:  # else it has been here before it was preempted
             self._record(rows, current.key, num_cached)
         current.todo = self._boundaries(row, current.key, num_cached)
@@ -157,6 +162,23 @@ class PrefixReuse:
             entry = self.cache.match(key, self._max_tokens(row, key))
             row.cached_hint = version, 0 if entry is None else entry.num_tokens
         return row.cached_hint[1]
+
+    def promise(self, rows: Sequence[Request]) -> bool:
+        """Count the keys and values that a request will take over from the cache as the request's; see loans.py."""
+        row = rows[0]
+        if not self._may_lend(rows) or self.num_cached(row) == 0:
+            return False
+        key = self._key_of(row)
+        entry = self.cache.match(key, self._max_tokens(row, key), in_memory=True)
+        return entry is not None and self._loans.promise(row.id, entry)
+
+    def cancel(self, rows: Sequence[Request]) -> None:
+        """The request is not admitted: what it was promised is the cache's again."""
+        self._loans.cancel(rows[0].id)
+
+    def _may_lend(self, rows: Sequence[Request]) -> bool:
+        spec = rows[0].spec
+        return self.off is None and len(rows) == spec.num_choices == 1 and spec.sparse is None and spec.pooling is None
 
     def source_of(self, row: Request) -> Request | None:
         """Return the first row of the prompt in progress that will leave the longest prefix of this row's prompt.
@@ -259,11 +281,22 @@ class PrefixReuse:
             if (session := self._sessions.pop(row_id, None)) is not None:
                 self._end(session, failed)
 
+    def returning(self, row_ids: Iterable[str]) -> dict[str, Sequence[Stretch]]:
+        """Return what is lent to rows that the runner is about to drop, by row id; `settle` must follow."""
+        return self._loans.returning(row_ids)
+
+    def settle(self, row_ids: Iterable[str]) -> None:
+        """The runner has dropped these rows or lost them: what they had of the cache's has come back, or is lost."""
+        for entry in self._loans.settle(row_ids):
+            if self._disk is not None and entry.held is not None and entry.held.snapshot is not None:
+                self._disk.save(entry, entry.held.snapshot)
+
     def _end(self, session: Session, failed: bool) -> None:
         if failed:
             for entry in session.stored:
                 if self.cache.get(entry.digest) is entry:
                     self._forget(entry)
+            self._loans.settle([session.row.id])
         if session.base is not None:
             self.cache.release(session.base)
 
@@ -300,8 +333,18 @@ class PrefixReuse:
         """Waits until what has been stored is written, and lets go of it on the thread that made it."""
         self.end(list(self._sessions))
         if self._disk is not None:
+            self._write_lent()
             self._disk.close(timeout_s)
         self.cache.reset()
+
+    def _write_lent(self) -> None:
+        """Rows that are still decoding give back what they have of the cache's, so that it is written, too."""
+        try:
+            lent = self.returning(self._loans.row_ids)
+            self._runner.drop(list(lent), lent)
+            self.settle(lent)
+        except Exception:
+            log.exception("the keys and values of running rows are not written")
 
     def _find(self, current: Session, wait_s: float) -> Entry | None:
         """The longest stored prefix, in memory; None without one, or while it is still read from disk."""
@@ -309,8 +352,13 @@ class PrefixReuse:
             if current.reading is not None and not self._has_read(current, current.reading, wait_s):
                 return None
             entry = self.cache.match(current.key, current.max_tokens, current.in_memory)
-            if entry is None or entry.held is not None:
-                return entry
+            if entry is None:
+                return None
+            if entry.held is not None:
+                if self._loans.call_in(entry):
+                    return entry
+                current.max_tokens = entry.num_tokens - 1
+                continue
             here = self.cache.match(current.key, current.max_tokens, in_memory=True)
             if here is not None and entry.num_tokens - here.num_tokens < MIN_TOKENS_FROM_DISK:
                 return here
@@ -335,10 +383,13 @@ class PrefixReuse:
         """False when that fails: this prompt does without it. Raises InvalidRequest: it is not the snapshot's fault."""
         assert entry.held is not None and entry.held.snapshot is not None
         try:
-            self._runner.restore(rows, entry.held.snapshot)
+            lent = self._loans.lend(rows[0].id, entry) if self._may_lend(rows) else []
+            self._runner.restore(rows, entry.held.snapshot, lent)
         except InvalidRequest:
+            self._loans.settle([rows[0].id])
             raise
         except Exception:
+            self._loans.settle([rows[0].id])
             log.exception("a snapshot of %d tokens could not be restored", entry.num_tokens)
             self.cache.counters.num_unusable += 1
             current.max_tokens = entry.num_tokens - 1
@@ -400,13 +451,15 @@ class PrefixReuse:
         base, costs = current.base, self._runner.costs
         num_new = boundary.num_tokens - (current.base_tokens if base is not None else 0)
         spec, key = current.row.spec, current.key.prefix(boundary.num_tokens)
-        pinned, num_bytes = spec.pinned and boundary.kind == "system", num_new * costs.token_bytes + costs.state_bytes
+        pinned, stretch_bytes = spec.pinned and boundary.kind == "system", num_new * costs.token_bytes
+        lend = self._may_lend(rows) and boundary.kind != "system"
+        num_bytes = costs.state_bytes + (0 if lend else stretch_bytes)
         num_outvalued = self.cache.counters.num_outvalued
         if not self.cache.make_way(num_bytes, base, None if pinned else key, boundary.kind, current.row.id):
             if self.cache.counters.num_outvalued == num_outvalued:  # there is no room, and those behind it are larger
                 current.todo.clear()
             return
-        snapshot = self._runner.snapshot(rows, base.stretch if base is not None else None)
+        snapshot = self._runner.snapshot(rows, base.stretch if base is not None else None, lend)
         if snapshot is None:
             log.warning("the state of %s at its %s boundary is not finite", current.row.id, boundary.kind)
             self.cache.counters.num_rejected += 1
@@ -416,6 +469,8 @@ class PrefixReuse:
         if entry is None:
             current.todo.clear()  # those behind it are larger
             return
+        if lend and entry.held is not None:
+            self._loans.add(current.row.id, entry.held, stretch_bytes)
         current.stored.append(entry)
         if base is not None:
             self.cache.release(base)

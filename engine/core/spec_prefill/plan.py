@@ -35,6 +35,8 @@ class ScoreRequest:
     keep: float
     boundaries: tuple[Boundary, ...] = ()
     tenant: str = ""
+    limit_s: float | None = None
+    """Seconds that a plan saves: scoring that would take longer is refused. None: it is wanted in any case."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,8 @@ class DraftReuse:
             log.warning("the draft's state behind %d tokens is not finite", len(key))
             return None
         held = parent.held if parent is not None else None  # None as well if it has left to make room
-        snapshot = take(cache, None, len(key), held.stretch if held is not None else None)
+        before = held.snapshot if held is not None else None
+        snapshot = take(cache, None, len(key), before.stretch if isinstance(before, StateSnapshot) else None)
         digest, now = key.digest(), time.monotonic()
         in_front = parent.digest if parent is not None and held is not None else None
         entry = Entry(digest, key, kind, in_front, PromptOrigin(), pinned=False, created_s=now, used_s=now)

@@ -1,8 +1,8 @@
 """Scores prompts in turns on the device thread: one chunk of one prompt, or one look-ahead token, per step.
 
-A plan that comes too late is work for nothing, for all who wait beside it. So a prompt is refused when the draft, at
-the pace that it has shown, could not read all that is open within deadline_s, and given up when it turns out so; and
-whoever is in danger of being late goes first.
+A plan that comes too late is work for nothing, and so is one that saves less time than it takes. So a prompt is
+refused when the draft, at the pace that it has shown, could not read all that is open within deadline_s, or within what
+the plan saves; it is given up when it turns out so; and a prompt in danger of being late goes first.
 """
 
 import gc
@@ -40,6 +40,9 @@ MIN_TOKENS = 16
 URGENT = 0.2
 """Part of deadline_s: with less time to spare a prompt goes first."""
 
+LOOK_WEIGHT = 0.1
+"""Weight of a new measurement in the moving average of a step that looks ahead."""
+
 BENEFIT_OF_DOUBT = 1.25
 """A prompt that has begun is given up when it would take so many times what is left."""
 
@@ -47,12 +50,14 @@ BENEFIT_OF_DOUBT = 1.25
 @dataclass(frozen=True)
 class Outcome:
     """Of a job. importance: float32 [num_prompt_tokens]; None when it failed, error tells why. num_read: tokens of the
-    prompt that the draft has read for it. is_late: it could not have been done in time."""
+    prompt that the draft has read for it. is_late: it could not have been done in time; is_too_slow: or not in the
+    time that the plan saves."""
 
     importance: np.ndarray | None = None
     num_read: int = 0
     error: str | None = None
     is_late: bool = False
+    is_too_slow: bool = False
 
 
 Publish = Callable[[str, Outcome], None]
@@ -63,7 +68,7 @@ class Job:
     """A prompt on its way. num_bytes: of its cache when it is done. todo: boundaries in front of it, the next one
     first. done: tokens of the prompt that need not be read any more, num_reused of them read for others; the last one
     is the first to look ahead from: token_id. total: sum over num_looked steps. stored: digests of the snapshots that
-    it has left. until_s: when it must be done, by the scorer's clock.
+    it has left. until_s: when it must be done, by the scorer's clock; limit_s: how long it may take in all.
     """
 
     id: str
@@ -73,6 +78,7 @@ class Job:
     todo: list[Boundary]
     token_id: int
     until_s: float
+    limit_s: float
     digest: str
     cache: RowCache = field(default_factory=list)
     done: int = 0
@@ -102,6 +108,7 @@ class Scorer:
         self._publish = publish
         self._clock = clock
         self._pace = Pace()
+        self._look_s = 0.0  # of a step that looks ahead, as the last ones took
         self._running: deque[Job] = deque()  # whose turn is next first
         self._waiting: deque[Job] = deque()
         self._reuse = DraftReuse(draft)
@@ -136,13 +143,14 @@ class Scorer:
             self._publish(job_id, Outcome(importance))
             return
         num_bytes, last = self.limits.num_bytes(len(key)), int(key.token_ids[-1])
-        until_s = self._clock() + self._config.deadline_s
-        job = Job(job_id, request, key, num_bytes, boundaries(request), last, until_s, key.digest())
+        limit_s = self._config.deadline_s if request.limit_s is None else min(request.limit_s, self._config.deadline_s)
+        until_s = self._clock() + limit_s
+        job = Job(job_id, request, key, num_bytes, boundaries(request), last, until_s, limit_s, key.digest())
         prefix = self._reuse.touch(key, len(key) - 1)
         job.done = 0 if prefix is None else prefix.num_tokens
         to_read = {other.digest: other for other in (job, *self._waiting, *self._running)}  # the same prompt but once
         total_s = sum(map(self._seconds_left, to_read.values()))
-        if total_s > self._config.deadline_s:
+        if total_s > limit_s:
             self._publish(job_id, self._late(job, total_s, f"beside {len(to_read) - 1} other prompts"))
         else:
             self._waiting.append(job)
@@ -197,10 +205,13 @@ class Scorer:
         self._account()
 
     def _seconds_left(self, job: Job) -> float:
-        return self._pace.seconds(job.done, len(job.key) - 1)
+        to_look = self._config.lookahead - job.num_looked
+        return self._pace.seconds(job.done, len(job.key) - 1) + self._look_s * to_look
 
     def _late(self, job: Job, seconds: float, beside: str) -> Outcome:
-        error = f"scoring {len(job.key)} tokens would take about {seconds:.0f} s {beside}"
+        error = f"scoring {len(job.key)} tokens would take about {seconds:.3g} s {beside}"
+        if job.limit_s < self._config.deadline_s:
+            return Outcome(error=f"{error}; the plan would save {job.limit_s:.3g} s", is_too_slow=True)
         return Outcome(error=f"{error}; the limit is {self._config.deadline_s:g} s (deadline_s)", is_late=True)
 
     def _give_up_late(self) -> None:
@@ -209,7 +220,7 @@ class Scorer:
             left_s, needed_s = job.until_s - now, self._seconds_left(job)
             if needed_s > max(0.0, left_s) * BENEFIT_OF_DOUBT:
                 self._running.remove(job)
-                spent_s = self._config.deadline_s - left_s
+                spent_s = job.limit_s - left_s
                 self._publish(job.id, self._late(job, spent_s + needed_s, "at the pace that it goes"))
 
     def _next(self) -> Job:
@@ -266,8 +277,10 @@ class Scorer:
             job.stored += [] if digest is None else [digest]
 
     def _look_ahead(self, job: Job) -> Outcome | None:
-        num_prompt = len(job.key)
+        num_prompt, began_s = len(job.key), self._clock()
         scores, token_id = self._draft.look_ahead(job.token_id, job.done, job.cache, num_prompt)
+        seconds = self._clock() - began_s
+        self._look_s += LOOK_WEIGHT * (seconds - self._look_s) if self._look_s else seconds
         job.total = scores if job.total is None else job.total + scores
         job.done, job.token_id, job.num_looked = job.done + 1, token_id, job.num_looked + 1
         if job.num_looked < self._config.lookahead and token_id not in self._draft.stop_token_ids:

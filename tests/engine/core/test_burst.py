@@ -212,7 +212,7 @@ COSTS = MemoryCosts(
 
 
 def test_a_burst_reserves_the_intermediate_results_of_all_of_its_rows():
-    budget = MemoryBudget(COSTS, 100_000, 64, 32)
+    budget = MemoryBudget(COSTS, 100_000, 64)
     rows = [Request(request(f"r{i}", seed=i)) for i in range(4)]
     for row in rows:
         assert budget.reserve([row]) == 0
@@ -227,7 +227,7 @@ def test_a_burst_reserves_the_intermediate_results_of_all_of_its_rows():
 
 def test_a_burst_without_memory_says_how_much_is_missing_and_reserves_nothing():
     rows = [Request(request(f"r{i}", seed=i)) for i in range(4)]
-    budget = MemoryBudget(COSTS, 100_000, 64, 32)
+    budget = MemoryBudget(COSTS, 100_000, 64)
     for row in rows:
         budget.reserve([row])
     before, cached = budget.reserved_bytes, budget.free_bytes - 10

@@ -150,8 +150,8 @@ class BrokenRunner(FakeRunner):
             raise ValueError("bad picture")
         return super().prefill(rows, max_tokens)
 
-    def drop(self, row_ids):
-        super().drop(row_ids)
+    def drop(self, row_ids, lent=None):
+        super().drop(row_ids, lent)
         self.dropped += row_ids
 
 

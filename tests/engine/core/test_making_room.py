@@ -56,7 +56,7 @@ def tight(budget: int, spare: Spare | None = None, clock: Clock | None = None, *
     """A scheduler in which a token of a row costs ten bytes and nothing else costs any."""
     spare = spare or Spare()
     costs = MemoryCosts(token_bytes=10, layer_share=0.0, slots_step=16, overshoot=3)
-    books = MemoryBudget(costs, budget, config.pop("reserve_tokens", 1000), 2048, lambda: spare.free_bytes)
+    books = MemoryBudget(costs, budget, config.pop("reserve_tokens", 1000), lambda: spare.free_bytes)
     return Scheduler(EngineConfig.model_validate(config), Stats(), clock or Clock(), books, spare)
 
 
@@ -128,15 +128,15 @@ def test_a_row_that_grows_gets_what_has_left_for_it_before_anybody_new_does():
 
 def test_a_row_that_grows_may_have_what_the_next_chunk_could_be_smaller_by():
     """The chunk before was as large as the memory was free."""
-    costs = MemoryCosts(token_bytes=10, layer_share=0.0, slots_step=16, overshoot=3, token_step_bytes=100.0)
+    costs = MemoryCosts(token_bytes=10, layer_share=0.0, slots_step=16, overshoot=3, token_step_bytes=25.0)
     config = EngineConfig.model_validate({"prefill_chunk_tokens_busy": 16, "prefill_chunk_tokens": 2048})
-    budget = MemoryBudget(costs, 12_000, 16, config.prefill_chunk_tokens_busy)
+    budget = MemoryBudget(costs, 12_000, 16)
     scheduler = Scheduler(config, Stats(), Clock(), budget)
     row, new = let_in(scheduler, spec("row", 20, 200)), Request(spec("new", 600, 10))
     scheduler.add([new])
     assert list(step_of(scheduler).prefill) == [new]
     scheduler.update_prefill([new], PrefillOutput(16))
-    budget.max_chunk(new, 30)  # as while nothing decoded
+    budget.max_chunk(new, 120)  # as while nothing decoded
     while not budget.needs_more_slots(row):
         scheduler.update_decode({row.id: RowOutput((7,))})
     budget.observe(budget.used_bytes - budget.transient_bytes + budget.free_bytes)
@@ -145,14 +145,14 @@ def test_a_row_that_grows_may_have_what_the_next_chunk_could_be_smaller_by():
 
 
 def test_beside_others_a_prompt_waits_for_a_chunk_of_some_size_and_alone_for_none():
-    costs = replace(COSTS, token_step_bytes=10.0)
-    books = MemoryBudget(costs, 17_500, 16, 256)
+    costs = replace(COSTS, token_step_bytes=40.0)
+    books = MemoryBudget(costs, 17_500, 16)
     row = Request(request("row", 10, 16))
     small, large = (books.missing([Request(request("new", n, 8))]) for n in (520, 640))
     assert (small, large) == (0, 0), "alone it starts with 16 tokens at a time"
     assert books.reserve([row]) == 0
     books.release_prefill(row)
-    assert books.missing([Request(request("new", 520, 8))]) > 0, "256 tokens at a time would not fit"
+    assert books.missing([Request(request("new", 520, 8))]) > 0, "64 tokens at a time would not fit"
     assert books.missing([Request(request("new", 520, 8))], without=[row.id]) == 0
 
 
@@ -334,7 +334,7 @@ def test_one_who_has_waited_long_does_not_take_all_of_its_priority_along():
 
 def test_a_row_pays_for_what_it_asks_of_its_logits():
     costs = replace(COSTS, ranked_bytes=100, shaped_bytes=1000)
-    books = MemoryBudget(costs, 100_000, 16, 2048)
+    books = MemoryBudget(costs, 100_000, 16)
     plain = SamplingParams(16)
     asked = {
         0: (plain, replace(plain, temperature=0.5, seed=3)),

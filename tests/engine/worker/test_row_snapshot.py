@@ -175,7 +175,7 @@ def contents(snapshot: StateSnapshot) -> list[np.ndarray]:
     """All that it holds, the keys and values of all its stretches joined."""
     chain = snapshot.stretch.chain()
     slots = [
-        mx.concatenate([stretch.layers[i][j] for stretch in chain], axis=2)
+        mx.concatenate([stretch.keys_values[i][j] for stretch in chain], axis=2)
         for i in range(len(snapshot.stretch.layers))
         for j in range(2)
     ]
@@ -514,12 +514,12 @@ class Keeping:
         self._rows |= {row.id: row for row in rows}
         return self._runner.prefill(rows, max_tokens)
 
-    def drop(self, row_ids: Sequence[str]) -> None:
+    def drop(self, row_ids: Sequence[str], lent: Any = None) -> None:
         for row_id in row_ids:
             kept = self._runner.snapshot_row(row_id)
             if kept is not None:
                 self.kept.append((self._rows[row_id], kept))
-        self._runner.drop(row_ids)
+        self._runner.drop(row_ids, lent)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -43,7 +43,7 @@ def taken(runner: MLXRunner, request: EngineRequest, *lengths: int) -> list[Stat
 
 
 def arrays(snapshot: StateSnapshot) -> list[np.ndarray]:
-    kv = [array for layer in snapshot.stretch.layers for array in layer]
+    kv = [array for layer in snapshot.stretch.keys_values for array in layer]
     states = [array for state in snapshot.states for array in state]
     every = [*kv, *states, *([] if snapshot.hidden is None else [snapshot.hidden])]
     return [np.array(array.astype(mx.float32)) for array in every]

@@ -44,7 +44,7 @@ def rows(request: EngineRequest) -> list[Request]:
 def budget_of(
     limit_bytes: int = 100_000, reserve_tokens: int = 64, cached: int = 0, costs: MemoryCosts = COSTS
 ) -> MemoryBudget:
-    return MemoryBudget(costs, limit_bytes, reserve_tokens, 2048, lambda: cached)
+    return MemoryBudget(costs, limit_bytes, reserve_tokens, lambda: cached)
 
 
 def driver(budget: int, costs: MemoryCosts = COSTS, cache_gb: float | None = None, **config: Any) -> Driver:

@@ -38,6 +38,11 @@ class VirtualSnapshot:
     """A core.Snapshot; it is its own stretch."""
 
     num_own: int
+    is_lent = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stretch_bytes
 
     @property
     def stretch(self) -> "VirtualSnapshot":

@@ -314,16 +314,15 @@ def test_the_same_prompt_twice_at_once_is_read_once(bench, max_running):
 class Clock:
     """Seconds pass with every token that is read: as many as the prompt has thousands of tokens there."""
 
-    def __init__(self, one: Bench):
-        self.now_s, self._note = 0.0, one.draft.note
+    def __init__(self, one: Bench, look_s: float = 0.0):
+        self.now_s, self._note, self._look_s = 0.0, one.draft.note, look_s
         one.draft.note, one.scorer._clock = self.note, self
 
     def __call__(self) -> float:
         return self.now_s
 
     def note(self, num_tokens: int, position: int) -> None:
-        if num_tokens > 1:
-            self.now_s += num_tokens * (1 + position / 1000)
+        self.now_s += num_tokens * (1 + position / 1000) if num_tokens > 1 else self._look_s
         self._note(num_tokens, position)
 
 
@@ -340,6 +339,27 @@ def test_what_could_not_be_scored_in_time_is_refused_at_once(bench):
     one.add("b", prompt(240, seed=3))
     assert "b" in one.outcomes and "beside 1 other prompts" in one.outcomes["b"].error, "not both together"
     assert one.run("a")[0].importance is not None
+
+
+def test_scoring_that_takes_longer_than_the_plan_saves_is_refused_at_once(bench):
+    one = bench(chunk_size=64, deadline_s=500)
+    Clock(one)
+    one.score("short", prompt(300))
+    one.turns.clear()
+    one.add("no gain", prompt(300, seed=1), limit_s=100.0)
+    refused = one.outcomes["no gain"]
+    assert refused.is_too_slow and not refused.is_late and not one.scorer.has_work and not one.turns
+    assert "scoring 300 tokens would take about 3" in refused.error and "the plan would save 100 s" in refused.error
+    one.add("gain", prompt(300, seed=1), limit_s=450.0)
+    assert one.run("gain")[0].importance is not None
+
+
+def test_steps_that_look_ahead_count_as_scoring(bench):
+    one = bench(chunk_size=64, deadline_s=10_000)
+    Clock(one, look_s=100.0)
+    one.score("short", prompt(300))
+    one.add("no gain", prompt(300, seed=1), limit_s=600.0)
+    assert one.outcomes["no gain"].is_too_slow, "its 300 tokens take 350 s, and then it looks ahead"
 
 
 def test_the_same_prompt_counts_but_once(bench):

@@ -1,0 +1,124 @@
+"""Loans: keys and values of snapshots that are in the caches of the rows that continue them, and nowhere else.
+
+A row that continues a conversation needs all its keys and values in its own cache. If nothing else needs the stretches
+at the end of the snapshot, they move there, and move back when the row ends, is aborted or is preempted: they are in
+memory once. What other prompts need as well, system prompts for example, is copied and stays.
+
+A loan begins with the admission of the row, whose reservation has room for all of its tokens: from then on the lent
+bytes count as the row's (`promise`). They move when the prompt begins (`lend`). The snapshots that it leaves at its
+boundaries are lent from the beginning (`add`). A prompt that continues a lent snapshot gets a copy from the row
+(`call_in`).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from engine.core.batch import ModelRunner
+from engine.core.prefix_cache.cache import PrefixCache
+from engine.core.prefix_cache.node import Entry, Held, Stretch
+
+
+class Loans:
+    """Which stretches are lent to which row; the bytes are counted by the cache."""
+
+    def __init__(self, cache: PrefixCache, runner: ModelRunner):
+        self._cache = cache
+        self._runner = runner
+        self._of_row: dict[str, list[Held]] = {}  # by row id, in the order of the tokens
+
+    @property
+    def row_ids(self) -> list[str]:
+        """Those that something is lent or promised to."""
+        return list(self._of_row)
+
+    def promise(self, row_id: str, entry: Entry) -> bool:
+        """Count what the row will probably continue as the row's, before it has begun; False if that is nothing."""
+        if row_id in self._of_row:
+            return True
+        return bool(self._lend(row_id, entry))
+
+    def cancel(self, row_id: str) -> None:
+        """Count as the cache's again what the row has been promised, and has not got."""
+        for held in self._pop(row_id):
+            self._cache.take_back(held)
+
+    def lend(self, row_id: str, entry: Entry) -> list[Stretch]:
+        """Return the stretches that move into the row's cache, which is about to continue this entry."""
+        self.cancel(row_id)
+        return [held.stretch for held in self._lend(row_id, entry)]
+
+    def _lend(self, row_id: str, entry: Entry) -> list[Held]:
+        assert entry.held is not None
+        lent = list(self._cache.lendable(entry.held))[::-1]
+        for held in lent:
+            self._cache.lend(held, row_id, held.stretch_bytes)
+        if lent:
+            self._of_row[row_id] = lent
+        return lent
+
+    def add(self, row_id: str, held: Held, num_bytes: int) -> None:
+        """A snapshot of the row's prompt whose own stretch, of about so many bytes, has never been anywhere else."""
+        self._cache.lend(held, row_id, num_bytes)
+        self._of_row.setdefault(row_id, []).append(held)
+
+    def call_in(self, entry: Entry) -> bool:
+        """Copy what is lent of an entry's chain from the rows; False if there is no room for it."""
+        lent = [held for held in self._cache.chain(entry) if held.stretch.is_lent]
+        if not lent:
+            return True
+        if not self._cache.make_way_back(lent):
+            return False
+        by_row = defaultdict[str | None, list[Held]](list)
+        for held in lent:
+            by_row[held.lent_to].append(held)
+        for row_id, helds in by_row.items():
+            if row_id is not None:
+                self._runner.fill(row_id, [held.stretch for held in helds])
+                self._of_row[row_id] = [held for held in self._of_row[row_id] if held not in helds]
+            self._settle(helds)
+        return not any(held.stretch.is_lent for held in lent)
+
+    def returning(self, row_ids: Iterable[str]) -> dict[str, Sequence[Stretch]]:
+        """Make room for what is lent to rows that leave; return the stretches that are to be filled, by row id.
+
+        What is worth less than what would have to be evicted for it is forgotten. `settle` must follow.
+        """
+        returning = {}
+        for row_id in row_ids:
+            lent = [held for held in self._pop(row_id) if self._is_moved(held)]
+            if not lent:
+                continue
+            if not self._cache.make_way_back(lent):
+                self._cache.evict_behind(lent[0])
+                continue
+            for held in lent:  # counted at once: the next row needs other room
+                self._cache.take_back(held)
+            self._of_row[row_id] = lent
+            returning[row_id] = [held.stretch for held in lent]
+        return returning
+
+    def settle(self, row_ids: Iterable[str]) -> list[Entry]:
+        """The rows are gone, or have failed: what has not come back is lost, and so is all that is behind it.
+
+        Returns the entries whose own keys and values have come back.
+        """
+        helds = [held for row_id in row_ids for held in self._pop(row_id)]
+        self._settle(helds)
+        return [held.entry for held in helds if held.entry.held is held and self._cache.is_stored(held)]
+
+    def _settle(self, helds: Sequence[Held]) -> None:
+        for held in helds:
+            if held.stretch.is_lent:
+                self._cache.evict_behind(held)
+            else:
+                self._cache.take_back(held)
+
+    def _is_moved(self, held: Held) -> bool:
+        """False for what was only promised: it is the cache's again."""
+        if not held.stretch.is_lent:
+            self._cache.take_back(held)
+        return held.stretch.is_lent
+
+    def _pop(self, row_id: str) -> list[Held]:
+        """Those of a row's loans that are still stored."""
+        return [held for held in self._of_row.pop(row_id, ()) if self._cache.is_stored(held)]
