@@ -269,7 +269,7 @@ def test_who_leaves_is_gone_at_once_and_nobody_else_feels_it(bench: Bench, momen
 
 
 @pytest.mark.parametrize(("how", "phase"), [("abort", "after"), ("cancel", "before")])
-@moments({name: IN_PROMPT[name] for name in ("last chunk of three", "second of three joins")})
+@moments({name: IN_PROMPT[name] for name in ("last chunk of three", "join of three")})
 def test_who_leaves_while_its_rows_join_is_gone_at_once(bench: Bench, moment: Moment, how: str, phase: str):
     leaves_at(bench, moment, how, phase)
 
