@@ -273,8 +273,13 @@ class MLXRunner:
             self._prompts.pop(row.id, None)
 
     def _join(self, rows: Sequence[Request], prompt: Prompt, first: Sequence[RowOutput]) -> None:
-        moves = len(rows) == 1
-        self._join_all([_newcomer(row, prompt, output, moves) for row, output in zip(rows, first, strict=True)])
+        """All of them or none."""
+        try:
+            for row, output in zip(rows, first, strict=True):
+                self._batch.join(_newcomer(row, prompt, output, moves=len(rows) == 1))
+        except Exception:
+            self._batch.leave([row.id for row in rows])
+            raise
 
     def _join_all(self, new: Sequence[Newcomer]) -> None:
         """All of them or none."""

@@ -72,7 +72,7 @@ IN_PROMPT = {
     "last chunk of three": Moment("prefill", NUM_CHUNKS, THREE),
     "picture": Moment("encode", 1, PICTURE),
     "join": Moment("join"),
-    "join of three": Moment("join", 1, THREE),
+    "second of three joins": Moment("join", 2, THREE),
 }
 IN_DECODE = {
     "step": Moment("decode", 2),
@@ -269,7 +269,7 @@ def test_who_leaves_is_gone_at_once_and_nobody_else_feels_it(bench: Bench, momen
 
 
 @pytest.mark.parametrize(("how", "phase"), [("abort", "after"), ("cancel", "before")])
-@moments({name: IN_PROMPT[name] for name in ("last chunk of three", "join of three")})
+@moments({name: IN_PROMPT[name] for name in ("last chunk of three", "second of three joins")})
 def test_who_leaves_while_its_rows_join_is_gone_at_once(bench: Bench, moment: Moment, how: str, phase: str):
     leaves_at(bench, moment, how, phase)
 
