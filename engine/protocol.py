@@ -510,6 +510,8 @@ class EngineStatus:
     num_sparse: int = 0
     num_skipped_tokens: int = 0
     num_output_tokens: int = 0
+    num_bursts: int = 0
+    num_failed_bursts: int = 0
     max_rows_in_a_step: int = 0
     num_preempted: int = 0
     num_drafted: int = 0

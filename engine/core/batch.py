@@ -55,6 +55,16 @@ class PrefillOutput:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PromptChunk:
+    """The next tokens of a prompt, for a forward that it shares with those of others."""
+
+    row: Request
+    """The only row of the prompt, which has neither images nor a sparse plan nor pooling nor a grammar."""
+    num_tokens: int
+    """At least 1, and no more than are left of the prompt."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RowSnapshot:
     """The state of a decoding row, and what it has seen.
 
@@ -100,6 +110,8 @@ class ModelRunner(Protocol):
     no_sparse: str | None
     no_pooling: str | None
     """Why this model gives no hidden states, None if it does."""
+    no_bursts: str | None
+    """Why `prefill_burst` cannot be called, None if it can."""
     device_bytes: int
     fingerprint: str
     costs: MemoryCosts
@@ -135,6 +147,17 @@ class ModelRunner(Protocol):
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         """The next at most `max_tokens` tokens of the prompt that `rows` share. With the last of them the rows join the
         decode batch, in the group of their rectangle; or, with `pooling`, get their embedding and do not join."""
+        ...
+
+    def prefill_burst(self, chunks: Sequence[PromptChunk]) -> Sequence[PrefillOutput]:
+        """Compute chunks of several prompts in one forward; each prompt gets what `prefill` would give it.
+
+        Returns:
+            An output for each chunk, in their order.
+
+        Raises:
+            Exception: whatever the device raises. All of the prompts are forgotten then, and have to begin anew.
+        """
         ...
 
     def restore(self, rows: Sequence[Request], snapshot: Snapshot, lend: Sequence[Stretch] = ()) -> None:

@@ -55,14 +55,17 @@ class CostModel:
         """What prompts cost, None before any chunk was measured."""
         return PrefillCost(*self._fit.tolist()) if self.is_measured else None
 
-    def record_chunk(self, num_tokens: int, start: int, seconds: float) -> None:
-        """Learn from a chunk. The first one is replaced by later ones: it may include the compilation of kernels."""
+    def record_chunk(self, num_tokens: int, start: int, seconds: float, num_rows: int = 1) -> None:
+        """Learn from a chunk, or from `num_rows` of them in one forward.
+
+        The first one is replaced by later ones: it may include the compilation of kernels.
+        """
         if num_tokens <= 0 or seconds <= 0:
             return
         if self._num_recorded == 1:
             self._chunks.clear()
         self._num_recorded += 1
-        chunk = _features(num_tokens, start) / seconds
+        chunk = _features(num_tokens, start, num_rows) / seconds
         self._chunks.append(chunk)
         differs = abs(float(self._fit @ chunk) - 1.0) > REFIT_ERROR
         if differs or self._num_recorded % REFIT_CHUNKS == 0:
@@ -86,9 +89,9 @@ class CostModel:
         if seconds is not None:
             self.steps.record(num_rows, num_drafts, seconds)
 
-    def chunk_s(self, num_tokens: int, start: int) -> float:
-        """Predict the seconds of one chunk behind `start` tokens."""
-        return float(self._fit @ _features(num_tokens, start)) if num_tokens > 0 else 0.0
+    def chunk_s(self, num_tokens: int, start: int, num_rows: int = 1) -> float:
+        """Predict the seconds of one chunk behind `start` tokens, or of `num_rows` such chunks in one forward."""
+        return float(self._fit @ _features(num_tokens, start, num_rows)) if num_tokens > 0 else 0.0
 
     def prompt_s(self, start: int, end: int, chunk_tokens: int = 2048) -> float:
         """Predict the seconds that the tokens `start` to `end` of a prompt take in chunks of `chunk_tokens`."""
@@ -120,5 +123,5 @@ class CostModel:
         return seconds / max(self._tokens_per_row.get(num_drafts, 1.0), 1.0)
 
 
-def _features(num_tokens: int, start: int) -> np.ndarray:
-    return np.array([1.0, num_tokens, num_tokens * (start + num_tokens / 2)])
+def _features(num_tokens: int, start: int, num_rows: int = 1) -> np.ndarray:
+    return np.array([1.0, num_rows * num_tokens, num_rows * num_tokens * (start + num_tokens / 2)])

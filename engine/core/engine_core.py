@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.core.batch import ModelRunner
+from engine.core.batch import ModelRunner, PromptChunk
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
@@ -61,6 +61,7 @@ class EngineCore:
             self._spare,
             self.costs,
             self.prefix,
+            has_bursts=runner.no_bursts is None,
         )
         self.memory: dict[str, int] = self._memory()
         self.speculation_status: dict[str, Any] = self._speculation.status()
@@ -201,7 +202,10 @@ class EngineCore:
         self._keep_answers()
 
     def _prefill(self, rows: Sequence[Request], in_flight_s: float) -> None:
-        """Compute one chunk, which ends at the next boundary. in_flight_s: decoding that the device does before it."""
+        """Compute one chunk, which ends at the next boundary, or several of short prompts in one forward.
+
+        in_flight_s: decoding that the device does before it.
+        """
         self._decoded_s = None
         began_s = self._clock()
         try:
@@ -211,8 +215,12 @@ class EngineCore:
                 return
             if not (max_tokens := self.scheduler.chunk_tokens(rows)):
                 return
+            first = PromptChunk(rows[0], self.prefix.clip(rows, max_tokens))
+            if len(burst := self._burst(rows, first)) > 1:
+                self._prefill_burst(burst, began_s, in_flight_s)
+                return
             chunk_began_s = self._clock()
-            output = self.runner.prefill(rows, self.prefix.clip(rows, max_tokens))
+            output = self.runner.prefill(rows, first.num_tokens)
             chunk_s = self._clock() - chunk_began_s
             chunks = self.scheduler.update_prefill(rows, output)
             self.prefix.passed(rows)
@@ -231,6 +239,61 @@ class EngineCore:
         if chunks:
             self._publish(chunks)
             self._keep_answers()
+
+    def _burst(self, rows: Sequence[Request], first: PromptChunk) -> Sequence[PromptChunk]:
+        """Begin other short prompts, and choose the chunks that are computed in one forward with the first."""
+        if first.num_tokens < self.prefix.clip(rows, _num_left(rows)):
+            return [first]
+        others = [
+            PromptChunk(other[0], self.prefix.clip(other, _num_left(other)))
+            for other in self.scheduler.companions(first)
+            if self._has_begun(other)
+        ]
+        return self.scheduler.burst(first, others) if others else [first]
+
+    def _has_begun(self, rows: Sequence[Request]) -> bool:
+        """Begin a prompt behind what the prefix cache has of it, unless another one will soon leave more."""
+        if self.prefix.source_of(rows[0]) is not None:
+            return False
+        try:
+            if self.prefix.begin(rows):
+                return True
+            self.scheduler.wait_for_disk(rows)
+        except Exception as error:
+            self._prefill_failed(rows, error)
+        return False
+
+    def _prefill_burst(self, chunks: Sequence[PromptChunk], began_s: float, in_flight_s: float) -> None:
+        """Compute several chunks in one forward; if that fails, each is computed alone in the next steps."""
+        chunk_began_s = self._clock()
+        try:
+            outputs = self.runner.prefill_burst(chunks)
+        except Exception as error:
+            self._burst_failed([chunk.row for chunk in chunks], error)
+            return
+        chunk_s, published = self._clock() - chunk_began_s, Chunks()
+        for chunk, output in zip(chunks, outputs, strict=True):
+            published |= self.scheduler.update_prefill([chunk.row], output)
+            self.prefix.passed([chunk.row])
+            if output.first is not None:
+                self.prefix.end([chunk.row.id])
+        if published and not self.scheduler.num_decoding:
+            self.stats.failed_steps_in_a_row = 0
+        seconds, least_s = self._clock() - began_s, MIN_CHUNK_PART * chunk_s
+        self.scheduler.record_burst(chunks, seconds, max(chunk_s - in_flight_s, least_s))
+        if published:
+            self._publish(published)
+            self._keep_answers()
+
+    def _burst_failed(self, rows: Sequence[Request], error: Exception) -> None:
+        """The rows may have joined the decode batch. What their prompts have left in the cache must not serve."""
+        row_ids = [row.id for row in rows]
+        log.error("prefill of %s failed together, each is computed alone", ", ".join(row_ids), exc_info=error)
+        self.stats.num_failed_bursts += 1
+        self.scheduler.end_prefill()
+        self.prefix.end(row_ids, failed=True)
+        self._drop(row_ids)
+        self.scheduler.compute_alone(rows)
 
     def _keep_answers(self) -> None:
         """Store the state behind answers that have just ended, whose rows the runner still has."""
@@ -258,3 +321,8 @@ class EngineCore:
             log.exception("the device does not work")
             return False
         return True
+
+
+def _num_left(rows: Sequence[Request]) -> int:
+    """Tokens of the prompt that are not computed yet."""
+    return rows[0].num_prompt_tokens - rows[0].num_prefilled

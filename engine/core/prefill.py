@@ -26,6 +26,8 @@ class Prefill:
     """Tokens that the prefix cache would have served when the prompt was admitted."""
     is_waiting: bool = False
     """Its snapshot is being read from disk: it is not chosen again in this step."""
+    is_alone: bool = False
+    """A forward that it shared with others has failed: it shares none any more."""
 
     @property
     def rows(self) -> list[Request]:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.core.batch import NO_TOKEN, PrefillOutput, RowOutput, SchedulerOutput
+from engine.core.batch import NO_TOKEN, PrefillOutput, PromptChunk, RowOutput, SchedulerOutput
+from engine.core.burst import Span, burst_s, may_burst, num_together
 from engine.core.client_shares import ClientShares
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
@@ -122,6 +123,7 @@ class Scheduler:
         spare: what may be evicted when a row needs memory.
         costs: predicts seconds; updated by `record_prefill`.
         prefixes: what the prefix cache has for the prompts; by default nothing.
+        has_bursts: whether several prompts can be computed in one forward.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class Scheduler:
         spare: Spare | None = None,
         costs: CostModel | None = None,
         prefixes: Prefixes | None = None,
+        has_bursts: bool = False,
     ):
         self._config = config
         self._stats = stats
@@ -141,6 +144,7 @@ class Scheduler:
         self.budget = budget or MemoryBudget(MemoryCosts(), 0, config.memory.reserve_tokens)
         self.costs = costs or CostModel()
         self._prefixes = prefixes or NoPrefixes()
+        self._has_bursts = has_bursts
         self._shares = ClientShares()
         self._queue = RequestQueue(config.scheduler, self._shares, clock)
         self._rows: dict[str, list[Request]] = {}  # request id -> its rows that have not ended
@@ -281,6 +285,57 @@ class Scheduler:
             return self.budget.max_chunk(row, wanted)
         return num_tokens
 
+    def companions(self, first: PromptChunk) -> list[Sequence[Request]]:
+        """Rows of other prompts that may be computed in one forward with this chunk, the shortest first.
+
+        How many is predicted: those that have not begun may begin behind a snapshot that is evicted meanwhile.
+        """
+        chosen = self._prefill_of(first.row)
+        if not self._may_burst(chosen):
+            return []
+        others = [one for one in self._ready() if one is not chosen and self._may_burst(one)]
+        for one in others:
+            if not one.has_begun:  # the cache may have more of it by now
+                one.num_expected = self._prefixes.num_cached(one.rows[0])
+        others.sort(key=lambda one: one.end - one.start)
+        spans = [(mine := _span(first)), *(_expected_span(one, mine.num_left) for one in others)]
+        num = num_together(spans, self.costs, self._step.num_tokens, self._step.seconds)
+        return [tuple(one.rows) for one in others[: num - 1]]
+
+    def burst(self, first: PromptChunk, others: Sequence[PromptChunk]) -> Sequence[PromptChunk]:
+        """Choose which of these chunks are computed in one forward: `first`, and others as long as that saves time.
+
+        The memory for the intermediate results stays reserved until the next chunk is chosen.
+        """
+        chunks = [first, *sorted(others, key=lambda chunk: chunk.num_tokens)]
+        spans = [_span(chunk) for chunk in chunks]
+        num = num_together(spans, self.costs, self._step.num_tokens, self._step.seconds)
+        while num > 1 and not self._has_reserved_burst(chunks[:num], spans[:num]):
+            num -= 1
+        return chunks[:num]
+
+    def _has_reserved_burst(self, chunks: Sequence[PromptChunk], spans: Sequence[Span]) -> bool:
+        """Reserve memory for the forward, evicting snapshots where that costs less time than the forward saves."""
+        rows, longest = [chunk.row for chunk in chunks], max(span.num_tokens for span in spans)
+        end = longest + max(span.start for span in spans)
+        missing = self.budget.reserve_burst(rows, longest, end)
+        one_by_one_s = sum(self.costs.chunk_s(span.num_tokens, span.start) for span in spans)
+        if not missing or self._spare.price(missing) > one_by_one_s - burst_s(spans, self.costs):
+            return not missing
+        return self._spare.free(missing) and not self.budget.reserve_burst(rows, longest, end)
+
+    def _may_burst(self, prefill: Prefill) -> bool:
+        """Whether the prompt may share a forward: it waits neither for the disk nor for the prefix of another one."""
+        if not self._has_bursts or prefill.is_alone or not may_burst(prefill.rows):
+            return False
+        return prefill.has_begun or self._prefixes.source_of(prefill.rows[0]) is None
+
+    def compute_alone(self, rows: Sequence[Request]) -> None:
+        """Begin the prompts of these rows anew, one after the other: a forward that they shared has failed."""
+        for row in rows:
+            row.num_charged, row.num_prefilled = max(row.num_charged, row.num_prefilled), 0
+            self._prefill_of(row).is_alone = True
+
     def wait_for_disk(self, rows: Sequence[Request]) -> None:
         """Choose other prompts in this step: this one's snapshot is still being read from disk."""
         for prefill in self._prefills:
@@ -288,15 +343,19 @@ class Scheduler:
 
     def _choose_prefill(self) -> Prefill | None:
         """The next prompt to advance: of the most urgent ones the shortest, or the one that leaves its prefix."""
-        ready = [prefill for prefill in self._prefills if not prefill.is_waiting]
-        if not ready:
+        if not (ready := self._ready()):
             return None
-        if self._config.scheduler.policy == "priority":
-            ready = [one for one in ready if not any(other.entry.is_before(one.entry) for other in ready)]
         chosen = self._order.choose(ready, self._full_step_s)
         if not chosen.has_begun and (source := self._prefixes.source_of(chosen.rows[0])) is not None:
             return next((prefill for prefill in self._prefills if source in prefill.rows), chosen)
         return chosen
+
+    def _ready(self) -> list[Prefill]:
+        """Prompts in progress, in the order of their admission, that may advance now: the most urgent ones."""
+        ready = [prefill for prefill in self._prefills if not prefill.is_waiting]
+        if self._config.scheduler.policy == "priority":
+            ready = [one for one in ready if not any(other.entry.is_before(one.entry) for other in ready)]
+        return ready
 
     def take_completed(self) -> list[Request]:
         """Rows whose answers have come to their end since the last call. The runner still has them."""
@@ -351,6 +410,18 @@ class Scheduler:
         for prefill in self._prefills:
             if rows[0] in prefill.rows:
                 self._order.record(prefill, seconds)
+
+    def record_burst(self, chunks: Sequence[PromptChunk], seconds: float, device_s: float) -> None:
+        """Account for chunks that one forward has computed; see `record_prefill`."""
+        longest = max(chunk.num_tokens for chunk in chunks)
+        start = max(chunk.row.num_prefilled - chunk.num_tokens for chunk in chunks)
+        self._stats.num_bursts += 1
+        self._step.use(sum(chunk.num_tokens for chunk in chunks), seconds)
+        self.costs.record_chunk(longest, start, device_s, len(chunks))
+        rows = {chunk.row.id for chunk in chunks}
+        for prefill in self._prefills:
+            if prefill.rows[0].id in rows:
+                self._order.record(prefill, seconds / len(chunks))
 
     def end_prefill(self) -> None:
         """Compute no further chunk in this step."""
@@ -464,14 +535,20 @@ class Scheduler:
         """The head of the queue if the prompts in progress leave time in this step, else one that is much shorter."""
         if not self._prefills:
             return self._queue.first()
-        remaining = [self._order.remaining_s(prefill) for prefill in self._prefills]
-        if sum(remaining) < self._step.seconds:
+        if self._prefill_s() < self._step.seconds:
             return self._queue.first()
+        remaining = [self._order.remaining_s(prefill) for prefill in self._prefills]
         order, policy = self._queue.order()[:MAX_SHORT], self._config.scheduler.policy
         if policy == "priority" and all(order[0].is_before(prefill.entry) for prefill in self._prefills):
             return order[0]
         limit_s = SHORT_PART * min(remaining)
         return next((entry for entry in order if self._entry_s(entry, limit_s) <= limit_s), None)
+
+    def _prefill_s(self) -> float:
+        """Predict the seconds of prefill until all prompts in progress are complete."""
+        num_forwards_saved = max(0, sum(map(self._may_burst, self._prefills)) - 1)
+        seconds = sum(self._order.remaining_s(prefill) for prefill in self._prefills)
+        return seconds - num_forwards_saved * self.costs.chunk_s(1, 0)
 
     def _entry_s(self, entry: Group, limit_s: float) -> float:
         """Predict the prefill time of a queued request; the prefix cache is asked if it decides about the limit."""
@@ -671,6 +748,18 @@ class Scheduler:
         prefill.rows.remove(row)
         if not prefill.rows:
             self._prefills.remove(prefill)
+
+
+def _span(chunk: PromptChunk) -> Span:
+    row = chunk.row
+    return Span(chunk.num_tokens, row.num_prefilled, row.num_prompt_tokens - row.num_prefilled - chunk.num_tokens)
+
+
+def _expected_span(prefill: Prefill, num_left: int) -> Span:
+    """Of a prompt whose next boundary is not known: `num_left` tokens, as of another one, are expected behind it."""
+    num_tokens = prefill.end - prefill.start
+    num_left = min(num_left, num_tokens - 1)
+    return Span(num_tokens - num_left, prefill.start, num_left)
 
 
 def _num_tokens_left(row: Request) -> int:

@@ -128,7 +128,7 @@ class DecodeGroup:
         self.rows = [_row(first)]
         self._cache = RowsCache.of(first.cache, as_offset=not view.explicit_positions)
         self._drafter = self._drafter_of(first)
-        self._processors = _processors(first, vocab_size)
+        self._processors = _processors([first], vocab_size)
         self._lengths = mx.array([self.rows[0].num_cached], mx.int32)
         self._newest = mx.array([first.token_id], mx.int32)
         self._launched: Launched | None = None
@@ -150,24 +150,27 @@ class DecodeGroup:
         self._stops = _stop_tokens([row.request.spec.stop_token_ids for row in self.rows])
         self._has_matchers = any(row.request.matcher is not None for row in self.rows)
 
-    def join(self, new: Newcomer) -> None:
+    def join(self, new: Sequence[Newcomer]) -> None:
+        """Adds rows, all at once: each join writes all rows of the group anew."""
         processors = self._processors.joined(_processors(new, self._vocab_size))
-        row = _row(new)
-        lengths = mx.concatenate([self._lengths, mx.array([row.num_cached], mx.int32)])
-        newest = mx.concatenate([self._newest, mx.array([new.token_id], mx.int32)])
-        self._cache.join(new.cache, new.moves)
+        rows = [_row(one) for one in new]
+        lengths = mx.concatenate([self._lengths, mx.array([row.num_cached for row in rows], mx.int32)])
+        newest = mx.concatenate([self._newest, mx.array([one.token_id for one in new], mx.int32)])
+        self._cache.join([one.cache for one in new], all(one.moves for one in new))
         try:
             self._drafter_joined(new)
         except Exception:
             self._cache.keep(list(range(len(self.rows))), self._cache.num_slots)
             raise
         self._processors, self._lengths, self._newest = processors, lengths, newest
-        self.rows = [*self.rows, row]
+        self.rows = [*self.rows, *rows]
         self._rows_changed()
 
-    def _drafter_joined(self, new: Newcomer) -> None:
-        if self._drafter is not None and new.head_cache is not None and new.hidden is not None:
-            self._drafter.join(new.head_cache, Feed.of(new.token_id, new.hidden), new.moves)
+    def _drafter_joined(self, new: Sequence[Newcomer]) -> None:
+        caches = [one.head_cache for one in new if one.head_cache is not None]
+        feeds = [Feed.of(one.token_id, one.hidden) for one in new if one.hidden is not None]
+        if self._drafter is not None and len(caches) == len(feeds) == len(new):
+            self._drafter.join(caches, feeds, all(one.moves for one in new))
         else:
             self._drafter = None
 
@@ -367,9 +370,10 @@ def _row(new: Newcomer) -> Row:
     return Row(new.request, num_cached, new.next_position - num_cached, [*new.request.output_token_ids, new.token_id])
 
 
-def _processors(new: Newcomer, vocab_size: int) -> Processors:
-    processors = Processors.of([new.request], vocab_size)
-    processors.commit(mx.array([[new.token_id]], mx.int32), mx.array([1], mx.int32))
+def _processors(new: Sequence[Newcomer], vocab_size: int) -> Processors:
+    processors = Processors.of([one.request for one in new], vocab_size)
+    tokens = mx.array([[one.token_id] for one in new], mx.int32)
+    processors.commit(tokens, mx.ones(len(new), mx.int32))
     return processors
 
 

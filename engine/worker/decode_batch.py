@@ -4,6 +4,7 @@ A group's cache is rectangular: every row takes the slots of the longest, and at
 the weights once per group. Which rows share one is decided, and paid for, before they start: see core/memory/budget.py.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from engine.core.batch import RowOutput, RowSnapshot
@@ -29,15 +30,25 @@ class DecodeBatch:
     def num_bytes(self) -> int:
         return sum(group.num_bytes for group in self._groups.values())
 
-    def join(self, new: Newcomer) -> None:
-        """Adds a row to the group of its rectangle. When it raises, the batch is as it was."""
-        group = self._groups.get(new.request.rectangle)
-        if group is not None:
-            group.join(new)
-        else:
-            self._groups[new.request.rectangle] = DecodeGroup(
-                self._view, self._head, self._vocab_size, new, self._compiled
-            )
+    def join(self, *new: Newcomer) -> None:
+        """Adds rows to the groups of their rectangles, those of one group at once.
+
+        When it raises, no other row has changed; some of the new ones may have joined, and have to leave.
+        """
+        by_group: dict[int, list[Newcomer]] = defaultdict(list)
+        for one in new:
+            by_group[one.request.rectangle].append(one)
+        for number, (first, *others) in by_group.items():
+            if number in self._groups:
+                self._groups[number].join([first, *others])
+                continue
+            group = DecodeGroup(self._view, self._head, self._vocab_size, first, self._compiled)
+            if others and first.moves:  # the group has its layers, and is about to replace them
+                first.cache.clear()
+                (first.head_cache or []).clear()
+            if others:
+                group.join(others)
+            self._groups[number] = group
 
     def snapshot(self, row_id: str, parent: Stretch | None, cuts: Sequence[int]) -> RowSnapshot | None:
         """See ModelRunner.snapshot_row."""

@@ -88,9 +88,9 @@ class KVRows:
         cache.offset = num_tokens
         return cache
 
-    def with_row(self, row: Any) -> "KVRows":
-        keys, values = row.state[:2]
-        return KVRows(_stacked(self.keys, keys), _stacked(self.values, values), self.cursor)
+    def with_rows(self, rows: Sequence[Any]) -> "KVRows":
+        keys, values = zip(*(row.state[:2] for row in rows), strict=True)
+        return KVRows(_stacked([self.keys, *keys]), _stacked([self.values, *values]), self.cursor)
 
     def kept(self, rows: mx.array, num_slots: int) -> "KVRows":
         slots = min(rounded(num_slots), self.keys.shape[2])
@@ -176,8 +176,10 @@ class RecurrentRows:
         cache.cache = [mx.contiguous(slot[index : index + 1]) for slot in self.slots]
         return cache
 
-    def with_row(self, row: Any) -> "RecurrentRows":
-        return RecurrentRows([mx.concatenate([a, b]) for a, b in zip(self.slots, row.cache, strict=True)])
+    def with_rows(self, rows: Sequence[Any]) -> "RecurrentRows":
+        return RecurrentRows(
+            [mx.concatenate(list(slots)) for slots in zip(self.slots, *(row.cache for row in rows), strict=True)]
+        )
 
     def kept(self, rows: mx.array, num_slots: int) -> "RecurrentRows":
         return RecurrentRows([slot[rows] for slot in self.slots])
@@ -200,17 +202,18 @@ class RowsCache:
         """What one row, of so many tokens, would have alone: lazy, of the batch's arrays, which writes do not reach."""
         return [layer.row(index, num_tokens) for layer in self.layers]
 
-    def join(self, row: RowCache, move: bool = False) -> None:
-        """Adds a row, evaluated. When it raises, the rows are as they were.
+    def join(self, rows: Sequence[RowCache], move: bool = False) -> None:
+        """Adds rows, evaluated. When it raises, the rows are as they were.
 
-        move: let go of the row's own layers, one after the other; what is left of it is of no use.
+        move: let go of the new rows' own layers, one after the other; what is left of them is of no use.
         """
         before, done = self.num_rows, 0
         try:
             for done, mine in enumerate(self.layers):
-                self._put(done, mine.with_row(row[done]))
+                self._put(done, mine.with_rows([row[done] for row in rows]))
                 if move:
-                    row[done] = None
+                    for row in rows:
+                        row[done] = None
         except Exception:
             for i in range(done):
                 self.layers[i] = self.layers[i].kept(mx.arange(before), self.num_slots)
@@ -325,12 +328,14 @@ def _with_slots(array: mx.array, num_slots: int) -> mx.array:
     return mx.pad(array, [(0, 0), (0, 0), (0, missing), (0, 0)]) if missing else array
 
 
-def _stacked(rows: mx.array, row: mx.array) -> mx.array:
-    """Written into one new array, where padding both first would take as much again."""
-    num_rows, heads, slots, head_dim = rows.shape
-    stacked = mx.zeros((num_rows + 1, heads, rounded(max(slots, row.shape[2])), head_dim), rows.dtype)
-    stacked[:num_rows, :, :slots] = rows
-    stacked[num_rows:, :, : row.shape[2]] = row
+def _stacked(parts: Sequence[mx.array]) -> mx.array:
+    """Written into one new array, where padding all of them first would take as much again."""
+    _, heads, _, head_dim = parts[0].shape
+    num_rows, slots = sum(part.shape[0] for part in parts), rounded(max(part.shape[2] for part in parts))
+    stacked, done = mx.zeros((num_rows, heads, slots, head_dim), parts[0].dtype), 0
+    for part in parts:
+        stacked[done : done + part.shape[0], :, : part.shape[2]] = part
+        done += part.shape[0]
     return stacked
 
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.config import EngineConfig, MTPConfig
-from engine.core.batch import PrefillOutput, RowOutput, RowSnapshot, StepTime
+from engine.core.batch import PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.device_lock import lock_device
@@ -19,6 +19,7 @@ from engine.processing.patch_normalization import PatchNormalization
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.user_cache import user_cache
 from engine.worker import blas, cost_cache, loader, memory, memory_costs
+from engine.worker.burst import BurstPrefill
 from engine.worker.decode import Newcomer
 from engine.worker.decode_batch import DecodeBatch
 from engine.worker.mtp import MTPHead
@@ -76,6 +77,7 @@ class MLXRunner:
         self._head = MTPHead(model.mtp_head, self._view) if model.mtp_head is not None else None
         self._vision = self._make_vision(model, config)
         self._prefill = Prefill(self._view, self._head, self._vision, model.config.get("image_token_id"))
+        self._burst = BurstPrefill(self._view, self._head)
         compiled = use_compiled(config, self._view)
         self._batch = DecodeBatch(self._view, self._head, model.vocab_size, compiled)
         self._prompts: dict[str, Prompt] = {}  # by the ids of the rows that share it
@@ -86,6 +88,7 @@ class MLXRunner:
         self.no_snapshots = why_not(self._view.make_cache())
         self.no_sparse = None if self._view.explicit_positions else "this model takes no explicit positions"
         self.no_pooling = self._view.why_no_states()
+        self.no_bursts = self.no_sparse or self.no_snapshots or ("the decode step is compiled" if compiled else None)
         self.device_bytes = memory.device_bytes()
         self.memory_limit_bytes = memory.default_limit_bytes()
         self.fingerprint = model.fingerprint
@@ -161,6 +164,14 @@ class MLXRunner:
             return self._advance(rows, max_tokens)
         except Exception:
             self._forget_prompt(rows)
+            raise
+
+    def prefill_burst(self, chunks: Sequence[PromptChunk]) -> list[PrefillOutput]:
+        assert self.no_bursts is None
+        try:
+            return self._advance_together(chunks)
+        except Exception:
+            self._forget_prompt([chunk.row for chunk in chunks])
             raise
 
     def restore(self, rows: Sequence[Request], snapshot: Any, lend: Sequence[Any] = ()) -> None:
@@ -247,10 +258,7 @@ class MLXRunner:
             self._device_lock.release()
 
     def _advance(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
-        prompt = self._prompts.get(rows[0].id)
-        if prompt is None:
-            prompt = self._prefill.begin(rows[0])
-            self._prompts |= {row.id: prompt for row in rows}
+        prompt = self._prompt_of(rows)
         if prompt.pooled is not None:
             return self._pool(rows[0], prompt, prompt.pooled, max_tokens)
         if self._prefill.encode_next_image(prompt, rows[0].spec.images):
@@ -262,6 +270,30 @@ class MLXRunner:
         self._forget_prompt(rows)
         self._join(rows, prompt, first)
         return PrefillOutput(num_tokens, {row.id: output for row, output in zip(rows, first, strict=True)})
+
+    def _prompt_of(self, rows: Sequence[Request]) -> Prompt:
+        """The prompt that these rows share; it begins if it has not begun."""
+        prompt = self._prompts.get(rows[0].id)
+        if prompt is None:
+            prompt = self._prefill.begin(rows[0])
+            self._prompts |= {row.id: prompt for row in rows}
+        return prompt
+
+    def _advance_together(self, chunks: Sequence[PromptChunk]) -> list[PrefillOutput]:
+        prompts = [self._prompt_of([chunk.row]) for chunk in chunks]
+        logits = self._burst.advance(prompts, [chunk.num_tokens for chunk in chunks])
+        outputs = [PrefillOutput(chunk.num_tokens) for chunk in chunks]
+        if logits is None:
+            return outputs
+        complete = [i for i, prompt in enumerate(prompts) if prompt.done == len(prompt.token_ids)]
+        rows = [chunks[i].row for i in complete]
+        first = first_tokens(rows, logits, self.vocab_size)
+        self._forget_prompt(rows)
+        joining = zip(rows, [prompts[i] for i in complete], first, strict=True)
+        self._join_all([_newcomer(*one, moves=True) for one in joining])
+        for i, row, output in zip(complete, rows, first, strict=True):
+            outputs[i].first = {row.id: output}
+        return outputs
 
     def _pool(self, row: Request, prompt: Prompt, pooled: PooledStates, max_tokens: int) -> PrefillOutput:
         num_tokens, is_complete = self._prefill.pool(prompt, pooled, max_tokens)
@@ -278,11 +310,17 @@ class MLXRunner:
         """All of them or none."""
         try:
             for row, output in zip(rows, first, strict=True):
-                token_id = output.token_ids[0]
-                cache, head_cache, moves = prompt.cache, prompt.head_cache, len(rows) == 1
-                self._batch.join(Newcomer(row, cache, prompt.next_position, token_id, head_cache, prompt.hidden, moves))
+                self._batch.join(_newcomer(row, prompt, output, moves=len(rows) == 1))
         except Exception:
             self._batch.leave([row.id for row in rows])
+            raise
+
+    def _join_all(self, new: Sequence[Newcomer]) -> None:
+        """All of them or none."""
+        try:
+            self._batch.join(*new)
+        except Exception:
+            self._batch.leave([one.request.id for one in new])
             raise
 
     @staticmethod
@@ -291,6 +329,12 @@ class MLXRunner:
             return None
         normalization = PatchNormalization.of(image_processor_config(model.path))
         return VisionEncoder(model.module, normalization, config.vision_cache_mb * 2**20)
+
+
+def _newcomer(row: Request, prompt: Prompt, first: RowOutput, moves: bool) -> Newcomer:
+    """moves: see Newcomer."""
+    token_id, position = first.token_ids[0], prompt.next_position
+    return Newcomer(row, prompt.cache, position, token_id, prompt.head_cache, prompt.hidden, moves)
 
 
 def max_draft_tokens(config: EngineConfig) -> int:

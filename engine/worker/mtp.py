@@ -7,6 +7,7 @@ decoding adds waits in a `Feed` until the head is asked next, also through steps
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import mlx.core as mx
@@ -112,10 +113,10 @@ class Drafter:
     def of(cls, head: MTPHead, cache: RowCache, feed: Feed) -> "Drafter":
         return cls(head, RowsCache.of(cache), feed)
 
-    def join(self, cache: RowCache, feed: Feed, move: bool = False) -> None:
+    def join(self, caches: Sequence[RowCache], feeds: Sequence[Feed], move: bool = False) -> None:
         """When it raises, the rows are as they were. move: see RowsCache.join."""
-        joined = self.feed.joined(feed)
-        self._cache.join(cache, move)
+        joined = reduce(Feed.joined, feeds, self.feed)
+        self._cache.join(caches, move)
         self.feed = joined
 
     def keep(self, rows: list[int], num_slots: int, leaving: Sequence[Callable[[Any], None]] = ()) -> None:

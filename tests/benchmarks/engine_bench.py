@@ -24,7 +24,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +226,7 @@ class GatedRunner(MLXRunner):
 
     def __init__(self, config: EngineConfig):
         super().__init__(loader.load(config, lambda progress: None), config)
+        self.no_bursts: str | None = "each prompt is prefilled once and kept"
         self.is_open = False
         self.counts = Counts()
         self._kept: dict[str, tuple[Prompt, list[RowOutput]]] = {}
@@ -247,7 +248,8 @@ class GatedRunner(MLXRunner):
             assert logits is not None
             self._kept[row.id] = prompt, first_tokens(rows, logits, self.vocab_size)
         prompt, first = self._kept[row.id]
-        self._join(rows, prompt, first)
+        head_cache = None if prompt.head_cache is None else [*prompt.head_cache]
+        self._join(rows, replace(prompt, cache=[*prompt.cache], head_cache=head_cache), first)
         return PrefillOutput(row.num_prompt_tokens, {row.id: first[0]})
 
 

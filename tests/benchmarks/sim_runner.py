@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput, RowOutput, RowSnapshot, StepTime
+from engine.core.batch import PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
 from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
@@ -79,10 +79,10 @@ class Machine:
     acceptance: tuple[float, ...]
     """How often the draft at each depth holds when those before it did."""
 
-    def chunk_seconds(self, start: int, num_tokens: int) -> float:
-        """Return the seconds of num_tokens prompt tokens behind `start` others."""
+    def chunk_seconds(self, start: int, num_tokens: int, num_rows: int = 1) -> float:
+        """Return the seconds of num_tokens prompt tokens behind `start` others, of each of `num_rows` prompts."""
         num_pairs = num_tokens * (start + num_tokens / 2)
-        return STEP_S + self.chunk_s + self.token_s * num_tokens + self.pair_s * num_pairs
+        return STEP_S + self.chunk_s + num_rows * (self.token_s * num_tokens + self.pair_s * num_pairs)
 
     def prompt_seconds(self, num_tokens: int, chunk_tokens: int = 2048) -> float:
         """Return the seconds of a whole prompt in chunks of a fixed size."""
@@ -226,6 +226,7 @@ class ClockRunner:
     no_snapshots: str | None = None
     no_sparse: str | None = "no sparse plans in the simulation"
     no_pooling: str | None = "no embeddings in the simulation"
+    no_bursts: str | None = None
     feature_bytes = 0
 
     def __init__(self, machine: Machine, clock: VirtualClock):
@@ -274,12 +275,27 @@ class ClockRunner:
         prompt = self._prompts.get(row.id) or self._begin(row)
         assert prompt.done == row.num_prefilled
         num_tokens = min(max_tokens, row.num_prompt_tokens - prompt.done)
-        self._compute(row, prompt, num_tokens)
+        self._compute(row, prompt, num_tokens, self.machine.chunk_seconds(prompt.done, num_tokens))
+        return self._taken_in(rows, prompt, num_tokens)
+
+    def _taken_in(self, rows: Sequence[Request], prompt: Prompt, num_tokens: int) -> PrefillOutput:
+        row = rows[0]
         if prompt.done < row.num_prompt_tokens:
             return PrefillOutput(num_tokens)
         del self._prompts[row.id]
         self._rows |= {each.id: each for each in rows}
         return PrefillOutput(num_tokens, {each.id: self._output(each, 0) for each in rows})
+
+    def prefill_burst(self, chunks: Sequence[PromptChunk]) -> list[PrefillOutput]:
+        """Each chunk takes its part of the seconds of the forward, padded to the longest."""
+        prompts = [self._prompts.get(chunk.row.id) or self._begin(chunk.row) for chunk in chunks]
+        longest, start = max(chunk.num_tokens for chunk in chunks), max(prompt.done for prompt in prompts)
+        each_s = self.machine.chunk_seconds(start, longest, len(chunks)) / len(chunks)
+        for chunk, prompt in zip(chunks, prompts, strict=True):
+            assert prompt.done == chunk.row.num_prefilled
+            self._compute(chunk.row, prompt, chunk.num_tokens, each_s)
+        taken = zip(chunks, prompts, strict=True)
+        return [self._taken_in([chunk.row], prompt, chunk.num_tokens) for chunk, prompt in taken]
 
     def restore(self, rows: Sequence[Request], snapshot: Any, lend: Sequence[Any] = ()) -> None:
         row, stretch = rows[0], snapshot.stretch
@@ -359,8 +375,8 @@ class ClockRunner:
         prompt = self._prompts[row.id] = Prompt(num_bytes, reached=self._reached.get(row.id, 0))
         return prompt
 
-    def _compute(self, row: Request, prompt: Prompt, num_tokens: int) -> None:
-        seconds, num_decoding = self.machine.chunk_seconds(prompt.done, num_tokens), len(self._rows)
+    def _compute(self, row: Request, prompt: Prompt, num_tokens: int, seconds: float) -> None:
+        num_decoding = len(self._rows)
         if num_decoding:
             seconds, self.slow_factor = seconds * self.slow_factor, 1.0
         self.clock.advance(seconds)

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput, RowOutput, RowSnapshot, StepTime
+from engine.core.batch import PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import EngineRequest, TokenLogprobs, choice_seed
@@ -37,6 +37,7 @@ class NoSnapshots:
     no_snapshots: str | None = "there is no model"
     no_sparse: str | None = None
     no_pooling: str | None = None
+    no_bursts: str | None = "there is no model"
     device_bytes: int = 2**30
     fingerprint: str = "none"
     costs: MemoryCosts = MemoryCosts()
@@ -51,6 +52,7 @@ class NoSnapshots:
     def probe(self) -> None:
         """It works."""
 
+    prefill_burst: Any = None
     restore: Any = None
     snapshot: Any = None
     fill: Any = None
@@ -115,6 +117,7 @@ class FakeRunner:
         self.no_snapshots: str | None = None
         self.no_sparse: str | None = None
         self.no_pooling: str | None = None
+        self.no_bursts: str | None = "prompts are computed one by one unless a test says otherwise"
         self.device_bytes, self.fingerprint = 2**30, "fake"
         self.costs, self.memory_limit_bytes = MemoryCosts(), 2**30
         self.step_times: Sequence[StepTime] = ()
@@ -142,8 +145,11 @@ class FakeRunner:
         return outputs
 
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
+        self._called("prefill", rows[0].id, max_tokens)
+        return self._advance(rows, max_tokens)
+
+    def _advance(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         first = rows[0]
-        self._called("prefill", first.id, max_tokens)
         prompt, done = _computed(first), self.prompts.get(first.id, 0)
         assert done == first.num_prefilled and not any(row.id in self.rows for row in rows)
         num_tokens = min(max_tokens, len(prompt) - done)
@@ -154,6 +160,10 @@ class FakeRunner:
         for row in rows:
             self.rows[row.id], self._positions[row.id] = row, len(row.output_token_ids)
         return PrefillOutput(num_tokens, {row.id: self._output(row, 0) for row in rows})
+
+    def prefill_burst(self, chunks: Sequence[PromptChunk]) -> list[PrefillOutput]:
+        self._called("prefill_burst", *((chunk.row.id, chunk.num_tokens) for chunk in chunks))
+        return [self._advance([chunk.row], chunk.num_tokens) for chunk in chunks]
 
     def restore(self, rows: Sequence[Request], snapshot: Any, lend: Sequence[Any] = ()) -> None:
         self._called("restore", rows[0].id, snapshot.num_tokens)

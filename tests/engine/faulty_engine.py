@@ -48,7 +48,16 @@ TINY: dict[str, Any] = {"layers": 2, "interval": 2, "hidden": 32, "heads": 2, "k
 CHUNK_TOKENS = 16
 DRAFTS = {"max_draft_tokens": 2, "max_rows": 8}
 RUNNER_SEAMS = (
-    *("prefill", "decode", "restore", "snapshot", "snapshot_row", "export_snapshot", "import_snapshot"),
+    *(
+        "prefill",
+        "prefill_burst",
+        "decode",
+        "restore",
+        "snapshot",
+        "snapshot_row",
+        "export_snapshot",
+        "import_snapshot",
+    ),
     *("drop", "reset", "memory", "probe", "free_caches"),
 )
 LOOKS = 20

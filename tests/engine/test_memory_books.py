@@ -39,6 +39,8 @@ class Books:
         self.core.scheduler.schedule = self._watched  # type: ignore[method-assign]
         self._chunk_tokens = self.core.scheduler.chunk_tokens
         self.core.scheduler.chunk_tokens = self._watched_chunk  # type: ignore[method-assign]
+        self._burst = self.core.scheduler.burst
+        self.core.scheduler.burst = self._watched_burst  # type: ignore[method-assign]
 
     def _watched(self, num_draft_tokens: int = 0) -> Any:
         work = self._schedule(num_draft_tokens)
@@ -49,6 +51,11 @@ class Books:
         num_tokens = self._chunk_tokens(rows)
         self._scheduled = max(self._scheduled, self.booked())
         return num_tokens
+
+    def _watched_burst(self, *chunks: Any) -> Any:
+        burst = self._burst(*chunks)
+        self._scheduled = max(self._scheduled, self.booked())
+        return burst
 
     def _now(self, peak: int = 0) -> int:
         return max(peak, mx.get_active_memory()) - self._others  # without an allocation there is no peak

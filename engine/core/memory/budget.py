@@ -7,6 +7,7 @@ come on top; afterwards they are given back. What the prefix cache holds counts 
 the room.
 """
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -175,6 +176,26 @@ class MemoryBudget:
         """Return how many bytes would have to be freed for `wanted` tokens in the next chunk, or for as many as may."""
         end = row.num_prefilled + wanted
         return max(0, min(self.costs.chunk(wanted, end), int(self._step_limit)) - int(self._chunk_room))
+
+    def reserve_burst(self, rows: Sequence[Request], num_tokens: int, end: int) -> int:
+        """Reserve memory for a forward of so many tokens of each row's prompt, until `end_chunk`.
+
+        Args:
+            rows: one of each prompt.
+            num_tokens: of the longest chunk, to which the others are padded.
+            end: tokens of the longest prompt behind its chunk.
+
+        Returns:
+            0, or how many bytes are missing; then nothing is reserved. `sys.maxsize` for what no eviction could change.
+        """
+        reservation, wanted = self._reservation_of(rows[0].id), self.costs.burst(len(rows), num_tokens, end)
+        assert reservation is not None
+        if wanted > self._step_limit:
+            return sys.maxsize
+        if wanted > self._chunk_room:
+            return wanted - int(self._chunk_room)
+        reservation.step_bytes = max(reservation.step_bytes, wanted)
+        return 0
 
     @property
     def _chunk_room(self) -> float:

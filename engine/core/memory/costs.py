@@ -76,5 +76,12 @@ class MemoryCosts:
         num_pairs = min(num_tokens, self.max_queries) * end
         return int(self.chunk_bytes + num_tokens * self.token_step_bytes + num_pairs * self.pair_bytes)
 
+    def burst(self, num_rows: int, num_tokens: int, end: int) -> int:
+        """The intermediate results of so many chunks in one forward, padded alike; `end` is that of the longest prompt.
+
+        The states of one layer, and its keys and values, are there once more for all rows.
+        """
+        return num_rows * self.chunk(num_tokens, end) + 2 * self.layer(num_rows, self.slots(end))
+
     def image(self, num_patches: int) -> int:
         return int(self.image_bytes + num_patches * (self.patch_bytes + self.patch_pair_bytes * num_patches))

@@ -91,7 +91,7 @@ def test_a_join_that_fails_half_way_leaves_the_running_rows_exact(drive, request
     driver.core.add_request(row)
     for _ in range(4):
         driver.core.step()
-    _fail_at(monkeypatch, "with_row", layer)
+    _fail_at(monkeypatch, "with_rows", layer)
     driver.core.add_request(requests[1])
     while "picture" not in driver.finish:
         driver.core.step()

@@ -1,0 +1,92 @@
+"""Which prompts in progress are computed in one forward: short ones, as many as get their first tokens sooner."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from engine.core.cost_model import CostModel
+from engine.core.request import Request
+
+MAX_BURST_ROWS = 32
+
+MAX_START_TOKENS = 4096
+"""Of a prompt in a burst, in front of its chunk: a layer's keys and values are copied for it, once for each prompt and
+as many as the longest has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What is left of a prompt."""
+
+    num_tokens: int
+    """Tokens of its next chunk."""
+    start: int
+    """Tokens in front of them."""
+    num_left: int = 0
+    """Tokens behind them, in a chunk of their own."""
+
+
+def may_burst(rows: Sequence[Request]) -> bool:
+    """Whether a prompt can be computed together with others at all.
+
+    One with a grammar cannot: if the forward failed, its matcher would have taken a token that is computed again.
+    """
+    row = rows[0]
+    spec = row.spec
+    is_plain = not spec.images and spec.sparse is None and spec.pooling is None and row.matcher is None
+    return len(rows) == 1 and is_plain
+
+
+def burst_s(spans: Sequence[Span], costs: CostModel) -> float:
+    """Predict the seconds of one forward with the next chunks of all of these prompts, padded to the longest."""
+    longest, start = max(span.num_tokens for span in spans), max(span.start for span in spans)
+    return costs.chunk_s(longest, start, len(spans))
+
+
+def alone_s(span: Span, costs: CostModel) -> float:
+    """Predict the seconds until a prompt is complete that is computed alone."""
+    start = span.start + span.num_tokens
+    return costs.chunk_s(span.num_tokens, span.start) + costs.chunk_s(span.num_left, start)
+
+
+def num_together(spans: Sequence[Span], costs: CostModel, max_tokens: int, max_s: float) -> int:
+    """Choose how many of the first prompts one forward computes.
+
+    A forward with more prompts ends all of them sooner, but the first of them later: the mean and the longest wait for
+    a first token count alike.
+
+    Args:
+        spans: of the prompt whose turn it is, then of the others, the shortest first.
+        costs: predicts seconds.
+        max_tokens: of the chunks, without padding.
+        max_s: seconds that the forward may take.
+
+    Returns:
+        At least 1, which stands for one prompt after the other.
+    """
+    alone = [alone_s(span, costs) for span in spans]
+    best, least = 1, _wait_s(list(accumulate(alone)))
+    for num in range(2, 1 + min(len(spans), MAX_BURST_ROWS)):
+        together = spans[:num]
+        num_tokens, start = sum(span.num_tokens for span in together), max(span.start for span in together)
+        if num_tokens > max_tokens or start > MAX_START_TOKENS or burst_s(together, costs) > max_s:
+            break
+        ends = _ends_s(together, costs)
+        ends += [ends[-1] + each for each in accumulate(alone[num:])]
+        if (wait_s := _wait_s(ends)) < least:
+            best, least = num, wait_s
+    return best
+
+
+def _ends_s(spans: Sequence[Span], costs: CostModel) -> list[float]:
+    """Predict when each prompt is complete if the next chunks, and then what is left, are computed together."""
+    seconds = burst_s(spans, costs)
+    left = [Span(span.num_left, span.start + span.num_tokens) for span in spans if span.num_left]
+    if not left:
+        return [seconds] * len(spans)
+    return [seconds] * (len(spans) - len(left)) + [seconds + burst_s(left, costs)] * len(left)
+
+
+def _wait_s(ends: Sequence[float]) -> float:
+    """The mean and the longest wait together."""
+    return sum(ends) / len(ends) + ends[-1]

@@ -1,0 +1,174 @@
+"""Chunks of several prompts in one forward: short prompts that come together are not computed one after the other.
+
+The chunks are padded on the right. Attention does not see the padding: it lies behind every token of its row, and is
+not kept. Recurrent layers pass over it: at padded positions a state neither decays nor changes, and the window of the
+convolution ends with the row's own last token. So each prompt leaves with the caches that it would have alone.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_vlm.models.cache import ArraysCache, KVCache
+
+from engine.worker.kv_cache import Cursor, RowCache
+from engine.worker.mtp import MTPHead
+from engine.worker.prefill import Prompt
+from engine.worker.view import View
+
+
+class BurstKeysValues:
+    """One attention layer of all prompts. Each appends its own tokens to its own cache; attention sees them padded."""
+
+    def __init__(self, caches: Sequence[KVCache], lengths: Sequence[int]):
+        """lengths: how many tokens of the forward are each prompt's own; 0 is allowed."""
+        self._caches = caches
+        self._lengths = lengths
+        self._starts = [cache.offset for cache in caches]
+
+    @property
+    def offset(self) -> int:
+        return max(self._starts)
+
+    def make_mask(
+        self, num_new: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        uniform_start = self.offset if len(set(self._starts)) == 1 and not return_array else None
+        cursor = Cursor(mx.array(self._starts, mx.int32), self.offset + num_new, uniform_start)
+        return cursor.mask(num_new, window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """keys, values [B, heads, L, head_dim]. Returns both behind those in front: [B, heads, extent, head_dim]."""
+        for i, (cache, length) in enumerate(zip(self._caches, self._lengths, strict=True)):
+            if length:
+                cache.update_and_fetch(keys[i : i + 1, :, :length], values[i : i + 1, :, :length])
+        if not self.offset:
+            return keys, values
+        return self._behind([cache.keys for cache in self._caches], keys), self._behind(
+            [cache.values for cache in self._caches], values
+        )
+
+    def _behind(self, before: Sequence[Any], new: mx.array) -> mx.array:
+        """Each row's new slots behind the first `start` of those before."""
+        rows = []
+        for i, (slots, start) in enumerate(zip(before, self._starts, strict=True)):
+            parts = [new[i : i + 1]]
+            if start:
+                parts.insert(0, slots[..., :start, :])
+            if missing := self.offset - start:
+                parts.append(mx.zeros((1, new.shape[1], missing, new.shape[3]), new.dtype))
+            rows.append(mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0])
+        return mx.concatenate(rows)
+
+
+class BurstStates:
+    """One recurrent layer of all prompts: slots (convolution window, state). Speaks the library's ArraysCache."""
+
+    lengths = None  # the windows are cut here
+
+    def __init__(self, caches: Sequence[ArraysCache], lengths: Sequence[int]):
+        self._caches = caches
+        self._lengths = lengths
+
+    def __getitem__(self, index: int) -> mx.array | None:
+        """[B, ...]; None if no prompt has begun."""
+        states = [cache.cache[index] for cache in self._caches]
+        like = next((state for state in states if state is not None), None)
+        if like is None:
+            return None
+        return mx.concatenate([mx.zeros_like(like) if state is None else state for state in states])
+
+    def make_mask(self, num_new: int) -> mx.array | None:
+        """bool [B, num_new]: which tokens are a prompt's own."""
+        if min(self._lengths) == num_new:
+            return None
+        return mx.arange(num_new) < mx.array(list(self._lengths), mx.int32)[:, None]
+
+    def update_window(self, index: int, source: mx.array, width: int, *, lengths: None = None) -> None:
+        """source [B, width + L, channels]: the window after n tokens is source[:, n : n + width]."""
+        for i, (cache, length) in enumerate(zip(self._caches, self._lengths, strict=True)):
+            cache.cache[index] = mx.contiguous(source[i : i + 1, length : length + width])
+
+    def update_recurrent(self, index: int, length: int, update: Callable[..., Any]) -> tuple[mx.array, mx.array]:
+        output, state = update(self[index], None)[:2]
+        for i, cache in enumerate(self._caches):
+            cache.cache[index] = mx.contiguous(state[i : i + 1])
+        mx.async_eval([cache.cache[index] for cache in self._caches])  # else all layers' states would wait to be split
+        return output, state
+
+
+class BurstPrefill:
+    """Advances several prompts in one forward. Only for models that take explicit positions."""
+
+    def __init__(self, view: View, head: MTPHead | None):
+        self._view = view
+        self._head = head
+
+    def advance(self, prompts: Sequence[Prompt], lengths: Sequence[int], padding_id: int = 0) -> mx.array | None:
+        """Takes in the next tokens of each prompt, evaluated. When it raises, all of the prompts are lost.
+
+        Args:
+            prompts: of text alone.
+            lengths: how many tokens of each, at least 1.
+            padding_id: the token at padded positions, which changes nothing.
+
+        Returns:
+            The logits [E, 1, vocab] of the last token of each of the E prompts that are complete, None without one.
+        """
+        starts = [prompt.done for prompt in prompts]
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        spans = list(zip(prompts, starts, ends, strict=True))
+        token_ids = _padded([prompt.token_ids[start:end] for prompt, start, end in spans], padding_id)
+        positions = [_padded([p.positions[axis, 0, start:end] for p, start, end in spans]) for axis in range(3)]
+        layers = _layers([prompt.cache for prompt in prompts], lengths)
+        hidden = self._view.states(mx.array(token_ids), layers, np.stack(positions))
+        for prompt, end in zip(prompts, ends, strict=True):
+            prompt.done = end
+        last = mx.take_along_axis(hidden, mx.array(list(lengths), mx.int32)[:, None, None] - 1, axis=1)
+        complete = [i for i, prompt in enumerate(prompts) if prompt.done == len(prompt.token_ids)]
+        logits = self._view.logits(last[mx.array(complete)]) if complete else None
+        if self._head is not None:
+            self._prime(self._head, prompts, starts, hidden)
+            for i, prompt in enumerate(prompts):
+                prompt.hidden = mx.contiguous(last[i : i + 1])
+        mx.eval([_state(prompt) for prompt in prompts], [] if logits is None else logits)
+        return logits
+
+    def _prime(self, head: MTPHead, prompts: Sequence[Prompt], starts: Sequence[int], hidden: mx.array) -> None:
+        """Gives the head what it has not seen of each prompt; see Prefill._prime."""
+        starts = [start - (prompt.hidden is not None) for prompt, start in zip(prompts, starts, strict=True)]
+        spans = list(zip(prompts, starts, strict=True))
+        lengths = [prompt.done - 1 - start for prompt, start in spans]
+        if not any(lengths):
+            return
+        none = mx.zeros((1, 1, hidden.shape[2]), hidden.dtype)
+        waiting = mx.concatenate([none if prompt.hidden is None else prompt.hidden for prompt in prompts])
+        skipped = mx.array([[prompt.hidden is None] for prompt in prompts], mx.int32)
+        at = mx.minimum(skipped + mx.arange(max(lengths)), hidden.shape[1])
+        before = mx.take_along_axis(mx.concatenate([waiting, hidden], axis=1), at[..., None], axis=1)
+        behind = _padded([prompt.successors[start : prompt.done - 1] for prompt, start in spans])
+        caches = [prompt.head_cache for prompt in prompts if prompt.head_cache is not None]
+        first = mx.array([cache[0].offset for cache in caches], mx.int32)
+        head(mx.array(behind), before, _layers(caches, lengths), first[:, None] + mx.arange(max(lengths)))
+
+
+def _layers(caches: Sequence[RowCache], lengths: Sequence[int]) -> list[Any]:
+    """Of the prompts' caches, layer by layer."""
+    return [
+        BurstKeysValues(layers, lengths) if isinstance(layers[0], KVCache) else BurstStates(layers, lengths)
+        for layers in zip(*caches, strict=True)
+    ]
+
+
+def _state(prompt: Prompt) -> list[mx.array]:
+    arrays = [array for layer in [*prompt.cache, *(prompt.head_cache or [])] for array in layer.state]
+    return arrays if prompt.hidden is None else [*arrays, prompt.hidden]
+
+
+def _padded(rows: Sequence[np.ndarray], padding: int = 0) -> np.ndarray:
+    """int32 [B, longest]"""
+    padded = np.full((len(rows), max(map(len, rows))), padding, np.int32)
+    for row, values in zip(padded, rows, strict=True):
+        row[: len(values)] = values
+    return padded

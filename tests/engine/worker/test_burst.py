@@ -1,0 +1,257 @@
+"""Chunks of several prompts in one forward: each prompt gets the tokens and the state that it would get alone."""
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.batch import PromptChunk
+from engine.core.request import Request
+from engine.protocol import EngineRequest, SamplingParams
+from engine.worker.burst import BurstPrefill
+from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.prefill import Prompt
+
+LENGTHS = (5, 33, 1, 17, 2, 70)
+STATE_TOLERANCE = 1e-4
+"""Between two forwards of different shapes: the order of sums."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    "deep": {"layers": 4, "interval": 4, "agree": 0.3},
+    "alternating": {"layers": 4, "interval": 2, "agree": 0.1, "seed": 1},
+    "foreign head": {"layers": 2, "interval": 2, "seed": 3},
+    "no head": {"layers": 4, "interval": 2, "mtp": False},
+}
+
+
+@pytest.fixture(scope="module")
+def runner_of(tiny_model: Callable[..., Path], request: pytest.FixtureRequest) -> Callable[[str], MLXRunner]:
+    """Never closed: that would take the main thread's streams from the tests that follow."""
+    loaded: dict[str, MLXRunner] = {}
+
+    def make(name: str) -> MLXRunner:
+        if name in ("demo", "text"):
+            return request.getfixturevalue("runner" if name == "demo" else "text_runner")
+        if name not in loaded:
+            config = EngineConfig(model=str(tiny_model(**MODELS[name])))
+            loaded[name] = load_runner(config, lambda progress: None)
+        return loaded[name]
+
+    return make
+
+
+@pytest.fixture
+def tiny(runner_of: Callable[[str], MLXRunner]) -> MLXRunner:
+    return runner_of("alternating")
+
+
+def row_of(name: str, num_prompt: int, max_tokens: int = 12, rectangle: int = 0, **sampling: Any) -> Request:
+    ids = np.random.default_rng(zlib.crc32(name.encode())).integers(20, 500, num_prompt).astype(np.int32)
+    params = SamplingParams(max_tokens, **{"temperature": 0.0, "seed": num_prompt} | sampling)
+    return Request(EngineRequest(name, ids, params, ()), rectangle=rectangle)
+
+
+def rows_of(lengths: Sequence[int] = LENGTHS, **more: Any) -> list[Request]:
+    return [row_of(f"r{i}", length, **more) for i, length in enumerate(lengths)]
+
+
+def chunks_of(runner: MLXRunner, rows: Sequence[Request], most: int = 1000) -> list[PromptChunk]:
+    """The next tokens of each prompt, at most so many."""
+    done = [prompt.done if (prompt := runner._prompts.get(row.id)) else 0 for row in rows]
+    return [PromptChunk(row, min(most, row.num_prompt_tokens - n)) for row, n in zip(rows, done, strict=True)]
+
+
+def take(rows: Sequence[Request], outputs: Mapping[str, Any]) -> list[str]:
+    """Appends what came; returns the rows that have all of their tokens."""
+    for row in rows:
+        for token in outputs[row.id].token_ids if row.id in outputs else ():
+            if len(row.output_token_ids) < row.sampling.max_tokens:
+                row.append(token)
+    return [row.id for row in rows if len(row.output_token_ids) == row.sampling.max_tokens]
+
+
+def decode(runner: MLXRunner, rows: Sequence[Request], num_drafts: int = 0) -> dict[str, list[int]]:
+    """All of the rows to their ends. Returns the tokens by request."""
+    left = list(rows)
+    while left:
+        ended = take(left, runner.decode(num_drafts))
+        runner.drop(ended)
+        left = [row for row in left if row.id not in ended]
+    return {row.spec.request_id: list(row.output_token_ids) for row in rows}
+
+
+def start(runner: MLXRunner, row: Request, most: int = 1000) -> None:
+    """A prompt alone, to its end."""
+    while (first := runner.prefill([row], most).first) is None:
+        pass
+    take([row], first)
+
+
+def start_together(runner: MLXRunner, rows: Sequence[Request], most: int = 1000) -> None:
+    left = list(rows)
+    while left:
+        chunks = chunks_of(runner, left, most)
+        for row, output in zip(list(left), runner.prefill_burst(chunks), strict=True):
+            if output.first is not None:
+                take([row], output.first)
+                left.remove(row)
+
+
+def alone(runner: MLXRunner, rows: Sequence[Request]) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    for row in rows:
+        fresh = Request(row.spec)
+        start(runner, fresh)
+        tokens |= decode(runner, [fresh])
+    return tokens
+
+
+def state_of(prompt: Prompt) -> list[np.ndarray]:
+    arrays = [array for layer in [*prompt.cache, *(prompt.head_cache or [])] for array in layer.state]
+    return [np.array(array) for array in (arrays if prompt.hidden is None else [*arrays, prompt.hidden])]
+
+
+def assert_same_state(one: Prompt, other: Prompt) -> None:
+    assert one.done == other.done
+    for mine, its in zip(state_of(one), state_of(other), strict=True):
+        np.testing.assert_allclose(mine, its, atol=STATE_TOLERANCE, rtol=STATE_TOLERANCE)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+@pytest.mark.parametrize("model", [*MODELS, "demo"])
+def test_prompts_in_a_burst_get_the_tokens_that_each_gets_alone(runner_of, model, num_drafts):
+    runner = runner_of(model)
+    rows = rows_of()
+    expected = alone(runner, rows)
+    start_together(runner, rows)
+    assert decode(runner, rows, num_drafts) == expected
+
+
+@pytest.mark.parametrize("most", [1, 3, 16])
+def test_a_prompt_may_be_cut_anywhere_into_chunks_of_bursts(tiny, most):
+    rows = rows_of()
+    expected = alone(tiny, rows)
+    start_together(tiny, rows, most)
+    assert decode(tiny, rows, 2) == expected
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_state_behind_a_burst_is_that_of_each_prompt_alone(runner_of, model):
+    runner = runner_of(model)
+    rows, others = rows_of((40, 21, 64, 9)), rows_of((40, 21, 64, 9))
+    for row, length in zip(others, (11, 7, 30, 1), strict=True):
+        runner.prefill([row], length)
+        runner.prefill([row], 6)
+    expected = [runner._prompts[row.id] for row in others]
+    runner._prompts.clear()
+    for lengths in ((11, 7, 30, 1), (6, 6, 6, 6)):
+        runner.prefill_burst([PromptChunk(row, length) for row, length in zip(rows, lengths, strict=True)])
+    for row, prompt in zip(rows, expected, strict=True):
+        assert_same_state(runner._prompts[row.id], prompt)
+    runner.drop([row.id for row in rows])
+
+
+@pytest.mark.parametrize("padding_id", [1, 499])
+@pytest.mark.parametrize("begun", [0, 3])
+def test_padding_changes_nothing_whatever_its_tokens_are(tiny, padding_id, begun):
+    def states(padding_id: int) -> list[np.ndarray]:
+        prompts = [tiny._prefill.begin(row) for row in rows_of((5, 33, 17, 10))]
+        burst = BurstPrefill(tiny._view, tiny._head)
+        if begun:
+            burst.advance(prompts[:2], [begun, begun])
+        logits = burst.advance(prompts, [2, 30, 4, 10], padding_id)
+        assert logits is not None
+        return [np.array(logits), *(array for prompt in prompts for array in state_of(prompt))]
+
+    for mine, its in zip(states(0), states(padding_id), strict=True):
+        assert np.array_equal(mine, its)
+
+
+@pytest.mark.parametrize("model", ["alternating", "no head"])
+def test_prompts_that_go_on_from_snapshots_are_in_a_burst_with_others(runner_of, model):
+    runner = runner_of(model)
+    rows = rows_of()
+    expected = alone(runner, rows)
+    for i, at in ((1, 20), (3, 16), (5, 3)):
+        first = Request(rows[i].spec)
+        runner.prefill([first], at)
+        snapshot = runner.snapshot([first])
+        runner.drop([first.id])
+        runner.restore([rows[i]], snapshot)
+    start_together(runner, rows)
+    assert decode(runner, rows, 3) == expected
+
+
+def test_a_burst_joins_rows_that_decode_already_in_their_groups(tiny):
+    old = [row_of("old", 50, 30), row_of("older", 8, 40, rectangle=7)]
+    new = [*rows_of((4, 19, 30)), row_of("far", 12, rectangle=7), row_of("lone", 3, rectangle=9)]
+    expected = alone(tiny, [*old, *new])
+    for row in old:
+        start(tiny, row)
+    for num_drafts in (0, 3, 2):
+        take(old, tiny.decode(num_drafts))
+    start_together(tiny, new)
+    assert decode(tiny, [*old, *new], 2) == expected
+
+
+def test_rows_that_sample_are_not_disturbed_by_their_company(tiny):
+    rows = [row_of(f"hot{i}", 5 + 9 * i, temperature=1.0, top_p=0.9, repetition_penalty=1.1) for i in range(4)]
+    rows += rows_of((6, 7), logprobs=2)
+    expected = alone(tiny, rows)
+    start_together(tiny, rows)
+    assert decode(tiny, rows, 2) == expected
+
+
+def test_a_prompt_that_is_given_up_between_two_bursts_leaves_the_others_alone(tiny):
+    rows = rows_of((30, 40, 25))
+    expected = alone(tiny, rows)
+    tiny.prefill_burst(chunks_of(tiny, rows, 20))
+    tiny.drop([rows[1].id])
+    rest = [rows[0], rows[2]]
+    start_together(tiny, rest)
+    assert decode(tiny, rest, 1) == {row.spec.request_id: expected[row.spec.request_id] for row in rest}
+    assert tiny.memory()["prefill_cache_bytes"] == tiny.memory()["decode_cache_bytes"] == 0
+
+
+def test_a_burst_that_fails_leaves_no_prompt_behind_and_no_row(tiny, monkeypatch):
+    running = row_of("running", 9, 20)
+    expected = alone(tiny, [running])
+    start(tiny, running)
+    held = tiny.memory()["decode_cache_bytes"]
+    rows = rows_of((30, 4))
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    for part, method in ((tiny._view, "logits"), (tiny._batch, "join")):
+        with monkeypatch.context() as patch:
+            patch.setattr(part, method, fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                tiny.prefill_burst(chunks_of(tiny, rows))
+        assert not tiny._prompts and tiny.memory()["decode_cache_bytes"] == held
+    assert decode(tiny, [running]) == expected
+
+
+def test_a_row_of_a_burst_holds_the_memory_of_its_own_cache_and_no_more(tiny):
+    rows = rows_of((40,) * 8)
+    tiny.prefill_burst(chunks_of(tiny, rows, 20))
+    prompts = [tiny._prompts[row.id] for row in rows]
+    mx.clear_cache()
+    before, freed = mx.get_active_memory(), sum(prompt.num_bytes for prompt in prompts[1:])
+    del prompts
+    tiny.drop([row.id for row in rows[1:]])
+    mx.synchronize()
+    assert before - mx.get_active_memory() >= freed
+    tiny.drop([rows[0].id])
+
+
+def test_a_model_without_explicit_positions_says_that_it_takes_no_bursts(runner_of):
+    assert runner_of("text").no_bursts == "this model takes no explicit positions"
+    assert runner_of("deep").no_bursts is None
