@@ -1,0 +1,232 @@
+"""What a GPU gives: bursts of short prompts, decoding behind long contexts, scoring, and equal tokens in low precision.
+
+    python -m tests.benchmarks.gpu_bench --shape qwen3.5-4b --rounds 5
+
+burst: seconds until 16 prompts of 64 tokens have their first tokens, and until one has, with random weights of the
+shape. context: a decode step of four rows behind --long tokens each, and behind 512. scoring: a draft of --draft shape
+reads 8192 tokens, and looks ahead. equal: the demo model in the device's own precision, the share of tokens that are
+the same alone and in a batch of eight, and with and without drafts, greedy and sampled.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.core.engine_core import EngineCore
+from engine.core.request import Request
+from engine.core.scheduler import Chunks
+from engine.protocol import EngineRequest, SamplingParams
+from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.spec_prefill.draft import Draft
+from tests.benchmarks.measure import Spread, heading
+from tests.benchmarks.step_bench import SHAPES, random_model
+
+NUM_PROMPTS, PROMPT_TOKENS = 16, 64
+NUM_ROWS, SHORT_TOKENS, NUM_STEPS = 4, 512, 16
+SCORED_TOKENS, LOOK_AHEAD = 8192, 16
+EQUAL_ROWS, EQUAL_PROMPT, EQUAL_TOKENS = 8, 48, 160
+VOCABULARY = range(300, 1200)  # ordinary words of the demo model's tokenizer
+
+
+def config(**fields: object) -> EngineConfig:
+    return EngineConfig.model_validate({"prefix_cache": {"enabled": False}, "max_running": 32, **fields})
+
+
+@contextmanager
+def random_runner(shape: str, settings: EngineConfig) -> Iterator[MLXRunner]:
+    runner = MLXRunner(random_model(SHAPES[shape]), settings)
+    runner.warm_up()
+    try:
+        yield runner
+    finally:
+        runner.close()
+        gc.collect()
+        mx.clear_cache()
+
+
+def request(
+    name: str, token_ids: np.ndarray, max_tokens: int, temperature: float = 0.0, seed: int = 0
+) -> EngineRequest:
+    return EngineRequest(name, token_ids, SamplingParams(max_tokens, temperature=temperature, seed=seed), ())
+
+
+def prompts(rng: np.random.Generator, count: int, num_tokens: int) -> list[np.ndarray]:
+    return [rng.choice(VOCABULARY, num_tokens).astype(np.int32) for _ in range(count)]
+
+
+def run_all(core: EngineCore, requests: Sequence[EngineRequest], outputs: dict[str, list[int]]) -> float:
+    """Run the requests to their end; returns the seconds until all had their first token."""
+    began_s, first_s = time.perf_counter(), 0.0
+    for one in requests:
+        core.add_request(one)
+    while core.has_work:
+        core.step()
+        if not first_s and all(outputs.get(f"{one.request_id}/0") for one in requests):
+            first_s = time.perf_counter() - began_s
+    return first_s or time.perf_counter() - began_s
+
+
+def make_core(runner: MLXRunner, settings: EngineConfig) -> tuple[EngineCore, dict[str, list[int]]]:
+    outputs: dict[str, list[int]] = {}
+
+    def publish(chunks: Chunks) -> None:
+        for row_id, chunk in chunks.items():
+            assert chunk.error is None, chunk.error
+            outputs.setdefault(row_id, []).extend(chunk.token_ids)
+
+    return EngineCore(settings, runner, publish), outputs
+
+
+def burst(shape: str, rounds: int) -> None:
+    """Without the compiled step, which takes no bursts."""
+    settings = config(compile="off", mtp="off")
+    with random_runner(shape, settings) as runner:
+        core, outputs = make_core(runner, settings)
+        rng, taken = np.random.default_rng(0), {1: list[float](), NUM_PROMPTS: list[float]()}
+        for i in range(rounds + 2):  # the first ones compile kernels, and teach the cost model
+            for count, seconds in taken.items():
+                names = [f"{i}-{count}-{j}" for j in range(count)]
+                asked = [
+                    request(name, ids, 2) for name, ids in zip(names, prompts(rng, count, PROMPT_TOKENS), strict=True)
+                ]
+                first_s = run_all(core, asked, outputs)
+                if i >= 2:
+                    seconds.append(first_s * 1e3)
+        one, many = (Spread.of(seconds) for seconds in taken.values())
+        num_bursts = core.stats.num_bursts
+        print(f"burst: 1 prompt {one:.1f} ms, {NUM_PROMPTS} prompts {many:.1f} ms ({many.median / one.median:.2f} x)")
+        print(f"  forwards of several prompts: {num_bursts}")
+
+
+def context(shape: str, long_tokens: int, rounds: int) -> None:
+    settings = config()
+    with random_runner(shape, settings) as runner:
+        rng, steps = np.random.default_rng(0), {SHORT_TOKENS: list[float](), long_tokens: list[float]()}
+        for num_tokens, taken in steps.items():
+            rows = [Request(request(f"{num_tokens}-{i}", ids, 2**16)) for i, ids in enumerate(
+                prompts(rng, NUM_ROWS, num_tokens))]  # fmt: skip
+            began_s = time.perf_counter()
+            for row in rows:
+                done = 0
+                while done < num_tokens:
+                    done += runner.prefill([row], 2048).num_tokens
+                    row.num_prefilled = done
+            prefill_s = time.perf_counter() - began_s
+            for _ in range(rounds):
+                taken.append(step_ms(runner, 0))
+            drafted = [step_ms(runner, 3) for _ in range(rounds)]
+            print(
+                f"context: {NUM_ROWS} rows of {num_tokens} tokens: step {Spread.of(taken):.2f} ms, with three drafts "
+                f"{Spread.of(drafted):.2f} ms, prefill {NUM_ROWS * num_tokens / prefill_s:.0f} tokens/s"
+            )
+            runner.drop([row.id for row in rows])
+        short, long = (statistics.median(taken) for taken in steps.values())
+        print(f"  long / short {long / short:.2f} x")
+
+
+def step_ms(runner: MLXRunner, num_drafts: int) -> float:
+    runner.decode(num_drafts)
+    began_s = time.perf_counter()
+    for _ in range(NUM_STEPS):
+        runner.decode(num_drafts)
+    return (time.perf_counter() - began_s) / NUM_STEPS * 1e3
+
+
+def scoring(draft_shape: str, rounds: int) -> None:
+    draft = Draft(random_model(SHAPES[draft_shape]))
+    ids = prompts(np.random.default_rng(0), 1, SCORED_TOKENS)[0]
+    read, looked = list[float](), list[float]()
+    for _ in range(rounds + 1):
+        cache, began_s = draft.make_cache(), time.perf_counter()
+        for start in range(0, SCORED_TOKENS - 1, 2048):
+            end = min(start + 2048, SCORED_TOKENS - 1)
+            draft.extend(ids[start:end], start, cache, SCORED_TOKENS + LOOK_AHEAD)
+        read.append((time.perf_counter() - began_s) * 1e3)
+        began_s, token_id = time.perf_counter(), int(ids[-1])
+        for i in range(LOOK_AHEAD):
+            _, token_id = draft.look_ahead(token_id, SCORED_TOKENS - 1 + i, cache, SCORED_TOKENS)
+        looked.append((time.perf_counter() - began_s) * 1e3)
+    print(f"scoring {SCORED_TOKENS} tokens: read {Spread.of(read[1:]):.1f} ms, "
+          f"{LOOK_AHEAD} steps ahead {Spread.of(looked[1:]):.1f} ms")  # fmt: skip
+    del draft
+    gc.collect()
+    mx.clear_cache()
+
+
+def answers(name: str, settings: EngineConfig, asked: Sequence[EngineRequest]) -> dict[str, dict[str, list[int]]]:
+    """What the requests get alone, and in batches."""
+    runner, found = load_runner(settings, lambda part: None), {}
+    for rows in (1, EQUAL_ROWS):
+        core, outputs = make_core(runner, settings)
+        for start in range(0, len(asked), rows):
+            run_all(core, asked[start : start + rows], outputs)
+        found[f"{name}, {rows}"] = outputs
+    runner.close()
+    return found
+
+
+def equal(temperature: float, num_tokens: int) -> None:
+    """Share of tokens up to which two runs of a request agree, of all that it gets."""
+    rng = np.random.default_rng(0)
+    arms = {"plain": config(model="demo", mtp="off"), "drafts": config(model="demo", mtp={"max_draft_tokens": 3})}
+    num_requests = -(-num_tokens // EQUAL_TOKENS)
+    asked = [
+        request(f"r{i}", ids, EQUAL_TOKENS, temperature, seed=i)
+        for i, ids in enumerate(prompts(rng, num_requests, EQUAL_PROMPT))
+    ]
+    found: dict[str, dict[str, list[int]]] = {}
+    for name, settings in arms.items():
+        in_thread(lambda name=name, settings=settings: found.update(answers(name, settings, asked)))
+    base = found["plain, 1"]
+    for name, outputs in found.items():
+        same = total = agreeing = 0
+        for row_id, ids in base.items():
+            other = outputs[row_id]
+            ends = next((i for i, (a, b) in enumerate(zip(ids, other, strict=True)) if a != b), len(ids))
+            agreeing, total, same = agreeing + ends, total + len(ids), same + (ends == len(ids))
+        print(
+            f"equal, temperature {temperature:g}: {name} row(s) against plain, 1: {agreeing / total:.4f} of {total} "
+            f"tokens before the first that differs, {same} of {len(base)} answers whole"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3.5-4b", choices=sorted(SHAPES))
+    parser.add_argument("--draft", default="qwen3.5-0.8b", choices=sorted(SHAPES))
+    parser.add_argument("--long", type=int, default=60_000, help="tokens of a long context")
+    parser.add_argument("--tokens", type=int, default=10_000, help="compared in low precision")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="*", default=["scoring", "burst", "context", "equal"])
+    args = parser.parse_args()
+    print(heading(f"gpu_bench {args.shape} on {mx.default_device()}"))
+    arms: dict[str, Callable[[], None]] = {
+        "scoring": lambda: scoring(args.draft, args.rounds),
+        "burst": lambda: burst(args.shape, args.rounds),
+        "context": lambda: context(args.shape, args.long, args.rounds),
+        "equal": lambda: equal(0.0, args.tokens),
+        "equal, sampled": lambda: equal(1.0, args.tokens),
+    }
+    for name, arm in arms.items():
+        if name.split(",")[0] in args.only:
+            in_thread(arm)
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """A runner that is closed leaves its thread without MLX's streams."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+
+
+if __name__ == "__main__":
+    main()
