@@ -29,8 +29,8 @@ def tiny(tiny_model: Callable[..., Path]) -> MLXRunner:
 class FixedCosts(CostModel):
     """Forwards have a fixed price, whatever is measured."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, max_draft_tokens: int) -> None:
+        super().__init__(max_draft_tokens)
         self.record_chunk(10, 0, 0.01)
 
     def record_chunk(self, num_tokens: int, start: int, seconds: float, num_rows: int = 1) -> None:
@@ -40,7 +40,7 @@ class FixedCosts(CostModel):
 
 def with_bursts(driver: Driver) -> Driver:
     """Lets prompts share forwards as often as they may."""
-    scheduler, costs = driver.core.scheduler, FixedCosts()
+    scheduler, costs = driver.core.scheduler, FixedCosts(driver.core.runner.max_draft_tokens)
     driver.core.costs = scheduler.costs = scheduler._order._costs = costs
     return driver
 
