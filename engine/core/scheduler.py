@@ -566,8 +566,11 @@ class Scheduler:
             row.state = RequestState.PREFILL
         self._prefills.append(Prefill(group, self._prefixes.num_cached(group.rows[0])))
 
-    def _has_reserved(self, group: Group) -> bool:
-        """Reserve memory for a request's rows, evicting snapshots where that suffices."""
+    def _has_reserved(self, group: Group, may_wait: bool = True) -> bool:
+        """Reserve memory for a request's rows, evicting snapshots where that suffices.
+
+        may_wait: not yet, if they are worth more time than the request has waited.
+        """
         if not self._preemption.has_rows(group):
             return False
         if self.budget.missing(group.rows) or self.budget.group_shortfall_bytes(group.rows):
@@ -576,7 +579,8 @@ class Scheduler:
         missing = self.budget.reserve(group.rows)
         if not missing:
             return True
-        if self._may_evict(group, missing) and self._spare.free(missing) and not self.budget.reserve(group.rows):
+        may_evict = not may_wait or self._may_evict(group, missing)
+        if may_evict and self._spare.free(missing) and not self.budget.reserve(group.rows):
             return True
         self._prefixes.cancel(group.rows)
         return False
@@ -614,7 +618,7 @@ class Scheduler:
             victims = self._preemption.for_share(head, now, spare)
         for row in victims:
             self.preempt(row)
-        return group if victims and self._has_reserved(group) else None
+        return group if victims and self._has_reserved(group, may_wait=False) else None
 
     def _entry_that_passes(self, head: Group) -> Group | None:
         """A request that fits where the head does not: any for ageing_s, then those that end before the head can begin.
