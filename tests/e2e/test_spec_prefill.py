@@ -67,6 +67,10 @@ def ask(
     return client.chat.completions.create(model="demo", messages=messages, **asked)  # pyright: ignore
 
 
+SPARSE = {"specprefill": True}
+"""Else a plan is made only where it saves time, which depends on the machine."""
+
+
 def report(answer: Any) -> dict[str, Any] | None:
     return (answer.usage.prompt_tokens_details.model_extra or {}).get("specprefill")
 
@@ -95,7 +99,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
 def test_a_long_prompt_is_taken_in_sparsely_and_answered(client: openai.OpenAI, http: httpx.Client):
     messages, right = needle()
     before = http.get("/v1/status").json()["engines"][0]["engine"]
-    answer = ask(client, messages)
+    answer = ask(client, messages, SPARSE)
     found = report(answer)
     assert found is not None and found["dense_because"] is None
     num_tokens = answer.usage.prompt_tokens
@@ -112,10 +116,19 @@ def test_a_long_prompt_is_taken_in_sparsely_and_answered(client: openai.OpenAI, 
     assert replica["pid"] not in {status["engines"][0]["pid"], status["text"][0]["pid"]}
 
 
+def test_a_prompt_that_does_not_ask_is_taken_in_sparsely_if_that_saves_time(client: openai.OpenAI):
+    for seed in range(10, 14):
+        messages, right = needle(seed=seed)
+        answer = ask(client, messages)
+        found = report(answer)
+        assert found is not None and answer.choices[0].message.content == right
+        assert is_sparse(answer) or found["dense_because"].startswith("no gain: scoring ")
+
+
 def test_a_stream_tells_the_same(client: openai.OpenAI):
     messages, right = needle(seed=1)
-    whole = ask(client, messages)
-    *chunks, last = ask(client, messages, stream=True, stream_options={"include_usage": True})
+    whole = ask(client, messages, SPARSE)
+    *chunks, last = ask(client, messages, SPARSE, stream=True, stream_options={"include_usage": True})
     assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == right
     found, streamed = report(whole), report(last)
     assert found is not None and streamed is not None
@@ -151,7 +164,7 @@ def test_below_the_threshold_nothing_is_said_of_it_unless_asked(client: openai.O
 
 def test_the_next_turn_goes_on_from_the_dense_system_part(client: openai.OpenAI):
     rules = "You are Kira, a baker from Oakdale. " + " ".join(["The blue square is to the left."] * 20)
-    salt = {"cache_salt": uuid.uuid4().hex}
+    salt = {"cache_salt": uuid.uuid4().hex, **SPARSE}
     cached = []
     for seed in (4, 5):
         messages, _ = needle(seed=seed)
@@ -188,7 +201,7 @@ def test_a_grammar_is_dense_with_the_reason_unless_asked(client: openai.OpenAI):
 def test_a_client_that_leaves_stops_the_scoring(server: ServeRun, http: httpx.Client):
     messages, _ = needle(VERY_LONG, seed=7)
     before = scorer(http)["scorer"]
-    body = {"model": "demo", "messages": messages, "max_tokens": 40}
+    body = {"model": "demo", "messages": messages, "max_tokens": 40, **SPARSE}
 
     async def leave_while_it_is_scored() -> None:
         async with httpx.AsyncClient(base_url=server.base_url, timeout=120) as leaving:
@@ -211,11 +224,11 @@ def test_a_scorer_that_dies_costs_a_prompt_nothing_but_its_sparseness_and_is_rep
     messages, _ = needle(VERY_LONG, seed=8)
     pid = scorer(http)["pid"]
     with ThreadPoolExecutor(1) as pool:
-        in_progress = pool.submit(ask, client, messages)
+        in_progress = pool.submit(ask, client, messages, SPARSE)
         wait_until(lambda: scorer(http)["scorer"]["num_running"] == 1, 30)
         os.kill(pid, signal.SIGKILL)
         short, right = needle(seed=9)
-        meanwhile = ask(client, short)
+        meanwhile = ask(client, short, SPARSE)
         answers = [meanwhile, in_progress.result()]
     assert meanwhile.choices[0].message.content == right
     for answer in answers:
@@ -225,4 +238,4 @@ def test_a_scorer_that_dies_costs_a_prompt_nothing_but_its_sparseness_and_is_rep
     planner = http.get("/v1/status").json()["text"][0]["spec_prefill"]
     assert planner["dense"]["unavailable"] == 2
     wait_until(lambda: scorer(http)["pid"] != pid and scorer(http)["scorer"]["state"] == "ready", 60)
-    wait_until(lambda: is_sparse(ask(client, short)), 10)
+    wait_until(lambda: is_sparse(ask(client, short, SPARSE)), 10)
