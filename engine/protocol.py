@@ -360,12 +360,14 @@ HEARTBEAT = TokenChunk(())
 
 @dataclass(frozen=True)
 class PrefillCost:
-    """What an engine takes for prompts, as it has measured: a chunk of n tokens behind p others takes
-    chunk_s + token_s * n + pair_s * n * (p + n / 2) seconds."""
+    """The measured cost of prefill: n tokens behind p others take chunk_s + token_s * n + pair_s * n * (p + n / 2)."""
 
     chunk_s: float
+    """Seconds of a chunk, whatever its size."""
     token_s: float
+    """Seconds per prompt token."""
     pair_s: float
+    """Seconds per prompt token and token in front of it."""
 
     def prompt_s(self, start: int, end: int, chunk_tokens: int = 2048) -> float:
         """Predict the seconds that the tokens `start` to `end` of a prompt take in chunks of `chunk_tokens`."""
@@ -377,14 +379,14 @@ class PrefillCost:
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """What a sparse plan for a prompt can build on."""
+    """The cached prefix of a prompt, and the cost of computing the other tokens."""
 
     num_tokens: int
     """Tokens of the prompt that the prefix cache holds now."""
     no_sparse: str | None = None
     """Why no sparse plan can be carried out here, None if one can."""
     cost: PrefillCost | None = None
-    """What computing the other tokens costs; None before any chunk was measured."""
+    """Cost of prefill on this engine; None before any chunk was measured."""
 
 
 @dataclass(frozen=True)

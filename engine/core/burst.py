@@ -10,13 +10,12 @@ from engine.core.request import Request
 MAX_BURST_ROWS = 32
 
 MAX_START_TOKENS = 4096
-"""Of a prompt in a burst, in front of its chunk: a layer's keys and values are copied for it, once for each prompt and
-as many as the longest has."""
+"""Most tokens in front of a chunk in a burst: each layer pads and copies the keys and values of all prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What is left of a prompt."""
+    """The part of a prompt that is not computed yet."""
 
     num_tokens: int
     """Tokens of its next chunk."""

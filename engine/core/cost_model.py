@@ -52,7 +52,7 @@ class CostModel:
 
     @property
     def prefill(self) -> PrefillCost | None:
-        """What prompts cost, None before any chunk was measured."""
+        """The fitted cost of prompts; None before any chunk was measured."""
         return PrefillCost(*self._fit.tolist()) if self.is_measured else None
 
     def record_chunk(self, num_tokens: int, start: int, seconds: float, num_rows: int = 1) -> None:

@@ -78,7 +78,7 @@ class Nothing:
 
 
 class Prefixes(Protocol):
-    """What the prefix cache has for prompts, see core/prefix_cache/reuse.py."""
+    """Answers which prefix of a prompt is cached, see core/prefix_cache/reuse.py."""
 
     def num_cached(self, row: Request) -> int:
         """Return how many tokens of a row's prompt the cache would serve."""
@@ -760,7 +760,7 @@ def _span(chunk: PromptChunk) -> Span:
 
 
 def _expected_span(prefill: Prefill, num_left: int) -> Span:
-    """Of a prompt whose next boundary is not known: `num_left` tokens, as of another one, are expected behind it."""
+    """Predict the span of a prompt that has not begun: its last boundary is expected `num_left` tokens before its end."""
     num_tokens = prefill.end - prefill.start
     num_left = min(num_left, num_tokens - 1)
     return Span(num_tokens - num_left, prefill.start, num_left)

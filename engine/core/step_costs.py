@@ -114,7 +114,7 @@ def _fit(step_times: Sequence[StepTime]) -> np.ndarray:
 
 
 def _covariance(num_choices: int) -> np.ndarray:
-    """Of the corrections before anything is known, by size and, within it, number of drafts."""
+    """Return the prior covariance of the corrections, by batch size and, within each, number of drafts."""
     octaves = np.arange(len(SIZES))
     near = np.exp(-np.abs(octaves[:, None] - octaves) / CORRELATION_OCTAVES)
     drafts = np.arange(num_choices)

@@ -106,7 +106,7 @@ class BurstPrefill:
         self._head = head
 
     def advance(self, prompts: Sequence[Prompt], lengths: Sequence[int], padding_id: int = 0) -> mx.array | None:
-        """Takes in the next tokens of each prompt, evaluated. When it raises, all of the prompts are lost.
+        """Prefill the next tokens of each prompt in one forward; evaluated. If it raises, all of the prompts are lost.
 
         Args:
             prompts: of text alone.
@@ -154,7 +154,7 @@ class BurstPrefill:
 
 
 def _layers(caches: Sequence[RowCache], lengths: Sequence[int]) -> list[Any]:
-    """Of the prompts' caches, layer by layer."""
+    """Combine the prompts' caches, layer by layer."""
     return [
         BurstKeysValues(layers, lengths) if isinstance(layers[0], KVCache) else BurstStates(layers, lengths)
         for layers in zip(*caches, strict=True)

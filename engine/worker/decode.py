@@ -69,7 +69,7 @@ class Newcomer:
     head_cache: RowCache | None = None
     hidden: mx.array | None = None
     moves: bool = False
-    """Nobody else needs the caches: they may be let go of layer by layer."""
+    """Whether the caches are used by this row alone, so that each layer may be freed once it is copied."""
 
 
 @dataclass(slots=True, eq=False)

@@ -124,7 +124,7 @@ class Prefill:
             prompt.num_images_restored += 1
 
     def snapshot(self, prompt: Prompt, parent: Stretch | None, lend: bool = False) -> StateSnapshot | None:
-        """Of a prompt as it stands between two chunks; None if its state is not finite. lend: see snapshot.take."""
+        """Take a snapshot of a prompt between two chunks; None if its state is not finite. lend: see snapshot.take."""
         if not is_finite(prompt.layers):
             return None
         return take(prompt.layers, prompt.hidden, prompt.done, parent, lend=lend)

@@ -57,7 +57,7 @@ CHUNK_TOKENS = 64
 
 @dataclass
 class Turn:
-    """What became of one request."""
+    """The figures of one answered request."""
 
     num_prompt: int
     num_cached: int

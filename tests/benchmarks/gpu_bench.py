@@ -1,4 +1,4 @@
-"""What a GPU gives: bursts of short prompts, decoding behind long contexts, scoring, and equal tokens in low precision.
+"""Measure on a GPU: bursts of short prompts, decoding behind long contexts, scoring, and equal tokens in low precision.
 
     python -m tests.benchmarks.gpu_bench --shape qwen3.5-4b --rounds 5
 

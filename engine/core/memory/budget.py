@@ -88,10 +88,16 @@ class PrefillReservation:
 
 
 class MemoryBudget:
-    """limit_bytes: for all that the engine keeps, weights included. reserve_tokens: see MemoryConfig.reserve_tokens.
-    cached_bytes: what prefix cache and vision cache hold now.
+    """Reserve device memory for rows and prompts, in bytes.
 
-    unaccounted_bytes: what the device holds beyond the books, as `observe` has found; it counts as used.
+    Args:
+        costs: Bytes of rows, prompts and images.
+        limit_bytes: Memory of the engine, weights included.
+        reserve_tokens: See MemoryConfig.reserve_tokens.
+        cached_bytes: Returns the bytes that the prefix cache and the vision cache hold now.
+
+    Attributes:
+        unaccounted_bytes: Device memory in use that no reservation explains, as found by `observe`; counts as used.
     """
 
     def __init__(

@@ -98,7 +98,7 @@ class Loans:
         return not any(held.stretch.is_lent for held in lent)
 
     def _fill(self, row_id: str, helds: Sequence[Held]) -> None:
-        """What has not come back when the runner raises stays lent."""
+        """Copy stretches back from a row. If the runner raises, those that were not copied stay lent."""
         try:
             self._runner.fill(row_id, [held.stretch for held in helds])
         except Exception:

@@ -13,7 +13,7 @@ class Stretch(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of its keys and values; 0 while they are lent to a row."""
+        """Bytes of its keys and values; 0 while they are lent to a row."""
         ...
 
     @property
@@ -52,7 +52,7 @@ class Held:
     parent: "Held | None"
     """The snapshot in front of it, whose stretch it needs."""
     stretch_bytes: int
-    """Of the keys and values, as far as they count as the cache's."""
+    """Bytes of the keys and values that count as the cache's memory; 0 while they are lent to a row."""
     state_bytes: int
     entry: "Entry"
     """Its entry, which is no longer stored, or has another snapshot, where this one is None."""
@@ -61,7 +61,7 @@ class Held:
     lent_to: str | None = None
     """The row whose memory its keys and values count as, None if they count as the cache's."""
     lent_bytes: int = 0
-    """What they take, while stretch_bytes is 0."""
+    """Bytes of the keys and values while they are lent; partly an estimate."""
 
 
 @dataclass(slots=True, eq=False)
