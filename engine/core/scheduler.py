@@ -760,7 +760,7 @@ def _span(chunk: PromptChunk) -> Span:
 
 
 def _expected_span(prefill: Prefill, num_left: int) -> Span:
-    """Predict the span of a prompt that has not begun: its last boundary is expected `num_left` tokens before its end."""
+    """Predict the span of a prompt that has not begun: a boundary is expected `num_left` tokens before its end."""
     num_tokens = prefill.end - prefill.start
     num_left = min(num_left, num_tokens - 1)
     return Span(num_tokens - num_left, prefill.start, num_left)
