@@ -21,12 +21,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import KVCache
 
 from engine.core.batch import NO_TOKEN, RowOutput, RowSnapshot
 from engine.core.request import Request
 from engine.worker.compiled import CompiledForward
-from engine.worker.kv_cache import RowCache, RowsCache
+from engine.worker.kv_cache import KVRows, RowCache, RowsCache
 from engine.worker.logprobs import Logprobs, logprobs_of
 from engine.worker.mtp import Drafter, Feed, MTPHead
 from engine.worker.processors import Processors, advance, match
@@ -176,10 +175,10 @@ class DecodeGroup:
 
     def fill(self, index: int, stretches: Sequence[Stretch]) -> None:
         """Copy what is lent to a row, which stays."""
-        num_layers = len(stretches[0].ends)
-        layers = self._cache.row(index, 0) + ([] if self._drafter is None else self._drafter.layers_of(index, 0))
-        if sum(isinstance(layer, KVCache) for layer in layers) == num_layers:  # else the head's are not there any more
-            fill(stretches, layers, release=False)
+        layers = [*self._cache.layers, *([] if self._drafter is None else self._drafter.layers)]
+        num_layers = sum(isinstance(layer, KVRows) for layer in layers)
+        if num_layers == len(stretches[0].ends):  # else the MTP head's layers are not there any more
+            fill(stretches, layers, index)
 
     def leave(self, stay: list[int], lent: Mapping[int, Sequence[Stretch]]) -> None:
         """Remove all rows but those at the indices `stay`; fill what is lent to those that leave, by index."""

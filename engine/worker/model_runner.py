@@ -196,7 +196,7 @@ class MLXRunner:
     def fill(self, row_id: str, stretches: Sequence[Any]) -> None:
         prompt = self._prompts.get(row_id)
         if prompt is not None:
-            fill(stretches, prompt.layers, release=False)
+            fill(stretches, prompt.layers)
         else:
             self._batch.fill(row_id, stretches)
 
@@ -268,7 +268,8 @@ class MLXRunner:
             return PrefillOutput(num_tokens)
         first = first_tokens(rows, logits, self.vocab_size)
         self._forget_prompt(rows)
-        self._join(rows, prompt, first)
+        moves = len(rows) == 1
+        self._join(*([_newcomer(row, prompt, one, moves)] for row, one in zip(rows, first, strict=True)))
         return PrefillOutput(num_tokens, {row.id: output for row, output in zip(rows, first, strict=True)})
 
     def _prompt_of(self, rows: Sequence[Request]) -> Prompt:
@@ -290,7 +291,7 @@ class MLXRunner:
         first = first_tokens(rows, logits, self.vocab_size)
         self._forget_prompt(rows)
         joining = zip(rows, [prompts[i] for i in complete], first, strict=True)
-        self._join_all([_newcomer(*one, moves=True) for one in joining])
+        self._join([_newcomer(*one, moves=True) for one in joining])
         for i, row, output in zip(complete, rows, first, strict=True):
             outputs[i].first = {row.id: output}
         return outputs
@@ -306,21 +307,13 @@ class MLXRunner:
         for row in rows:
             self._prompts.pop(row.id, None)
 
-    def _join(self, rows: Sequence[Request], prompt: Prompt, first: Sequence[RowOutput]) -> None:
-        """All of them or none."""
+    def _join(self, *together: Sequence[Newcomer]) -> None:
+        """Let all of these rows join the decode batch, or none; those of one sequence at once."""
         try:
-            for row, output in zip(rows, first, strict=True):
-                self._batch.join(_newcomer(row, prompt, output, moves=len(rows) == 1))
+            for new in together:
+                self._batch.join(*new)
         except Exception:
-            self._batch.leave([row.id for row in rows])
-            raise
-
-    def _join_all(self, new: Sequence[Newcomer]) -> None:
-        """All of them or none."""
-        try:
-            self._batch.join(*new)
-        except Exception:
-            self._batch.leave([one.request.id for one in new])
+            self._batch.leave([one.request.id for new in together for one in new])
             raise
 
     @staticmethod

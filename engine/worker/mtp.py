@@ -125,9 +125,10 @@ class Drafter:
         self._cache.keep(rows, num_slots, leaving)
         self.feed = feed
 
-    def layers_of(self, index: int, num_tokens: int) -> RowCache:
-        """One row's cache as far as the head has read; num_tokens: at most that many."""
-        return self._cache.row(index, num_tokens)
+    @property
+    def layers(self) -> list[Any]:
+        """The head's caches of all rows."""
+        return self._cache.layers
 
     def draft(
         self, num_drafts: int, lengths: mx.array, extent: int, choose: Callable[[mx.array, int], mx.array]

@@ -188,12 +188,16 @@ class LentStretches:
         mx.eval([stretch.layers[i] for stretch in self._stretches])
 
 
-def fill(stretches: Sequence[Stretch], layers: list[Any], release: bool) -> None:
-    """Copy lent keys and values out of the cache of one row; what is copied is let go of if that fails.
+def fill(stretches: Sequence[Stretch], layers: list[Any], index: int = 0, release: bool = False) -> None:
+    """Copy lent keys and values out of a row's cache; the copies are dropped if that fails.
 
-    release: let go of each layer of the row once it is copied.
+    Args:
+        stretches: Lent to the row, in order.
+        layers: The caches of all layers, which may hold several rows.
+        index: Which of these rows it is.
+        release: Free each layer once it is copied.
     """
-    lent = LentStretches(stretches)
+    lent = LentStretches(stretches, index)
     try:
         for i, layer in enumerate(layers):
             lent.fill(layer)

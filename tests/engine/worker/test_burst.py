@@ -1,8 +1,7 @@
 """Chunks of several prompts in one forward: each prompt gets the tokens and the state that it would get alone."""
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import engine.worker  # noqa: F401  # before MLX
@@ -11,12 +10,11 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
 from engine.core.batch import PromptChunk
 from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.burst import BurstPrefill
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
 from engine.worker.prefill import Prompt
 
 LENGTHS = (5, 33, 1, 17, 2, 70)
@@ -29,27 +27,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "foreign head": {"layers": 2, "interval": 2, "seed": 3},
     "no head": {"layers": 4, "interval": 2, "mtp": False},
 }
-
-
-@pytest.fixture(scope="module")
-def runner_of(tiny_model: Callable[..., Path], request: pytest.FixtureRequest) -> Callable[[str], MLXRunner]:
-    """Never closed: that would take the main thread's streams from the tests that follow."""
-    loaded: dict[str, MLXRunner] = {}
-
-    def make(name: str) -> MLXRunner:
-        if name in ("demo", "text"):
-            return request.getfixturevalue("runner" if name == "demo" else "text_runner")
-        if name not in loaded:
-            config = EngineConfig(model=str(tiny_model(**MODELS[name])))
-            loaded[name] = load_runner(config, lambda progress: None)
-        return loaded[name]
-
-    return make
-
-
-@pytest.fixture
-def tiny(runner_of: Callable[[str], MLXRunner]) -> MLXRunner:
-    return runner_of("alternating")
 
 
 def row_of(name: str, num_prompt: int, max_tokens: int = 12, rectangle: int = 0, **sampling: Any) -> Request:

@@ -1,8 +1,6 @@
 """Keys and values that a row takes over: they are in memory once, and come back bit for bit as a copy would be."""
 
 import gc
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import engine.worker  # noqa: F401  # before MLX
@@ -11,10 +9,9 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
 from engine.worker.snapshot import StateSnapshot
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -25,22 +22,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """`text` is the draft of the demo model, in bfloat16 as the checkpoint has it."""
 NUM_FIRST, NUM_SECOND, NUM_PROMPT = 100, 230, 300
-
-
-@pytest.fixture(scope="module")
-def runner_of(tiny_model: Callable[..., Path], request: pytest.FixtureRequest) -> Callable[[str], MLXRunner]:
-    """Never closed: that would take the main thread's streams from the tests that follow."""
-    loaded: dict[str, MLXRunner] = {}
-
-    def make(name: str) -> MLXRunner:
-        if name == "text":
-            return request.getfixturevalue("text_runner")
-        if name not in loaded:
-            config = EngineConfig.model_validate({"model": str(tiny_model(**MODELS[name]))})
-            loaded[name] = load_runner(config, lambda progress: None)
-        return loaded[name]
-
-    return make
 
 
 def row_of(name: str, seed: int, num_prompt: int = NUM_PROMPT) -> Request:

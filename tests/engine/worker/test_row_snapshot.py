@@ -6,7 +6,6 @@ import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import engine.worker  # noqa: F401  # before MLX
@@ -15,12 +14,12 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig, GrammarConfig
+from engine.config import GrammarConfig
 from engine.core.batch import RowSnapshot
 from engine.core.request import Matcher, Request
 from engine.processing.grammar import GrammarCompiler
 from engine.protocol import EngineRequest, FinishReason, GrammarSpec, SamplingParams, SparsePlan
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
 from engine.worker.snapshot import StateSnapshot
 from tests.engine.schedules import Execution, Schedule, Specimens
 
@@ -43,28 +42,6 @@ DRAFTS: dict[str, Callable[[int], int]] = {
     **{f"{k} drafts": lambda step, k=k: k for k in range(4)},
     "mixed drafts": lambda step: (3, 0, 1, 2, 0, 0, 3, 3, 1)[step % 9],
 }
-
-
-@pytest.fixture(scope="module")
-def runner_of(tiny_model: Callable[..., Path], request: pytest.FixtureRequest) -> Callable[[str], MLXRunner]:
-    """Never closed: that would take the main thread's streams from the tests that follow."""
-    loaded: dict[str, MLXRunner] = {}
-
-    def make(name: str) -> MLXRunner:
-        if name in ("demo", "text"):
-            return request.getfixturevalue("runner" if name == "demo" else "text_runner")
-        if name not in loaded:
-            compiles = {"compile": "on"} if name == "compiled" else {}
-            config = EngineConfig.model_validate({"model": str(tiny_model(**MODELS[name])), **compiles})
-            loaded[name] = load_runner(config, lambda progress: None)
-        return loaded[name]
-
-    return make
-
-
-@pytest.fixture
-def tiny(runner_of: Callable[[str], MLXRunner]) -> MLXRunner:
-    return runner_of("alternating")
 
 
 def ids(seed: str, count: int) -> np.ndarray:

@@ -1,0 +1,34 @@
+"""Runners of tiny checkpoints, loaded once for each module of tests."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.worker.model_runner import MLXRunner, load_runner
+
+
+@pytest.fixture(scope="module")
+def runner_of(tiny_model: Callable[..., Path], request: pytest.FixtureRequest) -> Callable[[str], MLXRunner]:
+    """Load a model of the module's MODELS by its name; the one named `compiled` has a compiled step.
+
+    They are never closed: that would take the main thread's streams from the tests that follow.
+    """
+    loaded: dict[str, MLXRunner] = {}
+
+    def make(name: str) -> MLXRunner:
+        if name in ("demo", "text"):
+            return request.getfixturevalue("runner" if name == "demo" else "text_runner")
+        if name not in loaded:
+            compiles = {"compile": "on"} if name == "compiled" else {}
+            model = str(tiny_model(**request.module.MODELS[name]))
+            loaded[name] = load_runner(EngineConfig.model_validate({"model": model, **compiles}), lambda progress: None)
+        return loaded[name]
+
+    return make
+
+
+@pytest.fixture
+def tiny(runner_of: Callable[[str], MLXRunner]) -> MLXRunner:
+    return runner_of("alternating")
