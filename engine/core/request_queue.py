@@ -32,6 +32,8 @@ class Group:
     keeps_place: bool = False
     blocked_s: float | None = None
     has_begun: bool = False
+    weigh_again_s: float = 0.0
+    """How long it must have waited before evicting snapshots for it is weighed again."""
 
     priority: int = field(init=False)
     client: str = field(init=False)

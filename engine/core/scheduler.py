@@ -47,6 +47,10 @@ MAX_PASSING = 8
 PATIENCE = 10.0
 """A request waits for so many times the seconds of its prompt before valuable snapshots are evicted for it."""
 
+MIN_WEIGH_S, WEIGH_GROWTH = 0.02, 1.1
+"""Evicting is weighed again when a request has waited for so many seconds, and so many times as long as the last time:
+to order all snapshots takes milliseconds on the device thread."""
+
 MAX_SHORT = 32
 """How many queued requests are considered per step as shorter than the prompts in progress."""
 
@@ -595,6 +599,9 @@ class Scheduler:
         waited_s = self._queue.waited_s(group)
         if waited_s >= PATIENCE * self._entry_s(group, 0.0):
             return True
+        if waited_s < group.weigh_again_s:
+            return False
+        group.weigh_again_s = MIN_WEIGH_S + WEIGH_GROWTH * waited_s
         return self._spare.price(num_bytes) <= waited_s
 
     def _make_room_in_group(self, group: Group) -> None:

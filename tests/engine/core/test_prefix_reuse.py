@@ -1,5 +1,6 @@
 """What a prompt takes from the cache and leaves in it, through the engine's step, with a runner that knows no model."""
 
+import itertools
 import time
 from dataclasses import replace
 from typing import Any
@@ -230,7 +231,8 @@ def sized(num_bytes: int) -> EngineConfig:
 
 
 def test_a_conversation_that_came_back_outlives_one_that_did_not_and_the_miss_says_so(runner):
-    driver = Driver(runner, config())
+    milliseconds = itertools.count()
+    driver = Driver(runner, config(), lambda: next(milliseconds) / 1000)
     a, b = (request(name, [start + token for token in SYSTEM], QUESTION) for name, start in (("a", 0), ("b", 50)))
     assert cached(driver, a, b, replace(a, request_id="a2")) == [0, 0, 70]
     driver.core.prefix.cache.evict()
