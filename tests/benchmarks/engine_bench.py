@@ -24,7 +24,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker import blas, loader
+from engine.worker.decode import Newcomer
 from engine.worker.model_runner import MLXRunner
 from engine.worker.prefill import Prompt, first_tokens
 from tests.benchmarks.measure import Spread, heading, percentile, provenance, table
@@ -249,7 +250,8 @@ class GatedRunner(MLXRunner):
             self._kept[row.id] = prompt, first_tokens(rows, logits, self.vocab_size)
         prompt, first = self._kept[row.id]
         head_cache = None if prompt.head_cache is None else [*prompt.head_cache]
-        self._join(rows, replace(prompt, cache=[*prompt.cache], head_cache=head_cache), first)
+        token_id, position = first[0].token_ids[0], prompt.next_position
+        self._join([Newcomer(row, [*prompt.cache], position, token_id, head_cache, prompt.hidden)])
         return PrefillOutput(row.num_prompt_tokens, {row.id: first[0]})
 
 
