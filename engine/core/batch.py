@@ -1,6 +1,6 @@
 """What the scheduler asks of the runner in one step, and what comes back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +13,9 @@ from engine.protocol import TokenLogprobs
 
 NO_TOKEN = -1
 """Instead of a token id: the model gave no finite logits."""
+
+STRETCH_ARRAYS = "attention."
+"""How the names of the keys and values in an exported snapshot begin."""
 
 
 @dataclass(slots=True)
@@ -203,12 +206,28 @@ class ModelRunner(Protocol):
         ...
 
     def export_snapshot(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
-        """What `import_snapshot` needs besides the parent, in host memory; without a copy where that can be."""
+        """What `import_snapshot` needs besides the parent, in host memory; without a copy where that can be.
+
+        The names of those of the stretch begin with STRETCH_ARRAYS.
+        """
         ...
 
-    def import_snapshot(self, arrays: Mapping[str, np.ndarray], num_tokens: int, parent: Stretch | None) -> Snapshot:
-        """Of the first num_tokens tokens. Raises ValueError when the arrays are not of this model or not behind
-        `parent`."""
+    def import_snapshot(
+        self, arrays: dict[str, np.ndarray], num_tokens: int, parent: Stretch | None, with_state: bool = True
+    ) -> Iterator[Snapshot | None]:
+        """Copy a snapshot of the first num_tokens tokens to the device, one layer after the other.
+
+        Yields None behind each layer, and the snapshot at the end.
+
+        Args:
+            arrays: What was exported. Each is removed once it is copied, so that its memory is free.
+            num_tokens: In front of the snapshot's boundary.
+            parent: The stretch in front of its own.
+            with_state: Without it the arrays are the stretch's alone, and no prompt can continue from the snapshot.
+
+        Raises:
+            ValueError: The arrays are not of this model, or not behind `parent`.
+        """
         ...
 
     def fill(self, row_id: str, stretches: Sequence[Stretch]) -> None:

@@ -26,6 +26,12 @@ TOKENS_WEIGHT = 0.1
 GUESSED_S_PER_TOKEN = 1e-3
 """Seconds per prompt token before anything is measured."""
 
+GUESSED_READ_BYTES_PER_S, GUESSED_READ_BYTES = 1e9, 2.0**26
+"""Pace of reading from disk before anything is measured, and how many bytes the guess counts for."""
+
+READ_FADING = 0.9
+"""What a read counts for when the next one is measured."""
+
 
 class CostModel:
     """Predicts seconds of prefill and decode work.
@@ -42,8 +48,19 @@ class CostModel:
         self._chunks: deque[np.ndarray] = deque(maxlen=WINDOW)  # features divided by seconds
         self._num_recorded = 0
         self._fit = np.array([0.0, GUESSED_S_PER_TOKEN, 0.0])
+        self._reads = (GUESSED_READ_BYTES, GUESSED_READ_BYTES / GUESSED_READ_BYTES_PER_S)  # faded sums: bytes, seconds
         self._step_shape = (0, 0)  # rows and drafts of the last step
         self._tokens_per_row: dict[int, float] = {}  # by number of drafts
+
+    def record_read(self, num_bytes: int, seconds: float) -> None:
+        """Learn from snapshots that were read back from disk, the copying to the device included."""
+        bytes_before, seconds_before = self._reads
+        self._reads = (READ_FADING * bytes_before + num_bytes, READ_FADING * seconds_before + seconds)
+
+    def read_s(self, num_bytes: int) -> float:
+        """Predict the seconds of reading so many bytes of snapshots back from disk."""
+        bytes_read, seconds = self._reads
+        return num_bytes * seconds / bytes_read
 
     @property
     def is_measured(self) -> bool:

@@ -1,6 +1,7 @@
 """The engine's step: schedule, execute, update, publish. The only place that answers for a failed step."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -48,11 +49,13 @@ class EngineCore:
         no_drafts = str(runner.capabilities.get("mtp", "the runner cannot draft"))
         self.costs = CostModel(runner.max_draft_tokens, runner.step_times)
         self._speculation = SpeculationController(config.mtp, runner.max_draft_tokens, self.costs, no_drafts)
-        self.prefix = PrefixReuse(config.prefix_cache, runner, self.stats, files, clock)
+        self.prefix = PrefixReuse(config.prefix_cache, runner, self.stats, files, clock, self.costs)
         self._spare = EvictableMemory(self.prefix.cache, runner)
         self.budget = make_memory_budget(config, runner, lambda: self._spare.num_bytes)
         self.prefix.cache.room = lambda: self.budget.free_bytes + self.prefix.cache.num_bytes
         self.prefix.cache.seconds = self.costs.prompt_s
+        self.prefix.cache.read_seconds = self.costs.read_s
+        self._max_stall_s = config.scheduler.max_stall_s
         self.scheduler = Scheduler(
             config,
             self.stats,
@@ -139,6 +142,7 @@ class EngineCore:
         if self.has_work and now - self._figures_read_s < FIGURES_PERIOD_S:
             return
         self._figures_read_s = now
+        self.prefix.write_behind()
         self.speculation_status = self._speculation.status()
         self.queue, self.admission = self.scheduler.queue(), self.budget.status()
         self.pinned_bytes = self._spare.pinned_bytes
@@ -210,7 +214,8 @@ class EngineCore:
         began_s = self._clock()
         try:
             can_wait = not self.scheduler.num_decoding and self.scheduler.num_prefills == 1
-            if not self.prefix.begin(rows, DISK_WAIT_S if can_wait else 0.0):
+            copy_s = self._max_stall_s if self.scheduler.num_decoding else math.inf
+            if not self.prefix.begin(rows, DISK_WAIT_S if can_wait else 0.0, copy_s):
                 self.scheduler.wait_for_disk(rows)
                 return
             if not (max_tokens := self.scheduler.chunk_tokens(rows)):

@@ -22,6 +22,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -127,15 +128,21 @@ class SnapshotDirectory:
             else:
                 self._counts["num_dropped"] += 1
 
-    def read(self, meta: SnapshotMeta) -> dict[str, np.ndarray]:
-        """The arrays of a file. Raises SnapshotLost; the file goes, and those that need it, unless it is not ours."""
+    def read(self, meta: SnapshotMeta, prefix: str = "") -> dict[str, np.ndarray]:
+        """The arrays of a file whose names begin with the prefix.
+
+        Raises SnapshotLost; the file goes, and those that need it, unless it is not ours.
+        """
+        began_s = time.monotonic()
         try:
             with open_snapshot(self._path_of(meta.digest)) as file:
                 head = read_head(file)
                 if head.fingerprint != self._fingerprint or not head.meta.says_the_same_as(meta):
                     raise ForeignFile("another one has taken its place")
-                arrays = read_arrays(file, head)
+                arrays = read_arrays(file, head, prefix)
             self._counts["num_read"] += 1
+            self._counts["read_bytes"] += sum(array.nbytes for array in arrays.values())
+            self._counts["read_us"] += int(1e6 * (time.monotonic() - began_s))
             return arrays
         except (OSError, MemoryError, TornFile, ForeignFile) as error:
             self._lose(meta.digest, error)
@@ -183,6 +190,8 @@ class SnapshotDirectory:
             "num_bytes": self._num_bytes,
             "max_bytes": self._max_bytes,
             "num_foreign": len(self._foreign) + len(self.files) - own,
+            "read_bytes": self._counts["read_bytes"],
+            "read_us": self._counts["read_us"],
             **{f"num_{name}": self._counts[f"num_{name}"] for name in counted},
         }
 

@@ -8,8 +8,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ __all__ = ["SnapshotFiles", "SnapshotLost", "SnapshotMeta"]
 log = logging.getLogger("orchard.engine")
 
 MAX_QUEUED_BYTES = 1 << 30
-"""Of arrays that wait to be written: they hold on to the device's memory. A larger one waits alone."""
+"""Of arrays that wait to be written: they may hold on to the device's memory. A larger one waits alone."""
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class SnapshotFiles:
         self._jobs: deque[_Job] = deque()
         self._touched: dict[str, StoredFile] = {}
         self._queued: dict[str, _Write] = {}
-        self._queued_bytes = 0  # with the one that is being written
+        self._queued_bytes = 0  # without the one that is being written
         self._writing: _Write | None = None
         self._num_dropped = 0
         self._num_removals = 0
@@ -99,28 +99,30 @@ class SnapshotFiles:
                 return file.meta
             return write.meta if write is not None else None
 
-    def save(self, meta: SnapshotMeta, arrays: dict[str, np.ndarray]) -> None:
+    def save(self, meta: SnapshotMeta, arrays: dict[str, np.ndarray]) -> bool:
         """Queues a snapshot, behind its parent. The arrays must not change any more; they are let go on the thread.
 
-        With a full queue it is not written (counted in num_dropped), nor when its parent is not there by then
-        (num_orphans). dtypes: those of snapshot_format.DTYPES.
+        False if it is not written because the queue is full (counted in num_dropped). When its parent is not there by
+        then it is not written, either (num_orphans). dtypes: those of snapshot_format.DTYPES.
         """
         assert not RESERVED_NAMES & arrays.keys(), f"array names {sorted(arrays)}"
         num_bytes = sum(array.nbytes for array in arrays.values())
         with self._changed:
             if self._on_its_way(meta.digest) is not None:
-                return
+                return True
             if meta.digest in self._index:
                 self._touch(meta.digest)
             elif self._closing or (self._queued_bytes and self._queued_bytes + num_bytes > MAX_QUEUED_BYTES):
                 self._num_dropped += 1
+                return False
             else:
                 self._queued[meta.digest] = _Write(meta, dict(arrays), num_bytes, self._now_ns())
                 self._queued_bytes += num_bytes
             self._changed.notify_all()
+            return True
 
-    def load(self, digest: str) -> Future[dict[str, np.ndarray]]:
-        """The arrays: views of one buffer, or those that were given to `save` while they are not yet on disk.
+    def load(self, digest: str, prefix: str = "") -> Future[dict[str, np.ndarray]]:
+        """The arrays whose names begin with the prefix; those given to `save` while they are not yet on disk.
 
         The future raises SnapshotLost; then the entry is gone. Counts as a use. Its callbacks may run on the thread.
         """
@@ -129,12 +131,16 @@ class SnapshotFiles:
             file, write = self._index.get(digest), self._on_its_way(digest)
             if file is not None and file.meta is not None:
                 self._touch(digest)
-                return self._submit(partial(self._directory.read, file.meta))
+                return self._submit(partial(self._directory.read, file.meta, prefix))
         if write is not None:
-            answer.set_result(dict(write.arrays))
+            answer.set_result({name: array for name, array in write.arrays.items() if name.startswith(prefix)})
         else:
             answer.set_exception(SnapshotLost(f"snapshot {digest} is not there"))
         return answer
+
+    def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> bool:
+        """Wait for loads at most so many seconds; return whether all are done."""
+        return not wait(futures, timeout_s).not_done
 
     def touch(self, digest: str) -> None:
         """Notes a use of a snapshot and of those in front of it. Unknown ones are ignored."""
@@ -250,6 +256,7 @@ class SnapshotFiles:
                 return partial(self._mark_used, touched)
             if self._queued:
                 self._writing = self._queued.pop(next(iter(self._queued)))
+                self._queued_bytes -= self._writing.num_bytes
                 return partial(self._write, self._writing)
             self._busy = False
             return None
@@ -287,7 +294,6 @@ class SnapshotFiles:
             self._directory.complain("write", error)
         self._publish()  # first, so that it can be loaded all the time
         with self._changed:
-            self._queued_bytes -= write.num_bytes
             self._writing = None
 
     def _publish(self) -> None:

@@ -1,9 +1,9 @@
 """One snapshot of the prefix cache as one file: safetensors, with checksums over every byte.
 
 Any reader of safetensors can open it. The header's `__metadata__` holds the format's version, the fingerprint of the
-model, the `SnapshotMeta`, and three CRC-32: of the header (with zeros in its own place), of the token ids, and of all
-tensors. Header and token ids are checked without reading the rest. They are written and read by hand here, as the
-library neither reads into one buffer nor lets us cover every byte.
+model, the `SnapshotMeta`, and CRC-32 of the header (with zeros in its own place) and of each tensor. So the header and
+the token ids are checked without reading the rest, and some tensors without the others. They are written and read by
+hand here, as the library neither reads tensor by tensor into buffers of ours nor lets us cover every byte.
 
 CRC-32 notices every error of up to 32 bits in a row, and others but for one in four billion. It is against accidents:
 who may write to the directory may also compute a checksum.
@@ -14,6 +14,7 @@ import json
 import os
 import re
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -23,7 +24,7 @@ import numpy as np
 from engine.config import SnapshotKind
 from engine.protocol import PromptOrigin
 
-FORMAT = "orchard-snapshot-1"
+FORMAT = "orchard-snapshot-2"
 DIGEST = re.compile(r"[0-9a-f]{32,64}")
 TOKEN_IDS = "token_ids"
 RESERVED_NAMES = frozenset({TOKEN_IDS, "__metadata__"})
@@ -108,14 +109,14 @@ class SnapshotMeta:
 
 @dataclass(frozen=True)
 class SnapshotHead:
-    """What is known of a file without its tensors. tensors: the header's entries by name. data_at: their offset."""
+    """What is known of a file without its tensors. tensors: the header's entries by name. data_at: their offset.
+    crc32: of each tensor, by name, in hex digits."""
 
     meta: SnapshotMeta
     fingerprint: str
     tensors: dict[str, dict[str, Any]]
     data_at: int
-    data_bytes: int
-    data_crc32: str
+    crc32: dict[str, str]
 
 
 def open_snapshot(path: Path) -> io.FileIO:
@@ -135,17 +136,16 @@ def write_snapshot(file: io.FileIO, meta: SnapshotMeta, fingerprint: str, arrays
     and ValueError when the header is too large."""
     tensors = _in_order(meta, arrays)
     file.seek(len(_header(meta, fingerprint, tensors)))
-    token_ids_crc32, data_crc32 = 0, 0
+    checksums = dict[str, int]()
     for name, array in tensors.items():
-        data = _bytes_of(array)
-        if name == TOKEN_IDS:
-            token_ids_crc32 = zlib.crc32(data)
+        data, checksum = _bytes_of(array), 0
         for start in range(0, len(data), CHUNK_BYTES):
             chunk = data[start : start + CHUNK_BYTES]
-            data_crc32 = zlib.crc32(chunk, data_crc32)
+            checksum = zlib.crc32(chunk, checksum)
             _write_all(file, chunk)
+        checksums[name] = checksum
     file.seek(0)
-    _write_all(file, memoryview(_header(meta, fingerprint, tensors, data_crc32, token_ids_crc32)))
+    _write_all(file, memoryview(_header(meta, fingerprint, tensors, checksums)))
 
 
 def read_head(file: io.FileIO) -> SnapshotHead:
@@ -164,18 +164,27 @@ def read_head(file: io.FileIO) -> SnapshotHead:
         raise TornFile(f"its header makes no sense ({error!r})") from None
 
 
-def read_arrays(file: io.FileIO, head: SnapshotHead) -> dict[str, np.ndarray]:
-    """All arrays, writable views of one buffer, as they were written; little-endian. Raises TornFile, OSError."""
-    data = np.empty(head.data_bytes, np.uint8)
-    file.seek(head.data_at)
-    data_crc32 = 0
-    for start in range(0, len(data), CHUNK_BYTES):
-        chunk = data.data[start : start + CHUNK_BYTES]
+def read_arrays(file: io.FileIO, head: SnapshotHead, prefix: str = "") -> dict[str, np.ndarray]:
+    """The arrays whose names begin with the prefix, each in a buffer of its own, writable; little-endian.
+
+    Raises TornFile, OSError.
+    """
+    names = [name for name in head.tensors if name != TOKEN_IDS and name.startswith(prefix)]
+    return {name: _read_array(file, head, name) for name in names}
+
+
+def _read_array(file: io.FileIO, head: SnapshotHead, name: str) -> np.ndarray:
+    tensor = head.tensors[name]
+    start, end = tensor["data_offsets"]
+    data, checksum = np.empty(end - start, np.uint8), 0
+    file.seek(head.data_at + start)
+    for at in range(0, len(data), CHUNK_BYTES):
+        chunk = data.data[at : at + CHUNK_BYTES]
         _read_into(file, chunk)
-        data_crc32 = zlib.crc32(chunk, data_crc32)
-    if f"{data_crc32:08x}" != head.data_crc32:
-        raise TornFile("its tensors are damaged")
-    return {name: _array_of(data, tensor) for name, tensor in head.tensors.items() if name != TOKEN_IDS}
+        checksum = zlib.crc32(chunk, checksum)
+    if f"{checksum:08x}" != head.crc32.get(name):
+        raise TornFile(f"its tensor {name} is damaged")
+    return _array_of(data, tensor)
 
 
 def _in_order(meta: SnapshotMeta, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -185,15 +194,14 @@ def _in_order(meta: SnapshotMeta, arrays: dict[str, np.ndarray]) -> dict[str, np
 
 
 def _header(
-    meta: SnapshotMeta, fingerprint: str, tensors: dict[str, np.ndarray], data_crc32: int = 0, token_ids_crc32: int = 0
+    meta: SnapshotMeta, fingerprint: str, tensors: dict[str, np.ndarray], checksums: Mapping[str, int] | None = None
 ) -> bytes:
     """With its length in front. It is as long with any checksums."""
     metadata = {
         "header_crc32": "0" * 8,
         "format": FORMAT,
         "fingerprint": fingerprint,
-        "data_crc32": f"{data_crc32:08x}",
-        "token_ids_crc32": f"{token_ids_crc32:08x}",
+        "crc32": json.dumps({name: f"{(checksums or {}).get(name, 0):08x}" for name in tensors}),
         "snapshot": json.dumps(_as_json(meta)),
     }
     entries: dict[str, Any] = {"__metadata__": metadata}
@@ -250,13 +258,14 @@ def _head_of(file: io.FileIO, entries: dict[str, dict[str, Any]], data_at: int) 
         raise TornFile(f"it has {file_bytes} bytes instead of {data_at + data_bytes}")
     start, end = tensors[TOKEN_IDS]["data_offsets"]
     token_ids = os.pread(file.fileno(), end - start, data_at + start)
-    if f"{zlib.crc32(token_ids):08x}" != metadata["token_ids_crc32"]:
+    crc32 = json.loads(metadata["crc32"])
+    if f"{zlib.crc32(token_ids):08x}" != crc32[TOKEN_IDS]:
         raise TornFile("its token ids are damaged")
     fields = json.loads(metadata["snapshot"])
     fields["media"] = tuple((begin, stop, content_hash) for begin, stop, content_hash in fields["media"])
     fields["origin"] = PromptOrigin(**fields["origin"])
     meta = SnapshotMeta(token_ids=np.frombuffer(token_ids, DTYPES["I32"]), **fields)
-    return SnapshotHead(meta, metadata["fingerprint"], tensors, data_at, data_bytes, metadata["data_crc32"])
+    return SnapshotHead(meta, metadata["fingerprint"], tensors, data_at, crc32)
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
@@ -265,9 +274,8 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def _array_of(data: np.ndarray, tensor: dict[str, Any]) -> np.ndarray:
-    start, end = tensor["data_offsets"]
     try:
-        return data[start:end].view(DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+        return data.view(DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
     except (KeyError, TypeError, ValueError) as error:
         raise TornFile(f"its header makes no sense ({error!r})") from None
 

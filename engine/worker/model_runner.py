@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -189,9 +189,11 @@ class MLXRunner:
     def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:
         return export(snapshot)
 
-    def import_snapshot(self, arrays: Mapping[str, np.ndarray], num_tokens: int, parent: Any = None) -> StateSnapshot:
+    def import_snapshot(
+        self, arrays: dict[str, np.ndarray], num_tokens: int, parent: Any = None, with_state: bool = True
+    ) -> Iterator[StateSnapshot | None]:
         assert self._a_snapshot is not None
-        return import_arrays(arrays, self._a_snapshot, num_tokens, parent)
+        return import_arrays(arrays, self._a_snapshot, num_tokens, parent, with_state)
 
     def fill(self, row_id: str, stretches: Sequence[Any]) -> None:
         prompt = self._prompts.get(row_id)

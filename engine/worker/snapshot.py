@@ -9,7 +9,7 @@ A stretch can be lent to the row that continues its snapshot: its keys and value
 are copied back when the row leaves. The slots of a row's first tokens never change, so they can be copied at any time.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.cache import ArraysCache, KVCache
 
+from engine.core.batch import STRETCH_ARRAYS
 from engine.worker.kv_cache import RowCache, rounded
 
 SMALL_BYTES = 2**22
@@ -256,7 +257,7 @@ def export(snapshot: StateSnapshot) -> dict[str, np.ndarray]:
     """In host memory, without a copy where the device shares it. See `import_arrays`."""
     arrays: dict[str, mx.array] = {}
     for i, (keys, values) in enumerate(snapshot.stretch.keys_values):
-        arrays |= {f"attention.{i}.keys": keys, f"attention.{i}.values": values}
+        arrays |= {f"{STRETCH_ARRAYS}{i}.keys": keys, f"{STRETCH_ARRAYS}{i}.values": values}
     for i, state in enumerate(snapshot.states):
         arrays |= {f"recurrent.{i}.{j}": array for j, array in enumerate(state)}
     if snapshot.hidden is not None:
@@ -265,36 +266,43 @@ def export(snapshot: StateSnapshot) -> dict[str, np.ndarray]:
 
 
 def import_arrays(
-    arrays: Mapping[str, np.ndarray], like: StateSnapshot, num_tokens: int, parent: Stretch | None
-) -> StateSnapshot:
-    """The snapshot that `export` gave the arrays of, evaluated. like: one of the same model, for shapes and dtypes.
-
-    Raises ValueError when the arrays are not of this model, or not those behind `parent`.
-    """
+    arrays: dict[str, np.ndarray],
+    like: StateSnapshot,
+    num_tokens: int,
+    parent: Stretch | None,
+    with_state: bool = True,
+) -> Iterator[StateSnapshot | None]:
+    """Copy back what `export` gave: see ModelRunner.import_snapshot. like: of the same model, for shapes and dtypes."""
     reader = _Reader(arrays)
     starts = parent.ends if parent is not None else (0,) * len(like.stretch.ends)
     lag = [like.num_tokens - end for end in like.stretch.ends]  # the head has read one pair less than there are tokens
     ends = tuple(num_tokens - missing for missing in lag)
-    layers: list[KeysValues | None] = [
-        (
-            reader.take(f"attention.{i}.keys", keys, length=end - start),
-            reader.take(f"attention.{i}.values", values, length=end - start),
+    stretch = Stretch.lent(parent, ends)
+    for i, ((keys, values), start, end) in enumerate(zip(like.stretch.keys_values, starts, ends, strict=True)):
+        stretch.layers[i] = (
+            reader.take(f"{STRETCH_ARRAYS}{i}.keys", keys, length=end - start),
+            reader.take(f"{STRETCH_ARRAYS}{i}.values", values, length=end - start),
         )
-        for i, ((keys, values), start, end) in enumerate(zip(like.stretch.keys_values, starts, ends, strict=True))
-    ]
-    states = tuple(
-        tuple(reader.take(f"recurrent.{i}.{j}", slot) for j, slot in enumerate(state))
-        for i, state in enumerate(like.states)
-    )
-    hidden = reader.take("hidden", like.hidden) if like.hidden is not None else None
+        mx.eval(stretch.layers[i])
+        yield None
+    states, hidden = reader.take_state(like) if with_state else ((), None)
     reader.check_all_taken()
-    mx.eval(layers, states, [] if hidden is None else hidden)
-    return StateSnapshot(num_tokens, Stretch(parent, layers, ends), states, hidden)
+    yield StateSnapshot(num_tokens, stretch, states, hidden)
 
 
 class _Reader:
-    def __init__(self, arrays: Mapping[str, np.ndarray]):
-        self._arrays = dict(arrays)
+    def __init__(self, arrays: dict[str, np.ndarray]):
+        self._arrays = arrays
+
+    def take_state(self, like: StateSnapshot) -> tuple[tuple[tuple[mx.array, ...], ...], mx.array | None]:
+        """Return `states` and `hidden` of a StateSnapshot, evaluated."""
+        states = tuple(
+            tuple(self.take(f"recurrent.{i}.{j}", slot) for j, slot in enumerate(state))
+            for i, state in enumerate(like.states)
+        )
+        hidden = self.take("hidden", like.hidden) if like.hidden is not None else None
+        mx.eval(states, [] if hidden is None else hidden)
+        return states, hidden
 
     def take(self, name: str, like: mx.array, length: int | None = None) -> mx.array:
         """length: of axis 2, where it is not that of `like`."""

@@ -100,6 +100,8 @@ class Load:
     """Of each agent; loads without agents last the longer the larger it is."""
     think_s: float = 2.0
     """Seconds between an agent's answer and its next request."""
+    has_disk: bool = False
+    """Whether the prefix cache has a disk tier."""
 
     def config(self, machine: Machine) -> dict[str, Any]:
         """Return the fields of EngineConfig that are not the default."""
@@ -370,7 +372,7 @@ def work_of(sim: Simulation, group_of: Callable[[Ask], str]) -> dict[str, Work]:
 
 
 def run(machine: Machine, load: Load) -> Simulation:
-    sim = Simulation(machine, load.config(machine))
+    sim = Simulation(machine, load.config(machine), has_disk=load.has_disk)
     load.start(sim)
     sim.run()
     return sim
@@ -445,7 +447,7 @@ def line(machine: str, load: str, found: dict[str, float]) -> list[str]:
 
 def chosen(load: Load, args: argparse.Namespace) -> Load:
     """Return the load as the command line asks for it."""
-    load = replace(load, turns=args.turns, think_s=args.think)
+    load = replace(load, turns=args.turns, think_s=args.think, has_disk=args.disk)
     return replace(load, is_staggered=False) if args.at_once and isinstance(load, Together) else load
 
 
@@ -456,6 +458,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=12, help="of each agent's conversation")
     parser.add_argument("--think", type=float, default=2.0, help="seconds between an agent's answer and its next turn")
     parser.add_argument("--at-once", action="store_true", help="all agents begin at the same time")
+    parser.add_argument("--disk", action="store_true", help="the prefix cache has a disk tier")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     rows, report = [], []

@@ -3,7 +3,8 @@
 import math
 import random
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -13,12 +14,13 @@ from unittest.mock import patch
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
+from engine.core.batch import STRETCH_ARRAYS, PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
 from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.core.scheduler import Chunks
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams, TokenChunk
+from engine.snapshot_store.files import MAX_QUEUED_BYTES, SnapshotMeta
 
 GIB, MIB, KIB = 2**30, 2**20, 2**10
 
@@ -78,6 +80,8 @@ class Machine:
     """Bytes per second of the device's memory."""
     acceptance: tuple[float, ...]
     """How often the draft at each depth holds when those before it did."""
+    disk_bandwidth: float = 2e9
+    """Bytes per second that are read from or written to its disk, checksums included."""
 
     def chunk_seconds(self, start: int, num_tokens: int, num_rows: int = 1) -> float:
         """Return the seconds of num_tokens prompt tokens behind `start` others, of each of `num_rows` prompts."""
@@ -315,11 +319,11 @@ class ClockRunner:
         done = self._prompts[rows[0].id].done
         return self._snapshot(rows[0].prompt_token_ids[:done].copy(), parent, lend)
 
-    def _snapshot(self, token_ids: np.ndarray, parent: Any, lend: bool) -> ClockSnapshot:
+    def _snapshot(self, token_ids: np.ndarray, parent: Any, lend: bool, with_state: bool = True) -> ClockSnapshot:
         num_before = 0 if parent is None else parent.end
         own_bytes = (len(token_ids) - num_before) * self.costs.token_bytes
         stretch = Stretch(parent, len(token_ids), own_bytes, [0 if lend else own_bytes])
-        snapshot = ClockSnapshot(token_ids, stretch, self.costs.state_bytes)
+        snapshot = ClockSnapshot(token_ids, stretch, self.costs.state_bytes if with_state else 0)
         self._hold(stretch, stretch.counted)
         self._hold(snapshot, [snapshot.state_bytes])
         self.clock.advance(self.machine.copy_seconds(stretch.num_bytes + snapshot.state_bytes))
@@ -342,10 +346,22 @@ class ClockRunner:
         return RowSnapshot(said, snapshot)
 
     def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:
-        raise NotImplementedError("the simulation has no disk tier")
+        """The arrays have the size of the real ones, and no memory."""
+        assert not snapshot.stretch.is_lent, "the keys and values are in a row's cache"
+        sizes = {f"{STRETCH_ARRAYS}0": snapshot.stretch.num_bytes, "state": snapshot.state_bytes}
+        sized = {name: np.broadcast_to(np.uint8(0), num_bytes) for name, num_bytes in sizes.items()}
+        return sized | {f"{STRETCH_ARRAYS}tokens": snapshot.token_ids}
 
-    def import_snapshot(self, arrays: Mapping[str, np.ndarray], num_tokens: int, parent: Any) -> ClockSnapshot:
-        raise NotImplementedError("the simulation has no disk tier")
+    def import_snapshot(
+        self, arrays: dict[str, np.ndarray], num_tokens: int, parent: Any, with_state: bool = True
+    ) -> Iterator[ClockSnapshot | None]:
+        num_layers, tokens = round(1 / self.costs.layer_share), arrays[f"{STRETCH_ARRAYS}tokens"]
+        assert len(tokens) == num_tokens
+        num_bytes = (num_tokens - (0 if parent is None else parent.end)) * self.costs.token_bytes
+        for _ in range(num_layers - 1):
+            self.clock.advance(2 * num_bytes / num_layers / self.machine.bandwidth)
+            yield None
+        yield self._snapshot(tokens, parent, False, with_state)
 
     def drop(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[Any]] | None = None) -> None:
         for row_id in row_ids:
@@ -414,6 +430,100 @@ class ClockRunner:
         return RowOutput(tuple(tokens), (), num_drafts, min(num_accepted, len(tokens) - 1))
 
 
+@dataclass(slots=True)
+class StoredSnapshot:
+    """A file of the simulated disk."""
+
+    meta: SnapshotMeta
+    arrays: dict[str, np.ndarray]
+    num_bytes: int
+    written_s: float
+    """When it is written; until then its bytes wait in memory."""
+
+
+class ClockFiles:
+    """SnapshotFiles on a disk over a virtual clock: it reads and writes one after the other, reads first."""
+
+    def __init__(self, clock: VirtualClock, bandwidth: float, max_bytes: float = math.inf):
+        self._clock = clock
+        self._bandwidth = bandwidth
+        self._max_bytes = max_bytes
+        self._files: dict[str, StoredSnapshot] = {}
+        self._reads: list[tuple[float, Future[dict[str, np.ndarray]], dict[str, np.ndarray]]] = []
+        self._read_until_s = self._written_until_s = 0.0
+        self.num_read_bytes = self.num_written_bytes = self.num_dropped = 0
+
+    def entries(self) -> list[SnapshotMeta]:
+        return []
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._files
+
+    def meta_of(self, digest: str) -> SnapshotMeta | None:
+        return self._files[digest].meta if digest in self._files else None
+
+    def save(self, meta: SnapshotMeta, arrays: dict[str, np.ndarray]) -> bool:
+        now, num_bytes = self._clock(), sum(array.nbytes for array in arrays.values())
+        queued = sum(
+            file.num_bytes
+            for file in self._files.values()
+            if file.written_s - file.num_bytes / self._bandwidth > now  # not the one that is being written
+        )
+        if meta.digest in self._files:
+            return True
+        if queued and queued + num_bytes > MAX_QUEUED_BYTES:
+            self.num_dropped += 1
+            return False
+        assert not meta.parent or meta.parent in self._files, "what is in front of it is not written"
+        self._written_until_s = max(now, self._written_until_s, self._read_until_s) + num_bytes / self._bandwidth
+        self._files[meta.digest] = StoredSnapshot(meta, dict(arrays), num_bytes, self._written_until_s)
+        self.num_written_bytes += num_bytes
+        assert sum(file.num_bytes for file in self._files.values()) <= self._max_bytes, "the disk is full"
+        return True
+
+    def load(self, digest: str, prefix: str = "") -> Future[dict[str, np.ndarray]]:
+        answer: Future[dict[str, np.ndarray]] = Future()
+        file, now = self._files[digest], self._clock()
+        due_s, arrays = now, {name: array for name, array in file.arrays.items() if name.startswith(prefix)}
+        if file.written_s <= now:
+            num_bytes = sum(array.nbytes for array in arrays.values())
+            due_s = self._read_until_s = max(now, self._read_until_s) + num_bytes / self._bandwidth
+            self.num_read_bytes += num_bytes
+        self._reads.append((due_s, answer, arrays))
+        self._deliver()
+        return answer
+
+    def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> bool:
+        """Let the time pass in which a real engine would wait."""
+        due_s = [due_s for due_s, future, _ in self._reads if future in futures]
+        if due_s:
+            self._clock.advance(max(0.0, min(max(due_s) - self._clock(), timeout_s)))
+        self._deliver()
+        return all(future.done() for future in futures)
+
+    def touch(self, digest: str) -> None:
+        """Nothing is evicted."""
+
+    def discard(self, digest: str) -> Future[int]:
+        raise AssertionError("no file is lost in the simulation")
+
+    def clear(self) -> Future[int]:
+        raise AssertionError("nothing clears the disk in the simulation")
+
+    def status(self) -> dict[str, int]:
+        read_us = int(1e6 * self.num_read_bytes / self._bandwidth)
+        return {"num_files": len(self._files), "read_bytes": self.num_read_bytes, "read_us": read_us}
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing is open."""
+
+    def _deliver(self) -> None:
+        now = self._clock()
+        for _, future, arrays in [one for one in self._reads if one[0] <= now]:
+            future.set_result(arrays)
+        self._reads = [one for one in self._reads if one[0] > now]
+
+
 @dataclass(slots=True, eq=False)
 class Ask:
     """One request of a client, over all of its attempts."""
@@ -463,11 +573,13 @@ class Ask:
 class Simulation:
     """An engine core, its clients, and what happened."""
 
-    def __init__(self, machine: Machine, config: dict[str, Any], seed: int = 0):
+    def __init__(self, machine: Machine, config: dict[str, Any], seed: int = 0, has_disk: bool = False):
         self.machine = machine
         self.clock = VirtualClock()
         self.runner = ClockRunner(machine, self.clock)
-        self.core = EngineCore(EngineConfig.model_validate(config), self.runner, self._published, self.clock)
+        self.files = ClockFiles(self.clock, machine.disk_bandwidth) if has_disk else None
+        files: Any = self.files
+        self.core = EngineCore(EngineConfig.model_validate(config), self.runner, self._published, self.clock, files)
         self.asks: list[Ask] = []
         self.longest_step_s = 0.0
         self.random = np.random.default_rng(seed)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
+from engine.core.batch import STRETCH_ARRAYS, PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import EngineRequest, TokenLogprobs, choice_seed
@@ -210,13 +210,17 @@ class FakeRunner:
         return np.array(ids, np.int32)
 
     def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:
-        return {"tokens": snapshot.token_ids, "num_own": np.array([snapshot.num_own], np.int32)}
+        num_own = np.array([snapshot.num_own], np.int32)
+        return {f"{STRETCH_ARRAYS}tokens": snapshot.token_ids, f"{STRETCH_ARRAYS}num_own": num_own}
 
-    def import_snapshot(self, arrays: Mapping[str, np.ndarray], num_tokens: int, parent: Any) -> "FakeSnapshot":
-        num_own = num_tokens - (parent.num_tokens if parent else 0)
-        if arrays["tokens"].shape != (num_tokens,) or int(arrays["num_own"][0]) != num_own:
+    def import_snapshot(
+        self, arrays: dict[str, np.ndarray], num_tokens: int, parent: Any, with_state: bool = True
+    ) -> Iterator["FakeSnapshot | None"]:
+        num_own, tokens = num_tokens - (parent.num_tokens if parent else 0), arrays.pop(f"{STRETCH_ARRAYS}tokens")
+        yield None
+        if tokens.shape != (num_tokens,) or int(arrays.pop(f"{STRETCH_ARRAYS}num_own")[0]) != num_own:
             raise ValueError("not of this model, or not behind this parent")
-        return FakeSnapshot(arrays["tokens"], num_own)
+        yield FakeSnapshot(tokens, num_own)
 
     def drop(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[Any]] | None = None) -> None:
         self._called("drop", *row_ids)

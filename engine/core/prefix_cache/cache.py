@@ -172,11 +172,14 @@ class PrefixCache:
             held = held.parent
         return chain[::-1]
 
-    def lendable(self, held: Held | None) -> Iterator[Held]:
-        """Those at the end of a chain whose stretches nothing else needs, the last first."""
+    def lendable(self, held: Held | None, also_system: bool = False) -> Iterator[Held]:
+        """Those at the end of a chain whose stretches nothing else needs, the last first.
+
+        System parts, which other prompts will need, are left where they are unless also_system.
+        """
         num_dependents = 0
         while held is not None and held.num_dependents == num_dependents and held.lent_to is None:
-            if held.entry.pinned or held.entry.kind == "system":
+            if held.entry.pinned or (held.entry.kind == "system" and not also_system):
                 return
             yield held
             held, num_dependents = held.parent, 1
@@ -230,10 +233,14 @@ class PrefixCache:
 
     def fit(self, spared: Collection[Entry] = ()) -> None:
         """Evict the least valuable but the spared while more is counted than there is room for."""
-        missing = self.num_bytes - min(self.max_bytes, self.room())
-        if missing > 0:
-            for victim in self._plan(missing, spared=spared)[0]:
+        if self.missing_bytes > 0:
+            for victim in self._plan(self.missing_bytes, spared=spared)[0]:
                 self._evict(victim.entry)
+
+    @property
+    def missing_bytes(self) -> int:
+        """How much more is counted than there is room for; negative while there is some."""
+        return self.num_bytes - min(self.max_bytes, self.room())
 
     # What is stored
 
@@ -257,27 +264,31 @@ class PrefixCache:
         entry.lineage = self._lineages.started(entry.kind, entry.used_s)
         self._insert(entry)
 
-    def store(self, entry: Entry, snapshot: Snapshot, parent: Held | None, prompt: str = "") -> bool:
+    def store(
+        self, entry: Entry, snapshot: Snapshot, parent: Held | None, prompt: str = "", is_for_row: bool = False
+    ) -> bool:
         """Stores a snapshot, and evicts others for it where they are worth less; False when it is rejected.
 
         Args:
             entry: New, or one that was on disk alone, which is not rejected for its worth: a prompt waits for it.
             parent: Whose stretch is in front of the snapshot's own.
             prompt: See `make_way`.
+            is_for_row: The snapshot moves to a row that is about to continue it: the stretch counts as the row's
+                memory, to which it is lent next, and the state is stored even if there is no room for it.
         """
         assert entry.held is None and self._entries.get(entry.digest, entry) is entry
-        need, is_new = snapshot.stretch_bytes + snapshot.state_bytes, entry.digest not in self._entries
+        stretch_bytes, state_bytes = 0 if is_for_row else snapshot.stretch_bytes, snapshot.state_bytes
+        need, is_new = stretch_bytes + state_bytes, entry.digest not in self._entries
         if parent is not None:
             parent.num_dependents += 1  # it shall not leave to make room
         if is_new:
             in_front = parent.entry if parent is not None else None
             entry.lineage = self._lineages.of_new(entry.key, entry.kind, in_front, prompt, self._clock())
         boundary = NewBoundary(entry.key, entry.kind, entry.lineage, prompt) if is_new and not entry.pinned else None
-        if not self._make_way(need, parent, boundary):
+        if not self._make_way(need, parent, boundary) and not is_for_row:
             if parent is not None:
                 self._release(parent)
             return False
-        stretch_bytes, state_bytes = snapshot.stretch_bytes, snapshot.state_bytes
         entry.held = Held(snapshot, snapshot.stretch, parent, stretch_bytes, state_bytes, entry)
         insort(entry.lineage.entries, entry, key=lambda one: one.num_tokens)
         self.num_bytes += need
@@ -311,6 +322,10 @@ class PrefixCache:
         in_front = parent.entry if parent is not None else None
         lineage = self._lineages.of_new(key, kind, in_front, prompt, self._clock())
         return self._make_way(num_bytes, parent, NewBoundary(key, kind, lineage, prompt))
+
+    def can_hold(self, num_bytes: int) -> bool:
+        """Whether there would be room for so many bytes more if all were evicted that can be."""
+        return self.unevictable_bytes + num_bytes <= min(self.max_bytes, self.room())
 
     def evict(self, num_bytes: int = 1, overhead_bytes: int = 0) -> bool:
         """Evicts the least valuable until so many bytes are free; False if nothing can be evicted.

@@ -2,14 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 
-from engine.core.batch import ModelRunner
-from engine.core.prefix_cache.cache import Entry, PrefixCache, Snapshot
+from engine.core.batch import STRETCH_ARRAYS, ModelRunner
+from engine.core.cost_model import CostModel
+from engine.core.prefix_cache.cache import Entry, Held, PrefixCache, Snapshot
+from engine.core.prefix_cache.loans import Loans
 from engine.core.prefix_cache.prompt_key import Media, PromptKey
 from engine.snapshot_store.files import SnapshotFiles, SnapshotLost, SnapshotMeta
 
@@ -22,27 +24,45 @@ PRUNE_EVERY = 64
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """A snapshot on its way from disk, with those in front of it that are on disk alone, too; the first one first.
-
-    until_s: it is not waited for any longer.
-    """
+    """A snapshot on its way from disk, with those in front of it that are on disk alone, too; the first one first."""
 
     pending: list[tuple[Entry, Future[dict[str, np.ndarray]]]]
+    """What is not in memory yet."""
     until_s: float
-
-    def is_done(self, wait_s: float) -> bool:
-        return not wait([future for _, future in self.pending], wait_s).not_done
+    """It is not waited for any longer."""
+    row_id: str | None
+    """The row whose reservation has room for the keys and values, None if the cache has to make room for them."""
+    base: Held | None = None
+    """What is in front of the next one, kept until it is used."""
+    copying: Iterator[Snapshot | None] | None = None
+    """The next one, whose layers are copied to the device one after the other."""
+    num_bytes: int = 0
+    """That were copied."""
+    copied_s: float = 0.0
+    """Seconds of copying."""
 
 
 class DiskTier:
-    """`clock`: of the entries' times, monotonic seconds. Nothing here waits for the disk but `Reading.is_done`."""
+    """`clock`: of the entries' times, monotonic seconds. Nothing here waits for the disk but `has_advanced`."""
 
-    def __init__(self, files: SnapshotFiles, cache: PrefixCache, runner: ModelRunner, clock: Callable[[], float]):
+    def __init__(
+        self,
+        files: SnapshotFiles,
+        cache: PrefixCache,
+        loans: Loans,
+        runner: ModelRunner,
+        clock: Callable[[], float],
+        costs: CostModel,
+    ):
         self._files = files
         self._cache = cache
+        self._loans = loans
         self._runner = runner
         self._clock = clock
+        self._costs = costs
+        self._read_us = 0  # of the disk, up to the last reading
         self._num_saved = 0
+        self._waiting: list[Entry] = []  # not written yet: see save_waiting
         cache.file_parent = self._file_parent
         for meta in reversed(files.entries()):
             cache.add(self._entry(meta))
@@ -60,11 +80,37 @@ class DiskTier:
         except Exception:
             log.exception("a snapshot of %d tokens is not written", entry.num_tokens)
 
+    def lacks(self, entry: Entry) -> bool:
+        """Whether an entry is not written, and could be."""
+        return entry.digest not in self._files
+
+    def save_waiting(self) -> None:
+        """Write what could not be written before: keys and values were lent to rows, or the queue was full."""
+        waiting, self._waiting = self._waiting, []
+        for entry in sorted(waiting, key=lambda entry: entry.num_tokens):
+            if entry.held is not None and entry.held.snapshot is not None and entry.digest not in self._files:
+                self.save(entry, entry.held.snapshot)
+
     def touch(self, entry: Entry) -> None:
         self._files.touch(entry.digest)
 
-    def read(self, entry: Entry) -> Reading | None:
-        """Begins to read an entry that is on disk alone. None, and it is gone, if something in front is missing."""
+    def read_s(self, num_bytes: int) -> float:
+        """Predict the seconds of reading so many bytes back."""
+        return self._costs.read_s(num_bytes)
+
+    def read(self, entry: Entry, row_id: str | None, timeout_s: float) -> Reading | None:
+        """Begin to read an entry that is on disk alone; `close` must follow.
+
+        Of those in between only the stretch is read: their states are not needed.
+
+        Args:
+            entry: The entry.
+            row_id: See Reading.
+            timeout_s: How long it is waited for, if that is longer than READ_TIMEOUT_S.
+
+        Returns:
+            None if something in front is missing; the entry is gone then.
+        """
         missing = []
         at: Entry | None = entry
         while at is not None and at.held is None:
@@ -73,35 +119,86 @@ class DiskTier:
         if at is None and missing[-1].parent is not None:
             self._cache.forget(entry)
             return None
-        pending = [(one, self._files.load(one.digest)) for one in reversed(missing)]
-        return Reading(pending, self._clock() + READ_TIMEOUT_S)
+        pending = [
+            (one, self._files.load(one.digest, "" if one is entry else STRETCH_ARRAYS)) for one in reversed(missing)
+        ]
+        base = None if at is None else self._cache.hold(at)
+        return Reading(pending, self._clock() + max(timeout_s, READ_TIMEOUT_S), row_id, base)
 
-    def finish(self, reading: Reading) -> bool:
-        """Takes into memory what has been read; False when some of it was lost or there was no room for it.
+    def has_advanced(self, reading: Reading, wait_s: float, copy_s: float) -> bool | None:
+        """Take into memory what has been read, for about `copy_s` seconds; wait for the disk at most `wait_s`.
 
-        Of those in between only the stretch is kept: their states may be read again if they are needed.
+        Returns:
+            True when all is in memory; None while there is more to come; False when some of it was lost, or there was
+            no room for it.
         """
-        for i, (entry, future) in enumerate(reading.pending):
-            parent = self._cache.get(entry.parent)
-            held = parent.held if parent is not None else None
-            if self._cache.get(entry.digest) is not entry or (entry.parent is not None and held is None):
-                return False  # cleared, or what is in front of it has left memory since
+        until_s = self._clock() + copy_s
+        while reading.pending:
+            entry, future = reading.pending[0]
+            if reading.copying is None and not self._files.wait([future], wait_s):
+                return None
+            if self._cache.get(entry.digest) is not entry or entry.parent != _digest_of(reading.base):
+                return False  # cleared, or stored behind something else since
             try:
-                arrays = future.result()
-                snapshot = self._runner.import_snapshot(
-                    arrays, entry.num_tokens, held.stretch if held is not None else None
-                )
+                snapshot = self._copied(reading, entry, future, until_s)
             except Exception as error:  # what is read back saves time, and an answer does not need it
                 log.warning("a snapshot of %d tokens could not be read back: %s", entry.num_tokens, error)
                 self._cache.counters.num_unusable += 1
                 if isinstance(error, SnapshotLost | ValueError):
                     self.forget(entry)
                 return False
-            if not self._cache.store(entry, snapshot, held):
+            if snapshot is None:
+                return None
+            if not self._has_stored(reading, entry, snapshot):
                 return False
-            if i > 1:
-                self._cache.let_go(reading.pending[i - 1][0])
+        self._record(reading)
         return True
+
+    def _copied(
+        self, reading: Reading, entry: Entry, future: Future[dict[str, np.ndarray]], until_s: float
+    ) -> Snapshot | None:
+        """The snapshot once all its layers are copied, at least one of them now; None before."""
+        began_s = self._clock()
+        if reading.copying is None:
+            arrays, base = future.result(), reading.base
+            reading.num_bytes += sum(array.nbytes for array in arrays.values())
+            reading.copying = self._runner.import_snapshot(
+                arrays, entry.num_tokens, None if base is None else base.stretch, len(reading.pending) == 1
+            )
+        snapshot = None
+        for snapshot in reading.copying:
+            if snapshot is not None or self._clock() >= until_s:
+                break
+        reading.copied_s += self._clock() - began_s
+        return snapshot
+
+    def _has_stored(self, reading: Reading, entry: Entry, snapshot: Snapshot) -> bool:
+        """Store the next snapshot of a reading; False if there is no room for it."""
+        reading.copying, is_last = None, len(reading.pending) == 1
+        stretch_bytes, row_id = snapshot.stretch_bytes, reading.row_id
+        if not self._cache.store(entry, snapshot, reading.base, is_for_row=row_id is not None):
+            return False
+        assert entry.held is not None
+        if row_id is not None:
+            self._loans.add(row_id, entry.held, stretch_bytes)
+        before, reading.base = reading.base, self._cache.hold(entry)
+        if before is not None:
+            self._cache.release(before)
+        reading.pending.pop(0)
+        if not is_last:
+            self._cache.let_go(entry)
+        return True
+
+    def _record(self, reading: Reading) -> None:
+        """Tell the cost model what reading has taken."""
+        before_us, self._read_us = self._read_us, self._files.status()["read_us"]
+        self._costs.record_read(reading.num_bytes, 1e-6 * (self._read_us - before_us) + reading.copied_s)
+
+    def close(self, reading: Reading) -> None:
+        """The reading is over, complete or given up."""
+        if reading.base is not None:
+            self._cache.release(reading.base)
+            reading.base = None
 
     def forget(self, entry: Entry) -> None:
         """Neither in memory nor on disk any more, nor what is behind it on disk alone."""
@@ -118,7 +215,8 @@ class DiskTier:
     def status(self) -> dict[str, int]:
         return self._files.status()
 
-    def close(self, timeout_s: float) -> None:
+    def shut_down(self, timeout_s: float) -> None:
+        """Wait until what was saved is written, at most so long."""
         self._files.close(timeout_s)
 
     def _file_parent(self, digest: str) -> str | None:
@@ -136,8 +234,9 @@ class DiskTier:
         return parent
 
     def _save(self, entry: Entry, snapshot: Snapshot) -> None:
-        if snapshot.stretch.is_lent:
-            return  # it is written when it comes back
+        if snapshot.stretch.is_lent or (entry.parent is not None and entry.parent not in self._files):
+            self._waiting.append(entry)
+            return
         key, parent = entry.key, self._cache.get(entry.parent)
         if entry.parent is not None and parent is None:
             return  # what is in front of it has left: nobody could read it back
@@ -153,7 +252,8 @@ class DiskTier:
             created_s=time.time(),
         )
         arrays: Mapping[str, np.ndarray] = self._runner.export_snapshot(snapshot)
-        self._files.save(meta, dict(arrays))
+        if not self._files.save(meta, dict(arrays)):
+            self._waiting.append(entry)
 
     def _entry(self, meta: SnapshotMeta) -> Entry:
         key = PromptKey(
@@ -161,3 +261,7 @@ class DiskTier:
         )
         now, age_s = self._clock(), max(0.0, time.time() - meta.created_s)
         return Entry(meta.digest, key, meta.kind, meta.parent or None, meta.origin, False, now - age_s, now)
+
+
+def _digest_of(held: Held | None) -> str | None:
+    return None if held is None else held.entry.digest

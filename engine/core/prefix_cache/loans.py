@@ -11,11 +11,11 @@ boundaries are lent from the beginning (`add`). A prompt that continues a lent s
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.batch import ModelRunner
 from engine.core.prefix_cache.cache import PrefixCache
-from engine.core.prefix_cache.node import Entry, Held, Stretch
+from engine.core.prefix_cache.node import Entry, Held, Snapshot, Stretch
 
 
 class Loans:
@@ -25,6 +25,7 @@ class Loans:
         self._cache = cache
         self._runner = runner
         self._of_row: dict[str, list[Held]] = {}  # by row id, in the order of the tokens
+        self._leaving: list[tuple[Held, list[Held]]] = []  # first of a chain, and those that are written before it goes
 
     @property
     def row_ids(self) -> list[str]:
@@ -52,7 +53,7 @@ class Loans:
     def lend(self, row_id: str, entry: Entry) -> list[Stretch]:
         """Return the stretches that move into the row's cache, which is about to continue this entry."""
         was_promised = self._take_back_promised(row_id)
-        lent = self._lend(row_id, entry)
+        lent = self._lend(row_id, entry, was_promised and self._lacks_room(entry))
         if was_promised:  # perhaps more than it gets: another prompt may continue the same snapshot by now
             self._cache.fit(spared=(entry,))
         return [held.stretch for held in lent]
@@ -67,9 +68,14 @@ class Loans:
             self._of_row[row_id] = [held for held in helds if held.stretch.is_lent]
         return bool(promised)
 
-    def _lend(self, row_id: str, entry: Entry) -> list[Held]:
+    def _lacks_room(self, entry: Entry) -> bool:
+        """Whether the cache has no room for what is not lent of an entry: it was read from disk for the row alone."""
+        lendable = sum(held.stretch_bytes for held in self._cache.lendable(entry.held))
+        return self._cache.missing_bytes > lendable
+
+    def _lend(self, row_id: str, entry: Entry, also_system: bool = False) -> list[Held]:
         assert entry.held is not None
-        lent = list(self._cache.lendable(entry.held))[::-1]
+        lent = list(self._cache.lendable(entry.held, also_system))[::-1]
         for held in lent:
             self._cache.lend(held, row_id, held.stretch_bytes)
         if lent:
@@ -110,10 +116,13 @@ class Loans:
             if left:
                 self._of_row[row_id] = left
 
-    def returning(self, row_ids: Iterable[str]) -> dict[str, Sequence[Stretch]]:
+    def returning(
+        self, row_ids: Iterable[str], is_to_write: Callable[[Entry], bool] = lambda entry: False
+    ) -> dict[str, Sequence[Stretch]]:
         """Make room for what is lent to rows that leave; return the stretches that are to be filled, by row id.
 
-        What is worth less than what would have to be evicted for it is forgotten. `settle` must follow.
+        What is worth less than what would have to be evicted for it is forgotten, once what is to be written of it has
+        been filled, too. `settle` must follow, and then `take_leaving`.
         """
         returning = {}
         for row_id in row_ids:
@@ -122,7 +131,7 @@ class Loans:
             if not lent:
                 continue
             if not self._cache.make_way_back(lent):
-                self._cache.evict_behind(lent[0])
+                returning |= self._leave(row_id, lent, is_to_write)
                 continue
             for held in lent:  # counted at once: the next row needs other room
                 self._cache.take_back(held)
@@ -130,14 +139,30 @@ class Loans:
             returning[row_id] = [held.stretch for held in lent]
         return returning
 
-    def settle(self, row_ids: Iterable[str]) -> list[Entry]:
-        """The rows are gone, or have failed: what has not come back is lost, and so is all that is behind it.
+    def _leave(
+        self, row_id: str, lent: Sequence[Held], is_to_write: Callable[[Entry], bool]
+    ) -> dict[str, Sequence[Stretch]]:
+        to_write = [held for held in lent if held.snapshot is not None and is_to_write(held.entry)]
+        if not to_write:
+            self._cache.evict_behind(lent[0])
+            return {}
+        self._leaving.append((lent[0], to_write))
+        return {row_id: [held.stretch for held in to_write]}
 
-        Returns the entries whose own keys and values have come back.
-        """
-        helds = [held for row_id in row_ids for held in self._pop(row_id)]
-        self._settle(helds)
-        return [held.entry for held in helds if held.entry.held is held and self._cache.is_stored(held)]
+    def take_leaving(self, write: Callable[[Entry, Snapshot], None]) -> None:
+        """Write what was filled of the chains that the cache has no room for, and evict them."""
+        leaving, self._leaving = self._leaving, []
+        for first, to_write in leaving:
+            for held in to_write:
+                if held.snapshot is not None and not held.stretch.is_lent:
+                    write(held.entry, held.snapshot)
+            if self._cache.is_stored(first):
+                self._cache.evict_behind(first)
+
+    def settle(self, row_ids: Iterable[str]) -> None:
+        """The rows are gone, or have failed: what has not come back is lost, and so is all that is behind it."""
+        self._settle([held for row_id in row_ids for held in self._pop(row_id)])
+        self._cache.fit()  # what was read from disk for a row may have no room beside it
 
     def _settle(self, helds: Sequence[Held]) -> None:
         for held in helds:

@@ -16,6 +16,7 @@ import numpy as np
 
 from engine.config import PrefixCacheConfig, SnapshotKind
 from engine.core.batch import ModelRunner
+from engine.core.cost_model import CostModel
 from engine.core.prefix_cache.cache import Entry, Held, PrefixCache, Snapshot
 from engine.core.prefix_cache.disk_tier import DiskTier, Reading
 from engine.core.prefix_cache.loans import Loans
@@ -32,6 +33,9 @@ log = logging.getLogger("orchard.engine")
 
 MIN_TOKENS_FROM_DISK = 64
 """What a snapshot on disk must save over one in memory to be read."""
+
+READ_PATIENCE = 4.0
+"""How many times the predicted seconds of reading a prompt waits for the disk, if computing does not take less."""
 
 MAX_UNUSED, PROBE_EVERY = 64, 16
 """After so many answers that no prompt went on from only every 16th is kept, until one is used."""
@@ -100,6 +104,7 @@ class PrefixReuse:
         stats: Stats,
         files: SnapshotFiles | None = None,
         clock: Callable[[], float] = time.monotonic,
+        costs: CostModel | None = None,
     ):
         self._config = config
         self._runner = runner
@@ -112,12 +117,19 @@ class PrefixReuse:
         max_bytes = runner.memory_limit_bytes if config.max_gb is None else config.max_gb * 2**30
         self.cache = PrefixCache(int(max_bytes), clock)
         self._loans = Loans(self.cache, runner)
-        self._disk = None if files is None or self.off is not None else DiskTier(files, self.cache, runner, clock)
+        self._disk: DiskTier | None = None
+        if files is not None and self.off is None:
+            self._disk = DiskTier(files, self.cache, self._loans, runner, clock, costs or CostModel())
 
-    def begin(self, rows: Sequence[Request], wait_s: float = 0.0) -> bool:
-        """Restores the longest stored prefix of a prompt that has not begun; `rows` share it.
+    def begin(self, rows: Sequence[Request], wait_s: float = 0.0, copy_s: float = 0.0) -> bool:
+        """Restore the longest stored prefix of a prompt that has not begun; `rows` share it.
 
-        False while it is still read from disk, which is waited for so long: call again in the next step.
+        False while it is still read from disk: call again in the next step.
+
+        Args:
+            rows: Of the prompt.
+            wait_s: How long the disk is waited for.
+            copy_s: How long what has been read is copied to the device, at most by one layer more.
         """
         row = rows[0]
         if self.off is not None or row.spec.pooling is not None:
@@ -128,7 +140,9 @@ class PrefixReuse:
             current = self._sessions[row.id] = Session(row, key, self._max_tokens(row, key))
         elif current.is_computing:
             return True
-        while (entry := self._find(current, wait_s)) is not None and not self._restore(rows, current, entry):
+        while (entry := self._find(rows, current, wait_s, copy_s)) is not None and not self._restore(
+            rows, current, entry
+        ):
             pass
         if current.reading is not None:
             return False
@@ -283,13 +297,21 @@ class PrefixReuse:
 
     def returning(self, row_ids: Iterable[str]) -> dict[str, Sequence[Stretch]]:
         """Return what is lent to rows that the runner is about to drop, by row id; `settle` must follow."""
-        return self._loans.returning(row_ids)
+        if self._disk is None:
+            return self._loans.returning(row_ids)
+        return self._loans.returning(row_ids, self._disk.lacks)
 
     def settle(self, row_ids: Iterable[str]) -> None:
         """The runner has dropped these rows or lost them: what they had of the cache's has come back, or is lost."""
-        for entry in self._loans.settle(row_ids):
-            if self._disk is not None and entry.held is not None and entry.held.snapshot is not None:
-                self._disk.save(entry, entry.held.snapshot)
+        self._loans.settle(row_ids)
+        if self._disk is not None:
+            self._loans.take_leaving(self._disk.save)
+            self._disk.save_waiting()
+
+    def write_behind(self) -> None:
+        """Write what could not be written at once."""
+        if self._disk is not None:
+            self._disk.save_waiting()
 
     def _end(self, session: Session, failed: bool) -> None:
         if failed:
@@ -299,6 +321,8 @@ class PrefixReuse:
             self._loans.settle([session.row.id])
         if session.base is not None:
             self.cache.release(session.base)
+        if session.reading is not None and self._disk is not None:
+            self._disk.close(session.reading)
 
     def check_integrity(self) -> None:
         """While nothing is being taken in, for at most a thousandth of the time.
@@ -334,7 +358,7 @@ class PrefixReuse:
         self.end(list(self._sessions))
         if self._disk is not None:
             self._write_lent()
-            self._disk.close(timeout_s)
+            self._disk.shut_down(timeout_s)
         self.cache.reset()
 
     def _write_lent(self) -> None:
@@ -346,10 +370,10 @@ class PrefixReuse:
         except Exception:
             log.exception("the keys and values of running rows are not written")
 
-    def _find(self, current: Session, wait_s: float) -> Entry | None:
+    def _find(self, rows: Sequence[Request], current: Session, wait_s: float, copy_s: float) -> Entry | None:
         """The longest stored prefix, in memory; None without one, or while it is still read from disk."""
         while True:
-            if current.reading is not None and not self._has_read(current, current.reading, wait_s):
+            if current.reading is not None and not self._has_read(current, current.reading, wait_s, copy_s):
                 return None
             entry = self.cache.match(current.key, current.max_tokens, current.in_memory)
             if entry is None:
@@ -359,11 +383,21 @@ class PrefixReuse:
                     return entry
                 current.max_tokens = entry.num_tokens - 1
                 continue
-            here = self.cache.match(current.key, current.max_tokens, in_memory=True)
-            if here is not None and entry.num_tokens - here.num_tokens < MIN_TOKENS_FROM_DISK:
-                return here
             assert self._disk is not None
-            current.reading = self._disk.read(entry)
+            here = self.cache.match(current.key, current.max_tokens, in_memory=True)
+            start, end, costs = 0 if here is None else here.num_tokens, entry.num_tokens, self._runner.costs
+            computed_s = self.cache.seconds(start, end)
+            num_bytes, row_id = (end - start) * costs.token_bytes + costs.state_bytes, None
+            if self._may_lend(rows) and not rows[0].spec.pinned:
+                row_id = current.row.id
+            elif not self.cache.can_hold(num_bytes):
+                current.max_tokens = end - 1
+                continue
+            read_s = self._disk.read_s(num_bytes)
+            if (here is not None and end - start < MIN_TOKENS_FROM_DISK) or read_s >= computed_s:
+                current.in_memory = True
+                continue
+            current.reading = self._disk.read(entry, row_id, min(computed_s, READ_PATIENCE * read_s))
 
     def _call_in(self, entry: Entry) -> bool:
         """Have all keys and values of an entry in the cache; False if rows have some that cannot be copied."""
@@ -379,17 +413,17 @@ class PrefixReuse:
             self._disk.save(entry, entry.held.snapshot)
         return has_come_back
 
-    def _has_read(self, current: Session, reading: Reading, wait_s: float) -> bool:
+    def _has_read(self, current: Session, reading: Reading, wait_s: float, copy_s: float) -> bool:
         """False while it is worth waiting for."""
         assert self._disk is not None
-        if reading.is_done(wait_s):
-            current.in_memory = not self._disk.finish(reading)
-        elif self._clock() < reading.until_s:
+        is_complete = self._disk.has_advanced(reading, wait_s, copy_s)
+        if is_complete is None and self._clock() < reading.until_s:
             return False
-        else:
+        if is_complete is None:
             log.warning("reading a snapshot takes too long: %s is computed without it", current.row.id)
             self.cache.counters.num_unusable += 1
-            current.in_memory = True
+        current.in_memory = not is_complete
+        self._disk.close(reading)
         current.reading = None
         return True
 
@@ -412,6 +446,7 @@ class PrefixReuse:
             self._runner.drop([row.id for row in rows])  # what it has begun
             return False
         current.base, current.base_digest, current.base_tokens = self.cache.use(entry), entry.digest, entry.num_tokens
+        self.cache.fit()  # what was read for the row alone may have no room beside it
         self._answers.used(entry.kind)
         for row in rows:
             row.num_prefilled = entry.num_tokens
@@ -463,6 +498,8 @@ class PrefixReuse:
 
     def _take(self, rows: Sequence[Request], current: Session, boundary: Boundary) -> None:
         base, costs = current.base, self._runner.costs
+        if self._has_passed_stored(current, boundary):
+            return
         num_new = boundary.num_tokens - (current.base_tokens if base is not None else 0)
         spec, key = current.row.spec, current.key.prefix(boundary.num_tokens)
         pinned, stretch_bytes = spec.pinned and boundary.kind == "system", num_new * costs.token_bytes
@@ -486,8 +523,23 @@ class PrefixReuse:
         if lend and entry.held is not None:
             self._loans.add(current.row.id, entry.held, stretch_bytes)
         current.stored.append(entry)
-        if base is not None:
-            self.cache.release(base)
+        self._go_on_behind(current, entry)
+
+    def _has_passed_stored(self, current: Session, boundary: Boundary) -> bool:
+        """Whether the cache has the snapshot of a boundary by now: another prompt has left it, or it was read back."""
+        entry = self.cache.get(current.key.prefix(boundary.num_tokens).digest())
+        if entry is None or entry.held is None:
+            return False
+        if self._call_in(entry):
+            self._go_on_behind(current, entry)
+        else:
+            current.todo.clear()  # another row may take its keys and values along when it fails
+        return True
+
+    def _go_on_behind(self, current: Session, entry: Entry) -> None:
+        """The next snapshot of this prompt has its stretch behind that of `entry`."""
+        if current.base is not None:
+            self.cache.release(current.base)
         current.base, current.base_digest, current.base_tokens = self.cache.hold(entry), entry.digest, entry.num_tokens
 
     def _store(
@@ -503,6 +555,8 @@ class PrefixReuse:
         """Store a snapshot of all of the key's tokens behind `base`; None if there is no room for it."""
         digest, now = key.digest(), self._clock()
         entry = self.cache.get(digest)  # there already, if it is on disk and could not be read back
+        if entry is not None and entry.held is not None:
+            return None
         if entry is not None:
             entry.pinned |= pinned
             entry.parent = base_digest

@@ -12,6 +12,7 @@ import pytest
 
 from engine.config import DiskCacheConfig, EngineConfig
 from engine.core.engine_core import EngineCore
+from engine.core.memory.costs import MemoryCosts
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams
 from engine.snapshot_store.files import SnapshotFiles
 from tests.engine.driver import Driver
@@ -91,11 +92,59 @@ def test_a_chain_is_read_back_without_the_states_in_between(engines):
     assert engine.core.prefix.cache.counters.num_evicted == 0, "nobody else had to leave for them"
 
 
-def test_a_prefix_that_does_not_fit_into_memory_is_computed(engines):
+def test_prefix_that_does_not_fit_into_the_cache_is_read_into_the_row_that_continues_it(engines):
     before = engines()
     before.cached(request("a", *turns(12)))
     engine = restarted(engines, before, max_bytes=2 * STATE_BYTES)
-    assert engine.cached(request("b", *turns(12))) == [40]
+    assert engine.cached(request("b", *turns(12))) == [280]
+    assert engine.core.prefix.cache.num_bytes <= 2 * STATE_BYTES
+
+
+def test_prefix_that_does_not_fit_into_the_cache_is_computed_for_several_rows(engines):
+    before = engines()
+    before.cached(request("a", *turns(12)))
+    engine = restarted(engines, before, max_bytes=2 * STATE_BYTES)
+    engine.runner.costs = MemoryCosts(token_bytes=BYTES_PER_TOKEN, state_bytes=STATE_BYTES)
+    several = request("b", *turns(12), num_choices=2)
+    engine.run({0: [several]})
+    assert engine.chunks["b"][0].num_cached == 40
+
+
+def test_answer_is_written_once_the_keys_in_front_of_it_have_come_back(engines):
+    engine = engines()
+    spec = replace(request("a", SYSTEM, [1] * 60), sampling=SamplingParams(70, seed=1))
+    engine.run({0: [spec]})
+    engine.files.flush()
+    kinds = {entry.kind for entry in engine.core.prefix.cache.entries()}
+    assert {meta.kind for meta in engine.files.entries()} == kinds >= {"answer"}
+
+
+def test_what_the_cache_has_no_room_for_when_its_row_ends_is_written(engines):
+    """Several conversations in turn, each of which pushes out the one before: nothing is computed twice."""
+    engine = engines(max_bytes=2 * STATE_BYTES)
+    asks = [request(f"{number}", SYSTEM, [number] * 200) for number in (1, 2, 3)]
+    engine.cached(*asks)
+    assert [engine.cached(replace(ask, request_id=f"{ask.request_id} again"))[0] for ask in asks] == [240] * 3
+
+
+def test_layers_are_copied_step_by_step_while_rows_decode(engines, monkeypatch):
+    before = engines()
+    before.cached(request("a", SYSTEM, [1] * 20))
+    engine = restarted(engines, before)
+    monkeypatch.setattr(engine.core, "_max_stall_s", 0.0)
+    decoding = replace(request("decoding", [9] * 30), sampling=SamplingParams(60, seed=3), boundaries=())
+    engine.core.add_request(decoding)
+    engine.core.step()
+    engine.files.flush()
+    engine.core.add_request(request("b", SYSTEM, [1] * 20))
+    positions = []
+    while "b" not in engine.chunks:
+        engine.core.step()
+        positions.append(len(engine.tokens["decoding"]))
+    assert engine.chunks["b"][0].num_cached == 60
+    assert len(set(positions)) >= 2, "the other row got tokens meanwhile"
+    engine.run({0: []})
+    assert engine.tokens["b"] == answer(request("b", SYSTEM, [1] * 20))
 
 
 def test_files_that_are_evicted_are_forgotten_and_the_books_do_not_grow(engines):
@@ -137,7 +186,7 @@ def test_a_snapshot_that_cannot_be_read_back_costs_a_prefill_and_no_answer(engin
 
 
 def hang(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.files, "load", lambda digest: Future())
+    monkeypatch.setattr(engine.files, "load", lambda digest, prefix: Future())
 
 
 def test_a_file_stays_when_what_is_in_front_of_it_leaves_memory_while_it_is_read(engines, monkeypatch):
@@ -146,7 +195,7 @@ def test_a_file_stays_when_what_is_in_front_of_it_leaves_memory_while_it_is_read
     engine = restarted(engines, before)
     assert engine.cached(request("b", SYSTEM, [2] * 20)) == [40]
     load, read = engine.files.load, Future()
-    monkeypatch.setattr(engine.files, "load", lambda digest: read)
+    monkeypatch.setattr(engine.files, "load", lambda digest, prefix: read)
     engine.core.add_request(request("c", SYSTEM, [1] * 90))
     engine.core.step()
     cache = engine.core.prefix.cache

@@ -157,7 +157,7 @@ def test_a_torn_file_is_lost_with_all_that_need_it(path: Path) -> None:
     write(directory, "other")
     flip_last_byte(path_of(path, "root"))
 
-    with pytest.raises(SnapshotLost, match=f"snapshot {root.digest} is lost: its tensors are damaged"):
+    with pytest.raises(SnapshotLost, match=f"snapshot {root.digest} is lost: its tensor state is damaged"):
         directory.read(root)
     assert loadable(directory) == digests("other")
     assert [file.name for file in path.iterdir()] == [path_of(path, "other").name]

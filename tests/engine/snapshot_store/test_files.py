@@ -80,7 +80,7 @@ def test_a_use_refreshes_the_whole_path(tier: Tier) -> None:
 
 def test_a_full_queue_drops_what_comes_and_nobody_waits(tier: Tier, stall: Stall, monkeypatch) -> None:
     stall.begin()
-    monkeypatch.setattr(snapshot_files, "MAX_QUEUED_BYTES", 3 * SIZE)
+    monkeypatch.setattr(snapshot_files, "MAX_QUEUED_BYTES", 2 * SIZE)
     files = tier.open()
     save(files, "s0")
     stall.wait()
@@ -101,7 +101,7 @@ def test_a_full_queue_drops_what_comes_and_nobody_waits(tier: Tier, stall: Stall
 
 
 def test_what_is_given_up_leaves_room_in_the_queue(tier: Tier, stall: Stall, monkeypatch) -> None:
-    monkeypatch.setattr(snapshot_files, "MAX_QUEUED_BYTES", 3 * SIZE)
+    monkeypatch.setattr(snapshot_files, "MAX_QUEUED_BYTES", 2 * SIZE)
     stall.begin()
     files = tier.open()
     save(files, "being written")
