@@ -87,8 +87,7 @@ class EngineCore:
 
     def step(self) -> None:
         """Decode once for all rows, then compute chunks of prompts. Tokens are published as soon as there are any."""
-        if gone := self.scheduler.gone():
-            self.scheduler.dropped(gone)
+        if gone := self.scheduler.take_gone():
             self._drop(gone)
         num_draft_tokens = self._speculation.num_draft_tokens(self.scheduler.num_decoding)
         work = self.scheduler.schedule(num_draft_tokens)
@@ -209,11 +208,11 @@ class EngineCore:
         self._decoded_s = None
         began_s = self._clock()
         try:
-            can_wait = not self.scheduler.num_decoding and self.scheduler.num_prefills == 1
+            can_wait = not self.scheduler.num_decoding and len(self.scheduler.prefills.in_progress) == 1
             if not self.prefix.begin(rows, DISK_WAIT_S if can_wait else 0.0):
-                self.scheduler.wait_for_disk(rows)
+                self.scheduler.prefills.wait_for_disk(rows)
                 return
-            if not (max_tokens := self.scheduler.chunk_tokens(rows)):
+            if not (max_tokens := self.scheduler.prefills.chunk_tokens(rows)):
                 return
             first = PromptChunk(rows[0], self.prefix.clip(rows, max_tokens))
             if len(burst := self._burst(rows, first)) > 1:
@@ -233,9 +232,9 @@ class EngineCore:
                 self.stats.failed_steps_in_a_row = 0
         if output.num_tokens:
             seconds, least_s = self._clock() - began_s, MIN_CHUNK_PART * chunk_s
-            self.scheduler.record_prefill(rows, output.num_tokens, seconds, max(chunk_s - in_flight_s, least_s))
+            self.scheduler.prefills.record_chunk(rows, output.num_tokens, seconds, max(chunk_s - in_flight_s, least_s))
         else:  # an image, which may take long
-            self.scheduler.end_prefill()
+            self.scheduler.prefills.end_step()
         if chunks:
             self._publish(chunks)
             self._keep_answers()
@@ -246,10 +245,10 @@ class EngineCore:
             return [first]
         others = [
             PromptChunk(other[0], self.prefix.clip(other, _num_left(other)))
-            for other in self.scheduler.companions(first)
+            for other in self.scheduler.prefills.companions(first)
             if self._has_begun(other)
         ]
-        return self.scheduler.burst(first, others) if others else [first]
+        return self.scheduler.prefills.burst(first, others) if others else [first]
 
     def _has_begun(self, rows: Sequence[Request]) -> bool:
         """Begin a prompt behind what the prefix cache has of it, unless another one will soon leave more."""
@@ -258,7 +257,7 @@ class EngineCore:
         try:
             if self.prefix.begin(rows):
                 return True
-            self.scheduler.wait_for_disk(rows)
+            self.scheduler.prefills.wait_for_disk(rows)
         except Exception as error:
             self._prefill_failed(rows, error)
         return False
@@ -272,6 +271,7 @@ class EngineCore:
             self._burst_failed([chunk.row for chunk in chunks], error)
             return
         chunk_s, published = self._clock() - chunk_began_s, Chunks()
+        self.stats.num_bursts += 1
         for chunk, output in zip(chunks, outputs, strict=True):
             published |= self.scheduler.update_prefill([chunk.row], output)
             self.prefix.passed([chunk.row])
@@ -280,7 +280,7 @@ class EngineCore:
         if published and not self.scheduler.num_decoding:
             self.stats.failed_steps_in_a_row = 0
         seconds, least_s = self._clock() - began_s, MIN_CHUNK_PART * chunk_s
-        self.scheduler.record_burst(chunks, seconds, max(chunk_s - in_flight_s, least_s))
+        self.scheduler.prefills.record_burst(chunks, seconds, max(chunk_s - in_flight_s, least_s))
         if published:
             self._publish(published)
             self._keep_answers()
@@ -290,10 +290,10 @@ class EngineCore:
         row_ids = [row.id for row in rows]
         log.error("prefill of %s failed together, each is computed alone", ", ".join(row_ids), exc_info=error)
         self.stats.num_failed_bursts += 1
-        self.scheduler.end_prefill()
+        self.scheduler.prefills.end_step()
         self.prefix.end(row_ids, failed=True)
         self._drop(row_ids)
-        self.scheduler.compute_alone(rows)
+        self.scheduler.prefills.compute_alone(rows)
 
     def _keep_answers(self) -> None:
         """Store the state behind answers that have just ended, whose rows the runner still has."""
@@ -302,7 +302,7 @@ class EngineCore:
             self._decoded_s = None  # taking the snapshot is no part of a decode step
 
     def _prefill_failed(self, rows: Sequence[Request], error: Exception) -> None:
-        self.scheduler.end_prefill()
+        self.scheduler.prefills.end_step()
         self.prefix.end([rows[0].id], failed=True)
         if isinstance(error, InvalidRequest):  # the caller's fault says nothing about our health
             self._publish(self.scheduler.fail_prefill(rows, str(error)))
