@@ -1,6 +1,7 @@
 """Which queued request is admitted next, and which rows or snapshots lose their memory for it. Pure."""
 
 from collections.abc import Callable, Mapping
+from math import ceil
 
 from engine.config import EngineConfig
 from engine.core.cost_model import CostModel
@@ -94,14 +95,15 @@ class Admission:
         rows, budget = entry.rows, self._budget
         if len(rows) > self._num_free_rows:
             return False
-        if budget.missing(rows) or budget.group_shortfall_bytes(rows):
+        growth = entry.growth_tokens = self._growth_tokens(entry)
+        if budget.missing(rows, growth_tokens=growth) or budget.group_shortfall_bytes(rows, growth):
             self._prefixes.promise(rows)
         self._make_room_in_group(entry)
-        missing = budget.reserve(rows)
+        missing = budget.reserve(rows, growth)
         if not missing:
             return True
         may_evict = not may_wait or self._may_evict(entry, missing)
-        if may_evict and self._evictable.free(missing) and not budget.reserve(rows):
+        if may_evict and self._evictable.free(missing) and not budget.reserve(rows, growth):
             return True
         self._prefixes.cancel(rows)
         return False
@@ -140,6 +142,22 @@ class Admission:
                 return entry
         return None
 
+    def _growth_tokens(self, entry: Group) -> int:
+        """Predict how many tokens each decoding row gives out until this prompt and those in progress are computed.
+
+        A step decodes once for all rows and then prefills for at most max_stall_s, or prefill_chunk_tokens_busy tokens.
+        """
+        num_rows, in_progress = len(self._running), self._prefills.in_progress
+        step_s = self._costs.step_s(num_rows, self._prefills.num_draft_tokens)
+        token_s = self._costs.token_s(num_rows)
+        if step_s is None or token_s is None:
+            return 0
+        seconds = self._prompt_s(entry, 0.0) + sum(map(self._prefills.remaining_s, in_progress))
+        num_tokens = entry.rows[0].num_prompt_tokens + sum(one.end - one.start for one in in_progress)
+        config = self._config
+        num_steps = max(seconds / config.scheduler.max_stall_s, num_tokens / config.prefill_chunk_tokens_busy)
+        return ceil(num_steps * max(1.0, step_s / token_s))
+
     def _prompt_s(self, entry: Group, limit_s: float) -> float:
         """Predict the prefill time of a queued request; the prefix cache is asked if it decides about the limit."""
         row = entry.rows[0]
@@ -168,7 +186,7 @@ class Admission:
 
         In a group of their own they would read all weights once more in each step.
         """
-        missing, token_s = self._budget.group_shortfall_bytes(entry.rows), self._costs.token_s(1)
+        missing, token_s = self._budget.group_shortfall_bytes(entry.rows, entry.growth_tokens), self._costs.token_s(1)
         if missing and token_s is not None and self._evictable.price(missing) < token_s * USUAL_ANSWER:
             self._evictable.free(missing)
 
@@ -180,7 +198,7 @@ class Admission:
         leaving: list[str] = []
         for row in sorted(self._running.values(), key=_num_tokens_left):
             leaving.append(row.id)
-            if self._budget.missing(head.rows, leaving) <= self._evictable.free_bytes:
+            if self._budget.missing(head.rows, leaving, head.growth_tokens) <= self._evictable.free_bytes:
                 return token_s * _num_tokens_left(row)
         return 0.0
 

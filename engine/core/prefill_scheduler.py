@@ -88,6 +88,8 @@ class PrefillScheduler:
     ):
         self.in_progress: list[Prefill] = []
         """In the order in which they were admitted."""
+        self.num_draft_tokens = 0
+        """Draft tokens that each decoding row verifies in the present step."""
         self._config = config
         self._costs = costs
         self._budget = budget
@@ -145,6 +147,7 @@ class PrefillScheduler:
 
     def begin_step(self, num_draft_tokens: int) -> None:
         """Set what prefill may use of this step: decoding rows come first, and wait no longer than max_stall_s."""
+        self.num_draft_tokens = num_draft_tokens
         for prefill in self.in_progress:
             prefill.is_waiting = False
         config = self._config

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request
+from engine.core.request import Request, RequestState
 from engine.protocol import EngineFailed
 
 MAX_WASTE_SHARE = 0.125
@@ -209,26 +209,36 @@ class MemoryBudget:
 
     # Reserving and giving back
 
-    def missing(self, rows: Sequence[Request], without: Collection[str] = ()) -> int:
-        """Bytes that are not free for a request's rows and its prompt, 0 if all are. without: rows that would leave."""
-        return self._missing(self.need(rows), None, without)[0]  # a rectangle of their own takes the least
+    def missing(self, rows: Sequence[Request], without: Collection[str] = (), growth_tokens: int = 0) -> int:
+        """Return how many bytes are not free for a request's rows and its prompt; 0 if all are.
 
-    def group_shortfall_bytes(self, rows: Sequence[Request]) -> int:
-        """Return how many bytes would have to be freed for a request's rows to decode among others; 0 if none would."""
+        Args:
+            without: rows that would leave.
+            growth_tokens: what each decoding row may give out before the prompt is computed. Rows that outgrow their
+                reserve by then count with what they will ask for.
+        """
+        return self._missing(self.need(rows), None, without, growth_tokens)[0]  # a group of their own takes the least
+
+    def group_shortfall_bytes(self, rows: Sequence[Request], growth_tokens: int = 0) -> int:
+        """Return how many bytes would have to be freed for a request's rows to decode among others; 0 if none would.
+
+        growth_tokens: see `missing`.
+        """
         need = self.need(rows)
         group = self._choose(need)
-        return 0 if group is None else self._missing(need, group)[0]
+        return 0 if group is None else self._missing(need, group, growth_tokens=growth_tokens)[0]
 
-    def reserve(self, rows: Sequence[Request]) -> int:
+    def reserve(self, rows: Sequence[Request], growth_tokens: int = 0) -> int:
         """For a request's rows and its prompt, which is taken in next. Returns 0, or how many bytes are missing: then
-        nothing is reserved. Tells the rows with whom they will decode (`Request.rectangle`)."""
+        nothing is reserved. Tells the rows with whom they will decode (`Request.rectangle`). growth_tokens: see
+        `missing`; what decoding rows will ask for is not reserved, but must be free."""
         need = self.need(rows)
-        missing, books = self._missing(need, None)
+        missing, books = self._missing(need, None, growth_tokens=growth_tokens)
         if missing:
             return missing
         rectangle = self._choose(need)
         if rectangle is not None:
-            missing, among_others = self._missing(need, rectangle)
+            missing, among_others = self._missing(need, rectangle, growth_tokens=growth_tokens)
             rectangle, books = (None, books) if missing else (rectangle, among_others)
         books.row_ids |= {row.id for row in rows}
         self._prefills.append(books)
@@ -236,13 +246,13 @@ class MemoryBudget:
         return 0
 
     def _missing(
-        self, need: Need, rectangle: Rectangle | None, without: Collection[str] = ()
+        self, need: Need, rectangle: Rectangle | None, without: Collection[str] = (), growth_tokens: int = 0
     ) -> tuple[int, PrefillReservation]:
         """Among the rows of a rectangle, or in one of its own. Beside others a chunk shall not be smaller than it could
         be; alone, anything is better than to wait."""
         others = [row_id for row_id in self._of_row if row_id not in without]
         books = self._books(need, MIN_CHUNK_TOKENS_BESIDE if others else 0, need.num_prompt)
-        sizes = self._sizes(rectangle, need.num_rows, self.costs.slots(need.num_tokens), without)
+        sizes = self._sizes(rectangle, need.num_rows, self.costs.slots(need.num_tokens), without, growth_tokens)
         sampling = sum(self._sampling[row_id] for row_id in others) + need.num_rows * need.sampling_bytes
         prefills = [one for one in self._prefills if not one.row_ids <= set(without)]
         total = self._total(sizes, [*prefills, books], sampling)
@@ -383,17 +393,32 @@ class MemoryBudget:
         return next((one for one in self._prefills if row_id in one.row_ids), None)
 
     def _sizes(
-        self, changed: Rectangle | None, num_rows: int, slots: int, without: Collection[str] = ()
+        self,
+        changed: Rectangle | None,
+        num_rows: int,
+        slots: int,
+        without: Collection[str] = (),
+        growth_tokens: int = 0,
     ) -> list[tuple[int, int]]:
         """All rectangles, with so many more rows of so many slots in one of them, or in a new one."""
         sizes = []
         for one in self._rectangles.values():
-            left = [self._slots[row_id] for row_id in one.rows if row_id not in without] if without else None
-            size, widest = (len(one.rows), one.slots) if left is None else (len(left), max(left, default=0))
+            left = [self._grown_slots(row, growth_tokens) for row in one.rows.values() if row.id not in without]
+            size, widest = len(left), max(left, default=0)
             if one is changed:
                 size, widest = size + num_rows, max(widest, slots)
             sizes.append((size, widest))
         return [*sizes, (num_rows, slots)] if changed is None and num_rows else sizes
+
+    def _grown_slots(self, row: Request, num_tokens: int) -> int:
+        """Slots that a row will have reserved when it has given out so many more tokens: see `extend`."""
+        slots, left = self._slots[row.id], row.sampling.max_tokens - len(row.output_token_ids)
+        end = row.num_prompt_tokens + min(num_tokens, left) + self.costs.overshoot
+        if end <= slots or row.state is not RequestState.RUNNING:
+            return slots
+        reserve = max(1, self._reserve_tokens << row.num_outgrown)
+        grown = slots + -(-(end - slots) // reserve) * reserve
+        return self.costs.slots(min(grown, row.num_prompt_tokens + left + self.costs.overshoot))
 
     def _choose(self, need: Need) -> Rectangle | None:
         """Where the rows would waste least; None: among their own. A step reads the weights once per rectangle, so the

@@ -102,11 +102,14 @@ class Preemption:
 
         def suffice(num: int) -> bool:
             leaving = [row.id for row in candidates[:num]]
-            return len(group.rows) <= num_rows + num and self._budget.missing(group.rows, leaving) <= num_bytes
+            return len(group.rows) <= num_rows + num and self._missing(group, leaving) <= num_bytes
 
         if not suffice(len(candidates)):
             return []
         return list(candidates[: next(num for num in range(len(candidates) + 1) if suffice(num))])
+
+    def _missing(self, group: Group, leaving: Sequence[str]) -> int:
+        return self._budget.missing(group.rows, leaving, group.growth_tokens)
 
 
 def recompute_s(row: Request, costs: CostModel) -> float:
