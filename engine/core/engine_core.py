@@ -11,6 +11,7 @@ from engine.core.batch import ModelRunner, PromptChunk
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
+from engine.core.memory.grouping import GroupMerge
 from engine.core.prefix_cache.reuse import PrefixReuse
 from engine.core.request import Matcher, Request
 from engine.core.scheduler import RETRY_S, Chunks, Scheduler
@@ -98,7 +99,7 @@ class EngineCore:
         self.budget.observe(self.runner.active_bytes)
         in_flight_s = 0.0
         if work.decode and self.scheduler.num_decoding:  # unless the drop failed, and all rows with it
-            self._decode(num_draft_tokens)
+            self._decode(num_draft_tokens, work.merges)
             in_flight_s = self.costs.step_s(self.scheduler.num_decoding, num_draft_tokens) or 0.0
         while rows := self.scheduler.next_prompt():
             self._prefill(rows, in_flight_s)
@@ -180,9 +181,11 @@ class EngineCore:
         self.prefix.settle(failed)
         return failed
 
-    def _decode(self, num_draft_tokens: int) -> None:
-        num_rows, began_s = self.scheduler.num_decoding, self._decoded_s
+    def _decode(self, num_draft_tokens: int, merges: Sequence[GroupMerge]) -> None:
+        num_rows, began_s = self.scheduler.num_decoding, None if merges else self._decoded_s
         try:
+            for merge in merges:
+                self.runner.merge_groups(*merge)
             outputs = self.runner.decode(num_draft_tokens)
             chunks = self.scheduler.update_decode(outputs)
         except Exception as error:
