@@ -7,6 +7,7 @@ from engine.config import EngineConfig
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.evictable import Evictable
+from engine.core.memory.grouping import GroupMerge
 from engine.core.memory.victims import Preemption
 from engine.core.prefill_scheduler import PrefillScheduler, Prefixes
 from engine.core.request import Request
@@ -23,6 +24,9 @@ MAX_PASSING = 8
 
 PATIENCE = 10.0
 """A request waits for so many times the seconds of its prompt before valuable snapshots are evicted for it."""
+
+MERGE_PERIOD_S = 0.5
+"""How often merging decode groups is weighed."""
 
 MIN_WEIGH_S, WEIGH_GROWTH = 0.02, 1.1
 """Evicting is weighed again when a request has waited for so many seconds, and so many times as long as the last time:
@@ -64,6 +68,7 @@ class Admission:
         self._evictable = evictable
         self._prefixes = prefixes
         self._preemption = preemption
+        self._merge_again_s = float("-inf")
 
     @property
     def is_idle(self) -> bool:
@@ -95,7 +100,7 @@ class Admission:
         rows, budget = entry.rows, self._budget
         if len(rows) > self._num_free_rows:
             return False
-        growth = entry.growth_tokens = self._growth_tokens(entry)
+        growth = entry.growth_tokens = self._growth_tokens(self._prompt_s(entry, 0.0), rows[0].num_prompt_tokens)
         if budget.missing(rows, growth_tokens=growth) or budget.group_shortfall_bytes(rows, growth):
             self._prefixes.promise(rows)
         self._make_room_in_group(entry)
@@ -142,18 +147,52 @@ class Admission:
                 return entry
         return None
 
-    def _growth_tokens(self, entry: Group) -> int:
-        """Predict how many tokens each decoding row gives out until this prompt and those in progress are computed.
+    def merge_of_groups(self) -> GroupMerge | None:
+        """Choose two decode groups that become one, if that saves more time than it takes, and book it.
+
+        Not while requests wait, which may need the memory, and not in each step: to price snapshots takes milliseconds.
+        """
+        now, budget = self._clock(), self._budget
+        if self._queue or len(budget.grouping.groups) < 2 or now < self._merge_again_s:
+            return None
+        token_s, step_s = self._costs.token_s(1), self._costs.step_s(1, 0)
+        if token_s is None or step_s is None:
+            return None
+        self._merge_again_s = now + MERGE_PERIOD_S
+        for merge in budget.grouping.mergeable():
+            gain_s = budget.grouping.gain_s(merge, token_s, step_s)
+            if gain_s > 0 and self._has_room_for(merge, gain_s):
+                budget.grouping.merge(merge)
+                return merge
+        return None
+
+    def _has_room_for(self, merge: GroupMerge, gain_s: float) -> bool:
+        """Whether the merge saves more time than the snapshots are worth that leave for it now or soon.
+
+        What it takes of the free memory counts like what it lacks: the next request would have begun there.
+        """
+        growth = self._growth_tokens(0.0, 0) if self._prefills.in_progress else 0
+        extra, missing = self._budget.merge_bytes(merge), self._budget.merge_shortfall_bytes(merge, growth)
+        evicted = max(missing, min(extra, self._evictable.free_bytes))
+        if evicted and self._evictable.price(evicted) >= gain_s:
+            return False
+        return not missing or self._evictable.free(missing)
+
+    def _growth_tokens(self, prompt_s: float, num_prompt_tokens: int) -> int:
+        """Predict how many tokens each decoding row gives out until a prompt and those in progress are computed.
 
         A step decodes once for all rows and then prefills for at most max_stall_s, or prefill_chunk_tokens_busy tokens.
+
+        Args:
+            prompt_s: seconds of the prompt alone.
         """
         num_rows, in_progress = len(self._running), self._prefills.in_progress
         step_s = self._costs.step_s(num_rows, self._prefills.num_draft_tokens)
         token_s = self._costs.token_s(num_rows)
         if step_s is None or token_s is None:
             return 0
-        seconds = self._prompt_s(entry, 0.0) + sum(map(self._prefills.remaining_s, in_progress))
-        num_tokens = entry.rows[0].num_prompt_tokens + sum(one.end - one.start for one in in_progress)
+        seconds = prompt_s + sum(map(self._prefills.remaining_s, in_progress))
+        num_tokens = num_prompt_tokens + sum(one.end - one.start for one in in_progress)
         config = self._config
         num_steps = max(seconds / config.scheduler.max_stall_s, num_tokens / config.prefill_chunk_tokens_busy)
         return ceil(num_steps * max(1.0, step_s / token_s))

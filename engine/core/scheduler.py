@@ -160,10 +160,12 @@ class Scheduler:
         self.budget.end_chunk()
         self._expire()
         self.prefills.begin_step(num_draft_tokens)
+        merge = None
         if self._extend():
             self._admit(may_preempt=True)
+            merge = self._admission.merge_of_groups()
         drop, self._drop = self._drop, []
-        return SchedulerOutput(drop=[*gone, *drop], decode=bool(self._running))
+        return SchedulerOutput([*gone, *drop], bool(self._running), [] if merge is None else [merge])
 
     def next_prompt(self) -> Sequence[Request]:
         """Rows of the prompt that advances next in this step; none when the step has no time or prompts left."""

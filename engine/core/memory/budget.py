@@ -263,9 +263,8 @@ class MemoryBudget:
 
     def row_share(self, row: Request) -> float:
         """Which part of what requests may use is reserved for it."""
-        return (self.costs.rows(1, self.grouping.of(row.id).slots[row.id]) + self._sampling[row.id]) / max(
-            self.for_requests, 1
-        )
+        row_bytes = self.costs.rows(1, self.grouping.of(row.id).slots[row.id]) + self._sampling[row.id]
+        return row_bytes / max(self.for_requests, 1)
 
     def extend(self, row: Request) -> int:
         """For a row that has used up its slots. Returns 0, or how many bytes are missing."""
@@ -284,11 +283,18 @@ class MemoryBudget:
 
         growth_tokens: see `missing`.
         """
+        return max(0, self._merged_bytes(merge, growth_tokens) - self._limit(is_alone=False))
+
+    def merge_bytes(self, merge: GroupMerge) -> int:
+        """Return how many bytes more are reserved when two decode groups have become one."""
+        return self._merged_bytes(merge) - self.reserved_bytes
+
+    def _merged_bytes(self, merge: GroupMerge, growth_tokens: int = 0) -> int:
         source, target = self.grouping.groups[merge.source], self.grouping.groups[merge.target]
-        sizes = self._sizes(target, len(source.rows), self._grown_slots(source, growth_tokens), (), growth_tokens)
-        sizes.remove((len(source.rows), self._grown_slots(source, growth_tokens)))
-        total = self._total(sizes, self._prefills, self.sampling_bytes)
-        return max(0, total - self._limit(is_alone=False))
+        slots = self._grown_slots(source, growth_tokens)
+        sizes = self._sizes(target, len(source.rows), slots, growth_tokens=growth_tokens)
+        sizes.remove((len(source.rows), slots))
+        return self._total(sizes, self._prefills, self.sampling_bytes)
 
     def release(self, row_id: str) -> None:
         """All of a row, and of its prompt with the last of its rows. Unknown ids are ignored."""
@@ -391,10 +397,8 @@ class MemoryBudget:
         """(rows, slots) of all groups, with so many more rows of so many slots in one of them, or in a new one."""
         sizes = []
         for one in self.grouping.groups.values():
-            size, widest = (
-                sum(row_id not in without for row_id in one.rows),
-                self._grown_slots(one, growth_tokens, without),
-            )
+            size = sum(row_id not in without for row_id in one.rows)
+            widest = self._grown_slots(one, growth_tokens, without)
             if one is changed:
                 size, widest = size + num_rows, max(widest, slots)
             sizes.append((size, widest))
