@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from engine.core.memory.costs import MemoryCosts
+from engine.core.memory.grouping import GroupMerge
 from engine.core.prefix_cache.node import Snapshot, Stretch
 from engine.core.request import Request
 from engine.protocol import TokenLogprobs
@@ -27,6 +28,8 @@ class SchedulerOutput:
 
     drop: list[str] = field(default_factory=list)
     decode: bool = False
+    merges: list[GroupMerge] = field(default_factory=list)
+    """Decode groups that become one before the decode step."""
 
 
 @dataclass(slots=True)
@@ -144,6 +147,13 @@ class ModelRunner(Protocol):
         """One step for every row that has joined: row id -> its new tokens, 1 to num_draft_tokens + 1 or NO_TOKEN.
 
         Tokens may come out one call after the one that started them: with the number of drafts of that call.
+        """
+        ...
+
+    def merge_groups(self, source: int, target: int) -> None:
+        """Move the rows of decode group `source` to `target`, layer by layer; `decode` must follow before any `drop`.
+
+        Either may have no rows in the decode batch yet. When it raises, the rows of both are in an unknown state.
         """
         ...
 

@@ -12,6 +12,7 @@ from engine.core.batch import ModelRunner, PromptChunk
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
+from engine.core.memory.grouping import GroupMerge
 from engine.core.prefix_cache.reuse import PrefixReuse
 from engine.core.request import Matcher, Request
 from engine.core.scheduler import RETRY_S, Chunks, Scheduler
@@ -90,8 +91,7 @@ class EngineCore:
 
     def step(self) -> None:
         """Decode once for all rows, then compute chunks of prompts. Tokens are published as soon as there are any."""
-        if gone := self.scheduler.gone():
-            self.scheduler.dropped(gone)
+        if gone := self.scheduler.take_gone():
             self._drop(gone)
         num_draft_tokens = self._speculation.num_draft_tokens(self.scheduler.num_decoding)
         work = self.scheduler.schedule(num_draft_tokens)
@@ -102,7 +102,7 @@ class EngineCore:
         self.budget.observe(self.runner.active_bytes)
         in_flight_s = 0.0
         if work.decode and self.scheduler.num_decoding:  # unless the drop failed, and all rows with it
-            self._decode(num_draft_tokens)
+            self._decode(num_draft_tokens, work.merges)
             in_flight_s = self.costs.step_s(self.scheduler.num_decoding, num_draft_tokens) or 0.0
         while rows := self.scheduler.next_prompt():
             self._prefill(rows, in_flight_s)
@@ -185,9 +185,11 @@ class EngineCore:
         self.prefix.settle(failed)
         return failed
 
-    def _decode(self, num_draft_tokens: int) -> None:
-        num_rows, began_s = self.scheduler.num_decoding, self._decoded_s
+    def _decode(self, num_draft_tokens: int, merges: Sequence[GroupMerge]) -> None:
+        num_rows, began_s = self.scheduler.num_decoding, None if merges else self._decoded_s
         try:
+            for merge in merges:
+                self.runner.merge_groups(*merge)
             outputs = self.runner.decode(num_draft_tokens)
             chunks = self.scheduler.update_decode(outputs)
         except Exception as error:
@@ -213,12 +215,12 @@ class EngineCore:
         self._decoded_s = None
         began_s = self._clock()
         try:
-            can_wait = not self.scheduler.num_decoding and self.scheduler.num_prefills == 1
+            can_wait = not self.scheduler.num_decoding and len(self.scheduler.prefills.in_progress) == 1
             copy_s = self._max_stall_s if self.scheduler.num_decoding else math.inf
             if not self.prefix.begin(rows, DISK_WAIT_S if can_wait else 0.0, copy_s):
-                self.scheduler.wait_for_disk(rows)
+                self.scheduler.prefills.wait_for_disk(rows)
                 return
-            if not (max_tokens := self.scheduler.chunk_tokens(rows)):
+            if not (max_tokens := self.scheduler.prefills.chunk_tokens(rows)):
                 return
             first = PromptChunk(rows[0], self.prefix.clip(rows, max_tokens))
             if len(burst := self._burst(rows, first)) > 1:
@@ -238,9 +240,9 @@ class EngineCore:
                 self.stats.failed_steps_in_a_row = 0
         if output.num_tokens:
             seconds, least_s = self._clock() - began_s, MIN_CHUNK_PART * chunk_s
-            self.scheduler.record_prefill(rows, output.num_tokens, seconds, max(chunk_s - in_flight_s, least_s))
+            self.scheduler.prefills.record_chunk(rows, output.num_tokens, seconds, max(chunk_s - in_flight_s, least_s))
         else:  # an image, which may take long
-            self.scheduler.end_prefill()
+            self.scheduler.prefills.end_step()
         if chunks:
             self._publish(chunks)
             self._keep_answers()
@@ -251,10 +253,10 @@ class EngineCore:
             return [first]
         others = [
             PromptChunk(other[0], self.prefix.clip(other, _num_left(other)))
-            for other in self.scheduler.companions(first)
+            for other in self.scheduler.prefills.companions(first)
             if self._has_begun(other)
         ]
-        return self.scheduler.burst(first, others) if others else [first]
+        return self.scheduler.prefills.burst(first, others) if others else [first]
 
     def _has_begun(self, rows: Sequence[Request]) -> bool:
         """Begin a prompt behind what the prefix cache has of it, unless another one will soon leave more."""
@@ -263,7 +265,7 @@ class EngineCore:
         try:
             if self.prefix.begin(rows):
                 return True
-            self.scheduler.wait_for_disk(rows)
+            self.scheduler.prefills.wait_for_disk(rows)
         except Exception as error:
             self._prefill_failed(rows, error)
         return False
@@ -277,6 +279,7 @@ class EngineCore:
             self._burst_failed([chunk.row for chunk in chunks], error)
             return
         chunk_s, published = self._clock() - chunk_began_s, Chunks()
+        self.stats.num_bursts += 1
         for chunk, output in zip(chunks, outputs, strict=True):
             published |= self.scheduler.update_prefill([chunk.row], output)
             self.prefix.passed([chunk.row])
@@ -285,7 +288,7 @@ class EngineCore:
         if published and not self.scheduler.num_decoding:
             self.stats.failed_steps_in_a_row = 0
         seconds, least_s = self._clock() - began_s, MIN_CHUNK_PART * chunk_s
-        self.scheduler.record_burst(chunks, seconds, max(chunk_s - in_flight_s, least_s))
+        self.scheduler.prefills.record_burst(chunks, seconds, max(chunk_s - in_flight_s, least_s))
         if published:
             self._publish(published)
             self._keep_answers()
@@ -295,10 +298,10 @@ class EngineCore:
         row_ids = [row.id for row in rows]
         log.error("prefill of %s failed together, each is computed alone", ", ".join(row_ids), exc_info=error)
         self.stats.num_failed_bursts += 1
-        self.scheduler.end_prefill()
+        self.scheduler.prefills.end_step()
         self.prefix.end(row_ids, failed=True)
         self._drop(row_ids)
-        self.scheduler.compute_alone(rows)
+        self.scheduler.prefills.compute_alone(rows)
 
     def _keep_answers(self) -> None:
         """Store the state behind answers that have just ended, whose rows the runner still has."""
@@ -307,7 +310,7 @@ class EngineCore:
             self._decoded_s = None  # taking the snapshot is no part of a decode step
 
     def _prefill_failed(self, rows: Sequence[Request], error: Exception) -> None:
-        self.scheduler.end_prefill()
+        self.scheduler.prefills.end_step()
         self.prefix.end([rows[0].id], failed=True)
         if isinstance(error, InvalidRequest):  # the caller's fault says nothing about our health
             self._publish(self.scheduler.fail_prefill(rows, str(error)))

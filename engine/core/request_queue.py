@@ -32,6 +32,8 @@ class Group:
     keeps_place: bool = False
     blocked_s: float | None = None
     has_begun: bool = False
+    growth_tokens: int = 0
+    """Tokens that each decoding row is predicted to give out before the prompt is computed, if it is admitted now."""
     weigh_again_s: float = 0.0
     """How long it must have waited before evicting snapshots for it is weighed again."""
 

@@ -15,6 +15,7 @@ out is what plain decoding gives. Drafts are sampled with the noise of the very 
 give the same token with a probability of at least (1 - d) / (1 + d), at any temperature.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,14 @@ class Launched:
     num_accepted: mx.array | None
     logprobs: Logprobs | None
     outputs: dict[str, RowOutput] | None = None
+
+    @classmethod
+    def merged(cls, launched: Sequence["Launched"]) -> "Launched":
+        """All that these steps have given, as if one had given it. Waits for the device."""
+        outputs = [one.read() for one in launched]
+        rows, num_drafts = [row for one in launched for row in one.rows], max(one.num_drafts for one in launched)
+        nothing = mx.zeros((0, num_drafts + 1), mx.int32)
+        return cls(rows, num_drafts, nothing, None, None, None, dict(ChainMap(*outputs)))
 
     def token_ids(self) -> list[tuple[int, ...]]:
         """Of each row those that are kept. Waits for the device."""
@@ -163,6 +172,26 @@ class DecodeGroup:
             raise
         self._processors, self._lengths, self._newest = processors, lengths, newest
         self.rows = [*self.rows, *rows]
+        self._rows_changed()
+
+    def merge(self, other: "DecodeGroup") -> None:
+        """Take over the rows of another group, layer by layer; it is of no use afterwards.
+
+        Both groups' steps under way are read, so a step must follow before any row leaves: matchers have seen what
+        these steps have given. When it raises, the rows of both are lost.
+        """
+        launched = [one._launched for one in (self, other) if one._launched is not None]
+        self._launched = Launched.merged(launched) if launched else None
+        processors = self._processors.joined(other._processors)
+        self._cache.join([other._cache.layers], move=True)
+        if self._drafter is not None and other._drafter is not None:
+            self._drafter.join([other._drafter.layers], [other._drafter.feed], move=True)
+        else:
+            self._drafter = None
+        self._processors = processors
+        self._lengths = mx.concatenate([self._lengths, other._lengths])
+        self._newest = mx.concatenate([self._newest, other._newest])
+        self.rows = [*self.rows, *other.rows]
         self._rows_changed()
 
     def _drafter_joined(self, new: Sequence[Newcomer]) -> None:

@@ -50,6 +50,16 @@ class DecodeBatch:
                 group.join(others)
             self._groups[number] = group
 
+    def merge(self, source: int, target: int) -> None:
+        """See ModelRunner.merge_groups."""
+        group = self._groups.pop(source, None)
+        if group is None:
+            return
+        if target in self._groups:
+            self._groups[target].merge(group)
+        else:
+            self._groups[target] = group
+
     def snapshot(self, row_id: str, parent: Stretch | None, cuts: Sequence[int]) -> RowSnapshot | None:
         """See ModelRunner.snapshot_row."""
         for group in self._groups.values():

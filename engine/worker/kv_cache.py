@@ -177,9 +177,8 @@ class RecurrentRows:
         return cache
 
     def with_rows(self, rows: Sequence[Any]) -> "RecurrentRows":
-        return RecurrentRows(
-            [mx.concatenate(list(slots)) for slots in zip(self.slots, *(row.cache for row in rows), strict=True)]
-        )
+        others = [row.slots if isinstance(row, RecurrentRows) else row.cache for row in rows]
+        return RecurrentRows([mx.concatenate(list(slots)) for slots in zip(self.slots, *others, strict=True)])
 
     def kept(self, rows: mx.array, num_slots: int) -> "RecurrentRows":
         return RecurrentRows([slot[rows] for slot in self.slots])
@@ -205,6 +204,7 @@ class RowsCache:
     def join(self, rows: Sequence[RowCache], move: bool = False) -> None:
         """Adds rows, evaluated. When it raises, the rows are as they were.
 
+        rows: caches of one row each, or the layers of another batch.
         move: let go of the new rows' own layers, one after the other; what is left of them is of no use.
         """
         before, done = self.num_rows, 0

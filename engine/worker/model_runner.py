@@ -159,6 +159,9 @@ class MLXRunner:
     def decode(self, num_draft_tokens: int = 0) -> dict[str, RowOutput]:
         return self._batch.step(min(num_draft_tokens, self.max_draft_tokens))
 
+    def merge_groups(self, source: int, target: int) -> None:
+        self._batch.merge(source, target)
+
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         try:
             return self._advance(rows, max_tokens)

@@ -4,11 +4,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
 from engine.core.scheduler import Chunks
 from engine.protocol import EngineRequest, FinishReason, TokenChunk
+
+
+def fix_prefill_costs(core: EngineCore, forward_s: float, token_s: float) -> None:
+    """Predict these seconds of a forward and of each of its tokens from now on, whatever is measured."""
+    core.costs.record_chunk(10, 0, 0.01)
+    core.costs._fit = np.array([forward_s, token_s, 0.0])
+    core.costs.record_chunk = lambda *args: None  # type: ignore[method-assign]
 
 
 class Driver:

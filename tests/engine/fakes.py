@@ -52,6 +52,7 @@ class NoSnapshots:
     def probe(self) -> None:
         """It works."""
 
+    merge_groups: Any = None
     prefill_burst: Any = None
     restore: Any = None
     snapshot: Any = None
@@ -143,6 +144,10 @@ class FakeRunner:
             self._in_flight = self._launch(num_draft_tokens)
         outputs, self._in_flight = self._in_flight, self._launch(num_draft_tokens)
         return outputs
+
+    def merge_groups(self, source: int, target: int) -> None:
+        self._called("merge_groups", source, target)
+        assert all(row.rectangle != source for row in self.rows.values()), "the scheduler has moved them"
 
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         self._called("prefill", rows[0].id, max_tokens)

@@ -9,11 +9,10 @@ import pytest
 
 import engine.worker  # noqa: F401  # before MLX
 from engine.config import EngineConfig
-from engine.core.cost_model import CostModel
 from engine.core.memory.budget import HEADROOM_SHARE
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
-from tests.engine.driver import Driver
+from tests.engine.driver import Driver, fix_prefill_costs
 from tests.engine.test_memory_books import Books, requests
 from tests.faults import Failing, Faults, Faulty
 
@@ -26,22 +25,9 @@ def tiny(tiny_model: Callable[..., Path]) -> MLXRunner:
     return load_runner(EngineConfig(model=str(tiny_model(**TINY))), lambda progress: None)
 
 
-class FixedCosts(CostModel):
-    """Forwards have a fixed price, whatever is measured."""
-
-    def __init__(self, max_draft_tokens: int) -> None:
-        super().__init__(max_draft_tokens)
-        self.record_chunk(10, 0, 0.01)
-
-    def record_chunk(self, num_tokens: int, start: int, seconds: float, num_rows: int = 1) -> None:
-        super().record_chunk(10, 0, 0.01)
-        self._fit = np.array([0.005, 1e-5, 0.0])
-
-
 def with_bursts(driver: Driver) -> Driver:
     """Lets prompts share forwards as often as they may."""
-    scheduler, costs = driver.core.scheduler, FixedCosts(driver.core.runner.max_draft_tokens)
-    driver.core.costs = scheduler.costs = scheduler._order._costs = costs
+    fix_prefill_costs(driver.core, 0.005, 1e-5)
     return driver
 
 

@@ -37,10 +37,10 @@ class Books:
         self._others = max(0, mx.get_active_memory() - runner.costs.base_bytes)
         self._schedule = self.core.scheduler.schedule
         self.core.scheduler.schedule = self._watched  # type: ignore[method-assign]
-        self._chunk_tokens = self.core.scheduler.chunk_tokens
-        self.core.scheduler.chunk_tokens = self._watched_chunk  # type: ignore[method-assign]
-        self._burst = self.core.scheduler.burst
-        self.core.scheduler.burst = self._watched_burst  # type: ignore[method-assign]
+        self._chunk_tokens = self.core.scheduler.prefills.chunk_tokens
+        self.core.scheduler.prefills.chunk_tokens = self._watched_chunk  # type: ignore[method-assign]
+        self._burst = self.core.scheduler.prefills.burst
+        self.core.scheduler.prefills.burst = self._watched_burst  # type: ignore[method-assign]
 
     def _watched(self, num_draft_tokens: int = 0) -> Any:
         work = self._schedule(num_draft_tokens)

@@ -9,17 +9,14 @@ the room.
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request
+from engine.core.memory.grouping import DecodeGroupPlan, Grouping, GroupMerge
+from engine.core.request import Request, RequestState
 from engine.protocol import EngineFailed
-
-MAX_WASTE_SHARE = 0.125
-"""Of what all requests may use, for slots of rectangles that no row has asked for."""
 
 MAX_STEP_SHARE = 0.25
 """Of the same, for the intermediate results of one chunk of a prompt: behind long prompts chunks become smaller."""
@@ -60,20 +57,6 @@ class Need:
 
 
 @dataclass(slots=True, eq=False)
-class Rectangle:
-    """Rows that decode together; slots: of the one that may become the longest."""
-
-    id: int
-    slots: int = 0
-    rows: dict[str, Request] = field(default_factory=dict)
-
-    def waste_with(self, length: int) -> int:
-        """Slots that attention would look at in vain in each step, if a row that is so long now joined."""
-        lengths = [row.num_prompt_tokens for row in self.rows.values()] + [length]
-        return max(lengths) * len(lengths) - sum(lengths)
-
-
-@dataclass(slots=True, eq=False)
 class PrefillReservation:
     """What a prompt in progress needs beside its rows."""
 
@@ -111,12 +94,9 @@ class MemoryBudget:
         self.limit_bytes = limit_bytes
         self._reserve_tokens = reserve_tokens
         self._cached_bytes = cached_bytes
-        self._rectangles: dict[int, Rectangle] = {}
-        self._of_row: dict[str, Rectangle] = {}
-        self._slots: dict[str, int] = {}  # by row id
+        self.grouping = Grouping(costs, limit_bytes - costs.base_bytes)
         self._sampling: dict[str, int] = {}  # Need.sampling_bytes by row id
         self._prefills: list[PrefillReservation] = []
-        self._ids = count()
         self.unaccounted_bytes = 0
         self.num_underestimates = 0
 
@@ -209,40 +189,54 @@ class MemoryBudget:
 
     # Reserving and giving back
 
-    def missing(self, rows: Sequence[Request], without: Collection[str] = ()) -> int:
-        """Bytes that are not free for a request's rows and its prompt, 0 if all are. without: rows that would leave."""
-        return self._missing(self.need(rows), None, without)[0]  # a rectangle of their own takes the least
+    def missing(self, rows: Sequence[Request], without: Collection[str] = (), growth_tokens: int = 0) -> int:
+        """Return how many bytes are not free for a request's rows and its prompt; 0 if all are.
 
-    def group_shortfall_bytes(self, rows: Sequence[Request]) -> int:
-        """Return how many bytes would have to be freed for a request's rows to decode among others; 0 if none would."""
+        Args:
+            without: rows that would leave.
+            growth_tokens: what each decoding row may give out before the prompt is computed. Rows that outgrow their
+                reserve by then count with what they will ask for.
+        """
+        return self._missing(self.need(rows), None, without, growth_tokens)[0]  # a group of their own takes the least
+
+    def group_shortfall_bytes(self, rows: Sequence[Request], growth_tokens: int = 0) -> int:
+        """Return how many bytes would have to be freed for a request's rows to decode among others; 0 if none would.
+
+        growth_tokens: see `missing`.
+        """
         need = self.need(rows)
         group = self._choose(need)
-        return 0 if group is None else self._missing(need, group)[0]
+        return 0 if group is None else self._missing(need, group, growth_tokens=growth_tokens)[0]
 
-    def reserve(self, rows: Sequence[Request]) -> int:
+    def reserve(self, rows: Sequence[Request], growth_tokens: int = 0) -> int:
         """For a request's rows and its prompt, which is taken in next. Returns 0, or how many bytes are missing: then
-        nothing is reserved. Tells the rows with whom they will decode (`Request.rectangle`)."""
+        nothing is reserved. Tells the rows with whom they will decode (`Request.rectangle`). growth_tokens: see
+        `missing`; what decoding rows will ask for is not reserved, but must be free."""
         need = self.need(rows)
-        missing, books = self._missing(need, None)
+        missing, books = self._missing(need, None, growth_tokens=growth_tokens)
         if missing:
             return missing
-        rectangle = self._choose(need)
-        if rectangle is not None:
-            missing, among_others = self._missing(need, rectangle)
-            rectangle, books = (None, books) if missing else (rectangle, among_others)
+        group = self._choose(need)
+        if group is not None:
+            missing, among_others = self._missing(need, group, growth_tokens=growth_tokens)
+            group, books = (None, books) if missing else (group, among_others)
         books.row_ids |= {row.id for row in rows}
         self._prefills.append(books)
-        self._put(rectangle, rows, need)
+        self._sampling |= {row.id: need.sampling_bytes for row in rows}
+        self.grouping.put(group, rows, self.costs.slots(need.num_tokens))
         return 0
 
+    def _choose(self, need: Need) -> DecodeGroupPlan | None:
+        return self.grouping.choose(need.num_rows, need.num_prompt, self.costs.slots(need.num_tokens))
+
     def _missing(
-        self, need: Need, rectangle: Rectangle | None, without: Collection[str] = ()
+        self, need: Need, group: DecodeGroupPlan | None, without: Collection[str] = (), growth_tokens: int = 0
     ) -> tuple[int, PrefillReservation]:
-        """Among the rows of a rectangle, or in one of its own. Beside others a chunk shall not be smaller than it could
+        """Among the rows of a group, or in one of its own. Beside others a chunk shall not be smaller than it could
         be; alone, anything is better than to wait."""
-        others = [row_id for row_id in self._of_row if row_id not in without]
+        others = [row_id for row_id in self._sampling if row_id not in without]
         books = self._books(need, MIN_CHUNK_TOKENS_BESIDE if others else 0, need.num_prompt)
-        sizes = self._sizes(rectangle, need.num_rows, self.costs.slots(need.num_tokens), without)
+        sizes = self._sizes(group, need.num_rows, self.costs.slots(need.num_tokens), without, growth_tokens)
         sampling = sum(self._sampling[row_id] for row_id in others) + need.num_rows * need.sampling_bytes
         prefills = [one for one in self._prefills if not one.row_ids <= set(without)]
         total = self._total(sizes, [*prefills, books], sampling)
@@ -265,38 +259,50 @@ class MemoryBudget:
 
     def needs_more_slots(self, row: Request) -> bool:
         """Whether the row may need more slots in the next step than it has reserved."""
-        return row.num_prompt_tokens + self.costs.overshoot > self._slots[row.id]
+        return row.num_prompt_tokens + self.costs.overshoot > self.grouping.of(row.id).slots[row.id]
 
     def row_share(self, row: Request) -> float:
         """Which part of what requests may use is reserved for it."""
-        return (self.costs.rows(1, self._slots[row.id]) + self._sampling[row.id]) / max(self.for_requests, 1)
+        row_bytes = self.costs.rows(1, self.grouping.of(row.id).slots[row.id]) + self._sampling[row.id]
+        return row_bytes / max(self.for_requests, 1)
 
     def extend(self, row: Request) -> int:
         """For a row that has used up its slots. Returns 0, or how many bytes are missing."""
         slots = self.costs.slots(self.need([row]).num_tokens)
-        rectangle = self._of_row[row.id]
-        if slots > rectangle.slots:
-            total = self._total(self._sizes(rectangle, 0, slots), self._prefills, self.sampling_bytes)
-            missing = total - self._limit(is_alone=len(self._of_row) == 1)
+        group = self.grouping.of(row.id)
+        if slots > group.num_slots:
+            total = self._total(self._sizes(group, 0, slots), self._prefills, self.sampling_bytes)
+            missing = total - self._limit(is_alone=len(self.grouping) == 1)
             if missing > 0:
                 return missing
-            rectangle.slots = slots
-        self._slots[row.id] = slots
+        group.slots[row.id] = slots
         return 0
+
+    def merge_shortfall_bytes(self, merge: GroupMerge, growth_tokens: int = 0) -> int:
+        """Return how many bytes would have to be freed for two decode groups to become one; 0 if none would.
+
+        growth_tokens: see `missing`.
+        """
+        return max(0, self._merged_bytes(merge, growth_tokens) - self._limit(is_alone=False))
+
+    def merge_bytes(self, merge: GroupMerge) -> int:
+        """Return how many bytes more are reserved when two decode groups have become one."""
+        return self._merged_bytes(merge) - self.reserved_bytes
+
+    def _merged_bytes(self, merge: GroupMerge, growth_tokens: int = 0) -> int:
+        source, target = self.grouping.groups[merge.source], self.grouping.groups[merge.target]
+        slots = self._grown_slots(source, growth_tokens)
+        sizes = self._sizes(target, len(source.rows), slots, growth_tokens=growth_tokens)
+        sizes.remove((len(source.rows), slots))
+        return self._total(sizes, self._prefills, self.sampling_bytes)
 
     def release(self, row_id: str) -> None:
         """All of a row, and of its prompt with the last of its rows. Unknown ids are ignored."""
         for one in self._prefills:
             one.row_ids.discard(row_id)
         self._prefills = [one for one in self._prefills if one.row_ids]
-        rectangle = self._of_row.pop(row_id, None)
-        if rectangle is None:
-            return
-        del rectangle.rows[row_id], self._slots[row_id], self._sampling[row_id]
-        if not rectangle.rows:
-            del self._rectangles[rectangle.id]
-        else:  # the runner gives back what only the longest has needed
-            rectangle.slots = max(self._slots[other] for other in rectangle.rows)
+        self.grouping.remove(row_id)
+        self._sampling.pop(row_id, None)
 
     def observe(self, active_bytes: int) -> None:
         """What the device holds between two steps. What is not in the books counts as used, until it is gone."""
@@ -308,7 +314,7 @@ class MemoryBudget:
 
     @property
     def row_bytes(self) -> int:
-        return sum(self.costs.rows(len(r.rows), r.slots) for r in self._rectangles.values()) + self.sampling_bytes
+        return sum(self.costs.rows(*size) for size in self._sizes(None, 0, 0)) + self.sampling_bytes
 
     @property
     def sampling_bytes(self) -> int:
@@ -348,7 +354,7 @@ class MemoryBudget:
             "cached_bytes": self._cached_bytes(),
             "unaccounted_bytes": self.unaccounted_bytes,
             "free_bytes": self.free_bytes,
-            "num_rectangles": len(self._rectangles),
+            "num_rectangles": len(self.grouping.groups),
             "num_underestimates": self.num_underestimates,
         }
 
@@ -365,13 +371,11 @@ class MemoryBudget:
         shared_bytes = 0 if need.num_rows == 1 else costs.prompt(num_tokens)
         return PrefillReservation(set(), need.image_bytes + shared_bytes, step, step)
 
-    def _total(
-        self, rectangles: Sequence[tuple[int, int]], prefills: Sequence[PrefillReservation], sampling: int
-    ) -> int:
-        """Rectangles as (rows, slots). One is rebuilt at a time, layer by layer, and one chunk computed at a time."""
+    def _total(self, groups: Sequence[tuple[int, int]], prefills: Sequence[PrefillReservation], sampling: int) -> int:
+        """groups: (rows, slots) of each. One is rebuilt at a time, layer by layer, and one chunk computed at a time."""
         costs = self.costs
-        rows = sum(costs.rows(*rectangle) for rectangle in rectangles) + sampling
-        rebuilt = max((costs.layer(*rectangle) for rectangle in rectangles), default=0)
+        rows = sum(costs.rows(*group) for group in groups) + sampling
+        rebuilt = max((costs.layer(*group) for group in groups), default=0)
         cache_bytes = sum(one.cache_bytes for one in prefills)
         return rows + cache_bytes + max(rebuilt, self._step_bytes(prefills))
 
@@ -383,42 +387,37 @@ class MemoryBudget:
         return next((one for one in self._prefills if row_id in one.row_ids), None)
 
     def _sizes(
-        self, changed: Rectangle | None, num_rows: int, slots: int, without: Collection[str] = ()
+        self,
+        changed: DecodeGroupPlan | None,
+        num_rows: int,
+        slots: int,
+        without: Collection[str] = (),
+        growth_tokens: int = 0,
     ) -> list[tuple[int, int]]:
-        """All rectangles, with so many more rows of so many slots in one of them, or in a new one."""
+        """(rows, slots) of all groups, with so many more rows of so many slots in one of them, or in a new one."""
         sizes = []
-        for one in self._rectangles.values():
-            left = [self._slots[row_id] for row_id in one.rows if row_id not in without] if without else None
-            size, widest = (len(one.rows), one.slots) if left is None else (len(left), max(left, default=0))
+        for one in self.grouping.groups.values():
+            size = sum(row_id not in without for row_id in one.rows)
+            widest = self._grown_slots(one, growth_tokens, without)
             if one is changed:
                 size, widest = size + num_rows, max(widest, slots)
             sizes.append((size, widest))
         return [*sizes, (num_rows, slots)] if changed is None and num_rows else sizes
 
-    def _choose(self, need: Need) -> Rectangle | None:
-        """Where the rows would waste least; None: among their own. A step reads the weights once per rectangle, so the
-        slots that are looked at in vain may weigh as much as the weights, but no more; and no more than a part of the
-        memory may stay empty for it."""
-        best = min(self._rectangles.values(), key=lambda r: r.waste_with(need.num_prompt), default=None)
-        if best is None or best.waste_with(need.num_prompt) * self.costs.token_bytes > self.costs.base_bytes:
-            return None
-        slots = self.costs.slots(need.num_tokens)
-        num_rows, widest = len(best.rows) + need.num_rows, max(best.slots, slots)
-        asked = sum(self._slots[row_id] for row_id in best.rows) + need.num_rows * slots
-        empty = (num_rows * widest - asked) * self.costs.token_bytes
-        return best if empty <= MAX_WASTE_SHARE * self.for_requests else None
+    def _grown_slots(self, group: DecodeGroupPlan, num_tokens: int, without: Collection[str] = ()) -> int:
+        """Slots of a group without some of its rows when each of the others has given out so many more tokens."""
+        rows = [row for row in group.rows.values() if row.id not in without]
+        return max((self._row_slots(row, group.slots[row.id], num_tokens) for row in rows), default=0)
 
-    def _put(self, rectangle: Rectangle | None, rows: Sequence[Request], need: Need) -> None:
-        slots = self.costs.slots(need.num_tokens)
-        if rectangle is None:
-            rectangle = Rectangle(next(self._ids))
-            self._rectangles[rectangle.id] = rectangle
-        rectangle.slots = max(rectangle.slots, slots)
-        for row in rows:
-            row.rectangle = rectangle.id
-            rectangle.rows[row.id] = row
-            self._of_row[row.id], self._slots[row.id] = rectangle, slots
-            self._sampling[row.id] = need.sampling_bytes
+    def _row_slots(self, row: Request, slots: int, num_tokens: int) -> int:
+        """Slots that a row will have reserved when it has given out so many more tokens: see `extend`."""
+        left = row.sampling.max_tokens - len(row.output_token_ids)
+        end = row.num_prompt_tokens + min(num_tokens, left) + self.costs.overshoot
+        if end <= slots or row.state is not RequestState.RUNNING:
+            return slots
+        reserve = max(1, self._reserve_tokens << row.num_outgrown)
+        grown = slots + -(-(end - slots) // reserve) * reserve
+        return self.costs.slots(min(grown, row.num_prompt_tokens + left + self.costs.overshoot))
 
 
 def make_memory_budget(config: EngineConfig, runner: Runner, cached_bytes: Callable[[], int]) -> MemoryBudget:

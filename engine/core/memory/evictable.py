@@ -1,9 +1,39 @@
 """What is held for later and no answer needs: snapshots, features of pictures. They leave when the room is needed."""
 
 import sys
+from typing import Protocol
 
 from engine.core.batch import ModelRunner
 from engine.core.prefix_cache.cache import PrefixCache
+
+
+class Evictable(Protocol):
+    """Memory that no answer needs."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that can be evicted now."""
+        ...
+
+    def free(self, num_bytes: int) -> bool:
+        """Evict so many bytes; False, with nothing evicted, where they cannot be had."""
+        ...
+
+    def price(self, num_bytes: int) -> float:
+        """Return the seconds of computing that `free` is expected to cost."""
+        ...
+
+
+class NothingEvictable:
+    """The memory of an engine without caches."""
+
+    free_bytes = 0
+
+    def free(self, num_bytes: int) -> bool:
+        return False
+
+    def price(self, num_bytes: int) -> float:
+        return float("inf")
 
 
 class EvictableMemory:

@@ -1,12 +1,14 @@
 """Whose rows make room for a request that waits: less urgent ones, or those of clients with more than their share."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.config import EngineConfig
 from engine.core.client_shares import ClientShares
+from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
-from engine.core.request import Request
+from engine.core.prefill import Prefill
+from engine.core.request import Request, RequestState
 from engine.core.request_queue import Group
 
 MIN_RUN_PER_RECOMPUTE = 20.0
@@ -21,8 +23,9 @@ LATE_PART = 0.8
 class Preemption:
     """Chooses running rows whose places a waiting request may take; none unless rows and bytes will then suffice.
 
-    running: the scheduler's rows, in the order in which they joined. recompute_s: seconds that it would take to compute
-    a row's tokens again.
+    Args:
+        running: the decoding rows by row id, in the order in which they joined; the scheduler's own mapping.
+        costs: predicts how long it would take to compute a row again.
     """
 
     def __init__(
@@ -31,36 +34,32 @@ class Preemption:
         budget: MemoryBudget,
         shares: ClientShares,
         running: Mapping[str, Request],
-        recompute_s: Callable[[Request], float],
+        costs: CostModel,
     ):
         self._config = config
         self._budget = budget
         self._shares = shares
         self._running = running
-        self._recompute_s = recompute_s
-        self.num_in_prefill = 0
-        """Rows of prompts in progress, which the scheduler keeps up to date."""
+        self._costs = costs
 
-    def has_rows(self, group: Group, num_leaving: int = 0) -> bool:
-        num_rows = len(self._running) + self.num_in_prefill
-        return num_rows - num_leaving + len(group.rows) <= self._config.max_running
+    def for_urgent(self, group: Group, now: float, num_rows: int, num_bytes: int) -> list[Request]:
+        """The least urgent of those that are less urgent than the group, of those the latest; none if not enough.
 
-    def for_urgent(self, group: Group, now: float, spare_bytes: int) -> list[Request]:
-        """The least urgent of those that are less urgent than the group, of those the latest; none if not enough."""
+        Args:
+            num_rows: rows that are free without victims.
+            num_bytes: bytes that the evictable memory would give back for the request.
+        """
         weaker = [r for r in self._unprotected(now) if r.spec.priority > group.priority]
-        return self._enough(group, sorted(weaker, key=lambda row: -row.spec.priority), spare_bytes)
+        return self._enough(group, sorted(weaker, key=_least_urgent_first), num_rows, num_bytes)
 
-    def for_share(self, group: Group, now: float, spare_bytes: int) -> list[Request]:
+    def for_share(self, group: Group, now: float, num_rows: int, num_bytes: int) -> list[Request]:
         """Rows of clients that hold more than their share, in rows or in bytes, for one that holds less; the latest.
 
-        None if computing them again would take longer than the request has waited.
+        None if computing them again would take longer than the request has waited. Args: see `for_urgent`.
         """
         num_clients = max(self._shares.num_active, 1)
-        max_rows, held, parts = (
-            max(1, self._config.max_running // num_clients),
-            Counter[str](),
-            defaultdict[str, float](float),
-        )
+        max_rows = max(1, self._config.max_running // num_clients)
+        held, parts = Counter[str](), defaultdict[str, float](float)
         for row in self._running.values():
             held[row.spec.client] += 1
             parts[row.spec.client] += self._budget.row_share(row)
@@ -70,28 +69,54 @@ class Preemption:
         min_run = 1.0 if is_late else MIN_RUN_PER_RECOMPUTE
         candidates = []
         for row in self._unprotected(now):
-            if now - row.joined_s < min_run * self._recompute_s(row):
+            if now - row.joined_s < min_run * recompute_s(row, self._costs):
                 continue
             client = row.spec.client
             if client != group.client and (held[client] > max_rows or parts[client] > 1 / num_clients):
                 candidates.append(row)
                 held[client] -= 1
                 parts[client] -= self._budget.row_share(row)
-        victims = self._enough(group, candidates, spare_bytes)
-        return victims if sum(map(self._recompute_s, victims)) <= now - group.arrived_s else []
+        victims = self._enough(group, candidates, num_rows, num_bytes)
+        lost_s = sum(recompute_s(row, self._costs) for row in victims)
+        return victims if lost_s <= now - group.arrived_s else []
+
+    def for_growth(self, prefills: Sequence[Prefill]) -> Request | Prefill:
+        """The decoding row or the prompt in progress that is least urgent, and of these the one computed again soonest.
+
+        A row that grows may be chosen itself.
+        """
+
+        def price(one: Request | Prefill) -> tuple[int, float]:
+            row = one.rows[0] if isinstance(one, Prefill) else one
+            priority = row.spec.priority if self._config.scheduler.policy == "priority" else 0
+            return -priority, recompute_s(row, self._costs)
+
+        return min([*reversed(prefills), *reversed(list(self._running.values()))], key=price)
 
     def _unprotected(self, now: float) -> list[Request]:
         """The latest first."""
         return [row for row in reversed(list(self._running.values())) if row.keep_until_s <= now]
 
-    def _enough(self, group: Group, candidates: Sequence[Request], spare_bytes: int) -> list[Request]:
-        """As many of them, from the first, as it takes; spare_bytes: that others would give back for it."""
-        if not self._suffice(group, [row.id for row in candidates], spare_bytes):
-            return []
-        ids: list[str] = []
-        while not self._suffice(group, ids, spare_bytes):
-            ids.append(candidates[len(ids)].id)
-        return list(candidates[: len(ids)])
+    def _enough(self, group: Group, candidates: Sequence[Request], num_rows: int, num_bytes: int) -> list[Request]:
+        """As many of the candidates, from the first, as it takes; none if all are not enough."""
 
-    def _suffice(self, group: Group, leaving: Collection[str], spare_bytes: int) -> bool:
-        return self.has_rows(group, len(leaving)) and self._budget.missing(group.rows, leaving) <= spare_bytes
+        def suffice(num: int) -> bool:
+            leaving = [row.id for row in candidates[:num]]
+            return len(group.rows) <= num_rows + num and self._missing(group, leaving) <= num_bytes
+
+        if not suffice(len(candidates)):
+            return []
+        return list(candidates[: next(num for num in range(len(candidates) + 1) if suffice(num))])
+
+    def _missing(self, group: Group, leaving: Sequence[str]) -> int:
+        return self._budget.missing(group.rows, leaving, group.growth_tokens)
+
+
+def recompute_s(row: Request, costs: CostModel) -> float:
+    """Predict how long it would take to compute again what has been computed of a row."""
+    end = row.num_prefilled if row.state is RequestState.PREFILL else row.num_prompt_tokens
+    return costs.prompt_s(min(row.num_cached, end), end)
+
+
+def _least_urgent_first(row: Request) -> int:
+    return -row.spec.priority

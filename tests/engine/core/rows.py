@@ -51,7 +51,7 @@ class Step:
 def step_of(scheduler: Scheduler, num_draft_tokens: int = 0) -> Step:
     work = scheduler.schedule(num_draft_tokens)
     rows = scheduler.next_prompt()
-    return Step(work.drop, work.decode, rows, scheduler.chunk_tokens(rows) if rows else 0)
+    return Step(work.drop, work.decode, rows, scheduler.prefills.chunk_tokens(rows) if rows else 0)
 
 
 def out(*token_ids: int, **more: Any) -> RowOutput:

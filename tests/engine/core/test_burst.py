@@ -13,7 +13,7 @@ from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams, SparsePlan
-from tests.engine.driver import Driver
+from tests.engine.driver import Driver, fix_prefill_costs
 from tests.engine.fakes import STOP, FakeRunner, answer
 
 EVERY = {"max_tokens": 10_000, "max_s": 10.0}
@@ -88,20 +88,9 @@ def request(name: str, num_prompt: int = 30, max_tokens: int = 5, seed: int = 0,
     return EngineRequest(name, ids, SamplingParams(max_tokens, seed=seed), (STOP,), **more)
 
 
-class FixedCosts(CostModel):
-    """Forwards have a fixed price, whatever is measured."""
-
-    def record_chunk(self, num_tokens: int, start: int, seconds: float, num_rows: int = 1) -> None:
-        super().record_chunk(10, 0, 0.01)
-        self._fit = np.array([0.02, 5e-4, 0.0])
-
-
 def driver_of(runner: FakeRunner, **config: Any) -> Driver:
     driver = Driver(runner, EngineConfig.model_validate({"mtp": "off", **config}))
-    costs = FixedCosts()
-    costs.record_chunk(10, 0, 0.01)
-    driver.core.costs = driver.core.scheduler.costs = costs
-    driver.core.scheduler._order._costs = costs
+    fix_prefill_costs(driver.core, 0.02, 5e-4)
     return driver
 
 

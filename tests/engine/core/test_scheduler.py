@@ -6,7 +6,8 @@ import pytest
 
 from engine.core.batch import NO_TOKEN, PrefillOutput
 from engine.core.prefill import MIN_IDLE_STEP_S
-from engine.core.scheduler import MIN_PREFILL_TOKENS, Scheduler
+from engine.core.prefill_scheduler import MIN_PREFILL_TOKENS
+from engine.core.scheduler import Scheduler
 from engine.protocol import FinishReason, TokenLogprobs
 from tests.engine.core.rows import (
     STOP,
@@ -53,7 +54,7 @@ def test_a_long_prompt_waits_in_the_queue_while_another_one_is_in_progress(sched
     for name in ("a", "b", "c"):
         scheduler.add(rows_of(spec(name, 5000)))
     step_of(scheduler)
-    assert scheduler.num_prefills == 1 and scheduler.num_waiting == 2, "its memory serves others meanwhile"
+    assert len(scheduler.prefills.in_progress) == 1 and scheduler.num_waiting == 2, "its memory serves others meanwhile"
 
 
 def test_the_oldest_prompt_in_progress_keeps_a_third_of_the_time():
@@ -65,7 +66,7 @@ def test_the_oldest_prompt_in_progress_keeps_a_third_of_the_time():
     step_of(scheduler)
     scheduler.update_prefill(long, PrefillOutput(100))
     for i in range(300):
-        if scheduler.num_prefills == 1:
+        if len(scheduler.prefills.in_progress) == 1:
             scheduler.add(rows_of(spec(f"other {i}", 2000)))
         rows = list(step_of(scheduler).prefill)
         num_chunks[rows[0].spec.request_id.split()[0]] += 1
@@ -74,7 +75,7 @@ def test_the_oldest_prompt_in_progress_keeps_a_third_of_the_time():
             scheduler.abort(rows[0].spec.request_id)
         else:
             scheduler.update_prefill(rows, PrefillOutput(100))
-            scheduler.record_prefill(rows, 100, 0.1, 0.1)
+            scheduler.prefills.record_chunk(rows, 100, 0.1, 0.1)
     assert num_chunks["long"] / 300 == pytest.approx(1 / 3, abs=0.05)
 
 
@@ -155,7 +156,7 @@ def measure(scheduler: Scheduler, seconds: float, num_tokens: int = 100) -> None
     """A chunk of a row that is not the scheduler's."""
     [row] = rows_of(spec("measured", num_tokens))
     row.num_prefilled = num_tokens
-    scheduler.record_prefill([row], num_tokens, 0.0, seconds)
+    scheduler.prefills.record_chunk([row], num_tokens, 0.0, seconds)
 
 
 def test_a_chunk_takes_no_longer_than_the_stall_as_far_as_is_known():

@@ -1,6 +1,7 @@
 """The books of the memory: what is reserved, what is given back, and who makes room for whom."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -47,12 +48,18 @@ def budget_of(
     return MemoryBudget(costs, limit_bytes, reserve_tokens, lambda: cached)
 
 
-def driver(budget: int, costs: MemoryCosts = COSTS, cache_gb: float | None = None, **config: Any) -> Driver:
+def driver(
+    budget: int,
+    costs: MemoryCosts = COSTS,
+    cache_gb: float | None = None,
+    clock: Callable[[], float] | None = None,
+    **config: Any,
+) -> Driver:
     runner = FakeRunner()
     runner.costs, runner.memory_limit_bytes = costs, budget
     limits: dict[str, Any] = {"memory": {"headroom_gb": 0, "reserve_tokens": 16}, "scheduler": {"ageing_s": 1000}}
     cache = {"enabled": cache_gb is not None} | ({"max_gb": cache_gb} if cache_gb else {})
-    return Driver(runner, EngineConfig.model_validate(limits | {"prefix_cache": cache} | config))
+    return Driver(runner, EngineConfig.model_validate(limits | {"prefix_cache": cache} | config), clock)
 
 
 def test_a_row_is_paid_for_with_its_prompt_its_answer_and_what_a_step_needs():
@@ -275,9 +282,8 @@ def test_a_snapshot_takes_no_memory_that_rows_have_reserved():
 
 
 def test_smaller_requests_pass_one_whose_memory_is_not_free_but_not_for_ever():
-    tight = driver(budget=13_700, scheduler={"ageing_s": 10})
     now = [0.0]
-    tight.core.scheduler._clock = tight.core.scheduler._queue._clock = lambda: now[0]
+    tight = driver(budget=13_700, clock=lambda: now[0], scheduler={"ageing_s": 10})
     tight.core.add_request(request("running", num_prompt=100, max_tokens=60))
     tight.core.step()
     for name, num_prompt in (("large", 120), ("small", 5)):

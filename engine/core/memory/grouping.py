@@ -1,0 +1,148 @@
+"""Which rows decode in one group, whose cache is as wide as its longest row, and which groups become one. Pure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, count
+from typing import NamedTuple
+
+from engine.core.memory.costs import MemoryCosts
+from engine.core.request import Request
+from engine.core.request_queue import USUAL_ANSWER
+
+MAX_WASTE_SHARE = 0.125
+"""Largest part of what requests may use that slots beyond the rows' own may take in one group."""
+
+
+class GroupMerge(NamedTuple):
+    """One decode group takes over the rows of another."""
+
+    source: int
+    """The group that ends."""
+    target: int
+    """The group that has the rows of both from now on."""
+
+
+@dataclass(slots=True, eq=False)
+class DecodeGroupPlan:
+    """Rows that decode together: each takes the slots of the one that may become the longest."""
+
+    id: int
+    rows: dict[str, Request] = field(default_factory=dict)
+    slots: dict[str, int] = field(default_factory=dict)
+    """Slots that each row has reserved, by row id."""
+
+    @property
+    def num_slots(self) -> int:
+        return max(self.slots.values(), default=0)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row now."""
+        return [row.num_prompt_tokens for row in self.rows.values()]
+
+
+class Grouping:
+    """Decides in which decode group each row is.
+
+    A step reads all weights once per group, so slots that attention reads in vain may weigh as much as the weights, but
+    no more; and no more than a part of the memory may stay empty for it.
+
+    Args:
+        costs: Bytes of rows and weights.
+        request_bytes: Bytes that requests and caches share.
+    """
+
+    def __init__(self, costs: MemoryCosts, request_bytes: int):
+        self.groups: dict[int, DecodeGroupPlan] = {}
+        self._costs = costs
+        self._max_empty_bytes = MAX_WASTE_SHARE * request_bytes
+        self._of_row: dict[str, DecodeGroupPlan] = {}
+        self._ids = count()
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self._of_row)
+
+    def of(self, row_id: str) -> DecodeGroupPlan:
+        return self._of_row[row_id]
+
+    def choose(self, num_rows: int, length: int, slots: int) -> DecodeGroupPlan | None:
+        """Choose the group where so many rows would waste least; None for a group of their own.
+
+        Args:
+            length: tokens of each row now.
+            slots: slots that each row will reserve.
+        """
+        best = min(self.groups.values(), key=lambda group: _waste([*group.lengths, length]), default=None)
+        if best is None:
+            return None
+        lengths, reserved = [*best.lengths, length], [*best.slots.values(), *[slots] * num_rows]
+        return best if self._may_share(lengths, reserved) else None
+
+    def put(self, group: DecodeGroupPlan | None, rows: Sequence[Request], slots: int) -> None:
+        """Add rows to a group, or to a new one, and tell them which (`Request.rectangle`)."""
+        if group is None:
+            group = DecodeGroupPlan(next(self._ids))
+            self.groups[group.id] = group
+        for row in rows:
+            row.rectangle = group.id
+            group.rows[row.id], group.slots[row.id], self._of_row[row.id] = row, slots, group
+
+    def remove(self, row_id: str) -> None:
+        """Unknown ids are ignored. The runner gives back what only the longest row has needed."""
+        group = self._of_row.pop(row_id, None)
+        if group is None:
+            return
+        del group.rows[row_id], group.slots[row_id]
+        if not group.rows:
+            del self.groups[group.id]
+
+    def mergeable(self) -> list[GroupMerge]:
+        """Return which groups may become one, those that waste least first; the one with more rows stays."""
+        pairs = []
+        for one, other in combinations(self.groups.values(), 2):
+            lengths, reserved = [*one.lengths, *other.lengths], [*one.slots.values(), *other.slots.values()]
+            if self._may_share(lengths, reserved):
+                source, target = (one, other) if len(one.rows) < len(other.rows) else (other, one)
+                pairs.append((_waste(lengths), GroupMerge(source.id, target.id)))
+        return [merge for _, merge in sorted(pairs)]
+
+    def gain_s(self, merge: GroupMerge, token_s: float, step_s: float) -> float:
+        """Predict the seconds that a merge saves until one of the groups would have ended, less those that it takes.
+
+        All bytes are taken to be read and written as fast as the weights are read in a step of one row.
+
+        Args:
+            token_s: seconds of one token of a single row.
+            step_s: seconds of a step of a single row without drafts.
+        """
+        costs, groups = self._costs, [self.groups[merge.source], self.groups[merge.target]]
+        lengths = [length for group in groups for length in group.lengths]
+        num_wasted = _waste(lengths) - sum(_waste(group.lengths) for group in groups)
+        num_saved = costs.base_bytes - num_wasted * costs.token_bytes
+        num_copied = 2 * len(lengths) * (max(lengths) * costs.token_bytes + costs.state_bytes)
+        num_tokens = min(_expected_tokens(group.rows.values()) for group in groups)
+        return (num_tokens * token_s * num_saved - step_s * num_copied) / max(costs.base_bytes, 1)
+
+    def merge(self, merge: GroupMerge) -> None:
+        """Move all rows of one group to another."""
+        source, target = self.groups.pop(merge.source), self.groups[merge.target]
+        target.slots |= source.slots
+        for row in source.rows.values():
+            row.rectangle = target.id
+            target.rows[row.id], self._of_row[row.id] = row, target
+
+    def _may_share(self, lengths: Sequence[int], slots: Sequence[int]) -> bool:
+        """Whether rows of these lengths, with so many slots reserved, may share a group."""
+        is_read_soon = _waste(lengths) * self._costs.token_bytes <= self._costs.base_bytes
+        return is_read_soon and _waste(slots) * self._costs.token_bytes <= self._max_empty_bytes
+
+
+def _waste(sizes: Sequence[int]) -> int:
+    """Slots that are not the rows' own when all take those of the longest."""
+    return max(sizes) * len(sizes) - sum(sizes)
+
+
+def _expected_tokens(rows: Iterable[Request]) -> int:
+    """Predict how many tokens the longest answer of these rows still has."""
+    return max(min(USUAL_ANSWER, row.sampling.max_tokens - len(row.output_token_ids)) for row in rows)
