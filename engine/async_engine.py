@@ -99,7 +99,7 @@ class AsyncEngine:
         heartbeat_period_s: a HEARTBEAT is yielded after so long without anything else, whatever the reason: the grammar
         is compiled, the request is queued, prefilled or preempted, the device is slow. None: never.
 
-        Closing or cancelling the iterator frees the rows before the next step. Raises Overloaded when max_running +
+        Closing or cancelling the iterator frees the rows before the next chunk or step. Raises Overloaded when max_running +
         max_queue answers or image_memory_mb of pixels are open, QueueTimeout before the first token, InvalidRequest for
         what this engine can not do, ContextLengthExceeded, MemoryExceeded, Unavailable when the engine is not ready,
         drains, or is short of memory.
@@ -287,7 +287,7 @@ class AsyncEngine:
         return [] if matcher is None else [matcher, *(matcher.fork() for _ in range(1, request.num_choices))]
 
     async def _ask(self, question: Callable[[EngineCore], T]) -> T:
-        """What the core answers between two steps. Raises EngineFailed when there is none."""
+        """What the core answers between two pieces of work. Raises EngineFailed when there is none."""
         if self._core is None or self._closing:
             raise EngineFailed(self._error or f"the engine is not ready: it is {self._state}")
         answer: asyncio.Future[T] = self._loop.create_future()
@@ -330,7 +330,7 @@ class AsyncEngine:
             if disk is not None and runner.no_snapshots is not None:
                 raise EngineFailed(f"prefix_cache.disk has no effect with this model: {runner.no_snapshots}")
             files = SnapshotFiles(disk, runner.fingerprint) if disk is not None else None
-            return EngineCore(self.config, runner, self._publish, files=files)
+            return EngineCore(self.config, runner, self._publish, files=files, poll=self._thread.poll)
         except BaseException:
             runner.close()
             raise

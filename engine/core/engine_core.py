@@ -31,9 +31,24 @@ MIN_CHUNK_PART = 0.3
 Publish = Callable[[Chunks], None]
 
 
+def _nothing(core: "EngineCore") -> None:
+    """Nothing has arrived."""
+
+
 class EngineCore:
-    """memory, admission, queue, speculation_status: figures for the status page, read now and then. `clock` gives
-    seconds. files: of the prefix cache's disk tier."""
+    """Runs the steps of one runner on the thread that calls it.
+
+    Args:
+        config: Of the engine.
+        runner: Computes.
+        publish: Takes what the rows got, as soon as there is something.
+        clock: Gives monotonic seconds.
+        files: Of the prefix cache's disk tier.
+        poll: Executes the commands for this core that have arrived since; called between two pieces of a step.
+
+    Attributes:
+        memory, admission, queue, speculation_status: Figures for the status page, read now and then.
+    """
 
     def __init__(
         self,
@@ -42,6 +57,7 @@ class EngineCore:
         publish: Publish,
         clock: Callable[[], float] = time.monotonic,
         files: SnapshotFiles | None = None,
+        poll: Callable[["EngineCore"], None] = _nothing,
     ):
         self.stats = Stats()
         self.runner = runner
@@ -72,6 +88,7 @@ class EngineCore:
         self._figures_read_s = clock()
         self._decoded_s: float | None = None  # when the last decode step ended, unless something else came after it
         self._publish = publish
+        self._poll = poll
 
     @property
     def has_work(self) -> bool:
@@ -87,9 +104,7 @@ class EngineCore:
 
     def step(self) -> None:
         """Decode once for all rows, then compute chunks of prompts. Tokens are published as soon as there are any."""
-        if gone := self.scheduler.gone():
-            self.scheduler.dropped(gone)
-            self._drop(gone)
+        self._drop_gone()
         num_draft_tokens = self._speculation.num_draft_tokens(self.scheduler.num_decoding)
         work = self.scheduler.schedule(num_draft_tokens)
         if ended := self.scheduler.take_ended():
@@ -101,7 +116,7 @@ class EngineCore:
         if work.decode and self.scheduler.num_decoding:  # unless the drop failed, and all rows with it
             self._decode(num_draft_tokens)
             in_flight_s = self.costs.step_s(self.scheduler.num_decoding, num_draft_tokens) or 0.0
-        while rows := self.scheduler.next_prompt():
+        while rows := self._next_prompt():
             self._prefill(rows, in_flight_s)
             in_flight_s = 0.0
         self.stats.num_steps += 1
@@ -154,6 +169,18 @@ class EngineCore:
         max_bytes = cache.max_bytes if self.prefix.off is None else 0
         books = {"prefix_cache_bytes": cache.num_bytes, "prefix_cache_max_bytes": max_bytes}
         return self.runner.memory() | books
+
+    def _next_prompt(self) -> Sequence[Request]:
+        """Rows of the prompt that advances next, after the aborts and new requests that have arrived meanwhile."""
+        self._poll(self)
+        self._drop_gone()
+        return self.scheduler.next_prompt()
+
+    def _drop_gone(self) -> None:
+        """Drop rows that have ended, before others are given their memory."""
+        if gone := self.scheduler.gone():
+            self.scheduler.dropped(gone)
+            self._drop(gone)
 
     def _drop(self, row_ids: list[str]) -> None:
         self.prefix.end(row_ids)
