@@ -36,17 +36,20 @@ W = TypeVar("W", bound=Worker)
 
 
 class DeviceThread(Generic[W]):
-    """Runs `make_worker` and then its steps. `on_end` gets what ended the thread: an exception, or None after stop."""
+    """Runs `make_worker` and then its steps. `on_end` gets what ended the thread: an exception, or None after stop.
+    `clock` gives monotonic seconds."""
 
     def __init__(
         self,
         make_worker: Callable[[], W],
         on_ready: Callable[[W], None],
         on_end: Callable[[BaseException | None], None],
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._make_worker = make_worker
         self._on_ready = on_ready
         self._on_end = on_end
+        self._clock = clock
         self._commands: queue.SimpleQueue[Callable[[W], None] | None] = queue.SimpleQueue()
         self._step_began: float | None = None
         self._is_stopped = False
@@ -73,7 +76,7 @@ class DeviceThread(Generic[W]):
     def step_age_s(self) -> float:
         """How long the present piece of a step, or command, has lasted; 0 when idle."""
         began = self._step_began
-        return 0.0 if began is None else time.monotonic() - began
+        return 0.0 if began is None else self._clock() - began
 
     def _at_exit(self) -> None:
         self.stop()
@@ -91,7 +94,7 @@ class DeviceThread(Generic[W]):
             try:
                 self._on_ready(worker)
                 while self._take_commands(worker):
-                    self._step_began = time.monotonic()
+                    self._step_began = self._clock()
                     worker.step()
                     self._step_began = None
             finally:
@@ -110,7 +113,7 @@ class DeviceThread(Generic[W]):
             except queue.Empty:
                 break
             self._execute(command, worker)
-        self._step_began = time.monotonic()
+        self._step_began = self._clock()
 
     def _take_commands(self, worker: W) -> bool:
         """Sleeps while there is nothing to do; False when told to stop."""
@@ -126,7 +129,7 @@ class DeviceThread(Generic[W]):
         if command is None:
             self._is_stopped = True
             return
-        self._step_began = time.monotonic()
+        self._step_began = self._clock()
         command(worker)
         self._step_began = None
 

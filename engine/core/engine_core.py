@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.core.batch import ModelRunner, PromptChunk
+from engine.core.batch import ModelRunner, PrefillOutput, PromptChunk
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
 from engine.core.prefix_cache.reuse import PrefixReuse
+from engine.core.progress import Progress
 from engine.core.request import Matcher, Request
 from engine.core.scheduler import RETRY_S, Chunks, Scheduler
 from engine.core.speculation import SpeculationController
@@ -48,6 +49,7 @@ class EngineCore:
 
     Attributes:
         memory, admission, queue, speculation_status: Figures for the status page, read now and then.
+        progress: What is in hand now; any thread may ask.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class EngineCore:
         poll: Callable[["EngineCore"], None] = _nothing,
     ):
         self.stats = Stats()
+        self.progress = Progress(("decode", time.num_rows, time.num_drafts) for time in runner.step_times)
         self.runner = runner
         no_drafts = str(runner.capabilities.get("mtp", "the runner cannot draft"))
         self.costs = CostModel(runner.max_draft_tokens, runner.step_times)
@@ -173,6 +176,7 @@ class EngineCore:
     def _next_prompt(self) -> Sequence[Request]:
         """Rows of the prompt that advances next, after the aborts and new requests that have arrived meanwhile."""
         self._poll(self)
+        self.progress.end()
         self._drop_gone()
         return self.scheduler.next_prompt()
 
@@ -210,6 +214,9 @@ class EngineCore:
 
     def _decode(self, num_draft_tokens: int) -> None:
         num_rows, began_s = self.scheduler.num_decoding, self._decoded_s
+        name = f"a decode step (rows: {num_rows}, drafts: {num_draft_tokens})"
+        predicted_s = self.costs.step_s(num_rows, num_draft_tokens) or 0.0
+        self.progress.begin(name, predicted_s, ("decode", num_rows, num_draft_tokens))
         try:
             outputs = self.runner.decode(num_draft_tokens)
             chunks = self.scheduler.update_decode(outputs)
@@ -229,43 +236,66 @@ class EngineCore:
         self._keep_answers()
 
     def _prefill(self, rows: Sequence[Request], in_flight_s: float) -> None:
-        """Compute one chunk, which ends at the next boundary, or several of short prompts in one forward.
+        """Compute the next chunk of a prompt, or chunks of several short prompts in one forward.
 
         in_flight_s: decoding that the device does before it.
         """
-        self._decoded_s = None
-        began_s = self._clock()
+        self._decoded_s, began_s, published = None, self._clock(), Chunks()
         try:
-            can_wait = not self.scheduler.num_decoding and self.scheduler.num_prefills == 1
-            if not self.prefix.begin(rows, DISK_WAIT_S if can_wait else 0.0):
-                self.scheduler.wait_for_disk(rows)
+            if not (chunks := self._next_chunks(rows)):
                 return
-            if not (max_tokens := self.scheduler.chunk_tokens(rows)):
-                return
-            first = PromptChunk(rows[0], self.prefix.clip(rows, max_tokens))
-            if len(burst := self._burst(rows, first)) > 1:
-                self._prefill_burst(burst, began_s, in_flight_s)
-                return
+            self._take_in_hand(chunks)
             chunk_began_s = self._clock()
-            output = self.runner.prefill(rows, first.num_tokens)
+            outputs = self._forward(rows, chunks)
             chunk_s = self._clock() - chunk_began_s
-            chunks = self.scheduler.update_prefill(rows, output)
-            self.prefix.passed(rows)
+            for chunk, output in zip(chunks, outputs, strict=bool(outputs)):
+                prompt = rows if chunk.row is rows[0] else [chunk.row]
+                published |= self.scheduler.update_prefill(prompt, output)
+                self.prefix.passed(prompt)
+                if output.first is not None:
+                    self.prefix.end([chunk.row.id])
         except Exception as error:
             self._prefill_failed(rows, error)
             return
-        if output.first is not None:
-            self.prefix.end([rows[0].id])
-            if not self.scheduler.num_decoding:  # nothing is left for a decode step to show
-                self.stats.failed_steps_in_a_row = 0
-        if output.num_tokens:
-            seconds, least_s = self._clock() - began_s, MIN_CHUNK_PART * chunk_s
-            self.scheduler.record_prefill(rows, output.num_tokens, seconds, max(chunk_s - in_flight_s, least_s))
-        else:  # an image, which may take long
-            self.scheduler.end_prefill()
-        if chunks:
-            self._publish(chunks)
+        if not outputs:
+            return
+        if published and not self.scheduler.num_decoding:  # nothing is left for a decode step to show
+            self.stats.failed_steps_in_a_row = 0
+        seconds, least_s = self._clock() - began_s, MIN_CHUNK_PART * chunk_s
+        self.scheduler.record_prefill(chunks, seconds, max(chunk_s - in_flight_s, least_s))
+        if published:
+            self._publish(published)
             self._keep_answers()
+
+    def _next_chunks(self, rows: Sequence[Request]) -> Sequence[PromptChunk]:
+        """The next chunk of a prompt, which ends at the next boundary, and those that are computed with it.
+
+        None when its snapshot is still being read from disk, or when the step ends before it.
+        """
+        can_wait = not self.scheduler.num_decoding and self.scheduler.num_prefills == 1
+        if not self.prefix.begin(rows, DISK_WAIT_S if can_wait else 0.0):
+            self.scheduler.wait_for_disk(rows)
+            return ()
+        if not (max_tokens := self.scheduler.chunk_tokens(rows)):
+            return ()
+        return self._burst(rows, PromptChunk(rows[0], self.prefix.clip(rows, max_tokens)))
+
+    def _take_in_hand(self, chunks: Sequence[PromptChunk]) -> None:
+        num_rows, num_tokens = len(chunks), max(chunk.num_tokens for chunk in chunks)
+        start = max(chunk.row.num_prefilled for chunk in chunks)
+        name = f"a chunk of {num_tokens} tokens" if num_rows == 1 else f"{num_rows} chunks of {num_tokens} tokens"
+        seconds = self.costs.chunk_s(num_tokens, start, num_rows)
+        self.progress.begin(f"{name} behind {start}", seconds, ("prefill", num_rows, num_tokens.bit_length()))
+
+    def _forward(self, rows: Sequence[Request], chunks: Sequence[PromptChunk]) -> Sequence[PrefillOutput]:
+        """Compute the chunks; nothing comes back if several fail together: each is computed alone in the next steps."""
+        if len(chunks) == 1:
+            return [self.runner.prefill(rows, chunks[0].num_tokens)]
+        try:
+            return self.runner.prefill_burst(chunks)
+        except Exception as error:
+            self._burst_failed([chunk.row for chunk in chunks], error)
+            return ()
 
     def _burst(self, rows: Sequence[Request], first: PromptChunk) -> Sequence[PromptChunk]:
         """Begin other short prompts, and choose the chunks that are computed in one forward with the first."""
@@ -289,28 +319,6 @@ class EngineCore:
         except Exception as error:
             self._prefill_failed(rows, error)
         return False
-
-    def _prefill_burst(self, chunks: Sequence[PromptChunk], began_s: float, in_flight_s: float) -> None:
-        """Compute several chunks in one forward; if that fails, each is computed alone in the next steps."""
-        chunk_began_s = self._clock()
-        try:
-            outputs = self.runner.prefill_burst(chunks)
-        except Exception as error:
-            self._burst_failed([chunk.row for chunk in chunks], error)
-            return
-        chunk_s, published = self._clock() - chunk_began_s, Chunks()
-        for chunk, output in zip(chunks, outputs, strict=True):
-            published |= self.scheduler.update_prefill([chunk.row], output)
-            self.prefix.passed([chunk.row])
-            if output.first is not None:
-                self.prefix.end([chunk.row.id])
-        if published and not self.scheduler.num_decoding:
-            self.stats.failed_steps_in_a_row = 0
-        seconds, least_s = self._clock() - began_s, MIN_CHUNK_PART * chunk_s
-        self.scheduler.record_burst(chunks, seconds, max(chunk_s - in_flight_s, least_s))
-        if published:
-            self._publish(published)
-            self._keep_answers()
 
     def _burst_failed(self, rows: Sequence[Request], error: Exception) -> None:
         """The rows may have joined the decode batch. What their prompts have left in the cache must not serve."""

@@ -402,24 +402,16 @@ class Scheduler:
         self._step.seconds = min(self._step.seconds, self._config.scheduler.max_stall_s)
         return {row.id: self._take(row, token) for row, token in zip(rows, first, strict=True)}
 
-    def record_prefill(self, rows: Sequence[Request], num_tokens: int, seconds: float, device_s: float) -> None:
-        """Account for a chunk that ended at rows[0].num_prefilled.
+    def record_prefill(self, chunks: Sequence[PromptChunk], seconds: float, device_s: float) -> None:
+        """Account for chunks that one forward has computed; each ended at its row's num_prefilled.
 
         Args:
-            seconds: how long it took.
-            device_s: the same without what the device had to do before it.
+            seconds: how long they took.
+            device_s: the same without what the device had to do before them.
         """
-        self._step.use(num_tokens, seconds)
-        self.costs.record_chunk(num_tokens, rows[0].num_prefilled - num_tokens, device_s)
-        for prefill in self._prefills:
-            if rows[0] in prefill.rows:
-                self._order.record(prefill, seconds)
-
-    def record_burst(self, chunks: Sequence[PromptChunk], seconds: float, device_s: float) -> None:
-        """Account for chunks that one forward has computed; see `record_prefill`."""
         longest = max(chunk.num_tokens for chunk in chunks)
         start = max(chunk.row.num_prefilled - chunk.num_tokens for chunk in chunks)
-        self._stats.num_bursts += 1
+        self._stats.num_bursts += len(chunks) > 1
         self._step.use(sum(chunk.num_tokens for chunk in chunks), seconds)
         self.costs.record_chunk(longest, start, device_s, len(chunks))
         rows = {chunk.row.id for chunk in chunks}
