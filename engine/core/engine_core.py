@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.core.batch import ModelRunner, PrefillOutput, PromptChunk
+from engine.core.batch import ImageLeft, ModelRunner, PrefillOutput, PromptChunk
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
@@ -236,49 +236,63 @@ class EngineCore:
         self._keep_answers()
 
     def _prefill(self, rows: Sequence[Request], in_flight_s: float) -> None:
-        """Compute the next chunk of a prompt, or chunks of several short prompts in one forward.
+        """Compute the next piece of a prompt: of its next image, or a chunk that ends at the next boundary.
 
-        in_flight_s: decoding that the device does before it.
+        Chunks of several short prompts are computed in one forward. in_flight_s: decoding that the device does first.
         """
         self._decoded_s, began_s, published = None, self._clock(), Chunks()
         try:
-            if not (chunks := self._next_chunks(rows)):
-                return
-            self._take_in_hand(chunks)
-            chunk_began_s = self._clock()
-            outputs = self._forward(rows, chunks)
-            chunk_s = self._clock() - chunk_began_s
-            for chunk, output in zip(chunks, outputs, strict=bool(outputs)):
-                prompt = rows if chunk.row is rows[0] else [chunk.row]
-                published |= self.scheduler.update_prefill(prompt, output)
-                self.prefix.passed(prompt)
-                if output.first is not None:
-                    self.prefix.end([chunk.row.id])
+            can_wait = not self.scheduler.num_decoding and self.scheduler.num_prefills == 1
+            if not self.prefix.begin(rows, DISK_WAIT_S if can_wait else 0.0):
+                self.scheduler.wait_for_disk(rows)
+            elif rows[0].spec.images and (image := self.runner.next_image(rows)) is not None:
+                self._encode(rows, image, began_s, in_flight_s)
+            elif max_tokens := self.scheduler.chunk_tokens(rows):
+                chunks = self._burst(rows, PromptChunk(rows[0], self.prefix.clip(rows, max_tokens)))
+                published = self._compute(rows, chunks, began_s, in_flight_s)
         except Exception as error:
             self._prefill_failed(rows, error)
             return
-        if not outputs:
-            return
-        if published and not self.scheduler.num_decoding:  # nothing is left for a decode step to show
-            self.stats.failed_steps_in_a_row = 0
-        seconds, least_s = self._clock() - began_s, MIN_CHUNK_PART * chunk_s
-        self.scheduler.record_prefill(chunks, seconds, max(chunk_s - in_flight_s, least_s))
         if published:
+            if not self.scheduler.num_decoding:  # nothing is left for a decode step to show
+                self.stats.failed_steps_in_a_row = 0
             self._publish(published)
             self._keep_answers()
 
-    def _next_chunks(self, rows: Sequence[Request]) -> Sequence[PromptChunk]:
-        """The next chunk of a prompt, which ends at the next boundary, and those that are computed with it.
+    def _encode(self, rows: Sequence[Request], image: ImageLeft, began_s: float, in_flight_s: float) -> None:
+        """Compute the next piece of an image; rows decode before the one behind it."""
+        if not (num_blocks := self.scheduler.image_blocks(image)):
+            return
+        num_patches, share = image.num_patches, num_blocks / image.depth
+        name = f"a piece of an image of {num_patches} patches ({num_blocks} of {image.depth} blocks)"
+        self.progress.begin(name, self.costs.image_s(num_patches, share), ("image", num_patches.bit_length()))
+        piece_began_s = self._clock()
+        self.runner.encode(rows, num_blocks)
+        device_s = self._device_s(piece_began_s, in_flight_s)
+        self.scheduler.record_image(rows, image, num_blocks, self._clock() - began_s, device_s)
 
-        None when its snapshot is still being read from disk, or when the step ends before it.
-        """
-        can_wait = not self.scheduler.num_decoding and self.scheduler.num_prefills == 1
-        if not self.prefix.begin(rows, DISK_WAIT_S if can_wait else 0.0):
-            self.scheduler.wait_for_disk(rows)
-            return ()
-        if not (max_tokens := self.scheduler.chunk_tokens(rows)):
-            return ()
-        return self._burst(rows, PromptChunk(rows[0], self.prefix.clip(rows, max_tokens)))
+    def _compute(
+        self, rows: Sequence[Request], chunks: Sequence[PromptChunk], began_s: float, in_flight_s: float
+    ) -> Chunks:
+        """Compute the next chunk of a prompt, and those of others that share its forward; return first tokens."""
+        self._take_in_hand(chunks)
+        chunk_began_s, published = self._clock(), Chunks()
+        if not (outputs := self._forward(rows, chunks)):
+            return published
+        device_s = self._device_s(chunk_began_s, in_flight_s)
+        for chunk, output in zip(chunks, outputs, strict=True):
+            prompt = rows if chunk.row is rows[0] else [chunk.row]
+            published |= self.scheduler.update_prefill(prompt, output)
+            self.prefix.passed(prompt)
+            if output.first is not None:
+                self.prefix.end([chunk.row.id])
+        self.scheduler.record_prefill(chunks, self._clock() - began_s, device_s)
+        return published
+
+    def _device_s(self, began_s: float, in_flight_s: float) -> float:
+        """The seconds since then, without those of the decode step that the device had to do first."""
+        seconds = self._clock() - began_s
+        return max(seconds - in_flight_s, MIN_CHUNK_PART * seconds)
 
     def _take_in_hand(self, chunks: Sequence[PromptChunk]) -> None:
         num_rows, num_tokens = len(chunks), max(chunk.num_tokens for chunk in chunks)

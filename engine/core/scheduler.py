@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.core.batch import NO_TOKEN, PrefillOutput, PromptChunk, RowOutput, SchedulerOutput
+from engine.core.batch import NO_TOKEN, ImageLeft, PrefillOutput, PromptChunk, RowOutput, SchedulerOutput
 from engine.core.burst import Span, burst_s, may_burst, num_together
 from engine.core.client_shares import ClientShares
 from engine.core.cost_model import CostModel
@@ -280,6 +280,15 @@ class Scheduler:
         num_tokens = self.budget.max_chunk(row, wanted)
         return num_tokens if num_tokens == wanted else self._enlarged_chunk(row, num_tokens, wanted)
 
+    def image_blocks(self, image: ImageLeft) -> int:
+        """How many blocks of the vision tower the next piece of an image passes; 0 when the step ends before it."""
+        step, block_s = self._step, self.costs.image_s(image.num_patches, 1 / image.depth)
+        num_blocks = int(step.seconds / block_s)
+        if not num_blocks and step.num_chunks:
+            step.close()
+            return 0
+        return min(max(num_blocks, 1), image.num_blocks)
+
     def _enlarged_chunk(self, row: Request, num_tokens: int, wanted: int) -> int:
         """Evict snapshots so that the chunks of this prompt may be larger, if that saves more time than it costs."""
         missing = self.budget.chunk_shortfall_bytes(row, wanted)
@@ -418,6 +427,16 @@ class Scheduler:
         for prefill in self._prefills:
             if prefill.rows[0].id in rows:
                 self._order.record(prefill, seconds / len(chunks))
+
+    def record_image(
+        self, rows: Sequence[Request], image: ImageLeft, num_blocks: int, seconds: float, device_s: float
+    ) -> None:
+        """Account for a piece of an image of this prompt; see `record_prefill`."""
+        prefill = self._prefill_of(rows[0])
+        prefill.encoded_s += device_s
+        self._step.use(0, seconds)
+        self._order.record(prefill, seconds)
+        self.costs.record_image(image.num_patches, num_blocks / image.depth, device_s)
 
     def end_prefill(self) -> None:
         """Compute no further chunk in this step."""

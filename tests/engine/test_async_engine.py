@@ -288,7 +288,7 @@ def test_work_that_takes_much_longer_than_predicted_is_reported_once(monkeypatch
         for _ in range(3):
             engine.check_health()
         assert len(caplog.messages) == 1
-        assert re.match(r"a decode step (rows: 1, drafts: 0) has lasted .* s, predicted 0\.001 s", caplog.messages[0])
+        assert re.match(r"a decode step \(rows: 1, drafts: 0\) has lasted .* s, predicted 0\.001 s", caplog.messages[0])
         hang.release()
         assert await answer == list(range(10))
 
