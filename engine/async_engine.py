@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
+from engine.core.progress import Work
 from engine.core.request import Matcher
 from engine.core.request_check import check_plan, check_pooling, check_request
 from engine.core.scheduler import Chunks
@@ -36,6 +37,7 @@ from engine.protocol import (
     QueueTimeout,
     TokenChunk,
     Unavailable,
+    WorkInHand,
 )
 from engine.snapshot_store.files import SnapshotFiles, SnapshotLost
 from engine.token_stream import TokenStream
@@ -77,6 +79,7 @@ class AsyncEngine:
         self._questions: set[asyncio.Future[Any]] = set()  # that the device thread has not answered yet
         self._error: str | None = None
         self._closing = self._drains = self._is_hung = False
+        self._late: Work | None = None  # the last that was reported
         self._unavailable: str | None = None  # why new requests are turned away
         self._no_streams = asyncio.Event()
         self._no_streams.set()
@@ -99,10 +102,10 @@ class AsyncEngine:
         heartbeat_period_s: a HEARTBEAT is yielded after so long without anything else, whatever the reason: the grammar
         is compiled, the request is queued, prefilled or preempted, the device is slow. None: never.
 
-        Closing or cancelling the iterator frees the rows before the next step. Raises Overloaded when max_running +
-        max_queue answers or image_memory_mb of pixels are open, QueueTimeout before the first token, InvalidRequest for
-        what this engine can not do, ContextLengthExceeded, MemoryExceeded, Unavailable when the engine is not ready,
-        drains, or is short of memory.
+        Closing or cancelling the iterator frees the rows before the next chunk or step. Raises Overloaded when
+        max_running + max_queue answers or image_memory_mb of pixels are open, QueueTimeout before the first token,
+        InvalidRequest for what this engine can not do, ContextLengthExceeded, MemoryExceeded, Unavailable when the
+        engine is not ready, drains, or is short of memory.
         """
         core = self._admit(request)
         request = core.fitted(request)
@@ -172,16 +175,20 @@ class AsyncEngine:
             unavailable=self._unavailable,
             speculation=core.speculation_status,
             capabilities=core.runner.capabilities,
+            work=self._work_in_hand(core),
             **counters,
         )
+
+    def _work_in_hand(self, core: EngineCore) -> WorkInHand | None:
+        work, seconds = core.progress.work, self._thread.step_age_s
+        return WorkInHand(work.name, seconds, work.predicted_s, work.is_late(seconds)) if seconds else None
 
     def check_health(self) -> None:
         """Raises EngineFailed when the engine can not serve and will not recover by itself."""
         if self._error is not None:
             raise EngineFailed(self._error)
-        age_s = self._thread.step_age_s
-        if age_s > self.config.step_timeout_s:
-            raise EngineFailed(f"a step has lasted {age_s:.0f} s, the limit is {self.config.step_timeout_s:.0f} s")
+        if (error := self._watched()) is not None:
+            raise EngineFailed(error)
         failed = self._core.stats.failed_steps_in_a_row if self._core else 0
         if failed >= self.config.max_failed_steps:
             raise EngineFailed(f"{failed} steps in a row failed, the limit is {self.config.max_failed_steps}")
@@ -287,7 +294,7 @@ class AsyncEngine:
         return [] if matcher is None else [matcher, *(matcher.fork() for _ in range(1, request.num_choices))]
 
     async def _ask(self, question: Callable[[EngineCore], T]) -> T:
-        """What the core answers between two steps. Raises EngineFailed when there is none."""
+        """What the core answers between two pieces of work. Raises EngineFailed when there is none."""
         if self._core is None or self._closing:
             raise EngineFailed(self._error or f"the engine is not ready: it is {self._state}")
         answer: asyncio.Future[T] = self._loop.create_future()
@@ -330,7 +337,7 @@ class AsyncEngine:
             if disk is not None and runner.no_snapshots is not None:
                 raise EngineFailed(f"prefix_cache.disk has no effect with this model: {runner.no_snapshots}")
             files = SnapshotFiles(disk, runner.fingerprint) if disk is not None else None
-            return EngineCore(self.config, runner, self._publish, files=files)
+            return EngineCore(self.config, runner, self._publish, files=files, poll=self._thread.poll)
         except BaseException:
             runner.close()
             raise
@@ -389,11 +396,9 @@ class AsyncEngine:
         """Nobody waits for a device that hangs, and nobody new comes while the machine is short of memory."""
         while self._error is None:
             await asyncio.sleep(WATCH_PERIOD_S)
-            if (age_s := self._thread.step_age_s) > self.config.step_timeout_s:
+            if (error := self._watched()) is not None:
                 self._is_hung = True
-                self._ended(
-                    EngineFailed(f"a step has lasted {age_s:.0f} s, the limit is {self.config.step_timeout_s:g} s")
-                )
+                self._ended(EngineFailed(error))
                 self._thread.stop()
             elif not self._drains:
                 shortage = self._host_memory.shortage()
@@ -401,6 +406,19 @@ class AsyncEngine:
                     log.error("%s: new requests are turned away", shortage)
                     self._thread.submit(lambda core: core.relieve())
                 self._unavailable = shortage
+
+    def _watched(self) -> str | None:
+        """Report work in hand that is late, once; return what is wrong when it does not come back."""
+        if self._core is None:
+            return None
+        work = self._core.progress.work  # in this order: if another begins meanwhile, it is younger
+        age_s, limit_s = self._thread.step_age_s, work.limit_s(self.config.step_timeout_s)
+        predicted = f", predicted {work.predicted_s:.2g} s" if work.predicted_s else ""
+        so_far = f"{work.name} has lasted {age_s:.1f} s{predicted}"
+        if work.is_late(age_s) and work is not self._late:
+            self._late = work
+            log.warning(so_far)
+        return f"{so_far}, the limit is {limit_s:g} s" if age_s > limit_s else None
 
     def _ended(self, error: BaseException | None) -> None:
         if self._state in ("failed", "stopped"):

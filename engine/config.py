@@ -180,7 +180,10 @@ class EngineConfig(Frozen):
     )
     mlx_cache_mb: int = Field(default=2048, ge=0, description="freed buffers that MLX may keep for reuse")
     step_timeout_s: float = Field(
-        default=120.0, gt=0, description="a step that takes longer makes the engine unhealthy"
+        default=120.0,
+        gt=0,
+        description="the engine has failed when a single piece of work (a chunk of a prompt, a decode step, a piece of "
+        "an image) takes longer than this and than 20 times its predicted time; twice that the first time in its shape",
     )
     max_failed_steps: int = Field(default=5, ge=1, description="failed steps in a row before the engine is unhealthy")
     share_device: bool = Field(

@@ -3,8 +3,8 @@
 MLX binds lazy arrays to the thread that made them, so one thread loads the weights, runs every step and lets go of
 everything at the end. Other threads speak to it in two ways only: commands go in through a queue, and what it
 publishes goes out through a callback that runs on this thread and must not block. While there is work, commands are
-taken between steps; when there is none, the thread sleeps in the queue (no polling). A heartbeat tells others how long
-the present step has lasted.
+taken between steps, and within a step whenever the worker polls; when there is none, the thread sleeps in the queue. A
+heartbeat tells others how long the present piece of a step has lasted.
 
 When its work has ended, the thread goes to sleep for good instead of returning: destructors of MLX's thread-local
 objects take the GIL, and Python 3.11 aborts the process when one does while the interpreter is closing down.
@@ -36,19 +36,23 @@ W = TypeVar("W", bound=Worker)
 
 
 class DeviceThread(Generic[W]):
-    """Runs `make_worker` and then its steps. `on_end` gets what ended the thread: an exception, or None after stop."""
+    """Runs `make_worker` and then its steps. `on_end` gets what ended the thread: an exception, or None after stop.
+    `clock` gives monotonic seconds."""
 
     def __init__(
         self,
         make_worker: Callable[[], W],
         on_ready: Callable[[W], None],
         on_end: Callable[[BaseException | None], None],
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._make_worker = make_worker
         self._on_ready = on_ready
         self._on_end = on_end
+        self._clock = clock
         self._commands: queue.SimpleQueue[Callable[[W], None] | None] = queue.SimpleQueue()
         self._step_began: float | None = None
+        self._is_stopped = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=_run_and_park, args=([self],), name="device", daemon=True)
 
@@ -57,7 +61,7 @@ class DeviceThread(Generic[W]):
         self._thread.start()
 
     def submit(self, command: Callable[[W], None]) -> None:
-        """Runs `command(worker)` on the device thread, before the next step. Never blocks."""
+        """Runs `command(worker)` on the device thread, before the next piece of a step. Never blocks."""
         self._commands.put(command)
 
     def stop(self) -> None:
@@ -70,9 +74,9 @@ class DeviceThread(Generic[W]):
 
     @property
     def step_age_s(self) -> float:
-        """How long the present step, or command, has lasted; 0 when idle."""
+        """How long the present piece of a step, or command, has lasted; 0 when idle."""
         began = self._step_began
-        return 0.0 if began is None else time.monotonic() - began
+        return 0.0 if began is None else self._clock() - began
 
     def _at_exit(self) -> None:
         self.stop()
@@ -90,7 +94,7 @@ class DeviceThread(Generic[W]):
             try:
                 self._on_ready(worker)
                 while self._take_commands(worker):
-                    self._step_began = time.monotonic()
+                    self._step_began = self._clock()
                     worker.step()
                     self._step_began = None
             finally:
@@ -101,18 +105,33 @@ class DeviceThread(Generic[W]):
         self._step_began = None
         self._on_end(error)
 
+    def poll(self, worker: W) -> None:
+        """Run the commands that have arrived; the worker calls it between two pieces of its step."""
+        while not self._is_stopped:
+            try:
+                command = self._commands.get(block=False)
+            except queue.Empty:
+                break
+            self._execute(command, worker)
+        self._step_began = self._clock()
+
     def _take_commands(self, worker: W) -> bool:
         """Sleeps while there is nothing to do; False when told to stop."""
-        while True:
+        while not self._is_stopped:
             try:
                 command = self._commands.get(block=not worker.has_work)
             except queue.Empty:
                 return True
-            if command is None:
-                return False
-            self._step_began = time.monotonic()
-            command(worker)
-            self._step_began = None
+            self._execute(command, worker)
+        return False
+
+    def _execute(self, command: Callable[[W], None] | None, worker: W) -> None:
+        if command is None:
+            self._is_stopped = True
+            return
+        self._step_began = self._clock()
+        command(worker)
+        self._step_began = None
 
 
 def _run_and_park(only: list[DeviceThread]) -> None:

@@ -487,6 +487,19 @@ class QueuedRequest:
 
 
 @dataclass(frozen=True)
+class WorkInHand:
+    """What the device computes now."""
+
+    name: str
+    seconds: float
+    """How long it has lasted."""
+    predicted_s: float
+    """How long the cost model expects it to last; 0 where it says nothing."""
+    is_late: bool
+    """Whether it takes much longer than predicted."""
+
+
+@dataclass(frozen=True)
 class EngineStatus:
     """A snapshot for `/v1/status`: gauges are of this moment, counters since the start. Bytes, seconds, tokens.
 
@@ -524,5 +537,7 @@ class EngineStatus:
     queue: tuple[QueuedRequest, ...] = ()
     expected_wait_s: float | None = None
     capabilities: dict[str, Any] = field(default_factory=dict)
+    work: WorkInHand | None = None
+    """None while the device has nothing to do."""
     unavailable: str | None = None
     error: str | None = None

@@ -51,13 +51,24 @@ class RowOutput:
 
 @dataclass(slots=True)
 class PrefillOutput:
-    """num_tokens: prompt tokens now in the cache (0 when the step encoded an image instead).
+    """num_tokens: prompt tokens now in the cache (0 when an image was encoded instead).
 
     first: row id -> first token, for all choices at once, set when the prompt is complete and the rows have joined.
     """
 
     num_tokens: int
     first: Mapping[str, RowOutput] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLeft:
+    """An image that must be encoded before its prompt's next chunk."""
+
+    num_patches: int
+    num_blocks: int
+    """Blocks of the vision tower that it has not passed yet."""
+    depth: int
+    """All blocks of the tower."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,7 +170,18 @@ class ModelRunner(Protocol):
 
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         """The next at most `max_tokens` tokens of the prompt that `rows` share. With the last of them the rows join the
-        decode batch, in the group of their rectangle; or, with `pooling`, get their embedding and do not join."""
+        decode batch, in the group of their rectangle; or, with `pooling`, get their embedding and do not join.
+
+        As long as `next_image` gives an image, the rest of that image is encoded instead."""
+        ...
+
+    def next_image(self, rows: Sequence[Request]) -> ImageLeft | None:
+        """Return the image that must be encoded before the next chunk of the prompt that `rows` share, None without
+        one. Images whose features are kept are skipped."""
+        ...
+
+    def encode(self, rows: Sequence[Request], num_blocks: int) -> None:
+        """Compute the next piece of that image: so many blocks of the vision tower, or as many as are left."""
         ...
 
     def prefill_burst(self, chunks: Sequence[PromptChunk]) -> Sequence[PrefillOutput]:

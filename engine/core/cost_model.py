@@ -15,16 +15,49 @@ from engine.core.step_costs import StepCosts
 from engine.protocol import PrefillCost
 
 WINDOW = 32
-"""Measured chunks that the fit of the prefill time uses, the newest."""
+"""Measurements that a fit uses, the newest."""
 
-REFIT_ERROR, REFIT_CHUNKS = 0.03, 8
-"""The fit is renewed when a chunk differs from it by this part, or after so many chunks."""
+REFIT_ERROR, REFIT_PERIOD = 0.03, 8
+"""The fit is renewed when a measurement differs from it by this part, or after so many measurements."""
 
 TOKENS_WEIGHT = 0.1
 """Weight of a new step in the moving average of its tokens per row."""
 
-GUESSED_S_PER_TOKEN = 1e-3
-"""Seconds per prompt token before anything is measured."""
+GUESSED_S_PER_TOKEN = GUESSED_S_PER_PATCH = 1e-3
+"""Seconds per prompt token, and per patch of an image, before anything is measured."""
+
+
+class LearnedCost:
+    """Seconds that are linear in features, fitted to the newest measurements by weighted least squares on the relative
+    error, so that one that waited for something else does not move them.
+
+    Args:
+        guess: Coefficients before anything is measured.
+    """
+
+    def __init__(self, guess: Sequence[float]):
+        self.coefficients = np.array(guess)
+        self._rows: deque[np.ndarray] = deque(maxlen=WINDOW)  # features divided by seconds
+        self._num_recorded = 0
+
+    @property
+    def is_measured(self) -> bool:
+        return bool(self._rows)
+
+    def seconds(self, features: np.ndarray) -> float:
+        """Predict the seconds of work with these features."""
+        return float(self.coefficients @ features)
+
+    def record(self, features: np.ndarray, seconds: float) -> None:
+        """Learn from a measurement. The first one is replaced by later ones: it may include compiling kernels."""
+        if self._num_recorded == 1:
+            self._rows.clear()
+        self._num_recorded += 1
+        self._rows.append(features / seconds)
+        differs = abs(self.seconds(self._rows[-1]) - 1.0) > REFIT_ERROR
+        if differs or self._num_recorded % REFIT_PERIOD == 0:
+            self.coefficients = fitted(np.array(self._rows))
+
 
 GUESSED_READ_BYTES_PER_S, GUESSED_READ_BYTES = 1e9, 2.0**26
 """Pace of reading from disk before anything is measured, and how many bytes the guess counts for."""
@@ -37,17 +70,16 @@ class CostModel:
     """Predicts seconds of prefill and decode work.
 
     A chunk of n tokens behind p others takes a + b * n + c * n * (p + n / 2) seconds: a forward's fixed part, the
-    matrix products, and attention. The coefficients are fitted to the newest chunks by weighted least squares on the
-    relative error, so that one chunk that waited for something else does not move them.
+    matrix products, and attention. An image of n patches takes d + e * n + f * n * n seconds, each block of the vision
+    tower its share of them.
 
     A decode step takes what `steps` says, which begins with the steps that were measured at warm-up.
     """
 
     def __init__(self, max_draft_tokens: int = 0, step_times: Sequence[StepTime] = ()) -> None:
         self.steps = StepCosts(max_draft_tokens, step_times)
-        self._chunks: deque[np.ndarray] = deque(maxlen=WINDOW)  # features divided by seconds
-        self._num_recorded = 0
-        self._fit = np.array([0.0, GUESSED_S_PER_TOKEN, 0.0])
+        self._chunks = LearnedCost([0.0, GUESSED_S_PER_TOKEN, 0.0])
+        self._images = LearnedCost([0.0, GUESSED_S_PER_PATCH, 0.0])
         self._reads = (GUESSED_READ_BYTES, GUESSED_READ_BYTES / GUESSED_READ_BYTES_PER_S)  # faded sums: bytes, seconds
         self._step_shape = (0, 0)  # rows and drafts of the last step
         self._tokens_per_row: dict[int, float] = {}  # by number of drafts
@@ -65,28 +97,22 @@ class CostModel:
     @property
     def is_measured(self) -> bool:
         """Whether any chunk has been measured; all predictions are guesses before."""
-        return bool(self._chunks)
+        return self._chunks.is_measured
 
     @property
     def prefill(self) -> PrefillCost | None:
         """The fitted cost of prompts; None before any chunk was measured."""
-        return PrefillCost(*self._fit.tolist()) if self.is_measured else None
+        return PrefillCost(*self._chunks.coefficients.tolist()) if self.is_measured else None
 
     def record_chunk(self, num_tokens: int, start: int, seconds: float, num_rows: int = 1) -> None:
-        """Learn from a chunk, or from `num_rows` of them in one forward.
+        """Learn from a chunk, or from `num_rows` of them in one forward."""
+        if num_tokens > 0 and seconds > 0:
+            self._chunks.record(_features(num_tokens, start, num_rows), seconds)
 
-        The first one is replaced by later ones: it may include the compilation of kernels.
-        """
-        if num_tokens <= 0 or seconds <= 0:
-            return
-        if self._num_recorded == 1:
-            self._chunks.clear()
-        self._num_recorded += 1
-        chunk = _features(num_tokens, start, num_rows) / seconds
-        self._chunks.append(chunk)
-        differs = abs(float(self._fit @ chunk) - 1.0) > REFIT_ERROR
-        if differs or self._num_recorded % REFIT_CHUNKS == 0:
-            self._fit = fitted(np.array(self._chunks))
+    def record_image(self, num_patches: int, share: float, seconds: float) -> None:
+        """Learn from a piece of an image. share: part of the vision tower's blocks that it has passed."""
+        if seconds > 0:
+            self._images.record(share * _image_features(num_patches), seconds)
 
     def record_step(self, num_rows: int, num_drafts: int, tokens_per_row: float, seconds: float | None) -> None:
         """Learn from a decode step.
@@ -108,15 +134,19 @@ class CostModel:
 
     def chunk_s(self, num_tokens: int, start: int, num_rows: int = 1) -> float:
         """Predict the seconds of one chunk behind `start` tokens, or of `num_rows` such chunks in one forward."""
-        return float(self._fit @ _features(num_tokens, start, num_rows)) if num_tokens > 0 else 0.0
+        return self._chunks.seconds(_features(num_tokens, start, num_rows)) if num_tokens > 0 else 0.0
+
+    def image_s(self, num_patches: int, share: float = 1.0) -> float:
+        """Predict the seconds of an image, or of a share of the vision tower's blocks."""
+        return share * self._images.seconds(_image_features(num_patches))
 
     def prompt_s(self, start: int, end: int, chunk_tokens: int = 2048) -> float:
         """Predict the seconds that the tokens `start` to `end` of a prompt take in chunks of `chunk_tokens`."""
-        return PrefillCost(*self._fit.tolist()).prompt_s(start, end, chunk_tokens)
+        return PrefillCost(*self._chunks.coefficients.tolist()).prompt_s(start, end, chunk_tokens)
 
     def max_tokens(self, seconds: float, start: int) -> int:
         """Return how many tokens behind `start` others fit into so many seconds; 0 if none does."""
-        fixed, linear, pair = self._fit.tolist()
+        fixed, linear, pair = self._chunks.coefficients.tolist()
         per_token, left = linear + pair * start, seconds - fixed
         if left <= 0:
             return 0
@@ -142,3 +172,7 @@ class CostModel:
 
 def _features(num_tokens: int, start: int, num_rows: int = 1) -> np.ndarray:
     return np.array([1.0, num_rows * num_tokens, num_rows * num_tokens * (start + num_tokens / 2)])
+
+
+def _image_features(num_patches: int) -> np.ndarray:
+    return np.array([1.0, num_patches, float(num_patches) ** 2])

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.core.batch import ModelRunner, PromptChunk
+from engine.core.batch import ImageLeft, ModelRunner, PrefillOutput, PromptChunk
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
 from engine.core.memory.grouping import GroupMerge
 from engine.core.prefix_cache.reuse import PrefixReuse
+from engine.core.progress import Progress
 from engine.core.request import Matcher, Request
 from engine.core.scheduler import RETRY_S, Chunks, Scheduler
 from engine.core.speculation import SpeculationController
@@ -33,9 +34,25 @@ MIN_CHUNK_PART = 0.3
 Publish = Callable[[Chunks], None]
 
 
+def _nothing(core: "EngineCore") -> None:
+    """Nothing has arrived."""
+
+
 class EngineCore:
-    """memory, admission, queue, speculation_status: figures for the status page, read now and then. `clock` gives
-    seconds. files: of the prefix cache's disk tier."""
+    """Runs the steps of one runner on the thread that calls it.
+
+    Args:
+        config: Of the engine.
+        runner: Computes.
+        publish: Takes what the rows got, as soon as there is something.
+        clock: Gives monotonic seconds.
+        files: Of the prefix cache's disk tier.
+        poll: Executes the commands for this core that have arrived since; called between two pieces of a step.
+
+    Attributes:
+        memory, admission, queue, speculation_status: Figures for the status page, read now and then.
+        progress: What is in hand now; any thread may ask.
+    """
 
     def __init__(
         self,
@@ -44,8 +61,10 @@ class EngineCore:
         publish: Publish,
         clock: Callable[[], float] = time.monotonic,
         files: SnapshotFiles | None = None,
+        poll: Callable[["EngineCore"], None] = _nothing,
     ):
         self.stats = Stats()
+        self.progress = Progress(("decode", time.num_rows, time.num_drafts) for time in runner.step_times)
         self.runner = runner
         no_drafts = str(runner.capabilities.get("mtp", "the runner cannot draft"))
         self.costs = CostModel(runner.max_draft_tokens, runner.step_times)
@@ -76,6 +95,7 @@ class EngineCore:
         self._figures_read_s = clock()
         self._decoded_s: float | None = None  # when the last decode step ended, unless something else came after it
         self._publish = publish
+        self._poll = poll
 
     @property
     def has_work(self) -> bool:
@@ -91,8 +111,7 @@ class EngineCore:
 
     def step(self) -> None:
         """Decode once for all rows, then compute chunks of prompts. Tokens are published as soon as there are any."""
-        if gone := self.scheduler.take_gone():
-            self._drop(gone)
+        self._drop_gone()
         num_draft_tokens = self._speculation.num_draft_tokens(self.scheduler.num_decoding)
         work = self.scheduler.schedule(num_draft_tokens)
         if ended := self.scheduler.take_ended():
@@ -104,7 +123,7 @@ class EngineCore:
         if work.decode and self.scheduler.num_decoding:  # unless the drop failed, and all rows with it
             self._decode(num_draft_tokens, work.merges)
             in_flight_s = self.costs.step_s(self.scheduler.num_decoding, num_draft_tokens) or 0.0
-        while rows := self.scheduler.next_prompt():
+        while rows := self._next_prompt():
             self._prefill(rows, in_flight_s)
             in_flight_s = 0.0
         self.stats.num_steps += 1
@@ -159,6 +178,18 @@ class EngineCore:
         books = {"prefix_cache_bytes": cache.num_bytes, "prefix_cache_max_bytes": max_bytes}
         return self.runner.memory() | books
 
+    def _next_prompt(self) -> Sequence[Request]:
+        """Rows of the prompt that advances next, after the aborts and new requests that have arrived meanwhile."""
+        self._poll(self)
+        self.progress.end()
+        self._drop_gone()
+        return self.scheduler.next_prompt()
+
+    def _drop_gone(self) -> None:
+        """Drop rows that have ended, before others are given their memory."""
+        if gone := self.scheduler.take_gone():
+            self._drop(gone)
+
     def _drop(self, row_ids: list[str]) -> None:
         self.prefix.end(row_ids)
         lent = self.prefix.returning(row_ids)
@@ -187,6 +218,9 @@ class EngineCore:
 
     def _decode(self, num_draft_tokens: int, merges: Sequence[GroupMerge]) -> None:
         num_rows, began_s = self.scheduler.num_decoding, None if merges else self._decoded_s
+        name = f"a decode step (rows: {num_rows}, drafts: {num_draft_tokens})"
+        predicted_s = self.costs.step_s(num_rows, num_draft_tokens) or 0.0
+        self.progress.begin(name, predicted_s, ("decode", num_rows, num_draft_tokens))
         try:
             for merge in merges:
                 self.runner.merge_groups(*merge)
@@ -208,44 +242,82 @@ class EngineCore:
         self._keep_answers()
 
     def _prefill(self, rows: Sequence[Request], in_flight_s: float) -> None:
-        """Compute one chunk, which ends at the next boundary, or several of short prompts in one forward.
+        """Compute the next piece of a prompt: of its next image, or a chunk that ends at the next boundary.
 
-        in_flight_s: decoding that the device does before it.
+        Chunks of several short prompts are computed in one forward. in_flight_s: decoding that the device does first.
         """
-        self._decoded_s = None
-        began_s = self._clock()
+        self._decoded_s, began_s, published = None, self._clock(), Chunks()
         try:
             can_wait = not self.scheduler.num_decoding and len(self.scheduler.prefills.in_progress) == 1
             copy_s = self._max_stall_s if self.scheduler.num_decoding else math.inf
             if not self.prefix.begin(rows, DISK_WAIT_S if can_wait else 0.0, copy_s):
                 self.scheduler.prefills.wait_for_disk(rows)
-                return
-            if not (max_tokens := self.scheduler.prefills.chunk_tokens(rows)):
-                return
-            first = PromptChunk(rows[0], self.prefix.clip(rows, max_tokens))
-            if len(burst := self._burst(rows, first)) > 1:
-                self._prefill_burst(burst, began_s, in_flight_s)
-                return
-            chunk_began_s = self._clock()
-            output = self.runner.prefill(rows, first.num_tokens)
-            chunk_s = self._clock() - chunk_began_s
-            chunks = self.scheduler.update_prefill(rows, output)
-            self.prefix.passed(rows)
+            elif rows[0].spec.images and (image := self.runner.next_image(rows)) is not None:
+                self._encode(rows, image, began_s, in_flight_s)
+            elif max_tokens := self.scheduler.prefills.chunk_tokens(rows):
+                chunks = self._burst(rows, PromptChunk(rows[0], self.prefix.clip(rows, max_tokens)))
+                published = self._compute(rows, chunks, began_s, in_flight_s)
         except Exception as error:
             self._prefill_failed(rows, error)
             return
-        if output.first is not None:
-            self.prefix.end([rows[0].id])
+        if published:
             if not self.scheduler.num_decoding:  # nothing is left for a decode step to show
                 self.stats.failed_steps_in_a_row = 0
-        if output.num_tokens:
-            seconds, least_s = self._clock() - began_s, MIN_CHUNK_PART * chunk_s
-            self.scheduler.prefills.record_chunk(rows, output.num_tokens, seconds, max(chunk_s - in_flight_s, least_s))
-        else:  # an image, which may take long
-            self.scheduler.prefills.end_step()
-        if chunks:
-            self._publish(chunks)
+            self._publish(published)
             self._keep_answers()
+
+    def _encode(self, rows: Sequence[Request], image: ImageLeft, began_s: float, in_flight_s: float) -> None:
+        """Compute the next piece of an image; rows decode before the one behind it."""
+        if not (num_blocks := self.scheduler.prefills.image_blocks(image)):
+            return
+        num_patches, share = image.num_patches, num_blocks / image.depth
+        name = f"a piece of an image of {num_patches} patches ({num_blocks} of {image.depth} blocks)"
+        self.progress.begin(name, self.costs.image_s(num_patches, share), ("image", num_patches.bit_length()))
+        piece_began_s = self._clock()
+        self.runner.encode(rows, num_blocks)
+        device_s = self._device_s(piece_began_s, in_flight_s)
+        self.scheduler.prefills.record_image(rows, image, num_blocks, self._clock() - began_s, device_s)
+
+    def _compute(
+        self, rows: Sequence[Request], chunks: Sequence[PromptChunk], began_s: float, in_flight_s: float
+    ) -> Chunks:
+        """Compute the next chunk of a prompt, and those of others that share its forward; return first tokens."""
+        self._take_in_hand(chunks)
+        chunk_began_s, published = self._clock(), Chunks()
+        if not (outputs := self._forward(rows, chunks)):
+            return published
+        device_s = self._device_s(chunk_began_s, in_flight_s)
+        for chunk, output in zip(chunks, outputs, strict=True):
+            prompt = rows if chunk.row is rows[0] else [chunk.row]
+            published |= self.scheduler.update_prefill(prompt, output)
+            self.prefix.passed(prompt)
+            if output.first is not None:
+                self.prefix.end([chunk.row.id])
+        self.stats.num_bursts += len(chunks) > 1
+        self.scheduler.prefills.record(chunks, self._clock() - began_s, device_s)
+        return published
+
+    def _device_s(self, began_s: float, in_flight_s: float) -> float:
+        """The seconds since then, without those of the decode step that the device had to do first."""
+        seconds = self._clock() - began_s
+        return max(seconds - in_flight_s, MIN_CHUNK_PART * seconds)
+
+    def _take_in_hand(self, chunks: Sequence[PromptChunk]) -> None:
+        num_rows, num_tokens = len(chunks), max(chunk.num_tokens for chunk in chunks)
+        start = max(chunk.row.num_prefilled for chunk in chunks)
+        name = f"a chunk of {num_tokens} tokens" if num_rows == 1 else f"{num_rows} chunks of {num_tokens} tokens"
+        seconds = self.costs.chunk_s(num_tokens, start, num_rows)
+        self.progress.begin(f"{name} behind {start}", seconds, ("prefill", num_rows, num_tokens.bit_length()))
+
+    def _forward(self, rows: Sequence[Request], chunks: Sequence[PromptChunk]) -> Sequence[PrefillOutput]:
+        """Compute the chunks; nothing comes back if several fail together: each is computed alone in the next steps."""
+        if len(chunks) == 1:
+            return [self.runner.prefill(rows, chunks[0].num_tokens)]
+        try:
+            return self.runner.prefill_burst(chunks)
+        except Exception as error:
+            self._burst_failed([chunk.row for chunk in chunks], error)
+            return ()
 
     def _burst(self, rows: Sequence[Request], first: PromptChunk) -> Sequence[PromptChunk]:
         """Begin other short prompts, and choose the chunks that are computed in one forward with the first."""
@@ -269,29 +341,6 @@ class EngineCore:
         except Exception as error:
             self._prefill_failed(rows, error)
         return False
-
-    def _prefill_burst(self, chunks: Sequence[PromptChunk], began_s: float, in_flight_s: float) -> None:
-        """Compute several chunks in one forward; if that fails, each is computed alone in the next steps."""
-        chunk_began_s = self._clock()
-        try:
-            outputs = self.runner.prefill_burst(chunks)
-        except Exception as error:
-            self._burst_failed([chunk.row for chunk in chunks], error)
-            return
-        chunk_s, published = self._clock() - chunk_began_s, Chunks()
-        self.stats.num_bursts += 1
-        for chunk, output in zip(chunks, outputs, strict=True):
-            published |= self.scheduler.update_prefill([chunk.row], output)
-            self.prefix.passed([chunk.row])
-            if output.first is not None:
-                self.prefix.end([chunk.row.id])
-        if published and not self.scheduler.num_decoding:
-            self.stats.failed_steps_in_a_row = 0
-        seconds, least_s = self._clock() - began_s, MIN_CHUNK_PART * chunk_s
-        self.scheduler.prefills.record_burst(chunks, seconds, max(chunk_s - in_flight_s, least_s))
-        if published:
-            self._publish(published)
-            self._keep_answers()
 
     def _burst_failed(self, rows: Sequence[Request], error: Exception) -> None:
         """The rows may have joined the decode batch. What their prompts have left in the cache must not serve."""

@@ -28,6 +28,8 @@ class Prefill:
     """Its snapshot is being read from disk: it is not chosen again in this step."""
     is_alone: bool = False
     """A forward that it shared with others has failed: it shares none any more."""
+    encoded_s: float = 0.0
+    """Seconds that its images have taken so far."""
 
     @property
     def rows(self) -> list[Request]:
@@ -46,6 +48,14 @@ class Prefill:
     def end(self) -> int:
         """Tokens of the prompt, without those that a sparse plan leaves out."""
         return self.rows[0].num_prompt_tokens
+
+    @property
+    def num_patches(self) -> list[int]:
+        """Patches of each image that is not in front of `start`."""
+        row = self.rows[0]
+        media = row.prompt_key.media if row.prompt_key is not None and self.start else ()
+        num_done = sum(image.end <= self.start for image in media)
+        return [len(image.patches) for image in row.spec.images[num_done:]]
 
 
 @dataclass(slots=True)
@@ -77,7 +87,8 @@ class PrefillOrder:
 
     def remaining_s(self, prefill: Prefill) -> float:
         """Predict the seconds until the prompt is complete."""
-        return self._costs.prompt_s(prefill.start, prefill.end)
+        images_s = sum(map(self._costs.image_s, prefill.num_patches)) - prefill.encoded_s
+        return self._costs.prompt_s(prefill.start, prefill.end) + max(0.0, images_s)
 
     def choose(self, prefills: Sequence[Prefill], chunk_s: float) -> Prefill:
         """Choose among prompts of equal priority, in the order in which they were admitted.

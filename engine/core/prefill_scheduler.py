@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.core.batch import PromptChunk
+from engine.core.batch import ImageLeft, PromptChunk
 from engine.core.burst import Span, burst_s, may_burst, num_together
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
@@ -215,18 +215,40 @@ class PrefillScheduler:
         num_tokens = self._budget.max_chunk(row, wanted)
         return num_tokens if num_tokens == wanted else self._enlarged_chunk(row, num_tokens, wanted)
 
-    def record_chunk(self, rows: Sequence[Request], num_tokens: int, seconds: float, device_s: float) -> None:
-        """Account for a chunk that ended at rows[0].num_prefilled.
+    def image_blocks(self, image: ImageLeft) -> int:
+        """How many blocks of the vision tower the next piece of an image passes; 0 when the step ends before it."""
+        step, block_s = self._step, self._costs.image_s(image.num_patches, 1 / image.depth)
+        num_blocks = int(step.seconds / block_s)
+        if not num_blocks and step.num_chunks:
+            step.close()
+            return 0
+        return min(max(num_blocks, 1), image.num_blocks)
+
+    def record(self, chunks: Sequence[PromptChunk], seconds: float, device_s: float) -> None:
+        """Account for chunks that one forward has computed; each ended at its row's num_prefilled.
 
         Args:
-            seconds: how long it took.
-            device_s: the same without what the device had to do before it.
+            seconds: how long they took.
+            device_s: the same without what the device had to do before them.
         """
-        self._step.use(num_tokens, seconds)
-        self._costs.record_chunk(num_tokens, rows[0].num_prefilled - num_tokens, device_s)
+        longest = max(chunk.num_tokens for chunk in chunks)
+        start = max(chunk.row.num_prefilled - chunk.num_tokens for chunk in chunks)
+        self._step.use(sum(chunk.num_tokens for chunk in chunks), seconds)
+        self._costs.record_chunk(longest, start, device_s, len(chunks))
+        rows = {chunk.row.id for chunk in chunks}
         for prefill in self.in_progress:
-            if rows[0] in prefill.rows:
-                self._order.record(prefill, seconds)
+            if prefill.rows[0].id in rows:
+                self._order.record(prefill, seconds / len(chunks))
+
+    def record_image(
+        self, rows: Sequence[Request], image: ImageLeft, num_blocks: int, seconds: float, device_s: float
+    ) -> None:
+        """Account for a piece of an image of this prompt; see `record`."""
+        prefill = self.of(rows[0])
+        prefill.encoded_s += device_s
+        self._step.use(0, seconds)
+        self._order.record(prefill, seconds)
+        self._costs.record_image(image.num_patches, num_blocks / image.depth, device_s)
 
     def _ready(self) -> list[Prefill]:
         """Prompts in progress, in the order of their admission, that may advance now: the most urgent ones."""
@@ -284,17 +306,6 @@ class PrefillScheduler:
         while num > 1 and not self._has_reserved_burst(chunks[:num], spans[:num]):
             num -= 1
         return chunks[:num]
-
-    def record_burst(self, chunks: Sequence[PromptChunk], seconds: float, device_s: float) -> None:
-        """Account for chunks that one forward has computed; see `record_chunk`."""
-        longest = max(chunk.num_tokens for chunk in chunks)
-        start = max(chunk.row.num_prefilled - chunk.num_tokens for chunk in chunks)
-        self._step.use(sum(chunk.num_tokens for chunk in chunks), seconds)
-        self._costs.record_chunk(longest, start, device_s, len(chunks))
-        rows = {chunk.row.id for chunk in chunks}
-        for prefill in self.in_progress:
-            if prefill.rows[0].id in rows:
-                self._order.record(prefill, seconds / len(chunks))
 
     def _may_burst(self, prefill: Prefill) -> bool:
         """Whether the prompt may share a forward: it waits neither for the disk nor for the prefix of another one."""

@@ -145,7 +145,7 @@ def _peak(work: Callable[[], object]) -> int:
 def _of_pictures(vision: VisionEncoder) -> dict[str, float]:
     """What the tower needs for N patches: a + b N + c N^2, as attention among them may keep its scores."""
     before = mx.get_active_memory()
-    kept = vision.probe(PICTURE_SIDES[0])[1]
+    kept, waiting = vision.probe(PICTURE_SIDES[0])[1], vision.probe_piece(PICTURE_SIDES[0])
     n1, n2, n3 = (vision.probe(side)[0] for side in PICTURE_SIDES)
     p1, p2, p3 = (_peak(lambda side=side: vision.probe(side)) - before for side in PICTURE_SIDES)
     pair = max(((p3 - p2) / (n3 - n2) - (p2 - p1) / (n2 - n1)) / (n3 - n1), 0.0)
@@ -155,5 +155,5 @@ def _of_pictures(vision: VisionEncoder) -> dict[str, float]:
         "image_bytes": int(MARGIN * fixed),
         "patch_bytes": MARGIN * patch,
         "patch_pair_bytes": MARGIN * pair,
-        "image_token_bytes": 2 * kept,  # one by one, then all of a request in one array
+        "image_token_bytes": 2 * kept + waiting,  # one by one, then all of a request in one array; between two pieces
     }

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.config import EngineConfig, MTPConfig
-from engine.core.batch import PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
+from engine.core.batch import ImageLeft, PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.device_lock import lock_device
@@ -169,6 +169,17 @@ class MLXRunner:
             self._forget_prompt(rows)
             raise
 
+    def next_image(self, rows: Sequence[Request]) -> ImageLeft | None:
+        return self._prefill.next_image(self._prompt_of(rows), rows[0].spec.images)
+
+    def encode(self, rows: Sequence[Request], num_blocks: int) -> None:
+        try:
+            if self.next_image(rows) is not None:
+                self._prefill.encode(self._prompt_of(rows), num_blocks)
+        except Exception:
+            self._forget_prompt(rows)
+            raise
+
     def prefill_burst(self, chunks: Sequence[PromptChunk]) -> list[PrefillOutput]:
         assert self.no_bursts is None
         try:
@@ -266,7 +277,8 @@ class MLXRunner:
         prompt = self._prompt_of(rows)
         if prompt.pooled is not None:
             return self._pool(rows[0], prompt, prompt.pooled, max_tokens)
-        if self._prefill.encode_next_image(prompt, rows[0].spec.images):
+        if (image := self._prefill.next_image(prompt, rows[0].spec.images)) is not None:
+            self._prefill.encode(prompt, image.num_blocks)
             return PrefillOutput(0)
         num_tokens, logits = self._prefill.advance(prompt, max_tokens)
         if logits is None:

@@ -1,4 +1,4 @@
-"""Prompts into caches, chunk by chunk: text by its ids, pictures by their features, positions explicit.
+"""Prompts into caches, chunk by chunk: text by its ids, images by their features, positions explicit.
 
 A prompt with a sparse plan is shorter here than it was sent: only the tokens of the plan, at the positions that they
 have in the whole. Attention sees the distances that there were; recurrent layers read on as if nothing were missing.
@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.cache import KVCache
 
-from engine.core.batch import RowOutput
+from engine.core.batch import ImageLeft, RowOutput
 from engine.core.request import Request
 from engine.protocol import ImagePatches, InvalidRequest
 from engine.worker.kv_cache import RowCache, num_bytes, slots_like
@@ -22,7 +22,7 @@ from engine.worker.processors import Processors, advance, match
 from engine.worker.sampler import Sampler
 from engine.worker.snapshot import KeysValues, StateSnapshot, Stretch, is_finite, restore, take
 from engine.worker.view import View
-from engine.worker.vision import VisionEncoder
+from engine.worker.vision import ImageEncoding, VisionEncoder
 
 
 @dataclass(slots=True)
@@ -53,6 +53,8 @@ class Prompt:
     done: int = 0
     pooled: PooledStates | None = None
     """Set for a prompt whose embedding is asked for."""
+    encoding: ImageEncoding | None = None
+    """The image that is being encoded."""
 
     @property
     def layers(self) -> RowCache:
@@ -138,16 +140,24 @@ class Prefill:
             raise InvalidRequest(f"{len(index)} image tokens in the prompt, {expected} in its images", "messages")
         return index
 
-    def encode_next_image(self, prompt: Prompt, images: tuple[ImagePatches, ...]) -> bool:
-        """Encodes one picture of the prompt; False when there was none left."""
-        index = prompt.num_images_restored + len(prompt.features)
-        if index == len(images):
-            return False
-        assert self._vision is not None
-        prompt.features.append(self._vision.encode(images[index]))
-        if index + 1 == len(images):
+    def next_image(self, prompt: Prompt, images: tuple[ImagePatches, ...]) -> ImageLeft | None:
+        """Return the image of the prompt that must be encoded next, None when there is none left."""
+        while (index := prompt.num_images_restored + len(prompt.features)) < len(images):
+            assert self._vision is not None
+            encoding = prompt.encoding = prompt.encoding or self._vision.begin(images[index])
+            if encoding.features is None:
+                depth = self._vision.num_blocks
+                return ImageLeft(len(images[index].patches), depth - encoding.num_done, depth)
+            prompt.features.append(encoding.features)
+            prompt.encoding = None
+        if prompt.features and prompt.all_features is None:
             prompt.all_features = mx.concatenate(prompt.features)
-        return True
+        return None
+
+    def encode(self, prompt: Prompt, num_blocks: int) -> None:
+        """Compute the next piece of the image that `next_image` has given."""
+        assert self._vision is not None and prompt.encoding is not None
+        self._vision.advance(prompt.encoding, num_blocks)
 
     def advance(self, prompt: Prompt, max_tokens: int) -> tuple[int, mx.array | None]:
         """Takes in the next chunk. Returns its size, and behind the last chunk the logits [1, 1, vocab]."""

@@ -1,6 +1,7 @@
-"""Pictures into the language model's space: normalise on the device, run the tower, keep what comes back often."""
+"""Images into the language model's space: normalise on the device, run the tower, keep what comes back often."""
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -10,8 +11,27 @@ from engine.processing.patch_normalization import PatchNormalization
 from engine.protocol import ImagePatches
 
 
+@dataclass(slots=True, eq=False)
+class ImageEncoding:
+    """An image on its way through the vision tower."""
+
+    image: ImagePatches
+    num_done: int = 0
+    """Blocks of the tower that it has passed."""
+    hidden: mx.array | None = None
+    """[patches, hidden size of the tower], behind those blocks; None in front of the first and behind the last."""
+    rotary: mx.array | None = None
+    """[patches, half a head's size], the angles of the positions; kept as long as `hidden`."""
+    features: mx.array | None = None
+    """[num_tokens, hidden], once the image is encoded."""
+
+
 class VisionEncoder:
-    """Features per picture, cached by content within `max_bytes`, least recently used first out."""
+    """Encodes images in pieces; keeps the features by content within `max_bytes`, least recently used first out.
+
+    Follows the forward of mlx_vlm's qwen3_vl.vision.VisionModel (0.7.10) block by block, and leaves out the deepstack
+    features, which no model that is supported uses.
+    """
 
     def __init__(self, module: Any, normalization: PatchNormalization, max_bytes: int):
         self._tower = module.vision_tower
@@ -20,34 +40,79 @@ class VisionEncoder:
         self._cache: OrderedDict[str, mx.array] = OrderedDict()
         self.num_cached_bytes = 0
 
-    def encode(self, image: ImagePatches) -> mx.array:
-        """[num_tokens, hidden], evaluated. One picture at a time, so that no step waits for more than one."""
+    @property
+    def num_blocks(self) -> int:
+        """Of the tower: an image passes at least one of them in each piece."""
+        return len(self._tower.blocks)
+
+    def begin(self, image: ImagePatches) -> ImageEncoding:
+        """Return an encoding that has not begun, or is complete if the features are kept."""
         features = self._cache.get(image.content_hash)
-        if features is None:
-            features = self._run(image)
-            mx.eval(features)
-            self._remember(image.content_hash, features)
-        else:
+        if features is not None:
             self._cache.move_to_end(image.content_hash)
-        return features
+        return ImageEncoding(image, features=features)
+
+    def advance(self, encoding: ImageEncoding, num_blocks: int) -> None:
+        """Compute so many further blocks, evaluated; behind the last one the features, which are kept."""
+        self._run(encoding, num_blocks)
+        if encoding.features is not None:
+            self._remember(encoding.image.content_hash, encoding.features)
+
+    def encode(self, image: ImagePatches) -> mx.array:
+        """Return the features [num_tokens, hidden] of an image, evaluated, from the cache or encoded at once."""
+        encoding = self.begin(image)
+        if encoding.features is None:
+            self.advance(encoding, self.num_blocks)
+        assert encoding.features is not None
+        return encoding.features
 
     def probe(self, side: int) -> tuple[int, int]:
         """Runs the tower on a black square of side * side tokens: how many patches that are, and bytes per token."""
+        encoding = ImageEncoding(self._black(side))
+        self._run(encoding, self.num_blocks)
+        assert encoding.features is not None
+        return len(encoding.image.patches), encoding.features.nbytes // (side * side)
+
+    def probe_piece(self, side: int) -> int:
+        """Encode a part of a black square of side * side tokens; return the bytes per token that wait for the rest."""
+        encoding = ImageEncoding(self._black(side))
+        self._run(encoding, 1)
+        kept = [array for array in (encoding.hidden, encoding.rotary) if array is not None]
+        return sum(array.nbytes for array in kept) // (side * side)
+
+    def _black(self, side: int) -> ImagePatches:
         length, channels = side * self._norm.merge_size, len(self._norm.mean)
         patch = self._tower.patch_embed.patch_size
         pixels = np.zeros((length * length, channels, patch, patch), np.uint8)
-        features = self._run(ImagePatches(pixels, (1, length, length), side * side, ""))
-        mx.eval(features)
-        return length * length, features.nbytes // (side * side)
+        return ImagePatches(pixels, (1, length, length), side * side, "")
 
     def clear(self) -> None:
         """Forgets all features."""
         self._cache.clear()
         self.num_cached_bytes = 0
 
-    def _run(self, image: ImagePatches) -> mx.array:
-        dtype = self._tower.patch_embed.proj.weight.dtype
-        return self._tower(self._pixels(image, dtype), mx.array([image.grid_thw], mx.int32))[0]
+    def _run(self, encoding: ImageEncoding, num_blocks: int) -> None:
+        frames, height, width = encoding.image.grid_thw
+        start, end = encoding.num_done, min(encoding.num_done + max(num_blocks, 1), self.num_blocks)
+        hidden, rotary = self._embed(encoding.image) if start == 0 else (encoding.hidden, encoding.rotary)
+        encoding.hidden = None  # the first block frees it
+        bounds = mx.arange(frames + 1, dtype=mx.int32) * (height * width)
+        for block in self._tower.blocks[start:end]:
+            hidden = block(hidden, cu_seqlens=bounds, rotary_pos_emb=rotary)
+        encoding.num_done = end
+        if end < self.num_blocks:
+            mx.eval(hidden, rotary)
+            encoding.hidden, encoding.rotary = hidden, rotary
+        else:
+            encoding.features, encoding.rotary = self._tower.merger(hidden), None
+            del hidden
+            mx.eval(encoding.features)
+
+    def _embed(self, image: ImagePatches) -> tuple[mx.array, mx.array]:
+        """Patches [n, hidden size of the tower] with their learned positions, and the angles of their rotary ones."""
+        tower, grid = self._tower, mx.array([image.grid_thw], mx.int32)
+        hidden = tower.patch_embed(self._pixels(image, tower.patch_embed.proj.weight.dtype))
+        return hidden + tower.fast_pos_embed_interpolate(grid), tower.rot_pos_emb(grid)
 
     def _pixels(self, image: ImagePatches, dtype: mx.Dtype) -> mx.array:
         """uint8 [n, C, p, p] -> normalised [n, C * T * p * p]: a still picture fills all T slices of a patch."""

@@ -296,6 +296,12 @@ class ClockRunner:
         self._rows |= {each.id: each for each in rows}
         return PrefillOutput(num_tokens, {each.id: self._output(each, 0) for each in rows})
 
+    def next_image(self, rows: Sequence[Request]) -> None:
+        """The simulation has no images."""
+
+    def encode(self, rows: Sequence[Request], num_blocks: int) -> None:
+        raise NotImplementedError("the simulation has no images")
+
     def prefill_burst(self, chunks: Sequence[PromptChunk]) -> list[PrefillOutput]:
         """Each chunk takes its part of the seconds of the forward, padded to the longest."""
         prompts = [self._prompts.get(chunk.row.id) or self._begin(chunk.row) for chunk in chunks]

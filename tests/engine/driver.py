@@ -27,13 +27,18 @@ class Driver:
     """
 
     def __init__(
-        self, runner: ModelRunner, config: EngineConfig | None = None, clock: Callable[[], float] | None = None
+        self,
+        runner: ModelRunner,
+        config: EngineConfig | None = None,
+        clock: Callable[[], float] | None = None,
+        poll: Callable[[EngineCore], None] | None = None,
     ):
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.chunks: dict[str, list[TokenChunk]] = defaultdict(list)
         self.finish: dict[str, FinishReason] = {}
         self.errors: dict[str, str | None] = {}
         more: dict[str, Any] = {} if clock is None else {"clock": clock}
+        more |= {} if poll is None else {"poll": poll}
         self.core = EngineCore(config or EngineConfig(), runner, self._publish, **more)
 
     def _publish(self, chunks: Chunks) -> None:

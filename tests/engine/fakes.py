@@ -10,7 +10,15 @@ import numpy as np
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.core.batch import STRETCH_ARRAYS, PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
+from engine.core.batch import (
+    STRETCH_ARRAYS,
+    ImageLeft,
+    PrefillOutput,
+    PromptChunk,
+    RowOutput,
+    RowSnapshot,
+    StepTime,
+)
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import EngineRequest, TokenLogprobs, choice_seed
@@ -54,6 +62,8 @@ class NoSnapshots:
 
     merge_groups: Any = None
     prefill_burst: Any = None
+    next_image: Any = None
+    encode: Any = None
     restore: Any = None
     snapshot: Any = None
     fill: Any = None
@@ -165,6 +175,11 @@ class FakeRunner:
         for row in rows:
             self.rows[row.id], self._positions[row.id] = row, len(row.output_token_ids)
         return PrefillOutput(num_tokens, {row.id: self._output(row, 0) for row in rows})
+
+    def next_image(self, rows: Sequence[Request]) -> ImageLeft | None:
+        """The fake sees none."""
+
+    encode: Any = None
 
     def prefill_burst(self, chunks: Sequence[PromptChunk]) -> list[PrefillOutput]:
         self._called("prefill_burst", *((chunk.row.id, chunk.num_tokens) for chunk in chunks))

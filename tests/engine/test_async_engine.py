@@ -1,6 +1,7 @@
 """The asyncio door: streams, aborts, limits, failures, the end."""
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -10,7 +11,8 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput, RowOutput
+from engine.core import progress
+from engine.core.batch import PrefillOutput, RowOutput, StepTime
 from engine.protocol import (
     ContextLengthExceeded,
     EngineFailed,
@@ -23,6 +25,7 @@ from engine.protocol import (
     Unavailable,
 )
 from tests.engine.fakes import NoSnapshots, run_engine, until
+from tests.faults import Hanging
 
 
 class CountingRunner(NoSnapshots):
@@ -231,14 +234,66 @@ def test_a_step_that_hangs_ends_what_is_open_and_makes_it_unhealthy():
         await anext(stream)
         runner.hold = 1.5
         *_, last = [chunk async for chunk in stream]
-        assert last.finish_reason is FinishReason.ERROR and "the limit is 0.2 s" in last.error and last.retry_after_s
-        with pytest.raises(EngineFailed, match="a step has lasted"):
+        assert last.finish_reason is FinishReason.ERROR and last.retry_after_s
+        assert "a decode step (rows: 1, drafts: 0) has lasted" in last.error
+        assert re.search(r"the limit is 0\.[24] s", last.error), "twice as long the first time"
+        with pytest.raises(EngineFailed, match=r"a decode step .* has lasted"):
             engine.check_health()
-        with pytest.raises(Unavailable, match="a step has lasted"):
+        with pytest.raises(Unavailable, match=r"a decode step .* has lasted"):
             await anext(engine.generate(request()))
         runner.hold = 0.0
 
     run(test, runner, step_timeout_s=0.2)
+
+
+class HangingRunner(CountingRunner):
+    """Hangs in its decode steps; each was predicted to take `step_s`."""
+
+    def __init__(self, hang: Hanging, predicted_s: float):
+        super().__init__()
+        self._hang = hang
+        self.step_times = [StepTime(1, 0, predicted_s)]
+
+    def decode(self, num_draft_tokens=0):
+        self._hang()
+        return super().decode(num_draft_tokens)
+
+
+def test_a_slow_device_that_does_what_is_predicted_is_not_ended():
+    """Steps of a minute, with a limit of 20 ms."""
+
+    async def test(engine):
+        answer = asyncio.create_task(collect(engine, request()))
+        await until(lambda: engine._thread.step_age_s > 50 * engine.config.step_timeout_s)
+        engine.check_health()
+        work = engine.status().work
+        assert work.name == "a decode step (rows: 1, drafts: 0)" and work.seconds > 1 and not work.is_late
+        assert work.predicted_s == pytest.approx(60, rel=0.1)
+        hang.release()
+        assert await answer == list(range(10))
+        await until(lambda: engine.status().work is None)
+
+    with Hanging() as hang:
+        run(test, HangingRunner(hang, predicted_s=60.0), step_timeout_s=0.02)
+
+
+def test_work_that_takes_much_longer_than_predicted_is_reported_once(monkeypatch, caplog):
+    monkeypatch.setattr(progress, "MIN_LATE_S", 0.01)
+
+    async def test(engine):
+        answer = asyncio.create_task(collect(engine, request()))
+        await until(lambda: bool(caplog.messages))
+        work = engine.status().work
+        assert work.is_late and work.seconds > 0.01
+        for _ in range(3):
+            engine.check_health()
+        assert len(caplog.messages) == 1
+        assert re.match(r"a decode step \(rows: 1, drafts: 0\) has lasted .* s, predicted 0\.001 s", caplog.messages[0])
+        hang.release()
+        assert await answer == list(range(10))
+
+    with Hanging() as hang, caplog.at_level("WARNING", logger="orchard.engine"):
+        run(test, HangingRunner(hang, predicted_s=0.001))
 
 
 def test_a_model_that_cannot_be_loaded_says_why_and_no_waiter_hangs():

@@ -5,6 +5,7 @@ compiled, and somebody who has asked what the cache holds.
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -71,14 +72,18 @@ def arm(faults: Faults, name: str, hang: Callable[[], None]) -> Armed:
     return faults.arm(seam, hang, **when)
 
 
+LIMIT = "the limit is [12] s"
+"""The first work of a shape may take twice the timeout."""
+
+
 def assert_told(reader: Reader) -> None:
     """That it is not the request's fault, and why."""
     if reader.refusal is not None:
-        assert isinstance(reader.refusal, Unavailable) and "1 s" in reader.refusal.message
+        assert isinstance(reader.refusal, Unavailable) and re.search(LIMIT, reader.refusal.message)
         return
     for index, end in reader.ends.items():
         if end.finish_reason is FinishReason.ERROR:
-            assert end.error is not None and "1 s" in end.error and end.retry_after_s is not None, end
+            assert end.error is not None and re.search(LIMIT, end.error) and end.retry_after_s is not None, end
         else:
             assert end.finish_reason is FinishReason.LENGTH, f"choice {index}: {end}"
     assert len(reader.ends) == len(reader.tokens), "every choice has ended"
@@ -134,11 +139,11 @@ def test_who_waits_for_a_grammar_is_told_of_a_step_that_hangs(bench: Bench, comp
 
 async def assert_refuses(bench: Bench) -> None:
     for _ in range(2):
-        with pytest.raises(Unavailable, match="the limit is 1 s"):
+        with pytest.raises(Unavailable, match=LIMIT):
             await bench.read(replace(PLAIN, request_id="late"))
-    with pytest.raises(EngineFailed, match="the limit is 1 s"):
+    with pytest.raises(EngineFailed, match=LIMIT):
         bench.engine.check_health()
-    assert "1 s" in (bench.engine.status().unavailable or bench.engine.status().error or "")
+    assert re.search(LIMIT, bench.engine.status().unavailable or bench.engine.status().error or "")
 
 
 def test_shutting_down_does_not_wait_for_a_step_that_hangs(bench: Bench):

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from engine.core.batch import NO_TOKEN, PrefillOutput
+from engine.core.batch import NO_TOKEN, PrefillOutput, PromptChunk
 from engine.core.prefill import MIN_IDLE_STEP_S
 from engine.core.prefill_scheduler import MIN_PREFILL_TOKENS
 from engine.core.scheduler import Scheduler
@@ -75,7 +75,7 @@ def test_the_oldest_prompt_in_progress_keeps_a_third_of_the_time():
             scheduler.abort(rows[0].spec.request_id)
         else:
             scheduler.update_prefill(rows, PrefillOutput(100))
-            scheduler.prefills.record_chunk(rows, 100, 0.1, 0.1)
+            scheduler.prefills.record([PromptChunk(rows[0], 100)], 0.1, 0.1)
     assert num_chunks["long"] / 300 == pytest.approx(1 / 3, abs=0.05)
 
 
@@ -156,7 +156,7 @@ def measure(scheduler: Scheduler, seconds: float, num_tokens: int = 100) -> None
     """A chunk of a row that is not the scheduler's."""
     [row] = rows_of(spec("measured", num_tokens))
     row.num_prefilled = num_tokens
-    scheduler.prefills.record_chunk([row], num_tokens, 0.0, seconds)
+    scheduler.prefills.record([PromptChunk(row, num_tokens)], 0.0, seconds)
 
 
 def test_a_chunk_takes_no_longer_than_the_stall_as_far_as_is_known():
