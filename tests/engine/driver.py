@@ -16,7 +16,7 @@ from engine.protocol import EngineRequest, FinishReason, TokenChunk
 def fix_prefill_costs(core: EngineCore, forward_s: float, token_s: float) -> None:
     """Predict these seconds of a forward and of each of its tokens from now on, whatever is measured."""
     core.costs.record_chunk(10, 0, 0.01)
-    core.costs._fit = np.array([forward_s, token_s, 0.0])
+    core.costs._chunks.coefficients = np.array([forward_s, token_s, 0.0])
     core.costs.record_chunk = lambda *args: None  # type: ignore[method-assign]
 
 
