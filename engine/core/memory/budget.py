@@ -229,19 +229,26 @@ class MemoryBudget:
         """
         need = self.need(rows)
         group = self._choose(need)
-        return 0 if group is None else self._missing(need, group, growth_tokens=growth_tokens)[0]
+        evictable = self._evictable.free_bytes
+        return 0 if group is None else self._missing(need, group, (), growth_tokens, evictable)[0]
 
     def reserve(self, rows: Sequence[Request], growth_tokens: int = 0) -> int:
-        """For a request's rows and its prompt, which is taken in next. Returns 0, or how many bytes are missing: then
-        nothing is reserved. Tells the rows with whom they will decode (`Request.rectangle`). growth_tokens: see
-        `missing`; what decoding rows will ask for is not reserved, but must be free."""
+        """Reserve memory for a request's rows and its prompt, and tell the rows with whom they decode.
+
+        Args:
+            growth_tokens: see `missing`. What rows will ask for is not reserved, but must be free or evictable.
+
+        Returns:
+            0, or how many bytes are missing; then nothing is reserved. `sys.maxsize` for what no eviction could change.
+        """
         need = self.need(rows)
-        missing, books = self._missing(need, None, growth_tokens=growth_tokens)
+        evictable = self._evictable.free_bytes
+        missing, books = self._missing(need, None, (), growth_tokens, evictable)
         if missing:
             return missing
         group = self._choose(need)
         if group is not None:
-            missing, among_others = self._missing(need, group, growth_tokens=growth_tokens)
+            missing, among_others = self._missing(need, group, (), growth_tokens, evictable)
             group, books = (None, books) if missing else (group, among_others)
         books.row_ids |= {row.id for row in rows}
         self._prefills.append(books)
@@ -253,17 +260,31 @@ class MemoryBudget:
         return self.grouping.choose(need.num_rows, need.num_prompt, self.costs.slots(need.num_tokens))
 
     def _missing(
-        self, need: Need, group: DecodeGroupPlan | None, without: Collection[str] = (), growth_tokens: int = 0
+        self,
+        need: Need,
+        group: DecodeGroupPlan | None,
+        without: Collection[str] = (),
+        growth_tokens: int = 0,
+        evictable_bytes: int = 0,
     ) -> tuple[int, PrefillReservation]:
-        """Among the rows of a group, or in one of its own. Beside others a chunk shall not be smaller than it could
-        be; alone, anything is better than to wait."""
+        """Return how many bytes are missing for a request among the rows of a group, or in one of its own.
+
+        Beside others its chunks shall not be smaller than they could be; alone, anything is better than to wait.
+        evictable_bytes: what foreseen growth may take from the caches later; nothing is evicted for it now.
+        """
         others = [row_id for row_id in self._sampling if row_id not in without]
         books = self._books(need, MIN_CHUNK_TOKENS_BESIDE if others else 0, need.num_prompt)
-        sizes = self._sizes(group, need.num_rows, self.costs.slots(need.num_tokens), without, growth_tokens)
         sampling = sum(self._sampling[row_id] for row_id in others) + need.num_rows * need.sampling_bytes
-        prefills = [one for one in self._prefills if not one.row_ids <= set(without)]
-        total = self._total(sizes, [*prefills, books], sampling)
-        return max(0, total - self._limit(is_alone=not others)), books
+        prefills = [*(one for one in self._prefills if not one.row_ids <= set(without)), books]
+        slots, limit = self.costs.slots(need.num_tokens), self._limit(is_alone=not others)
+
+        def total(growth: int) -> int:
+            return self._total(self._sizes(group, need.num_rows, slots, without, growth), prefills, sampling)
+
+        grown = total(growth_tokens) - limit if growth_tokens else 0
+        if evictable_bytes and grown > 0:
+            grown = sys.maxsize if grown > evictable_bytes else 0
+        return max(0, total(0) - limit, grown), books
 
     def _limit(self, is_alone: bool) -> int:
         """Of what requests may reserve. Who is alone need not wait until something unknown is gone: it may stay, and
