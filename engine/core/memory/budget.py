@@ -322,22 +322,18 @@ class MemoryBudget:
         group.slots[row.id] = slots
         return 0
 
-    def merge_shortfall_bytes(self, merge: GroupMerge, growth_tokens: int = 0) -> int:
-        """Return how many bytes would have to be freed for two decode groups to become one; 0 if none would.
-
-        growth_tokens: see `missing`.
-        """
-        return max(0, self._merged_bytes(merge, growth_tokens) - self._limit(is_alone=False))
+    def merge_shortfall_bytes(self, merge: GroupMerge) -> int:
+        """Return how many bytes would have to be freed for two decode groups to become one; 0 if none would."""
+        return max(0, self._merged_bytes(merge) - self._limit(is_alone=False))
 
     def merge_bytes(self, merge: GroupMerge) -> int:
         """Return how many bytes more are reserved when two decode groups have become one."""
         return self._merged_bytes(merge) - self.reserved_bytes
 
-    def _merged_bytes(self, merge: GroupMerge, growth_tokens: int = 0) -> int:
+    def _merged_bytes(self, merge: GroupMerge) -> int:
         source, target = self.grouping.groups[merge.source], self.grouping.groups[merge.target]
-        slots = self._grown_slots(source, growth_tokens)
-        sizes = self._sizes(target, len(source.rows), slots, growth_tokens=growth_tokens)
-        sizes.remove((len(source.rows), slots))
+        sizes = self._sizes(target, len(source.rows), source.num_slots)
+        sizes.remove((len(source.rows), source.num_slots))
         return self._total(sizes, self._prefills, self._sampling_bytes)
 
     def release(self, row_id: str) -> None:
