@@ -150,10 +150,11 @@ class Admission:
     def merge_of_groups(self) -> GroupMerge | None:
         """Choose two decode groups that become one, if that saves more time than it takes, and book it.
 
-        Not while requests wait, which may need the memory, and not in each step: to price snapshots takes milliseconds.
+        Not while requests wait, which may need the memory, nor while a prompt is in progress, to which the prefix cache
+        may have promised what it still counts; and not in each step: to price snapshots takes milliseconds.
         """
         now, budget = self._clock(), self._budget
-        if self._queue or len(budget.grouping.groups) < 2 or now < self._merge_again_s:
+        if self._queue or self._prefills.in_progress or len(budget.grouping.groups) < 2 or now < self._merge_again_s:
             return None
         token_s, step_s = self._costs.token_s(1), self._costs.step_s(1, 0)
         if token_s is None or step_s is None:
@@ -171,12 +172,11 @@ class Admission:
 
         What it takes of the free memory counts like what it lacks: the next request would have begun there.
         """
-        growth = self._growth_tokens(0.0, 0) if self._prefills.in_progress else 0
-        extra, missing = self._budget.merge_bytes(merge), self._budget.merge_shortfall_bytes(merge, growth)
+        extra, missing = self._budget.merge_bytes(merge), self._budget.merge_shortfall_bytes(merge)
         evicted = max(missing, min(extra, self._evictable.free_bytes))
         if evicted and self._evictable.price(evicted) >= gain_s:
             return False
-        return not missing or self._evictable.free(missing)
+        return not missing or (self._evictable.free(missing) and not self._budget.merge_shortfall_bytes(merge))
 
     def _growth_tokens(self, prompt_s: float, num_prompt_tokens: int) -> int:
         """Predict how many tokens each decoding row gives out until a prompt and those in progress are computed.

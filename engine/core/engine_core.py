@@ -71,7 +71,7 @@ class EngineCore:
         self._speculation = SpeculationController(config.mtp, runner.max_draft_tokens, self.costs, no_drafts)
         self.prefix = PrefixReuse(config.prefix_cache, runner, self.stats, files, clock, self.costs)
         self._spare = EvictableMemory(self.prefix.cache, runner)
-        self.budget = make_memory_budget(config, runner, lambda: self._spare.num_bytes)
+        self.budget = make_memory_budget(config, runner, self._spare)
         self.prefix.cache.room = lambda: self.budget.free_bytes + self.prefix.cache.num_bytes
         self.prefix.cache.seconds = self.costs.prompt_s
         self.prefix.cache.read_seconds = self.costs.read_s

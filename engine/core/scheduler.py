@@ -220,8 +220,10 @@ class Scheduler:
         self.prefills.limit_step()
 
     def fail_rows(self, error: str) -> Chunks:
-        """Ends every row of the decode batch: a failed step may have touched any of them."""
-        return self._fail(list(self._running.values()), error, RETRY_S)
+        """End every row of the decode batch, which the runner has reset: a failed step may have touched any of them."""
+        failed = self._fail(list(self._running.values()), error, RETRY_S)
+        self._release(list(failed))
+        return failed
 
     def fail_prefill(self, rows: Sequence[Request], error: str, retry_after_s: float | None = None) -> Chunks:
         """retry_after_s: see TokenChunk."""

@@ -387,7 +387,7 @@ def figures(machine: Machine, load: Load) -> dict[str, float]:
     later = [ask for ask in answered if ask.turn]
     all_work = Work(*(sum(getattr(one, name) for one in work.values()) for name in Work.__slots__))
     distinct = sum(ask.num_new for ask in sim.asks)
-    cached = sim.core.budget.status()["cached_bytes"]
+    cached = sim.core.budget.status()["prefix_cache_bytes"]
     found = {
         "computed_per_new": work["later"].num_computed / sum(ask.num_new for ask in later) if later else math.nan,
         "computed_per_new_all": all_work.num_computed / max(1, sum(ask.num_new for ask in answered)),

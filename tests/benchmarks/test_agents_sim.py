@@ -103,4 +103,4 @@ def test_client_that_goes_away_frees_its_rows():
     sim.at(60.0, lambda: sim.abort(ask))
     sim.run()
     assert 60 <= sim.clock.now_s < 62 and 0 < len(ask.output) < 30_000
-    assert sim.runner.active_bytes == MAC_27B.costs.base_bytes + sim.core.budget.status()["cached_bytes"]
+    assert sim.runner.active_bytes == MAC_27B.costs.base_bytes + sim.core.budget.status()["prefix_cache_bytes"]

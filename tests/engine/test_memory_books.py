@@ -61,7 +61,7 @@ class Books:
         return max(peak, mx.get_active_memory()) - self._others  # without an allocation there is no peak
 
     def booked(self) -> int:
-        return self.budget.used_bytes - self.budget.unaccounted_bytes
+        return self.budget.limit_bytes - self.budget.free_bytes - self.budget.unaccounted_bytes
 
     def run(self, requests: list[EngineRequest], aborted: tuple[str, ...] = ()) -> None:
         for request in requests:
@@ -77,7 +77,7 @@ class Books:
             self.core.step()
             booked, peak = max(before, self._scheduled, self.booked()), self._now(mx.get_peak_memory())
             self.least_margin = min(self.least_margin, booked / peak)
-            resident = self.booked() - self.budget.transient_bytes
+            resident = self.booked() - self.budget.accounts.transient_bytes
             if not self.budget.reserved_bytes:
                 mx.synchronize()  # the round ahead that nobody needs any more is still being computed
             assert self._now() <= resident, "what is there between two steps is in the books"

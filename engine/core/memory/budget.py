@@ -1,25 +1,26 @@
-"""The books of the memory: what every row will need is reserved, in bytes, before it starts. Pure.
+"""The memory budget: what every row will need is reserved, in bytes, before it starts. Pure.
 
 A row reserves the slots that its prompt and (at most `reserve_tokens` of) its answer take, and more while it grows
-beyond that. Rows that decode together share a rectangle: each takes the slots of the longest. So which rows share one
-is decided here, where it is paid for. While a prompt is taken in, its own cache and the intermediate results of a chunk
-come on top; afterwards they are given back. What the prefix cache holds counts as it is, and leaves when a row needs
-the room.
+beyond that. Which rows share a decode group, and take the slots of the longest, is decided in grouping.py and paid for
+here. While a prompt is computed, the intermediate results of a chunk come on top. What the caches hold counts as it is,
+and is evicted when a row needs the memory.
 """
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.core.memory.costs import MemoryCosts
+from engine.core.memory.evictable import Evictable, NothingEvictable
 from engine.core.memory.grouping import DecodeGroupPlan, Grouping, GroupMerge
 from engine.core.request import Request, RequestState
 from engine.protocol import EngineFailed
 
 MAX_STEP_SHARE = 0.25
-"""Of the same, for the intermediate results of one chunk of a prompt: behind long prompts chunks become smaller."""
+"""Largest part of what requests may use for the intermediate results of one chunk: behind long prompts chunks become
+smaller."""
 
 MIN_CHUNK_TOKENS = 16
 
@@ -70,6 +71,28 @@ class PrefillReservation:
     """Intermediate results of its present chunk."""
 
 
+@dataclass(frozen=True)
+class Accounts:
+    """What the bytes of the limit are for; together they are the limit."""
+
+    weights_bytes: int
+    """Weights, and all else that is there without any request."""
+    row_bytes: int
+    """Rows, in their decode groups, from their admission on."""
+    prefill_bytes: int
+    """Images of prompts in progress, and caches that several rows will copy."""
+    transient_bytes: int
+    """The most that is needed within a step and given back with it."""
+    prefix_cache_bytes: int
+    """Snapshots, except what is lent to rows."""
+    image_cache_bytes: int
+    """Features of images that are kept in case the images come back."""
+    unaccounted_bytes: int
+    """Device memory in use that no other account explains."""
+    free_bytes: int
+    """The rest; negative while evictions are under way."""
+
+
 class MemoryBudget:
     """Reserve device memory for rows and prompts, in bytes.
 
@@ -77,7 +100,7 @@ class MemoryBudget:
         costs: Bytes of rows, prompts and images.
         limit_bytes: Memory of the engine, weights included.
         reserve_tokens: See MemoryConfig.reserve_tokens.
-        cached_bytes: Returns the bytes that the prefix cache and the vision cache hold now.
+        evictable: What the prefix cache and the cache of images hold.
 
     Attributes:
         unaccounted_bytes: Device memory in use that no reservation explains, as found by `observe`; counts as used.
@@ -88,12 +111,12 @@ class MemoryBudget:
         costs: MemoryCosts,
         limit_bytes: int,
         reserve_tokens: int,
-        cached_bytes: Callable[[], int] = lambda: 0,
+        evictable: Evictable | None = None,
     ):
         self.costs = costs
         self.limit_bytes = limit_bytes
         self._reserve_tokens = reserve_tokens
-        self._cached_bytes = cached_bytes
+        self._evictable = evictable or NothingEvictable()
         self.grouping = Grouping(costs, limit_bytes - costs.base_bytes)
         self._sampling: dict[str, int] = {}  # Need.sampling_bytes by row id
         self._prefills: list[PrefillReservation] = []
@@ -206,19 +229,26 @@ class MemoryBudget:
         """
         need = self.need(rows)
         group = self._choose(need)
-        return 0 if group is None else self._missing(need, group, growth_tokens=growth_tokens)[0]
+        evictable = self._evictable.free_bytes
+        return 0 if group is None else self._missing(need, group, (), growth_tokens, evictable)[0]
 
     def reserve(self, rows: Sequence[Request], growth_tokens: int = 0) -> int:
-        """For a request's rows and its prompt, which is taken in next. Returns 0, or how many bytes are missing: then
-        nothing is reserved. Tells the rows with whom they will decode (`Request.rectangle`). growth_tokens: see
-        `missing`; what decoding rows will ask for is not reserved, but must be free."""
+        """Reserve memory for a request's rows and its prompt, and tell the rows with whom they decode.
+
+        Args:
+            growth_tokens: see `missing`. What rows will ask for is not reserved, but must be free or evictable.
+
+        Returns:
+            0, or how many bytes are missing; then nothing is reserved. `sys.maxsize` for what no eviction could change.
+        """
         need = self.need(rows)
-        missing, books = self._missing(need, None, growth_tokens=growth_tokens)
+        evictable = self._evictable.free_bytes
+        missing, books = self._missing(need, None, (), growth_tokens, evictable)
         if missing:
             return missing
         group = self._choose(need)
         if group is not None:
-            missing, among_others = self._missing(need, group, growth_tokens=growth_tokens)
+            missing, among_others = self._missing(need, group, (), growth_tokens, evictable)
             group, books = (None, books) if missing else (group, among_others)
         books.row_ids |= {row.id for row in rows}
         self._prefills.append(books)
@@ -230,22 +260,36 @@ class MemoryBudget:
         return self.grouping.choose(need.num_rows, need.num_prompt, self.costs.slots(need.num_tokens))
 
     def _missing(
-        self, need: Need, group: DecodeGroupPlan | None, without: Collection[str] = (), growth_tokens: int = 0
+        self,
+        need: Need,
+        group: DecodeGroupPlan | None,
+        without: Collection[str] = (),
+        growth_tokens: int = 0,
+        evictable_bytes: int = 0,
     ) -> tuple[int, PrefillReservation]:
-        """Among the rows of a group, or in one of its own. Beside others a chunk shall not be smaller than it could
-        be; alone, anything is better than to wait."""
+        """Return how many bytes are missing for a request among the rows of a group, or in one of its own.
+
+        Beside others its chunks shall not be smaller than they could be; alone, anything is better than to wait.
+        evictable_bytes: what foreseen growth may take from the caches later; nothing is evicted for it now.
+        """
         others = [row_id for row_id in self._sampling if row_id not in without]
         books = self._books(need, MIN_CHUNK_TOKENS_BESIDE if others else 0, need.num_prompt)
-        sizes = self._sizes(group, need.num_rows, self.costs.slots(need.num_tokens), without, growth_tokens)
         sampling = sum(self._sampling[row_id] for row_id in others) + need.num_rows * need.sampling_bytes
-        prefills = [one for one in self._prefills if not one.row_ids <= set(without)]
-        total = self._total(sizes, [*prefills, books], sampling)
-        return max(0, total - self._limit(is_alone=not others)), books
+        prefills = [*(one for one in self._prefills if not one.row_ids <= set(without)), books]
+        slots, limit = self.costs.slots(need.num_tokens), self._limit(is_alone=not others)
+
+        def total(growth: int) -> int:
+            return self._total(self._sizes(group, need.num_rows, slots, without, growth), prefills, sampling)
+
+        grown = total(growth_tokens) - limit if growth_tokens else 0
+        if evictable_bytes and grown > 0:
+            grown = sys.maxsize if grown > evictable_bytes else 0
+        return max(0, total(0) - limit, grown), books
 
     def _limit(self, is_alone: bool) -> int:
         """Of what requests may reserve. Who is alone need not wait until something unknown is gone: it may stay, and
         there is the headroom."""
-        limit = self.for_requests - self._cached_bytes()
+        limit = self.for_requests - self._cached_bytes
         return limit if is_alone else limit - self.unaccounted_bytes
 
     def release_prefill(self, row: Request) -> None:
@@ -271,30 +315,26 @@ class MemoryBudget:
         slots = self.costs.slots(self.need([row]).num_tokens)
         group = self.grouping.of(row.id)
         if slots > group.num_slots:
-            total = self._total(self._sizes(group, 0, slots), self._prefills, self.sampling_bytes)
+            total = self._total(self._sizes(group, 0, slots), self._prefills, self._sampling_bytes)
             missing = total - self._limit(is_alone=len(self.grouping) == 1)
             if missing > 0:
                 return missing
         group.slots[row.id] = slots
         return 0
 
-    def merge_shortfall_bytes(self, merge: GroupMerge, growth_tokens: int = 0) -> int:
-        """Return how many bytes would have to be freed for two decode groups to become one; 0 if none would.
-
-        growth_tokens: see `missing`.
-        """
-        return max(0, self._merged_bytes(merge, growth_tokens) - self._limit(is_alone=False))
+    def merge_shortfall_bytes(self, merge: GroupMerge) -> int:
+        """Return how many bytes would have to be freed for two decode groups to become one; 0 if none would."""
+        return max(0, self._merged_bytes(merge) - self._limit(is_alone=False))
 
     def merge_bytes(self, merge: GroupMerge) -> int:
         """Return how many bytes more are reserved when two decode groups have become one."""
         return self._merged_bytes(merge) - self.reserved_bytes
 
-    def _merged_bytes(self, merge: GroupMerge, growth_tokens: int = 0) -> int:
+    def _merged_bytes(self, merge: GroupMerge) -> int:
         source, target = self.grouping.groups[merge.source], self.grouping.groups[merge.target]
-        slots = self._grown_slots(source, growth_tokens)
-        sizes = self._sizes(target, len(source.rows), slots, growth_tokens=growth_tokens)
-        sizes.remove((len(source.rows), slots))
-        return self._total(sizes, self._prefills, self.sampling_bytes)
+        sizes = self._sizes(target, len(source.rows), source.num_slots)
+        sizes.remove((len(source.rows), source.num_slots))
+        return self._total(sizes, self._prefills, self._sampling_bytes)
 
     def release(self, row_id: str) -> None:
         """All of a row, and of its prompt with the last of its rows. Unknown ids are ignored."""
@@ -306,57 +346,57 @@ class MemoryBudget:
 
     def observe(self, active_bytes: int) -> None:
         """What the device holds between two steps. What is not in the books counts as used, until it is gone."""
-        known = self.used_bytes - self.unaccounted_bytes - self.transient_bytes
+        accounts = self.accounts
+        known = self.limit_bytes - accounts.free_bytes - accounts.unaccounted_bytes - accounts.transient_bytes
         self.num_underestimates += active_bytes > known + self.unaccounted_bytes
         self.unaccounted_bytes = max(0, active_bytes - known)
 
     # Where the memory is
 
     @property
-    def row_bytes(self) -> int:
-        return sum(self.costs.rows(*size) for size in self._sizes(None, 0, 0)) + self.sampling_bytes
-
-    @property
-    def sampling_bytes(self) -> int:
-        return sum(self._sampling.values())
-
-    @property
-    def prompt_bytes(self) -> int:
-        return sum(one.cache_bytes for one in self._prefills)
-
-    @property
-    def transient_bytes(self) -> int:
-        """The most that is needed within a step and given back with it."""
-        return self.reserved_bytes - self.row_bytes - self.prompt_bytes
+    def accounts(self) -> Accounts:
+        sizes = self._sizes(None, 0, 0)
+        rows = self._row_bytes(sizes, self._sampling_bytes)
+        prefills = sum(one.cache_bytes for one in self._prefills)
+        reserved = self._total(sizes, self._prefills, self._sampling_bytes)
+        return Accounts(
+            self.costs.base_bytes,
+            rows,
+            prefills,
+            reserved - rows - prefills,
+            self._evictable.snapshot_bytes,
+            self._evictable.image_bytes,
+            self.unaccounted_bytes,
+            self.free_bytes,
+        )
 
     @property
     def reserved_bytes(self) -> int:
-        """By requests."""
-        return self._total(self._sizes(None, 0, 0), self._prefills, self.sampling_bytes)
-
-    @property
-    def used_bytes(self) -> int:
-        """Of the budget, by all."""
-        return self.costs.base_bytes + self.reserved_bytes + self._cached_bytes() + self.unaccounted_bytes
+        """Bytes that are reserved for requests: rows, prefills and what a step needs for a while."""
+        return self._total(self._sizes(None, 0, 0), self._prefills, self._sampling_bytes)
 
     @property
     def free_bytes(self) -> int:
-        return self.limit_bytes - self.used_bytes
+        """Bytes that neither requests nor caches take; negative while evictions are under way."""
+        used = self.costs.base_bytes + self.reserved_bytes + self._cached_bytes + self.unaccounted_bytes
+        return self.limit_bytes - used
 
     def status(self) -> dict[str, int]:
-        return {
-            "budget_bytes": self.limit_bytes,
-            "base_bytes": self.costs.base_bytes,
+        """Return the accounts, which add up to `limit_bytes`, and a few sums and counts."""
+        return asdict(self.accounts) | {
+            "limit_bytes": self.limit_bytes,
             "reserved_bytes": self.reserved_bytes,
-            "row_bytes": self.row_bytes,
-            "prompt_bytes": self.prompt_bytes,
-            "transient_bytes": self.transient_bytes,
-            "cached_bytes": self._cached_bytes(),
-            "unaccounted_bytes": self.unaccounted_bytes,
-            "free_bytes": self.free_bytes,
-            "num_rectangles": len(self.grouping.groups),
+            "num_decode_groups": len(self.grouping.groups),
             "num_underestimates": self.num_underestimates,
         }
+
+    @property
+    def _cached_bytes(self) -> int:
+        return self._evictable.snapshot_bytes + self._evictable.image_bytes
+
+    @property
+    def _sampling_bytes(self) -> int:
+        return sum(self._sampling.values())
 
     @property
     def _step_limit(self) -> float:
@@ -374,10 +414,13 @@ class MemoryBudget:
     def _total(self, groups: Sequence[tuple[int, int]], prefills: Sequence[PrefillReservation], sampling: int) -> int:
         """groups: (rows, slots) of each. One is rebuilt at a time, layer by layer, and one chunk computed at a time."""
         costs = self.costs
-        rows = sum(costs.rows(*group) for group in groups) + sampling
+        rows = self._row_bytes(groups, sampling)
         rebuilt = max((costs.layer(*group) for group in groups), default=0)
         cache_bytes = sum(one.cache_bytes for one in prefills)
         return rows + cache_bytes + max(rebuilt, self._step_bytes(prefills))
+
+    def _row_bytes(self, groups: Sequence[tuple[int, int]], sampling: int) -> int:
+        return sum(self.costs.rows(*group) for group in groups) + sampling
 
     @staticmethod
     def _step_bytes(prefills: Sequence[PrefillReservation]) -> int:
@@ -420,12 +463,12 @@ class MemoryBudget:
         return self.costs.slots(min(grown, row.num_prompt_tokens + left + self.costs.overshoot))
 
 
-def make_memory_budget(config: EngineConfig, runner: Runner, cached_bytes: Callable[[], int]) -> MemoryBudget:
+def make_memory_budget(config: EngineConfig, runner: Runner, evictable: Evictable) -> MemoryBudget:
     """Raises EngineFailed where the limit leaves nothing for requests."""
     limits, costs = config.memory, runner.costs
     limit = runner.memory_limit_bytes if limits.limit_gb is None else int(limits.limit_gb * 2**30)
     headroom = min(limit * HEADROOM_SHARE, MAX_HEADROOM) if limits.headroom_gb is None else limits.headroom_gb * 2**30
-    budget = MemoryBudget(costs, limit - int(headroom), limits.reserve_tokens, cached_bytes)
+    budget = MemoryBudget(costs, limit - int(headroom), limits.reserve_tokens, evictable)
     if budget.max_tokens_alone() < MIN_ROW_TOKENS:
         raise EngineFailed(
             f"the model takes {costs.base_bytes} bytes, which leaves no room for a request: the limit is {limit} bytes "

@@ -11,6 +11,16 @@ class Evictable(Protocol):
     """Memory that no answer needs."""
 
     @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of the prefix cache."""
+        ...
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of images' features."""
+        ...
+
+    @property
     def free_bytes(self) -> int:
         """Bytes that can be evicted now."""
         ...
@@ -27,7 +37,7 @@ class Evictable(Protocol):
 class NothingEvictable:
     """The memory of an engine without caches."""
 
-    free_bytes = 0
+    snapshot_bytes = image_bytes = free_bytes = 0
 
     def free(self, num_bytes: int) -> bool:
         return False
@@ -45,8 +55,16 @@ class EvictableMemory:
         self._slack = runner.costs.snapshot_slack
 
     @property
+    def snapshot_bytes(self) -> int:
+        return self._cache.num_bytes + self._cache.num_in_memory * self._slack
+
+    @property
+    def image_bytes(self) -> int:
+        return self._runner.feature_bytes
+
+    @property
     def num_bytes(self) -> int:
-        return self._cache.num_bytes + self._cache.num_in_memory * self._slack + self._runner.feature_bytes
+        return self.snapshot_bytes + self.image_bytes
 
     @property
     def pinned_bytes(self) -> int:
@@ -62,7 +80,7 @@ class EvictableMemory:
         """Return the seconds of computing that `free` is expected to cost; inf where so many bytes cannot be freed."""
         if num_bytes > self.free_bytes:
             return float("inf")
-        of_snapshots = self.free_bytes - self._runner.feature_bytes
+        of_snapshots = self.free_bytes - self.image_bytes
         return self._cache.price(min(num_bytes, of_snapshots), self._slack)
 
     def free(self, num_bytes: int) -> bool:

@@ -8,12 +8,21 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.memory.evictable import NothingEvictable
 from engine.core.request import Request, RequestState
 from engine.core.scheduler import Scheduler
 from engine.core.stats import Stats
 from engine.protocol import EngineRequest, SamplingParams
 
 STOP = 2
+
+
+@dataclass
+class Held(NothingEvictable):
+    """What caches hold, none of which can be evicted."""
+
+    snapshot_bytes: int = 0
+    image_bytes: int = 0
 
 
 class Clock:

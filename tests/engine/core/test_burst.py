@@ -13,6 +13,7 @@ from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams, SparsePlan
+from tests.engine.core.rows import Held
 from tests.engine.driver import Driver, fix_prefill_costs
 from tests.engine.fakes import STOP, FakeRunner, answer
 
@@ -209,22 +210,22 @@ def test_a_burst_reserves_the_intermediate_results_of_all_of_its_rows():
     assert budget.reserve_burst(rows, 30, 30) == 0
     expected = 4 * COSTS.chunk(30, 30) + 2 * COSTS.layer(4, 32)
     assert COSTS.burst(4, 30, 30) == expected and budget.reserved_bytes > before
-    assert budget.transient_bytes >= expected
+    assert budget.accounts.transient_bytes >= expected
     budget.end_chunk()
     assert budget.reserved_bytes == before
 
 
 def test_a_burst_without_memory_says_how_much_is_missing_and_reserves_nothing():
     rows = [Request(request(f"r{i}", seed=i)) for i in range(4)]
-    budget = MemoryBudget(COSTS, 100_000, 64)
+    held = Held()
+    budget = MemoryBudget(COSTS, 100_000, 64, held)
     for row in rows:
         budget.reserve([row])
-    before, cached = budget.reserved_bytes, budget.free_bytes - 10
-    budget._cached_bytes = lambda: cached
+    before, held.snapshot_bytes = budget.reserved_bytes, budget.free_bytes - 10
     missing = budget.reserve_burst(rows, 30, 30)
     assert 0 < missing < COSTS.burst(4, 30, 30) and budget.reserved_bytes == before
-    cached -= missing - 1
+    held.snapshot_bytes -= missing - 1
     assert budget.reserve_burst(rows, 30, 30) == 1
-    cached -= 1
+    held.image_bytes -= 1
     assert budget.reserve_burst(rows, 30, 30) == 0 and budget.reserved_bytes > before
     assert budget.reserve_burst(rows, 3000, 3000) == sys.maxsize, "no eviction helps"

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from engine.core.memory.budget import MemoryBudget, make_memory_budget
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import EngineFailed, EngineRequest, MemoryExceeded, SamplingParams
+from tests.engine.core.rows import Held
 from tests.engine.driver import Driver
 from tests.engine.fakes import FakeRunner, answer
 
@@ -45,7 +46,7 @@ def rows(request: EngineRequest) -> list[Request]:
 def budget_of(
     limit_bytes: int = 100_000, reserve_tokens: int = 64, cached: int = 0, costs: MemoryCosts = COSTS
 ) -> MemoryBudget:
-    return MemoryBudget(costs, limit_bytes, reserve_tokens, lambda: cached)
+    return MemoryBudget(costs, limit_bytes, reserve_tokens, Held(cached))
 
 
 def driver(
@@ -67,11 +68,11 @@ def test_a_row_is_paid_for_with_its_prompt_its_answer_and_what_a_step_needs():
     [row] = rows(request("r", num_prompt=30, max_tokens=20))
     assert books.reserve([row]) == 0
     slots = 64  # 30 + 20 + 3, in steps of 16
-    assert books.row_bytes == slots * 10 + 100 + 50
-    assert books.prompt_bytes == 0, "the row takes the arrays of its prompt over"
-    assert books.transient_bytes == max(100 + 30 * (4 + 0.01 * 30), (slots * 10 + 100) * 0.5)
+    assert books.accounts.row_bytes == slots * 10 + 100 + 50
+    assert books.accounts.prefill_bytes == 0, "the row takes the arrays of its prompt over"
+    assert books.accounts.transient_bytes == max(100 + 30 * (4 + 0.01 * 30), (slots * 10 + 100) * 0.5)
     books.release_prefill(row)
-    assert books.transient_bytes == (slots * 10 + 100) * 0.5, "one layer may be rebuilt at any time"
+    assert books.accounts.transient_bytes == (slots * 10 + 100) * 0.5, "one layer may be rebuilt at any time"
     books.release(row.id)
     assert books.reserved_bytes == 0 and books.free_bytes == 100_000 - 10_000
 
@@ -82,10 +83,10 @@ def test_rows_that_decode_together_take_the_slots_of_the_longest():
         [row] = rows(request(request_id, num_prompt))
         assert books.reserve([row]) == 0
         books.release_prefill(row)
-    assert books.status()["num_rectangles"] == 1
-    assert books.row_bytes == 3 * (224 * 10 + 100 + 50)
+    assert books.status()["num_decode_groups"] == 1
+    assert books.accounts.row_bytes == 3 * (224 * 10 + 100 + 50)
     books.release("long/0")
-    assert books.row_bytes == 2 * (48 * 10 + 100 + 50), "what only the longest has needed is free"
+    assert books.accounts.row_bytes == 2 * (48 * 10 + 100 + 50), "what only the longest has needed is free"
 
 
 def test_a_row_that_would_waste_more_than_the_weights_weigh_decodes_among_its_own():
@@ -102,9 +103,9 @@ def test_choices_pay_for_their_rows_and_for_the_prompt_that_they_are_made_of():
     books = budget_of()
     choices = rows(request("r", num_prompt=30, n=3))
     assert books.reserve(choices) == 0
-    assert books.row_bytes == 3 * (64 * 10 + 150) and books.prompt_bytes == 32 * 10 + 100
+    assert books.accounts.row_bytes == 3 * (64 * 10 + 150) and books.accounts.prefill_bytes == 32 * 10 + 100
     books.release_prefill(choices[0])
-    assert books.prompt_bytes == 0
+    assert books.accounts.prefill_bytes == 0
 
 
 def test_what_is_missing_is_told_and_nothing_is_reserved():
@@ -127,10 +128,10 @@ def test_an_answer_that_is_longer_than_what_is_reserved_gets_more_as_it_grows():
     [row] = rows(request("r", num_prompt=10, max_tokens=1000))
     assert books.reserve([row]) == 0
     books.release_prefill(row)
-    assert not books.needs_more_slots(row) and books.row_bytes == 32 * 10 + 150
+    assert not books.needs_more_slots(row) and books.accounts.row_bytes == 32 * 10 + 150
     row.output_token_ids += [7] * 20
     assert books.needs_more_slots(row) and books.extend(row) == 0
-    assert not books.needs_more_slots(row) and books.row_bytes == 64 * 10 + 150
+    assert not books.needs_more_slots(row) and books.accounts.row_bytes == 64 * 10 + 150
 
 
 def test_what_the_device_holds_beyond_the_books_counts_until_it_is_gone():
@@ -148,7 +149,7 @@ def chunk(books: MemoryBudget, start: int) -> int:
     assert books.reserve([row]) == 0
     row.num_prefilled = start
     size = books.max_chunk(row, 2048)
-    assert books.used_bytes <= books.limit_bytes
+    assert books.free_bytes >= 0
     books.end_chunk()
     assert books.max_chunk(row, 2048) == size, "what it could be smaller by is free until the next is chosen"
     books.release(row.id)
@@ -196,14 +197,14 @@ def test_after_any_storm_nothing_is_reserved_and_the_budget_was_never_exceeded(s
             row.output_token_ids += [7] * rng.randint(0, 5)
             if books.needs_more_slots(row):
                 books.extend(row)
-        assert books.used_bytes <= budget
+        assert books.free_bytes >= 0
         for row in [row for row in running if rng.random() < 0.3]:
             running.remove(row)
             books.release(row.id)
     running += [row for group in in_prefill for row in group]
     for row in running:
         books.release(row.id)
-    assert books.reserved_bytes == books.row_bytes == books.prompt_bytes == 0
+    assert books.reserved_bytes == books.accounts.row_bytes == books.accounts.prefill_bytes == 0
 
 
 def test_an_engine_whose_weights_leave_no_room_does_not_start_and_names_the_figures():
@@ -211,15 +212,27 @@ def test_an_engine_whose_weights_leave_no_room_does_not_start_and_names_the_figu
     runner.costs, runner.memory_limit_bytes = COSTS, 10_500
     config = EngineConfig.model_validate({"memory": {"headroom_gb": 0}})
     with pytest.raises(EngineFailed, match=r"takes 10000 bytes.*the limit is 10500 bytes.*limit_gb.*headroom_gb"):
-        make_memory_budget(config, runner, lambda: 0)
+        make_memory_budget(config, runner, Held())
+
+
+def test_the_accounts_add_up_to_the_limit():
+    books = MemoryBudget(COSTS, 100_000, 64, Held(snapshot_bytes=3000, image_bytes=500))
+    for name, n in (("row", 1), ("choices", 3)):
+        assert not books.reserve(rows(replace(request(name, num_prompt=40, max_tokens=20), num_choices=n)))
+    books.observe(100_000 - books.free_bytes + 700)
+    status, accounts = books.status(), asdict(books.accounts)
+    assert sum(accounts.values()) == status["limit_bytes"] == 100_000
+    assert all(num_bytes > 0 for num_bytes in accounts.values()), accounts
+    assert status["reserved_bytes"] == sum(status[f"{name}_bytes"] for name in ("row", "prefill", "transient"))
+    assert (status["prefix_cache_bytes"], status["image_cache_bytes"]) == (3000, 500)
 
 
 def test_the_headroom_is_kept_free():
     runner = FakeRunner()
     runner.memory_limit_bytes = 2**30
-    assert make_memory_budget(EngineConfig(), runner, lambda: 0).limit_bytes == 2**30 - 2**27
+    assert make_memory_budget(EngineConfig(), runner, Held()).limit_bytes == 2**30 - 2**27
     config = EngineConfig.model_validate({"memory": {"limit_gb": 4, "headroom_gb": 1}})
-    assert make_memory_budget(config, runner, lambda: 0).limit_bytes == 3 * 2**30
+    assert make_memory_budget(config, runner, Held()).limit_bytes == 3 * 2**30
 
 
 def test_max_tokens_is_lowered_to_what_fits_and_a_prompt_that_never_fits_is_refused_with_both_numbers():
