@@ -26,6 +26,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.request import Request
 from engine.core.scheduler import Chunks
 from engine.protocol import EngineRequest, SamplingParams
+from engine.worker.kv_cache import RowCache
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.spec_prefill.draft import Draft
 from tests.benchmarks.measure import Spread, heading
@@ -33,7 +34,7 @@ from tests.benchmarks.step_bench import SHAPES, random_model
 
 NUM_PROMPTS, PROMPT_TOKENS = 16, 64
 NUM_ROWS, SHORT_TOKENS, NUM_STEPS = 4, 512, 16
-SCORED_TOKENS, LOOK_AHEAD = 8192, 16
+SCORED_TOKENS, SCORED_CHUNK, LOOK_AHEAD = 8192, 2048, 16
 EQUAL_ROWS, EQUAL_PROMPT, EQUAL_TOKENS = 8, 48, 160
 VOCABULARY = range(300, 1200)  # ordinary words of the demo model's tokenizer
 
@@ -143,24 +144,51 @@ def step_ms(runner: MLXRunner, num_drafts: int) -> float:
 
 
 def scoring(draft_shape: str, rounds: int) -> None:
+    """Steps ahead in three ways, in turns: waited for one by one and scored each on its own, launched without waiting
+    and scored together, and the same with compiled blocks."""
     draft = Draft(random_model(SHAPES[draft_shape]))
     ids = prompts(np.random.default_rng(0), 1, SCORED_TOKENS)[0]
-    read, looked = list[float](), list[float]()
-    for _ in range(rounds + 1):
-        cache, began_s = draft.make_cache(), time.perf_counter()
-        for start in range(0, SCORED_TOKENS - 1, 2048):
-            end = min(start + 2048, SCORED_TOKENS - 1)
-            draft.extend(ids[start:end], start, cache, SCORED_TOKENS + LOOK_AHEAD)
-        read.append((time.perf_counter() - began_s) * 1e3)
-        began_s, token_id = time.perf_counter(), int(ids[-1])
-        for i in range(LOOK_AHEAD):
-            _, token_id = draft.look_ahead(token_id, SCORED_TOKENS - 1 + i, cache, SCORED_TOKENS)
-        looked.append((time.perf_counter() - began_s) * 1e3)
-    print(f"scoring {SCORED_TOKENS} tokens: read {Spread.of(read[1:]):.1f} ms, "
-          f"{LOOK_AHEAD} steps ahead {Spread.of(looked[1:]):.1f} ms")  # fmt: skip
+    read = list[float]()
+    looked = {name: list[float]() for name in ("waited for", "launched ahead", "launched ahead, compiled")}
+    for i in range(rounds + 1):
+        for name, taken in looked.items():
+            draft.compile_blocks("compiled" in name)
+            cache, began_s = draft.make_cache(), time.perf_counter()
+            for start in range(0, SCORED_TOKENS - 1, SCORED_CHUNK):
+                end = min(start + SCORED_CHUNK, SCORED_TOKENS - 1)
+                draft.extend(ids[start:end], start, cache, SCORED_TOKENS + LOOK_AHEAD)
+            read_s, began_s = time.perf_counter() - began_s, time.perf_counter()
+            look = look_waiting if name == "waited for" else look_ahead
+            look(draft, ids[-1:], cache)
+            if i:
+                read.append(read_s * 1e3)
+                taken.append((time.perf_counter() - began_s) * 1e3)
+    print(f"scoring {SCORED_TOKENS} tokens: read {Spread.of(read):.1f} ms; {LOOK_AHEAD} steps ahead:")
+    for name, taken in looked.items():
+        print(f"  {name}: {Spread.of(taken):.1f} ms")
     del draft
     gc.collect()
     mx.clear_cache()
+
+
+def look_waiting(draft: Draft, last_id: np.ndarray, cache: RowCache) -> None:
+    token, total = mx.array(last_id[None]), mx.zeros(SCORED_TOKENS)
+    for i in range(LOOK_AHEAD):
+        token, states = draft.look_ahead(token, cache)
+        total = total + draft.observe([states], SCORED_TOKENS - 1 + i, cache, SCORED_TOKENS)
+        mx.eval(token, total, [layer.state for layer in cache])
+        token.item()
+
+
+def look_ahead(draft: Draft, last_id: np.ndarray, cache: RowCache) -> None:
+    """As the scorer does it: the token of a step is read while the next one runs."""
+    token, steps = mx.array(last_id[None]), list[list[mx.array]]()
+    for _ in range(LOOK_AHEAD):
+        before = token
+        token, states = draft.look_ahead(before, cache)
+        before.item()
+        steps.append(states)
+    mx.eval(draft.observe(steps, SCORED_TOKENS - 1, cache, SCORED_TOKENS))
 
 
 def answers(name: str, settings: EngineConfig, asked: Sequence[EngineRequest]) -> dict[str, dict[str, list[int]]]:
