@@ -28,6 +28,7 @@ from engine.core.scheduler import Chunks
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.kv_cache import RowCache
 from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.ranking import best_first
 from engine.worker.spec_prefill.draft import Draft
 from tests.benchmarks.measure import Spread, heading
 from tests.benchmarks.step_bench import SHAPES, random_model
@@ -35,6 +36,7 @@ from tests.benchmarks.step_bench import SHAPES, random_model
 NUM_PROMPTS, PROMPT_TOKENS = 16, 64
 NUM_ROWS, SHORT_TOKENS, NUM_STEPS = 4, 512, 16
 SCORED_TOKENS, SCORED_CHUNK, LOOK_AHEAD = 8192, 2048, 16
+TOP_K, TOP_K_VOCABULARY, TOP_K_REPEATS = 20, 248_320, 8
 EQUAL_ROWS, EQUAL_PROMPT, EQUAL_TOKENS = 8, 48, 160
 VOCABULARY = range(300, 1200)  # ordinary words of the demo model's tokenizer
 
@@ -191,6 +193,29 @@ def look_ahead(draft: Draft, last_id: np.ndarray, cache: RowCache) -> None:
     mx.eval(draft.observe(steps, SCORED_TOKENS - 1, cache, SCORED_TOKENS))
 
 
+def top_k(rounds: int) -> None:
+    """The best 20 of 248,320 scores by a partition, as MLX has it, and by maxima of blocks first, in turns."""
+    ways = {"partition": partition, "blocks": best_first}
+    for num_positions in (1, 4, 16, 64):
+        scores = mx.random.normal((num_positions, 1, TOP_K_VOCABULARY), key=mx.random.key(num_positions))
+        taken = {name: list[float]() for name in ways}
+        for i in range(rounds + 1):
+            for name, way in ways.items():
+                mx.eval(scores)
+                began_s = time.perf_counter()
+                mx.eval([way(scores + j, TOP_K) for j in range(TOP_K_REPEATS)])
+                if i:
+                    taken[name].append((time.perf_counter() - began_s) / TOP_K_REPEATS * 1e3)
+        print(f"top-k: {num_positions} positions: " + ", ".join(
+            f"{name} {Spread.of(each):.3f} ms" for name, each in taken.items()))  # fmt: skip
+
+
+def partition(scores: mx.array, count: int) -> mx.array:
+    some = mx.argpartition(-scores, kth=count - 1, axis=-1)[..., :count]
+    order = mx.argsort(-mx.take_along_axis(scores, some, axis=-1), axis=-1)
+    return mx.take_along_axis(some, order, axis=-1)
+
+
 def answers(name: str, settings: EngineConfig, asked: Sequence[EngineRequest]) -> dict[str, dict[str, list[int]]]:
     """What the requests get alone, and in batches."""
     runner, found = load_runner(settings, lambda part: None), {}
@@ -240,6 +265,7 @@ def main() -> None:
     print(heading(f"gpu_bench {args.shape} on {mx.default_device()}"))
     arms: dict[str, Callable[[], None]] = {
         "scoring": lambda: scoring(args.draft, args.rounds),
+        "top-k": lambda: top_k(args.rounds),
         "burst": lambda: burst(args.shape, args.rounds),
         "context": lambda: context(args.shape, args.long, args.rounds),
         "equal": lambda: equal(0.0, args.tokens),

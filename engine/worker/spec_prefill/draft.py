@@ -137,7 +137,9 @@ class Draft:
         at_once = max(MAX_OBSERVED_BYTES // row_bytes, 1)
         total = mx.zeros(num_prompt)
         for start in range(0, len(steps), at_once):
-            before = [mx.concatenate(states, axis=1) for states in zip(*steps[start : start + at_once], strict=True)]
+            before = [
+                mx.concatenate(list(states), axis=1) for states in zip(*steps[start : start + at_once], strict=True)
+            ]
             total = total + importance(layers, before, position + start, num_prompt).sum(axis=0)
             mx.async_eval(total)
         return total / len(steps)

@@ -287,7 +287,7 @@ class Scorer:
         if job.num_bytes > MAX_COPIED_BYTES:
             mx.eval(before)
         job.token, states = self._draft.look_ahead(before, job.cache)
-        if not is_first and int(before.item()) in self._draft.stop_token_ids:
+        if not is_first and int(np.array(before).item()) in self._draft.stop_token_ids:
             importance = self._observed(job)
         else:
             job.looked.append(states)

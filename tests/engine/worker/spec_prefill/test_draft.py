@@ -34,7 +34,7 @@ def look(draft: Draft, ids: np.ndarray, num_steps: int = STEPS, chunk: int = 32)
     np.testing.assert_allclose(
         draft.observe(steps, last, cache, len(ids)), np.mean(scores, axis=0), rtol=RTOL, atol=1e-8
     )
-    return np.array(scores), [int(token_id.item()) for token_id in said[1:]]
+    return np.array(scores), [int(np.array(token_id).item()) for token_id in said[1:]]
 
 
 def close(a: mx.array, b: mx.array) -> bool:

@@ -137,7 +137,7 @@ def step_by_step(draft: Draft, ids: np.ndarray, num_steps: int) -> np.ndarray:
     for step in range(num_steps):
         following, before = draft.look_ahead(mx.array([[token_id]], mx.int32), cache)
         total += np.array(draft.observe([before], last + step, cache, len(ids)))
-        token_id = int(following.item())
+        token_id = int(np.array(following).item())
     return total / num_steps
 
 
