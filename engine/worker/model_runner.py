@@ -73,7 +73,7 @@ class MLXRunner:
         elif mx.cuda.is_available():
             gated_delta_cuda.install()
         self._model = model
-        self._view = View(model.module.language_model)
+        self._view = View(model.module.language_model, config.mtp_exact)
         self._head = MTPHead(model.mtp_head, self._view) if model.mtp_head is not None else None
         self._vision = self._make_vision(model, config)
         self._prefill = Prefill(self._view, self._head, self._vision, model.config.get("image_token_id"))
@@ -103,6 +103,7 @@ class MLXRunner:
             "blas": blas.preload().source,
             "explicit_positions": self._view.explicit_positions,
             "mtp": model.mtp_status,
+            "mtp_exact": _exactness(self._view),
             "compiled": compiled,
         }
 
@@ -328,6 +329,12 @@ def _newcomer(row: Request, prompt: Prompt, first: RowOutput, moves: bool) -> Ne
     """moves: see Newcomer."""
     token_id, position = first.token_ids[0], prompt.next_position
     return Newcomer(row, prompt.cache, position, token_id, prompt.head_cache, prompt.hidden, moves)
+
+
+def _exactness(view: View) -> str:
+    """For the status page: what is configured, and what comes of it on this device."""
+    one, more = view.verifies_exactly(1), view.verifies_exactly(2)
+    return f"{view.exact}: {'always' if more else 'with one row' if one else 'never'}"
 
 
 def max_draft_tokens(config: EngineConfig) -> int:
