@@ -65,9 +65,12 @@ class View:
     def extend(
         self, token_ids: mx.array, embeds: mx.array | None, cache: list, positions: np.ndarray
     ) -> mx.array | None:
-        """Prompt tokens into the cache of one row, evaluated. token_ids [1, L], positions int32 [3, 1, L].
+        """Launch prompt tokens into the cache of one row. token_ids [1, L], positions int32 [3, 1, L].
 
-        Returns the hidden states [1, L, hidden], None where the model gives none.
+        The device is not waited for; it must be before the next chunk, whose writes would copy what is still in use.
+
+        Returns:
+            The hidden states [1, L, hidden], None where the model gives none.
         """
         if not self.explicit_positions:
             assert embeds is None, "this model takes no embeddings"
@@ -75,7 +78,7 @@ class View:
             hidden = None
         else:
             hidden = self._hidden(token_ids, cache, mx.array(positions), inputs_embeds=embeds)
-        mx.eval([layer.state for layer in cache])
+        mx.async_eval([layer.state for layer in cache])
         return hidden
 
     def extend_to_end(
