@@ -218,9 +218,13 @@ def scoring(draft_shape: str, rounds: int) -> None:
     ids = prompts(np.random.default_rng(0), 1, SCORED_TOKENS)[0]
     read = list[float]()
     looked = {name: list[float]() for name in ("waited for", "launched ahead", "launched ahead, compiled")}
-    for i in range(rounds + 1):
+    blocks = {}
+    for compiles in (False, True):
+        draft.compile_blocks(compiles)
+        blocks[compiles] = draft._blocks
+    for i in range(rounds + 1):  # the first one traces and compiles
         for name, taken in looked.items():
-            draft.compile_blocks("compiled" in name)
+            draft._blocks = blocks["compiled" in name]
             cache, began_s = draft.make_cache(), time.perf_counter()
             for start in range(0, SCORED_TOKENS - 1, SCORED_CHUNK):
                 end = min(start + SCORED_CHUNK, SCORED_TOKENS - 1)

@@ -22,13 +22,17 @@ from mlx_vlm.models.llama import language as llama
 from mlx_vlm.models.qwen3_5 import language as qwen3_5
 from mlx_vlm.models.qwen3_5 import speculative_verifier as qwen3_5_verifier
 
-LARGEST = 87.0
-"""Exponents beyond are taken for this one: exp(87) and exp(-87) are still normal float32 numbers."""
+SMALLEST, LARGEST = mx.array(-87.0), mx.array(87.0)
+"""Exponents beyond are taken for these: exp(-87) and exp(87) are still normal float32 numbers."""
 
-LOG2_E = 1.4426950408889634
-LN_2_HIGH, LN_2_LOW = 0.693359375, -2.12194440e-4
-COEFFICIENTS = (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-HIGHEST_COEFFICIENT = 1.9875691500e-4
+LOG2_E = mx.array(1.4426950408889634)
+LN_2_HIGH, LN_2_LOW = mx.array(0.693359375), mx.array(-2.12194440e-4)
+HIGHEST_COEFFICIENT = mx.array(1.9875691500e-4)
+COEFFICIENTS = [
+    mx.array(value) for value in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+]
+ONE, EXPONENT_BIAS, EXPONENT_SHIFT = mx.array(1.0), mx.array(127, mx.int32), mx.array(23, mx.int32)
+# Arrays, made once: from numbers each graph would make its own.
 
 MIN_TOKENS = 16
 """Fewer are a decode step; as in attention_cpu."""
@@ -39,14 +43,14 @@ MAX_SHAPES = 64
 
 def exp(x: mx.array) -> mx.array:
     """e to the power of float32 numbers between -87 and 87; Cephes' expf (Moshier 1989)."""
-    x = mx.clip(x, -LARGEST, LARGEST)
+    x = mx.minimum(mx.maximum(x, SMALLEST), LARGEST)
     whole = mx.round(x * LOG2_E)
     rest = x - whole * LN_2_HIGH - whole * LN_2_LOW
     polynomial = HIGHEST_COEFFICIENT * rest + COEFFICIENTS[0]
     for coefficient in COEFFICIENTS[1:]:
         polynomial = polynomial * rest + coefficient
-    power = mx.left_shift(whole.astype(mx.int32) + 127, 23).view(mx.float32)
-    return (polynomial * (rest * rest) + rest + 1) * power
+    power = mx.left_shift(whole.astype(mx.int32) + EXPONENT_BIAS, EXPONENT_SHIFT).view(mx.float32)
+    return (polynomial * (rest * rest) + rest + ONE) * power
 
 
 class PerShape:
@@ -70,8 +74,8 @@ class PerShape:
 
 _library_silu: Any = nn.silu
 _library_swiglu: Any = vars(qwen3_5)["swiglu"]
-_silu = PerShape(lambda x: x / (1 + exp(-x)))
-_swiglu = PerShape(lambda gate, x: gate / (1 + exp(-gate)) * x)
+_silu = PerShape(lambda x: x / (ONE + exp(-x)))
+_swiglu = PerShape(lambda gate, x: gate / (ONE + exp(-gate)) * x)
 
 
 def silu(x: mx.array) -> mx.array:
