@@ -2,7 +2,7 @@
 
 MLX 0.32.4 takes 15 ns for an exponential on x86 and is up to 62 ulp off; the polynomial of Cephes' expf in plain MLX
 operations takes 4.5 ns as a compiled graph, and is less than 1 ulp off: prefill of 1024 tokens with the demo model
-takes 22 % less CPU time. mlx_vlm calls `nn.silu` by its module and `swiglu` by name; `install` replaces both where the
+takes 24 % less CPU time. mlx_vlm calls `nn.silu` by its module and `swiglu` by name; `install` replaces both where the
 Qwen and Llama families call them, for prompts alone: a decode step has so few numbers that a larger graph costs it more
 than it gains (5 % with one row), and takes the library's functions whatever the number of rows. Each element is
 computed by the same operations wherever it stands. It can go when MLX's CPU backend has a faster exponential on x86.
