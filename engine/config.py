@@ -10,6 +10,9 @@ SnapshotKind = Literal["system", "turn", "prompt", "answer"]
 Pooling = Literal["last", "mean"]
 """How the hidden states of a text become its embedding: that of the last token, or the mean of all."""
 
+MTPExact = Literal["auto", "on", "off"]
+"""Whether drafts are verified by the library's exact verifier."""
+
 MIN_KEEP = 0.1
 """Of the tokens of a sparse prompt that may be chosen from."""
 
@@ -163,6 +166,11 @@ class EngineConfig(Frozen):
     mtp_head: str | None = Field(
         default=None, description="directory or hub repository of a split MTP head; default: the checkpoint's own"
     )
+    mtp_exact: MTPExact = Field(
+        default="auto",
+        description="verify drafts with kernels that round as those for one token do; auto: on Metal, with one row in "
+        "the batch, where it costs nothing; on reads the weights once per row",
+    )
     compile: Literal["auto", "on", "off"] = Field(
         default="auto", description="decode as a compiled graph; auto: on CUDA, where the host is the slower half"
     )
@@ -195,6 +203,8 @@ class EngineConfig(Frozen):
     def _effective(self) -> "EngineConfig":
         if self.mtp == "off" and self.mtp_head is not None:
             raise ValueError(f"mtp is off: mtp_head {self.mtp_head!r} would have no effect")
+        if self.mtp == "off" and self.mtp_exact != "auto":
+            raise ValueError(f"mtp is off: mtp_exact {self.mtp_exact!r} would have no effect")
         if self.model == "demo" and self.revision is not None:
             raise ValueError(f"model demo is part of Orchard: revision {self.revision!r} would have no effect")
         if self.device == "cpu" and self.share_device:

@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.core.request import Request
 from engine.protocol import TokenLogprobs
+from engine.worker.ranking import best_first
 
 
 @dataclass(slots=True, eq=False)
@@ -49,8 +50,6 @@ def logprobs_of(rows: Sequence[Request], logits: mx.array, tokens: mx.array) -> 
     mine = mine - mx.logsumexp(mine, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(mine, mx.maximum(tokens[index], 0)[..., None], axis=-1)[..., 0]
     depth = max([1, *(n for _, n in asking)])
-    some = mx.argpartition(-mine, kth=depth - 1, axis=-1)[..., :depth]
-    order = mx.argsort(-mx.take_along_axis(mine, some, axis=-1), axis=-1)
-    ids = mx.take_along_axis(some, order, axis=-1)
+    ids = best_first(mine, depth)
     top = mx.take_along_axis(mine, ids, axis=-1)
     return Logprobs([i for i, _ in asking], [n for _, n in asking], chosen, ids.astype(mx.int32), top)

@@ -23,7 +23,7 @@ from engine.worker.burst import BurstPrefill
 from engine.worker.decode import Newcomer
 from engine.worker.decode_batch import DecodeBatch
 from engine.worker.mtp import MTPHead
-from engine.worker.patches import attention_cpu, gated_delta_chunks, gated_delta_cuda, gated_delta_rows
+from engine.worker.patches import attention_cpu, gated_delta_chunks, gated_delta_cuda, gated_delta_rows, silu_cpu
 from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, Prompt, first_tokens
 from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays, why_not
@@ -70,10 +70,11 @@ class MLXRunner:
             gated_delta_rows.install()
             gated_delta_chunks.install()
             attention_cpu.install()
+            silu_cpu.install()
         elif mx.cuda.is_available():
             gated_delta_cuda.install()
         self._model = model
-        self._view = View(model.module.language_model)
+        self._view = View(model.module.language_model, config.mtp_exact)
         self._head = MTPHead(model.mtp_head, self._view) if model.mtp_head is not None else None
         self._vision = self._make_vision(model, config)
         self._prefill = Prefill(self._view, self._head, self._vision, model.config.get("image_token_id"))
@@ -103,6 +104,7 @@ class MLXRunner:
             "blas": blas.preload().source,
             "explicit_positions": self._view.explicit_positions,
             "mtp": model.mtp_status,
+            "mtp_exact": _exactness(self._view),
             "compiled": compiled,
         }
 
@@ -345,6 +347,12 @@ def _newcomer(row: Request, prompt: Prompt, first: RowOutput, moves: bool) -> Ne
     """moves: see Newcomer."""
     token_id, position = first.token_ids[0], prompt.next_position
     return Newcomer(row, prompt.cache, position, token_id, prompt.head_cache, prompt.hidden, moves)
+
+
+def _exactness(view: View) -> str:
+    """For the status page: what is configured, and what comes of it on this device."""
+    one, more = view.verifies_exactly(1), view.verifies_exactly(2)
+    return f"{view.exact}: {'always' if more else 'with one row' if one else 'never'}"
 
 
 def max_draft_tokens(config: EngineConfig) -> int:

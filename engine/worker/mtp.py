@@ -39,10 +39,10 @@ class MTPHead:
         return cache
 
     def prime(self, next_token_ids: mx.array, hidden: mx.array, cache: RowCache) -> None:
-        """A chunk of one prompt: token ids [1, L] behind those whose hidden states [1, L, hidden] these are."""
+        """Launch a chunk of one prompt: token ids [1, L] behind those whose hidden states [1, L, hidden] these are."""
         start = cache[0].offset
         self(next_token_ids, hidden, cache, mx.arange(start, start + hidden.shape[1])[None])
-        mx.eval([layer.state for layer in cache])
+        mx.async_eval([layer.state for layer in cache])
 
     def __call__(self, token_ids: mx.array, hidden: mx.array, cache: list[Any], positions: mx.array) -> mx.array:
         """token_ids, positions [B, L], hidden [B, L, hidden]. Returns hidden states that `View.logits` reads."""

@@ -174,6 +174,8 @@ class Prefill:
             logits, hidden = self._view.extend_to_end(token_ids, embeds, prompt.cache, positions)
         if self._head is not None and hidden is not None:
             self._prime(self._head, prompt, hidden)
+        if logits is None:  # one wait per chunk: its time is the cost model's
+            mx.eval([layer.state for layer in prompt.layers], [] if prompt.hidden is None else prompt.hidden)
         return end - start, logits
 
     def pool(self, prompt: Prompt, pooled: PooledStates, max_tokens: int) -> tuple[int, bool]:
@@ -195,7 +197,7 @@ class Prefill:
             behind = prompt.successors[None, start : prompt.done - 1].astype(np.int32)
             head.prime(mx.array(behind), before, prompt.head_cache)
         prompt.hidden = mx.contiguous(hidden[:, -1:])
-        mx.eval(prompt.hidden)
+        mx.async_eval(prompt.hidden)
 
     def _embed(self, prompt: Prompt, token_ids: mx.array, start: int, end: int) -> mx.array | None:
         """Embeddings [1, L, hidden] of a chunk that holds image tokens; None when ids say it all."""

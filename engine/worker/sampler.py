@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.core.batch import NO_TOKEN
 from engine.protocol import SamplingParams
+from engine.worker.ranking import best_first
 
 COLDEST = 1e-6
 """Temperatures below are greedy: dividing by them leaves nothing but the best token, or overflows."""
@@ -82,7 +83,7 @@ class Nucleus:
 
     def __call__(self, scaled: mx.array, noise: mx.array) -> mx.array:
         """Both float32 [rows, L, vocab]. Returns int32 [rows, L]."""
-        order = self._best(scaled)
+        order = best_first(scaled, self._depth)
         logits = mx.take_along_axis(scaled, order, axis=-1)
         rank = mx.arange(order.shape[-1])
         logits = mx.where(rank < self._top_k, logits, -mx.inf)
@@ -92,14 +93,6 @@ class Nucleus:
         noisy = mx.where(in_nucleus, logits + mx.take_along_axis(noise, order, axis=-1), -mx.inf)
         chosen = mx.argmax(noisy, axis=-1, keepdims=True)
         return mx.take_along_axis(order, chosen, axis=-1)[..., 0].astype(mx.int32)
-
-    def _best(self, scaled: mx.array) -> mx.array:
-        """Token ids, best first, as many as the largest top_k asks for."""
-        if self._depth >= scaled.shape[-1]:
-            return mx.argsort(-scaled, axis=-1)
-        some = mx.argpartition(-scaled, kth=self._depth - 1, axis=-1)[..., : self._depth]
-        order = mx.argsort(-mx.take_along_axis(scaled, some, axis=-1), axis=-1)
-        return mx.take_along_axis(some, order, axis=-1)
 
 
 def _column(values: Sequence[float]) -> mx.array:

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.cache import make_prompt_cache
 
+from engine.config import MTPExact
 from engine.worker.kv_cache import RowCache
 
 
@@ -18,12 +19,21 @@ class View:
     single-row batch on every token (mlx_vlm 0.7.10, models/qwen3_5/language.py).
     """
 
-    def __init__(self, language_model: Any):
+    def __init__(self, language_model: Any, exact: MTPExact = "auto"):
         self.lm = language_model
         self.explicit_positions = hasattr(language_model, "get_rope_index")
-        # In low precision Metal's kernels for several tokens round otherwise than those for one; the library's
-        # verifier keeps to the latter. Elsewhere it would only take longer.
-        self.exact_verify = mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu
+        self.exact: MTPExact = exact
+
+    def verifies_exactly(self, num_rows: int) -> bool:
+        """Return whether drafts of so many rows are verified by the library's exact verifier.
+
+        In low precision Metal's kernels for several tokens round otherwise than those for one, and the verifier keeps
+        to the latter: it reads quantized weights once per row. Elsewhere it takes longer even for one row.
+        """
+        if self.exact == "auto":
+            on_metal = mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu
+            return on_metal and num_rows == 1
+        return self.exact == "on"
 
     def make_cache(self) -> RowCache:
         """An empty cache for one row, one entry per layer."""
@@ -40,20 +50,27 @@ class View:
         """
         if not self.explicit_positions:
             return self.lm(token_ids, cache=cache).logits, None
-        verify = {"speculative_verify": True} if self.exact_verify and token_ids.shape[1] > 1 else {}
-        hidden = self._hidden(token_ids, cache, positions, **verify)
+        if token_ids.shape[1] > 1 and self.verifies_exactly(token_ids.shape[0]):
+            hidden = self._hidden(token_ids, cache, positions, speculative_verify=True)
+            return self.lm.speculative_logits_from_hidden(hidden), hidden
+        hidden = self._hidden(token_ids, cache, positions)
         return self.logits(hidden), hidden
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """[B, L, hidden] -> [B, L, vocab]."""
-        return self.lm.speculative_logits_from_hidden(hidden)
+        """[B, L, hidden] -> [B, L, vocab], by one product for all rows and tokens."""
+        if hasattr(self.lm, "lm_head"):
+            return self.lm.lm_head(hidden)
+        return self.lm.model.embed_tokens.as_linear(hidden)
 
     def extend(
         self, token_ids: mx.array, embeds: mx.array | None, cache: list, positions: np.ndarray
     ) -> mx.array | None:
-        """Prompt tokens into the cache of one row, evaluated. token_ids [1, L], positions int32 [3, 1, L].
+        """Launch prompt tokens into the cache of one row. token_ids [1, L], positions int32 [3, 1, L].
 
-        Returns the hidden states [1, L, hidden], None where the model gives none.
+        The device is not waited for; it must be before the next chunk, whose writes would copy what is still in use.
+
+        Returns:
+            The hidden states [1, L, hidden], None where the model gives none.
         """
         if not self.explicit_positions:
             assert embeds is None, "this model takes no embeddings"
@@ -61,7 +78,7 @@ class View:
             hidden = None
         else:
             hidden = self._hidden(token_ids, cache, mx.array(positions), inputs_embeds=embeds)
-        mx.eval([layer.state for layer in cache])
+        mx.async_eval([layer.state for layer in cache])
         return hidden
 
     def extend_to_end(

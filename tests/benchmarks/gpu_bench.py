@@ -1,20 +1,29 @@
 """Measure on a GPU: bursts of short prompts, decoding behind long contexts, scoring, and equal tokens in low precision.
 
-    python -m tests.benchmarks.gpu_bench --shape qwen3.5-4b --rounds 5
+    python -m tests.benchmarks.gpu_bench --shape qwen3.5-4b --rounds 5 --only scoring top-k busy
+    python -m tests.benchmarks.gpu_bench --only equal sampled
+
+Each arm that has a before and an after takes them in turns, in one process.
 
 burst: seconds until 16 prompts of 64 tokens have their first tokens, and until one has, with random weights of the
 shape. context: a decode step of four rows behind --long tokens each, and behind 512. scoring: a draft of --draft shape
-reads 8192 tokens, and looks ahead. equal: the demo model in the device's own precision, the share of tokens that are
-the same alone and in a batch of eight, and with and without drafts, greedy and sampled.
+reads 8192 tokens, and looks ahead: waited for step by step, launched ahead, and with compiled blocks. top-k: the best
+20 of 248,320 scores by a partition and by maxima of blocks. busy: tokens/s of a prompt of --busy tokens, alone and
+while eight rows decode. equal, sampled: the demo model in the device's own precision, greedy and at temperature 0.8,
+the share of --tokens that are the same up to the first difference, alone and in a batch of eight, with and without
+drafts.
 """
 
 import argparse
+import contextlib
 import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import engine.worker  # noqa: F401  # before MLX
 
@@ -26,14 +35,20 @@ from engine.core.engine_core import EngineCore
 from engine.core.request import Request
 from engine.core.scheduler import Chunks
 from engine.protocol import EngineRequest, SamplingParams
+from engine.worker.kv_cache import RowCache
 from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.ranking import best_first
 from engine.worker.spec_prefill.draft import Draft
 from tests.benchmarks.measure import Spread, heading
 from tests.benchmarks.step_bench import SHAPES, random_model
 
 NUM_PROMPTS, PROMPT_TOKENS = 16, 64
 NUM_ROWS, SHORT_TOKENS, NUM_STEPS = 4, 512, 16
-SCORED_TOKENS, LOOK_AHEAD = 8192, 16
+SCORED_TOKENS, SCORED_CHUNK, LOOK_AHEAD = 8192, 2048, 16
+TOP_K, TOP_K_VOCABULARY, TOP_K_REPEATS = 20, 248_320, 8
+BUSY_ROWS = 8
+SAMPLED_TEMPERATURE = 0.8
+ARMS = ("scoring", "top-k", "burst", "context", "busy", "equal", "sampled")
 EQUAL_ROWS, EQUAL_PROMPT, EQUAL_TOKENS = 8, 48, 160
 VOCABULARY = range(300, 1200)  # ordinary words of the demo model's tokenizer
 
@@ -134,6 +149,60 @@ def context(shape: str, long_tokens: int, rounds: int) -> None:
         print(f"  long / short {long / short:.2f} x")
 
 
+def busy(shape: str, num_tokens: int, rounds: int) -> None:
+    """Prefill of a long prompt alone and while eight rows decode, with one wait per chunk and with one behind each of
+    its parts, in turns."""
+    settings = config(mtp={"max_draft_tokens": 1, "max_rows": 1})  # the head is primed, and nothing is drafted
+    with random_runner(shape, settings) as runner:
+        core, outputs = make_core(runner, settings)
+        rng = np.random.default_rng(0)
+        for num_rows in (0, BUSY_ROWS):
+            for i, ids in enumerate(prompts(rng, num_rows, PROMPT_TOKENS)):
+                core.add_request(request(f"row {i}", ids, 2**16))
+            while sum(map(bool, outputs.values())) < num_rows:
+                core.step()
+            taken = {name: list[float]() for name in ("a wait per part", "a wait per chunk")}
+            step_times = {name: list[float]() for name in taken}
+            for i in range(rounds + 1):
+                for name in taken:
+                    with waits(runner) if name == "a wait per part" else contextlib.nullcontext():
+                        prompt = request(f"{num_rows} {name} {i}", prompts(rng, 1, num_tokens)[0], 1)
+                        steps_before, seconds = core.stats.num_steps, until_first(core, prompt, outputs)
+                    if i:
+                        taken[name].append(num_tokens / seconds)
+                        step_times[name].append(seconds / (core.stats.num_steps - steps_before) * 1e3)
+            for name in taken:
+                print(f"busy: {num_tokens} tokens beside {num_rows} rows, {name}: {Spread.of(taken[name]):.0f} tokens/s"
+                      f", {Spread.of(step_times[name]):.1f} ms per step")  # fmt: skip
+
+
+@contextmanager
+def waits(runner: MLXRunner) -> Iterator[None]:
+    """Let the device be waited for behind the target's part of a chunk, and behind the MTP head's."""
+
+    def waiting(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            result = launch(*args)
+            mx.synchronize()
+            return result
+
+        return run
+
+    view, head = runner._view, runner._head
+    assert head is not None
+    with patch.object(view, "extend", waiting(view.extend)), patch.object(head, "prime", waiting(head.prime)):
+        yield
+
+
+def until_first(core: EngineCore, one: EngineRequest, outputs: dict[str, list[int]]) -> float:
+    """Seconds until the request has its first token."""
+    began_s = time.perf_counter()
+    core.add_request(one)
+    while not outputs.get(f"{one.request_id}/0"):
+        core.step()
+    return time.perf_counter() - began_s
+
+
 def step_ms(runner: MLXRunner, num_drafts: int) -> float:
     runner.decode(num_drafts)
     began_s = time.perf_counter()
@@ -143,24 +212,78 @@ def step_ms(runner: MLXRunner, num_drafts: int) -> float:
 
 
 def scoring(draft_shape: str, rounds: int) -> None:
+    """Steps ahead in three ways, in turns: waited for one by one and scored each on its own, launched without waiting
+    and scored together, and the same with compiled blocks."""
     draft = Draft(random_model(SHAPES[draft_shape]))
     ids = prompts(np.random.default_rng(0), 1, SCORED_TOKENS)[0]
-    read, looked = list[float](), list[float]()
-    for _ in range(rounds + 1):
-        cache, began_s = draft.make_cache(), time.perf_counter()
-        for start in range(0, SCORED_TOKENS - 1, 2048):
-            end = min(start + 2048, SCORED_TOKENS - 1)
-            draft.extend(ids[start:end], start, cache, SCORED_TOKENS + LOOK_AHEAD)
-        read.append((time.perf_counter() - began_s) * 1e3)
-        began_s, token_id = time.perf_counter(), int(ids[-1])
-        for i in range(LOOK_AHEAD):
-            _, token_id = draft.look_ahead(token_id, SCORED_TOKENS - 1 + i, cache, SCORED_TOKENS)
-        looked.append((time.perf_counter() - began_s) * 1e3)
-    print(f"scoring {SCORED_TOKENS} tokens: read {Spread.of(read[1:]):.1f} ms, "
-          f"{LOOK_AHEAD} steps ahead {Spread.of(looked[1:]):.1f} ms")  # fmt: skip
+    read = list[float]()
+    looked = {name: list[float]() for name in ("waited for", "launched ahead", "launched ahead, compiled")}
+    blocks = {}
+    for compiles in (False, True):
+        draft.compile_blocks(compiles)
+        blocks[compiles] = draft._blocks
+    for i in range(rounds + 1):  # the first one traces and compiles
+        for name, taken in looked.items():
+            draft._blocks = blocks["compiled" in name]
+            cache, began_s = draft.make_cache(), time.perf_counter()
+            for start in range(0, SCORED_TOKENS - 1, SCORED_CHUNK):
+                end = min(start + SCORED_CHUNK, SCORED_TOKENS - 1)
+                draft.extend(ids[start:end], start, cache, SCORED_TOKENS + LOOK_AHEAD)
+            read_s, began_s = time.perf_counter() - began_s, time.perf_counter()
+            look = look_waiting if name == "waited for" else look_ahead
+            look(draft, ids[-1:], cache)
+            if i:
+                read.append(read_s * 1e3)
+                taken.append((time.perf_counter() - began_s) * 1e3)
+    print(f"scoring {SCORED_TOKENS} tokens: read {Spread.of(read):.1f} ms; {LOOK_AHEAD} steps ahead:")
+    for name, taken in looked.items():
+        print(f"  {name}: {Spread.of(taken):.1f} ms")
     del draft
     gc.collect()
     mx.clear_cache()
+
+
+def look_waiting(draft: Draft, last_id: np.ndarray, cache: RowCache) -> None:
+    token, total = mx.array(last_id[None]), mx.zeros(SCORED_TOKENS)
+    for i in range(LOOK_AHEAD):
+        token, states = draft.look_ahead(token, cache)
+        total = total + draft.observe([states], SCORED_TOKENS - 1 + i, cache, SCORED_TOKENS)
+        mx.eval(token, total, [layer.state for layer in cache])
+        token.item()
+
+
+def look_ahead(draft: Draft, last_id: np.ndarray, cache: RowCache) -> None:
+    """As the scorer does it: the token of a step is read while the next one runs."""
+    token, steps = mx.array(last_id[None]), list[list[mx.array]]()
+    for _ in range(LOOK_AHEAD):
+        before = token
+        token, states = draft.look_ahead(before, cache)
+        before.item()
+        steps.append(states)
+    mx.eval(draft.observe(steps, SCORED_TOKENS - 1, cache, SCORED_TOKENS))
+
+
+def top_k(rounds: int) -> None:
+    """The best 20 of 248,320 scores by a partition, as MLX has it, and by maxima of blocks first, in turns."""
+    ways = {"partition": partition, "blocks": best_first}
+    for num_positions in (1, 4, 16, 64):
+        scores = mx.random.normal((num_positions, 1, TOP_K_VOCABULARY), key=mx.random.key(num_positions))
+        taken = {name: list[float]() for name in ways}
+        for i in range(rounds + 1):
+            for name, way in ways.items():
+                mx.eval(scores)
+                began_s = time.perf_counter()
+                mx.eval([way(scores + j, TOP_K) for j in range(TOP_K_REPEATS)])
+                if i:
+                    taken[name].append((time.perf_counter() - began_s) / TOP_K_REPEATS * 1e3)
+        print(f"top-k: {num_positions} positions: " + ", ".join(
+            f"{name} {Spread.of(each):.3f} ms" for name, each in taken.items()))  # fmt: skip
+
+
+def partition(scores: mx.array, count: int) -> mx.array:
+    some = mx.argpartition(-scores, kth=count - 1, axis=-1)[..., :count]
+    order = mx.argsort(-mx.take_along_axis(scores, some, axis=-1), axis=-1)
+    return mx.take_along_axis(some, order, axis=-1)
 
 
 def answers(name: str, settings: EngineConfig, asked: Sequence[EngineRequest]) -> dict[str, dict[str, list[int]]]:
@@ -207,18 +330,21 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=60_000, help="tokens of a long context")
     parser.add_argument("--tokens", type=int, default=10_000, help="compared in low precision")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="*", default=["scoring", "burst", "context", "equal"])
+    parser.add_argument("--busy", type=int, default=8192, help="tokens of the prompt beside rows that decode")
+    parser.add_argument("--only", nargs="+", choices=ARMS, default=ARMS, metavar="ARM", help=", ".join(ARMS))
     args = parser.parse_args()
     print(heading(f"gpu_bench {args.shape} on {mx.default_device()}"))
     arms: dict[str, Callable[[], None]] = {
         "scoring": lambda: scoring(args.draft, args.rounds),
+        "top-k": lambda: top_k(args.rounds),
         "burst": lambda: burst(args.shape, args.rounds),
         "context": lambda: context(args.shape, args.long, args.rounds),
+        "busy": lambda: busy(args.shape, args.busy, args.rounds),
         "equal": lambda: equal(0.0, args.tokens),
-        "equal, sampled": lambda: equal(1.0, args.tokens),
+        "sampled": lambda: equal(SAMPLED_TEMPERATURE, args.tokens),
     }
     for name, arm in arms.items():
-        if name.split(",")[0] in args.only:
+        if name in args.only:
             in_thread(arm)
 
 

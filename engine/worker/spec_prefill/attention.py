@@ -1,4 +1,4 @@
-"""What one token attends to, read from the public modules of a model's layers: no patches, nothing is replaced.
+"""What tokens attend to, read from the public modules of a model's layers: no patches, nothing is replaced.
 
 Read are decoder blocks of the common shape (`input_layernorm`, `self_attn`, `post_attention_layernorm`, `mlp`) with
 rotary positions, with or without norms of queries and gates of outputs: Llama, Qwen2, Qwen3, Qwen3-VL, Qwen3.5.
@@ -25,8 +25,8 @@ ATTENTION_PARTS = ("q_proj", "o_proj", "scale")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayer:
-    """One block with full attention. normalize: queries [1, 1, heads, head_dim] -> the same, as keys are compared with.
-    rotate: queries [1, heads, 1, head_dim] and their position -> rotated queries.
+    """One block with full attention. normalize: queries [1, n, heads, head_dim] -> the same, as keys are compared with.
+    rotate: queries [1, heads, n, head_dim] and the position of the first -> rotated queries.
     """
 
     index: int
@@ -36,25 +36,31 @@ class AttentionLayer:
     rotate: Callable[[mx.array, int], mx.array]
 
     def query(self, hidden: mx.array, position: int, head_dim: int) -> tuple[mx.array, mx.array | None]:
-        """hidden [1, 1, hidden] that comes into the block -> query [1, heads, 1, head_dim], and the output's gate
-        [1, 1, heads * head_dim] where q_proj makes one."""
-        attention = self.block.self_attn
-        heads = attention.q_proj(self.block.input_layernorm(hidden)).reshape(1, 1, self.num_heads, -1)
+        """Queries of the tokens from `position` on, and the gates of their outputs where q_proj makes them.
+
+        Args:
+            hidden: [1, n, hidden], the block's input.
+
+        Returns:
+            Queries [1, heads, n, head_dim], and gates [1, n, heads * head_dim] or None.
+        """
+        attention, num_tokens = self.block.self_attn, hidden.shape[1]
+        heads = attention.q_proj(self.block.input_layernorm(hidden)).reshape(1, num_tokens, self.num_heads, -1)
         gate = None
         if heads.shape[-1] == 2 * head_dim:
             heads, gate = mx.split(heads, 2, axis=-1)
-            gate = gate.reshape(1, 1, -1)
+            gate = gate.reshape(1, num_tokens, -1)
         if heads.shape[-1] != head_dim:
             raise EngineFailed(f"q_proj gives {heads.shape[-1]} numbers per head, keys have {head_dim}")
         return self.rotate(self.normalize(heads).transpose(0, 2, 1, 3), position), gate
 
-    def output(self, hidden: mx.array, query: mx.array, gate: mx.array | None, cache: KVCache) -> mx.array:
-        """What the block makes of `hidden`, [1, 1, hidden], from our query and the cached keys and values."""
+    def output(self, hidden: mx.array, position: int, cache: KVCache) -> mx.array:
+        """What the block makes of the newest token's `hidden`, [1, 1, hidden], from our query and the cached keys."""
         attention, block = self.block.self_attn, self.block
-        values: Any = cache.values
-        attended = _grouped(self.weights(query, cache, cache.offset), values.shape[1]) @ (
-            values[0, :, : cache.offset].astype(mx.float32)
-        )
+        keys, values = _cached(cache)
+        query, gate = self.query(hidden, position, keys.shape[-1])
+        weights = self.weights(query, cache, cache.offset)[:, 0]
+        attended = _grouped(weights, values.shape[1]) @ values[0, :, : cache.offset].astype(mx.float32)
         attended = attended.reshape(1, 1, -1).astype(hidden.dtype)
         if gate is not None:
             attended = attended * mx.sigmoid(gate)
@@ -62,15 +68,17 @@ class AttentionLayer:
         return hidden + block.mlp(block.post_attention_layernorm(hidden))
 
     def weights(self, query: mx.array, cache: KVCache, num_keys: int) -> mx.array:
-        """Softmax over the first keys alone, float32 [heads, num_keys]."""
-        keys: Any = cache.keys
-        grouped = _grouped(query[0, :, 0].astype(mx.float32) * self.block.self_attn.scale, keys.shape[1])
+        """Softmax over the first keys alone, float32 [heads, n, num_keys]; query [1, heads, n, head_dim]."""
+        keys, num_queries = _cached(cache)[0], query.shape[2]
+        scaled = query[0].astype(mx.float32) * self.block.self_attn.scale
+        grouped = scaled.reshape(keys.shape[1], -1, keys.shape[-1])
         ends = [min(start + KEYS_AT_ONCE, num_keys) for start in range(0, num_keys, KEYS_AT_ONCE)]
         scores = [
             grouped @ keys[0, :, start:end].astype(mx.float32).swapaxes(-1, -2)
             for start, end in zip([0, *ends], ends, strict=False)
         ]
-        return mx.softmax(mx.concatenate(scores, axis=-1).reshape(self.num_heads, num_keys), axis=-1)
+        whole = scores[0] if len(scores) == 1 else mx.concatenate(scores, axis=-1)
+        return mx.softmax(whole.reshape(self.num_heads, num_queries, num_keys), axis=-1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,8 +89,6 @@ class Seen:
     cache: KVCache
     before: mx.array
     behind: mx.array
-    query: mx.array
-    gate: mx.array | None
 
 
 def attention_layers(blocks: Sequence[Any], cache: Sequence[Any]) -> list[AttentionLayer | None]:
@@ -98,24 +104,41 @@ def attention_layers(blocks: Sequence[Any], cache: Sequence[Any]) -> list[Attent
     return layers
 
 
-def importance(seen: Sequence[Seen], num_keys: int) -> mx.array:
-    """float32 [num_keys]: of each token the highest of all layers' and heads' smoothed attention, not evaluated."""
-    best = mx.zeros(num_keys)
-    for one in seen:
-        best = mx.maximum(best, pooled(one.layer.weights(one.query, one.cache, num_keys)).max(axis=0))
+def importance(
+    layers: Sequence[tuple[AttentionLayer, KVCache]], before: Sequence[mx.array], position: int, num_keys: int
+) -> mx.array:
+    """The highest of all layers' and heads' smoothed attention to each key, not evaluated.
+
+    Args:
+        layers: the attention layers with their caches.
+        before: of each, its input [1, n, hidden] for the tokens from `position` on.
+
+    Returns:
+        float32 [n, num_keys].
+    """
+    best = mx.zeros((before[0].shape[1], num_keys))
+    for (layer, cache), hidden in zip(layers, before, strict=True):
+        query, _ = layer.query(hidden, position, _cached(cache)[0].shape[-1])
+        best = mx.maximum(best, pooled(layer.weights(query, cache, num_keys)).max(axis=0))
     return best
 
 
 def pooled(weights: mx.array) -> mx.array:
-    """[heads, n] -> means over POOL neighbours; at the edges over those that are there."""
+    """[..., n] -> means over POOL neighbours; at the edges over those that are there."""
     n, reach = weights.shape[-1], POOL // 2
-    ones = mx.pad(weights, [(0, 0), (reach, reach)])
-    twos = ones[:, :-1] + ones[:, 1:]
-    fours = twos[:, :-2] + twos[:, 2:]
-    eights = fours[:, :-4] + fours[:, 4:]
-    sums = eights[:, :n] + fours[:, 8 : 8 + n] + ones[:, 12:]
+    ones = mx.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(reach, reach)])
+    twos = ones[..., :-1] + ones[..., 1:]
+    fours = twos[..., :-2] + twos[..., 2:]
+    eights = fours[..., :-4] + fours[..., 4:]
+    sums = eights[..., :n] + fours[..., 8 : 8 + n] + ones[..., 12:]
     place = mx.arange(n)
     return sums / (mx.minimum(place + reach, n - 1) - mx.maximum(place - reach, 0) + 1)
+
+
+def _cached(cache: KVCache) -> tuple[mx.array, mx.array]:
+    """Keys and values [1, kv heads, slots, head_dim] of a cache that is not empty."""
+    keys: Any = cache.keys
+    return keys, cache.values  # type: ignore[return-value]
 
 
 def _grouped(heads: mx.array, num_kv_heads: int) -> mx.array:
@@ -150,7 +173,8 @@ def _rotation(name: str, attention: Any) -> Callable[[mx.array, int], mx.array]:
         raise EngineFailed(f"the attention of {name} has neither rope nor rotary_emb.apply_rotary")
 
     def rotate(queries: mx.array, position: int) -> mx.array:
-        positions = mx.full((3, 1, 1), position, mx.int32)
+        positions = mx.arange(position, position + queries.shape[2], dtype=mx.int32)
+        positions = mx.broadcast_to(positions, (3, 1, queries.shape[2]))
         return attention.rotary_emb.apply_rotary(queries, queries, positions, unsqueeze_dim=1)[0]
 
     return rotate

@@ -1,18 +1,18 @@
 """The draft model: reads a prompt chunk by chunk, then looks ahead token by token and tells what it attended to."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import KVCache, make_prompt_cache
+from mlx_vlm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.processing.checkpoint import draft_of, read_optional_json
 from engine.protocol import EngineFailed
 from engine.worker import loader, memory
 from engine.worker.kv_cache import RowCache, num_bytes, rounded
-from engine.worker.patches import attention_cpu, gated_delta_chunks, gated_delta_cuda
+from engine.worker.patches import attention_cpu, gated_delta_chunks, gated_delta_cuda, silu_cpu
 from engine.worker.spec_prefill.attention import Seen, attention_layers, importance
 
 PROBE_TOKENS = 48
@@ -23,6 +23,12 @@ MAX_SCORES_BYTES = 2**28
 """On the CPU attention holds its scores, float32 [heads, chunk, context]: chunks are smaller where they would pass."""
 
 SMALLEST_CHUNK = 16
+
+MAX_OBSERVED_BYTES = 2**25
+"""Of attention weights, float32 [heads, steps, prompt], that are computed at once per layer."""
+
+Block = Callable[[mx.array, Any], mx.array]
+"""(hidden [1, 1, hidden], the layer's cache) -> hidden."""
 
 
 def draft_engine_config(config: SpecPrefillConfig, device: str) -> EngineConfig:
@@ -61,6 +67,7 @@ class Draft:
         if not loader.on_gpu():
             gated_delta_chunks.install()
             attention_cpu.install()
+            silu_cpu.install()
         elif mx.cuda.is_available():
             gated_delta_cuda.install()
         self._lm: Any = model.module.language_model
@@ -73,8 +80,16 @@ class Draft:
         generation = read_optional_json(model.path / "generation_config.json")
         self.stop_token_ids = _stop_token_ids(model.config, model.config.get("text_config") or {}, generation)
         self._layers = attention_layers(self._lm.model.layers, self.make_cache())
+        self.compile_blocks(loader.on_gpu() and mx.cuda.is_available())
         self.bytes_per_token, self.state_bytes = _measured(self._check())
         mx.clear_cache()
+
+    def compile_blocks(self, compiles: bool) -> None:
+        """From now on steps that look ahead run blocks with a recurrent state as compiled graphs, or do not."""
+        self._blocks = [
+            compiled_block(block) if compiles and layer is None else plain_block(block)
+            for block, layer in zip(self._lm.model.layers, self._layers, strict=True)
+        ]
 
     def make_cache(self) -> RowCache:
         """An empty one for one prompt."""
@@ -100,23 +115,48 @@ class Draft:
                 layer.prefix_cache_reserve(num_slots)
         mx.eval([layer.state for layer in cache])
 
-    def look_ahead(self, token_id: int, position: int, cache: RowCache, num_prompt: int) -> tuple[mx.array, int]:
-        """Reads one token; returns the importance of the prompt's tokens to it, float32 [num_prompt], evaluated, and
-        the token that the draft would say next."""
-        logits, seen = self.walk(token_id, position, cache)
-        scores, best = importance(seen, num_prompt), logits[0, -1].argmax()
-        mx.eval(scores, best, [layer.state for layer in cache])
-        return scores, int(np.array(best))
+    def look_ahead(self, token_id: mx.array, cache: RowCache) -> tuple[mx.array, list[mx.array]]:
+        """Launch a step that reads one token, int32 [1, 1]; the device is not waited for.
 
-    def walk(self, token_id: int, position: int, cache: RowCache) -> tuple[mx.array, list[Seen]]:
-        """One token through the layers one by one. Logits [1, 1, vocab] and what was seen on the way, not evaluated."""
+        Returns:
+            The token that the draft would say next, int32 [1, 1], and what `observe` needs of this step.
+        """
+        logits, seen = self.walk(token_id, cache)
+        before = [one.before for one in seen]
+        following = logits[:, -1].argmax(axis=-1, keepdims=True).astype(mx.int32)
+        mx.async_eval(following, before, [layer.state for layer in cache])
+        return following, before
+
+    def observe(self, steps: Sequence[list[mx.array]], position: int, cache: RowCache, num_prompt: int) -> mx.array:
+        """The mean importance of the prompt's tokens to the tokens that steps have read, from `position` on.
+
+        Returns:
+            float32 [num_prompt], not evaluated.
+        """
+        layers = [(layer, own) for layer, own in zip(self._layers, cache, strict=True) if layer is not None]
+        row_bytes = 4 * num_prompt * max(layer.num_heads for layer, _ in layers)
+        at_once = max(MAX_OBSERVED_BYTES // row_bytes, 1)
+        total = mx.zeros(num_prompt)
+        for start in range(0, len(steps), at_once):
+            before = [
+                mx.concatenate(list(states), axis=1) for states in zip(*steps[start : start + at_once], strict=True)
+            ]
+            total = total + importance(layers, before, position + start, num_prompt).sum(axis=0)
+            mx.async_eval(total)
+        return total / len(steps)
+
+    def walk(self, token_id: mx.array, cache: RowCache) -> tuple[mx.array, list[Seen]]:
+        """One token, int32 [1, 1], through the layers one by one.
+
+        Returns:
+            Logits [1, 1, vocab] and what was seen on the way, not evaluated.
+        """
         model = self._lm.model
-        hidden, seen = model.embed_tokens(mx.array([[token_id]])), []
-        for block, layer, own in zip(model.layers, self._layers, cache, strict=True):
-            before, hidden = hidden, block(hidden, mask=None, cache=own)
+        hidden, seen = model.embed_tokens(token_id), []
+        for block, layer, own in zip(self._blocks, self._layers, cache, strict=True):
+            before, hidden = hidden, block(hidden, own)
             if layer is not None:
-                query, gate = layer.query(before, position, own.keys.shape[-1])
-                seen.append(Seen(layer, own, before, hidden, query, gate))
+                seen.append(Seen(layer, own, before, hidden))
         hidden = model.norm(hidden)
         return self._lm.lm_head(hidden) if hasattr(self._lm, "lm_head") else model.embed_tokens.as_linear(hidden), seen
 
@@ -132,11 +172,11 @@ class Draft:
         for cache in (walked, own):
             self.extend(ids[: last // 2], 0, cache, PROBE_TOKENS)
             self.extend(ids[last // 2 : last], last // 2, cache, PROBE_TOKENS)
-        logits, seen = self.walk(int(ids[last]), last, walked)
+        logits, seen = self.walk(mx.array(ids[None, last:]), walked)
         expected = self._forward(ids[last:], last, own)[:, -1:]
         self._compare("the logits of its layers, one by one, are not its own", logits, expected, expected)
         for one in seen:
-            again = one.layer.output(one.before, one.query, one.gate, one.cache)
+            again = one.layer.output(one.before, last, one.cache)
             what = f"the output of layer {one.layer.index} is not what its queries and keys give"
             self._compare(what, again, one.behind, one.behind - one.before)
         return walked
@@ -158,6 +198,31 @@ class Draft:
         positions = mx.arange(start, start + len(token_ids), dtype=mx.int32)
         positions = mx.broadcast_to(positions, (3, 1, len(token_ids)))
         return self._lm(tokens, cache=cache, position_ids=positions, capture_layer_ids=[], **kwargs).logits
+
+
+def plain_block(block: Any) -> Block:
+    return lambda hidden, cache: block(hidden, mask=None, cache=cache)
+
+
+def compiled_block(block: Any) -> Block:
+    """A block with a recurrent state, for one token: all its shapes are fixed, so that it is traced but once.
+
+    Three of four layers of a hybrid model are such ones; on CUDA building a step takes longer than computing it.
+    """
+
+    @mx.compile
+    def run(hidden: mx.array, *slots: mx.array) -> Any:
+        cache = ArraysCache(len(slots))
+        cache.cache = list(slots)
+        return block(hidden, mask=None, cache=cache), *cache.cache
+
+    def step(hidden: mx.array, cache: Any) -> mx.array:
+        if any(slot is None for slot in cache.cache):  # a prompt of one token
+            return block(hidden, mask=None, cache=cache)
+        hidden, *cache.cache = run(hidden, *cache.cache)
+        return hidden
+
+    return step
 
 
 def _stop_token_ids(*configs: dict[str, Any]) -> frozenset[int]:

@@ -40,8 +40,11 @@ MIN_TOKENS = 16
 URGENT = 0.2
 """Part of deadline_s: with less time to spare a prompt goes first."""
 
-LOOK_WEIGHT = 0.1
-"""Weight of a new measurement in the moving average of a step that looks ahead."""
+LOOK_WEIGHT = 0.3
+"""Weight of one more prompt in the moving average of the seconds of a step that looks ahead."""
+
+MAX_COPIED_BYTES = 2**28
+"""A step that is launched while the one before runs copies the cache that it writes to: with a larger one it waits."""
 
 BENEFIT_OF_DOUBT = 1.25
 """A prompt that has begun is given up when it would take so many times what is left."""
@@ -66,9 +69,10 @@ Publish = Callable[[str, Outcome], None]
 @dataclass(slots=True, eq=False)
 class Job:
     """A prompt on its way. num_bytes: of its cache when it is done. todo: boundaries in front of it, the next one
-    first. done: tokens of the prompt that need not be read any more, num_reused of them read for others; the last one
-    is the first to look ahead from: token_id. total: sum over num_looked steps. stored: digests of the snapshots that
-    it has left. until_s: when it must be done, by the scorer's clock; limit_s: how long it may take in all.
+    first. done: tokens of the prompt that need not be read any more, num_reused of them read for others. token: int32
+    [1, 1], the next that a step ahead reads, first the prompt's last; looked: what each step so far has left for
+    Draft.observe; looking_s: how long they have taken. stored: digests of the snapshots that it has left. until_s: when
+    it must be done, by the scorer's clock; limit_s: how long it may take in all.
     """
 
     id: str
@@ -76,15 +80,15 @@ class Job:
     key: PromptKey
     num_bytes: int
     todo: list[Boundary]
-    token_id: int
+    token: mx.array
     until_s: float
     limit_s: float
     digest: str
     cache: RowCache = field(default_factory=list)
     done: int = 0
     num_reused: int = 0
-    total: mx.array | None = None
-    num_looked: int = 0
+    looked: list[list[mx.array]] = field(default_factory=list)
+    looking_s: float = 0.0
     stored: list[str] = field(default_factory=list)
 
 
@@ -142,7 +146,7 @@ class Scorer:
         if (importance := self._reuse.importance(key)) is not None:
             self._publish(job_id, Outcome(importance))
             return
-        num_bytes, last = self.limits.num_bytes(len(key)), int(key.token_ids[-1])
+        num_bytes, last = self.limits.num_bytes(len(key)), mx.array(key.token_ids[None, -1:])
         limit_s = self._config.deadline_s if request.limit_s is None else min(request.limit_s, self._config.deadline_s)
         until_s = self._clock() + limit_s
         job = Job(job_id, request, key, num_bytes, boundaries(request), last, until_s, limit_s, key.digest())
@@ -205,7 +209,7 @@ class Scorer:
         self._account()
 
     def _seconds_left(self, job: Job) -> float:
-        to_look = self._config.lookahead - job.num_looked
+        to_look = self._config.lookahead - len(job.looked)
         return self._pace.seconds(job.done, len(job.key) - 1) + self._look_s * to_look
 
     def _late(self, job: Job, seconds: float, beside: str) -> Outcome:
@@ -277,19 +281,32 @@ class Scorer:
             job.stored += [] if digest is None else [digest]
 
     def _look_ahead(self, job: Job) -> Outcome | None:
+        """Launch a step, and read the token of the one before while it runs; wait for all behind the last."""
         num_prompt, began_s = len(job.key), self._clock()
-        scores, token_id = self._draft.look_ahead(job.token_id, job.done, job.cache, num_prompt)
-        seconds = self._clock() - began_s
-        self._look_s += LOOK_WEIGHT * (seconds - self._look_s) if self._look_s else seconds
-        job.total = scores if job.total is None else job.total + scores
-        job.done, job.token_id, job.num_looked = job.done + 1, token_id, job.num_looked + 1
-        if job.num_looked < self._config.lookahead and token_id not in self._draft.stop_token_ids:
+        before, is_first = job.token, not job.looked
+        if job.num_bytes > MAX_COPIED_BYTES:
+            mx.eval(before)
+        job.token, states = self._draft.look_ahead(before, job.cache)
+        if not is_first and int(np.array(before).item()) in self._draft.stop_token_ids:
+            importance = self._observed(job)
+        else:
+            job.looked.append(states)
+            is_last = len(job.looked) == self._config.lookahead
+            importance = self._observed(job) if is_last else None
+        job.looking_s += self._clock() - began_s
+        if importance is None:
             return None
-        importance = np.array(job.total / job.num_looked)
+        seconds = job.looking_s / len(job.looked)
+        self._look_s += LOOK_WEIGHT * (seconds - self._look_s) if self._look_s else seconds
         if not np.isfinite(importance).any():
             raise EngineFailed(f"none of the scores of {num_prompt} tokens is finite")
         self._reuse.remember(job.key, importance)
         return Outcome(importance, num_prompt - job.num_reused)
+
+    def _observed(self, job: Job) -> np.ndarray:
+        """The mean over all steps; waits for the device."""
+        num_prompt = len(job.key)
+        return np.array(self._draft.observe(job.looked, num_prompt - 1, job.cache, num_prompt))
 
 
 def _budget(config: SpecPrefillConfig, draft: Draft) -> int:

@@ -221,6 +221,10 @@ BAD = {
         text(args(engine={"prefix_cache": {"boundaries": [], "max_gb": 3}})),
         ["args.engine.prefix_cache: prefix_cache.boundaries is empty and nothing is pinned"],
     ),
+    "mtp off, exact": (
+        text(args(engine={"mtp": "off", "mtp_exact": "on"})),
+        ["args.engine: mtp is off: mtp_exact 'on'"],
+    ),
     "mtp off": (text(args(engine={"mtp": "off", "mtp_head": "x"})), ["args.engine: mtp is off: mtp_head 'x' would"]),
     "demo revision": (text(args(engine={"revision": "x"})), ["args.engine: model demo is part of Orchard: revision"]),
     "shared cpu": (text(args(engine={"device": "cpu", "share_device": True})), ["args.engine: device is cpu, which"]),

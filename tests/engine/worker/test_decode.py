@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import engine.worker  # noqa: F401  # before MLX
 
@@ -9,12 +10,13 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, MTPExact
 from engine.core.request import Request
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker import kv_cache
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.mtp import Feed
+from engine.worker.view import View
 from tests.engine.conftest import DRAFT
 
 VOCAB = 512
@@ -87,14 +89,34 @@ def test_memory_is_that_of_the_longest_row_and_is_given_back(tiny: MLXRunner):
     assert tiny.memory()["decode_cache_bytes"] == 0
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_the_library_s_exact_verifier_gives_the_same(tiny: MLXRunner, monkeypatch: pytest.MonkeyPatch, exact: bool):
+@pytest.mark.parametrize("exact", ["auto", "on", "off"])
+def test_the_library_s_exact_verifier_gives_the_same(tiny: MLXRunner, monkeypatch: pytest.MonkeyPatch, exact: MTPExact):
     """Metal uses it; here it only has to work with our caches."""
     rows = [row("a", 40), row("b", 7, temperature=1.0, seed=4), row("c", 70)]
     alone = [tokens(tiny, [r], lambda step: 0, 30)[0] for r in rows]
-    monkeypatch.setattr(tiny._view, "exact_verify", exact)
+    monkeypatch.setattr(tiny._view, "exact", exact)
     for num_drafts in (1, 2, 3):
         assert tokens(tiny, rows, lambda step, k=num_drafts: k, 30) == alone
+        assert tokens(tiny, rows[:1], lambda step, k=num_drafts: k, 30) == alone[:1]
+
+
+def test_auto_verifies_exactly_on_metal_alone_and_one_row_alone(monkeypatch: pytest.MonkeyPatch):
+    ways = {exact: View(object(), exact) for exact in get_args(MTPExact)}
+    assert {exact: [view.verifies_exactly(n) for n in (1, 2)] for exact, view in ways.items()} == {
+        "auto": [False, False],
+        "on": [True, True],
+        "off": [False, False],
+    }
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.DeviceType.gpu))
+    assert [ways["auto"].verifies_exactly(n) for n in (1, 2)] == [True, False]
+
+
+def test_configured_exactness_is_reported_and_refused_without_drafts(tiny: MLXRunner):
+    assert MLXRunner(tiny._model, EngineConfig(mtp_exact="on")).capabilities["mtp_exact"] == "on: always"
+    assert tiny.capabilities["mtp_exact"] == "auto: never"
+    with pytest.raises(ValueError, match="mtp is off: mtp_exact 'on' would have no effect"):
+        EngineConfig(mtp="off", mtp_exact="on")
 
 
 def test_a_compiled_forward_gives_the_same(tiny: MLXRunner):

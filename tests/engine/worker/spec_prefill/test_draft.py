@@ -1,5 +1,7 @@
 """What the draft reads out of its layers, against the model's own forward."""
 
+import copy
+
 import engine.worker  # noqa: F401  # before MLX
 
 import mlx.core as mx  # isort: skip
@@ -14,6 +16,8 @@ from engine.worker.spec_prefill.draft import Draft, draft_engine_config
 from tests.engine.worker.spec_prefill.drafts import FAMILIES, brute_force, greedy, load, make, prompt
 
 STEPS = 3
+RTOL = 1e-4
+"""Of means over steps whose queries are compared with the keys in one product or in many."""
 
 
 def look(draft: Draft, ids: np.ndarray, num_steps: int = STEPS, chunk: int = 32) -> tuple[np.ndarray, list[int]]:
@@ -21,12 +25,16 @@ def look(draft: Draft, ids: np.ndarray, num_steps: int = STEPS, chunk: int = 32)
     cache, last = draft.make_cache(), len(ids) - 1
     for start in range(0, last, chunk):
         draft.extend(ids[start : min(start + chunk, last)], start, cache, len(ids) + num_steps)
-    scores, said = [], [int(ids[-1])]
-    for step in range(num_steps):
-        score, token_id = draft.look_ahead(said[-1], last + step, cache, len(ids))
-        scores.append(np.array(score))
+    steps, said = [], [mx.array(ids[None, -1:])]
+    for _ in range(num_steps):
+        token_id, before = draft.look_ahead(said[-1], cache)
+        steps.append(before)
         said.append(token_id)
-    return np.array(scores), said[1:]
+    scores = [draft.observe([before], last + i, cache, len(ids)) for i, before in enumerate(steps)]
+    np.testing.assert_allclose(
+        draft.observe(steps, last, cache, len(ids)), np.mean(scores, axis=0), rtol=RTOL, atol=1e-8
+    )
+    return np.array(scores), [int(np.array(token_id).item()) for token_id in said[1:]]
 
 
 def close(a: mx.array, b: mx.array) -> bool:
@@ -39,12 +47,13 @@ def test_the_walk_gives_the_models_own_logits_and_layers_that_can_be_computed_ag
     walked, own = draft.make_cache(), draft.make_cache()
     for cache in (walked, own):
         draft.extend(ids[:-1], 0, cache, len(ids))
-    logits, seen = draft.walk(int(ids[-1]), 69, walked)
+    logits, seen = draft.walk(mx.array(ids[None, -1:]), walked)
     assert close(logits, draft._forward(ids[-1:], 69, own))
     assert len(seen) == {"demo": 4, "hybrid": 2}.get(family, 3)
     for one in seen:
-        assert close(one.layer.output(one.before, one.query, one.gate, one.cache), one.behind)
-        assert (one.gate is not None) == (family == "hybrid")
+        assert close(one.layer.output(one.before, 69, one.cache), one.behind)
+        gate = one.layer.query(one.before, 69, one.cache.keys.shape[-1])[1]
+        assert (gate is not None) == (family == "hybrid")
 
 
 @pytest.mark.parametrize("family", ["demo", *FAMILIES])
@@ -85,6 +94,16 @@ def test_in_low_precision_it_can_score_and_scores_are_nearly_the_same(checkpoint
     expected, _ = look(draft_of(family), prompt(60), 1)
     assert scores.dtype == np.float32
     assert np.corrcoef(scores[0], expected[0])[0, 1] > 0.98
+
+
+def test_a_compiled_block_gives_what_the_block_gives(draft_of):
+    draft, ids = draft_of("hybrid"), prompt(60, seed=3)
+    plain, _ = look(draft, ids)
+    compiled = copy.copy(draft)
+    compiled.compile_blocks(True)
+    found, _ = look(compiled, ids)
+    np.testing.assert_allclose(found, plain, rtol=1e-4, atol=1e-7)
+    assert look(compiled, ids[:1])[1] == look(draft, ids[:1])[1], "without a state to begin with"
 
 
 @pytest.mark.parametrize("family", ["demo", "hybrid"])

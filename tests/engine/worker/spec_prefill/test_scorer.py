@@ -15,7 +15,7 @@ from engine.config import SpecPrefillConfig
 from engine.core.spec_prefill.plan import ScoreRequest, make_plan
 from engine.protocol import Boundary, EngineFailed, InvalidRequest
 from engine.worker import memory
-from engine.worker.spec_prefill import reuse
+from engine.worker.spec_prefill import reuse, scorer
 from engine.worker.spec_prefill.draft import Draft
 from engine.worker.spec_prefill.scorer import Job, Outcome, Publish, Scorer, boundaries
 from tests.engine.worker.spec_prefill.drafts import brute_force, load, prompt
@@ -52,9 +52,9 @@ class WatchedDraft:
         self.note(len(token_ids), start)
         self._draft.extend(token_ids, start, *args)
 
-    def look_ahead(self, token_id: int, position: int, *args: Any) -> tuple[mx.array, int]:
-        self.note(1, position)
-        return self._draft.look_ahead(token_id, position, *args)
+    def look_ahead(self, token_id: mx.array, cache: Any) -> tuple[mx.array, list[mx.array]]:
+        self.note(1, 0)
+        return self._draft.look_ahead(token_id, cache)
 
 
 class Bench:
@@ -110,8 +110,35 @@ def test_it_stops_looking_ahead_at_a_stop_token_but_not_before_the_first_step(be
     assert one.turns == [("all", 39)] + 5 * [("all", 1)]
     one.draft.stop_token_ids = frozenset(range(512))
     one.turns.clear()
-    one.score("stopped", prompt(40, seed=1))
-    assert one.turns == [("stopped", 39), ("stopped", 1)]
+    found = one.score("stopped", prompt(40, seed=1))
+    assert one.turns == [("stopped", 39)] + 2 * [("stopped", 1)], "one step is launched before its token is read"
+    assert np.array_equal(found, bench(lookahead=1).score("one", prompt(40, seed=1))), "and does not count"
+
+
+@pytest.mark.parametrize("family", ["demo", "hybrid"])
+def test_steps_that_are_waited_for_one_by_one_give_the_same(bench, draft_of, family, monkeypatch):
+    ids = prompt(300, seed=6)
+    found = bench(family, chunk_size=64).score("ahead", ids)
+    monkeypatch.setattr(scorer, "MAX_COPIED_BYTES", 0)
+    assert np.array_equal(bench(family, chunk_size=64).score("waits", ids), found)
+    expected = step_by_step(draft_of(family), ids, SpecPrefillConfig().lookahead)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-8)
+    for keep in (0.1, 0.3, 0.6):
+        plans = [make_plan(request_of(ids, keep=keep), importance) for importance in (found, expected)]
+        assert plans[0].fingerprint == plans[1].fingerprint
+
+
+def step_by_step(draft: Draft, ids: np.ndarray, num_steps: int) -> np.ndarray:
+    """Importance with the host in each step: what it has read is scored before the next token is known."""
+    cache, last = draft.make_cache(), len(ids) - 1
+    for start in range(0, last, 64):
+        draft.extend(ids[start : min(start + 64, last)], start, cache, len(ids) + num_steps)
+    total, token_id = np.zeros(len(ids), np.float32), int(ids[-1])
+    for step in range(num_steps):
+        following, before = draft.look_ahead(mx.array([[token_id]], mx.int32), cache)
+        total += np.array(draft.observe([before], last + step, cache, len(ids)))
+        token_id = int(np.array(following).item())
+    return total / num_steps
 
 
 @pytest.mark.parametrize("family", ["demo", "hybrid"])
@@ -215,15 +242,15 @@ def test_scores_that_are_not_finite_fail_their_prompt_and_leave_no_snapshot(chec
     draft = load(checkpoint("qwen3"))
     draft._lm.model.embed_tokens.weight[77] = float("nan")
     outcomes: dict[str, Outcome] = {}
-    scorer = Scorer(draft, SpecPrefillConfig(), outcomes.__setitem__)
+    poisoned_scorer = Scorer(draft, SpecPrefillConfig(), outcomes.__setitem__)
     poisoned, clean = prompt(100), prompt(100, seed=1)
     poisoned[50], clean[clean == 77] = 77, 78
     for name, ids in (("poisoned", poisoned), ("clean", clean)):
-        scorer.add(name, request_of(ids))
-    scorer.step()
-    assert scorer.memory["snapshot_bytes"] == 0
-    while scorer.has_work:
-        scorer.step()
+        poisoned_scorer.add(name, request_of(ids))
+    poisoned_scorer.step()
+    assert poisoned_scorer.memory["snapshot_bytes"] == 0
+    while poisoned_scorer.has_work:
+        poisoned_scorer.step()
     assert outcomes["poisoned"].error == "EngineFailed: none of the scores of 100 tokens is finite"
     assert outcomes["clean"].importance is not None
 
