@@ -93,7 +93,7 @@ class FixedCosts(CostModel):
 
     def record_chunk(self, num_tokens: int, start: int, seconds: float, num_rows: int = 1) -> None:
         super().record_chunk(10, 0, 0.01)
-        self._fit = np.array([0.02, 5e-4, 0.0])
+        self._chunks.coefficients = np.array([0.02, 5e-4, 0.0])
 
 
 def driver_of(runner: FakeRunner, **config: Any) -> Driver:
