@@ -38,7 +38,9 @@ class SchedulerConfig(Frozen):
         description="waiting this long counts as 1000 prompt tokens less, or as one step of priority",
     )
     max_stall_s: float = Field(
-        default=0.5, gt=0, description="rows that decode wait no longer than this for a chunk of somebody's prompt"
+        default=0.5,
+        gt=0,
+        description="rows that decode wait about this long at most for a chunk of a prompt or a piece of an image",
     )
     queue_timeout_s: float = Field(
         default=300.0, gt=0, description="a request that waits longer for its rows is refused (503)"

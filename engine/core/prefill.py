@@ -87,8 +87,11 @@ class PrefillOrder:
 
     def remaining_s(self, prefill: Prefill) -> float:
         """Predict the seconds until the prompt is complete."""
-        images_s = sum(map(self._costs.image_s, prefill.num_patches)) - prefill.encoded_s
-        return self._costs.prompt_s(prefill.start, prefill.end) + max(0.0, images_s)
+        return self._costs.prompt_s(prefill.start, prefill.end) + self.images_s(prefill)
+
+    def images_s(self, prefill: Prefill) -> float:
+        """Predict the seconds until the prompt's images are encoded; its first chunk comes behind them."""
+        return max(0.0, sum(map(self._costs.image_s, prefill.num_patches)) - prefill.encoded_s)
 
     def choose(self, prefills: Sequence[Prefill], chunk_s: float) -> Prefill:
         """Choose among prompts of equal priority, in the order in which they were admitted.

@@ -196,7 +196,9 @@ class PrefillScheduler:
             return None
         chosen = self._order.choose(ready, self._full_step_s)
         if not chosen.has_begun and (source := self._prefixes.source_of(chosen.rows[0])) is not None:
-            return next((prefill for prefill in self.in_progress if source in prefill.rows), chosen)
+            first = next((prefill for prefill in self.in_progress if source in prefill.rows), chosen)
+            is_soon = self._order.images_s(first) <= self._order.remaining_s(chosen)
+            return first if is_soon else chosen
         return chosen
 
     def chunk_tokens(self, rows: Sequence[Request]) -> int:

@@ -1,5 +1,6 @@
 """Pieces of images among decode steps and chunks: how large each is, what comes between, and what ends them."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.batch import ImageLeft
 from engine.core.cost_model import CostModel
-from engine.protocol import EngineRequest, FinishReason, ImagePatches, SamplingParams
+from engine.protocol import Boundary, EngineRequest, FinishReason, ImagePatches, SamplingParams
 from tests.engine.core.test_poll import Inbox
 from tests.engine.core.test_step import DeviceClock, TimedRunner
 from tests.engine.driver import Driver
@@ -126,6 +127,24 @@ def test_a_short_prompt_passes_one_whose_image_takes_long():
         driver.core.step()
     assert sum(encoded(runner, "look/0")) < DEPTH / 2
     assert driver.run({0: []})["look"] == answer(request("look"))
+
+
+def test_a_short_prompt_does_not_wait_for_a_prefix_behind_an_image_that_takes_long():
+    """Both begin alike, and nothing of it is in the cache."""
+    runner, driver = driver_of(prefix_cache={"enabled": True, "min_tokens": 4})
+    system = (Boundary("system", 40),)
+    driver.core.add_request(replace(request("look", image(), num_prompt=60), boundaries=system))
+    driver.core.step()
+    text = replace(request("text", num_prompt=50), boundaries=system)
+    driver.core.add_request(text)
+    while "text" not in driver.tokens:
+        driver.core.step()
+    assert sum(encoded(runner, "look/0")) < DEPTH / 2
+    assert driver.run({0: []}) == {
+        "first": answer(request("first")),
+        "look": answer(request("look")),
+        "text": answer(text),
+    }
 
 
 def test_an_image_that_fails_fails_its_request_alone():

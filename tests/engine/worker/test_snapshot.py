@@ -162,8 +162,8 @@ def test_pictures_in_front_of_a_snapshot_are_not_encoded_again(drive, runner, ma
     driver = drive()
     cold = driver.run({0: [cached]})["both"]
     seen: list[str] = []
-    encode = runner._vision.encode
-    monkeypatch.setattr(runner._vision, "encode", lambda image: seen.append(image.content_hash) or encode(image))
+    begin = runner._vision.begin
+    monkeypatch.setattr(runner._vision, "begin", lambda image: seen.append(image.content_hash) or begin(image))
     green = picture("green")
     other = replace(
         make_request("other", "What is in the images?", (red, green), max_tokens=8, stops=False),
