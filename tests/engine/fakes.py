@@ -52,8 +52,10 @@ class NoSnapshots:
     def probe(self) -> None:
         """It works."""
 
+    def next_image(self, rows: Sequence[Request]) -> ImageLeft | None:
+        """Images take no time."""
+
     prefill_burst: Any = None
-    next_image: Any = None
     encode: Any = None
     restore: Any = None
     snapshot: Any = None
