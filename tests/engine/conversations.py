@@ -151,11 +151,11 @@ class Beginnings:
         prefix, sessions = driver.core.prefix, driver.core.prefix._sessions
         begin = prefix.begin
 
-        def heard(rows: Sequence[Request], wait_s: float = 0.0) -> bool:
+        def heard(rows: Sequence[Request], wait_s: float = 0.0, copy_s: float = 0.0) -> bool:
             if rows[0].id not in sessions:
                 self.overlap |= bool(sessions)
                 self.request_ids.append(rows[0].spec.request_id)
-            return begin(rows, wait_s)
+            return begin(rows, wait_s, copy_s)
 
         prefix.begin = heard
         return driver

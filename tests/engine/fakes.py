@@ -60,9 +60,11 @@ class NoSnapshots:
     def probe(self) -> None:
         """It works."""
 
+    def next_image(self, rows: Sequence[Request]) -> ImageLeft | None:
+        """Images take no time."""
+
     merge_groups: Any = None
     prefill_burst: Any = None
-    next_image: Any = None
     encode: Any = None
     restore: Any = None
     snapshot: Any = None
