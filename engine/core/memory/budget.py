@@ -456,7 +456,7 @@ class MemoryBudget:
         """Slots that a row will have reserved when it has given out so many more tokens: see `extend`."""
         left = row.sampling.max_tokens - len(row.output_token_ids)
         end = row.num_prompt_tokens + min(num_tokens, left) + self.costs.overshoot
-        if end <= slots or row.state is not RequestState.RUNNING:
+        if not num_tokens or end <= slots or row.state is not RequestState.RUNNING:
             return slots
         reserve = max(1, self._reserve_tokens << row.num_outgrown)
         grown = slots + -(-(end - slots) // reserve) * reserve
