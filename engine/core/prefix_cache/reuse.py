@@ -498,10 +498,13 @@ class PrefixReuse:
 
     def _take(self, rows: Sequence[Request], current: Session, boundary: Boundary) -> None:
         base, costs = current.base, self._runner.costs
-        if self._has_passed_stored(current, boundary):
+        spec, key = current.row.spec, current.key.prefix(boundary.num_tokens)
+        entry = self.cache.get(key.digest())
+        if entry is not None and entry.held is not None:  # another prompt has left it meanwhile
+            if spec.pinned and boundary.kind == "system" and self._call_in(entry):
+                self.cache.pin(entry)
             return
         num_new = boundary.num_tokens - (current.base_tokens if base is not None else 0)
-        spec, key = current.row.spec, current.key.prefix(boundary.num_tokens)
         pinned, stretch_bytes = spec.pinned and boundary.kind == "system", num_new * costs.token_bytes
         lend = self._may_lend(rows) and boundary.kind != "system"
         num_bytes = costs.state_bytes + (0 if lend else stretch_bytes)
@@ -523,23 +526,8 @@ class PrefixReuse:
         if lend and entry.held is not None:
             self._loans.add(current.row.id, entry.held, stretch_bytes)
         current.stored.append(entry)
-        self._go_on_behind(current, entry)
-
-    def _has_passed_stored(self, current: Session, boundary: Boundary) -> bool:
-        """Whether the cache has the snapshot of a boundary by now: another prompt has left it, or it was read back."""
-        entry = self.cache.get(current.key.prefix(boundary.num_tokens).digest())
-        if entry is None or entry.held is None:
-            return False
-        if self._call_in(entry):
-            self._go_on_behind(current, entry)
-        else:
-            current.todo.clear()  # another row may take its keys and values along when it fails
-        return True
-
-    def _go_on_behind(self, current: Session, entry: Entry) -> None:
-        """The next snapshot of this prompt has its stretch behind that of `entry`."""
-        if current.base is not None:
-            self.cache.release(current.base)
+        if base is not None:
+            self.cache.release(base)
         current.base, current.base_digest, current.base_tokens = self.cache.hold(entry), entry.digest, entry.num_tokens
 
     def _store(
