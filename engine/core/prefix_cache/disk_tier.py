@@ -135,6 +135,9 @@ class DiskTier:
         until_s = self._clock() + copy_s
         while reading.pending:
             entry, future = reading.pending[0]
+            if entry.held is not None:  # another prompt has read it meanwhile
+                self._go_on_behind(reading, entry)
+                continue
             if reading.copying is None and not self._files.wait([future], wait_s):
                 return None
             if self._cache.get(entry.digest) is not entry or entry.parent != _digest_of(reading.base):
@@ -174,20 +177,25 @@ class DiskTier:
 
     def _has_stored(self, reading: Reading, entry: Entry, snapshot: Snapshot) -> bool:
         """Store the next snapshot of a reading; False if there is no room for it."""
-        reading.copying, is_last = None, len(reading.pending) == 1
+        is_last = len(reading.pending) == 1
         stretch_bytes, row_id = snapshot.stretch_bytes, reading.row_id
         if not self._cache.store(entry, snapshot, reading.base, is_for_row=row_id is not None):
             return False
         assert entry.held is not None
         if row_id is not None:
             self._loans.add(row_id, entry.held, stretch_bytes)
+        self._go_on_behind(reading, entry)
+        if not is_last:
+            self._cache.let_go(entry)
+        return True
+
+    def _go_on_behind(self, reading: Reading, entry: Entry) -> None:
+        """The first of what a reading waits for is in memory: the next one comes behind it."""
         before, reading.base = reading.base, self._cache.hold(entry)
         if before is not None:
             self._cache.release(before)
         reading.pending.pop(0)
-        if not is_last:
-            self._cache.let_go(entry)
-        return True
+        reading.copying = None
 
     def _record(self, reading: Reading) -> None:
         """Tell the cost model what reading has taken."""

@@ -121,10 +121,24 @@ def test_answer_is_written_once_the_keys_in_front_of_it_have_come_back(engines):
 
 def test_what_the_cache_has_no_room_for_when_its_row_ends_is_written(engines):
     """Several conversations in turn, each of which pushes out the one before: nothing is computed twice."""
-    engine = engines(max_bytes=2 * STATE_BYTES)
+    engine = engines(max_bytes=3 * STATE_BYTES)
     asks = [request(f"{number}", SYSTEM, [number] * 200) for number in (1, 2, 3)]
     engine.cached(*asks)
     assert [engine.cached(replace(ask, request_id=f"{ask.request_id} again"))[0] for ask in asks] == [240] * 3
+
+
+@pytest.mark.parametrize("num_turns", [1, 3])
+def test_two_prompts_that_read_the_same_snapshot_at_the_same_time_are_both_served(engines, num_turns, monkeypatch):
+    before = engines()
+    before.cached(*(request(str(i), *turns(i)) for i in range(1, num_turns + 1)))
+    engine = restarted(engines, before)
+    monkeypatch.setattr(engine.core, "_max_stall_s", 0.0)
+    asks = [replace(request(name, *turns(num_turns), [int(name)] * 60)) for name in ("7", "8")]
+    engine.run({0: [replace(request("9", [9] * 30), sampling=SamplingParams(40, seed=1)), *asks]})
+    for ask in asks:
+        assert engine.chunks[ask.request_id][0].num_cached >= 40 + 20 * num_turns
+        assert engine.tokens[ask.request_id] == answer(ask)
+    assert engine.core.stats.num_failed == 0 and engine.core.prefix.cache.integrity_error() is None
 
 
 def test_layers_are_copied_step_by_step_while_rows_decode(engines, monkeypatch):
