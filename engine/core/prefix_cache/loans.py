@@ -162,7 +162,6 @@ class Loans:
     def settle(self, row_ids: Iterable[str]) -> None:
         """The rows are gone, or have failed: what has not come back is lost, and so is all that is behind it."""
         self._settle([held for row_id in row_ids for held in self._pop(row_id)])
-        self._cache.fit()  # what was read from disk for a row may have no room beside it
 
     def _settle(self, helds: Sequence[Held]) -> None:
         for held in helds:

@@ -307,6 +307,7 @@ class PrefixReuse:
         if self._disk is not None:
             self._loans.take_leaving(self._disk.save)
             self._disk.save_waiting()
+        self.cache.fit()  # what was read from disk for a row may have no room beside it
 
     def write_behind(self) -> None:
         """Write what could not be written at once."""
@@ -436,10 +437,10 @@ class PrefixReuse:
             lent = self._loans.lend(rows[0].id, entry) if self._may_lend(rows) else []
             self._runner.restore(rows, entry.held.snapshot, lent)
         except InvalidRequest:
-            self._loans.settle([rows[0].id])
+            self.settle([rows[0].id])
             raise
         except Exception:
-            self._loans.settle([rows[0].id])
+            self.settle([rows[0].id])
             log.exception("a snapshot of %d tokens could not be restored", entry.num_tokens)
             self.cache.counters.num_unusable += 1
             current.max_tokens = entry.num_tokens - 1
