@@ -60,7 +60,11 @@ def test_what_cannot_be_done_ends_with_the_reason(args, reason):
 def test_ctrl_c_at_the_prompt_of_a_chat_ends_it():
     terminal, stdin = pty.openpty()
     chat = subprocess.Popen(
-        [sys.executable, "-m", "engine"], stdin=stdin, stdout=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-m", "engine"],
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     try:
         assert chat.stdout is not None
