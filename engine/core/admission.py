@@ -230,15 +230,22 @@ class Admission:
             self._evictable.free(missing)
 
     def _seconds_until_room(self, head: Group) -> float:
-        """Predict when enough running rows will have ended, at their full length, for the head to fit."""
-        token_s = self._costs.token_s(len(self._running))
+        """Predict when enough rows will have ended, at their full length, for the head to fit.
+
+        0 if that is not known, or if it never would.
+        """
+        token_s = self._costs.token_s(max(len(self._running), 1))
         if token_s is None:
             return 0.0
+        ends = [(token_s * _num_tokens_left(row), row.id) for row in self._running.values()]
+        for prefill in self._prefills.in_progress:
+            prompt_s = self._prefills.remaining_s(prefill)
+            ends += [(prompt_s + token_s * _num_tokens_left(row), row.id) for row in prefill.rows]
         leaving: list[str] = []
-        for row in sorted(self._running.values(), key=_num_tokens_left):
-            leaving.append(row.id)
+        for end_s, row_id in sorted(ends):
+            leaving.append(row_id)
             if self._budget.missing(head.rows, leaving, head.growth_tokens) <= self._evictable.free_bytes:
-                return token_s * _num_tokens_left(row)
+                return end_s
         return 0.0
 
     def _seconds_to_end(self, entry: Group) -> float:
