@@ -294,7 +294,7 @@ class AsyncEngine:
         return [] if matcher is None else [matcher, *(matcher.fork() for _ in range(1, request.num_choices))]
 
     async def _ask(self, question: Callable[[EngineCore], T]) -> T:
-        """What the core answers between two pieces of work. Raises EngineFailed when there is none."""
+        """Return the core's answer, given between two pieces of work. Raises EngineFailed when there is no core."""
         if self._core is None or self._closing:
             raise EngineFailed(self._error or f"the engine is not ready: it is {self._state}")
         answer: asyncio.Future[T] = self._loop.create_future()

@@ -488,7 +488,7 @@ class QueuedRequest:
 
 @dataclass(frozen=True)
 class WorkInHand:
-    """What the device computes now."""
+    """The piece of work that the device computes now."""
 
     name: str
     seconds: float

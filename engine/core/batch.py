@@ -238,7 +238,7 @@ class ModelRunner(Protocol):
         ...
 
     def export_snapshot(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
-        """What `import_snapshot` needs besides the parent, in host memory; without a copy where that can be.
+        """Return the arrays that `import_snapshot` needs besides the parent, in host memory, not copied if possible.
 
         The names of those of the stretch begin with STRETCH_ARRAYS.
         """

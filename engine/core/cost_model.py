@@ -63,7 +63,7 @@ GUESSED_READ_BYTES_PER_S, GUESSED_READ_BYTES = 1e9, 2.0**26
 """Pace of reading from disk before anything is measured, and how many bytes the guess counts for."""
 
 READ_FADING = 0.9
-"""What a read counts for when the next one is measured."""
+"""Factor by which earlier reads lose weight with each new one."""
 
 
 class CostModel:

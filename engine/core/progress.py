@@ -21,7 +21,7 @@ class Work:
 
     name: str = "a step"
     predicted_s: float = 0.0
-    """What the cost model expects; 0 where it says nothing."""
+    """Seconds that the cost model predicts; 0 without a prediction."""
     is_first: bool = False
     """Whether nothing of its shape has been computed before."""
 

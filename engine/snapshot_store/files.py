@@ -32,7 +32,7 @@ __all__ = ["SnapshotFiles", "SnapshotLost", "SnapshotMeta"]
 log = logging.getLogger("orchard.engine")
 
 MAX_QUEUED_BYTES = 1 << 30
-"""Of arrays that wait to be written: they may hold on to the device's memory. A larger one waits alone."""
+"""Limit of the arrays that wait to be written and may hold device memory. A larger snapshot waits alone."""
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ BLOCK = 128
 """Scores per block: about the square root of vocabulary / k, where blocks and candidates are equally many."""
 
 MAX_SHARE = 0.25
-"""Of the vocabulary that may be candidates; with more a partition is used."""
+"""Largest part of the vocabulary that may be candidates; beyond it a partition is used."""
 
 
 def best_first(scores: mx.array, count: int) -> mx.array:

@@ -42,7 +42,7 @@ class VisionEncoder:
 
     @property
     def num_blocks(self) -> int:
-        """Of the tower: an image passes at least one of them in each piece."""
+        """Return the number of blocks of the tower; each piece of an image is at least one."""
         return len(self._tower.blocks)
 
     def begin(self, image: ImagePatches) -> ImageEncoding:

@@ -27,17 +27,17 @@ class Reading:
     """A snapshot on its way from disk, with those in front of it that are on disk alone, too; the first one first."""
 
     pending: list[tuple[Entry, Future[dict[str, np.ndarray]]]]
-    """What is not in memory yet."""
+    """Entries that are not in memory yet, with their arrays."""
     until_s: float
     """It is not waited for any longer."""
     row_id: str | None
     """The row whose reservation has room for the keys and values, None if the cache has to make room for them."""
     base: Held | None = None
-    """What is in front of the next one, kept until it is used."""
+    """The snapshot in front of the next entry, kept until that is stored."""
     copying: Iterator[Snapshot | None] | None = None
     """The next one, whose layers are copied to the device one after the other."""
     num_bytes: int = 0
-    """That were copied."""
+    """Bytes that were copied to the device."""
     copied_s: float = 0.0
     """Seconds of copying."""
 
@@ -62,34 +62,34 @@ class DiskTier:
         self._costs = costs
         self._read_us = 0  # of the disk, up to the last reading
         self._num_saved = 0
-        self._waiting: list[Entry] = []  # not written yet: see save_waiting
+        self._waiting: dict[str, Entry] = {}  # by digest: see save_waiting
         cache.file_parent = self._file_parent
         for meta in reversed(files.entries()):
             cache.add(self._entry(meta))
 
-    def save(self, entry: Entry, snapshot: Snapshot) -> None:
-        """Behind those in front of it, which may not have been written. Never raises: memory has it."""
+    def save(self, entry: Entry) -> None:
+        """Write an entry behind those in front of it that are not written. Never raises: memory has it."""
         self._num_saved += 1
         if self._num_saved % PRUNE_EVERY == 0:
             self._cache.prune()
-        try:
-            for one in reversed(self._cache.path(entry)[1:]):
-                if one.held is not None and one.held.snapshot is not None and one.digest not in self._files:
-                    self._save(one, one.held.snapshot)
-            self._save(entry, snapshot)
-        except Exception:
-            log.exception("a snapshot of %d tokens is not written", entry.num_tokens)
+        self._waiting |= {one.digest: one for one in self._cache.path(entry) if one.digest not in self._files}
+        self.save_waiting()
 
     def lacks(self, entry: Entry) -> bool:
-        """Whether an entry is not written, and could be."""
+        """Whether there is no file of an entry."""
         return entry.digest not in self._files
 
     def save_waiting(self) -> None:
-        """Write what could not be written before: keys and values were lent to rows, or the queue was full."""
-        waiting, self._waiting = self._waiting, []
-        for entry in sorted(waiting, key=lambda entry: entry.num_tokens):
-            if entry.held is not None and entry.held.snapshot is not None and entry.digest not in self._files:
-                self.save(entry, entry.held.snapshot)
+        """Write entries that could not be written before: keys and values were lent to rows, or the queue was full."""
+        waiting, self._waiting = self._waiting, {}
+        for entry in sorted(waiting.values(), key=lambda entry: entry.num_tokens):
+            if entry.held is None or entry.held.snapshot is None or entry.digest in self._files:
+                continue
+            try:
+                if not self._has_saved(entry, entry.held.snapshot):
+                    self._waiting[entry.digest] = entry
+            except Exception:
+                log.exception("a snapshot of %d tokens is not written", entry.num_tokens)
 
     def touch(self, entry: Entry) -> None:
         self._files.touch(entry.digest)
@@ -241,13 +241,13 @@ class DiskTier:
             self._cache.add(parent)
         return parent
 
-    def _save(self, entry: Entry, snapshot: Snapshot) -> None:
-        if snapshot.stretch.is_lent or (entry.parent is not None and entry.parent not in self._files):
-            self._waiting.append(entry)
-            return
+    def _has_saved(self, entry: Entry, snapshot: Snapshot) -> bool:
+        """Queue a snapshot; False if that is not possible now."""
         key, parent = entry.key, self._cache.get(entry.parent)
-        if entry.parent is not None and parent is None:
-            return  # what is in front of it has left: nobody could read it back
+        if snapshot.stretch.is_lent or (
+            entry.parent is not None and (parent is None or entry.parent not in self._files)
+        ):
+            return False
         meta = SnapshotMeta(
             digest=entry.digest,
             parent=entry.parent or "",
@@ -260,8 +260,7 @@ class DiskTier:
             created_s=time.time(),
         )
         arrays: Mapping[str, np.ndarray] = self._runner.export_snapshot(snapshot)
-        if not self._files.save(meta, dict(arrays)):
-            self._waiting.append(entry)
+        return self._files.save(meta, dict(arrays))
 
     def _entry(self, meta: SnapshotMeta) -> Entry:
         key = PromptKey(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.batch import ModelRunner
 from engine.core.prefix_cache.cache import PrefixCache
-from engine.core.prefix_cache.node import Entry, Held, Snapshot, Stretch
+from engine.core.prefix_cache.node import Entry, Held, Stretch
 
 
 class Loans:
@@ -149,13 +149,13 @@ class Loans:
         self._leaving.append((lent[0], to_write))
         return {row_id: [held.stretch for held in to_write]}
 
-    def take_leaving(self, write: Callable[[Entry, Snapshot], None]) -> None:
+    def take_leaving(self, write: Callable[[Entry], None]) -> None:
         """Write what was filled of the chains that the cache has no room for, and evict them."""
         leaving, self._leaving = self._leaving, []
         for first, to_write in leaving:
             for held in to_write:
                 if held.snapshot is not None and not held.stretch.is_lent:
-                    write(held.entry, held.snapshot)
+                    write(held.entry)
             if self._cache.is_stored(first):
                 self._cache.evict_behind(first)
 

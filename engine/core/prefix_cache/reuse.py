@@ -411,7 +411,7 @@ class PrefixReuse:
             self.cache.counters.num_unusable += 1
             return False
         if has_come_back and self._disk is not None and entry.held is not None and entry.held.snapshot is not None:
-            self._disk.save(entry, entry.held.snapshot)
+            self._disk.save(entry)
         return has_come_back
 
     def _has_read(self, current: Session, reading: Reading, wait_s: float, copy_s: float) -> bool:
@@ -554,5 +554,5 @@ class PrefixReuse:
         if not self.cache.store(entry, snapshot, base, row.id):
             return None
         if self._disk is not None:
-            self._disk.save(entry, snapshot)
+            self._disk.save(entry)
         return entry

@@ -55,7 +55,7 @@ class AttentionLayer:
         return self.rotate(self.normalize(heads).transpose(0, 2, 1, 3), position), gate
 
     def output(self, hidden: mx.array, position: int, cache: KVCache) -> mx.array:
-        """What the block makes of the newest token's `hidden`, [1, 1, hidden], from our query and the cached keys."""
+        """Return the block's output [1, 1, hidden] for the newest token from our query and the cached keys."""
         attention, block = self.block.self_attn, self.block
         keys, values = _cached(cache)
         query, gate = self.query(hidden, position, keys.shape[-1])

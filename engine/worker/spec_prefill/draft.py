@@ -25,7 +25,7 @@ MAX_SCORES_BYTES = 2**28
 SMALLEST_CHUNK = 16
 
 MAX_OBSERVED_BYTES = 2**25
-"""Of attention weights, float32 [heads, steps, prompt], that are computed at once per layer."""
+"""Limit of the attention weights, float32 [heads, steps, prompt], that are computed at once per layer."""
 
 Block = Callable[[mx.array, Any], mx.array]
 """(hidden [1, 1, hidden], the layer's cache) -> hidden."""

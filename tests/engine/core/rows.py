@@ -19,7 +19,7 @@ STOP = 2
 
 @dataclass
 class Held(NothingEvictable):
-    """What caches hold, none of which can be evicted."""
+    """Bytes that caches hold and that cannot be evicted."""
 
     snapshot_bytes: int = 0
     image_bytes: int = 0

@@ -119,6 +119,22 @@ def test_answer_is_written_once_the_keys_in_front_of_it_have_come_back(engines):
     assert {meta.kind for meta in engine.files.entries()} == kinds >= {"answer"}
 
 
+def test_entries_that_wait_to_be_written_are_listed_once(engines):
+    engine = engines()
+    ask = replace(request("a", *turns(1)), sampling=SamplingParams(100, seed=1))
+    engine.core.add_request(ask)
+    while "a" not in engine.chunks:
+        engine.core.step()
+    tier = engine.core.prefix._disk
+    waiting = set(tier._waiting)
+    for _ in range(5):
+        engine.core.prefix.write_behind()
+    assert waiting and set(tier._waiting) == waiting
+    engine.run({0: []})
+    engine.files.flush()
+    assert not tier._waiting and waiting <= {meta.digest for meta in engine.files.entries()}
+
+
 def test_what_the_cache_has_no_room_for_when_its_row_ends_is_written(engines):
     """Several conversations in turn, each of which pushes out the one before: nothing is computed twice."""
     engine = engines(max_bytes=3 * STATE_BYTES)
