@@ -11,7 +11,7 @@ from ray import serve
 
 from deployments.chat import EngineAnswer
 from deployments.draining import DRAIN_TIMEOUT_S, when_stopping
-from deployments.replica import lend_blas_half_the_cores, log_refusals_in_one_line, replica_info
+from deployments.replica import log_refusals_in_one_line, replica_info
 from engine.config import EngineConfig
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.fingerprint import checkpoint_fingerprint
@@ -36,7 +36,6 @@ class ModelReplica:
     async def __init__(self, config: EngineConfig, drain_timeout_s: float = DRAIN_TIMEOUT_S):
         """Returns when the weights are in memory; until then Serve sends no request. Raises EngineFailed."""
         log_refusals_in_one_line()
-        lend_blas_half_the_cores()
         from engine.async_engine import AsyncEngine  # brings MLX, which no other process of the graph may hold
 
         self._engine = AsyncEngine(config)

@@ -40,12 +40,6 @@ def replica_info() -> dict[str, Any]:
     }
 
 
-def lend_blas_half_the_cores() -> None:
-    """Before MLX is imported. Ray sets OMP_NUM_THREADS to 1 where num_cpus is 0; half of the cores is better, see
-    engine/worker/blas.py."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
-
-
 class _OneLine(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None

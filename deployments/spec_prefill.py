@@ -9,7 +9,7 @@ import ray
 from ray import serve
 
 from deployments.policies import nodes_offering
-from deployments.replica import lend_blas_half_the_cores, log_refusals_in_one_line, node_id, replica_info
+from deployments.replica import log_refusals_in_one_line, node_id, replica_info
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.core.spec_prefill.plan import Scored, ScoreRequest
 from engine.protocol import EngineFailed
@@ -24,7 +24,6 @@ class SpecPrefillScorer:
     async def __init__(self, config: SpecPrefillConfig, target: EngineConfig):
         """Returns when the draft can score, or when it is known why it never will."""
         log_refusals_in_one_line()
-        lend_blas_half_the_cores()
         from engine.draft_scorer import AsyncDraftScorer  # brings MLX
 
         self._scorer = AsyncDraftScorer(config, target, await asyncio.to_thread(_beside_engine))

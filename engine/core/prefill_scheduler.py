@@ -26,6 +26,9 @@ MIN_PREFILL_TOKENS = 16
 FIRST_PREFILL_TOKENS = 64
 """Size of the first chunk, before the pace of prefill is known."""
 
+MIN_FIXED_PARTS = 8
+"""A further chunk of a step that does not end its prompt takes at least so many times a forward's fixed time."""
+
 TIMEOUT_PART = 0.25
 """Part of step_timeout_s that the smallest chunk may be predicted to take; beyond it a chunk has fewer tokens."""
 
@@ -209,13 +212,18 @@ class PrefillScheduler:
         row, step = rows[0], self._step
         left = row.num_prompt_tokens - row.num_prefilled
         wanted = min(step.num_tokens, left, self._tokens_in_time(row.num_prefilled))
-        if wanted < left and wanted < MIN_PREFILL_TOKENS and step.num_chunks:
+        if wanted < left and step.num_chunks and not self._pays(wanted, row.num_prefilled):
             step.close()
             return 0
         self._budget.end_chunk()
         wanted = max(wanted, 1)
         num_tokens = self._budget.max_chunk(row, wanted)
         return num_tokens if num_tokens == wanted else self._enlarged_chunk(row, num_tokens, wanted)
+
+    def _pays(self, num_tokens: int, start: int) -> bool:
+        """Whether a chunk is better computed in this step than together with the next one in the next step."""
+        is_long = self._costs.chunk_s(num_tokens, start) >= MIN_FIXED_PARTS * self._costs.chunk_s(1, start)
+        return num_tokens >= MIN_PREFILL_TOKENS and is_long
 
     def image_blocks(self, image: ImageLeft) -> int:
         """How many blocks of the vision tower the next piece of an image passes; 0 when the step ends before it."""

@@ -165,7 +165,8 @@ class MLXRunner:
 
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         try:
-            return self._advance(rows, max_tokens)
+            with blas.all_cores():
+                return self._advance(rows, max_tokens)
         except Exception:
             self._forget_prompt(rows)
             raise
@@ -176,7 +177,8 @@ class MLXRunner:
     def encode(self, rows: Sequence[Request], num_blocks: int) -> None:
         try:
             if self.next_image(rows) is not None:
-                self._prefill.encode(self._prompt_of(rows), num_blocks)
+                with blas.all_cores():
+                    self._prefill.encode(self._prompt_of(rows), num_blocks)
         except Exception:
             self._forget_prompt(rows)
             raise
@@ -184,7 +186,8 @@ class MLXRunner:
     def prefill_burst(self, chunks: Sequence[PromptChunk]) -> list[PrefillOutput]:
         assert self.no_bursts is None
         try:
-            return self._advance_together(chunks)
+            with blas.all_cores():
+                return self._advance_together(chunks)
         except Exception:
             self._forget_prompt([chunk.row for chunk in chunks])
             raise

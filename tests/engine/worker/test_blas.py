@@ -136,16 +136,27 @@ def test_without_the_wheel_another_blas_serves_and_the_reason_is_kept():
     assert source == "system" or "WARNING" in output
 
 
-def test_threads_are_half_the_cores_or_what_the_environment_says():
-    count = """
+COUNT = """
 import ctypes, os
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     if not os.environ.get(name):
         os.environ.pop(name, None)
 from engine.worker import blas
-print(json.dumps([ctypes.CDLL(blas.preload().path).scipy_openblas_get_num_threads()]))
+count = ctypes.CDLL(blas.preload().path).scipy_openblas_get_num_threads
+counts = [count()]
+with blas.all_cores():
+    counts.append(count())
+print(json.dumps([*counts, count()]))
 """
-    half = max(1, (os.cpu_count() or 1) // 2)
-    assert run(count, OPENBLAS_NUM_THREADS="", OMP_NUM_THREADS="")[0] == [half]
-    if (os.cpu_count() or 1) >= 2:
-        assert run(count, OPENBLAS_NUM_THREADS="2", OMP_NUM_THREADS="1")[0] == [2]
+
+
+@pytest.mark.parametrize("omp", ["", "1"])
+def test_decode_steps_use_half_of_the_cores_and_prompts_all(omp):
+    num_cores = os.cpu_count() or 1
+    half = max(1, num_cores // 2)
+    assert run(COUNT, OPENBLAS_NUM_THREADS="", OMP_NUM_THREADS=omp)[0] == [half, num_cores, half]
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core has no second thread")
+def test_the_environment_decides_how_many_threads_products_use():
+    assert run(COUNT, OPENBLAS_NUM_THREADS="2", OMP_NUM_THREADS="1")[0] == [2, 2, 2]
