@@ -6,9 +6,9 @@ front of every symbol; patchelf makes, once per user, a copy in which the routin
 
 Threads: OPENBLAS_NUM_THREADS, otherwise half of the cores for decode steps, and all of them for prompts and images
 (`all_cores`). OMP_NUM_THREADS does not count: Ray sets it to a replica's num_cpus. Small products on all cores are
-faster on an idle machine only. One thread against two on two cores: 32x256x256 54/33 us, 32x256x8192 2.3/1.2 ms; with another
-busy process beside them 0.3/8 ms for 4x256x4096, as each product waits for a time slice. Prompts of 480, 1200 and 3500
-tokens of the demo model: 262/240, 690/605 and 2270/1990 ms.
+faster on an idle machine only. One thread against two on two cores: 32x256x256 54/33 us, 32x256x8192 2.3/1.2 ms; with
+another busy process beside them 0.3/8 ms for 4x256x4096, as each product waits for a time slice. Prompts of 480, 1200
+and 3500 tokens of the demo model: 262/240, 690/605 and 2270/1990 ms.
 """
 
 import ctypes

@@ -23,7 +23,7 @@ from engine.worker.burst import BurstPrefill
 from engine.worker.decode import Newcomer
 from engine.worker.decode_batch import DecodeBatch
 from engine.worker.mtp import MTPHead
-from engine.worker.patches import attention_cpu, gated_delta_chunks, gated_delta_cuda, gated_delta_rows
+from engine.worker.patches import attention_cpu, gated_delta_chunks, gated_delta_cuda, gated_delta_rows, silu_cpu
 from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, Prompt, first_tokens
 from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays, why_not
@@ -70,6 +70,7 @@ class MLXRunner:
             gated_delta_rows.install()
             gated_delta_chunks.install()
             attention_cpu.install()
+            silu_cpu.install()
         elif mx.cuda.is_available():
             gated_delta_cuda.install()
         self._model = model

@@ -12,7 +12,7 @@ from engine.processing.checkpoint import draft_of, read_optional_json
 from engine.protocol import EngineFailed
 from engine.worker import loader, memory
 from engine.worker.kv_cache import RowCache, num_bytes, rounded
-from engine.worker.patches import attention_cpu, gated_delta_chunks, gated_delta_cuda
+from engine.worker.patches import attention_cpu, gated_delta_chunks, gated_delta_cuda, silu_cpu
 from engine.worker.spec_prefill.attention import Seen, attention_layers, importance
 
 PROBE_TOKENS = 48
@@ -67,6 +67,7 @@ class Draft:
         if not loader.on_gpu():
             gated_delta_chunks.install()
             attention_cpu.install()
+            silu_cpu.install()
         elif mx.cuda.is_available():
             gated_delta_cuda.install()
         self._lm: Any = model.module.language_model
