@@ -216,7 +216,18 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def snapshot_row(self, row_id: str, parent: Stretch | None = None, cuts: Sequence[int] = ()) -> RowSnapshot | None:
+    def pending(self, row_ids: Sequence[str]) -> Mapping[str, RowOutput]:
+        """Wait for the step under way and return what it gives these rows, which must be dropped before the next
+        `decode`. Other rows get theirs from that. Rows that the step does not decode are left out.
+
+        Raises:
+            Exception: Whatever the device raises; the rows of the batch are in an unknown state then.
+        """
+        ...
+
+    def snapshot_row(
+        self, row_id: str, parent: Stretch | None = None, cuts: Sequence[int] = (), lend: bool = False
+    ) -> RowSnapshot | None:
         """Of a row of the decode batch, as it stands; nothing changes for it or for others. Call it before `drop`.
 
         A row that has ended by a stop token or by its length, and has not been decoded since, stands exactly behind its
@@ -228,6 +239,8 @@ class ModelRunner(Protocol):
             parent: the stretch of a snapshot of the row's first tokens, None without one.
             cuts: token counts, rising, between the end of `parent` and the row's end. The stretch behind `parent` is
                 made of several, each the parent of the next, that end at these counts and at the row's end.
+            lend: The stretch behind `parent`, which has no cuts, is lent to the row until `drop`, which must follow
+                before the next `decode`.
 
         Returns:
             None if the row is not decoding, if its prompt had a sparse plan, or if its state is not finite.

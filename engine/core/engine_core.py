@@ -15,7 +15,7 @@ from engine.core.memory.evictable import EvictableMemory
 from engine.core.memory.grouping import GroupMerge
 from engine.core.prefix_cache.reuse import PrefixReuse
 from engine.core.progress import Progress
-from engine.core.request import Matcher, Request
+from engine.core.request import Matcher, Request, RequestState
 from engine.core.scheduler import RETRY_S, Chunks, Scheduler
 from engine.core.speculation import SpeculationController
 from engine.core.stats import Stats
@@ -114,6 +114,7 @@ class EngineCore:
         self._drop_gone()
         num_draft_tokens = self._speculation.num_draft_tokens(self.scheduler.num_decoding)
         work = self.scheduler.schedule(num_draft_tokens)
+        self._keep_displaced()
         if ended := self.scheduler.take_ended():
             self._publish(ended)
         if work.drop:
@@ -357,6 +358,27 @@ class EngineCore:
         for row in self.scheduler.take_completed():
             self.prefix.keep_answer(row)
             self._decoded_s = None  # taking the snapshot is no part of a decode step
+
+    def _keep_displaced(self) -> None:
+        """Store the states of rows that have lost their places, behind the step under way, which is given out."""
+        if not (displaced := self.scheduler.take_displaced()):
+            return
+        self._decoded_s = None  # what follows is no part of a decode step
+        decoding = [rows[0] for rows, num_computed in displaced if not num_computed]
+        if decoding:
+            try:
+                outputs = self.runner.pending([row.id for row in decoding])
+            except Exception as error:
+                log.exception("decode step failed with %d rows", self.scheduler.num_decoding + len(decoding))
+                self._publish(self._fail_rows(f"decode step failed: {type(error).__name__}"))
+                return
+            self._publish(self.scheduler.update_displaced(outputs, decoding))
+            self._keep_answers()
+        for rows, num_computed in displaced:
+            if num_computed:
+                self.prefix.keep_prompt(rows, num_computed)
+            elif rows[0].state is not RequestState.FINISHED:
+                self.prefix.keep_row(rows[0])
 
     def _prefill_failed(self, rows: Sequence[Request], error: Exception) -> None:
         self.scheduler.prefills.end_step()

@@ -87,6 +87,7 @@ class Scheduler:
         self._drop: list[str] = []  # rows that have lost their place
         self._ended: Chunks = {}  # rows that have ended outside of a step
         self._completed: list[Request] = []  # rows whose answers are complete, and are still in the runner
+        self._displaced: list[tuple[list[Request], int]] = []  # see take_displaced
 
     @property
     def num_waiting(self) -> int:
@@ -181,6 +182,15 @@ class Scheduler:
         completed, self._completed = self._completed, []
         return completed
 
+    def take_displaced(self) -> list[tuple[list[Request], int]]:
+        """Rows that have lost their places since the last call, and that the runner still has.
+
+        Each prompt in progress with all its rows, and how many of its tokens are computed; each decoding row alone,
+        with 0.
+        """
+        displaced, self._displaced = self._displaced, []
+        return displaced
+
     def take_ended(self) -> Chunks:
         """Of rows that have ended outside of a step: they waited for too long, or there was no memory for them."""
         ended, self._ended = self._ended, {}
@@ -192,6 +202,13 @@ class Scheduler:
         return {
             row_id: self._take(row, outputs[row_id]) for row_id, row in list(self._running.items()) if row_id in outputs
         }
+
+    def update_displaced(self, outputs: Mapping[str, RowOutput], rows: Sequence[Request]) -> Chunks:
+        """Give rows that have just lost their places what the step under way had for them; some may end with it."""
+        chunks = {row.id: self._take(row, outputs[row.id]) for row in rows if row.id in outputs}
+        for row in rows:  # what a row has given out is charged as its output
+            row.num_charged = max(row.num_charged, row.num_prompt_tokens)
+        return chunks
 
     def update_prefill(self, rows: Sequence[Request], output: PrefillOutput) -> Chunks:
         """Account for a chunk of the prompt that these rows share; with its last one they join the decode batch."""
@@ -271,6 +288,9 @@ class Scheduler:
 
     def _put_back(self, rows: Sequence[Request], arrived_s: float | None = None) -> None:
         """Rows whose memory is somebody else's from now on: they are dropped before anything else is done."""
+        is_decoding, num_computed = rows[0].state is RequestState.RUNNING, rows[0].num_prefilled
+        if is_decoding or num_computed:
+            self._displaced.append((list(rows), 0 if is_decoding else num_computed))
         for row in rows:
             has_run = row.state is RequestState.RUNNING
             row.num_charged = max(row.num_charged, row.num_prompt_tokens if has_run else row.num_prefilled)

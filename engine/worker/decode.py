@@ -22,6 +22,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_vlm.models.cache import KVCache
 
 from engine.core.batch import NO_TOKEN, RowOutput, RowSnapshot
 from engine.core.request import Request
@@ -249,7 +250,13 @@ class DecodeGroup:
         outputs = before.read()
         return {row.request.id: outputs[row.request.id] for row in before.rows if not row.has_left}
 
-    def snapshot(self, index: int, parent: Stretch | None, cuts: Sequence[int]) -> RowSnapshot | None:
+    def pending(self) -> dict[str, RowOutput]:
+        """What the step under way gives the rows. Waits for it; rows that stay get it from `finish_step`, too."""
+        return {} if self._launched is None else self._launched.read()
+
+    def snapshot(
+        self, index: int, parent: Stretch | None, cuts: Sequence[int], lend: bool = False
+    ) -> RowSnapshot | None:
         """One row as it stands, with the step under way; see ModelRunner.snapshot_row. Waits for the device.
 
         The step is not read as `finish_step` reads it: matchers of rows that leave before it must not see its tokens.
@@ -261,12 +268,13 @@ class DecodeGroup:
         if not is_sound or (self._head is not None and self._drafter is None):
             return None
         cache, hidden = self._cache.row(index, num_cached), None
+        num_lent = sum(isinstance(layer, KVCache) for layer in cache) if lend else 0
         if self._drafter is not None:
             head_cache, hidden = self._drafter.row(index, num_cached)
             cache += head_cache
         if not is_finite(cache):
             return None
-        snapshot = take(cache, hidden, num_cached, parent, cuts)
+        snapshot = take(cache, hidden, num_cached, parent, cuts, num_lent)
         return RowSnapshot(np.array(taken_in, np.int32), snapshot)
 
     def _in_flight_ids(self, row: Row) -> tuple[int, ...]:

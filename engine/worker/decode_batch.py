@@ -60,12 +60,23 @@ class DecodeBatch:
         else:
             self._groups[target] = group
 
-    def snapshot(self, row_id: str, parent: Stretch | None, cuts: Sequence[int]) -> RowSnapshot | None:
+    def pending(self, row_ids: Sequence[str]) -> dict[str, RowOutput]:
+        """See ModelRunner.pending."""
+        outputs: dict[str, RowOutput] = {}
+        for group in self._groups.values():
+            if wanted := [row.request.id for row in group.rows if row.request.id in row_ids]:
+                given = group.pending()
+                outputs |= {row_id: given[row_id] for row_id in wanted if row_id in given}
+        return outputs
+
+    def snapshot(
+        self, row_id: str, parent: Stretch | None, cuts: Sequence[int], lend: bool = False
+    ) -> RowSnapshot | None:
         """See ModelRunner.snapshot_row."""
         for group in self._groups.values():
             for i, row in enumerate(group.rows):
                 if row.request.id == row_id:
-                    return group.snapshot(i, parent, cuts)
+                    return group.snapshot(i, parent, cuts, lend)
         return None
 
     def fill(self, row_id: str, stretches: Sequence[Stretch]) -> None:

@@ -202,8 +202,13 @@ class MLXRunner:
     def snapshot(self, rows: Sequence[Request], parent: Any = None, lend: bool = False) -> StateSnapshot | None:
         return self._prefill.snapshot(self._prompts[rows[0].id], parent, lend)
 
-    def snapshot_row(self, row_id: str, parent: Any = None, cuts: Sequence[int] = ()) -> RowSnapshot | None:
-        return self._batch.snapshot(row_id, parent, cuts)
+    def pending(self, row_ids: Sequence[str]) -> dict[str, RowOutput]:
+        return self._batch.pending(row_ids)
+
+    def snapshot_row(
+        self, row_id: str, parent: Any = None, cuts: Sequence[int] = (), lend: bool = False
+    ) -> RowSnapshot | None:
+        return self._batch.snapshot(row_id, parent, cuts, lend)
 
     def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:
         return export(snapshot)

@@ -126,10 +126,14 @@ class Prefill:
             prompt.num_images_restored += 1
 
     def snapshot(self, prompt: Prompt, parent: Stretch | None, lend: bool = False) -> StateSnapshot | None:
-        """Take a snapshot of a prompt between two chunks; None if its state is not finite. lend: see snapshot.take."""
+        """Take a snapshot of a prompt between two chunks; None if its state is not finite.
+
+        lend: All keys and values stay in the prompt's cache.
+        """
         if not is_finite(prompt.layers):
             return None
-        return take(prompt.layers, prompt.hidden, prompt.done, parent, lend=lend)
+        num_lent = sum(isinstance(layer, KVCache) for layer in prompt.layers) if lend else 0
+        return take(prompt.layers, prompt.hidden, prompt.done, parent, num_lent=num_lent)
 
     def _image_index(self, ids: np.ndarray, images: tuple[ImagePatches, ...]) -> np.ndarray:
         if self._vision is None:

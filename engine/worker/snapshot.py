@@ -34,7 +34,8 @@ class Stretch:
     parent: "Stretch | None"
     """The stretch in front of it."""
     layers: list[KeysValues | None]
-    """Per attention layer [1, heads, n, head_dim] each; None while they are in a row's cache instead."""
+    """Per attention layer [1, heads, n, head_dim] each; None while they are in a row's cache instead. Of a decoding row
+    that has lent them those of the MTP head's layers are here: its cache may lag behind."""
     ends: tuple[int, ...]
     """Per attention layer the slots of a row up to the end of this stretch."""
 
@@ -123,7 +124,7 @@ def take(
     num_tokens: int,
     parent: Stretch | None,
     cuts: Sequence[int] = (),
-    lend: bool = False,
+    num_lent: int = 0,
 ) -> StateSnapshot:
     """Copies one row's caches (the target's layers, then the head's); evaluated.
 
@@ -134,14 +135,17 @@ def take(
         parent: the stretch of the row's first tokens, None without one.
         cuts: token counts between the end of `parent` and `num_tokens`, rising: there one stretch ends and the next
             one, its child, begins.
-        lend: The keys and values stay in the row's cache: see Stretch.
+        num_lent: Of so many of the first attention layers the keys and values stay in the row's cache: see Stretch.
 
     Raises:
         ValueError: `cuts` do not rise from the end of `parent` to `num_tokens`.
     """
     attention = [layer for layer in cache if isinstance(layer, KVCache)]
-    if lend:
+    if num_lent:
         stretch = Stretch.lent(parent, tuple(layer.offset for layer in attention))
+        for i, layer in enumerate(attention[num_lent:], num_lent):
+            stretch.layers[i] = _between(layer.keys, layer.values, stretch.starts[i], stretch.ends[i])
+        mx.eval(list(filter(None, stretch.layers)))
     else:
         stretch = _stretches(attention, num_tokens, parent, cuts)
     states: Any = tuple(tuple(map(_own, layer.cache)) for layer in cache if isinstance(layer, ArraysCache))
@@ -184,9 +188,10 @@ class LentStretches:
             return
         i, row = self._num_layers, slice(self._index, self._index + 1)
         self._num_layers += 1
-        for stretch in self._stretches:
+        lent = [stretch for stretch in self._stretches if stretch.layers[i] is None]
+        for stretch in lent:
             stretch.layers[i] = _between(layer.keys[row], layer.values[row], stretch.starts[i], stretch.ends[i])
-        mx.eval([stretch.layers[i] for stretch in self._stretches])
+        mx.eval([stretch.layers[i] for stretch in lent])
 
 
 def fill(stretches: Sequence[Stretch], layers: list[Any], index: int = 0, release: bool = False) -> None:
@@ -198,15 +203,15 @@ def fill(stretches: Sequence[Stretch], layers: list[Any], index: int = 0, releas
         index: Which of these rows it is.
         release: Free each layer once it is copied.
     """
-    lent = LentStretches(stretches, index)
+    lent, before = LentStretches(stretches, index), [list(stretch.layers) for stretch in stretches]
     try:
         for i, layer in enumerate(layers):
             lent.fill(layer)
             if release:
                 layers[i] = None
     except Exception:
-        for stretch in stretches:
-            stretch.layers[:] = [None] * len(stretch.layers)
+        for stretch, own in zip(stretches, before, strict=True):
+            stretch.layers[:] = own
         raise
 
 

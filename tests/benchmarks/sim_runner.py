@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.core.batch import STRETCH_ARRAYS, PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
 from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request
+from engine.core.request import Request, RequestState
 from engine.core.scheduler import Chunks
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams, TokenChunk
 from engine.snapshot_store.files import MAX_QUEUED_BYTES, SnapshotMeta
@@ -350,11 +350,19 @@ class ClockRunner:
             self._snapshot_bytes += one.own_bytes
             self.clock.advance(self.machine.copy_seconds(one.own_bytes))
 
-    def snapshot_row(self, row_id: str, parent: Any = None, cuts: Sequence[int] = ()) -> RowSnapshot | None:
+    def pending(self, row_ids: Sequence[str]) -> Mapping[str, RowOutput]:
+        """No step is under way between two calls."""
+        return {}
+
+    def snapshot_row(
+        self, row_id: str, parent: Any = None, cuts: Sequence[int] = (), lend: bool = False
+    ) -> RowSnapshot | None:
         if (row := self._rows.get(row_id)) is None:
             return None
         said = np.array(row.output_token_ids, np.int32)
-        snapshot = self._snapshot(np.concatenate([row.spec.token_ids, said]), parent, False)
+        if row.state is not RequestState.FINISHED:
+            said = said[:-1]  # the last token is not computed yet
+        snapshot = self._snapshot(np.concatenate([row.spec.token_ids, said]), parent, lend)
         return RowSnapshot(said, snapshot)
 
     def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:

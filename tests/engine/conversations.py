@@ -96,11 +96,12 @@ class SharedSpecimens(Specimens):
 @dataclass(frozen=True)
 class Traffic:
     """arrivals: (step, number of a specimen, tenant). aborts: (step, index of an arrival). failures: steps whose
-    forwards fail. cache, engine: the configuration."""
+    forwards fail. preemptions: (step, how manieth of the rows that decode). cache, engine: the configuration."""
 
     arrivals: tuple[tuple[int, int, str], ...]
     aborts: tuple[tuple[int, int], ...] = ()
     failures: tuple[int, ...] = ()
+    preemptions: tuple[tuple[int, int], ...] = ()
     cache: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
 
@@ -112,7 +113,8 @@ class Traffic:
     @property
     def is_orderly(self) -> bool:
         """Every prompt is prefilled once, in the order of arrival, and nothing is evicted."""
-        return not (self.aborts or self.failures or "max_gb" in self.cache or "scheduler" in self.engine)
+        disturbs = self.aborts or self.failures or self.preemptions
+        return not (disturbs or "max_gb" in self.cache or "scheduler" in self.engine)
 
 
 def random_traffic(rng: random.Random, num_specimens: int, snapshot_gb: float) -> Traffic:
@@ -122,7 +124,7 @@ def random_traffic(rng: random.Random, num_specimens: int, snapshot_gb: float) -
     arrivals = [
         (rng.randint(0, last), rng.choice(numbers), rng.choice(["", "", "", "other"])) for _ in range(rng.randint(4, 8))
     ]
-    failing = rng.random() < 0.2
+    failing, displacing = rng.random() < 0.2, rng.random() < 0.3
     cache: dict[str, Any] = {"min_tokens": rng.choice([16, 16, 16, 1, 40])}
     if rng.random() < 0.2:
         cache["boundaries"] = rng.choice([("system",), ("turn",), ("system", "turn"), ("turn", "prompt")])
@@ -135,6 +137,7 @@ def random_traffic(rng: random.Random, num_specimens: int, snapshot_gb: float) -
         arrivals=tuple(sorted(arrivals)),
         aborts=tuple((rng.randint(0, last + 6), rng.randrange(8)) for _ in range(rng.randint(1, 3) * failing)),
         failures=tuple(rng.randint(0, last + 6) for _ in range(rng.randint(0, 2) * failing)),
+        preemptions=tuple((rng.randint(1, last + 12), rng.randrange(4)) for _ in range(rng.randint(1, 4) * displacing)),
         cache=cache,
         engine=engine,
     )
@@ -184,6 +187,9 @@ def carry_out(
                 driver.core.abort(str(index))
         if not driver.core.has_work and step >= last:
             return driver
+        for when, place in traffic.preemptions:
+            if when == step and (running := list(driver.core.scheduler._running.values())):
+                driver.core.scheduler.preempt(running[place % len(running)])
         with faults() if step in traffic.failures else nullcontext():
             driver.core.step()
         status = driver.core.prefix.status()
@@ -348,7 +354,7 @@ class Bench:
         assert cut <= bool(traffic.aborts or traffic.failures), f"{name}: {got}"
         if not cut:
             assert (num, got.finish, got.error) == (len(cold.token_ids), cold.finish, cold.error), f"{name}: {got}"
-        if not cut and not traffic.failures:  # drafts pause after a failed step
+        if not cut and not traffic.failures and not traffic.preemptions:  # both change which tokens are drafted
             assert got.num_accepted == cold.num_accepted, f"{name}: {got} instead of {cold}"
         self.figures += Counter({"rows": 1, "tokens": num, "accepted": got.num_accepted})
 

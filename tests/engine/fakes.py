@@ -69,6 +69,7 @@ class NoSnapshots:
     restore: Any = None
     snapshot: Any = None
     fill: Any = None
+    pending: Any = None
     snapshot_row: Any = None
     export_snapshot: Any = None
     import_snapshot: Any = None
@@ -209,7 +210,13 @@ class FakeRunner:
             assert stretch.is_lent
             stretch.is_lent = row_id not in self.rows and row_id not in self.prompts
 
-    def snapshot_row(self, row_id: str, parent: Any = None, cuts: Sequence[int] = ()) -> RowSnapshot | None:
+    def pending(self, row_ids: Sequence[str]) -> dict[str, RowOutput]:
+        self._called("pending", *row_ids)
+        return {row_id: self._in_flight[row_id] for row_id in row_ids if row_id in self._in_flight}
+
+    def snapshot_row(
+        self, row_id: str, parent: Any = None, cuts: Sequence[int] = (), lend: bool = False
+    ) -> RowSnapshot | None:
         self._called("snapshot_row", row_id, *cuts)
         row = self.rows.get(row_id)
         if row is None or row.spec.sparse is not None:
@@ -220,7 +227,7 @@ class FakeRunner:
         for end in (*cuts, len(token_ids)):
             if cuts and end <= (stretch.num_tokens if stretch else 0):
                 raise ValueError(f"cuts {cuts} do not rise to {len(token_ids)}")
-            stretch = _behind(stretch, token_ids[:end])
+            stretch = _behind(stretch, token_ids[:end], lend)
         return RowSnapshot(taken_in, stretch)
 
     def _taken_in(self, row: Request) -> np.ndarray:

@@ -55,6 +55,7 @@ RUNNER_SEAMS = (
         "restore",
         "snapshot",
         "snapshot_row",
+        "pending",
         "export_snapshot",
         "import_snapshot",
     ),

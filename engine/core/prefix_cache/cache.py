@@ -146,6 +146,7 @@ class PrefixCache:
         """The snapshot for a prompt that goes on from it; `release` it when the prompt has been taken in."""
         self._lineages.used(entry, self._clock())
         entry.num_hits += 1
+        entry.is_awaited = False
         self.touch(entry)
         return self.hold(entry)
 
@@ -208,8 +209,8 @@ class PrefixCache:
         if not behind:
             return False
         last = max(behind, key=lambda entry: entry.num_tokens)
-        is_pinned = any(entry.pinned for entry in behind)
-        new = None if is_pinned else NewBoundary(last.key, last.kind, last.lineage, "")
+        is_needed = any(entry.pinned or entry.is_awaited for entry in behind)
+        new = None if is_needed else NewBoundary(last.key, last.kind, last.lineage, "")
         return self._make_way(sum(held.lent_bytes for held in lent), lent[0].parent, new, behind)
 
     def evict_behind(self, held: Held) -> None:

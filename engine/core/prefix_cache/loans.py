@@ -87,6 +87,11 @@ class Loans:
         self._cache.lend(held, row_id, num_bytes)
         self._of_row.setdefault(row_id, []).append(held)
 
+    def may_add(self, row_id: str, base: Held | None) -> bool:
+        """Whether a stretch behind `base` would be the next of what is lent to the row."""
+        lent = self._of_row.get(row_id)
+        return not lent or (base is not None and lent[-1] in self._cache.chain(base.entry))
+
     def call_in(self, entry: Entry) -> bool:
         """Copy what is lent of an entry's chain from the rows; False if there is no room for it."""
         lent = [held for held in self._cache.chain(entry) if held.stretch.is_lent]
@@ -121,33 +126,34 @@ class Loans:
     ) -> dict[str, Sequence[Stretch]]:
         """Make room for what is lent to rows that leave; return the stretches that are to be filled, by row id.
 
-        What is worth less than what would have to be evicted for it is forgotten, once what is to be written of it has
-        been filled, too. `settle` must follow, and then `take_leaving`.
+        What is worth less than what would have to be evicted for it is forgotten, from the end of the row on, once what
+        is to be written of it has been filled, too. `settle` must follow, and then `take_leaving`.
         """
         returning = {}
         for row_id in row_ids:
             self.break_promise(row_id)
-            lent = self._pop(row_id)
-            if not lent:
-                continue
-            if not self._cache.make_way_back(lent):
-                returning |= self._leave(row_id, lent, is_to_write)
-                continue
+            lent, leaving = self._pop(row_id), list[Held]()
+            while lent and not self._cache.make_way_back(lent):
+                leaving.insert(0, lent.pop())
+                if not self._to_write(leaving, is_to_write):
+                    self._cache.evict_behind(leaving.pop())
+                    lent = [held for held in lent if self._cache.is_stored(held)]
             for held in lent:  # counted at once: the next row needs other room
                 self._cache.take_back(held)
-            self._of_row[row_id] = lent
-            returning[row_id] = [held.stretch for held in lent]
+            if lent:
+                self._of_row[row_id] = list(lent)
+            if leaving:
+                to_write = self._to_write(leaving, is_to_write)
+                self._leaving.append((leaving[0], to_write))
+                lent += to_write
+            if lent:
+                returning[row_id] = [held.stretch for held in lent]
         return returning
 
-    def _leave(
-        self, row_id: str, lent: Sequence[Held], is_to_write: Callable[[Entry], bool]
-    ) -> dict[str, Sequence[Stretch]]:
-        to_write = [held for held in lent if held.snapshot is not None and is_to_write(held.entry)]
-        if not to_write:
-            self._cache.evict_behind(lent[0])
-            return {}
-        self._leaving.append((lent[0], to_write))
-        return {row_id: [held.stretch for held in to_write]}
+    @staticmethod
+    def _to_write(leaving: Sequence[Held], is_to_write: Callable[[Entry], bool]) -> list[Held]:
+        """Those at the end of a chain that are written before they go."""
+        return [held for held in leaving if held.snapshot is not None and is_to_write(held.entry)]
 
     def take_leaving(self, write: Callable[[Entry], None]) -> None:
         """Write what was filled of the chains that the cache has no room for, and evict them."""

@@ -107,6 +107,8 @@ class Entry:
     held: Held | None = None
     """None if its snapshot is on disk alone."""
     num_hits: int = 0
+    is_awaited: bool = False
+    """Whether a row that has lost its place goes on from it."""
     lineage: Lineage = field(default_factory=Lineage)
     given_up_as: OddsKey | None = None
     """Set once it is counted as one that is not used again."""

@@ -241,7 +241,9 @@ class PrefixReuse:
         current = self._sessions.get(rows[0].id)
         if current is None or not current.todo or current.todo[0].num_tokens != rows[0].num_prefilled:
             return
-        boundary = current.todo.pop(0)
+        self._take_or_log(rows, current, current.todo.pop(0))
+
+    def _take_or_log(self, rows: Sequence[Request], current: Session, boundary: Boundary) -> None:
         try:
             self._take(rows, current, boundary)
         except Exception:
@@ -251,43 +253,74 @@ class PrefixReuse:
 
     def keep_answer(self, row: Request) -> None:
         """Store the state behind a complete answer, which the runner still has. Never raises: it is only for later."""
-        spec = row.spec
-        if self.off is not None or not self._answers.are_kept or spec.pinned or spec.sparse is not None:
-            return
-        if len(row.output_token_ids) < self._config.min_tokens or spec.num_choices > 1:
-            return
-        try:
-            self._keep_answer(row)
-        except Exception:
-            log.exception("no snapshot of the answer of %s", row.id)
-            self.cache.counters.num_rejected += 1
+        is_long = len(row.output_token_ids) >= self._config.min_tokens
+        if is_long and self._may_keep(row) and self._answers.are_kept and self._has_kept(row, is_awaited=False):
+            self._answers.stored()
 
-    def _keep_answer(self, row: Request) -> None:
+    def keep_row(self, row: Request) -> None:
+        """Store the state of a decoding row that loses its place, which the runner still has. Never raises."""
+        if self._may_keep(row):
+            self._has_kept(row, is_awaited=True)
+
+    def keep_prompt(self, rows: Sequence[Request], num_tokens: int) -> None:
+        """Store the state of a prompt in progress that loses its place, behind so many tokens. Never raises."""
+        current = self._sessions.get(rows[0].id)
+        if current is None or not current.is_computing or rows[0].spec.sparse is not None:
+            return
+        start = current.base_tokens if current.base is not None else 0
+        if num_tokens - start >= self._config.min_tokens and current.key.may_cut(num_tokens):
+            self._take_or_log(rows, current, Boundary("prompt", num_tokens))
+            if current.base is not None and current.base_tokens == num_tokens:
+                current.base.entry.is_awaited = True
+
+    def _may_keep(self, row: Request) -> bool:
+        spec = row.spec
+        is_plain = spec.num_choices == 1 and spec.sparse is None and spec.pooling is None
+        return self.off is None and is_plain and not spec.pinned
+
+    def _has_kept(self, row: Request, is_awaited: bool) -> bool:
+        """Whether the state of a decoding row was stored behind what the cache has of it in memory."""
         key = self._key_of(row)
         parent = self.cache.match(key, len(key), in_memory=True)
         base = None if parent is None else self.cache.hold(parent)
         try:
-            self._store_answer(row, key, base, parent)
+            return self._has_stored_row(row, key, base, is_awaited)
+        except Exception:
+            log.exception("no snapshot of %s behind its last token", row.id)
+            self.cache.counters.num_rejected += 1
+            return False
         finally:
             if base is not None:
                 self.cache.release(base)
 
-    def _store_answer(self, row: Request, key: PromptKey, base: Held | None, parent: Entry | None) -> None:
+    def _has_stored_row(self, row: Request, key: PromptKey, base: Held | None, is_awaited: bool) -> bool:
+        """Its keys and values are lent to the row, which is about to be dropped, from the beginning."""
         costs, spec, runner = self._runner.costs, row.spec, self._runner
-        num_new = len(key) + 1 - (0 if parent is None else parent.num_tokens)
-        if not self.cache.make_way(num_new * costs.token_bytes + costs.state_bytes, base, key, "answer", row.id):
-            return
-        taken = runner.snapshot_row(row.id, None if base is None else base.stretch)
-        if taken is None or not np.array_equal(taken.token_ids[: len(row.output_token_ids)], row.output_token_ids):
-            return
+        num_new = len(key) + 1 - (0 if base is None else base.entry.num_tokens)
+        stretch_bytes = num_new * costs.token_bytes
+        if num_new < self._config.min_tokens:
+            return False
+        lend = self._loans.may_add(row.id, base)
+        num_bytes = costs.state_bytes + (0 if lend else stretch_bytes)
+        if not self.cache.make_way(num_bytes, base, None if is_awaited else key, "answer", row.id):
+            return False
+        taken = runner.snapshot_row(row.id, None if base is None else base.stretch, lend=lend)
+        num_given = len(row.output_token_ids) - is_awaited  # the last one has not been computed yet
+        if taken is None or not np.array_equal(taken.token_ids[:num_given], row.output_token_ids[:num_given]):
+            return False
         ids = np.concatenate([spec.token_ids, taken.token_ids]).astype(np.int32)
         whole = PromptKey.of(runner.fingerprint, spec.tenant, ids, spec.images, runner.image_token_id)
         entry = self.cache.get(whole.digest())
         if entry is not None and entry.held is not None:
-            return  # the same answer to the same prompt
-        digest = None if parent is None else parent.digest
-        if self._store(whole, "answer", row, False, taken.snapshot, base, digest) is not None:
-            self._answers.stored()
+            return False  # the same answer to the same prompt
+        digest = None if base is None else base.entry.digest
+        entry = self._store(whole, "answer", row, False, taken.snapshot, base, digest)
+        if entry is None or entry.held is None:
+            return False
+        entry.is_awaited = is_awaited
+        if lend:
+            self._loans.add(row.id, entry.held, stretch_bytes)
+        return True
 
     def end(self, row_ids: Iterable[str], failed: bool = False) -> None:
         """End the sessions of these prompts, complete or given up. failed: what they have left must not serve."""

@@ -93,4 +93,5 @@ def install() -> None:
         vars(module)["nn"] = SimpleNamespace(**(vars(nn) | {"silu": silu}))
     for module in (mlp, llama, qwen3_5, qwen3_5_verifier):
         vars(module)["swiglu"] = swiglu
-    vars(qwen3_5)["_precise_swiglu"] = precise_swiglu
+    namespace: Any = vars(qwen3_5)
+    namespace["_precise_swiglu"] = precise_swiglu

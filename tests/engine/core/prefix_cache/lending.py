@@ -54,6 +54,12 @@ class HoldingRunner(FakeRunner):
             self.holder[snapshot] = rows[0].id
         return snapshot
 
+    def snapshot_row(self, row_id: str, parent: Any = None, cuts: Sequence[int] = (), lend: bool = False) -> Any:
+        taken = super().snapshot_row(row_id, parent, cuts, lend)
+        if taken is not None and lend:
+            self.holder[taken.snapshot] = row_id
+        return taken
+
     def fill(self, row_id: str, stretches: Sequence[Any]) -> None:
         num_filled = self.breaks_at.pop("fill", len(stretches))
         self._called("fill", row_id, *(stretch.num_tokens for stretch in stretches))

@@ -339,7 +339,7 @@ def test_what_is_worth_less_than_others_is_forgotten_when_its_row_leaves():
     other = shelf.store(tokens(9, 3000), None)
     for _ in range(5):
         shelf.cache.release(shelf.cache.use(other))
-    shelf.cache.room = lambda: size(3000) + 2 * STATE_BYTES + 500
+    shelf.cache.room = lambda: size(3000) + STATE_BYTES + 500
     assert shelf.loans.returning(["r"]) == {}
     assert [entry.num_tokens for entry in shelf.cache.entries()] == [3000]
     assert shelf.cache.num_bytes == size(3000) and shelf.cache.integrity_error() is None
