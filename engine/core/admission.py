@@ -13,7 +13,7 @@ from engine.core.prefill_scheduler import PrefillScheduler, Prefixes
 from engine.core.request import Request
 from engine.core.request_queue import USUAL_ANSWER, Group, RequestQueue
 
-SHORT_PART = 0.5
+SHORT_PART = 0.4
 """A queued prompt is admitted beside those in progress if it takes at most this part of the shortest one's time."""
 
 MAX_SHORT = 32

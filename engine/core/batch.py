@@ -106,6 +106,15 @@ class StepTime:
     """How long it took, when the one before was like it."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkTime:
+    """A chunk of a prompt, with nothing in front of it, that was measured."""
+
+    num_tokens: int
+    seconds: float
+    """How long it took when one of the same size had been computed before."""
+
+
 class ModelRunner(Protocol):
     """Computes; never decides. All methods run on the device thread; the attributes never change.
 
@@ -134,6 +143,8 @@ class ModelRunner(Protocol):
     costs: MemoryCosts
     step_times: Sequence[StepTime]
     """Decode steps that were measured at warm-up; none if it was left out."""
+    chunk_times: Sequence[ChunkTime]
+    """Chunks that were measured at warm-up; none if it was left out."""
     memory_limit_bytes: int
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.core.batch import StepTime
+from engine.core.batch import ChunkTime, StepTime
 from engine.core.least_squares import fitted
 from engine.core.step_costs import StepCosts
 from engine.protocol import PrefillCost
@@ -73,16 +73,24 @@ class CostModel:
     matrix products, and attention. An image of n patches takes d + e * n + f * n * n seconds, each block of the vision
     tower its share of them.
 
-    A decode step takes what `steps` says, which begins with the steps that were measured at warm-up.
+    A decode step takes what `steps` says. Both begin with what was measured at warm-up.
     """
 
-    def __init__(self, max_draft_tokens: int = 0, step_times: Sequence[StepTime] = ()) -> None:
+    def __init__(
+        self,
+        max_draft_tokens: int = 0,
+        step_times: Sequence[StepTime] = (),
+        chunk_times: Sequence[ChunkTime] = (),
+    ) -> None:
         self.steps = StepCosts(max_draft_tokens, step_times)
         self._chunks = LearnedCost([0.0, GUESSED_S_PER_TOKEN, 0.0])
         self._images = LearnedCost([0.0, GUESSED_S_PER_PATCH, 0.0])
         self._reads = (GUESSED_READ_BYTES, GUESSED_READ_BYTES / GUESSED_READ_BYTES_PER_S)  # faded sums: bytes, seconds
         self._step_shape = (0, 0)  # rows and drafts of the last step
         self._tokens_per_row: dict[int, float] = {}  # by number of drafts
+        for i, chunk in enumerate(chunk_times):
+            for _ in range(2 if i == 0 else 1):  # the very first measurement does not last, see LearnedCost
+                self.record_chunk(chunk.num_tokens, 0, chunk.seconds)
 
     def record_read(self, num_bytes: int, seconds: float) -> None:
         """Learn from snapshots that were read back from disk, the copying to the device included."""

@@ -67,7 +67,7 @@ class EngineCore:
         self.progress = Progress(("decode", time.num_rows, time.num_drafts) for time in runner.step_times)
         self.runner = runner
         no_drafts = str(runner.capabilities.get("mtp", "the runner cannot draft"))
-        self.costs = CostModel(runner.max_draft_tokens, runner.step_times)
+        self.costs = CostModel(runner.max_draft_tokens, runner.step_times, runner.chunk_times)
         self._speculation = SpeculationController(config.mtp, runner.max_draft_tokens, self.costs, no_drafts)
         self.prefix = PrefixReuse(config.prefix_cache, runner, self.stats, files, clock, self.costs)
         self._spare = EvictableMemory(self.prefix.cache, runner)

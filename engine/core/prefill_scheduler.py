@@ -26,6 +26,10 @@ MIN_PREFILL_TOKENS = 16
 FIRST_PREFILL_TOKENS = 64
 """Size of the first chunk, before the pace of prefill is known."""
 
+CHUNK_BITS = 3
+"""Significant bits of a chunk's size where its time bounds it: 64, 80, 96, 112, 128, 160 .. tokens. A size that comes
+again finds its kernels and graphs compiled, and its memory allocated."""
+
 MIN_FIXED_PARTS = 8
 """A further chunk of a step that does not end its prompt takes at least so many times a forward's fixed time."""
 
@@ -211,7 +215,9 @@ class PrefillScheduler:
         """
         row, step = rows[0], self._step
         left = row.num_prompt_tokens - row.num_prefilled
-        wanted = min(step.num_tokens, left, self._tokens_in_time(row.num_prefilled))
+        wanted = min(step.num_tokens, left)
+        if (in_time := self._tokens_in_time(row.num_prefilled)) < wanted:
+            wanted = _rounded_down(in_time)
         if wanted < left and step.num_chunks and not self._pays(wanted, row.num_prefilled):
             step.close()
             return 0
@@ -332,6 +338,12 @@ class PrefillScheduler:
         if not missing or self._evictable.price(missing) > one_by_one_s - burst_s(spans, self._costs):
             return not missing
         return self._evictable.free(missing) and not self._budget.reserve_burst(rows, longest, end)
+
+
+def _rounded_down(num_tokens: int) -> int:
+    """The next smaller size of a chunk, of those with CHUNK_BITS significant bits."""
+    shift = max(0, num_tokens.bit_length() - CHUNK_BITS)
+    return num_tokens >> shift << shift
 
 
 def _span(chunk: PromptChunk) -> Span:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.config import EngineConfig, MTPConfig
-from engine.core.batch import ImageLeft, PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
+from engine.core.batch import ChunkTime, ImageLeft, PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.device_lock import lock_device
@@ -37,6 +37,8 @@ WARM_UP_SHARE = 0.25
 """Part of the free memory that warm-up may use for rows."""
 TIMED_STEPS, MAX_TIMED_S = 2, 0.15
 """Steps that are timed for each number of rows and drafts, and seconds after which there is not another one."""
+WARM_UP_CHUNKS, LONG_CHUNK_S = (64, 256), 0.25
+"""Tokens of the chunks that are timed, each when it has been computed once; none behind one that takes so long."""
 WARM_UP_IMAGE_SIDE = 2
 """Placeholder tokens per side of the image that warms the vision tower."""
 AUTO_DRAFT_TOKENS = 3  # heads are trained for one to two tokens ahead; a fourth is rarely right
@@ -95,6 +97,7 @@ class MLXRunner:
         self.fingerprint = model.fingerprint
         self.costs = MemoryCosts()
         self.step_times: Sequence[StepTime] = ()
+        self.chunk_times: Sequence[ChunkTime] = ()
         self._max_running = config.max_running
         self._a_snapshot: StateSnapshot | None = None
         self.capabilities: dict[str, Any] = {
@@ -110,7 +113,7 @@ class MLXRunner:
 
     def warm_up(self) -> None:
         """Run rows and an image through everything, so that no client waits for kernels to compile; time the steps."""
-        self.step_times = self._time_steps()
+        self.step_times, self.chunk_times = self._time_steps(), self._time_chunks()
         if self._vision is not None:
             self._vision.probe(WARM_UP_IMAGE_SIDE)
         if self._a_snapshot is not None:
@@ -140,6 +143,24 @@ class MLXRunner:
             times += [StepTime(num_rows, k, self._step_s(k)) for k in range(self.max_draft_tokens + 1)]
         self.drop([row.id for row in rows])
         return times
+
+    def _time_chunks(self) -> list[ChunkTime]:
+        times: list[ChunkTime] = []
+        for num_tokens in WARM_UP_CHUNKS:
+            if num_tokens >= self.max_context_tokens or (times and times[-1].seconds > LONG_CHUNK_S):
+                break
+            self._chunk_s(num_tokens)
+            times.append(ChunkTime(num_tokens, self._chunk_s(num_tokens)))
+        return times
+
+    def _chunk_s(self, num_tokens: int) -> float:
+        """Return the seconds of the first chunk of a prompt that is longer by one token."""
+        row = Request(EngineRequest("warm-up-chunk", np.zeros(num_tokens + 1, np.int32), SamplingParams(1), ()))
+        began_s = time.perf_counter()
+        self.prefill([row], num_tokens)
+        seconds = time.perf_counter() - began_s
+        self.drop([row.id])
+        return seconds
 
     def _step_s(self, num_drafts: int) -> float:
         """Return the seconds of the shortest of a few steps, without the first two: kernels are compiled in them."""

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import STRETCH_ARRAYS, PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
+from engine.core.batch import STRETCH_ARRAYS, ChunkTime, PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
 from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request, RequestState
@@ -245,6 +245,7 @@ class ClockRunner:
             for rows in (1, 2, 8)
             for drafts in range(self.max_draft_tokens + 1)
         ]
+        self.chunk_times = [ChunkTime(num_tokens, machine.chunk_seconds(0, num_tokens)) for num_tokens in (64, 256)]
         self.capabilities: dict[str, Any] = {"media": [], "mtp": "simulated"}
         self.answers: dict[str, list[int]] = {}
         """Request id -> the tokens that the model answers, STOP behind them."""

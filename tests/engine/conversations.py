@@ -124,7 +124,7 @@ def random_traffic(rng: random.Random, num_specimens: int, snapshot_gb: float) -
     arrivals = [
         (rng.randint(0, last), rng.choice(numbers), rng.choice(["", "", "", "other"])) for _ in range(rng.randint(4, 8))
     ]
-    failing, displacing = rng.random() < 0.2, rng.random() < 0.3
+    failing = rng.random() < 0.2
     cache: dict[str, Any] = {"min_tokens": rng.choice([16, 16, 16, 1, 40])}
     if rng.random() < 0.2:
         cache["boundaries"] = rng.choice([("system",), ("turn",), ("system", "turn"), ("turn", "prompt")])
@@ -137,10 +137,15 @@ def random_traffic(rng: random.Random, num_specimens: int, snapshot_gb: float) -
         arrivals=tuple(sorted(arrivals)),
         aborts=tuple((rng.randint(0, last + 6), rng.randrange(8)) for _ in range(rng.randint(1, 3) * failing)),
         failures=tuple(rng.randint(0, last + 6) for _ in range(rng.randint(0, 2) * failing)),
-        preemptions=tuple((rng.randint(1, last + 12), rng.randrange(4)) for _ in range(rng.randint(1, 4) * displacing)),
+        preemptions=_preemptions(rng, last) if failing or "max_gb" in cache or "scheduler" in engine else (),
         cache=cache,
         engine=engine,
     )
+
+
+def _preemptions(rng: random.Random, last: int) -> tuple[tuple[int, int], ...]:
+    """Not in orderly traffic; `last`: the step of the last arrival."""
+    return tuple((rng.randint(1, last + 12), rng.randrange(4)) for _ in range(rng.choice([0, 1, 4])))
 
 
 @dataclass

@@ -12,6 +12,7 @@ from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.batch import (
     STRETCH_ARRAYS,
+    ChunkTime,
     ImageLeft,
     PrefillOutput,
     PromptChunk,
@@ -50,6 +51,7 @@ class NoSnapshots:
     fingerprint: str = "none"
     costs: MemoryCosts = MemoryCosts()
     step_times: Sequence[StepTime] = ()
+    chunk_times: Sequence[ChunkTime] = ()
     memory_limit_bytes: int = 2**30
     active_bytes: int = 0
     feature_bytes: int = 0
@@ -135,6 +137,7 @@ class FakeRunner:
         self.device_bytes, self.fingerprint = 2**30, "fake"
         self.costs, self.memory_limit_bytes = MemoryCosts(), 2**30
         self.step_times: Sequence[StepTime] = ()
+        self.chunk_times: Sequence[ChunkTime] = ()
         self.active_bytes = self.feature_bytes = 0
         self.capabilities: dict[str, Any] = {"media": [], "mtp": "fake" if max_draft_tokens else "the fake has none"}
         self.accepts = accepts

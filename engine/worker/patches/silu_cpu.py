@@ -24,25 +24,31 @@ from mlx_vlm.models.qwen3_5 import speculative_verifier as qwen3_5_verifier
 MIN_SIZE = 2**14
 """Fewer numbers take the library's functions."""
 
-LARGEST = 9.0
-"""tanh of it is 1 in float32; larger arguments are taken for it."""
+HALF, SMALLEST, LARGEST = mx.array(0.5), mx.array(-9.0), mx.array(9.0)
+"""tanh of the latter two is -1 and 1 in float32; arguments beyond are taken for them."""
 
-NUMERATOR = (0.9999999065143689, 0.13373228472373472, 3.4866175666949935e-3, 2.047238418248323e-5, 1.318493e-8)
-DENOMINATOR = (1.0, 0.46706525387748965, 0.02584211715037315, 3.2714422689520675e-4, 7.702965376813671e-7)
-"""Coefficients of y**0, y**2, ..: tanh(y) = y * numerator / denominator up to LARGEST. Fitted by least squares that
-were weighted anew until the largest error, 1.9e-8, was least."""
+NUMERATOR = [
+    mx.array(value)
+    for value in (0.9999999065143689, 0.13373228472373472, 3.4866175666949935e-3, 2.047238418248323e-5, 1.318493e-8)
+]
+DENOMINATOR = [
+    mx.array(value)
+    for value in (1.0, 0.46706525387748965, 0.02584211715037315, 3.2714422689520675e-4, 7.702965376813671e-7)
+]
+"""Coefficients of y**0, y**2, ..: tanh(y) = y * numerator / denominator between the two. Fitted by least squares that
+were weighted anew until the largest error, 1.9e-8, was least. Arrays, made once: from numbers graphs make their own."""
 
 _library_silu: Any = nn.silu
 _library_swiglu: Any = vars(qwen3_5)["swiglu"]
 
 
 def _sigmoid(x: mx.array) -> mx.array:
-    y = mx.clip(x * 0.5, -LARGEST, LARGEST)
+    y = mx.minimum(mx.maximum(x * HALF, SMALLEST), LARGEST)
     squared = y * y
-    return 0.5 + 0.5 * (y * _polynomial(NUMERATOR, squared) / _polynomial(DENOMINATOR, squared))
+    return HALF + HALF * (y * _polynomial(NUMERATOR, squared) / _polynomial(DENOMINATOR, squared))
 
 
-def _polynomial(coefficients: Sequence[float], x: mx.array) -> mx.array:
+def _polynomial(coefficients: Sequence[mx.array], x: mx.array) -> mx.array:
     total = coefficients[-1] * x + coefficients[-2]
     for coefficient in coefficients[-3::-1]:
         total = total * x + coefficient

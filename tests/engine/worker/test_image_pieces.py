@@ -91,15 +91,17 @@ def test_a_prompt_tells_which_image_is_next_and_how_much_of_it_is_left(runner, m
 
 
 def test_a_prompt_that_is_dropped_in_the_middle_of_an_image_leaves_no_byte(runner, make_request, picture):
-    runner.free_caches()
-    gc.collect()
-    before = mx.get_active_memory()
     row = Request(make_request("one", "What is in the image?", (picture("red", size=(512, 512)),)))
-    runner.encode([row], 1)
-    assert mx.get_active_memory() > before
-    runner.drop([row.id])
-    gc.collect()
-    assert mx.get_active_memory() == before
+    left = []
+    for _ in range(2):  # compiled functions keep their constants from the first time on
+        runner.encode([row], 1)
+        in_the_middle = mx.get_active_memory()
+        runner.drop([row.id])
+        runner.free_caches()
+        gc.collect()
+        left.append(mx.get_active_memory())
+        assert in_the_middle > left[-1]
+    assert left[0] == left[1]
 
 
 def test_rows_decode_between_the_pieces_of_an_image_and_nothing_changes_for_anybody(runner, make_request, picture):
