@@ -245,7 +245,9 @@ class ClockRunner:
             for rows in (1, 2, 8)
             for drafts in range(self.max_draft_tokens + 1)
         ]
-        self.chunk_times = [ChunkTime(num_tokens, machine.chunk_seconds(0, num_tokens)) for num_tokens in (64, 256)]
+        self.chunk_times: Sequence[ChunkTime] = [
+            ChunkTime(num_tokens, machine.chunk_seconds(0, num_tokens)) for num_tokens in (64, 256)
+        ]
         self.capabilities: dict[str, Any] = {"media": [], "mtp": "simulated"}
         self.answers: dict[str, list[int]] = {}
         """Request id -> the tokens that the model answers, STOP behind them."""
