@@ -251,7 +251,7 @@ class DecodeGroup:
         return {row.request.id: outputs[row.request.id] for row in before.rows if not row.has_left}
 
     def pending(self) -> dict[str, RowOutput]:
-        """What the step under way gives the rows. Waits for it; rows that stay get it from `finish_step`, too."""
+        """Wait for the launched step and return its outputs by row id; `finish_step` returns them again."""
         return {} if self._launched is None else self._launched.read()
 
     def snapshot(
