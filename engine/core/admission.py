@@ -1,6 +1,6 @@
 """Which queued request is admitted next, and which rows or snapshots lose their memory for it. Pure."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 
 from engine.config import EngineConfig
@@ -8,7 +8,7 @@ from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.evictable import Evictable
 from engine.core.memory.grouping import GroupMerge
-from engine.core.memory.victims import Preemption
+from engine.core.memory.victims import Preemption, Victim
 from engine.core.prefill_scheduler import PrefillScheduler, Prefixes
 from engine.core.request import Request
 from engine.core.request_queue import USUAL_ANSWER, Group, RequestQueue
@@ -113,17 +113,18 @@ class Admission:
         self._prefixes.cancel(rows)
         return False
 
-    def displacing(self, head: Group) -> tuple[Group, list[Request]]:
-        """Return the request that may take the places of running rows, and these rows; none if that is not enough.
+    def displacing(self, head: Group) -> tuple[Group, Sequence[Victim]]:
+        """Return the request that may take others' places, and who loses theirs; none if that is not enough.
 
-        Policy `priority`: the most urgent request takes those of less urgent rows. Else the head takes, when it has
-        waited for ageing_s, those of clients that hold more than their share.
+        Policy `priority`: the most urgent request takes those of less urgent rows and prompts in progress. Else the
+        head takes, when it has waited for ageing_s, those of rows of clients that hold more than their share.
         """
         limits, now = self._config.scheduler, self._clock()
         num_rows, num_bytes = self._num_free_rows, self._evictable.free_bytes
         if limits.policy == "priority":
             urgent = self._queue.most_urgent
-            return urgent, self._preemption.for_urgent(urgent, now, num_rows, num_bytes)
+            in_progress = self._prefills.in_progress
+            return urgent, self._preemption.for_urgent(urgent, now, num_rows, num_bytes, in_progress)
         if limits.fairness != "off" and self._queue.waited_s(head) >= limits.ageing_s:
             return head, self._preemption.for_share(head, now, num_rows, num_bytes)
         return head, []

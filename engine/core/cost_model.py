@@ -33,12 +33,14 @@ class LearnedCost:
 
     Args:
         guess: Coefficients before anything is measured.
+        is_warm: Whether the first measurement counts; else it is replaced by later ones: it may include compiling.
     """
 
-    def __init__(self, guess: Sequence[float]):
+    def __init__(self, guess: Sequence[float], is_warm: bool = False):
         self.coefficients = np.array(guess)
         self._rows: deque[np.ndarray] = deque(maxlen=WINDOW)  # features divided by seconds
         self._num_recorded = 0
+        self._num_cold = 0 if is_warm else 1
 
     @property
     def is_measured(self) -> bool:
@@ -49,8 +51,8 @@ class LearnedCost:
         return float(self.coefficients @ features)
 
     def record(self, features: np.ndarray, seconds: float) -> None:
-        """Learn from a measurement. The first one is replaced by later ones: it may include compiling kernels."""
-        if self._num_recorded == 1:
+        """Learn from a measurement."""
+        if self._num_recorded == self._num_cold:
             self._rows.clear()
         self._num_recorded += 1
         self._rows.append(features / seconds)
@@ -83,14 +85,13 @@ class CostModel:
         chunk_times: Sequence[ChunkTime] = (),
     ) -> None:
         self.steps = StepCosts(max_draft_tokens, step_times)
-        self._chunks = LearnedCost([0.0, GUESSED_S_PER_TOKEN, 0.0])
+        self._chunks = LearnedCost([0.0, GUESSED_S_PER_TOKEN, 0.0], is_warm=bool(chunk_times))
         self._images = LearnedCost([0.0, GUESSED_S_PER_PATCH, 0.0])
         self._reads = (GUESSED_READ_BYTES, GUESSED_READ_BYTES / GUESSED_READ_BYTES_PER_S)  # faded sums: bytes, seconds
         self._step_shape = (0, 0)  # rows and drafts of the last step
         self._tokens_per_row: dict[int, float] = {}  # by number of drafts
-        for i, chunk in enumerate(chunk_times):
-            for _ in range(2 if i == 0 else 1):  # the very first measurement does not last, see LearnedCost
-                self.record_chunk(chunk.num_tokens, 0, chunk.seconds)
+        for chunk in chunk_times:
+            self.record_chunk(chunk.num_tokens, 0, chunk.seconds)
 
     def record_read(self, num_bytes: int, seconds: float) -> None:
         """Learn from snapshots that were read back from disk, the copying to the device included."""

@@ -59,6 +59,8 @@ class Request:
     rectangle: int = 0
     num_outgrown: int = 0
     """How often it has lost its place because rows outgrew their reserve."""
+    num_restarts: int = 0
+    """How often its prompt was given up after it had begun with nothing from the prefix cache."""
     joined_s: float = 0.0
     """When it joined the decode batch, on the scheduler's clock."""
     prompt_key: PromptKey | None = None

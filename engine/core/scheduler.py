@@ -12,7 +12,7 @@ from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.evictable import Evictable, NothingEvictable
-from engine.core.memory.victims import Preemption
+from engine.core.memory.victims import Preemption, Victim
 from engine.core.prefill import Prefill
 from engine.core.prefill_scheduler import NoPrefixes, PrefillScheduler, Prefixes
 from engine.core.request import Request, RequestState
@@ -268,13 +268,19 @@ class Scheduler:
             while row.id in self._running and self.budget.needs_more_slots(row) and not self._has_grown(row):
                 if len(self._running) == 1 and not self.prefills.in_progress:
                     self._ended |= self._out_of_memory([row], self.budget.extend(row))
-                elif isinstance(victim := self._preemption.for_growth(self.prefills.in_progress), Prefill):
-                    self._give_up_prefill(victim)
-                    keeps = False
                 else:
-                    victim.num_outgrown += 1
-                    self.preempt(victim)
+                    victim = self._preemption.for_growth(self.prefills.in_progress)
+                    keeps &= not isinstance(victim, Prefill)
+                    if isinstance(victim, Request):
+                        victim.num_outgrown += 1
+                    self._displace(victim)
         return keeps
+
+    def _displace(self, victim: Victim) -> None:
+        if isinstance(victim, Prefill):
+            self._give_up_prefill(victim)
+        else:
+            self.preempt(victim)
 
     def _has_grown(self, row: Request) -> bool:
         missing = self.budget.extend(row)
@@ -283,6 +289,7 @@ class Scheduler:
     def _give_up_prefill(self, prefill: Prefill) -> None:
         """Put a prompt in progress back into the queue; the snapshots that it has left stay."""
         rows, arrived_s = list(prefill.rows), prefill.entry.arrived_s
+        rows[0].num_restarts += not rows[0].num_cached
         self._stats.num_preempted += len(rows)
         self._put_back(rows, None if rows[0].output_token_ids else arrived_s)
 
@@ -324,15 +331,17 @@ class Scheduler:
             if entry is None:
                 return
             self._let_in(entry)
+            if self._displaced:  # they are not admitted again before the runner has dropped them
+                return
 
     def _displacing_or_passing(self, head: Group) -> Group | None:
         """A request whose memory is reserved although there is none for the head: in others' places, or a small one."""
         entry, victims = self._admission.displacing(head)
-        for row in victims:
-            self.preempt(row)
+        for victim in victims:
+            self._displace(victim)
         if victims and self._admission.has_reserved(entry, may_wait=False):
             return entry
-        return self._admission.passing(head)
+        return None if victims else self._admission.passing(head)
 
     def _let_in(self, entry: Group) -> None:
         """Begin the prompt of a request whose memory is reserved."""

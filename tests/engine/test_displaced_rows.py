@@ -1,5 +1,7 @@
 """Rows and prompts in progress that lose their places go on from where they stood, and get the same tokens."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.config import EngineConfig
@@ -97,4 +99,18 @@ def test_a_prompt_in_progress_that_is_given_up_goes_on_behind_its_last_chunk(run
     scheduler._give_up_prefill(prefill)
     assert driver.run({0: []}) == cold
     assert driver.core.stats.num_prompt_tokens == 200 and driver.core.stats.num_preempted == 1
+    assert driver.core.prefix.cache.integrity_error() is None
+
+
+@pytest.mark.parametrize("mtp", ["off", {"max_draft_tokens": 3}])
+def test_a_prompt_in_progress_gives_way_to_urgent_requests_and_computes_nothing_again(runner, mtp):
+    low = replace(plain_request("low", plain_tokens("low", 400), max_tokens=9), priority=5)
+    urgent = [plain_request(f"urgent {i}", plain_tokens(f"urgent {i}", 30), max_tokens=5) for i in range(3)]
+    cold = make_driver(runner, mtp, prefix_cache={"enabled": False}).run({0: [low, *urgent]})
+    settings = {"prefill_chunk_tokens": 64, "max_running": 1, "scheduler": {"policy": "priority"}}
+    driver = make_driver(runner, mtp, **settings)
+    arrivals = {step: [request] for step, request in zip((1, 20, 40), urgent, strict=True)}
+    assert driver.run({0: [low], **arrivals}) == cold
+    stats = driver.core.stats
+    assert stats.num_preempted >= 1 and stats.num_prompt_tokens == 400 + 3 * 30
     assert driver.core.prefix.cache.integrity_error() is None

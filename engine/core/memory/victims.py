@@ -1,7 +1,8 @@
-"""Whose rows make room for a request that waits: less urgent ones, or those of clients with more than their share."""
+"""What makes room for a request that waits: less urgent rows and prompts, or rows of clients above their share."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from engine.config import EngineConfig
 from engine.core.client_shares import ClientShares
@@ -20,8 +21,16 @@ LATE_PART = 0.8
 """After this part of queue_timeout_s a request may take places earlier: it would be refused soon."""
 
 
+Victim = Request | Prefill
+"""A decoding row, or a prompt in progress with all its rows."""
+
+V = TypeVar("V", bound=Victim)
+
+
 class Preemption:
-    """Chooses running rows whose places a waiting request may take; none unless rows and bytes will then suffice.
+    """Chooses the rows and prompts in progress whose places a waiting request may take.
+
+    None are chosen unless rows and bytes will then suffice.
 
     Args:
         running: the decoding rows by row id, in the order in which they joined; the scheduler's own mapping.
@@ -42,15 +51,29 @@ class Preemption:
         self._running = running
         self._costs = costs
 
-    def for_urgent(self, group: Group, now: float, num_rows: int, num_bytes: int) -> list[Request]:
+    def for_urgent(
+        self, group: Group, now: float, num_rows: int, num_bytes: int, prefills: Sequence[Prefill]
+    ) -> list[Victim]:
         """The least urgent of those that are less urgent than the group, of those the latest; none if not enough.
 
         Args:
             num_rows: rows that are free without victims.
             num_bytes: bytes that the evictable memory would give back for the request.
+            prefills: the prompts in progress.
         """
-        weaker = [r for r in self._unprotected(now) if r.spec.priority > group.priority]
-        return self._enough(group, sorted(weaker, key=_least_urgent_first), num_rows, num_bytes)
+        waited_s = now - group.arrived_s
+        prompts = [one for one in reversed(prefills) if self._may_give_up(one, waited_s)]
+        weaker = [one for one in [*prompts, *self._unprotected(now)] if _priority(one) > group.priority]
+        return self._enough(group, sorted(weaker, key=_priority, reverse=True), num_rows, num_bytes)
+
+    def _may_give_up(self, prefill: Prefill, waited_s: float) -> bool:
+        """Whether a request that has waited so long may take the place of a prompt in progress.
+
+        A prompt that keeps its place loses it to those that have waited for as long as it would take to compute again,
+        and each time that it has begun from nothing for twice as long: it will not begin again for ever.
+        """
+        row = prefill.rows[0]
+        return not prefill.entry.keeps_place or waited_s >= recompute_s(row, self._costs) * 2**row.num_restarts
 
     def for_share(self, group: Group, now: float, num_rows: int, num_bytes: int) -> list[Request]:
         """Rows of clients that hold more than their share, in rows or in bytes, for one that holds less; the latest.
@@ -80,16 +103,15 @@ class Preemption:
         lost_s = sum(recompute_s(row, self._costs) for row in victims)
         return victims if lost_s <= now - group.arrived_s else []
 
-    def for_growth(self, prefills: Sequence[Prefill]) -> Request | Prefill:
+    def for_growth(self, prefills: Sequence[Prefill]) -> Victim:
         """The decoding row or the prompt in progress that is least urgent, and of these the one computed again soonest.
 
         A row that grows may be chosen itself.
         """
 
-        def price(one: Request | Prefill) -> tuple[int, float]:
-            row = one.rows[0] if isinstance(one, Prefill) else one
-            priority = row.spec.priority if self._config.scheduler.policy == "priority" else 0
-            return -priority, recompute_s(row, self._costs)
+        def price(one: Victim) -> tuple[int, float]:
+            priority = _priority(one) if self._config.scheduler.policy == "priority" else 0
+            return -priority, recompute_s(_rows(one)[0], self._costs)
 
         return min([*reversed(prefills), *reversed(list(self._running.values()))], key=price)
 
@@ -97,12 +119,12 @@ class Preemption:
         """The latest first."""
         return [row for row in reversed(list(self._running.values())) if row.keep_until_s <= now]
 
-    def _enough(self, group: Group, candidates: Sequence[Request], num_rows: int, num_bytes: int) -> list[Request]:
+    def _enough(self, group: Group, candidates: Sequence[V], num_rows: int, num_bytes: int) -> list[V]:
         """As many of the candidates, from the first, as it takes; none if all are not enough."""
 
         def suffice(num: int) -> bool:
-            leaving = [row.id for row in candidates[:num]]
-            return len(group.rows) <= num_rows + num and self._missing(group, leaving) <= num_bytes
+            leaving = [row.id for one in candidates[:num] for row in _rows(one)]
+            return len(group.rows) <= num_rows + len(leaving) and self._missing(group, leaving) <= num_bytes
 
         if not suffice(len(candidates)):
             return []
@@ -118,5 +140,10 @@ def recompute_s(row: Request, costs: CostModel) -> float:
     return costs.prompt_s(min(row.num_cached, end), end)
 
 
-def _least_urgent_first(row: Request) -> int:
-    return -row.spec.priority
+def _rows(victim: Victim) -> Sequence[Request]:
+    return victim.rows if isinstance(victim, Prefill) else [victim]
+
+
+def _priority(victim: Victim) -> int:
+    """Smaller is more urgent."""
+    return _rows(victim)[0].spec.priority

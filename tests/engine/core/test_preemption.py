@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.request import RequestState
+from engine.core.batch import PrefillOutput
+from engine.core.cost_model import GUESSED_S_PER_TOKEN
+from engine.core.request import Request, RequestState
+from engine.core.scheduler import Scheduler
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
 from tests.engine.core.rows import Clock, finish_prefill, out, rows_of, scheduler_of, spec, start, step_of
 from tests.engine.driver import Driver
@@ -32,6 +35,51 @@ def test_an_urgent_request_takes_the_place_of_the_least_urgent_row_the_latest_fi
     work = step_of(scheduler)
     assert work.drop == ["b/0"] and list(work.prefill) == urgent
     assert (scheduler.num_running, scheduler.num_waiting, scheduler._stats.num_preempted) == (3, 1, 1)
+
+
+def start_prompt(scheduler: Scheduler, request: EngineRequest, num_tokens: int) -> list[Request]:
+    """Admit a request and compute so many tokens of its prompt."""
+    rows = rows_of(request)
+    scheduler.add(rows)
+    assert list(step_of(scheduler).prefill) == rows
+    scheduler.update_prefill(rows, PrefillOutput(num_tokens, None))
+    return rows
+
+
+def test_an_urgent_request_takes_the_place_of_a_less_urgent_prompt_in_progress():
+    scheduler = scheduler_of("priority", max_running=3)
+    start(scheduler, spec("decoding", priority=4))
+    wide = start_prompt(scheduler, spec("wide", num_prompt=9000, priority=5, n=2), 2000)
+    scheduler.add(rows_of(spec("equal", priority=5)))
+    urgent = rows_of(spec("urgent", priority=3))
+    assert not step_of(scheduler).drop
+    scheduler.add(urgent)
+    work = step_of(scheduler)
+    assert sorted(work.drop) == ["wide/0", "wide/1"] and list(work.prefill) == urgent
+    assert [row.state for row in wide] == [RequestState.WAITING] * 2 and wide[0].num_prefilled == 0
+    assert scheduler._stats.num_preempted == 2
+    assert [waiting.request_id for waiting in scheduler.queue()] == ["wide", "equal"]
+
+
+def test_a_prompt_that_was_given_up_gives_way_when_the_urgent_has_waited_as_long_as_it_takes_to_compute_again():
+    clock = Clock()
+    scheduler = scheduler_of("priority", clock, max_running=1)
+    low = start_prompt(scheduler, spec("low", num_prompt=90_000, priority=5), 5000)
+    for num_restarts in range(1, 5):
+        name = f"urgent {num_restarts}"
+        urgent = rows_of(spec(name))
+        scheduler.add(urgent)
+        wait_s = GUESSED_S_PER_TOKEN * 5000 * 2 ** (num_restarts - 1)
+        if num_restarts > 1:  # the first time it has no right to its place yet
+            clock.now += 0.9 * wait_s
+            assert not step_of(scheduler).drop
+            clock.now += 0.2 * wait_s
+        work = step_of(scheduler)
+        assert work.drop == ["low/0"] and list(work.prefill) == urgent
+        assert low[0].num_restarts == num_restarts
+        scheduler.abort(name)
+        assert list(step_of(scheduler).prefill) == low
+        scheduler.update_prefill(low, PrefillOutput(5000, None))
 
 
 @pytest.mark.parametrize(("policy", "priority"), [("priority", 4), ("priority", 5), ("fifo", 0), ("shortest_first", 0)])
