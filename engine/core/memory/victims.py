@@ -61,19 +61,22 @@ class Preemption:
             num_bytes: bytes that the evictable memory would give back for the request.
             prefills: the prompts in progress.
         """
-        waited_s = now - group.arrived_s
-        prompts = [one for one in reversed(prefills) if self._may_give_up(one, waited_s)]
+        prompts = [one for one in reversed(prefills) if self._may_give_up(one, group, now)]
         weaker = [one for one in [*prompts, *self._unprotected(now)] if _priority(one) > group.priority]
         return self._enough(group, sorted(weaker, key=_priority, reverse=True), num_rows, num_bytes)
 
-    def _may_give_up(self, prefill: Prefill, waited_s: float) -> bool:
-        """Whether a request that has waited so long may take the place of a prompt in progress.
+    def _may_give_up(self, prefill: Prefill, group: Group, now: float) -> bool:
+        """Whether a more urgent request may take the place of a prompt in progress.
 
-        A prompt that keeps its place loses it to those that have waited for as long as it would take to compute again,
-        and each time that it has begun from nothing for twice as long: it will not begin again for ever.
+        A prompt that keeps its place loses it to a request that has waited for as long as its own prompt takes, and as
+        the other takes to compute again; each time that this one has begun from nothing, for twice as long. So it gets
+        on under a stream of urgent requests, and does not begin again for ever.
         """
+        if not prefill.entry.keeps_place:
+            return True
         row = prefill.rows[0]
-        return not prefill.entry.keeps_place or waited_s >= recompute_s(row, self._costs) * 2**row.num_restarts
+        own_s = self._costs.prompt_s(0, group.rows[0].num_prompt_tokens)
+        return now - group.arrived_s >= max(own_s, recompute_s(row, self._costs)) * 2**row.num_restarts
 
     def for_share(self, group: Group, now: float, num_rows: int, num_bytes: int) -> list[Request]:
         """Rows of clients that hold more than their share, in rows or in bytes, for one that holds less; the latest.

@@ -67,9 +67,9 @@ def test_a_prompt_that_was_given_up_gives_way_when_the_urgent_has_waited_as_long
     low = start_prompt(scheduler, spec("low", num_prompt=90_000, priority=5), 5000)
     for num_restarts in range(1, 5):
         name = f"urgent {num_restarts}"
-        urgent = rows_of(spec(name))
+        urgent = rows_of(spec(name, num_prompt=7000 if num_restarts == 2 else 100))
         scheduler.add(urgent)
-        wait_s = GUESSED_S_PER_TOKEN * 5000 * 2 ** (num_restarts - 1)
+        wait_s = GUESSED_S_PER_TOKEN * (7000 if num_restarts == 2 else 5000) * 2 ** (num_restarts - 1)
         if num_restarts > 1:  # the first time it has no right to its place yet
             clock.now += 0.9 * wait_s
             assert not step_of(scheduler).drop
