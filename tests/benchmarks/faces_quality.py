@@ -11,7 +11,6 @@ streamed and not, with thinking off and on. `named` has only the samples with on
 import argparse
 import contextlib
 import json
-import random
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,10 @@ import anthropic
 import openai
 
 from tests.benchmarks.measure import heading, provenance, table
-from tests.benchmarks.tasks import recipe
+from tests.demo_model.tasks import sample as demo
+from tests.demo_model.tasks.json_objects import json_object
+from tests.demo_model.tasks.tool_calls import tool_calls
+from tests.demo_model.world.draws import Draws
 from tests.e2e.server import serve_run
 
 MODEL = "demo"
@@ -56,30 +58,30 @@ class Case:
 
 
 def tool_samples(count: int) -> list[Sample]:
-    rng, found = random.Random("held out, faces, tools"), []
+    draws, found = Draws("held out, faces, tools"), []
     while len(found) < count:
-        sample = recipe().tools_task(rng)
-        if sample["task"] in ("tool_call", "tool_parallel"):
-            calls = [call["function"] for call in sample["messages"][-1]["tool_calls"]]
-            tools = tuple(tool["function"] for tool in sample["tools"])
+        sample = tool_calls(draws)
+        if sample.task in ("tool_call", "tool_parallel"):
+            calls = [call["function"] for call in sample.messages[-1]["tool_calls"]]
+            tools = tuple(tool["function"] for tool in sample.tools or ())
             found.append(_sample(sample, tools, [(call["name"], call["arguments"]) for call in calls]))
     return found
 
 
 def json_samples(count: int) -> list[Sample]:
-    rng = random.Random("held out, faces, JSON")
-    samples = [recipe().json_task(rng) for _ in range(count)]
-    return [_sample(sample, (), json.loads(sample["messages"][-1]["content"])) for sample in samples]
+    draws = Draws("held out, faces, JSON")
+    samples = [json_object(draws) for _ in range(count)]
+    return [_sample(sample, (), json.loads(sample.answer)) for sample in samples]
 
 
-def _sample(sample: dict[str, Any], tools: tuple[dict[str, Any], ...], expected: Any) -> Sample:
-    turns = sample["messages"][:-1]
+def _sample(sample: demo.Sample, tools: tuple[dict[str, Any], ...], expected: Any) -> Sample:
+    turns = sample.messages[:-1]
     system = turns.pop(0)["content"] if turns[0]["role"] == "system" else None
     return Sample(system, tuple(_with_ids(turns)), tools, expected)
 
 
 def _with_ids(turns: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The recipe's calls have no ids: the results follow in their order."""
+    """The generator's calls have no ids: the results follow in their order."""
     number, waiting = 0, []
     for turn in turns:
         if calls := turn.get("tool_calls"):

@@ -10,7 +10,6 @@ All plans have the anchors of every plan (control tokens, the tail of the last t
 
 import argparse
 import asyncio
-import random
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,7 +24,8 @@ from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams, SparsePlan
 from tests.benchmarks.measure import heading, table
-from tests.benchmarks.tasks import recipe
+from tests.demo_model.tasks.retrieval import retrieval
+from tests.demo_model.world.draws import Draws
 
 ANSWER_TOKENS = 32
 ARMS = ("spec", "random", "ends")
@@ -39,12 +39,12 @@ class Question:
 
 
 def questions(tokenizer: ChatTokenizer, num_tokens: int, count: int) -> Iterator[Question]:
-    """The recipe counts its fillers a tenth too short. Texts in the system part are left out: it is always dense."""
-    rng = random.Random(f"held out, sparse, {num_tokens}")
+    """The generator's texts are a tenth too short. Texts in the system part are left out: it is always dense."""
+    draws = Draws(f"held out, sparse, {num_tokens}")
     while count:
-        sample = recipe().retrieval(rng, 0.9 * num_tokens, nq=1, single=True)
-        *messages, answer = sample["messages"]
-        if not isinstance(sample["expect"], str) or answer["role"] != "assistant" or len(messages) != 1:
+        sample = retrieval(draws, 0.9 * num_tokens, num_questions=1, single=True)
+        *messages, answer = sample.messages
+        if answer["role"] != "assistant" or len(messages) != 1:
             continue
         chat = tokenizer.chat_prompt(messages, template_kwargs={"enable_thinking": False})
         sampling = SamplingParams(ANSWER_TOKENS, temperature=0.0)
@@ -54,7 +54,7 @@ def questions(tokenizer: ChatTokenizer, num_tokens: int, count: int) -> Iterator
         nothing = np.empty(0, np.int32)
         anchors = find_anchors(chat.token_ids, tuple(tokenizer.control_token_ids), chat.boundaries, nothing)
         count -= 1
-        yield Question(request, ScoreRequest("q", chat.token_ids, 0, anchors, 1.0), sample["expect"])
+        yield Question(request, ScoreRequest("q", chat.token_ids, 0, anchors, 1.0), sample.value)
 
 
 def other_plan(score: ScoreRequest, arm: str) -> SparsePlan:

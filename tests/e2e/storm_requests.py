@@ -14,7 +14,8 @@ from functools import cache
 from typing import Any, cast
 
 from tests.benchmarks.sse import events
-from tests.benchmarks.tasks import recipe
+from tests.demo_model.tasks.retrieval import retrieval
+from tests.demo_model.world.draws import Draws
 from tests.e2e.pictures import about, image_part, shape
 
 QUESTIONS = (
@@ -311,9 +312,9 @@ def _scored(rng: random.Random, seed: int) -> Ask:
 
 @cache
 def needle_text(num_tokens: int, seed: int) -> str:
-    """A fact in a text of about so many tokens and a question about it: the recipe counts a tenth too short."""
-    rng = random.Random(seed)
-    while len(messages := recipe().retrieval(rng, num_tokens, single=True)["messages"]) > 2:
+    """A fact in a text of about so many tokens and a question about it: texts are a tenth too short."""
+    draws = Draws(seed)
+    while len(messages := retrieval(draws, num_tokens, single=True).messages) > 2:
         pass  # the text is in the system part
     return messages[0]["content"]
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import random
 import signal
 import time
 import uuid
@@ -15,7 +14,8 @@ import httpx
 import openai
 import pytest
 
-from tests.benchmarks.tasks import recipe
+from tests.demo_model.tasks.retrieval import retrieval
+from tests.demo_model.world.draws import Draws
 from tests.e2e.server import ServeRun, serve_run
 
 pytestmark = pytest.mark.server
@@ -52,8 +52,8 @@ def http(server: ServeRun) -> Iterator[httpx.Client]:
 
 def needle(num_tokens: int = 2000, seed: int = 0) -> tuple[list[dict[str, Any]], str]:
     """A fact in a long text with a question about it, all in one message of the user, and the right answer."""
-    rng = random.Random(seed)
-    while len(messages := recipe().retrieval(rng, num_tokens, single=True)["messages"]) > 2:
+    draws = Draws(seed)
+    while len(messages := retrieval(draws, num_tokens, single=True).messages) > 2:
         pass  # the text is in the system part, which is always dense
     return messages[:1], messages[1]["content"]
 

@@ -34,7 +34,7 @@ def tokenizer() -> ChatTokenizer:
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    ignored = shutil.ignore_patterns("*.safetensors", "*.md", "recipe", "draft")
+    ignored = shutil.ignore_patterns("*.safetensors", "*.md", "draft")
     return Path(shutil.copytree(DEMO_MODEL, tmp_path / "model", ignore=ignored))
 
 

@@ -1,14 +1,14 @@
 """How many drafts hold on the demo model: as many as with a head that has seen all of the prompt, however rows come.
 
-What there is to reach was measured with mlx-vlm alone, the whole prompt in one forward and the head primed with it
-(`/engine/demo_model/recipe/mtp_full_prefill.py`, in blocks of 3: the newest token and *two* drafts): 1.00 in
-retrieval, 1.00 in tool calls, 0.96 in JSON; 0.16, 0.64 and 0.54 when the head has not seen the prompt. The head was
-trained for two tokens ahead, so with three drafts these figures are those of the first two of a step. Of the third
-there is a figure of its own: of all three drafts mlx-vlm accepts 1.00, 0.95 and 0.88 (blocks of 4).
+What there is to reach was measured with mlx-vlm alone, the whole prompt in one forward and the head primed with it (in
+blocks of 3: the newest token and *two* drafts): 1.00 in retrieval, 1.00 in tool calls, 0.96 in JSON; 0.16, 0.64 and
+0.54 when the head has not seen the prompt. The head was trained for two tokens ahead, so with three drafts these
+figures are those of the first two of a step. Of the third there is a figure of its own: of all three drafts mlx-vlm
+accepts 1.00, 0.95 and 0.88 (blocks of 4).
 
 Acceptance is accepted over drafted, and all drafts of a step count, also those behind one that was rejected. Drafts
-behind the stop token are nobody's, neither drafted nor accepted. (The recipe counts them like others; as most of them
-hold, the difference is 0.005 at most.)
+behind the stop token are nobody's, neither drafted nor accepted. (That measurement counted them like others; as most of
+them hold, the difference is 0.005 at most.)
 """
 
 import sys
