@@ -1,4 +1,4 @@
-"""build_app: the graph, bound in one place, and the arguments that serve_config.yaml gives it."""
+"""Binds the Serve graph: every deployment with its options, its placement and its handles."""
 
 # No `from __future__ import annotations` here: Serve validates `args` only if it finds AppArgs itself as annotation.
 
@@ -40,42 +40,46 @@ from engine.processing.pinned import read_system
 from engine.protocol import EngineFailed
 
 ENGINE_SHARE, SMALL_SHARE = 0.9, 0.03
-"""Parts of a node's resource `mlx`. A second engine does not fit, one of each other deployment does."""
+"""Share of a node's `mlx` resource that a replica takes: an engine, and any other deployment. A node fits one engine
+and one replica of each other deployment."""
 
 SCORER_SHARE = 0.9
-"""Part of a node's resource `mlx_scorer`: a second scorer does not fit."""
+"""Share of a node's `mlx_scorer` resource that a scorer takes. A node fits one."""
 
 SAME_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
-"""A replica serves, routes and runs its code in one event loop: a third of the CPU per token of Serve's three."""
+"""Variables that make a replica serve, route and run user code in one event loop. Serve's default of three loops costs
+three times the CPU per token."""
 
 LARGE_PLANS = "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(64 * 2**20)
-"""A variable and its value, unless the operator has set one: plans carry pixels of images, and gRPC would stop
-at 4 MiB."""
+"""Variable for the largest gRPC message between replicas, and its default here. Plans carry the pixels of images, and
+Serve's own default is 4 MiB."""
 
 AUTH_MODES = ("token", "k8s")
-"""Values of RAY_AUTH_MODE with which Ray refuses calls of strangers."""
+"""Values of RAY_AUTH_MODE with which Ray refuses unauthenticated calls."""
 
 MAX_NODES = 64
 
 SPARE_SLOTS = 256
-"""Beyond what an ingress lets in: requests that are refused, status, cancels."""
+"""Slots of a replica beyond the admitted requests: for refused requests, status calls and cancellations."""
 
 MAX_PLANNING = {"text": 64, "mllm": 32}
-"""Requests that a planner prepares at once; further ones wait for the same processor in any case. Each holds a slot of
-the engine, and for a sparse plan asks it in another what is cached."""
+"""Requests that a planner replica prepares at once; further ones would only wait for the same CPU. Each holds a slot of
+an engine replica, and a second one while it looks up the cached prefix for a sparse plan."""
 
 IMAGE_PLANNER_START_S = 120.0
-"""How long a request with images waits, after the start of an ingress, for the image planner: it starts after the first
-engine. Seconds."""
+"""Time after the start of an ingress in which requests with images wait for the image planner, which starts after the
+first engine."""
 
 SPARE_SCORES = 8
-"""The scorer, not Serve, says when there are too many prompts; and its status must be heard when it is full."""
+"""Slots of a scorer replica beyond its own limits: the scorer, not Serve, refuses prompts, and it must answer status
+calls when it is full."""
 
 
 def build_app(args: AppArgs) -> Application:
-    """What serve_config.yaml names: the graph with the options that it has by itself; Serve adds those of the file.
+    """Build the application that serve_config.yaml imports. Serve applies the deployment options of the file itself.
 
-    Raises what build_graph raises.
+    Raises:
+        EngineFailed: see build_graph.
     """
     if not is_prepared():
         sys.stderr.write(f"{describe_args(args, not_in_effect())}\n")
@@ -83,17 +87,18 @@ def build_app(args: AppArgs) -> Application:
 
 
 def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Application:
-    """One replica of each deployment per node that offers `mlx`, following nodes that come and go; a scorer per node
-    that offers `mlx_scorer`, if prompts are to be scored. A cluster in which no node offers anything, and that has only
-    one node, gets one of each.
+    """Bind the graph: one replica of each deployment per node that offers `mlx`, as nodes join and leave.
+
+    With sparse prefill there is also one scorer per node that offers `mlx_scorer`. A cluster of a single node that
+    offers neither resource gets one replica of each deployment.
 
     Args:
-        overrides: deployment -> options that take the place of those that are set here.
+        overrides: Deployment name to options that replace the ones set here.
 
     Raises:
-        EngineFailed: there is no such node, no such model, an option that has no effect with this model, a pinned
-            prompt that no request could have, a cluster of several nodes without tokens, or a Ray without the
-            internal names that the replicas use.
+        EngineFailed: No node offers a resource, the model does not exist, an option has no effect with this model, no
+            request could match a pinned prompt, a cluster of several nodes runs without Ray's token authentication, or
+            this version of Ray lacks an internal name that the replicas use.
     """
     check_ray()
     overrides = overrides or {}
@@ -137,7 +142,7 @@ def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None
 
 
 def _shown(args: AppArgs) -> dict[str, Any]:
-    """`config` in /v1/status: what is configured, and what follows from it."""
+    """Return `config` of /v1/status: the arguments, and the settings derived from them."""
     return {
         **args.model_dump(mode="json"),
         "effective": {"spec_prefill": sparse_prefill_line(args), "environment": not_in_effect()},
@@ -145,21 +150,21 @@ def _shown(args: AppArgs) -> dict[str, Any]:
 
 
 def most_in_flight(config: EngineConfig) -> int:
-    """Requests that an ingress may have let in, and that may hold a slot of an engine, in the largest cluster.
+    """Return the most requests that an ingress admits, or that hold a slot of one engine, in the largest cluster.
 
-    Of N nodes each ingress lets in what N engines run and queue, so that an engine may see N times what it takes, and
-    refuses the rest itself. Serve's limits (max_ongoing_requests) lie beyond: at them a request would wait in Serve,
-    where no queue_timeout_s and no fairness holds, while it could be refused, or queued, at once.
+    With N nodes each ingress admits what N engines run and queue. All of it may reach a single engine, which refuses
+    what it cannot queue. Serve's max_ongoing_requests must be larger: at that limit a request would wait inside Serve,
+    without queue_timeout_s and fairness, although the engine could queue or refuse it at once.
 
-    max_queued_requests stays at Serve's default, without a limit. Those who wait in Serve for an engine that starts
-    anew have been let in. Those that wait in the proxies for an ingress, while the app is deployed anew, have not: they
-    are held for at most BRIDGE_S (http_proxy/guard.py), and the new ingress then lets in as many as it may.
+    max_queued_requests keeps Serve's default, no limit. Requests that wait in Serve for an engine to restart were
+    admitted before. Requests that wait in a proxy for a new ingress were not: they wait at most BRIDGE_S
+    (http_proxy/guard.py), and the new ingress admits them up to its limit.
     """
     return MAX_NODES * (config.max_running + config.max_queue)
 
 
 def _ending(args: AppArgs) -> dict[str, Any]:
-    """Serve kills a replica only when all that it runs must have ended by itself."""
+    """Return Serve's shutdown options: a replica is killed only after its requests must have ended by themselves."""
     return {"graceful_shutdown_timeout_s": args.drain_timeout_s + KILL_MARGIN_S, "graceful_shutdown_wait_loop_s": 0.5}
 
 
@@ -172,7 +177,7 @@ def _bind_scorer(args: AppArgs, overrides: Mapping[str, Any]) -> Application:
         "request_router_config": _router(local_first=True),
         "health_check_period_s": 2,
         "health_check_timeout_s": 10,
-        # In serve_config.yaml the deployment may not be named: Serve refuses names of what is switched off.
+        # serve_config.yaml cannot set this: Serve refuses options of a deployment that is not in the graph.
         "logging_config": {"enable_access_log": False},
         **overrides,
     }
@@ -180,7 +185,7 @@ def _bind_scorer(args: AppArgs, overrides: Mapping[str, Any]) -> Application:
 
 
 def _check_cluster(args: AppArgs) -> int:
-    """The number of nodes that an engine fits on; 1 in Serve's local testing mode."""
+    """Return the number of nodes that can hold an engine; 1 in Serve's local testing mode. Raises EngineFailed."""
     if not ray.is_initialized():
         return 1
     if (num_nodes := num_living_nodes()) > 1:
@@ -207,7 +212,7 @@ def _check_cluster(args: AppArgs) -> int:
 
 
 def _check_scorer_nodes(config: SpecPrefillConfig) -> int:
-    """The number of nodes that a scorer fits on; 1 in Serve's local testing mode."""
+    """Return the number of nodes that can hold a scorer; 1 in Serve's local testing mode. Raises EngineFailed."""
     if not ray.is_initialized():
         return 1
     nodes = nodes_offering("mlx_scorer")
@@ -224,12 +229,12 @@ def _check_scorer_nodes(config: SpecPrefillConfig) -> int:
 
 
 def _resolve_draft(config: SpecPrefillConfig) -> Path:
-    """The directory with the draft's configuration. Raises EngineFailed."""
+    """Return the directory with the draft model's configuration. Raises EngineFailed."""
     return resolve_checkpoint(draft_of(config.draft_model), config.draft_revision, weights=False)
 
 
 def _check_pinned(args: AppArgs) -> None:
-    """A line that is dropped from all system messages may not stand in one that is to match them."""
+    """Raise EngineFailed for a pinned prompt with a line that http.volatile_patterns removes from every request."""
     has_files = ray.is_initialized() and _is_among(nodes_offering("mlx"))
     for i, prompt in enumerate(args.engine.prefix_cache.pinned):
         if prompt.system_file is not None and not has_files:
@@ -246,12 +251,12 @@ def _check_pinned(args: AppArgs) -> None:
 
 
 def _is_among(nodes: list[str]) -> bool:
-    """Whether the files that the configuration names are to be on this node; on one that only routes they need not."""
+    """Tell whether this node holds a replica, and thus the files that the configuration names."""
     return node_id() in nodes
 
 
 def _one_per_node(resource: Resource, share: float, num_nodes: int, waits_for: str | None = None) -> dict[str, Any]:
-    """Options of a deployment with one replica per node. waits_for: see OnePerOfferingNode."""
+    """Return options for one replica per node that offers the resource. waits_for: see OnePerOfferingNode."""
     first = {"min_replicas": 1, "initial_replicas": num_nodes}
     if waits_for is not None:
         first = {"min_replicas": 0, "initial_replicas": 0}
@@ -276,7 +281,7 @@ def _one_per_node(resource: Resource, share: float, num_nodes: int, waits_for: s
 
 
 def _placement(resource: Resource, share: float) -> dict[str, float]:
-    """Ray's resources by which a replica finds its node."""
+    """Return the Ray resources that place a replica."""
     return {HEAD_NODE: HEAD_SHARE} if ray.is_initialized() and offers_nothing() else {resource: share}
 
 

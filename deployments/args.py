@@ -1,4 +1,4 @@
-"""AppArgs: what the section `args` of serve_config.yaml may say. Light to import, for checks before Ray starts."""
+"""AppArgs: the `args` section of serve_config.yaml. Imports neither Ray nor MLX, for checks before Ray starts."""
 
 from pathlib import Path
 
@@ -12,29 +12,32 @@ DRAIN_TIMEOUT_S = 25.0
 
 
 class AppArgs(Frozen):
+    """The arguments of build_app. Options that would have no effect are errors."""
+
     engine: EngineConfig = Field(
-        default_factory=lambda: EngineConfig(), description="the model and how it runs, the same on every node"
+        default_factory=lambda: EngineConfig(), description="model and engine settings, the same on every node"
     )
     spec_prefill: SpecPrefillConfig = Field(
-        default_factory=lambda: SpecPrefillConfig(), description="whether and how long prompts are prefilled sparsely"
+        default_factory=lambda: SpecPrefillConfig(), description="sparse prefill of long prompts"
     )
     media: MediaConfig = Field(default_factory=lambda: MediaConfig(), description="limits on the images of a request")
-    http: HttpConfig = Field(default_factory=lambda: HttpConfig(), description="what the HTTP faces accept")
+    http: HttpConfig = Field(default_factory=lambda: HttpConfig(), description="HTTP API")
     drain_timeout_s: float = Field(
         default=DRAIN_TIMEOUT_S,
         ge=0,
         le=3600,
-        description="running answers get so long when the server stops or is deployed anew, then they end with an "
-        "error that says so",
+        description="seconds that running requests get to finish when the server stops or is redeployed; after that "
+        "they end with an error",
     )
     served_model_name: str | None = Field(
         default=None,
         min_length=1,
-        description="the name that clients send; default: 'demo', the directory's name, or the hub repository",
+        description="model name that clients send; default: 'demo', the directory's name, or the hub repository",
     )
 
     @property
     def model_name(self) -> str:
+        """The model name in requests and answers."""
         if self.served_model_name is not None:
             return self.served_model_name
         path = Path(self.engine.model).expanduser()
@@ -42,7 +45,7 @@ class AppArgs(Frozen):
 
     @property
     def sparse_prefill_off(self) -> str | None:
-        """Why no prompt is prefilled sparsely, None if long ones are."""
+        """Reason why sparse prefill is off; None if it is on."""
         if not self.spec_prefill.enabled:
             return "spec_prefill.enabled is false"
         if self.spec_prefill.draft_model is None and not has_tokenizer_of_demo(self.engine.model):

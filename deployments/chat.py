@@ -1,4 +1,4 @@
-"""What travels between the deployments: the canonical chat request and the plan made from it."""
+"""Types that cross between deployments: the canonical chat request, the plan made from it, and answers' deltas."""
 
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -14,8 +14,8 @@ from engine.protocol import EngineRequest, GrammarSpec
 T = TypeVar("T")
 
 Message = dict[str, Any]
-"""A canonical message: `role` (system, user, assistant, tool) and `content` (str, list of parts, or None), and what
-else the client sent with it (tool_calls, tool_call_id, name, reasoning_content)."""
+"""A canonical message: `role` (system, user, assistant, tool), `content` (str, list of parts, or None), and where the
+client sent them `tool_calls`, `tool_call_id`, `name` and `reasoning_content`."""
 
 MEDIA_KINDS = {
     "image_url": "image",
@@ -29,18 +29,21 @@ MEDIA_KINDS = {
     "input_audio": "audio",
     "file": "file",
 }
-"""Content part type -> kind of media. A part of any other type is text."""
+"""Type of a content part to its kind of media. A part of any other type is text."""
 
 
 class PackedMessages(Sequence[Message]):
-    """Messages as JSON text, for conversations of megabytes. A process that only hands them on copies bytes; one that
-    looks at them parses them then."""
+    """Messages as JSON text, parsed on first access.
+
+    A process that only forwards a conversation of megabytes copies bytes instead of pickling objects.
+    """
 
     def __init__(self, text: bytes | bytearray):
         self._text = text
 
     @classmethod
     def of(cls, messages: Sequence[Message]) -> "PackedMessages":
+        """Pack messages as JSON."""
         return cls(json.dumps(list(messages), ensure_ascii=False, separators=(",", ":")).encode())
 
     @property
@@ -65,6 +68,8 @@ class PackedMessages(Sequence[Message]):
 
 
 class Route(StrEnum):
+    """The planner that prepares a request."""
+
     TEXT = "text"
     MLLM = "mllm"
 
@@ -78,13 +83,13 @@ class Tool:
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments, an object; None: no arguments."""
     strict: bool = False
-    """Whether every keyword of the schema must be enforced."""
+    """Whether a schema keyword that cannot be enforced is an error."""
     is_deferred: bool = False
-    """Whether the definition is left out in front of the conversation: a message holds it where it is first needed."""
+    """Whether the definition is left out of the prompt's head; a `tool_reference` inserts it into the conversation."""
 
     @property
     def definition(self) -> dict[str, Any]:
-        """The tool in OpenAI's form, which chat templates take."""
+        """The tool in OpenAI's form, which chat templates expect."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -96,11 +101,11 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether the answer calls tools."""
+    """Whether and which tools the answer calls."""
 
     mode: Literal["none", "auto", "required"] = "auto"
     names: tuple[str, ...] = ()
-    """The tools that may be called; empty: all of them. `required` with one name is a named tool choice."""
+    """Tools that may be called; empty: all. `required` with one name is a named tool choice."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +113,11 @@ class Thinking:
     """Whether the model reasons before it answers."""
 
     mode: Literal["off", "on", "auto"]
-    """`on` is refused for a template that cannot think; `auto` is `on` where the template can and `off` elsewhere."""
+    """`on` is an error for a template without thinking; `auto` is `on` if the template supports it, else `off`."""
     budget: int | None = None
-    """Most tokens of the thought; then it is closed. None: no limit."""
+    """Most tokens of the thought, which is then closed. None: no limit."""
     effort: str | None = None
-    """`low`, `medium` or `high` for templates that have a variable `reasoning_effort`."""
+    """`low`, `medium` or `high`, for templates with a variable `reasoning_effort`."""
     field: str = "reasoning_effort"
     """The client's field, for errors."""
 
@@ -121,14 +126,13 @@ class Thinking:
 class ChatRequest:
     """One request of any dialect after normalization. None means: the model's own default.
 
-    The fields of sampling are those of `SamplingParams`, where their meaning is told; num_choices, grammar, priority,
-    tenant and client those of `EngineRequest`. stop_token_ids: besides the model's own. spec_prefill: whether a long
-    prompt may be taken in sparsely; None: by the configuration's rules. spec_prefill_keep: at least this part of what
-    is not dense in any case is computed.
+    Sampling fields are documented in `SamplingParams`; num_choices, grammar, priority, tenant and client in
+    `EngineRequest`.
     """
 
     request_id: str
     messages: Sequence[Message]
+    """Canonical; empty with a raw_prompt."""
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -142,35 +146,39 @@ class ChatRequest:
     min_tokens: int = 0
     logprobs: int | None = None
     stop: tuple[str, ...] = ()
+    """Strings that end an answer; they are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
+    """Stop tokens in addition to the model's own."""
     num_choices: int = 1
     grammar: GrammarSpec | None = None
     priority: int = 0
     tenant: str = ""
     client: str = ""
     spec_prefill: bool | None = None
+    """Whether to prefill the prompt sparsely. None: the configuration decides."""
     spec_prefill_keep: float | None = None
+    """Least fraction of the scored tokens that is computed. None: spec_prefill.keep of the configuration."""
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     """Whether one answer may hold several calls."""
     thinking: Thinking | None = None
-    """None: the template's default, which is no thought."""
+    """None: thinking is off unless the template always thinks."""
     raw_prompt: str | tuple[int, ...] | None = None
-    """A prompt that no template renders, as text or token ids; messages are empty then."""
+    """A prompt that bypasses the chat template, as text or token ids."""
     prompt_field: str = "prompt"
     """The client's field of raw_prompt, for errors."""
     is_embedding: bool = False
-    """Whether the embedding of raw_prompt is asked for, and no token."""
+    """Whether to compute the embedding of raw_prompt instead of generating tokens."""
     ignore_eos: bool = False
-    """Whether the answer goes on behind the model's own stop tokens."""
+    """Whether generation continues past the model's own stop tokens."""
     continue_final_message: bool = False
-    """Whether the answer continues the final message, which is the assistant's, instead of beginning a turn."""
+    """Whether the answer continues the final message, which must be the assistant's, instead of starting a new turn."""
 
 
 @dataclass(frozen=True)
 class EmbedRequest:
-    """Texts whose embeddings are asked for, by one request of a client."""
+    """One embedding request: several prompts."""
 
     request_id: str
     prompts: tuple[str | tuple[int, ...], ...]
@@ -178,9 +186,9 @@ class EmbedRequest:
     fields: tuple[str, ...]
     """The client's field of each prompt, for errors."""
     num_parallel: int = 1
-    """How many of them may be in the engines at once."""
+    """Prompts that may be in the engines at once."""
     num_dimensions: int | None = None
-    """How many the client expects a vector to have; another number is an error."""
+    """Length of the vectors that the client expects; any other length is an error. None: any."""
     client: str = ""
     """See EngineRequest."""
     priority: int = 0
@@ -192,44 +200,43 @@ class Embeddings:
     """The embeddings of an EmbedRequest's prompts, in their order."""
 
     vectors: tuple[bytes, ...]
-    """Each little-endian float32 [hidden], of length 1."""
+    """Each little-endian float32 [hidden], with an L2 norm of 1."""
     num_prompt_tokens: int
     """Tokens of all prompts."""
 
 
 @dataclass(frozen=True)
 class SpecPrefillReport:
-    """What became of a prompt that was to be taken in sparsely.
-
-    num_scored: tokens that the draft model read for it. scoring_s: how long the prompt waited for its plan, seconds.
-    dense_because: why all of it is computed, for the client; None if it is not.
-    """
+    """Outcome of sparse prefill for one prompt."""
 
     num_scored: int
+    """Tokens that the draft model read for this prompt."""
     scoring_s: float
+    """Time from the start of planning to the plan, or to the decision to prefill densely."""
     dense_because: str | None = None
+    """Reason for a dense prefill, for the client; None if the prefill is sparse."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a planner makes of a ChatRequest; `planner_node` is the id of the node that made it ('' without Ray).
-
-    spec_prefill: None where nobody asked for a sparse prompt and the configuration wants none.
-    """
+    """A ChatRequest prepared for the engine by a planner."""
 
     request: EngineRequest
     route: Route
     planner_node: str = ""
+    """Ray node id of the planner; '' without Ray."""
     spec_prefill: SpecPrefillReport | None = None
+    """None if neither the request nor the configuration asked for a sparse prefill."""
 
 
 @dataclass(frozen=True)
 class TextLogprobs:
-    """`TokenLogprobs` with tokens as the bytes that they stand for; `top` is best first."""
+    """`TokenLogprobs` with each token as its bytes instead of its id."""
 
     token: bytes
     logprob: float
     top: tuple[tuple[bytes, float], ...] = ()
+    """(token, logprob) of the most likely tokens, best first."""
 
 
 @dataclass(frozen=True)
@@ -245,133 +252,149 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """What all tokens of one choice since its last delta add; `finish_reason` is set on its last one alone.
-
-    text: of the answer itself, without thought and calls. logprobs: if asked for, one per token, also of tokens whose
-    text is still held back. num_drafted, num_accepted: see TokenChunk.
-    """
+    """New output of one choice since its last delta."""
 
     text: str
+    """Text of the answer itself, without thought and calls."""
     num_tokens: int
+    """Tokens that this delta covers, also those whose text is not certain yet."""
     finish_reason: str | None = None
-    """stop, length or tool_calls."""
+    """stop, length or tool_calls; set on the last delta of the choice only."""
     index: int = 0
+    """The choice."""
     logprobs: tuple[TextLogprobs, ...] = ()
+    """One per token if requested, also for tokens whose text is not certain yet."""
     num_drafted: int = 0
+    """See TokenChunk."""
     num_accepted: int = 0
+    """See TokenChunk."""
     reasoning: str = ""
     """Text of the thought, without its markers."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Calls that these tokens completed. A call that the end of the answer cuts off is never reported."""
+    """Calls that these tokens completed. A call truncated by the end of the answer is never reported."""
     num_reasoning_tokens: int = 0
+    """Tokens of this delta that belong to the thought."""
     stop_sequence: str | None = None
     """The stop string that ended the choice, with its finish reason."""
 
 
 @dataclass(frozen=True)
 class EngineAnswer(Generic[T]):
-    """What one engine says, and where it is; `node_id` is '' without Ray."""
+    """The answer of one engine to an administrative call."""
 
     node_id: str
+    """'' without Ray."""
     replica_id: str
     answer: T
 
 
 @dataclass(frozen=True)
 class SilentEngine:
-    """A node whose engine was asked and gave no answer. reason: for the operator."""
+    """A node whose engine did not answer an administrative call."""
 
     node_id: str
     reason: str
+    """For the operator."""
 
 
 class Generation(Protocol):
-    """A request that has begun: its prompt is planned and its first token is there. Ends when all choices have.
-
-    num_cached_tokens: those of the prompt that came out of the prefix cache. num_skipped_tokens: those that were never
-    computed; spec_prefill tells why, or why there are none. context_limited: whether the room in the model's context,
-    and not the client's max_tokens, is what limits the length of the answer.
-    """
+    """A started request: its prompt is planned and its first token has arrived. Iterating ends with the last choice."""
 
     @property
     def num_prompt_tokens(self) -> int: ...
 
     @property
-    def num_cached_tokens(self) -> int: ...
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were read from the prefix cache."""
+        ...
 
     @property
-    def num_skipped_tokens(self) -> int: ...
+    def num_skipped_tokens(self) -> int:
+        """Prompt tokens that sparse prefill left out."""
+        ...
 
     @property
-    def spec_prefill(self) -> SpecPrefillReport | None: ...
+    def spec_prefill(self) -> SpecPrefillReport | None:
+        """See Plan."""
+        ...
 
     @property
-    def context_limited(self) -> bool: ...
+    def context_limited(self) -> bool:
+        """Whether the remaining context, not the client's max_tokens, limits the length of the answer."""
+        ...
 
     def __aiter__(self) -> AsyncIterator[TextDelta]: ...
 
     async def aclose(self) -> None:
-        """Stops it and frees its row, also in the middle. Harmless when it is over."""
+        """Abort the generation, if it still runs, and free its rows. May be called again."""
         ...
 
 
 class Backend(Protocol):
-    """What the HTTP faces need of the graph behind them. in_flight: every completion is entered there."""
+    """The graph behind the HTTP API."""
 
     model_name: str
     max_context_tokens: int
     """Prompt and answer together."""
     in_flight: InFlight
+    """Every request that generates is entered here."""
 
     async def start(self, request: ChatRequest, route: Route) -> Generation:
-        """Plans and dispatches; returns with the first token, so that every error comes before the headers.
+        """Plan and dispatch a request. Returns at the first token, so that errors precede the response headers.
 
-        Raises OrchardError.
+        Raises:
+            OrchardError: The request is invalid or cannot be served.
         """
         ...
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
-        """Computes the embeddings of the prompts. The first error ends all of them. Raises OrchardError."""
+        """Compute the embeddings of the prompts. The first error cancels the others. Raises OrchardError."""
         ...
 
     async def count_tokens(self, request: ChatRequest, route: Route) -> int:
-        """Counts the tokens of the prompt, rendered with its tools, those of its images among them.
-
-        Raises OrchardError.
-        """
+        """Count the tokens of the rendered prompt, tools and images included. Raises OrchardError."""
         ...
 
     async def token_ids(self, request: ChatRequest, route: Route) -> list[int]:
-        """Returns the prompt as the engine would get it. Raises OrchardError."""
+        """Return the token ids of the prompt, image placeholders repeated. Raises OrchardError."""
         ...
 
     async def text_of(self, token_ids: Sequence[int], field: str) -> str:
-        """Returns the text that the tokens stand for. Raises InvalidRequest naming the field, Unavailable."""
+        """Decode token ids to text.
+
+        Args:
+            field: The client's field, for errors.
+
+        Raises:
+            InvalidRequest: A token id is out of range.
+            Unavailable: No planner answered.
+        """
         ...
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns the text of each token by itself. Raises InvalidRequest, Unavailable."""
+        """Decode each token id by itself. Raises InvalidRequest, Unavailable."""
         ...
 
     async def cancel(self, request_id: str) -> bool:
-        """Ends all requests with this id, whichever node took them; False if there is none.
+        """Cancel all requests with this id on every node. Returns False if there is none.
 
-        Raises Unavailable when that cannot be known.
+        Raises:
+            Unavailable: An ingress did not answer, and no other one has the request.
         """
         ...
 
     async def status(self) -> dict[str, Any]:
-        """The body of `/v1/status`."""
+        """Return the body of `GET /v1/status`."""
         ...
 
     async def cache_status(self) -> dict[str, Any]:
-        """The body of `GET /v1/cache`, see http/cache.py."""
+        """Return the body of `GET /v1/cache`, see http/cache.py."""
         ...
 
     async def clear_cache(self) -> dict[str, Any]:
-        """Empties the prefix caches of all engines, but for what is pinned; the body of `DELETE /v1/cache`."""
+        """Clear the prefix caches of all engines except pinned entries. Returns the body of `DELETE /v1/cache`."""
         ...
 
     async def not_ready(self) -> str | None:
-        """Why no request can be served now, or None."""
+        """Return the reason why no request can be served now; None if requests can be served."""
         ...

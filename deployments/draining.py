@@ -1,8 +1,8 @@
-"""How a replica learns that Serve is about to stop it.
+"""Detects that Serve is about to stop this replica.
 
-Serve stops a replica by waiting until its requests are over, and kills it after graceful_shutdown_timeout_s, without
-a word to our code: `__del__` comes when all is over. But it sets a flag first (ray_seams.stop_flag), which is watched
-here. tests/deployments/test_draining.py fails when Ray no longer does it this way.
+Serve waits until the replica's requests are over, kills the replica after graceful_shutdown_timeout_s, and calls user
+code (`__del__`) only at the end. It sets a flag first (ray_seams.stop_flag), which is polled here.
+tests/deployments/test_draining.py fails when Ray no longer sets it.
 """
 
 import asyncio
@@ -16,20 +16,23 @@ from deployments.replica import in_replica
 log = logging.getLogger("ray.serve")
 
 ENGINE_MARGIN_S = 5.0
-"""An engine goes on for so much longer than the ingresses: it is they who tell the clients that their time is over."""
+"""Time that an engine drains longer than an ingress, so that the ingress can end the requests with an error first."""
 
 KILL_MARGIN_S = 20.0
-"""What Serve adds to the time to drain before it kills: to see the flag, to tell the clients, to end the step of the
-device that is running, and to give its memory back. More than ENGINE_MARGIN_S."""
+"""Time between drain_timeout_s and Serve's kill: to notice the flag, end the requests with an error, finish the running
+device step and free its memory. Must exceed ENGINE_MARGIN_S."""
 
 LOOKED_EVERY_S = 0.2
 
 
 def when_stopping(act: Callable[[], Awaitable[None]]) -> asyncio.Task[None] | None:
-    """Does it, once, when Serve begins to stop this replica. The task must be kept: the loop alone would forget it.
+    """Call `act` once when Serve begins to stop this replica.
 
-    None outside of a replica, as in Serve's local testing mode. Raises EngineFailed where Ray's replica is not as we
-    know it: requests would be cut off later, when nobody expects it.
+    Returns:
+        The watching task, which the caller must keep a reference to; None outside of a replica.
+
+    Raises:
+        EngineFailed: This version of Ray has no such flag. Without it a shutdown would cut off running requests.
     """
     if not in_replica():
         return None

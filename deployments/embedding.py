@@ -1,4 +1,4 @@
-"""Embeddings of several prompts, a few at a time, each by a request of its own to an engine."""
+"""Computes the embeddings of several prompts, one engine request per prompt, a few at a time."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,18 +12,20 @@ from engine.protocol import EngineFailed, InvalidRequest
 FLOAT_BYTES = 4
 
 EmbedOne = Callable[[ChatRequest], Awaitable[tuple[bytes, int]]]
-"""Computes one embedding. Returns the vector, and the number of tokens of the prompt."""
+"""Computes one embedding: returns little-endian float32 [hidden] and the number of prompt tokens."""
 
 
 async def embed_all(request: EmbedRequest, embed_one: EmbedOne) -> Embeddings:
     """Compute the embeddings of all prompts, num_parallel at a time.
 
-    Raises what embed_one raises first; the others are ended then.
+    Raises:
+        OrchardError: The first error of embed_one; the other prompts are cancelled.
+        InvalidRequest: The vectors do not have num_dimensions dimensions.
     """
     found: dict[int, tuple[bytes, int]] = {}
     waiting = enumerate(_requests(request))
 
-    async def work() -> None:
+    async def work() -> None:  # the workers share the iterator `waiting`
         for index, one in waiting:
             found[index] = await embed_one(one)
             _check_dimensions(request, len(found[index][0]) // FLOAT_BYTES)
@@ -40,7 +42,7 @@ async def embed_all(request: EmbedRequest, embed_one: EmbedOne) -> Embeddings:
 
 
 async def read_embedding(stream: EngineStream) -> tuple[bytes, int]:
-    """The vector that an engine gives, and the number of tokens of its prompt.
+    """Read a stream to its end; return the embedding and the number of prompt tokens.
 
     Raises EngineFailed, Unavailable, Cancelled.
     """

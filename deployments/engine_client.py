@@ -1,16 +1,15 @@
-"""EngineClient: the one hop between the ingress and the engines; reserve a replica, plan on its node, dispatch, stream.
+"""EngineClient: the path from the ingress to an engine: reserve a replica, plan on its node, dispatch, stream.
 
-It also asks all engines at once what is no request: the state of their caches.
+It also makes administrative calls to all engines, such as for the state of their caches.
 
-The reservation holds a slot of the replica while the plan is made, so that placing, planning and generating agree on
-the node. Whatever ends a call (its last token, an error, a client that leaves) cancels the engine's generator and
-gives the slot back.
+The reservation holds a slot of the replica while the plan is made, so that placement, planning and generation use the
+same node. Every end of a call (last token, error, client disconnect) cancels the engine's generator and releases the
+slot.
 
-Until the first token a request can go elsewhere, and does so once: when its engine or planner is lost, or refuses it
-(Unavailable, Overloaded) while there is another engine. Both attempts together wait for replicas no longer than
-reserve_timeout_s and for plans no longer than plan_timeout_s. To that comes, for each attempt, the time in the engine's
-queue (queue_timeout_s; a request that has waited as long as that is not sent again), and what it takes to notice that a
-replica is lost (SILENCE_LIMIT_S). Nothing is sent again once a token has been passed on.
+A request is retried at most once, and only before its first token: when its engine or planner is lost, or when another
+engine exists and this one refuses (Unavailable, Overloaded). Both attempts together wait at most reserve_timeout_s for
+replicas and plan_timeout_s for plans. Each attempt may add the time in the engine's queue (queue_timeout_s, after which
+there is no retry) and the time to detect a lost replica (SILENCE_LIMIT_S).
 """
 
 import asyncio
@@ -47,36 +46,37 @@ from engine.protocol import (
 log = logging.getLogger("ray.serve")
 
 RESERVE_TIMEOUT_S = 30.0
-"""How long a request waits for a replica, over all attempts: Serve itself would wait for ever."""
+"""Longest wait for a replica over both attempts. Serve itself would wait without limit."""
 PLAN_TIMEOUT_S = 120.0
 ASK_TIMEOUT_S = 10.0
-"""An engine answers between two steps, and a step of a long prompt may last for seconds."""
+"""Longest wait for an engine's answer to an administrative call. It answers between steps, which may take seconds."""
 
 LOOK_PERIOD_S = 1.0
 LEFT_GRACE_S = 5.0
-"""A planner that Serve has taken from the running ones may be ending its last requests, or be lost with its node. So
-long it is waited for."""
+"""Wait for a planner that Serve no longer lists as running: it may be draining, or lost with its node."""
 
 MIN_REFUSAL_S, MAX_REFUSAL_S = 1.0, 10.0
 LOSS_S = 30.0
-"""So long an engine that was lost is chosen last. Ray notices a dead node within 9 s, and Serve a little later."""
+"""Time in which a lost engine is chosen last. Ray detects a dead node within 9 s, and Serve a little later."""
 
 
 class Refusals:
-    """Engines that have lately refused a request, or were lost: they are chosen last for a while."""
+    """Engines that recently refused a request or were lost; the router chooses them last."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._until: dict[str, float] = {}  # by unique id of the replica
 
     def note(self, replica_id: str, seconds: float) -> None:
+        """Record a refusal or loss, valid for this time."""
         self._until[replica_id] = self._clock() + seconds
 
     def forget(self, replica_id: str) -> None:
-        """It has taken a request again."""
+        """Remove a replica that accepted a request again."""
         self._until.pop(replica_id, None)
 
     def recent(self) -> frozenset[str]:
+        """Return the unique ids of the recorded replicas, dropping expired ones."""
         now = self._clock()
         self._until = {replica_id: until for replica_id, until in self._until.items() if until > now}
         return frozenset(self._until)
@@ -84,27 +84,31 @@ class Refusals:
 
 @dataclass
 class Attempt:
-    """One way of a request to an engine."""
+    """One attempt to place a request on an engine."""
 
     choice: Choice
     reserve_s: float
-    """What is left of the time to wait for replicas, in seconds."""
+    """Remaining time to wait for replicas."""
     plan_s: float
-    """What is left of the time to wait for plans, in seconds."""
+    """Remaining time to wait for plans."""
     pin_wait_s: float | None = None
-    """How long the engine's node may be without a planner, in seconds. None: as short as the router's default."""
+    """Longest wait for a planner on the engine's node. None: the router's default, PIN_WAIT_S."""
     replica_id: str = ""
-    """Unique id of the engine's replica, once there is a reservation."""
+    """Unique id of the engine's replica; '' before the reservation."""
     stage: Literal["reserve", "plan", "engine"] = "reserve"
 
     def after(self, error: Exception, last: frozenset[str]) -> "Attempt | None":
-        """The attempt that may follow this one, which has failed; None if none may."""
+        """Return the attempt that follows this failed one; None if the error is final.
+
+        Args:
+            last: Unique ids of replicas to choose last.
+        """
         lost = is_gone(error)
         refused = isinstance(error, Unavailable | Overloaded) and not isinstance(error, QueueTimeout | TooLate)
         if not (lost or (refused and self.replica_id)):
             return None
         left = Attempt(Choice(last=last), self.reserve_s, self.plan_s)
-        if self.replica_id and lost and self.stage == "plan":  # the engine itself may do, if there is no other
+        if self.replica_id and lost and self.stage == "plan":  # the planner was lost, this engine is a last resort
             left.choice, left.pin_wait_s = Choice(last=last | {self.replica_id}), max(self.reserve_s, 0.0)
         elif self.replica_id:
             left.choice = Choice(frozenset({self.replica_id}), last, waits=lost)
@@ -112,11 +116,11 @@ class Attempt:
 
 
 class TooLate(Unavailable):
-    """A time that the ingress itself sets is over: a second attempt would have none left."""
+    """A time limit of the ingress itself is used up, so a second attempt is pointless."""
 
 
 class EngineClient:
-    """`planners` must pin by the session ids of replica_choice.pin_to."""
+    """Places requests on engines. The planners' router must pin by the session ids of replica_choice.pin_to."""
 
     def __init__(
         self,
@@ -132,12 +136,12 @@ class EngineClient:
     ):
         """
         Args:
-            room_in_s: For a request that finds all queues full: how long until there is room, in seconds.
-            checkpoint: Fingerprint of the checkpoint whose tokenizer reads the answers; plans for another one are
-                refused. '' is not checked.
+            room_in_s: Returns the expected seconds until a queue has room, for Retry-After of an Overloaded.
+            checkpoint: Fingerprint of the checkpoint whose tokenizer decodes the answers; plans for another one are
+                refused. '' disables the check.
         """
-        # options() connects a handle to its deployment, so that the first request need not wait for it
-        # Chunks are plain dataclasses: pickle takes a fifth of the engine's CPU per item off what cloudpickle costs.
+        # options() connects a handle to its deployment, so that the first request does not wait for the connection.
+        # Chunks are plain dataclasses: pickle costs a fifth less of the engine's CPU per item than cloudpickle.
         self._engine = engine.options(
             stream=True, _by_reference=False, method_name="generate", response_serialization="pickle"
         )
@@ -153,7 +157,7 @@ class EngineClient:
         self._refusals = Refusals(clock)
 
     async def start(self, request: ChatRequest, route: Route) -> EngineStream:
-        """Returns with the first chunk.
+        """Plan and dispatch a request; return at its first chunk.
 
         Raises InvalidRequest, Overloaded, Unavailable, EngineFailed, Cancelled.
         """
@@ -175,7 +179,7 @@ class EngineClient:
             raise self._answer_to(error) from None
 
     async def ask_planner(self, method: str, route: Route, *args: Any) -> Any:
-        """Ask the nearest planner of a route, without any engine.
+        """Call a method of the nearest planner of a route, without reserving an engine.
 
         Raises InvalidRequest, Overloaded, Unavailable.
         """
@@ -190,9 +194,9 @@ class EngineClient:
             raise self._answer_to(error) from None
 
     async def ask_all(self, method: str, node_ids: Iterable[str]) -> tuple[list[EngineAnswer[Any]], list[SilentEngine]]:
-        """What the engines on these nodes answer, and those that give no answer in time.
+        """Call a method of the engine on each node. Returns the answers, and the engines without one.
 
-        One call per node: Ray's broadcast does not say who is silent.
+        One call per node, because Ray's broadcast does not tell which replica did not answer.
         """
         said = await asyncio.gather(*(self._ask(method, node_id) for node_id in node_ids))
         return [s for s in said if isinstance(s, EngineAnswer)], [s for s in said if isinstance(s, SilentEngine)]
@@ -209,7 +213,7 @@ class EngineClient:
             return SilentEngine(node_id, why_silent(error))
 
     def _after(self, error: Exception, attempt: Attempt) -> Attempt | None:
-        """Remembers which engine has failed, if one has. Returns the attempt that may follow."""
+        """Record a failed engine. Returns the attempt that follows; None if the error is final."""
         again = attempt.after(error, self._refusals.recent())
         if again is not None and attempt.replica_id:
             refused = isinstance(error, Unavailable | Overloaded)
@@ -231,10 +235,10 @@ class EngineClient:
                 else:
                     chunks = self._engine.dispatch(selection, engine_request)
                     resources.push_async_callback(end_dispatch, chunks, selection)
-                    # Ray sends the call in a task of its own. Cancelled before its first step, that would lose the
-                    # slot; it makes that step now.
+                    # Ray sends the call in its own task, which would leak the slot if it were cancelled before its
+                    # first step; this lets it take that step.
                     await asyncio.sleep(0)
-                del engine_request  # the call alone holds the pixels, until it is sent
+                del engine_request  # now only the call references the pixels, until it is sent
                 reader = ChunkReader(chunks, self._silence_limit_s)
                 resources.callback(reader.close)
                 first = await reader.next()
@@ -248,7 +252,7 @@ class EngineClient:
                 return EngineStream(plan, node_id, first, reader, resources.pop_all(), note_loss)
 
     async def _reserve(self, resources: AsyncExitStack, attempt: Attempt) -> Any | None:
-        """A slot on the replica that will answer; None in Serve's local testing mode, which cannot choose."""
+        """Reserve a slot of an engine; None in Serve's local testing mode, which has no reservations."""
         began = self._clock()
         try:
             async with asyncio.timeout(max(attempt.reserve_s, 0)):
@@ -287,7 +291,7 @@ class EngineClient:
         return plan
 
     def _answer_to(self, error: Exception) -> Exception:
-        """The error for the client; what is not foreseen stays as it is."""
+        """Convert an error to one for the client; an unexpected error is returned unchanged."""
         error = cause_of(error)
         if isinstance(error, BackPressureError):
             num_waiting, limit, *_ = error.args
@@ -307,14 +311,23 @@ class EngineClient:
 async def while_running(
     handle: Any, node_id: str, work: asyncio.Task[Any], period_s: float = LOOK_PERIOD_S, grace_s: float = LEFT_GRACE_S
 ) -> Any:
-    """What the work on a node returns, as long as the deployment has a replica there.
+    """Await a call to a node while the deployment has a replica on it.
 
-    A call to a node that was cut off would hang until its timeout. Ray notices the loss of a node within seconds, and
-    Serve then takes its replicas from the running ones; but not from the calls that they have not answered.
+    A call to an unreachable node would hang until its timeout. Ray detects the loss of a node within seconds, and Serve
+    then removes its replicas from the running ones, but does not fail their open calls.
 
-    Raises Silent when the node has had no replica for grace_s, and what the work raises.
+    Args:
+        handle: Handle of the deployment.
+        node_id: The node of the called replica.
+        work: The call.
+        period_s: Time between two looks at the running replicas.
+        grace_s: Time without a replica on the node after which the call is given up.
+
+    Raises:
+        Silent: The node has had no replica for grace_s.
+        Exception: Whatever the call raises.
     """
-    work.add_done_callback(lambda task: task.cancelled() or task.exception())  # also if it is not read below
+    work.add_done_callback(lambda task: task.cancelled() or task.exception())  # marks the exception as retrieved
     has_been_there, missing_s = False, 0.0
     try:
         while not (await asyncio.wait({work}, timeout=period_s))[0]:
@@ -333,7 +346,7 @@ async def while_running(
 
 
 def failure_of(chunk: TokenChunk, request: EngineRequest) -> OrchardError | None:
-    """Why a choice of the request ended with this chunk, if not as it should."""
+    """Return the error with which a chunk ends its choice; None if the choice goes on or ended normally."""
     if chunk.finish_reason is FinishReason.ABORT:
         return Cancelled(chunk.error or "The request was cancelled.")
     if chunk.finish_reason is not FinishReason.ERROR:

@@ -1,4 +1,4 @@
-"""EngineStream: the chunks of a request that has begun, until it ends, its engine is lost, or its client leaves."""
+"""EngineStream: the chunks of a started request, until it ends, its engine is lost, or its client disconnects."""
 
 import asyncio
 import logging
@@ -13,24 +13,25 @@ from engine.protocol import TokenChunk, Unavailable
 log = logging.getLogger("ray.serve")
 
 RETRY_AFTER_S = 5.0
-"""An engine that is gone is back within seconds at best."""
+"""Retry-After when an engine is lost: a replica restarts within seconds at best."""
 
 SILENCE_LIMIT_S = 20.0
-"""An engine that lives sends a heartbeat every 5 s (model_replica.py). A node that is cut off sends nothing at all, and
-gRPC itself would take minutes to notice."""
+"""Silence after which an engine counts as lost. It sends a heartbeat every 5 s (model_replica.py); gRPC itself would
+take minutes to detect an unreachable node."""
 
 LAST_READ_S = 1.0
-"""How long the regular end of a stream is waited for after the last finish reason."""
+"""Longest wait for the regular end of a stream after the last finish reason."""
 
 CLOSE_TIMEOUT_S = 10.0
-"""How long the clean-up behind a stream may hold its caller. It goes on after that: the engine may be unreachable."""
+"""Longest wait of a caller for the clean-up of a stream. After that the clean-up continues in the background, as the
+engine may be unreachable."""
 
 
 class ChunkReader:
-    """Reads the chunks of one call, drops heartbeats, and ends a read that lasts too long.
+    """Reads the chunks of one call, drops heartbeats, and limits the silence between items.
 
-    One timer watches all reads of a call: a timeout around each read would cost more than all else that the ingress
-    does for a token. Only the time spent in a read counts, not the time that the client takes for what was read.
+    One timer watches all reads of a call, as a timeout around each read would cost more than everything else that the
+    ingress does per token. Only time spent inside a read counts, not the time in which the client consumes a chunk.
     """
 
     def __init__(self, chunks: Any, silence_limit_s: float, clock: Callable[[], float] | None = None):
@@ -50,9 +51,11 @@ class ChunkReader:
         self._timer = self._call_later(silence_limit_s, self._look)
 
     async def next(self) -> TokenChunk | None:
-        """The next chunk that is not a heartbeat, None at the end of the stream.
+        """Return the next chunk that is not a heartbeat; None at the end of the stream.
 
-        Raises Silent when nothing came for too long, and what the call raises.
+        Raises:
+            Silent: Nothing arrived for silence_limit_s.
+            Exception: Whatever the call raises.
         """
         while True:
             chunk = await self._read()
@@ -83,11 +86,12 @@ class ChunkReader:
             self._timer = self._call_later(left_s, self._look)
 
     def close(self) -> None:
+        """Stop the timer. It does not cancel the call."""
         self._timer.cancel()
 
 
 class EngineStream:
-    """A request that has its first chunk. Iterate it once, or close it."""
+    """A request whose first chunk has arrived. Iterate it once, or close it."""
 
     def __init__(
         self,
@@ -111,7 +115,7 @@ class EngineStream:
         self._closing: asyncio.Task[None] | None = None
 
     async def __aiter__(self) -> AsyncIterator[TokenChunk]:
-        """Raises Unavailable when the engine is lost on the way."""
+        """Yield the chunks, the first one included. Raises Unavailable when the engine is lost before the end."""
         try:
             with telling_remote_cancels():
                 chunk: TokenChunk | None = self._first
@@ -133,7 +137,7 @@ class EngineStream:
             await self.aclose()
 
     async def aclose(self) -> None:
-        """Frees the row and the slot. Goes on in its own task when the caller is cancelled, or has waited for long."""
+        """Free the rows and the slot. Continues in its own task if the caller is cancelled or it takes too long."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         done, _ = await asyncio.wait({self._closing}, timeout=CLOSE_TIMEOUT_S)
@@ -148,8 +152,11 @@ class EngineStream:
         await self._resources.aclose()
 
     async def _read_end(self) -> None:
-        """All choices have ended: let the call end by itself. If it were cancelled now, that could overtake its regular
-        end, and Serve would count a cancelled request and ask the replica to release a slot that it does not hold."""
+        """Let the call end by itself after the last choice.
+
+        A cancellation could overtake the regular end: Serve would then count a cancelled request and ask the replica to
+        release a slot that is not reserved.
+        """
         try:
             with telling_remote_cancels():
                 async with asyncio.timeout(LAST_READ_S):

@@ -1,4 +1,4 @@
-"""InFlight: the requests that an ingress is answering: how many there may be, how one is ended, and how all are."""
+"""InFlight: the requests in progress at an ingress: admission, cancellation and draining."""
 
 import asyncio
 import time
@@ -15,11 +15,15 @@ WINDOW_S = 30.0
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 STOPPED_RETRY_S = 5.0
-"""What a client is told while the server stops: a new one cannot be there much sooner."""
+"""Retry-After while the server stops: a restart takes at least this long."""
 
 
 class Pace:
-    """How fast choices have ended lately: it tells how long until there is room. clock: monotonic seconds."""
+    """Recent rate at which choices finish, from which Retry-After is estimated.
+
+    Args:
+        clock: Monotonic seconds.
+    """
 
     def __init__(self, clock: Clock = time.monotonic):
         self._clock = clock
@@ -28,7 +32,7 @@ class Pace:
         self._since = clock()
 
     def begin(self) -> None:
-        """The first comes after nobody was there: what had ended before says nothing of the answers from now on."""
+        """Start a new measurement at the first request after an idle time."""
         self._ends.clear()
         self._num_ended, self._since = 0, self._clock()
 
@@ -39,8 +43,10 @@ class Pace:
         self._forget_before(now - WINDOW_S)
 
     def seconds_until(self, num_choices: int) -> float:
-        """How long it takes until so many more have ended, 1 to 60. Where none has, one is expected after as long a
-        time as all have been waited for."""
+        """Estimate the seconds until num_choices more choices have finished, from 1 to 60.
+
+        While no choice has finished yet, one is expected after the time that has passed since `begin`.
+        """
         now = self._clock()
         self._forget_before(now - WINDOW_S)
         lasted_s = min(WINDOW_S, now - self._since)
@@ -52,10 +58,14 @@ class Pace:
 
 
 class Entry:
-    """One request, from its headers to the end of its response. Until its body has been read it takes no place.
+    """One request, from its headers to the end of its response. It counts for no choices until its body is parsed.
 
-    ids: by which it can be cancelled. must_end: done as soon as somebody wants it to end; what its client is told.
-    address: what counts as one client in max_share_per_address; None: no share holds for it.
+    Attributes:
+        ids: Ids by which the request can be cancelled.
+        address: The client in terms of max_share_per_address; None: exempt.
+        num_choices: Choices that it counts for; 0 until its body is parsed.
+        is_understood: Whether its body is parsed.
+        must_end: Done when the request is to end early, with the error for the client.
     """
 
     def __init__(self, request_id: str, address: str | None = None):
@@ -67,11 +77,11 @@ class Entry:
         self._is_answered = False
 
     def answered(self) -> None:
-        """All of the answer is made, and only on its way: nobody can end it any more."""
+        """Mark the answer as complete; it can no longer be cancelled."""
         self._is_answered = True
 
     def end(self, error: OrchardError) -> bool:
-        """False if it is too late for that."""
+        """End the request with an error. Returns False if it is complete or ending already."""
         if self._is_answered or self.must_end.done():
             return False
         self.must_end.set_result(error)
@@ -79,10 +89,14 @@ class Entry:
 
 
 class InFlight:
-    """capacity: how many choices may be in flight now; never less than max_choices, those of one request.
+    """The requests in progress.
 
-    max_share_per_address: part of the capacity that the requests of one address may take together; the first request
-    of an address is exempt.
+    Args:
+        capacity: Returns how many choices may be in flight now; at least max_choices.
+        max_choices: Most choices of one request.
+        clock: Monotonic seconds.
+        max_share_per_address: Fraction of the capacity for all requests of one address; the first request of an
+            address is exempt.
     """
 
     def __init__(
@@ -108,15 +122,23 @@ class InFlight:
 
     @property
     def retry_after_s(self) -> float:
-        """How long until there is room for one more choice."""
+        """Expected seconds until one more choice fits."""
         return self._pace.seconds_until(1)
 
     @contextmanager
     def enter(self, request_id: str, address: str | None = None) -> Iterator[Entry]:
-        """For a request of which no more than the headers is there. request_id need not be unique.
+        """Enter a request of which only the headers have arrived.
 
-        It takes its place only when its body has been read (`understood`), but is refused at once if there is no room
-        now. Raises Unavailable while the server stops, and Overloaded when there is no room for one more choice.
+        It counts for its choices only after its body is parsed (`understood`), but is refused at once if not even one
+        more choice fits.
+
+        Args:
+            request_id: Need not be unique.
+            address: See Entry.
+
+        Raises:
+            Unavailable: The server is stopping.
+            Overloaded: Not one more choice fits.
         """
         self._check_room(1, address)
         if not self._entries:
@@ -135,9 +157,11 @@ class InFlight:
                 self._is_empty.set()
 
     def understood(self, entry: Entry, completion_id: str, num_choices: int) -> None:
-        """What the body of a request that has entered asks for.
+        """Count an entered request for the choices that its parsed body asks for.
 
-        Raises what `enter` raises, and InvalidRequest when there will never be room for so many choices.
+        Raises:
+            InvalidRequest: More choices than one request may have.
+            Unavailable, Overloaded: See `enter`.
         """
         if num_choices > self.max_choices:
             raise InvalidRequest(f"n is {num_choices}; it must be between 1 and {self.max_choices} (max_running)", "n")
@@ -175,15 +199,15 @@ class InFlight:
         raise Overloaded(message, self._pace.seconds_until(num_over))
 
     def cancel(self, request_id: str) -> bool:
-        """Ends all requests with this id; False if there is none that could still be ended."""
+        """Cancel all requests with this id. Returns False if there is none that can still be cancelled."""
         ended = [entry.end(Cancelled("The request was cancelled.")) for entry in self._named(request_id)]
         return any(ended)
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes nothing new, nor what has not yet been read as a whole. What runs may go on for so long, then ends;
-        returns when nothing is left.
+        """Refuse new requests and wait until the running ones have ended.
 
-        Whoever calls it later waits with the first, for the first one's time.
+        Requests whose bodies are not parsed yet are refused too. Requests that still run after timeout_s end with an
+        error. Later calls wait for the first one and ignore their own timeout.
         """
         if self._draining is None:
             self._draining = asyncio.ensure_future(self._end_all_after(timeout_s))
@@ -193,8 +217,10 @@ class InFlight:
         await asyncio.shield(self._draining)
 
     def status(self) -> dict[str, Any]:
-        """num_in_flight: choices of requests whose bodies have been read. num_refused: requests since the start, by
-        this ingress alone."""
+        """Return the figures of this ingress for `/v1/status`.
+
+        num_in_flight counts choices of requests whose bodies are parsed, num_refused refused requests since the start.
+        """
         return {
             "num_in_flight": self._num_choices,
             "num_refused": self._num_refused,

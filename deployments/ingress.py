@@ -1,4 +1,4 @@
-"""Ingress: the HTTP faces in front of the graph, one per node; turns the engine's tokens into text."""
+"""Ingress: the HTTP API in front of the graph, one per node; turns the engine's tokens into text."""
 
 import asyncio
 import logging
@@ -43,13 +43,14 @@ READY_CHECKED_EVERY_S = 1.0
 ENGINES_COUNTED_EVERY_S = 2.0
 
 STATUS_SHARED_S = 0.5
-"""All who ask for the status, or whether the server is ready, within that time share one question to the replicas."""
+"""Status and readiness requests within this time share one call to the replicas."""
 
 
 class TextGeneration:
-    """See chat.Generation. A choice ends as soon as a stop string is complete, the engine's stream with the last one.
+    """Turns the chunks of an engine into deltas; implements chat.Generation.
 
-    The engine works on at a choice that a stop string has ended, as long as others run; its further tokens are dropped.
+    A choice ends as soon as a stop string is complete. While other choices run, the engine keeps generating for it, and
+    those tokens are dropped; the engine's stream is closed after the last choice.
     """
 
     def __init__(
@@ -72,7 +73,13 @@ class TextGeneration:
         self._running = {index: tokenizer.answer_parser(rules) for index in range(request.num_choices)}
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
-        """Raises EngineFailed or Unavailable when the engine cannot finish the answer, Cancelled when it may not."""
+        """Yield the deltas of all choices.
+
+        Raises:
+            EngineFailed, Unavailable: The engine cannot finish the answer.
+            InvalidRequest: The grammar cannot be enforced any further.
+            Cancelled: The engine aborted the request.
+        """
         try:
             async for chunk in self._stream:
                 if (parser := self._running.get(chunk.index)) is None:
@@ -91,7 +98,7 @@ class TextGeneration:
     def _delta(self, chunk: TokenChunk, parser: AnswerParser) -> TextDelta:
         num_before = parser.num_tokens
         parsed = parser.push(chunk.token_ids)
-        num_tokens = parser.num_tokens - num_before  # fewer than the chunk has where a stop string is complete
+        num_tokens = parser.num_tokens - num_before  # fewer than in the chunk if a stop string completes in it
         finish_reason = FinishReason.STOP if parser.stopped else chunk.finish_reason
         end = parser.finish() if finish_reason is not None else NOTHING
         calls = parsed.tool_calls + end.tool_calls
@@ -127,10 +134,10 @@ class TextGeneration:
 @serve.deployment()
 @serve.ingress()
 class Ingress:
-    """Implements chat.Backend for the HTTP faces.
+    """Implements chat.Backend for the HTTP API.
 
-    It lets in no more than all engines can run and queue, and says so before anything is done for a request. Others may
-    let in as much, so the engines have the last word.
+    It admits no more choices than all engines can run and queue, and refuses a request before any work on it. Other
+    ingresses admit as many, so an engine may still refuse.
     """
 
     def __init__(
@@ -185,7 +192,7 @@ class Ingress:
         return create_app(self, self._http, self._media_kinds, late_system, is_behind_proxy=in_replica())
 
     async def start(self, request: ChatRequest, route: Route) -> TextGeneration:
-        self._status.forget()  # counters are to be exact before and after a request, however soon they are asked for
+        self._status.forget()  # a status right before and right after a request must show exact counters
         try:
             with naming_prompt(request):
                 stream = await self._client.start(request, route)
@@ -219,8 +226,11 @@ class Ingress:
         return await self._client.ask_planner("token_texts", Route.TEXT, token_ids)
 
     async def cancel(self, request_id: str) -> bool:
-        """Here and at the ingresses of the other nodes. Raises Unavailable when one of those does not answer, and no
-        other knows the request."""
+        """Cancel all requests with this id at every ingress. Returns False if there is none.
+
+        Raises:
+            Unavailable: An ingress did not answer, and no other one has the request.
+        """
         here = self.in_flight.cancel(request_id)
         said = await self._ask_ingresses("cancel_here", request_id)
         if here or True in said:
@@ -233,7 +243,7 @@ class Ingress:
         return self.in_flight.cancel(request_id)
 
     async def drain(self) -> None:
-        """Takes no new requests; returns when what runs is over, which is ended after drain_timeout_s."""
+        """Refuse new requests and wait until the running ones end, at the latest after drain_timeout_s."""
         num_in_flight = self.in_flight.status()["num_in_flight"]
         log.info("draining: %d answers are in flight, they get %g s", num_in_flight, self._drain_timeout_s)
         await self.in_flight.drain(self._drain_timeout_s)
@@ -243,10 +253,10 @@ class Ingress:
         return {**replica_info(), **self.in_flight.status()}
 
     async def status(self) -> dict[str, Any]:
-        """Sums over all engines, then every replica of the graph, and the configuration in effect.
+        """Return sums over all engines, every replica of the graph, and the configuration in effect.
 
-        `ingress`: this one first. `spec_prefill`: the scorers, null where there are none by configuration. At most
-        STATUS_SHARED_S old, and never older than the last beginning or end of an answer of this ingress.
+        `ingress` lists this replica first; `spec_prefill` lists the scorers, null without sparse prefill. The result is
+        at most STATUS_SHARED_S old and never older than the last start or end of a request at this ingress.
         """
         return await self._status.get()
 
@@ -272,14 +282,17 @@ class Ingress:
         return [own, *(answer for answer in said if answer["replica_id"] != own["replica_id"])]
 
     async def _ask_ingresses(self, method: str, *args: Any) -> list[Any]:
-        """What each ingress answers, this one included, None if it does not; [] in Serve's local testing mode."""
+        """Call a method of every ingress, this one included; None for one without an answer.
+
+        Returns [] in Serve's local testing mode.
+        """
         if self._ingresses is None:
             return []
         asked = await ask_replicas(self._ingresses, STATUS_TIMEOUT_S, method, *args)
-        return await asyncio.gather(*asked) or [None]  # at least this one is running: somebody is silent
+        return await asyncio.gather(*asked) or [None]  # this ingress is running, so [] means that none answered
 
     async def _count_engines(self) -> None:
-        """As long as this replica lives. While it cannot be found out, the last count holds."""
+        """Keep the number of engines current for the life of this replica; on errors the last number stays in use."""
         is_known = True
         while True:
             try:
@@ -307,11 +320,11 @@ class Ingress:
         return await self._engine_readiness.get()
 
     async def _ask_readiness(self) -> str | None:
-        """Why no engine is ready, or None."""
+        """Return the reason why no engine is ready; None if one is."""
         reason = None
         asked = await ask_replicas(self._engines, STATUS_TIMEOUT_S, "status")
         try:
-            for answered in asyncio.as_completed(asked):  # one that is silent delays nobody
+            for answered in asyncio.as_completed(asked):  # one ready engine is enough, a silent one delays nothing
                 replica = await answered
                 if replica is None:
                     continue
@@ -327,7 +340,7 @@ class Ingress:
 
 @contextmanager
 def naming_prompt(request: ChatRequest) -> Iterator[None]:
-    """Let an error that is about a raw prompt name the client's field: planner and engine say `messages`."""
+    """Make errors about a raw prompt name the client's field instead of `messages`, which planner and engine use."""
     try:
         yield
     except InvalidRequest as error:
@@ -337,7 +350,7 @@ def naming_prompt(request: ChatRequest) -> Iterator[None]:
 
 
 def answer_rules(request: ChatRequest, tokenizer: ChatTokenizer) -> AnswerRules:
-    """How the answer to a request is to be read."""
+    """Return the rules by which the answer to a request is parsed."""
     if request.raw_prompt is not None:
         return AnswerRules(request.stop, is_raw=True)
     may_call = request.tool_choice.mode != "none"
@@ -352,20 +365,20 @@ def _finish_reason(reason: FinishReason | None, parser: AnswerParser) -> str | N
 
 
 def own_deployment() -> DeploymentHandle | None:
-    """A handle to all replicas of the deployment that this process is one of; None outside of a replica."""
+    """Return a handle to this process's own deployment; None outside a replica."""
     if not in_replica():
         return None
     own = serve.get_replica_context()
     handle = serve.get_deployment_handle(own.deployment, own.app_name)
-    return handle.options(method_name="status_here")  # which connects it, so that the first call need not wait
+    return handle.options(method_name="status_here")  # connects the handle before the first call
 
 
 async def engine_node_ids() -> list[str]:
-    """The nodes on which there is to be an engine, also while there is none; [''] without Ray."""
+    """Return the nodes that should have an engine, also while it is starting; [''] without Ray."""
     return await asyncio.to_thread(nodes_offering, "mlx") if ray.is_initialized() else [""]
 
 
 async def status_of_all(handle: DeploymentHandle) -> list[dict[str, Any]]:
-    """What every running replica of a deployment says about itself; those that do not answer in time are left out."""
+    """Return the status of every running replica of a deployment that answers within STATUS_TIMEOUT_S."""
     said = await asyncio.gather(*await ask_replicas(handle, STATUS_TIMEOUT_S, "status"))
     return [answer for answer in said if answer is not None]

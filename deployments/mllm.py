@@ -19,7 +19,7 @@ from engine.protocol import ImagePatches, InvalidRequest
 
 @serve.deployment()
 class MLLM:
-    """Loads the images, renders and tokenizes, on the node whose engine will answer."""
+    """Loads images, renders the chat template and tokenizes, on the node whose engine will answer."""
 
     def __init__(
         self,
@@ -39,19 +39,25 @@ class MLLM:
             self._loader.workers.start_one()
 
     async def plan(self, request: ChatRequest) -> Plan:
-        """Raises InvalidRequest naming the part that is at fault, ContextLengthExceeded, Unavailable."""
+        """Prepare a request with images for the engine.
+
+        Raises:
+            InvalidRequest: Names the content part or field.
+            ContextLengthExceeded: The prompt does not fit the context.
+            Unavailable: No image worker can be started.
+        """
         async with self._images(request) as images:
             dense = await self._planner.engine_request(request, request.messages, images)
             planned, report = await self._sparse.plan(request, dense)
             return Plan(planned, Route.MLLM, node_id(), report)
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Raises what `plan` raises."""
+        """Count the prompt's tokens, images included. Raises what `plan` raises."""
         async with self._images(request) as images:
             return await self._planner.count_tokens(request, request.messages, images)
 
     async def token_ids(self, request: ChatRequest) -> list[int]:
-        """Raises what `plan` raises."""
+        """Return the prompt's token ids. Raises what `plan` raises."""
         async with self._images(request) as images:
             return (await self._planner.token_ids(request, request.messages, images)).tolist()
 
@@ -69,7 +75,7 @@ class MLLM:
 
 
 def image_sources(messages: Sequence[Message]) -> Iterator[ImageSource]:
-    """The images of a conversation in their order, those of tool results included.
+    """Yield the images of a conversation in order, those in tool results included.
 
     Raises InvalidRequest for any other kind of media.
     """
@@ -85,7 +91,7 @@ def image_sources(messages: Sequence[Message]) -> Iterator[ImageSource]:
 
 
 def _source(part: dict[str, Any], field: str) -> ImageSource:
-    """An image is `{"type": T, KEY: URL}` or `{"type": T, KEY: {"url": URL}}`; the key is image_url, image or url."""
+    """Read `{"type": T, KEY: URL}` or `{"type": T, KEY: {"url": URL}}` with the key image_url, image or url."""
     for key in ("image_url", "image", "url"):
         value = part.get(key)
         url = value.get("url") if isinstance(value, dict) else value

@@ -1,6 +1,6 @@
-"""What can be known about a model before a replica loads it, and which options have no effect with this model.
+"""Checks of a model before a replica loads it, and of options that have no effect with it.
 
-Serve would start a replica three times before it gives up.
+Without them Serve would start a failing replica three times before it gives up.
 """
 
 from pathlib import Path
@@ -19,7 +19,10 @@ from engine.protocol import EngineFailed
 
 
 def check_model(args: AppArgs) -> None:
-    """Raises EngineFailed. Fetches a hub repository's configuration, but not its weights."""
+    """Check the model's files and the options that depend on them.
+
+    Downloads the configuration of a hub repository, but not its weights. Raises EngineFailed.
+    """
     model = args.engine.model
     model_dir = resolve_checkpoint(model, args.engine.revision, weights=False)
     refuse_code(model_dir)
@@ -44,7 +47,7 @@ def _check_text_only(args: AppArgs) -> None:
 
 
 def _check_system_policy(args: AppArgs, model_dir: Path) -> None:
-    from engine.processing.tokenizer import ChatTokenizer  # brings transformers
+    from engine.processing.tokenizer import ChatTokenizer  # imports transformers
 
     if ChatTokenizer(model_dir).keeps_late_system:
         raise EngineFailed(

@@ -1,4 +1,4 @@
-"""ModelReplica: the one process of a node that holds the weights, a thin door to engine.AsyncEngine."""
+"""ModelReplica: a thin deployment over engine.AsyncEngine; the only process of a node that holds the weights."""
 
 import asyncio
 import logging
@@ -24,19 +24,19 @@ T = TypeVar("T")
 PROGRESS_PERIOD_S = 5.0
 
 HEARTBEAT_PERIOD_S = 5.0
-"""A stream says so often that the engine is alive when it has nothing else to say. See SILENCE_LIMIT_S of the readers,
-in engine_stream.py: several heartbeats may be lost before a stream counts as lost."""
+"""Interval of the heartbeats of a stream without tokens. Readers tolerate several missing ones, see SILENCE_LIMIT_S in
+engine_stream.py."""
 
 OTHER_MODEL_RETRY_S = 5.0
-"""How long until all replicas of a deployment that is replaced serve the same checkpoint."""
+"""Retry-After while a deployment is replaced and its replicas serve different checkpoints."""
 
 
 @serve.deployment()
 class ModelReplica:
     async def __init__(self, config: EngineConfig, drain_timeout_s: float = DRAIN_TIMEOUT_S):
-        """Returns when the weights are in memory; until then Serve sends no request. Raises EngineFailed."""
+        """Load the model; Serve sends no requests until then. Raises EngineFailed."""
         log_refusals_in_one_line()
-        from engine.async_engine import AsyncEngine  # brings MLX, which no other process of the graph may hold
+        from engine.async_engine import AsyncEngine  # imports MLX, which no other process of the graph may load
 
         self._engine = AsyncEngine(config)
         loaded = asyncio.ensure_future(self._engine.wait_ready())
@@ -50,9 +50,10 @@ class ModelReplica:
         self._stopping = when_stopping(lambda: self._engine.drain(drain_timeout_s))
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:
-        """See AsyncEngine.generate: one item per step, and heartbeats; closing it at any point frees the row.
+        """Yield one chunk per step, and heartbeats; see AsyncEngine.generate. Closing the generator frees the rows.
 
-        Raises Unavailable also when the prompt was tokenized for another checkpoint.
+        Raises:
+            Unavailable: The prompt was tokenized for another checkpoint, or see AsyncEngine.generate.
         """
         if request.checkpoint not in ("", self._checkpoint):
             other = "The model is being replaced: the prompt was prepared for another one. Please send it again."
@@ -66,22 +67,22 @@ class ModelReplica:
         return {**replica_info(), "engine": asdict(self._engine.status())}
 
     async def cached_prefix(self, request: EngineRequest) -> CachedPrefix:
-        """See AsyncEngine.cached_prefix. Raises EngineFailed when the engine is not ready."""
+        """Look up the cached prefix of a prompt, see AsyncEngine.cached_prefix. Raises EngineFailed if not ready."""
         return await self._engine.cached_prefix(request)
 
     async def cache_status(self) -> EngineAnswer[CacheStatus]:
-        """Raises EngineFailed when the engine is not ready."""
+        """Return the state of the prefix cache. Raises EngineFailed if the engine is not ready."""
         return _from_here(await self._engine.cache_status())
 
     async def clear_cache(self) -> EngineAnswer[CacheCleared]:
-        """Raises EngineFailed when the engine is not ready."""
+        """Clear the prefix cache except pinned entries. Raises EngineFailed if the engine is not ready."""
         return _from_here(await self._engine.clear_cache())
 
     async def check_health(self) -> None:
         self._engine.check_health()
 
     async def __del__(self) -> None:
-        """Serve awaits it once the open requests are answered."""
+        """Shut the engine down. Serve awaits this after the last open request."""
         await self._engine.shutdown()
 
 

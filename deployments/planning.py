@@ -1,4 +1,5 @@
-"""What both planners do: turn a conversation into token ids and fix how its answer is sampled."""
+"""PromptPlanner: turns a ChatRequest into an EngineRequest: token ids, sampling parameters, grammar. Both planners use
+it."""
 
 import hashlib
 import json
@@ -32,14 +33,20 @@ from engine.protocol import (
 )
 
 OF_THE_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Parameters of sampling that the checkpoint sets where the request does not."""
+"""Sampling parameters for which the checkpoint's defaults replace a missing value."""
 AS_ASKED = ("presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "logprobs")
+"""Sampling parameters that are copied from the request."""
 
 
 class PromptPlanner:
-    """Knows the model's tokenizer, template and defaults, not its weights. Raises EngineFailed for a bad checkpoint.
+    """Prepares requests with the model's tokenizer, chat template and generation defaults, without its weights.
 
-    finds_boundaries: somebody needs to know where a prompt may be cut, besides the prefix cache.
+    Args:
+        config: Engine settings.
+        finds_boundaries: Whether to find prompt boundaries even if the prefix cache is off.
+
+    Raises:
+        EngineFailed: The checkpoint is unusable.
     """
 
     def __init__(self, config: EngineConfig, finds_boundaries: bool = False):
@@ -58,12 +65,22 @@ class PromptPlanner:
     async def engine_request(
         self, request: ChatRequest, messages: Sequence[Message], images: tuple[ImagePatches, ...] = ()
     ) -> EngineRequest:
-        """Raises InvalidRequest, also for a conversation that the template refuses, and ContextLengthExceeded."""
+        """Render, tokenize and complete a request for the engine.
+
+        Args:
+            request: The request.
+            messages: Its messages.
+            images: Its images, in order of appearance.
+
+        Raises:
+            InvalidRequest: A field is invalid, or the chat template refuses the conversation.
+            ContextLengthExceeded: The prompt leaves no room for an answer.
+        """
         image_tokens = [image.num_tokens for image in images]
 
         def work(is_wanted: Callable[[], bool]) -> tuple[ChatPrompt, PromptOrigin, AnswerForm]:
             form = AnswerForm.of(request, self.tokenizer)
-            num_more = sum(image_tokens) - len(image_tokens)  # one placeholder of each is in the text
+            num_more = sum(image_tokens) - len(image_tokens)  # the text already has one placeholder per image
             limit = PromptLimit(self._max_context_tokens, num_more, is_wanted)
             if request.raw_prompt is not None:
                 return ChatPrompt(self._raw_prompt(request.raw_prompt, limit), ()), PromptOrigin(), form
@@ -92,10 +109,11 @@ class PromptPlanner:
         )
 
     async def embedding_request(self, request: ChatRequest) -> EngineRequest:
-        """A request for the embedding of a raw prompt.
+        """Build the request for the embedding of a raw prompt.
 
-        Raises InvalidRequest, also where the checkpoint's pooling is none that can be computed, and
-        ContextLengthExceeded.
+        Raises:
+            InvalidRequest: The prompt is invalid, or the checkpoint's pooling is not supported.
+            ContextLengthExceeded: The prompt does not fit the context.
         """
         prompt = request.raw_prompt
         assert prompt is not None
@@ -122,13 +140,18 @@ class PromptPlanner:
     async def token_ids(
         self, request: ChatRequest, messages: Sequence[Message], images: tuple[ImagePatches, ...] = ()
     ) -> np.ndarray:
-        """The prompt of a request for which nothing is to be generated. Raises what `engine_request` raises."""
+        """Return the prompt's token ids, int32 [num_prompt_tokens]. Raises what `engine_request` raises."""
         return (await self.engine_request(replace(request, max_tokens=None, min_tokens=0), messages, images)).token_ids
 
     async def count_tokens(
         self, request: ChatRequest, messages: Sequence[Message], images: tuple[ImagePatches, ...] = ()
     ) -> int:
-        """The length of the prompt, also of one that is too long, as far as it has been counted to the end."""
+        """Count the prompt's tokens, also of a prompt that exceeds the context.
+
+        Raises:
+            ContextLengthExceeded: The prompt is too long and its tokens were not counted to the end.
+            InvalidRequest: See `engine_request`.
+        """
         try:
             return len(await self.token_ids(request, messages, images))
         except ContextLengthExceeded as error:
@@ -138,7 +161,7 @@ class PromptPlanner:
             return num_prompt_tokens
 
     async def text_of(self, token_ids: Sequence[int], field: str) -> str:
-        """The text that tokens stand for. Raises InvalidRequest naming the client's field."""
+        """Decode token ids. Raises InvalidRequest naming the client's field for an id out of range."""
 
         def work(is_wanted: Callable[[], bool]) -> str:
             self._check_token_ids(token_ids, field)
@@ -147,7 +170,7 @@ class PromptPlanner:
         return await self.threads.run("", num_raw_bytes_of(token_ids), work)
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself; bytes that are no characters by themselves are replaced."""
+        """Decode each token id by itself; bytes that are no whole character become U+FFFD."""
 
         def work(is_wanted: Callable[[], bool]) -> list[str]:
             return [self.tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in token_ids]
@@ -203,18 +226,18 @@ class PromptPlanner:
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """The effect of a request's tools, format and thought on its prompt and its answer."""
+    """Effects of a request's tools, output format and thinking on its prompt and answer."""
 
     template_kwargs: dict[str, Any]
-    """Variables of the chat template."""
+    """Variables for the chat template."""
     grammar: GrammarSpec | None
-    """The grammar of the answer behind its thought."""
+    """Grammar of the answer after its thought; None: free text."""
     thought: ThoughtSpec | None
-    """The thought's budget and closing, where the engine enforces them."""
+    """Budget and closing of the thought; None if the engine need not track it."""
 
     @classmethod
     def of(cls, request: ChatRequest, tokenizer: ChatTokenizer) -> "AnswerForm":
-        """Raises InvalidRequest for what the model's template has no place for. A raw prompt has no template."""
+        """Derive the form from a request. Raises InvalidRequest for what the model's chat template cannot express."""
         if request.raw_prompt is not None:
             return cls({}, request.grammar, None)
         thinking = request.thinking or Thinking("off")
@@ -242,7 +265,7 @@ class AnswerForm:
 
 
 def thinks(request: ChatRequest, tokenizer: ChatTokenizer) -> bool:
-    """Whether the model thinks before it answers a request. Raises InvalidRequest for what its template cannot do."""
+    """Tell whether the model thinks before its answer. Raises InvalidRequest if the template cannot do as requested."""
     thinking, reasoning = request.thinking, tokenizer.reasoning
     mode = "default" if thinking is None else thinking.mode
     field = "thinking" if thinking is None else thinking.field
@@ -258,23 +281,23 @@ def thinks(request: ChatRequest, tokenizer: ChatTokenizer) -> bool:
 
 
 def num_bytes_of(messages: Sequence[Message]) -> int:
-    """Roughly, and quickly: what is not packed is small."""
+    """Estimate the size of messages quickly: only strings count in messages that are not packed, which are small."""
     if isinstance(messages, PackedMessages):
         return messages.num_bytes
     return sum(len(content) for message in messages if isinstance(content := message.get("content"), str))
 
 
 def num_raw_bytes_of(prompt: str | Sequence[int] | None) -> int:
-    """Roughly, and quickly."""
+    """Estimate the size of a raw prompt quickly."""
     if prompt is None:
         return 0
     return len(prompt) if isinstance(prompt, str) else 4 * len(prompt)
 
 
 def prompt_origin(template_kwargs: Mapping[str, Any]) -> PromptOrigin:
-    """Digests of what a prompt is rendered with besides its messages, '' for nothing but what is the default.
+    """Return digests of the template variables besides the messages; '' for defaults only.
 
-    Keys inside of a value count in their order: templates write them as they come.
+    The order of keys inside a value counts, since templates write them in that order.
     """
     chosen = {
         name: template_kwargs[name]
@@ -294,9 +317,11 @@ def _digest(value: Any) -> str:
 def sampling_params(
     request: ChatRequest, defaults: GenerationDefaults, num_prompt_tokens: int, max_context_tokens: int
 ) -> SamplingParams:
-    """Take the client's values, then the checkpoint's defaults. max_tokens is a ceiling, as the context is.
+    """Combine the client's values with the checkpoint's defaults. The context may lower max_tokens.
 
-    Raises ContextLengthExceeded when the prompt leaves no room, and InvalidRequest, see SamplingParams.
+    Raises:
+        ContextLengthExceeded: The prompt leaves no room for an answer.
+        InvalidRequest: A value is out of range, see SamplingParams.
     """
     room = max_context_tokens - num_prompt_tokens
     if room < max(1, request.min_tokens):

@@ -1,4 +1,4 @@
-"""PlanningThreads: the threads in which prompts are rendered and tokenized, and the queue in front of them."""
+"""PlanningThreads: the threads that render and tokenize prompts, with a queue that is fair between clients."""
 
 import asyncio
 import heapq
@@ -13,31 +13,34 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LARGE_BYTES = 256 * 2**10
-"""Conversations of this size take tenths of a second and more to plan. They never have all threads."""
+"""Conversations of this size take tenths of a second or more to plan. They never occupy all threads."""
 
 MAX_LARGE_BYTES = 64 * 2**20
-"""Bytes of large conversations that are planned at the same time; a larger one is planned while no other large one is.
-The work holds several copies of each."""
+"""Bytes of large conversations that are planned at the same time, as planning holds several copies of each. A single
+larger one is planned while no other large one is."""
 
 MAX_CLIENTS = 1024
-"""Clients that are remembered before those without a debt are forgotten."""
+"""Clients that are tracked before those without pending virtual time are dropped."""
 
 BASE_BYTES = 4096
-"""What a conversation counts for in the order of clients besides its bytes."""
+"""Fixed cost of a conversation in the fair queue, in addition to its bytes."""
 
 
 @dataclass(order=True)
 class Job:
-    """One conversation that waits for a thread."""
+    """One conversation in the queue."""
 
     finish: int
-    """Bytes of its client that will have been planned with it, on the clock of all clients."""
+    """Virtual finish time in bytes (start-time fair queueing)."""
     number: int
-    """In the order of arrival."""
+    """Sequence number of arrival, which breaks ties."""
     num_bytes: int = field(compare=False)
+    """Size of the conversation."""
     work: Callable[[Callable[[], bool]], Any] = field(compare=False)
     planned: asyncio.Future[Any] = field(compare=False)
+    """The result for the caller."""
     left: threading.Event = field(compare=False, default_factory=threading.Event)
+    """Set when the caller no longer waits."""
 
     @property
     def is_large(self) -> bool:
@@ -45,10 +48,10 @@ class Job:
 
 
 class PlanningThreads:
-    """As many threads as cores, at least two; one is always free for conversations that are not large.
+    """Runs planning work in one thread per core, at least two; large conversations never occupy the last one.
 
-    Clients take turns by the bytes that they have planned (start-time fair queueing). Work whose caller is cancelled is
-    not begun, and learns of it when it has.
+    Clients share the threads by planned bytes (start-time fair queueing; Goyal et al. 1996). Work whose caller is
+    cancelled is not started; running work can poll for it.
     """
 
     def __init__(self, num_threads: int | None = None):
@@ -61,12 +64,12 @@ class PlanningThreads:
         self._num_running = self._num_large = self._large_bytes = 0
 
     async def run(self, client: str, num_bytes: int, work: Callable[[Callable[[], bool]], T]) -> T:
-        """Do work in a thread, in the client's turn.
+        """Run work in a thread when it is the client's turn.
 
         Args:
-            client: whose turn it takes.
-            num_bytes: size of the conversation.
-            work: called with a function that tells whether the result is still wanted.
+            client: The client that the work counts for.
+            num_bytes: Size of the conversation.
+            work: Called with a function that tells whether the result is still needed.
         """
         finish = max(self._clock, self._finish_of.get(client, 0)) + num_bytes + BASE_BYTES
         if len(self._finish_of) > MAX_CLIENTS:
@@ -81,7 +84,7 @@ class PlanningThreads:
             job.left.set()
 
     def _start_next(self) -> None:
-        """Start as many jobs as there is room for, those in front that must wait for a large one passed over."""
+        """Start as many jobs as fit; large jobs that must wait are passed over."""
         passed = []
         while self._waiting and self._num_running < self._num_threads:
             job = heapq.heappop(self._waiting)
@@ -114,7 +117,7 @@ class PlanningThreads:
         self._start_next()
         error = None if done.cancelled() else done.exception()
         if job.planned.done():
-            return  # its caller has left
+            return  # the caller was cancelled
         if done.cancelled():
             job.planned.cancel()
         elif error is not None:

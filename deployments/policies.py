@@ -1,4 +1,4 @@
-"""How many replicas a deployment has: one per living node that offers a resource, `mlx` or `mlx_scorer`."""
+"""Autoscaling policy: one replica per living node that offers a resource, `mlx` or `mlx_scorer`."""
 
 import time
 from typing import Any, Literal, get_args
@@ -8,7 +8,7 @@ import ray
 from deployments import started
 
 Resource = Literal["mlx", "mlx_scorer"]
-"""`mlx`: the node is to hold an engine. `mlx_scorer`: it is to hold a scorer of long prompts."""
+"""`mlx`: the node holds an engine. `mlx_scorer`: the node holds a scorer for sparse prefill."""
 
 NODES_CACHED_S = 2.0
 
@@ -19,9 +19,9 @@ HEAD_SHARE = 0.001
 
 
 def nodes_offering(resource: Resource) -> list[str]:
-    """The ids of the living nodes that offer a whole one: room for one replica that takes most of it.
+    """Return the ids of the living nodes with at least 1.0 of the resource, enough for one replica.
 
-    In a cluster in which no node offers any of our resources, as one that `serve run` starts, the head offers both.
+    In a cluster without any of these resources, such as one started by `serve run`, the head node counts for both.
     """
     nodes = _living_nodes()
     if _offer_nothing(nodes):
@@ -30,7 +30,7 @@ def nodes_offering(resource: Resource) -> list[str]:
 
 
 def offers_nothing() -> bool:
-    """Whether no node of the cluster offers any of our resources."""
+    """Tell whether no node of the cluster offers `mlx` or `mlx_scorer`."""
     return _offer_nothing(_living_nodes())
 
 
@@ -47,22 +47,25 @@ def _offer_nothing(nodes: list[dict[str, Any]]) -> bool:
 
 
 class OnePerOfferingNode:
-    """The autoscaling policy of every deployment; load plays no part.
+    """Autoscaling policy of every deployment, independent of load.
 
-    A deployment that waits for another one has no replica until the other has its first. The first answer needs only
-    the ingress, the text planner and an engine, so their processes start before those of the image planner and the
-    scorer compete with them for the processor.
+    A deployment that waits for another one gets no replica before the other has one. The first answer needs only an
+    ingress, a text planner and an engine, so the image planner and the scorer do not compete with their start for CPU.
     """
 
     def __init__(self, resource: Resource, waits_for: str | None = None) -> None:
-        """waits_for: name of a deployment of the same application."""
+        """
+        Args:
+            resource: Resource that a node must offer.
+            waits_for: Name of a deployment of the same application that must start first; None: none.
+        """
         self._resource: Resource = resource
         self._waits_for = waits_for
         self._num_nodes = 1
         self._counted_at = float("-inf")
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Return the number of replicas; Serve calls this every 0.1 s, so the nodes are remembered for a while."""
+        """Return the number of replicas. Serve calls this every 0.1 s, so the node list is cached."""
         application = str(context.app_name)
         if context.current_num_replicas > 0:
             started.STARTED.add((application, context.deployment_name))

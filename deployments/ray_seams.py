@@ -1,7 +1,7 @@
-"""Every private or alpha name of Ray that the replicas use, and the check at start that this Ray has them all.
+"""Every private or alpha name of Ray that the replicas use, and the check at start that this version of Ray has them.
 
-Other modules call these functions. Which names of Ray a function needs stands in `REQUIRED`, and
-tests/deployments/test_ray_seams.py runs each function against Ray's own classes.
+Other modules call these functions. `REQUIRED` lists the names that they need, and tests/deployments/test_ray_seams.py
+runs each function against Ray's own classes.
 """
 
 import asyncio
@@ -19,13 +19,14 @@ from ray.serve.request_router import LocalityMixin, PendingRequest, RequestRoute
 from engine.protocol import EngineFailed
 
 END_OF_DISPATCH_S = 1.0
-"""How long the end of a cancelled dispatch is waited for: it has nothing to do but to notice."""
+"""Longest wait for a cancelled dispatch to end."""
 
 
 class Need(NamedTuple):
-    """A name that must exist. holder: a class or module, or a function whose code must use the name."""
+    """A name of Ray that must exist."""
 
     holder: Any
+    """A class or module with this attribute, or a function whose code uses the name."""
     name: str
 
     @property
@@ -44,7 +45,7 @@ _response: Any = serve_handle._DeploymentResponseBase
 _handle: Any = serve_handle._DeploymentHandleBase
 
 REQUIRED: tuple[Need, ...] = (
-    # NodeRouter: Ray's router asks for a replica by one method, and keeps loads in a cache that probes fill.
+    # NodeRouter: Ray's router chooses a replica in one method, and caches the loads that probes return.
     Need(RequestRouter, "_choose_replica_for_request"),
     Need(router.AsyncioRouter._pick_and_reserve_replica, "_choose_replica_for_request"),
     Need(router.AsyncioRouter._route_and_send_request_once, "_choose_replica_for_request"),
@@ -60,7 +61,7 @@ REQUIRED: tuple[Need, ...] = (
     Need(PendingRequest, "created_at"),
     Need(RunningReplica, "reserve_slot"),
     Need(RunningReplica, "release_slot"),
-    # Calls: a response holds the future of what was sent, and that can be cancelled.
+    # Calls: a response has the future of the sent call, which can be cancelled.
     Need(_response.__init__, "_replica_result_future"),
     Need(ReplicaResult, "cancel"),
     Need(ReplicaResult, "get_async"),
@@ -74,7 +75,7 @@ REQUIRED: tuple[Need, ...] = (
     Need(common.RequestMetadata, "session_id"),
     Need(handle_options.DynamicHandleOptions, "_by_reference"),
     Need(handle_options.DynamicHandleOptions, "response_serialization"),
-    # Which replicas of a deployment this process knows to be running.
+    # The running replicas of a deployment, as this process knows them.
     Need(_handle.__init__, "_router"),
     Need(router.CurrentLoopRouter.__init__, "_asyncio_router"),
     Need(router.SingletonThreadRouter.__init__, "_asyncio_router"),
@@ -84,13 +85,13 @@ REQUIRED: tuple[Need, ...] = (
     Need(replica.Replica.__init__, "_shutting_down"),
     Need(replica.Replica.__init__, "_reserved_slots"),
     Need(replica.Replica, "get_num_ongoing_requests"),
-    # Ingress builds its FastAPI app itself, in the replica.
+    # The Ingress builds its FastAPI app in the replica.
     Need(replica, "SERVE_BUILD_ASGI_APP_METHOD"),
 )
 
 
 def check_ray(required: tuple[Need, ...] = REQUIRED) -> None:
-    """Raise EngineFailed naming Ray's version and everything that it lacks."""
+    """Raise EngineFailed if this version of Ray lacks a required name; the message lists all missing ones."""
     missing = [str(need) for need in required if not need.is_there]
     if missing:
         raise EngineFailed(
@@ -100,7 +101,7 @@ def check_ray(required: tuple[Need, ...] = REQUIRED) -> None:
 
 
 def cancel_call(response: Any) -> None:
-    """End a call wherever it stands. Ray's own `cancel()` misses one that was sent but not read from yet."""
+    """Cancel a call in any state. Ray's own `cancel()` misses a call that was sent but not read from yet."""
     sent = response._replica_result_future
     response.cancel()
     if sent.done() and not sent.cancelled() and sent.exception() is None:
@@ -108,10 +109,10 @@ def cancel_call(response: Any) -> None:
 
 
 async def end_dispatch(response: Any, selection: Any) -> None:
-    """End a dispatched call, and give back its slot if the call was never sent.
+    """Cancel a dispatched call, and release its slot if the call was never sent.
 
     `dispatch` marks the selection as used at once and sends the call in a task. If that task is cancelled before its
-    first step, neither the call nor `choose_replica` gives the slot back. Releasing a slot twice is harmless.
+    first step, neither the call nor `choose_replica` releases the slot. Releasing a slot twice is harmless.
     """
     sent = response._replica_result_future
     cancel_call(response)
@@ -122,9 +123,9 @@ async def end_dispatch(response: Any, selection: Any) -> None:
 
 
 async def replica_calls(handle: Any, method: str, *args: Any) -> list[Any]:
-    """Call a method of every running replica; one `ReplicaResult` each, to be awaited with `answer_of`.
+    """Call a method of every running replica. Returns one `ReplicaResult` each, to be awaited with `answer_of`.
 
-    Ray's own `results_async` loses all answers when one comes too late.
+    Ray's own `results_async` loses all answers when one is late.
     """
     return await handle.broadcast(method, *args)._fetch_replica_results_async()
 
@@ -134,17 +135,17 @@ async def answer_of(call: Any) -> Any:
 
 
 def running_nodes(handle: Any) -> set[str] | None:
-    """The nodes of the replicas that this process knows to be running; None where that is not known."""
+    """Return the nodes of a deployment's running replicas, as this process knows them; None if it does not know."""
     outer = getattr(handle, "_router", None)
     inner = getattr(outer, "_asyncio_router", None)
     request_router = getattr(inner, "request_router", None)
     if request_router is None:
         return None
-    return {running.node_id for running in list(request_router.curr_replicas.values())}  # it may be another thread's
+    return {running.node_id for running in list(request_router.curr_replicas.values())}  # another thread may change it
 
 
 def own_replica() -> Any:
-    """Ray's own object of the replica that this process is. Raise EngineFailed where it is not as expected."""
+    """Return Ray's object of this process's replica. Raises EngineFailed if it has not the expected attributes."""
     from ray._private.worker import global_worker as worker
 
     found = getattr(worker.actors.get(worker.actor_id), "_replica_impl", None)
@@ -156,16 +157,16 @@ def own_replica() -> Any:
 
 
 def stop_flag() -> Callable[[], bool]:
-    """Tells whether Serve has begun to stop this replica. Raise EngineFailed as `own_replica`."""
+    """Return a function that tells whether Serve has begun to stop this replica. Raises EngineFailed."""
     found = own_replica()
     return lambda: found._shutting_down
 
 
 def num_reserved_slots() -> int:
-    """Slots of this replica that callers hold without having sent their call yet."""
+    """Return the number of slots that callers have reserved without sending their call yet."""
     return len(own_replica()._reserved_slots)
 
 
 def num_ongoing_requests() -> int:
-    """Calls that run in this replica, the one that asks included, and reserved slots."""
+    """Return the number of running calls, the current one included, plus reserved slots."""
     return own_replica().get_num_ongoing_requests()

@@ -1,4 +1,4 @@
-"""What every replica does with its own process: says where it is, and keeps refused requests short in the log."""
+"""The process of a replica: its identity and resources for `/v1/status`, and a log filter for refused requests."""
 
 import logging
 import os
@@ -14,20 +14,20 @@ from engine.protocol import Cancelled, InvalidRequest, Overloaded, Unavailable
 
 
 def node_id() -> str:
-    """The Ray node that this process runs on, '' without Ray."""
+    """Return the id of this process's Ray node; '' without Ray."""
     return ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
 
 
 def in_replica() -> bool:
-    """False outside of Serve, and in its local testing mode."""
+    """Tell whether this process is a replica; False outside Serve and in its local testing mode."""
     return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
 def replica_info() -> dict[str, Any]:
-    """For `/v1/status`: where the replica is, how much memory its process holds, and whether MLX is in it.
+    """Return this replica's entry of `/v1/status`: its place, the memory of its process, and whether it loaded MLX.
 
-    num_ongoing_requests: calls that run in it, the question for its status included. num_reserved_slots: reservations
-    for calls that are still to come.
+    num_ongoing_requests counts running calls, the status call included; num_reserved_slots counts reservations without
+    a call yet.
     """
     return {
         "node_id": node_id(),
@@ -50,6 +50,9 @@ class _OneLine(logging.Filter):
 
 
 def log_refusals_in_one_line() -> None:
-    """Serve logs all that a replica raises with its traceback, also where the caller is at fault, the queue full, or
-    the engine not to be had for a while."""
+    """Shorten Serve's log of refused requests to one line at INFO.
+
+    Serve logs every exception of a replica with its traceback, also an invalid request, a full queue or an engine that
+    is temporarily unavailable.
+    """
     logging.getLogger("ray.serve").addFilter(_OneLine())

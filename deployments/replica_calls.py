@@ -1,4 +1,4 @@
-"""Calls of other replicas: how long they may take, how they are ended, and what their errors mean."""
+"""Calls to other replicas: timeouts, cancellation, and the meaning of their errors."""
 
 import asyncio
 import logging
@@ -19,26 +19,31 @@ log = logging.getLogger("ray.serve")
 
 
 class CancelledThere(Exception):
-    """A call was cancelled by the replica that should have answered it, as it shuts down; not by its caller."""
+    """The replica cancelled the call because it is shutting down; its caller did not."""
 
 
 class Silent(Exception):
-    """Nothing came from a replica for longer than a living one is ever silent: its node is gone or unreachable."""
+    """A replica has sent nothing for longer than a living one ever does: its node is lost or unreachable."""
 
 
 class NoAnswer(TimeoutError):
-    """The time of `within` is over; a TimeoutError of the call itself is none."""
+    """The timeout of `within` has passed, as opposed to a TimeoutError of the call itself."""
 
 
 GONE = (RayActorError, NodeDiedError, ObjectLostError, ReplicaUnavailableError, CancelledThere, Silent, NoReplica)
-"""What a call raises when the replica behind it, or its node, is dead or cannot be reached."""
+"""Errors of a call to a replica that is dead or unreachable."""
 
 RESET_BY_PEER = ("stream removed", "rst_stream", "connection reset", "socket closed")
-"""In the details of gRPC's UNKNOWN and INTERNAL: the peer's process ended during the call, it did not fail it."""
+"""Phrases in the details of gRPC's UNKNOWN and INTERNAL that mean that the peer's process ended during the call."""
 
 
 async def within(timeout_s: float, response: Any) -> Any:
-    """What a handle's call returns; cancelled when it lasts longer (NoAnswer), or when the caller is."""
+    """Await a handle's call, and cancel it after timeout_s or with the caller.
+
+    Raises:
+        NoAnswer: The timeout has passed.
+        Exception: Whatever the call raises.
+    """
     scope = asyncio.timeout(timeout_s)
     try:
         async with scope:
@@ -56,9 +61,10 @@ async def within(timeout_s: float, response: Any) -> Any:
 async def ask_replicas(
     handle: DeploymentHandle, timeout_s: float, method: str, *args: Any
 ) -> list[asyncio.Task[Any | None]]:
-    """What each running replica of a deployment answers, None if it gives no answer in time. [] where none is running.
+    """Call a method of every running replica.
 
-    The results are taken one by one: Ray's own `results_async` loses all of them when one comes too late.
+    Returns:
+        A task per replica with its answer, None if there is none within timeout_s; [] if no replica is running.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -91,25 +97,25 @@ def telling_remote_cancels() -> Iterator[None]:
 
 
 def cause_of(error: Exception) -> Exception:
-    """What the replica's code raised, without Ray's wrapping."""
+    """Return the exception that the replica's code raised, without Ray's wrapper."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
         return error.cause
     return error
 
 
 def is_gone(error: Exception) -> bool:
-    """Whether the replica, or the way to it, is lost; an error that the replica's own code raised is not that."""
+    """Tell whether the replica or the connection to it is lost, as opposed to an error of the replica's own code."""
     if isinstance(error, grpc.aio.AioRpcError):
         code = error.code()
         if code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):
             details = (error.details() or "").lower()
             return any(phrase in details for phrase in RESET_BY_PEER)
-        return code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)  # cancelled by a peer that shuts down
+        return code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)  # a peer cancels when it shuts down
     return isinstance(error, GONE)
 
 
 def why_silent(error: Exception) -> str:
-    """Why a replica gave no answer, for the operator."""
+    """Return the reason for a missing answer, for the operator."""
     error = cause_of(error)
     if isinstance(error, OrchardError):
         return error.message

@@ -1,24 +1,24 @@
-"""What a caller tells the request router, and what the router answers when no replica may take the request.
+"""Arguments that a caller passes to the request router, and the errors with which the router refuses.
 
-Serve pickles the module of a request router by value, so that every handle has copies of that module's classes: what
-both sides must recognise lies in this module.
+Serve pickles the module of a request router by value, so every handle has copies of that module's classes. Classes
+that both sides must recognise are therefore in this module.
 """
 
 from dataclasses import dataclass
 
 NODE_SESSION = "node:"
-"""A handle with the session id of `pin_to` reaches the replica on that node, and no other."""
+"""Prefix of a session id that pins a call to the replica on one node, see `pin_to`."""
 
 PIN_WAIT_S = 2.0
-"""How long a pinned request waits for its node to have a replica, unless the pin says otherwise."""
+"""Default time in which a pinned request waits for a replica on its node."""
 
 
 class NoReplica(Exception):
-    """No replica may take the request, and none is waited for any longer. The message says why."""
+    """No replica may take the request, and the wait for one is over. The message says why."""
 
 
 class NoReplicaYet(NoReplica):
-    """The deployment has had no running replica since this router was made."""
+    """The deployment has had no running replica since this router was created."""
 
 
 class NoOtherReplica(NoReplica):
@@ -26,21 +26,22 @@ class NoOtherReplica(NoReplica):
 
 
 def pin_to(node_id: str, wait_s: float | None = None) -> str:
-    """A session id that reaches the replica on that node.
+    """Return the session id that pins a call to the replica on a node.
 
     Args:
-        wait_s: How long to wait for the node to have one, in seconds; then NoReplica is raised. None: PIN_WAIT_S.
+        node_id: Ray node id.
+        wait_s: Longest wait for a replica on the node, after which NoReplica is raised. None: PIN_WAIT_S.
     """
     return f"{NODE_SESSION}{node_id}" + ("" if wait_s is None else f"@{wait_s:g}")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a caller of `choose_replica(choice=...)` asks for, beside a pin."""
+    """Preferences of a caller of `choose_replica(choice=...)`, in addition to a pin."""
 
     excluded: frozenset[str] = frozenset()
     """Unique ids of replicas that must not be chosen."""
     last: frozenset[str] = frozenset()
-    """Unique ids of replicas that are chosen only when no other has room."""
+    """Unique ids of replicas that are chosen only if no other one has a free slot."""
     waits: bool = True
-    """Whether to wait for a new replica when all that run are excluded; otherwise NoOtherReplica is raised."""
+    """Whether to wait for a new replica if all running ones are excluded, instead of raising NoOtherReplica."""

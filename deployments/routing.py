@@ -1,4 +1,4 @@
-"""Which replica gets a request: the one on the node that the caller names, or else by this deployment's default."""
+"""NodeRouter: routes a request to the replica on the node that the caller names, else by the deployment's default."""
 
 import asyncio
 import hashlib
@@ -14,23 +14,23 @@ from ray.serve.request_router import LocalityMixin, PendingRequest, ReplicaID, R
 from deployments.replica_choice import NODE_SESSION, PIN_WAIT_S, Choice, NoOtherReplica, NoReplica, NoReplicaYet
 
 FIRST_WAIT_S = 5.0
-"""A router hears of the running replicas a moment after it is made. For so long after that it waits for the first."""
+"""Time after a router's creation in which it waits for the first replica; it learns of running ones with a delay."""
 
 PROBE_WAIT_S = 0.25
-"""How long a request waits to hear the load of replicas whose load is not known, when others could take it."""
+"""Longest wait for the load of replicas with an unknown load while other replicas could take the request."""
 
 SLOT_TIMEOUT_S = 5.0
-"""A replica reserves and releases slots within milliseconds; its node may be unreachable without Ray knowing it yet."""
+"""Longest wait for a slot to be reserved or released, which takes milliseconds unless the node is unreachable."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Which replicas may take a request."""
+    """The set of replicas that may take a request."""
 
     node_id: str | None
-    """The only node, or None for any."""
+    """The only permitted node; None: any."""
     pin_wait_s: float | None
-    """How long a replica on `node_id` is waited for, in seconds; None for ever."""
+    """Longest wait for a replica on `node_id`; None: no limit."""
     choice: Choice
 
     def among(self, replicas: Iterable[RunningReplica]) -> list[RunningReplica]:
@@ -43,34 +43,35 @@ class Target:
 
 
 class BoundedReplica(RunningReplica):
-    """Reserves and releases slots with a deadline: without one, an unreachable node would hold its callers."""
+    """Reserves and releases slots with a deadline, without which an unreachable node would block its callers."""
 
     async def reserve_slot(self, request_metadata: Any) -> Any:
         try:
             async with asyncio.timeout(SLOT_TIMEOUT_S):
                 return await super().reserve_slot(request_metadata)
-        except TimeoutError:  # Ray has sent the release of the slot; the router chooses again
+        except TimeoutError:  # Ray releases the slot, and the router chooses again
             late = f"no slot of {self.replica_id} was reserved within {SLOT_TIMEOUT_S:g} s"
             raise ActorUnavailableError(late, self.actor_id.binary()) from None
 
     async def release_slot(self, slot_token: str) -> int:
-        """The release is sent in any case; what has a deadline is the wait for the replica's confirmation."""
+        """Release a slot. The deadline limits only the wait for the confirmation; the release is sent in any case."""
         async with asyncio.timeout(SLOT_TIMEOUT_S):
             return await super().release_slot(slot_token)
 
 
 class NodeRouter(LocalityMixin, RequestRouter):
-    """`local_default`: a request that names no node stays on the caller's node; otherwise the least loaded replica.
-    `local_first`: the same, but where the caller's node has no replica, or a full one, the others do as well.
+    """Request router that can pin a request to a node.
 
-    Runs in the process of the caller, and each request chooses in its own task. Ray would let a limited number of
-    tasks choose for all requests (2.60: twice as many as there are replicas), so that a few requests that wait for one
-    node would stop those for all others, and it would look requests up by an id that all calls of one HTTP request
-    share.
+    Without a pin a request goes to the least loaded replica. With `local_default` it stays on the caller's node; with
+    `local_first` the caller's node is preferred, and other nodes serve it if that node has no replica with a free slot.
 
-    A request for a node without a replica waits on the set of replicas, not in a loop, and fails with NoReplica when
-    its time is over. Requests with equal targets take turns, in the order in which they came: when all replicas of a
-    target are full, one request asks them for their load, not all.
+    The router runs in the process of the caller, and each request chooses in its own task. Ray itself shares a limited
+    number of tasks between all requests (2.60: two per replica), so a few requests that wait for one node would block
+    the requests for all other nodes, and it matches requests by an id that all calls of one HTTP request share.
+
+    A request for a node without a replica waits for a change of the replica set and fails with NoReplica after its
+    wait time. Requests with equal targets are served in order of arrival, so that only one of them probes the load
+    while all replicas of the target are full.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -97,7 +98,7 @@ class NodeRouter(LocalityMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Those with room, best first; see RequestRouter."""
+        """Return the replicas with a free slot, best first; see RequestRouter."""
         if pending_request is None:
             return [list(candidate_replicas)]
         pending_request.routing_context.should_backoff = True
@@ -108,9 +109,9 @@ class NodeRouter(LocalityMixin, RequestRouter):
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        """Return a replica that has room. Raises NoReplica.
+        """Return a replica with a free slot. Raises NoReplica.
 
-        Ray calls it for each request, and again (is_retry) when the replica has refused.
+        Ray calls this once per request, and again (is_retry) when the replica refuses.
         """
         target = self._target(pending_request)
         loop = asyncio.get_running_loop()
@@ -136,9 +137,11 @@ class NodeRouter(LocalityMixin, RequestRouter):
         return Target(None, None, choice)
 
     async def _until_there_is_one(self, target: Target, deadline: float | None) -> None:
-        """Return when a replica may take the request. Raises NoReplica when none is waited for any longer.
+        """Wait until a replica exists that may take the request. Raises NoReplica after the wait time.
 
-        deadline: on the clock of the event loop.
+        Args:
+            target: Replicas that may take the request.
+            deadline: Event loop time; None: no limit.
         """
         while not target.among(self.curr_replicas.values()):
             if not self._has_had_replicas:
@@ -156,7 +159,7 @@ class NodeRouter(LocalityMixin, RequestRouter):
                 )
 
     async def _changes_within(self, timeout_s: float) -> bool:
-        """Whether the set of replicas changes in that time."""
+        """Wait until the replica set changes; return False after timeout_s."""
         try:
             async with asyncio.timeout(max(timeout_s, 0)):
                 await self._changed.wait()
@@ -165,7 +168,7 @@ class NodeRouter(LocalityMixin, RequestRouter):
         return True
 
     async def _until_one_has_room(self, target: Target, request: PendingRequest) -> RunningReplica | None:
-        """The best replica that has room; None when none may take the request any more."""
+        """Wait until a replica has a free slot and return the best one; None if no replica may take the request now."""
         attempt = 0
         while candidates := target.among(self.curr_replicas.values()):
             await self._hear_loads([r for r in candidates if self._load(r) is None], PROBE_WAIT_S)
@@ -180,9 +183,12 @@ class NodeRouter(LocalityMixin, RequestRouter):
         return None
 
     async def _hear_loads(self, replicas: list[RunningReplica], timeout_s: float, silent_too: bool = False) -> None:
-        """Ask replicas for their load. One that gave no answer the last time is asked, but not waited for.
+        """Probe replicas for their load.
 
-        silent_too: such a one is waited for as well.
+        Args:
+            replicas: Replicas to probe.
+            timeout_s: Longest wait for the answers.
+            silent_too: Whether to wait also for replicas that did not answer the last probe.
         """
         asked = {replica.replica_id: self._probe(replica) for replica in replicas}
         awaited = [task for replica_id, task in asked.items() if silent_too or replica_id not in self._silent]
@@ -190,7 +196,7 @@ class NodeRouter(LocalityMixin, RequestRouter):
             await asyncio.wait(awaited, timeout=timeout_s)
 
     def _probe(self, replica: RunningReplica) -> asyncio.Task[Any]:
-        """The one question that is under way to this replica."""
+        """Return the pending probe of a replica, starting one if there is none."""
         if replica.replica_id not in self._probes:
             task = asyncio.ensure_future(self._ask_load(replica))
             self._probes[replica.replica_id] = task
@@ -207,9 +213,9 @@ class NodeRouter(LocalityMixin, RequestRouter):
     def _with_room(
         self, target: Target, candidates: Sequence[RunningReplica], request: PendingRequest
     ) -> list[RunningReplica]:
-        """Those whose load is known and below their limit, best first.
+        """Return the replicas with a known load below their limit, best first.
 
-        A load that is not known is no room: an engine that does not answer must not look idle.
+        A replica with an unknown load is left out: an engine that does not answer must not look idle.
         """
         loads = {r.replica_id: load for r in candidates if (load := self._load(r)) is not None}
         room = [r for r in candidates if r.replica_id in loads and loads[r.replica_id] < r.max_ongoing_requests]
@@ -220,12 +226,12 @@ class NodeRouter(LocalityMixin, RequestRouter):
         return ranked
 
     def _load(self, replica: RunningReplica) -> int | None:
-        """Ongoing requests of a replica as last heard, None if that is too long ago."""
+        """Return the last known number of ongoing requests of a replica; None if it is outdated."""
         return self.replica_queue_len_cache.get(replica.replica_id)
 
 
 def by_load(replicas: Sequence[RunningReplica], loads: dict[ReplicaID, int], key: str) -> list[RunningReplica]:
-    """Least loaded first. Equals are ordered by rendezvous hashing: the same for the same key, even over all keys."""
+    """Sort replicas by load. Ties are ordered by rendezvous hashing: stable per key, uniform over keys."""
 
     def rank(replica: RunningReplica) -> tuple[int, bytes]:
         digest = hashlib.blake2b(f"{key}|{replica.replica_id.unique_id}".encode(), digest_size=8).digest()

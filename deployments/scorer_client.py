@@ -1,7 +1,6 @@
-"""ScorerClient: what a planner asks others for a sparse plan: its node's engine what is cached, a scorer what matters.
+"""ScorerClient: a planner's calls for a sparse plan: to its node's engine for the cached prefix, and to a scorer.
 
-Whatever keeps an answer from coming is a `NoPlan`: the prompt is then taken in densely. A call that is cancelled here
-is cancelled where it runs.
+Every failure is a `NoPlan`, and the prompt is then prefilled densely. Cancelling a call also cancels it in the replica.
 """
 
 import asyncio
@@ -28,13 +27,19 @@ from engine.protocol import (
 )
 
 RESERVE_TIMEOUT_S = 1.0
-"""A prompt does not wait for a scorer to start: it is taken in meanwhile."""
+"""Longest wait for a slot of a scorer. A prompt does not wait for a scorer to start; it is prefilled densely."""
 ENGINE_TIMEOUT_S = 10.0
-"""An engine answers between two steps, and a step of a long prompt may last for seconds."""
+"""Longest wait for the cached prefix. An engine answers between steps, which may take seconds."""
 
 
 class NoPlan(Exception):
-    """No sparse plan for a prompt. category: for the counters. reason: for the client. is_failure: nobody wanted it."""
+    """There is no sparse plan for a prompt.
+
+    Args:
+        category: Key of the counters in /v1/status.
+        reason: For the client.
+        is_failure: Whether a fault or overload is the reason, which is logged as a warning.
+    """
 
     def __init__(self, category: str, reason: str, is_failure: bool = False):
         super().__init__(category, reason, is_failure)
@@ -42,10 +47,11 @@ class NoPlan(Exception):
 
 
 class Answer(NamedTuple):
-    """node_id: of the scorer that gave it; it remembers the prompt. '' without Ray."""
+    """A scorer's answer."""
 
     scored: Scored
     node_id: str
+    """Node of the scorer, which caches the prompt's state for a second call; '' without Ray."""
 
 
 class ScorerClient:
@@ -54,7 +60,7 @@ class ScorerClient:
         self._scorer = scorer.options(method_name="score")
 
     async def cached_prefix(self, request: EngineRequest) -> CachedPrefix:
-        """Of the engine on this node. Raises NoPlan."""
+        """Look up the prompt's cached prefix in the engine on this node. Raises NoPlan."""
         with _no_plan_without("engine"):
             try:
                 return await within(ENGINE_TIMEOUT_S, self._engine.remote(request.without_pixels()))
@@ -62,7 +68,15 @@ class ScorerClient:
                 raise _unavailable(f"the engine gave no answer within {ENGINE_TIMEOUT_S:g} s") from None
 
     async def score(self, request: ScoreRequest, node_id: str | None = None) -> Answer:
-        """By the scorer on that node; without one, by that of this node or else by the least loaded. Raises NoPlan."""
+        """Score a prompt and return its plan.
+
+        Args:
+            request: The prompt.
+            node_id: Node of the scorer; None: the scorer on this node if it has a free slot, else the least loaded one.
+
+        Raises:
+            NoPlan: There is no plan.
+        """
         with _no_plan_without("scorer"):
             async with AsyncExitStack() as resources:
                 selection = await self._reserve(node_id, resources)
@@ -72,7 +86,7 @@ class ScorerClient:
                 else:
                     response = self._scorer.dispatch(selection, request)
                 try:
-                    await asyncio.sleep(0)  # the dispatch makes its first step: see EngineClient
+                    await asyncio.sleep(0)  # lets the dispatch take its first step, see EngineClient
                     return Answer(await response, selection.node_id if selection else "")
                 except asyncio.CancelledError:
                     if selection is None:
@@ -82,7 +96,7 @@ class ScorerClient:
                     raise
 
     async def _reserve(self, node_id: str | None, resources: AsyncExitStack) -> Any | None:
-        """A slot on the scorer that will answer; None in Serve's local testing mode, which cannot choose."""
+        """Reserve a slot of a scorer; None in Serve's local testing mode, which has no reservations."""
         scorer = self._scorer if node_id is None else self._scorer.options(session_id=pin_to(node_id))
         scope = asyncio.timeout(RESERVE_TIMEOUT_S)
         try:
@@ -105,8 +119,11 @@ _ONE = {"engine": "an engine", "scorer": "a scorer"}
 
 @contextmanager
 def _no_plan_without(who: Literal["engine", "scorer"]) -> Iterator[None]:
-    """What another process raises may tell of paths and hosts: the client reads only what stands here, and what is
-    written for clients."""
+    """Convert every error of a call to NoPlan.
+
+    Errors of another process may reveal paths and hosts, so the client gets only the reasons written here and messages
+    that are meant for clients.
+    """
     try:
         yield
     except NoPlan:

@@ -1,4 +1,4 @@
-"""SharedAnswer: one question to the replicas for all who ask at about the same time."""
+"""SharedAnswer: one call to the replicas shared by concurrent and closely following requests."""
 
 import asyncio
 import time
@@ -9,17 +9,15 @@ T = TypeVar("T")
 
 
 class SharedAnswer(Generic[T]):
-    """Asks at most once at a time, and not again as long as the last answer is young. An error is not kept.
-
-    `forget` is for events after which an older answer would be wrong.
-    """
+    """Caches the result of a call for a short time, with at most one call in progress. Errors are not cached."""
 
     def __init__(
         self, ask: Callable[[], Awaitable[T]], max_age_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """
         Args:
-            max_age_s: An answer counts from the moment when it was asked for, and is given for so long.
+            ask: The call.
+            max_age_s: How long an answer is reused, counted from the start of its call.
             clock: Monotonic seconds.
         """
         self._ask = ask
@@ -29,16 +27,16 @@ class SharedAnswer(Generic[T]):
         self._answer: asyncio.Task[T] | None = None
 
     async def get(self) -> T:
-        """The answer. One caller that is cancelled does not take it from the others."""
+        """Return the cached answer or make the call. A cancelled caller does not cancel the call for the others."""
         answer = self._answer
         if answer is None or (answer.done() and not self._is_young(answer)):
             self._asked_at = self._clock()
             answer = self._answer = asyncio.ensure_future(self._asked())
-            answer.add_done_callback(lambda task: task.cancelled() or task.exception())  # if all callers have left
+            answer.add_done_callback(lambda task: task.cancelled() or task.exception())  # marks it as retrieved
         return await asyncio.shield(answer)
 
     def forget(self) -> None:
-        """Those who ask from now on get a new answer, also if there is a question under way."""
+        """Invalidate the cached answer and any call in progress, for an event that makes older answers wrong."""
         self._answer = None
 
     async def _asked(self) -> T:

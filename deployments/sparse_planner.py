@@ -1,4 +1,4 @@
-"""SparsePlanner: which prompts are taken in sparsely, by which plan, and why the others are not."""
+"""SparsePlanner: decides which prompts are prefilled sparsely, gets their plans, and reports why others are dense."""
 
 import asyncio
 import logging
@@ -22,18 +22,20 @@ from engine.protocol import EngineRequest, InvalidRequest, PrefillCost, SparsePl
 log = logging.getLogger("ray.serve")
 
 MIN_CHUNKS = 4
-"""Of fewer, first and last are kept in any case, and there is hardly anything to choose from."""
+"""Least chunks to select from; the first and the last are always kept."""
 
 MIN_LEFT_OUT = 0.1
-"""Part of the tokens to choose from. A plan that leaves out less costs quality and saves next to nothing."""
+"""Least fraction of the scored tokens that a plan must leave out. Less would cost quality and save next to nothing."""
 
 
 @dataclass(frozen=True)
 class PromptFacts:
-    """control_token_ids: of tokens that structure a prompt. image_token_id: the placeholder of a picture, if any."""
+    """Facts about the tokenizer that anchors depend on."""
 
     control_token_ids: Set[int]
+    """Ids of the added tokens that structure a prompt."""
     image_token_id: int | None = None
+    """Placeholder of an image; None for a text model."""
 
     @classmethod
     def of(cls, tokenizer: ChatTokenizer) -> "PromptFacts":
@@ -41,7 +43,14 @@ class PromptFacts:
 
 
 class SparsePlanner:
-    """engine, scorer: handles; without a scorer, or with `enabled` false, every prompt is dense."""
+    """Plans sparse prefill. Without a scorer, or with `enabled` false, every prompt is dense.
+
+    Args:
+        config: Settings of sparse prefill.
+        facts: The target model's tokenizer.
+        engine: Handle of the engines.
+        scorer: Handle of the scorers.
+    """
 
     def __init__(
         self,
@@ -61,10 +70,13 @@ class SparsePlanner:
     async def plan(
         self, request: ChatRequest, engine_request: EngineRequest
     ) -> tuple[EngineRequest, SpecPrefillReport | None]:
-        """The request with a sparse plan, or as it was. Whatever goes wrong on the way to a plan makes it dense.
+        """Add a sparse plan to a request if one is wanted and can be had; any failure leaves it dense.
 
-        No report: nobody has asked, and the configuration wants no plan for such a prompt. Raises InvalidRequest for a
-        request that asks where there is no scorer by configuration.
+        Returns:
+            The request, and a report; no report if neither the request nor the configuration asks for a plan.
+
+        Raises:
+            InvalidRequest: The request asks for sparse prefill, but the configuration disables it.
         """
         if self._client is None:
             _refuse_to_ask(request)
@@ -86,8 +98,11 @@ class SparsePlanner:
         return replace(engine_request, sparse=plan), attempt.report()
 
     def status(self) -> dict[str, Any] | None:
-        """Prompts since the start: taken in sparsely, scored again as the cached prefix had changed, and densely by
-        category of the reason. None where there is no scorer by configuration."""
+        """Return counts of prompts since the start; None if the configuration disables sparse prefill.
+
+        `sparse`: prefilled sparsely; `replanned`: scored a second time because the cached prefix had changed; `dense`:
+        prefilled densely, by category of the reason.
+        """
         if self._client is None:
             return None
         return {"sparse": self._num_sparse, "replanned": self._num_replanned, "dense": dict(self._dense)}
@@ -106,11 +121,15 @@ class SparsePlanner:
 
 
 class NotWanted(Exception):
-    """Nobody has asked, and so few tokens are to be computed that the configuration wants no plan."""
+    """The request does not ask for a sparse prefill, and its prompt is below the configured threshold."""
 
 
 class Attempt:
-    """One prompt on its way to a sparse plan. is_replanned: it was scored again."""
+    """The planning of one prompt.
+
+    Attributes:
+        is_replanned: Whether the prompt was scored a second time because the cached prefix had changed.
+    """
 
     def __init__(
         self,
@@ -137,7 +156,7 @@ class Attempt:
         self._began = time.monotonic()
 
     async def plan(self) -> SparsePlan:
-        """Raises NoPlan, and NotWanted."""
+        """Get a plan within deadline_s. Raises NoPlan, NotWanted."""
         self._check_wanted()
         self._check_enough(self._num_system)
         deadline = asyncio.timeout(self._config.deadline_s)
@@ -154,7 +173,7 @@ class Attempt:
         return SpecPrefillReport(self._num_scored, time.monotonic() - self._began, dense_because)
 
     def _check_wanted(self) -> None:
-        """What can be known without asking anybody."""
+        """Check everything that needs no call to another replica. Raises NoPlan, NotWanted."""
         request, limit = self._request, self._config.max_tokens_scored
         self._check_threshold(len(request.token_ids), "tokens")
         if not self._asked:
@@ -168,7 +187,11 @@ class Attempt:
             raise NoPlan("too_long", reason)
 
     def _check_enough(self, num_dense: int) -> None:
-        """Whether so much is left behind the dense part that choosing from it is worth it, and is wanted."""
+        """Check that enough tokens follow the dense prefix. Raises NoPlan, NotWanted.
+
+        Args:
+            num_dense: Tokens at the start of the prompt that are computed in any case.
+        """
         num_behind = len(self._request.token_ids) - num_dense
         if self._is_scored and not self._asked and num_behind < self._config.threshold_tokens:
             raise NoPlan("cached", f"{num_dense} tokens of the prompt are cached by now")
@@ -178,7 +201,7 @@ class Attempt:
             raise NoPlan("too_short", f"too short: {num_behind} tokens to choose from, at least {least} are needed")
 
     def _check_threshold(self, num_tokens: int, what: str) -> None:
-        """Who says how much is kept wants a plan, and is told why there is none."""
+        """Compare with threshold_tokens. Raises NotWanted, or NoPlan for a request with `specprefill_keep_pct`."""
         threshold = self._config.threshold_tokens
         if self._asked or num_tokens >= threshold:
             return
@@ -188,7 +211,7 @@ class Attempt:
         raise NoPlan("below_threshold", reason)
 
     async def _plan(self) -> SparsePlan:
-        """Scored again, once, if meanwhile another part of the prompt is cached."""
+        """Score the prompt, and once more if its cached prefix has changed meanwhile."""
         plan = await self._score(*await self._find_dense())
         by_now, saved_s = await self._find_dense()
         if by_now != plan.num_dense:
@@ -197,10 +220,11 @@ class Attempt:
         return plan
 
     async def _find_dense(self) -> tuple[int, float | None]:
-        """Find what is cached; but the system part at least, so that its snapshot can be kept for the next request.
+        """Find the dense prefix: what is cached, but at least the system part, so that its snapshot can be stored.
 
-        Returns also the seconds that a plan would save the engine; None if they are not known, or if the request wants
-        a plan in any case.
+        Returns:
+            Number of dense tokens; and the seconds that a plan would save the engine, None if they are unknown or the
+            request asks for a plan in any case.
         """
         found = await self._client.cached_prefix(self._request)
         if found.no_sparse is not None:
@@ -210,7 +234,7 @@ class Attempt:
         return num_dense, None if self._asked or found.cost is None else self._saved_s(found.cost, num_dense)
 
     def _saved_s(self, cost: PrefillCost, num_dense: int) -> float:
-        """Predict what the engine needs less for the part of the tokens that is kept."""
+        """Predict the seconds that the engine saves by computing only the kept tokens."""
         num_tokens = len(self._request.token_ids)
         num_kept = num_dense + int(self._keep * (num_tokens - num_dense))
         return cost.prompt_s(num_dense, num_tokens) - cost.prompt_s(num_dense, num_kept)
@@ -250,13 +274,13 @@ class Attempt:
 
 
 def _has_tools(request: ChatRequest) -> bool:
-    """Offered, or called in the conversation so far."""
+    """Tell whether the request offers tools or its conversation has tool calls."""
     in_use = any(message["role"] == "tool" or message.get("tool_calls") for message in request.messages)
     return in_use or bool(request.tools)
 
 
 def _refuse_to_ask(request: ChatRequest) -> None:
-    """Raises InvalidRequest where the request wants what the configuration has switched off."""
+    """Raise InvalidRequest if the request asks for sparse prefill, which the configuration disables."""
     asked = {"specprefill": request.spec_prefill or None, "specprefill_keep_pct": request.spec_prefill_keep}
     for field, value in asked.items():
         if value is not None:

@@ -1,4 +1,4 @@
-"""SpecPrefillScorer: the one process of a node that holds the draft model, a thin door to engine.AsyncDraftScorer."""
+"""SpecPrefillScorer: a thin deployment over engine.AsyncDraftScorer; the only process with the draft model."""
 
 import asyncio
 import logging
@@ -19,12 +19,15 @@ log = logging.getLogger("ray.serve")
 
 @serve.deployment()
 class SpecPrefillScorer:
-    """A draft that cannot be loaded, or cannot score, is no reason to restart it: it goes on without, and says so."""
+    """Scores prompts for sparse prefill.
+
+    If the draft model cannot be loaded the replica stays up and refuses prompts, since a restart would not help.
+    """
 
     async def __init__(self, config: SpecPrefillConfig, target: EngineConfig):
-        """Returns when the draft can score, or when it is known why it never will."""
+        """Load the draft model; return when it is ready or has failed for good."""
         log_refusals_in_one_line()
-        from engine.draft_scorer import AsyncDraftScorer  # brings MLX
+        from engine.draft_scorer import AsyncDraftScorer  # imports MLX
 
         self._scorer = AsyncDraftScorer(config, target, await asyncio.to_thread(_beside_engine))
         try:
@@ -38,7 +41,10 @@ class SpecPrefillScorer:
             )
 
     async def score(self, request: ScoreRequest) -> Scored:
-        """See AsyncDraftScorer.score: cancelling stops the draft. Raises Overloaded, InvalidRequest, EngineFailed."""
+        """Score a prompt, see AsyncDraftScorer.score; cancelling the call stops the draft model.
+
+        Raises Overloaded, ScoringTooSlow, InvalidRequest, EngineFailed.
+        """
         return await self._scorer.score(request)
 
     async def status(self) -> dict[str, Any]:
@@ -48,10 +54,10 @@ class SpecPrefillScorer:
         self._scorer.check_health()
 
     async def __del__(self) -> None:
-        """Serve awaits it once the open requests are answered."""
+        """Shut the scorer down. Serve awaits this after the last open request."""
         await self._scorer.shutdown()
 
 
 def _beside_engine() -> bool:
-    """Whether an engine runs on this node as well; without Ray it is in this very process."""
+    """Tell whether an engine shares this node; without Ray it shares the process."""
     return not ray.is_initialized() or node_id() in nodes_offering("mlx")

@@ -1,7 +1,7 @@
-"""Which deployments have had a running replica, as the autoscaling policies of one controller process tell each other.
+"""The deployments that have had a running replica, shared by the autoscaling policies of one controller process.
 
-Serve gives a policy the figures of its own deployment only. It also pickles the module of a policy by value, so that
-every policy has copies of that module's classes and variables: what they share must lie in another module.
+Serve shows a policy only its own deployment. It also pickles a policy's module by value, so every policy has its own
+copy of that module's variables; shared state must be in another module, this one.
 """
 
 STARTED: set[tuple[str, str]] = set()

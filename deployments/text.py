@@ -29,7 +29,7 @@ class TextMTP:
         self._sparse = SparsePlanner(spec_prefill, PromptFacts.of(self._planner.tokenizer), engine, scorer)
 
     async def plan(self, request: ChatRequest) -> Plan:
-        """Raises InvalidRequest, ContextLengthExceeded."""
+        """Prepare a text request or an embedding for the engine. Raises InvalidRequest, ContextLengthExceeded."""
         if request.is_embedding:
             return Plan(await self._planner.embedding_request(request), Route.TEXT, node_id())
         dense = await self._planner.engine_request(request, request.messages)
@@ -37,15 +37,15 @@ class TextMTP:
         return Plan(planned, Route.TEXT, node_id(), report)
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Raises what `plan` raises."""
+        """Count the prompt's tokens. Raises what `plan` raises."""
         return await self._planner.count_tokens(request, request.messages)
 
     async def token_ids(self, request: ChatRequest) -> list[int]:
-        """Raises what `plan` raises."""
+        """Return the prompt's token ids. Raises what `plan` raises."""
         return (await self._planner.token_ids(request, request.messages)).tolist()
 
     async def text_of(self, token_ids: Sequence[int], field: str) -> str:
-        """Raises InvalidRequest naming the field."""
+        """Decode token ids. Raises InvalidRequest naming the field."""
         return await self._planner.text_of(token_ids, field)
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""python -m engine: one prompt, or a chat, in this terminal. No server, no Ray."""
+"""python -m engine: one prompt, or a chat, in the terminal. Needs no server and no Ray."""
 
 import argparse
 import asyncio
@@ -26,11 +26,12 @@ from engine.protocol import (
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser("python -m engine", description="Answers one prompt, or chats without one.")
-    parser.add_argument("prompt", nargs="?", help="without it: a chat, one line per turn, until end of input")
-    parser.add_argument("--image", action="append", default=[], type=Path, help="a picture for the (first) prompt")
+    parser.add_argument("prompt", nargs="?", help="default: a chat, one line per turn, until end of input")
+    parser.add_argument("--image", action="append", default=[], type=Path, help="an image for the (first) prompt")
     parser.add_argument("--model", default="demo", help="'demo', a local directory, or a hub repository")
-    parser.add_argument("--max-tokens", type=int, help="default: what fits into the model's context")
+    parser.add_argument("--max-tokens", type=int, help="default: the rest of the model's context")
     parser.add_argument("--temperature", type=float, help="default: the model's own; 0 is greedy")
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--top-k", type=int)
@@ -38,7 +39,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop", action="append", default=[], help="text that ends the answer")
     parser.add_argument("--system", help="system message")
-    parser.add_argument("--think", action="store_true", help="let the model think first, if it can")
+    parser.add_argument("--think", action="store_true", help="let the model think first, if it supports that")
     parser.add_argument("--verbose", action="store_true", help="log what the engine does")
     options = parser.parse_args(argv)
     limits = {"max_tokens": (1, 2**31), "temperature": (0, 2), "top_p": (1e-9, 1), "top_k": (0, 2**31), "min_p": (0, 1)}
@@ -50,7 +51,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class Chat:
-    """A conversation with the engine: the messages so far and the pictures in them."""
+    """A conversation with the engine: its messages and images."""
 
     def __init__(self, options: argparse.Namespace):
         self._options = options
@@ -67,7 +68,7 @@ class Chat:
         await self._engine.wait_ready()
 
     async def ask(self, text: str) -> None:
-        """Prints the answer as it comes, and keeps it for the next turn."""
+        """Print the answer as it is generated, and append it to the conversation."""
         parts = [{"type": "image"} for _ in self._images] if self._turn == 0 else []
         self._messages.append({"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text})
         self._turn += 1
@@ -142,7 +143,7 @@ async def run(options: argparse.Namespace) -> None:
 
 
 async def _read_line() -> str:
-    """The next line that says something, '' at the end of the input. Ctrl-C is heard while a terminal is waited for."""
+    """Return the next non-blank line, '' at the end of the input. Ctrl-C interrupts waiting for a terminal."""
     line = "\n"
     while line.isspace():
         print("> ", end="", flush=True)

@@ -1,4 +1,4 @@
-"""The engine's door for asyncio: requests in, one stream of token chunks per request out."""
+"""The engine's asyncio interface: takes requests, returns one stream of token chunks per request."""
 
 import asyncio
 import contextlib
@@ -49,18 +49,22 @@ CLEAR_TIMEOUT_S = 30.0
 WATCH_PERIOD_S = 0.5
 RETRY_AFTER_S = 2.0
 HUNG_JOIN_S = 1.0
-"""A thread whose step has not ended in time is not waited for as others are."""
+"""How long shutdown waits for a device thread that hangs."""
 
 T = TypeVar("T")
 
 RunnerFactory = Callable[[EngineConfig, Callable[[float], None]], ModelRunner]
-"""Makes the runner on the device thread; the second argument takes the load's progress, 0 to 1."""
+"""Creates the runner on the device thread; the second argument receives the load progress, 0 to 1."""
 
 
 class AsyncEngine:
-    """Loads its model at once, in its own thread. Belongs to the event loop that is running when it is made.
+    """Runs an engine on a device thread of its own. Belongs to the event loop that is running when it is constructed.
 
-    `make_runner` is the seam between deciding and computing; the default loads `config.model` with MLX.
+    Loading starts at once.
+
+    Args:
+        config: The engine's configuration.
+        make_runner: Creates the runner; loads `config.model` with MLX by default.
     """
 
     def __init__(self, config: EngineConfig, make_runner: RunnerFactory = load_runner):
@@ -69,18 +73,18 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._streams: dict[str, TokenStream] = {}
-        self._pixel_bytes: dict[str, int] = {}  # of the images of each stream: a preempted row needs them again
-        self._keys: dict[str, str] = {}  # request id -> key of its stream, never the same twice: an id may come back
-        self._serial = itertools.count()  # while the last tokens of its former use are still on their way
+        self._pixel_bytes: dict[str, int] = {}  # bytes of each stream's images, kept in case its rows are preempted
+        self._keys: dict[str, str] = {}  # request id -> unique key of its stream: an id may be reused while the
+        self._serial = itertools.count()  # last tokens of its earlier request are still in flight
         self._grammars = GrammarCompilers(config)
         self._core: EngineCore | None = None
         self._state, self._progress = "loading", 0.0
         self._num_pinned_tokens = 0
-        self._questions: set[asyncio.Future[Any]] = set()  # that the device thread has not answered yet
+        self._questions: set[asyncio.Future[Any]] = set()  # pending calls to the device thread
         self._error: str | None = None
         self._closing = self._drains = self._is_hung = False
-        self._late: Work | None = None  # the last that was reported
-        self._unavailable: str | None = None  # why new requests are turned away
+        self._late: Work | None = None  # the last work reported as late
+        self._unavailable: str | None = None  # why new requests are rejected
         self._no_streams = asyncio.Event()
         self._no_streams.set()
         min_gb = config.memory.min_available_gb
@@ -90,22 +94,32 @@ class AsyncEngine:
         self._thread.start()
 
     async def wait_ready(self) -> None:
-        """Returns when the weights are in memory. Raises EngineFailed with the reason when they will not be."""
+        """Wait until the weights are loaded and pinned prompts are prefilled.
+
+        Raises:
+            EngineFailed: Loading failed; the message has the reason.
+        """
         await asyncio.shield(self._ready)
 
     async def generate(
         self, request: EngineRequest, heartbeat_period_s: float | None = None
     ) -> AsyncIterator[TokenChunk]:
-        """Yields every token of every choice exactly once, as many per chunk as there are, and each choice's finish
-        reason with its last.
+        """Yield every token of every choice exactly once, and each choice's finish reason in its last chunk.
 
-        heartbeat_period_s: a HEARTBEAT is yielded after so long without anything else, whatever the reason: the grammar
-        is compiled, the request is queued, prefilled or preempted, the device is slow. None: never.
+        Closing or cancelling the iterator frees the rows before the next chunk or step.
 
-        Closing or cancelling the iterator frees the rows before the next chunk or step. Raises Overloaded when
-        max_running + max_queue answers or image_memory_mb of pixels are open, QueueTimeout before the first token,
-        InvalidRequest for what this engine can not do, ContextLengthExceeded, MemoryExceeded, Unavailable when the
-        engine is not ready, drains, or is short of memory.
+        Args:
+            request: The request.
+            heartbeat_period_s: Yield a HEARTBEAT after this many seconds without other output, for whatever reason;
+                None: never.
+
+        Raises:
+            Overloaded: max_running + max_queue answers or image_memory_mb of pixels are open.
+            QueueTimeout: The request waited in the queue for too long; raised before the first token.
+            InvalidRequest: The engine cannot serve the request as asked.
+            ContextLengthExceeded: Prompt and output do not fit into the context.
+            MemoryExceeded: Prompt and output do not fit into the memory.
+            Unavailable: The engine is not ready, draining, or short of memory.
         """
         core = self._admit(request)
         request = core.fitted(request)
@@ -115,7 +129,7 @@ class AsyncEngine:
         self._pixel_bytes[key] = request.num_pixel_bytes
         self._no_streams.clear()
         compiling = asyncio.ensure_future(self._matchers(request, core))
-        compiling.add_done_callback(lambda task: task.cancelled() or task.exception())  # also if it is not read below
+        compiling.add_done_callback(lambda task: task.cancelled() or task.exception())  # marked as retrieved
         try:
             while not await stream.settled(compiling, heartbeat_period_s):
                 yield HEARTBEAT
@@ -128,7 +142,7 @@ class AsyncEngine:
                 if not chunks:
                     yield HEARTBEAT
                 for chunk in chunks:
-                    if chunk.finish_reason is FinishReason.EXPIRED:  # all choices, and none has a token
+                    if chunk.finish_reason is FinishReason.EXPIRED:  # all choices expire together, before any token
                         raise QueueTimeout(f"The request {chunk.error}.", chunk.retry_after_s or RETRY_AFTER_S)
                     num_open -= chunk.finish_reason is not None
                     yield chunk
@@ -141,7 +155,7 @@ class AsyncEngine:
                 self._thread.submit(lambda core: core.abort(key))
 
     def abort(self, request_id: str) -> bool:
-        """Ends the request with finish_reason ABORT; False when it is not known, or has ended already."""
+        """End a request with finish_reason ABORT. Return False if it is unknown or has finished."""
         key = self._keys.get(request_id)
         if key is None or self._streams[key].is_finished:
             return False
@@ -150,6 +164,7 @@ class AsyncEngine:
         return True
 
     def status(self) -> EngineStatus:
+        """Return the engine's state and figures."""
         core = self._core
         status = EngineStatus(
             state=self._state,
@@ -184,7 +199,11 @@ class AsyncEngine:
         return WorkInHand(work.name, seconds, work.predicted_s, work.is_late(seconds)) if seconds else None
 
     def check_health(self) -> None:
-        """Raises EngineFailed when the engine can not serve and will not recover by itself."""
+        """Check that the engine serves or will recover by itself.
+
+        Raises:
+            EngineFailed: It has failed, its device hangs, or too many steps in a row failed.
+        """
         if self._error is not None:
             raise EngineFailed(self._error)
         if (error := self._watched()) is not None:
@@ -194,19 +213,31 @@ class AsyncEngine:
             raise EngineFailed(f"{failed} steps in a row failed, the limit is {self.config.max_failed_steps}")
 
     async def cached_prefix(self, request: EngineRequest) -> CachedPrefix:
-        """What a sparse plan for the prompt can build on. Raises EngineFailed when the engine is not ready."""
+        """Return the cached prefix of a prompt, for planning a sparse prefill.
+
+        Raises:
+            EngineFailed: The engine is not ready.
+        """
         return await self._ask(
             lambda core: CachedPrefix(core.prefix.peek(request), core.runner.no_sparse, core.costs.prefill)
         )
 
     async def cache_status(self) -> CacheStatus:
-        """Raises EngineFailed when the engine is not ready."""
+        """Return the status of the prefix cache.
+
+        Raises:
+            EngineFailed: The engine is not ready.
+        """
         status = await self._ask(lambda core: core.prefix.status())
         misses = [replace(miss, request_id=miss.request_id.rpartition("#")[0]) for miss in status.recent_misses]
         return replace(status, recent_misses=tuple(misses))
 
     async def clear_cache(self) -> CacheCleared:
-        """Forgets every snapshot that is not pinned, and all files of the disk tier. Raises as `cache_status`."""
+        """Remove every snapshot that is not pinned, and all files of the disk tier.
+
+        Raises:
+            EngineFailed: The engine is not ready, or files could not be removed in time.
+        """
         cleared, num_files = await self._ask(lambda core: (core.prefix.clear(), core.prefix.clear_files()))
         if num_files is None:
             return cleared
@@ -218,9 +249,10 @@ class AsyncEngine:
             raise EngineFailed(f"the memory is cleared, but the files could not be removed: {reason}") from None
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes nothing new; what is open may go on for so long, and then ends with an error that says so.
+        """Reject new requests, and wait until open ones have finished.
 
-        Returns when nothing is open, or has just been ended.
+        Args:
+            timeout_s: Seconds after which open requests end with an error.
         """
         self._drains, self._unavailable = True, "the engine is shutting down"
         try:
@@ -233,7 +265,7 @@ class AsyncEngine:
                 self._thread.submit(lambda core, key=key: core.abort(key))
 
     async def shutdown(self, timeout_s: float = 30.0) -> None:
-        """Ends after the step that is running, and takes nothing more; open streams end with ERROR."""
+        """Stop after the running step; open streams end with ERROR."""
         self._closing = True
         if self._watching is not None:
             self._watching.cancel()
@@ -244,7 +276,7 @@ class AsyncEngine:
         self._grammars.close()
 
     def _admit(self, request: EngineRequest) -> EngineCore:
-        """The core that will take the request. Raises what `generate` raises."""
+        """Return the core that will serve the request. Raises what `generate` raises."""
         if self._core is None or self._closing:
             raise Unavailable(
                 self._error or f"the engine is not ready: it is {'shutting down' if self._closing else self._state}",
@@ -260,7 +292,7 @@ class AsyncEngine:
         check_pooling(request, runner.no_pooling)
         num_open = sum(
             max(stream.num_open, 1) for stream in self._streams.values()
-        )  # one that nobody reads counts, too
+        )  # streams that are finished but not closed count as well
         limit = self.config.max_running + self.config.max_queue
         if num_open + request.num_choices > limit:
             raise Overloaded(
@@ -272,7 +304,7 @@ class AsyncEngine:
         return self._core
 
     def _check_pixels(self, request: EngineRequest, core: EngineCore) -> None:
-        """Raise Overloaded when the images of all open requests would take more memory than they may."""
+        """Raise Overloaded if the images of all open requests would exceed image_memory_mb."""
         held, limit = sum(self._pixel_bytes.values()), self.config.image_memory_mb * 2**20
         if held and held + request.num_pixel_bytes > limit:
             raise Overloaded(
@@ -282,7 +314,7 @@ class AsyncEngine:
             )
 
     async def _matchers(self, request: EngineRequest, core: EngineCore) -> list[Matcher]:
-        """One for each choice, compiled off the device thread; none where any token may come at any time."""
+        """Compile one matcher per choice off the device thread; empty if the output is unconstrained."""
         thought, vocab_size, grammar = request.thought, core.runner.vocab_size, None
         if request.grammar is not None:
             compiler = await self._grammars.get(request.stop_token_ids, vocab_size)
@@ -294,7 +326,11 @@ class AsyncEngine:
         return [] if matcher is None else [matcher, *(matcher.fork() for _ in range(1, request.num_choices))]
 
     async def _ask(self, question: Callable[[EngineCore], T]) -> T:
-        """Return the core's answer, given between two pieces of work. Raises EngineFailed when there is no core."""
+        """Run a function on the device thread, between two pieces of work, and return its result.
+
+        Raises:
+            EngineFailed: The engine is not ready, or the function failed.
+        """
         if self._core is None or self._closing:
             raise EngineFailed(self._error or f"the engine is not ready: it is {self._state}")
         answer: asyncio.Future[T] = self._loop.create_future()
@@ -306,7 +342,7 @@ class AsyncEngine:
             self._questions.discard(answer)
 
     async def _take_in_pinned(self) -> None:
-        """Prefills what is pinned; then the engine is ready."""
+        """Prefill the pinned prompts; then the engine is ready."""
         if self.config.prefix_cache.pinned:
             requests = await asyncio.to_thread(_make_pinned, self.config)
             self._num_pinned_tokens = sum(len(request.token_ids) for request in requests)
@@ -314,12 +350,16 @@ class AsyncEngine:
             for i, request in enumerate(requests):
                 await self._take_in(request)
                 log.info("pinned prompt %d of %d is taken in: %d tokens", i + 1, len(requests), len(request.token_ids))
-        if self._core is not None:  # else it has ended meanwhile
+        if self._core is not None:  # the engine may have failed meanwhile
             self._state = "ready"
             self._ready.set_result(None)
 
     async def _take_in(self, request: EngineRequest) -> None:
-        """Raises EngineFailed when its system part is not pinned afterwards."""
+        """Prefill a pinned prompt.
+
+        Raises:
+            EngineFailed: Its system part is not pinned afterwards.
+        """
         chunks = [chunk async for chunk in self.generate(request)]
         status = await self.cache_status()
         if not any(entry.pinned and entry.num_tokens == len(request.token_ids) - 1 for entry in status.entries):
@@ -345,7 +385,7 @@ class AsyncEngine:
     def _answer(self, answer: asyncio.Future[T], core: EngineCore, question: Callable[[EngineCore], T]) -> None:
         try:
             self._call(_set_result, answer, question(core))
-        except Exception as error:  # the thread lives on
+        except Exception as error:  # must not end the device thread
             log.exception("a question could not be answered")
             self._call(_set_error, answer, EngineFailed(f"the engine could not tell: {type(error).__name__}"))
 
@@ -353,7 +393,7 @@ class AsyncEngine:
         self._progress = progress
 
     def _publish(self, chunks: Chunks) -> None:
-        """One wake-up of the loop per step, whatever the number of rows."""
+        """Deliver all rows' chunks with one wake-up of the event loop per step."""
         self._call(self._deliver, chunks)
 
     def _on_ready(self, core: EngineCore) -> None:
@@ -363,7 +403,7 @@ class AsyncEngine:
         self._call(self._ended, error)
 
     def _call(self, callback: Callable[..., None], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear it
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(callback, *args)
 
     # On the event loop.
@@ -393,7 +433,7 @@ class AsyncEngine:
             self._thread.stop()
 
     async def _watch(self) -> None:
-        """Nobody waits for a device that hangs, and nobody new comes while the machine is short of memory."""
+        """Fail the engine if its device hangs, and reject new requests while the machine is short of memory."""
         while self._error is None:
             await asyncio.sleep(WATCH_PERIOD_S)
             if (error := self._watched()) is not None:
@@ -408,10 +448,10 @@ class AsyncEngine:
                 self._unavailable = shortage
 
     def _watched(self) -> str | None:
-        """Report work in hand that is late, once; return what is wrong when it does not come back."""
+        """Log late work once; return an error message if the device hangs, else None."""
         if self._core is None:
             return None
-        work = self._core.progress.work  # in this order: if another begins meanwhile, it is younger
+        work = self._core.progress.work  # read before its age: work that begins meanwhile is younger
         age_s, limit_s = self._thread.step_age_s, work.limit_s(self.config.step_timeout_s)
         predicted = f", predicted {work.predicted_s:.2g} s" if work.predicted_s else ""
         so_far = f"{work.name} has lasted {age_s:.1f} s{predicted}"
@@ -431,7 +471,7 @@ class AsyncEngine:
             _set_error(question, EngineFailed(self._error))
         if not self._ready.done():
             self._ready.set_exception(EngineFailed(self._error))
-            self._ready.exception()  # read here, in case nobody waits for it
+            self._ready.exception()  # marks it as retrieved, in case wait_ready is never called
 
 
 def _make_pinned(config: EngineConfig) -> list[EngineRequest]:

@@ -1,4 +1,4 @@
-"""Where the demo model is, and which other models have its tokenizer."""
+"""The location of the demo model, and whether another model has its tokenizer."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 
 def has_tokenizer_of_demo(model: str) -> bool:
-    """Whether the tokenizer of a model is the demo model's, judged by its files; False if they are not here."""
+    """Return whether a model's tokenizer file equals the demo model's; False if it is not on this machine."""
     if model == "demo":
         return True
     try:

@@ -1,6 +1,6 @@
-"""One engine per GPU: two processes that own one GPU do not see each other's memory, and Macs panic when it runs out.
+"""At most one engine per GPU: processes on one GPU do not see each other's memory, and Macs panic when it runs out.
 
-On a CPU any number of engines may run.
+Any number of engines may run on a CPU.
 """
 
 import os
@@ -9,23 +9,24 @@ from engine.process_lock import LockHeld, ProcessLock, holder_of, lock_path
 from engine.protocol import EngineFailed
 
 TIMEOUT_S = 10.0
-"""For an engine that is just ending, as when a replica is replaced."""
+"""Wait for an engine that is shutting down, as when a replica is replaced."""
 
 GPU_KINDS = ("metal", "cuda")
 
 
 def lock_device(kind: str, share_device: bool, timeout_s: float | None = None) -> ProcessLock | None:
-    """Take the device for this process, to be released when the weights are gone.
+    """Take the device for this process; release the lock once the weights are freed.
 
     Args:
         kind: cpu, metal or cuda.
-        share_device: the operator answers for what engines on the device take together.
+        share_device: Whether engines may share the device; the operator is responsible for their total memory.
+        timeout_s: How long to wait for the device; None for TIMEOUT_S.
 
     Returns:
-        The lock; None where none is needed.
+        The lock; None if none is needed.
 
     Raises:
-        EngineFailed: another process holds the device.
+        EngineFailed: Another process holds the device, or the lock's file cannot be written.
     """
     if kind not in GPU_KINDS or share_device:
         return None
@@ -41,9 +42,11 @@ def lock_device(kind: str, share_device: bool, timeout_s: float | None = None) -
 
 
 def device_refusal(device: str, share_device: bool) -> str | None:
-    """Why an engine with this configuration could not take its GPU now; None if it could, or needs none.
+    """Return why an engine with this configuration could not take its GPU now; None if it could, or needs none.
 
-    device: auto, cpu or gpu, as configured. MLX is not imported for this.
+    Args:
+        device: auto, cpu or gpu, as configured. MLX is not imported.
+        share_device: As configured.
     """
     if device == "cpu" or share_device:
         return None
@@ -54,7 +57,7 @@ def device_refusal(device: str, share_device: bool) -> str | None:
 
 
 def _name(kind: str) -> str:
-    """MLX uses the first of the visible GPUs; a Mac has one."""
+    """Return the lock's name. MLX uses the first visible GPU; a Mac has one."""
     index = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() if kind == "cuda" else ""
     return f"device-{kind}-{index.replace('/', '_') or 0}"
 

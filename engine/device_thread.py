@@ -1,13 +1,13 @@
-"""The one thread that owns the device, and the whole story of who may touch what.
+"""The device thread, and which thread may touch what.
 
-MLX binds lazy arrays to the thread that made them, so one thread loads the weights, runs every step and lets go of
-everything at the end. Other threads speak to it in two ways only: commands go in through a queue, and what it
-publishes goes out through a callback that runs on this thread and must not block. While there is work, commands are
-taken between steps, and within a step whenever the worker polls; when there is none, the thread sleeps in the queue. A
-heartbeat tells others how long the present piece of a step has lasted.
+MLX binds lazy arrays to the thread that created them, so one thread loads the weights, runs every step and frees
+everything at the end. Other threads communicate with it in two ways only: commands are submitted through a queue, and
+results are published by callbacks that run on this thread and must not block. While there is work, commands run
+between steps, and within a step whenever the worker polls; otherwise the thread sleeps in the queue. `step_age_s` tells
+other threads how long the current piece of work has lasted.
 
-When its work has ended, the thread goes to sleep for good instead of returning: destructors of MLX's thread-local
-objects take the GIL, and Python 3.11 aborts the process when one does while the interpreter is closing down.
+When its work has ended, the thread sleeps forever instead of returning: destructors of MLX's thread-local objects take
+the GIL, and Python 3.11 aborts the process if that happens during interpreter shutdown.
 """
 
 import atexit
@@ -36,8 +36,14 @@ W = TypeVar("W", bound=Worker)
 
 
 class DeviceThread(Generic[W]):
-    """Runs `make_worker` and then its steps. `on_end` gets what ended the thread: an exception, or None after stop.
-    `clock` gives monotonic seconds."""
+    """Creates a worker on a thread of its own and runs its steps.
+
+    Args:
+        make_worker: Creates the worker on the thread.
+        on_ready: Called on the thread with the worker.
+        on_end: Called on the thread with the exception that ended it, or None after `stop`.
+        clock: Returns monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -57,24 +63,25 @@ class DeviceThread(Generic[W]):
         self._thread = threading.Thread(target=_run_and_park, args=([self],), name="device", daemon=True)
 
     def start(self) -> None:
+        """Start the thread; it is stopped at interpreter exit."""
         atexit.register(self._at_exit)
         self._thread.start()
 
     def submit(self, command: Callable[[W], None]) -> None:
-        """Runs `command(worker)` on the device thread, before the next piece of a step. Never blocks."""
+        """Run `command(worker)` on the device thread before the next piece of work. Never blocks."""
         self._commands.put(command)
 
     def stop(self) -> None:
-        """Ends the thread after the step that is running."""
+        """Stop the thread after the running step."""
         self._commands.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for the end of the thread's work; False if it did not come in time."""
+        """Wait for the end of the thread's work; return False on timeout."""
         return self._ended.wait(timeout_s)
 
     @property
     def step_age_s(self) -> float:
-        """How long the present piece of a step, or command, has lasted; 0 when idle."""
+        """Seconds since the current piece of work or command began; 0 when idle."""
         began = self._step_began
         return 0.0 if began is None else self._clock() - began
 
@@ -106,7 +113,7 @@ class DeviceThread(Generic[W]):
         self._on_end(error)
 
     def poll(self, worker: W) -> None:
-        """Run the commands that have arrived; the worker calls it between two pieces of its step."""
+        """Run submitted commands; called by the worker between two pieces of its step."""
         while not self._is_stopped:
             try:
                 command = self._commands.get(block=False)
@@ -116,7 +123,7 @@ class DeviceThread(Generic[W]):
         self._step_began = self._clock()
 
     def _take_commands(self, worker: W) -> bool:
-        """Sleeps while there is nothing to do; False when told to stop."""
+        """Run submitted commands, sleeping while there is no work; return False when stopped."""
         while not self._is_stopped:
             try:
                 command = self._commands.get(block=not worker.has_work)
@@ -135,5 +142,5 @@ class DeviceThread(Generic[W]):
 
 
 def _run_and_park(only: list[DeviceThread]) -> None:
-    only.pop()._run()  # the sleeper holds on to nothing
+    only.pop()._run()  # the sleeping thread must not keep the object alive
     threading.Event().wait()

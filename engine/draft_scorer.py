@@ -1,4 +1,4 @@
-"""The scorer's door for asyncio: a long prompt in, the plan of which of its tokens are computed out."""
+"""The draft scorer's asyncio interface: takes long prompts, returns sparse plans."""
 
 import asyncio
 import contextlib
@@ -19,15 +19,15 @@ from engine.worker.spec_prefill.draft import draft_engine_config
 from engine.worker.spec_prefill.scorer import Outcome, Publish, Scorer, load_scorer
 
 STEP_TIMEOUT_S = 120.0
-"""A step that takes longer makes the scorer unhealthy."""
+"""Seconds of a step after which the scorer is unhealthy."""
 
 ScorerFactory = Callable[[SpecPrefillConfig, EngineConfig, Publish], Scorer]
-"""Makes the worker on the device thread; the second argument says where the draft is and how it is loaded."""
+"""Creates the scorer on the device thread; the second argument configures how the draft is loaded."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """See ScorerStatus."""
+    """Counters, see ScorerStatus."""
 
     num_scored: int = 0
     num_scored_tokens: int = 0
@@ -38,10 +38,15 @@ class Counts:
 
 
 class AsyncDraftScorer:
-    """Loads its draft at once, in its own thread. Belongs to the event loop that is running when it is made.
+    """Scores prompts on a device thread of its own. Belongs to the event loop that is running when it is constructed.
 
-    target: whose prompts are scored; its tokenizer must be the draft's. beside_engine: an engine in another process
-    uses the same GPU, if there is one.
+    Loading starts at once.
+
+    Args:
+        config: Options of sparse prefill.
+        target: The engine whose prompts are scored; its tokenizer must be the draft's.
+        beside_engine: Whether an engine in another process uses the same GPU, if there is one.
+        make_scorer: Creates the scorer.
     """
 
     def __init__(
@@ -57,7 +62,7 @@ class AsyncDraftScorer:
         self._make_scorer = make_scorer
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._open: dict[str, asyncio.Future[tuple[np.ndarray, int]]] = {}  # by keys that are never the same twice
+        self._open: dict[str, asyncio.Future[tuple[np.ndarray, int]]] = {}  # by unique key
         self._serial = itertools.count()
         self._scorer: Scorer | None = None
         self._counts = Counts()
@@ -68,15 +73,21 @@ class AsyncDraftScorer:
         self._thread.start()
 
     async def wait_ready(self) -> None:
-        """Returns when the draft can score. Raises EngineFailed with the reason when it never will."""
+        """Wait until the draft can score.
+
+        Raises:
+            EngineFailed: It never will; the message has the reason.
+        """
         await asyncio.shield(self._ready)
 
     async def score(self, request: ScoreRequest) -> Scored:
-        """Which of the prompt's tokens are to be computed. Cancelling it stops the draft before its next chunk.
+        """Score a prompt and return the plan of tokens to compute. Cancelling stops the draft before its next chunk.
 
-        Raises Overloaded when max_running + max_queue prompts are open or it could not be done within deadline_s,
-        ScoringTooSlow when it would take longer than the request's limit_s, InvalidRequest for what this draft cannot
-        score, EngineFailed when it is not ready, fails, or is shut down.
+        Raises:
+            Overloaded: max_running + max_queue prompts are open, or deadline_s cannot be met.
+            ScoringTooSlow: Scoring would take longer than the request's limit_s.
+            InvalidRequest: This draft cannot score the prompt.
+            EngineFailed: The scorer is not ready, failed, or was shut down.
         """
         began_s = time.perf_counter()
         self._admit(request)
@@ -105,6 +116,7 @@ class AsyncDraftScorer:
         return Scored(plan, num_read, time.perf_counter() - began_s)
 
     def status(self) -> ScorerStatus:
+        """Return the scorer's state and figures."""
         scorer = self._scorer
         status = ScorerStatus(self._state, self.config.draft_model or "demo", error=self._error, **asdict(self._counts))
         if scorer is None:
@@ -118,8 +130,12 @@ class AsyncDraftScorer:
         )
 
     def check_health(self) -> None:
-        """Raises EngineFailed when the scorer could serve once and will not again. A draft that could not be loaded is
-        no reason to try again."""
+        """Check that a scorer that was ready still works. A draft that could not be loaded is not unhealthy: retrying
+        would not help.
+
+        Raises:
+            EngineFailed: It failed, was stopped, or its device hangs.
+        """
         if self._state in ("failed", "stopped"):
             raise EngineFailed(self._error or self._state)
         age_s = self._thread.step_age_s
@@ -127,14 +143,14 @@ class AsyncDraftScorer:
             raise EngineFailed(f"a step has lasted {age_s:.0f} s, the limit is {STEP_TIMEOUT_S:.0f} s")
 
     async def shutdown(self, timeout_s: float = 30.0) -> None:
-        """Ends after the step that is running; what is open fails."""
+        """Stop after the running step; open prompts fail."""
         self._closing = True
         self._thread.stop()
         if not await asyncio.to_thread(self._thread.join, timeout_s):
             self._ended(EngineFailed(f"the step that was running did not end within {timeout_s:.0f} s"))
 
     def _admit(self, request: ScoreRequest) -> None:
-        """Raises what `score` raises."""
+        """Check a request against the limits. Raises what `score` raises."""
         if self._scorer is None or self._closing:
             raise EngineFailed(
                 self._error or f"the scorer is not ready: it is {'shutting down' if self._closing else self._state}"
@@ -174,7 +190,7 @@ class AsyncDraftScorer:
         self._call(self._ended, error)
 
     def _call(self, callback: Callable[..., None], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear it
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(callback, *args)
 
     # On the event loop.
@@ -208,11 +224,15 @@ class AsyncDraftScorer:
                 future.set_exception(EngineFailed(self._error))
         if not self._ready.done():
             self._ready.set_exception(EngineFailed(self._error))
-            self._ready.exception()  # read here, in case nobody waits for it
+            self._ready.exception()  # marks it as retrieved, in case wait_ready is never called
 
 
 def choose_device(config: SpecPrefillConfig, beside_engine: bool) -> str:
-    """auto, cpu or gpu, as the loader knows them. Raises EngineFailed when a GPU would be shared without saying how."""
+    """Return auto, cpu or gpu, as the loader takes them.
+
+    Raises:
+        EngineFailed: A GPU would be shared with an engine without memory_share.
+    """
     if beside_engine and config.device == "gpu" and config.memory_share is None:
         raise EngineFailed(
             "device: gpu is configured for the draft, and the engine uses the same GPU from another process; neither "
@@ -222,7 +242,11 @@ def choose_device(config: SpecPrefillConfig, beside_engine: bool) -> str:
 
 
 def check_request(request: ScoreRequest, max_tokens: int) -> None:
-    """Raises InvalidRequest for one that no draft could score, or that is longer than it may be."""
+    """Check a request against limits that hold for every draft.
+
+    Raises:
+        InvalidRequest: A field is out of range, or the prompt is too long.
+    """
     num_tokens = len(request.token_ids)
     if not 1 <= num_tokens <= max_tokens:
         raise InvalidRequest(
@@ -238,4 +262,5 @@ def check_request(request: ScoreRequest, max_tokens: int) -> None:
 
 
 def described(error: BaseException) -> str:
+    """Return the message of one of our errors, else type and message."""
     return str(error) if isinstance(error, OrchardError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The grammar compilers of an engine: made at the first use, one for each set of stop tokens."""
+"""An engine's grammar compilers: created on first use, one per set of stop tokens."""
 
 import asyncio
 
@@ -7,18 +7,18 @@ from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.grammar import GrammarCompiler
 
 MAX_COMPILERS = 4
-"""Each holds the vocabulary."""
+"""Each compiler contains the vocabulary."""
 
 
 class GrammarCompilers:
-    """Belongs to one event loop."""
+    """Creates and caches grammar compilers. Belongs to one event loop."""
 
     def __init__(self, config: EngineConfig):
         self._config = config
         self._tasks: dict[tuple[int, ...], asyncio.Task[GrammarCompiler]] = {}  # by stop tokens
 
     async def get(self, stop_token_ids: tuple[int, ...], vocab_size: int) -> GrammarCompiler:
-        """Making one reads the tokenizer; whoever comes meanwhile waits for the same one."""
+        """Return the compiler for these stop tokens. Concurrent calls share its creation, which reads the tokenizer."""
         task = self._tasks.get(stop_token_ids)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             while len(self._tasks) >= MAX_COMPILERS:
@@ -28,6 +28,7 @@ class GrammarCompilers:
         return await asyncio.shield(task)
 
     def close(self) -> None:
+        """Close all compilers."""
         for task in self._tasks.values():
             if task.done() and not task.cancelled() and task.exception() is None:
                 task.result().close()

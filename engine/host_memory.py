@@ -1,4 +1,4 @@
-"""How much memory the machine, or the container that we run in, has left."""
+"""Available memory of the machine, or of the container that the process runs in."""
 
 import logging
 from pathlib import Path
@@ -9,14 +9,19 @@ log = logging.getLogger("orchard.engine")
 
 CGROUP = Path("/sys/fs/cgroup")
 MIN_AVAILABLE_SHARE = 0.07
-"""Of the machine's memory. With less than a twentieth Ray ends processes, and near nothing the kernel does."""
+"""Share of the machine's memory. Below 5 % Ray kills processes, and near 0 % the kernel does."""
 
 RECOVERED = 1.25
-"""New requests are taken again with so many times as much available as they are turned away with."""
+"""After a shortage, this many times the minimum must be available before requests are accepted again."""
 
 
 class HostMemory:
-    """`shortage` says why new work must not begin. min_available: bytes, None for a share of the machine's."""
+    """Detects shortages of memory.
+
+    Args:
+        min_available: Bytes; None for MIN_AVAILABLE_SHARE of the machine's memory.
+        cgroup: Directory of the control group.
+    """
 
     def __init__(self, min_available: int | None, cgroup: Path = CGROUP):
         self._cgroup = cgroup
@@ -25,10 +30,13 @@ class HostMemory:
         self._is_short = False
 
     def shortage(self) -> str | None:
-        """None with enough available. Once short, it must be a quarter more than the limit. Never raises."""
+        """Return why new requests must be rejected, None with enough memory available. Never raises.
+
+        After a shortage RECOVERED times the minimum must be available.
+        """
         try:
             available = self.available()
-        except Exception:  # whoever asks has more to watch
+        except Exception:  # the caller watches more than the memory
             log.exception("how much memory the machine has left could not be read")
             return None
         self._is_short = available < self._min_available * (RECOVERED if self._is_short else 1)
@@ -40,7 +48,7 @@ class HostMemory:
         )
 
     def available(self) -> int:
-        """Bytes that can be had without pushing others out."""
+        """Return the bytes that can be allocated without swapping."""
         available = psutil.virtual_memory().available
         limit, used = _read(self._cgroup / "memory.max"), _read(self._cgroup / "memory.current")
         if limit is None or used is None:
@@ -49,12 +57,13 @@ class HostMemory:
 
 
 def total_bytes(cgroup: Path = CGROUP) -> int:
+    """Return the memory of the machine, or the container's limit if that is lower."""
     limit, total = _read(cgroup / "memory.max"), psutil.virtual_memory().total
     return total if limit is None else min(limit, total)
 
 
 def _read(path: Path) -> int | None:
-    """None without a limit, and without control groups."""
+    """Return the number in a file; None if it has none, or the file does not exist."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -63,7 +72,7 @@ def _read(path: Path) -> int | None:
 
 
 def _reclaimable(cgroup: Path) -> int:
-    """Of files' pages that nobody has used lately."""
+    """Return the bytes of inactive file pages."""
     try:
         lines = (cgroup / "memory.stat").read_text().splitlines()
     except OSError:

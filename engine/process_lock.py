@@ -1,4 +1,4 @@
-"""Locks of this machine that one process holds until it ends: a device, a port."""
+"""Machine-wide locks that one process holds until it ends, for a device or a port."""
 
 import fcntl
 import os
@@ -11,7 +11,7 @@ POLL_S = 0.1
 
 
 class LockHeld(Exception):
-    """holder: the process that holds the lock, as 'process 123 (its command line)'."""
+    """Another process holds the lock. holder: that process, as 'process 123 (its command line)'."""
 
     def __init__(self, holder: str):
         super().__init__(holder)
@@ -21,12 +21,22 @@ class LockHeld(Exception):
 class ProcessLock:
     """An exclusive flock on a file, with the holder's pid and command line inside.
 
-    The kernel releases it when the process ends in any way, so there are no stale locks; the file itself stays.
-    Processes that the holder starts do not inherit it.
+    The kernel releases it however the process ends, so there are no stale locks; the file itself stays. Child processes
+    do
+    not inherit the lock.
     """
 
     def __init__(self, path: Path, timeout_s: float = 0.0):
-        """Take the lock, and wait up to timeout_s for it. Raises LockHeld, or OSError if the file cannot be written."""
+        """Take the lock.
+
+        Args:
+            path: File of the lock; created if missing.
+            timeout_s: How long to wait for the lock.
+
+        Raises:
+            LockHeld: Another process holds it.
+            OSError: The file cannot be written.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + timeout_s
@@ -42,7 +52,7 @@ class ProcessLock:
             raise
 
     def release(self) -> None:
-        """Idempotent."""
+        """Release the lock; may be called several times."""
         if self._file >= 0:
             fcntl.flock(self._file, fcntl.LOCK_UN)
             os.close(self._file)
@@ -50,12 +60,12 @@ class ProcessLock:
 
 
 def lock_path(name: str) -> Path:
-    """The file of a lock in the user's cache. The host name is part of it: a home directory may be shared."""
+    """Return the file of a lock in the user's cache. It contains the host name, as home directories may be shared."""
     return Path.home() / ".cache" / "orchard" / f"{name}-{socket.gethostname()}.lock"
 
 
 def holder_of(path: Path) -> str | None:
-    """The process that holds the lock, None if there is none. Takes nothing and waits for nothing."""
+    """Return the process that holds the lock, None without one. Does not take the lock and does not wait."""
     try:
         file = os.open(path, os.O_RDWR)
     except OSError:

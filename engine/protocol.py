@@ -1,14 +1,15 @@
-"""What crosses the engine's door: requests in, token chunks out, status, and the errors.
+"""The engine's interface: requests, token chunks, status, and errors.
 
 OrchardError
-├── InvalidRequest            the caller's fault: names the field, the value and the limit
-│   └── ContextLengthExceeded prompt and output do not fit the model's context
-│       └── MemoryExceeded    they would not fit the engine's memory if they were alone in it
-├── Overloaded                the queue is full: try again later
-│   └── QueueTimeout          waited in the queue as long as it may: try again later
-├── Cancelled                 somebody has cancelled the request
-└── EngineFailed              ours: the model could not be loaded, a step failed
-    └── Unavailable           not now, and not the request's fault: the engine is gone, drains, or is short of memory
+├── InvalidRequest            the client's fault: names the field, the value and the limit
+│   └── ContextLengthExceeded prompt and output do not fit into the model's context
+│       └── MemoryExceeded    prompt and output do not fit into the engine's memory, even with no other request
+├── Overloaded                the queue is full: retry later
+│   └── QueueTimeout          waited in the queue for too long: retry later
+├── ScoringTooSlow            scoring a prompt would take longer than its sparse plan saves
+├── Cancelled                 the request was cancelled
+└── EngineFailed              the engine's fault: the model could not be loaded, a step failed
+    └── Unavailable           temporary, not the request's fault: the engine is loading, draining, or short of memory
 """
 
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from engine.config import BoundaryKind, Pooling, SnapshotKind
 
 
 class OrchardError(Exception):
-    """Every error that we raise on purpose. All arguments reach `Exception`, so that pickling keeps them."""
+    """Base of all errors raised on purpose. All arguments reach `Exception`, so that pickling keeps them."""
 
     @property
     def message(self) -> str:
@@ -32,7 +33,7 @@ class OrchardError(Exception):
 
 
 class InvalidRequest(OrchardError):
-    """`field` is the path of the offending field as the client wrote it, such as `messages[2].content`."""
+    """The client's fault. `field` is the path of the field as the client wrote it, such as `messages[2].content`."""
 
     def __init__(self, message: str, field: str | None = None):
         super().__init__(message, field)
@@ -40,7 +41,14 @@ class InvalidRequest(OrchardError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """is_lower_bound: the prompt has num_prompt_tokens or more; they were not counted to the end."""
+    """Prompt and output do not fit into the model's context.
+
+    Args:
+        num_prompt_tokens: Tokens of the prompt.
+        num_output_tokens: Requested max_tokens.
+        limit: Tokens of the context.
+        is_lower_bound: Whether counting the prompt stopped early: it has num_prompt_tokens or more.
+    """
 
     def __init__(self, num_prompt_tokens: int, num_output_tokens: int, limit: int, is_lower_bound: bool = False):
         OrchardError.__init__(self, num_prompt_tokens, num_output_tokens, limit, is_lower_bound)
@@ -57,8 +65,15 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class MemoryExceeded(ContextLengthExceeded):
-    """num_bytes: what the request needs; max_bytes: what this engine has for requests, which is room for max_tokens
-    tokens in one row."""
+    """Prompt and output do not fit into the engine's memory, even with no other request.
+
+    Args:
+        num_prompt_tokens: Tokens of the prompt.
+        num_output_tokens: Requested max_tokens.
+        max_tokens: Tokens of the longest row that fits.
+        num_bytes: Bytes that the request needs.
+        max_bytes: Bytes that the engine has for requests.
+    """
 
     def __init__(self, num_prompt_tokens: int, num_output_tokens: int, max_tokens: int, num_bytes: int, max_bytes: int):
         OrchardError.__init__(self, num_prompt_tokens, num_output_tokens, max_tokens, num_bytes, max_bytes)
@@ -74,6 +89,8 @@ class MemoryExceeded(ContextLengthExceeded):
 
 
 class Overloaded(OrchardError):
+    """The queue is full; the request may succeed after retry_after_s seconds."""
+
     def __init__(self, message: str, retry_after_s: float):
         super().__init__(message, retry_after_s)
         self.retry_after_s = retry_after_s
@@ -84,7 +101,7 @@ class QueueTimeout(Overloaded):
 
 
 class ScoringTooSlow(OrchardError):
-    """Scoring a prompt would take longer than its sparse plan saves."""
+    """Scoring the prompt would take longer than the sparse prefill saves."""
 
 
 class Cancelled(OrchardError):
@@ -96,6 +113,8 @@ class EngineFailed(OrchardError):
 
 
 class Unavailable(EngineFailed):
+    """The engine cannot serve now, through no fault of the request, which may succeed after retry_after_s seconds."""
+
     def __init__(self, message: str, retry_after_s: float = 1.0):
         OrchardError.__init__(self, message, retry_after_s)
         self.retry_after_s = retry_after_s
@@ -106,7 +125,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    EXPIRED = "expired"  # waited in the queue for too long; `AsyncEngine.generate` raises QueueTimeout instead
+    EXPIRED = "expired"  # exceeded queue_timeout_s; `AsyncEngine.generate` raises QueueTimeout instead
 
 
 MAX_TOP_LOGPROBS = 20
@@ -115,30 +134,32 @@ MAX_LOGIT_BIAS = 1024
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one row is sampled. Equal parameters and seed give equal tokens, alone or in a batch, with MTP or without.
+    """Sampling parameters of a row. Equal parameters and seed give equal tokens, alone or in a batch, with MTP or
+    without.
 
-    The logits of an output position are changed in this order: repetition_penalty (divides positive and multiplies
-    negative logits of every token of prompt and output; Keskar et al. 2019), frequency_penalty (per occurrence in the
-    output) and presence_penalty (once), both subtracted; logit_bias, pairs (token id, added bias); min_tokens (no stop
-    token before that many tokens); the grammar's mask; temperature (0 is greedy), top_k, top_p, min_p. top_k 0,
-    top_p 1 and min_p 0 are off. seed is an unsigned 64-bit integer.
+    The logits of an output position are processed in this order: repetition penalty, frequency penalty, presence
+    penalty,
+    logit bias, min_tokens, grammar mask, temperature, top_k, top_p, min_p.
 
-    logprobs: None, or how many alternatives are reported beside the sampled token. Logprobs are those of the model:
-    before anything of the above. Raises InvalidRequest for anything out of range.
+    Raises:
+        InvalidRequest: A value is out of range.
     """
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    max_tokens: int  # Most tokens of the answer.
+    temperature: float = 1.0  # 0 is greedy.
+    top_p: float = 1.0  # 1 is off.
+    top_k: int = 0  # 0 is off.
+    min_p: float = 0.0  # 0 is off.
+    seed: int = 0  # Unsigned 64-bit integer.
+    presence_penalty: float = 0.0  # Subtracted once from the logits of tokens in the output.
+    frequency_penalty: float = 0.0  # Subtracted for each occurrence in the output.
     repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0
+    """Divides positive and multiplies negative logits of tokens in prompt and output (Keskar et al. 2019)."""
+    logit_bias: tuple[tuple[int, float], ...] = ()  # Pairs (token id, added bias).
+    min_tokens: int = 0  # No stop token is sampled before this many tokens.
     logprobs: int | None = None
+    """Number of alternatives to report per token, None for no logprobs. Logprobs are the model's own, before any
+    processing."""
 
     def __post_init__(self) -> None:
         limits = {
@@ -171,73 +192,65 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GrammarSpec:
-    """What the output must match, from its first token to the stop token.
-
-    kind: json_schema (text: the schema as JSON), json_object (any JSON object; text is ''), regex, or lark (a grammar
-    in llguidance's Lark dialect, which tool calls are made of). field: the client's field, for errors.
-    """
+    """A grammar that the output must match, from its first token to the stop token."""
 
     kind: Literal["json_schema", "json_object", "regex", "lark"]
-    text: str = ""
-    field: str = "response_format"
+    """Json_object is any JSON object; lark is llguidance's Lark dialect, used for tool calls."""
+    text: str = ""  # The JSON schema, regex or Lark grammar; '' for json_object.
+    field: str = "response_format"  # The client's field, for error messages.
 
 
 @dataclass(frozen=True)
 class ThoughtSpec:
-    """The answer begins with a thought which the engine must watch: it has a budget, or a grammar holds behind it.
+    """A thought at the beginning of the answer, with a token budget or followed by a grammar.
 
-    A grammar of the request holds from the token behind closing_ids on.
+    The request's grammar applies from the token after closing_ids on.
     """
 
     end_id: int
     """The token that ends the thought, the model's own `</think>`."""
     closing_ids: tuple[int, ...]
-    """Tokens that are forced once the budget is used up: the template's closing, end_id among them."""
+    """Tokens that are forced once the budget is used up: the template's closing, which contains end_id."""
     budget: int | None = None
-    """Most tokens of the thought before the closing; None: no limit."""
+    """Most tokens of the thought before the closing; None for no limit."""
     opening_ids: tuple[int, ...] = ()
-    """Tokens that are forced first: the thought's opening, where the prompt does not end inside of it."""
+    """Tokens that are forced first: the thought's opening, if the prompt does not end inside the thought."""
 
     @property
     def resume_ids(self) -> tuple[int, ...]:
-        """The tokens of closing_ids behind the one that ends the thought."""
+        """The tokens of closing_ids after end_id."""
         return self.closing_ids[self.closing_ids.index(self.end_id) + 1 :]
 
 
 @dataclass(frozen=True)
 class ImagePatches:
-    """One image, resized and cut for the vision tower, not yet normalised.
-
-    patches: uint8 [grid_t * grid_h * grid_w, channels, patch, patch], in the order of the model's processor.
-    grid_thw: patches along time, height and width. num_tokens: placeholder tokens that it takes in the prompt.
-    content_hash: hex digest over mode, size and pixels of the image after resizing: over what the model sees.
-    """
+    """One image, resized and cut into patches for the vision tower, not yet normalized."""
 
     patches: np.ndarray
-    grid_thw: tuple[int, int, int]
-    num_tokens: int
-    content_hash: str
+    """Uint8 [grid_t * grid_h * grid_w, channels, patch, patch], in the order of the model's processor."""
+    grid_thw: tuple[int, int, int]  # Patches along time, height and width.
+    num_tokens: int  # Placeholder tokens in the prompt.
+    content_hash: str  # Hex digest of mode, size and pixels after resizing.
 
     def without_pixels(self) -> "ImagePatches":
-        """Return what is known of the image but its patches, whose memory is not kept alive."""
+        """Return the image without its patches, so that their memory is not kept alive."""
         return replace(self, patches=np.empty((0, *self.patches.shape[1:]), self.patches.dtype))
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """A place in a prompt behind which later prompts may go on otherwise, so that its state is worth keeping.
-
-    kind: `system` is the end of the system part (tools included), `turn` the end of the last turn before the one that
-    is asked for, `prompt` the last token but one. num_tokens: of the prompt, in front of it.
-    """
+    """A place in a prompt after which later prompts may differ, so that its state is worth caching."""
 
     kind: BoundaryKind
+    """`system`: end of the system part with its tools. `turn`: end of the last turn before the requested one. `prompt`:
+    before the last token."""
     num_tokens: int
+    """Tokens of the prompt before it."""
 
 
 @dataclass(frozen=True)
 class PromptOrigin:
-    """What a prompt was rendered with, as digests: they tell why two prompts differ. The tokens alone are the key."""
+    """Digests of what a prompt was rendered with. They explain cache misses; only the tokens are compared."""
 
     tools: str = ""
     template_kwargs: str = ""
@@ -245,132 +258,142 @@ class PromptOrigin:
 
 @dataclass(frozen=True)
 class SparsePlan:
-    """Which tokens of a long prompt are computed; the others are left out, and all keep their places.
-
-    positions: int32, ascending: the first num_dense tokens are all among them, so is the last. fingerprint: hex digest
-    of the prompt's tokens and of all that is said here, see core/spec_prefill/plan.py.
-    """
+    """The tokens of a long prompt to compute; the others are skipped, and all keep their positions."""
 
     positions: np.ndarray
+    """Int32, ascending; contains the first num_dense tokens and the last token of the prompt."""
     num_dense: int
+    """Tokens at the beginning that the plan keeps on purpose."""
     fingerprint: str
+    """Hex digest of the prompt's tokens and this plan, see core/spec_prefill/plan.py."""
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """token_ids: int32 [num_prompt_tokens], image placeholders already repeated per image token.
-
-    num_choices: answers wanted; they share the prompt's prefill, and choice i is sampled with `choice_seed(seed, i)`.
-    priority: smaller is more urgent; only with the scheduler's policy `priority`. boundaries: by num_tokens; the kind
-    `prompt` is the engine's own business. tenant: requests share cached prefixes with those of the same tenant alone.
-    client: whose share of the engine it takes, see SchedulerConfig.fairness. sampling.max_tokens is a ceiling: the
-    engine lowers it to what its memory holds.
-    pinned: what is cached at its system boundary is never evicted. sparse: the prompt is taken in by this plan; never
-    the state behind the first token that it leaves out reaches the prefix cache.
-    checkpoint: fingerprint of the checkpoint that the prompt was tokenized for, see processing/fingerprint.py; a
-    replica that serves another one refuses the request. '' is not checked.
-    """
+    """A request of token ids: one prompt, and `num_choices` answers that share its prefill."""
 
     request_id: str
+    """Unique among open requests."""
     token_ids: np.ndarray
+    """Int32 [num_prompt_tokens], with one placeholder per image token."""
     sampling: SamplingParams
+    """Max_tokens is a ceiling: the engine lowers it to what its memory holds."""
     stop_token_ids: tuple[int, ...]
+    """Tokens that end an answer."""
     images: tuple[ImagePatches, ...] = ()
+    """In the order of their placeholders."""
     num_choices: int = 1
+    """Answers; choice i is sampled with `choice_seed(seed, i)`."""
     grammar: GrammarSpec | None = None
+    """Constrains the answers."""
     priority: int = 0
+    """Smaller is more urgent; only with the scheduler's policy `priority`."""
     boundaries: tuple[Boundary, ...] = ()
+    """Where to cache the prompt's state, by num_tokens; the engine adds the kind `prompt` itself."""
     tenant: str = ""
+    """Cached prefixes are shared only within a tenant."""
     client: str = ""
+    """Unit of fairness, see SchedulerConfig.fairness."""
     origin: PromptOrigin = PromptOrigin()
+    """What the prompt was rendered with."""
     pinned: bool = False
+    """Whether the snapshot at its system boundary is never evicted."""
     sparse: SparsePlan | None = None
+    """Prefill by this plan. States after the first skipped token are never cached."""
     checkpoint: str = ""
+    """Fingerprint of the checkpoint whose tokenizer made the prompt, see processing/fingerprint.py; replicas of another
+    one refuse the request. '' is not checked."""
     thought: ThoughtSpec | None = None
+    """The thought to watch."""
     pooling: Pooling | None = None
-    """The answer is the pooled hidden state of the prompt, and no token; then sampling counts for nothing, and the
-    prefix cache is neither read nor written: the mean needs the hidden states of all tokens."""
+    """Answer with the pooled hidden state of the prompt, without tokens. Sampling is ignored, and the prefix cache is
+    not used: the mean needs the hidden states of all tokens."""
 
     @property
     def num_output_tokens(self) -> int:
-        """The most tokens of each answer."""
+        """Most tokens of each choice."""
         return 0 if self.pooling is not None else self.sampling.max_tokens
 
     @property
     def num_pixel_bytes(self) -> int:
+        """Bytes of all images' patches."""
         return sum(image.patches.nbytes for image in self.images)
 
     def without_pixels(self) -> "EngineRequest":
-        """Return the request for those who need its images' sizes and hashes only."""
+        """Return the request with images reduced to their sizes and hashes."""
         return replace(self, images=tuple(image.without_pixels() for image in self.images))
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The seed of one of several choices; the first has the request's own."""
+    """Return the seed of one of several choices; the first has the request's own."""
     return (seed + index * 0x9E3779B97F4A7C15) % 2**64
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Of one output token: its natural logarithm of probability, and (token id, logprob) of the best, best first."""
+    """Logprobs of one output token, natural logarithms."""
 
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    logprob: float  # Logprob of the sampled token.
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of the best alternatives, best first.
 
 
 GRAMMAR_FAILED = "the grammar's matcher failed: "
-"""How the error of a choice begins whose grammar passed the limits of its library while tokens were generated: it could
-be compiled, and the request is at fault all the same."""
+"""Prefix of the error of a choice whose grammar compiled but exceeded the grammar library's limits during
+generation; the request is at fault."""
 
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """All tokens of one choice since its last chunk. A stop token ends the choice and is not among them.
-
-    `finish_reason` is set on the choice's last chunk alone; `error` tells why when it is ERROR, and `retry_after_s` is
-    set if the request was not at fault: sent again, it may succeed. logprobs: one per
-    token, if asked for. num_drafted, num_accepted: draft tokens that were verified in these steps, and how many held.
-    num_cached: tokens of the prompt that came out of the prefix cache; num_skipped: that its sparse plan left out; both
-    are the same in all chunks of a request.
-    """
+    """All tokens of one choice since its last chunk. A stop token ends the choice and is not included."""
 
     token_ids: tuple[int, ...]
+    """New tokens."""
     finish_reason: FinishReason | None = None
+    """Set on the last chunk of the choice only."""
     error: str | None = None
+    """Why, if the finish reason is ERROR or EXPIRED."""
     index: int = 0
+    """Which choice, from 0."""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token, if requested."""
     num_drafted: int = 0
+    """Draft tokens verified in these steps."""
     num_accepted: int = 0
+    """Accepted draft tokens among token_ids."""
     num_cached: int = 0
+    """Prompt tokens from the prefix cache; equal in all chunks of a request."""
     num_skipped: int = 0
+    """Prompt tokens skipped by a sparse plan; equal in all chunks of a request."""
     retry_after_s: float | None = None
+    """Set on an error that is not the request's fault: a retry may succeed."""
     embedding: bytes | None = None
-    """The pooled hidden state of the prompt of a request with `pooling`: little-endian float32 [hidden], of length 1.
-    Comes with the finish reason."""
+    """Pooled hidden state of a request with `pooling`: little-endian float32 [hidden] of norm 1. Set together with the
+    finish reason."""
 
     @property
     def is_heartbeat(self) -> bool:
-        """Whether it says no more than that the engine is alive: no token, no end, no figure. Belongs to no choice."""
+        """Whether it only says that the engine is alive. A heartbeat belongs to no choice."""
         return not (self.token_ids or self.finish_reason or self.num_drafted)
 
 
 HEARTBEAT = TokenChunk(())
-"""What an engine yields, if asked to, when it has had nothing to say about a request for a while."""
+"""Yielded on request when there was no output for a while."""
 
 
 @dataclass(frozen=True)
 class PrefillCost:
-    """The measured cost of prefill: n tokens behind p others take chunk_s + token_s * n + pair_s * n * (p + n / 2)."""
+    """Measured cost of prefill: n tokens after p others take chunk_s + token_s * n + pair_s * n * (p + n / 2)
+    seconds."""
 
     chunk_s: float
     """Seconds of a chunk, whatever its size."""
     token_s: float
     """Seconds per prompt token."""
     pair_s: float
-    """Seconds per prompt token and token in front of it."""
+    """Seconds per pair of a prompt token and a preceding token."""
 
     def prompt_s(self, start: int, end: int, chunk_tokens: int = 2048) -> float:
-        """Predict the seconds that the tokens `start` to `end` of a prompt take in chunks of `chunk_tokens`."""
+        """Predict the seconds of a prompt's tokens `start` to `end` in chunks of `chunk_tokens`."""
         num_tokens = max(0, end - start)
         num_chunks = -(-num_tokens // chunk_tokens)
         num_pairs = num_tokens * (start + num_tokens / 2)
@@ -379,32 +402,29 @@ class PrefillCost:
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """The cached prefix of a prompt, and the cost of computing the other tokens."""
+    """The cached prefix of a prompt, and the cost of computing its other tokens."""
 
     num_tokens: int
-    """Tokens of the prompt that the prefix cache holds now."""
+    """Prompt tokens that are cached now."""
     no_sparse: str | None = None
-    """Why no sparse plan can be carried out here, None if one can."""
+    """Why this engine cannot execute a sparse plan, None if it can."""
     cost: PrefillCost | None = None
     """Cost of prefill on this engine; None before any chunk was measured."""
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One snapshot of the prefix cache. num_bytes: its own, without what it shares with the snapshots in front of it.
+    """One snapshot of the prefix cache."""
 
-    tenant: a digest. where: memory, disk or both. Seconds since it was made and since it was last used.
-    """
-
-    kind: SnapshotKind
-    num_tokens: int
-    num_bytes: int
-    num_hits: int
-    pinned: bool
-    tenant: str
-    where: Literal["memory", "disk", "both"]
-    age_s: float
-    idle_s: float
+    kind: SnapshotKind  # Kind of its boundary.
+    num_tokens: int  # Tokens before its boundary.
+    num_bytes: int  # In memory, without what it shares with the snapshots before it.
+    num_hits: int  # Prompts that continued it.
+    pinned: bool  # Whether it is never evicted.
+    tenant: str  # A digest of the tenant; '' without one.
+    where: Literal["memory", "disk", "both"]  # Where its arrays are.
+    age_s: float  # Seconds since it was taken.
+    idle_s: float  # Seconds since its last use.
 
 
 CacheMissReason = Literal["cold", "evicted", "cleared", "tenant", "image", "tools", "template_kwargs", "text"]
@@ -412,58 +432,56 @@ CacheMissReason = Literal["cold", "evicted", "cleared", "tenant", "image", "tool
 
 @dataclass(frozen=True)
 class CacheMiss:
-    """Why a prompt was not served from the cache as far as it could have been.
-
-    num_cached: tokens that were served. boundary, boundary_tokens: of the snapshot that would have served more.
-    num_common: tokens that it has in common with the prompt; reason tells what is behind them. For `text`,
-    prompt_token_ids and stored_token_ids are the next few tokens of either side. `cold`: there is no such snapshot.
-    """
+    """Why a prompt got fewer cached tokens than it could have."""
 
     request_id: str
+    """Id of the request."""
     reason: CacheMissReason
+    """What differs after num_common tokens; `cold` if there is no similar snapshot."""
     num_prompt_tokens: int
+    """Tokens of the prompt."""
     num_cached: int = 0
+    """Cached tokens that it got."""
     num_common: int = 0
+    """Tokens that it shares with the snapshot."""
     boundary: SnapshotKind | None = None
+    """Kind of the snapshot that would have served more; None without one."""
     boundary_tokens: int = 0
+    """Tokens of that snapshot."""
     prompt_token_ids: tuple[int, ...] = ()
+    """For reason `text`: the prompt's next few tokens after num_common."""
     stored_token_ids: tuple[int, ...] = ()
+    """For reason `text`: the snapshot's next few tokens after num_common."""
 
 
 @dataclass(frozen=True)
 class CacheStatus:
-    """The prefix cache for `GET /v1/cache`. off: why there is none, None if there is.
+    """The prefix cache for `GET /v1/cache`. Counters count from the start."""
 
-    num_bytes is of the memory alone, max_bytes its budget. num_hits, num_misses: prompts that were served some tokens,
-    or none; misses: the latter by reason. num_cached_tokens: served. num_rejected: snapshots that
-    did not fit, were not finite, or could not be taken. num_unusable: that were there and could not be restored, or not
-    be read back, or not in time: their prompts were computed.
-    entries: the most recently used first. recent_misses: the newest first, also of prompts that were served less than
-    they could have been. disk: figures of the disk tier, None without one.
-    """
-
-    off: str | None = None
-    max_bytes: int = 0
-    num_bytes: int = 0
-    num_entries: int = 0
-    num_pinned: int = 0
-    num_hits: int = 0
-    num_misses: int = 0
-    num_cached_tokens: int = 0
-    num_stored: int = 0
-    num_evicted: int = 0
-    num_rejected: int = 0
+    off: str | None = None  # Why there is no prefix cache, None if there is one.
+    max_bytes: int = 0  # Limit of num_bytes.
+    num_bytes: int = 0  # Bytes of snapshots in memory.
+    num_entries: int = 0  # Entries in memory or on disk.
+    num_pinned: int = 0  # Pinned entries.
+    num_hits: int = 0  # Prompts with a cached prefix.
+    num_misses: int = 0  # Prompts without one.
+    num_cached_tokens: int = 0  # Prompt tokens that were cached.
+    num_stored: int = 0  # Snapshots stored.
+    num_evicted: int = 0  # Snapshots evicted.
+    num_rejected: int = 0  # Snapshots that did not fit, were not finite, or could not be taken.
     num_unusable: int = 0
-    num_integrity_errors: int = 0
-    misses: dict[str, int] = field(default_factory=dict)
-    entries: tuple[CacheEntry, ...] = ()
+    """Snapshots that could not be restored, or not be read from disk in time; their prompts were computed."""
+    num_integrity_errors: int = 0  # Failed integrity checks, each of which emptied the cache.
+    misses: dict[str, int] = field(default_factory=dict)  # num_misses by reason.
+    entries: tuple[CacheEntry, ...] = ()  # The most recently used first.
     recent_misses: tuple[CacheMiss, ...] = ()
-    disk: dict[str, int] | None = None
+    """The newest first; prompts that could have got more cached tokens are included."""
+    disk: dict[str, int] | None = None  # Figures of the disk tier, None without one.
 
 
 @dataclass(frozen=True)
 class CacheCleared:
-    """What clearing the prefix cache has freed; pinned snapshots stay."""
+    """The result of clearing the prefix cache; pinned snapshots stay."""
 
     num_entries: int
     num_bytes: int
@@ -472,44 +490,40 @@ class CacheCleared:
 
 @dataclass(frozen=True)
 class QueuedRequest:
-    """One that waits. position: 1 is the next. expected_wait_s: as requests have been let in lately, None if not known.
+    """One queued request."""
 
-    num_rows: choices that wait; num_bytes: of memory that they need at least. preempted: it had begun.
-    """
-
-    request_id: str
-    position: int
-    num_rows: int
-    num_bytes: int
-    waited_s: float
-    expected_wait_s: float | None = None
-    preempted: bool = False
+    request_id: str  # Id of the request.
+    position: int  # 1 is the next.
+    num_rows: int  # Queued choices.
+    num_bytes: int  # The least memory that they need.
+    waited_s: float  # Seconds in the queue.
+    expected_wait_s: float | None = None  # Predicted from recent admissions; None if unknown.
+    preempted: bool = False  # Whether it was preempted after it had generated tokens.
 
 
 @dataclass(frozen=True)
 class WorkInHand:
-    """The piece of work that the device computes now."""
+    """The work that the device computes now."""
 
     name: str
     seconds: float
-    """How long it has lasted."""
+    """Seconds since it began."""
     predicted_s: float
-    """How long the cost model expects it to last; 0 where it says nothing."""
+    """Seconds that the cost model predicts; 0 without a prediction."""
     is_late: bool
     """Whether it takes much longer than predicted."""
 
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """A snapshot for `/v1/status`: gauges are of this moment, counters since the start. Bytes, seconds, tokens.
+    """A snapshot for `/v1/status`: gauges are current, counters count from the start. Bytes, seconds, tokens."""
 
-    queue: the first of those that wait. admission: the books of the memory, see core/memory/budget.py. unavailable: why
-    new requests are turned away now, None if they are not.
-    """
-
-    state: str  # loading, warming (pinned prompts are taken in), ready, failed, stopped
+    state: str
+    """Loading, warming (prefilling pinned prompts), ready, failed, or stopped."""
     model: str
-    load_progress: float  # 0 to 1, of the bytes of the weights; while warming, of the tokens of the pinned prompts
+    """As configured."""
+    load_progress: float
+    """0 to 1, by bytes of the weights; while warming, by tokens of the pinned prompts."""
     num_running: int = 0
     num_waiting: int = 0
     max_running: int = 0
@@ -534,10 +548,14 @@ class EngineStatus:
     speculation: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     admission: dict[str, Any] = field(default_factory=dict)
+    """Memory accounts, see core/memory/budget.py."""
     queue: tuple[QueuedRequest, ...] = ()
+    """The first queued requests."""
     expected_wait_s: float | None = None
     capabilities: dict[str, Any] = field(default_factory=dict)
     work: WorkInHand | None = None
-    """None while the device has nothing to do."""
+    """None while the device is idle."""
     unavailable: str | None = None
+    """Why new requests are rejected now, None if they are accepted."""
     error: str | None = None
+    """Why the engine failed or stopped, None while it runs."""

@@ -1,4 +1,4 @@
-"""What the engine has produced and its reader has not taken yet: the event loop's end of a request."""
+"""The event loop's side of a request: output that its reader has not consumed yet."""
 
 import asyncio
 from typing import Any
@@ -7,7 +7,7 @@ from engine.protocol import FinishReason, TokenChunk, TokenLogprobs
 
 
 class ChoiceTokens:
-    """What one choice has produced and its reader has not taken yet. At most max_tokens token ids wait in it."""
+    """Output of one choice that its reader has not consumed yet; at most max_tokens token ids."""
 
     def __init__(self) -> None:
         self.finish: TokenChunk | None = None
@@ -21,7 +21,7 @@ class ChoiceTokens:
         self._num_drafted = self._num_accepted = 0
 
     def put(self, chunk: TokenChunk) -> None:
-        """Nothing is taken after a finish reason: tokens of an aborted request may still be on their way."""
+        """Append a chunk. Chunks after a finish reason are ignored: tokens of an aborted request may still arrive."""
         if self.finish is not None:
             return
         self.has_news = True
@@ -29,12 +29,13 @@ class ChoiceTokens:
         self._logprobs.extend(chunk.logprobs)
         self._num_drafted += chunk.num_drafted
         self._num_accepted += chunk.num_accepted
-        self._num_cached = max(self._num_cached, chunk.num_cached)  # what we end ourselves does not know them
+        self._num_cached = max(self._num_cached, chunk.num_cached)  # 0 in chunks made by TokenStream.end
         self._num_skipped = max(self._num_skipped, chunk.num_skipped)
         if chunk.finish_reason is not None:
             self.finish = chunk
 
     def take(self, index: int) -> TokenChunk:
+        """Return everything since the last call as one chunk."""
         end = self.finish or TokenChunk(())
         token_ids, logprobs = tuple(self._token_ids), tuple(self._logprobs)
         figures = self._num_drafted, self._num_accepted, self._num_cached, self._num_skipped
@@ -46,17 +47,17 @@ class ChoiceTokens:
 
 
 class TokenStream:
-    """All choices of one request."""
+    """The output of all choices of one request."""
 
     def __init__(self, num_choices: int) -> None:
         self.choices = [ChoiceTokens() for _ in range(num_choices)]
         self._waiter: asyncio.Future[None] | None = None
-        self._wake_at = 0.0  # when the reader wants to be woken although nothing came, on the loop's clock
+        self._wake_at = 0.0  # when to wake the reader without output, on the loop's clock
         self._alarm: asyncio.TimerHandle | None = None
 
     @property
     def num_open(self) -> int:
-        """Choices that have not ended."""
+        """Choices that have not finished."""
         return sum(choice.finish is None for choice in self.choices)
 
     @property
@@ -64,26 +65,24 @@ class TokenStream:
         return self.num_open == 0
 
     def put(self, chunk: TokenChunk) -> None:
+        """Append a chunk and wake the reader."""
         self.choices[chunk.index].put(chunk)
         self._wake()
 
     def end(self, reason: FinishReason, error: str | None = None, retry_after_s: float | None = None) -> None:
-        """Of every choice that has not ended."""
+        """Finish every choice that has not finished."""
         for index in range(len(self.choices)):
             self.put(TokenChunk((), reason, error, index, retry_after_s=retry_after_s))
 
     async def settled(self, work: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
-        """True as soon as the work is done or every choice has ended; False after so long."""
+        """Wait for `work` or for the end of all choices; return False on timeout."""
         if not self.is_finished and not work.done():
             self._waiter = asyncio.get_running_loop().create_future()
             await asyncio.wait({work, self._waiter}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         return work.done() or self.is_finished
 
     async def get(self, timeout_s: float | None = None) -> list[TokenChunk]:
-        """All that came since the last call, one chunk for each choice, waiting for something to come.
-
-        Returns [] after timeout_s without anything.
-        """
+        """Wait for output and return one chunk per choice with any; [] after timeout_s without output."""
         if not any(choice.has_news for choice in self.choices):
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -94,8 +93,10 @@ class TokenStream:
         return [choice.take(index) for index, choice in enumerate(self.choices) if choice.has_news]
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wakes the reader if it has waited for as long as it wants. One alarm is set for all reads of that time: one
-        for each read would cost more than the read."""
+        """Wake the reader if its timeout has passed.
+
+        One timer serves all reads within a timeout, because a timer per read would cost more than the read.
+        """
         self._alarm = None
         if self._waiter is None or self._waiter.done():
             return

@@ -1,4 +1,4 @@
-"""Access: checks of Host, Origin, API key and content type, and the identity behind each key."""
+"""Access: middleware that checks Host, Origin, API key and content type, and answers CORS preflights."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -15,7 +15,7 @@ from deployments.http.errors import ErrorMap, Refusal, error_dialect, shown
 from deployments.http.rate_limits import HEADER_NAMES, RateLimits
 
 OPEN_PATHS = ("/health/live", "/health/ready")
-"""Load balancers ask them without a key, and some without a Host header that names this server."""
+"""Routes without checks: load balancers call them without a key, and some with a foreign Host header."""
 
 _CORS_METHODS = "GET, POST, DELETE"
 _CORS_EXPOSED = ", ".join(("x-request-id", "request-id", "retry-after", "x-orchard-ignored", *HEADER_NAMES))
@@ -23,7 +23,7 @@ _CORS_MAX_AGE_S = "600"
 
 
 class HostNotAllowed(Refusal):
-    """host: the name that was sent."""
+    """Args: the Host header that was sent."""
 
     status, code = 403, "host_not_allowed"
 
@@ -36,7 +36,7 @@ class HostNotAllowed(Refusal):
 
 
 class OriginNotAllowed(Refusal):
-    """origin: that of the web page."""
+    """Args: the Origin header that was sent."""
 
     status, code = 403, "origin_not_allowed"
 
@@ -49,7 +49,7 @@ class OriginNotAllowed(Refusal):
 
 
 class WrongContentType(Refusal):
-    """content_type: what was sent, '' if the header is missing."""
+    """Args: the Content-Type that was sent, '' if the header is missing."""
 
     status, code = 415, "unsupported_media_type"
 
@@ -60,6 +60,8 @@ class WrongContentType(Refusal):
 
 
 class KeyRequired(Refusal):
+    """The request has no accepted API key."""
+
     status, code = 401, "invalid_api_key"
     headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
 
@@ -69,7 +71,7 @@ class KeyRequired(Refusal):
 
 
 class AdministratorOnly(Refusal):
-    """what: the action that was asked for."""
+    """Args: the method and route that were requested."""
 
     status, code = 403, "not_administrative"
 
@@ -82,7 +84,11 @@ class AdministratorOnly(Refusal):
 
 
 class AccessRules:
-    """The configured rules of access; they look at a request's scope alone. Raises what read_api_keys raises."""
+    """Access rules from the configuration. They use only the ASGI scope of a request.
+
+    Raises:
+        ApiKeysError: See read_api_keys.
+    """
 
     def __init__(self, config: HttpConfig):
         self._needs_key = config.needs_key
@@ -92,7 +98,12 @@ class AccessRules:
         self._takes_any_host = not config.allowed_hosts and bool(config.open or config.needs_key)
 
     def check_source(self, scope: Scope) -> None:
-        """Raises HostNotAllowed, and OriginNotAllowed for a web page that may not even read an error."""
+        """Check Host and Origin.
+
+        Raises:
+            HostNotAllowed: The Host header is not a name of this server.
+            OriginNotAllowed: The web page may not send requests, nor read the error.
+        """
         headers = Headers(scope=scope)
         if scope["path"] in OPEN_PATHS:
             return
@@ -103,7 +114,7 @@ class AccessRules:
             raise OriginNotAllowed(origin)
 
     def identify(self, scope: Scope) -> KeyIdentity:
-        """Return what the key of a request stands for. Raises KeyRequired and WrongContentType."""
+        """Return the identity of a request's API key. Raises KeyRequired, WrongContentType."""
         headers = Headers(scope=scope)
         if scope["path"] in OPEN_PATHS:
             return NO_KEY
@@ -113,10 +124,10 @@ class AccessRules:
         return key
 
     def _key_of(self, scope: Scope, headers: Headers) -> KeyIdentity:
-        """Without configured keys, a program on this machine is administrative.
+        """Find the identity of a request. On a server without keys, programs on this machine are administrative.
 
-        A name that is not this server's own is no reason to trust a local program: it may be a browser in which a
-        foreign page has bound its name to this address.
+        A local program that names a foreign Host is not trusted: it may be a browser with a page that bound its own
+        name to this address (DNS rebinding).
         """
         if not self._needs_key:
             is_trusted = is_local(scope) and all(map(self._is_own, headers.getlist("host")))
@@ -128,18 +139,18 @@ class AccessRules:
         return key
 
     def allows_origin(self, origin: str, host: str) -> bool:
-        """The server's own pages have the Host of the request as their origin; the Host has been checked before."""
+        """Tell whether pages of an origin may send requests. Own pages have the Host, checked before, as origin."""
         own = urlsplit(origin).netloc.lower()
         return origin.lower() in self._allowed_origins or (own != "" and own == host.lower())
 
     def _is_own(self, host: str) -> bool:
-        """An IP address cannot be bound to another one, as the name of a foreign page can (DNS rebinding)."""
+        """Tell whether a Host is this server's. IP addresses are, as DNS rebinding needs a name."""
         name = _without_port(host)
         return is_loopback_name(name) or is_ip_address(name) or name in self._allowed_hosts
 
 
 class Access:
-    """Middleware: refuses what AccessRules refuses, answers CORS preflights, and adds headers about limits and origins.
+    """Middleware: applies AccessRules, answers CORS preflights, and adds rate limit and CORS headers.
 
     Sets `state.key` to the KeyIdentity of the request, and `state.is_administrative`.
     """
@@ -166,7 +177,7 @@ class Access:
         await self._app(scope, receive, self._send_with_limits(send, scope, key))
 
     def _send_with_limits(self, send: Send, scope: Scope, key: KeyIdentity) -> Send:
-        """Add headers with the rest of the key's limits when the response begins; none for a key without limits."""
+        """Wrap `send` to add the rate limit headers of the key to the response; no headers for a key without limits."""
         if not key.limits:
             return send
 
@@ -191,9 +202,9 @@ def _send_with_origin(send: Send, origin: str) -> Send:
 
 
 def _sent_keys(path: str, headers: Headers) -> list[str]:
-    """The keys that a request names, that of its dialect's own header first.
+    """Return the keys that a request sends, in order of preference.
 
-    As Anthropic does, its routes look at x-api-key alone where it is sent; elsewhere each of the two is enough.
+    Anthropic's routes ignore Authorization if x-api-key is sent, as Anthropic does; on other routes either is enough.
     """
     own = [key for key in headers.getlist("x-api-key") if key]
     bearer = []
@@ -207,7 +218,7 @@ def _sent_keys(path: str, headers: Headers) -> list[str]:
 
 
 def is_preflight(scope: Scope) -> bool:
-    """A browser asks whether a page may send a request that it has not sent yet; it sends no key with it."""
+    """Tell whether a request is a CORS preflight, which browsers send without a key."""
     names = {name for name, _ in scope["headers"]}
     return scope["method"] == "OPTIONS" and {b"origin", b"access-control-request-method"} <= names
 
@@ -227,7 +238,7 @@ def _preflight_response(scope: Scope, origin: str) -> Response:
 
 
 def _without_port(host: str) -> str:
-    """The name or address in a Host header in lower case, IPv6 without brackets."""
+    """Return the name or address of a Host header in lower case, IPv6 without brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower().removesuffix(".")

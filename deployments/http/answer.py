@@ -1,4 +1,4 @@
-"""Answer: what the deltas of one generation add up to; AnswerEncoder: how a dialect writes it."""
+"""Answer: the accumulated deltas of one generation; AnswerEncoder: writes an answer in a dialect."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,10 +12,10 @@ FINISH_REASONS = ("stop", "length", "tool_calls")
 
 @dataclass
 class ChoiceAnswer:
-    """One of the answers to a request, as far as it is there."""
+    """One choice, as far as it is generated."""
 
     deltas: list[TextDelta] = field(default_factory=list)
-    """In their order: in some dialects thought, text and calls may follow each other in any."""
+    """In order of arrival, which some dialects keep between thought, text and calls."""
     finish_reason: str | None = None
     stop_sequence: str | None = None
 
@@ -37,10 +37,12 @@ class ChoiceAnswer:
 
 
 class Answer:
-    """All choices of a request, and its figures. One that failed or was aborted raises EngineFailed.
+    """All choices of a request, and its token counts.
 
     Args:
-        keeps_text: whether the deltas are kept, which a stream has no use for.
+        generation: Source of the counts of prompt tokens.
+        num_choices: Number of choices.
+        keeps_text: Whether to keep the deltas; a streamed answer does not need them.
     """
 
     def __init__(self, generation: Generation, num_choices: int, keeps_text: bool):
@@ -54,6 +56,7 @@ class Answer:
         self._keeps_text = keeps_text
 
     def add(self, delta: TextDelta) -> None:
+        """Add a delta. Raises EngineFailed for an unknown finish reason."""
         choice = self.choices[delta.index]
         self.num_tokens += delta.num_tokens
         self.num_reasoning_tokens += delta.num_reasoning_tokens
@@ -67,40 +70,40 @@ class Answer:
             choice.finish_reason, choice.stop_sequence = delta.finish_reason, delta.stop_sequence
 
     def check_complete(self) -> None:
-        """Raises EngineFailed if a choice has not ended."""
+        """Raise EngineFailed if a choice has no finish reason."""
         if any(choice.finish_reason is None for choice in self.choices):
             raise EngineFailed("the generation ended without a finish reason")
 
 
 class AnswerEncoder(Protocol):
-    """Writes one answer in a dialect: `body`, or `opening`, any number of `encode`, and `closing` or `failed`.
+    """Writes one answer in a dialect, either by `body`, or by `opening`, `encode` per delta, and `closing` or `failed`.
 
-    Bytes are complete server-sent events, or b"" for nothing.
+    Bytes are complete server-sent events; b"" stands for no event.
     """
 
     def opening(self, generation: Generation) -> bytes:
-        """The events before the first delta."""
+        """Return the events before the first delta."""
         ...
 
     def encode(self, delta: TextDelta) -> bytes:
-        """The events of one delta, of any choice."""
+        """Return the events of one delta of any choice."""
         ...
 
     def closing(self, answer: Answer) -> bytes:
-        """The events behind the last delta: every choice has its finish reason."""
+        """Return the events after the last delta, when every choice has its finish reason."""
         ...
 
     def failed(self, failure: Failure) -> bytes:
-        """The last event of a stream that failed, perhaps before its opening."""
+        """Return the last event of a stream that failed, possibly before its opening."""
         ...
 
     def body(self, answer: Answer) -> dict[str, Any] | bytes:
-        """The body of an answer that is not streamed; bytes are JSON already."""
+        """Return the body of an answer that is not streamed; bytes are JSON text."""
         ...
 
 
 def prompt_details(answer: Answer) -> dict[str, Any]:
-    """Where a prompt's tokens came from. `specprefill` is there if a sparse prompt was asked for or tried."""
+    """Return the token counts of the prompt; with `specprefill` if a sparse prefill was requested or tried."""
     details: dict[str, Any] = {"cached_tokens": answer.num_cached_tokens}
     if (report := answer.spec_prefill) is not None:
         details["specprefill"] = {

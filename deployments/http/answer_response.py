@@ -1,5 +1,5 @@
-"""AnswerResponse: reads a request, starts its generation and relays the answer. It ends early when the client leaves or
-the request is cancelled. Every dialect's answers go through it."""
+"""AnswerResponse: reads a request, starts its generation and relays the answer, in every dialect; ends early when the
+client disconnects or the request is cancelled."""
 
 import asyncio
 import contextlib
@@ -34,29 +34,36 @@ class Job:
     """A parsed request that is ready to start."""
 
     id: str
-    """Id of the answer; the request can be cancelled by it."""
+    """Id of the answer, by which the request can be cancelled."""
     start: Callable[[KeyIdentity], Awaitable[Generation]]
-    """Takes the key of the request. Returns when the answer has begun; raises why it does not. Called once."""
+    """Starts the generation for an API key; called once. Returns at the first token or raises."""
     encoder: AnswerEncoder
     stream: bool
     num_choices: int = 1
+    """Choices in flight that the request counts for."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Further headers of the response."""
+    """Additional headers of the response."""
 
 
 class AnswerResponse(Response):
     """Reads the request, starts the generation and sends the answer.
 
-    The request is in flight from its headers on, but takes its place only when its body has been read: where there is
-    no room for it, its body is not even read. A cancellation (in_flight), or a client that leaves, ends the work at any
-    point, also before the first token, and its row is freed. The end of the response is sent after that, since servers
-    report every client as gone once they have its last byte.
+    The request is in flight from its headers on and counts for its choices after its body is parsed; at capacity it is
+    refused before its body is read. A cancellation (in_flight) or a client disconnect ends the work at any point, also
+    before the first token, and frees its rows. The end of the response is sent after that, since servers report the
+    client as disconnected once the last byte is sent.
 
-    A stream commits its status with its first token, or earlier, with a comment, when the first token takes longer than
-    `comment_s`; an error after that is an event.
+    A stream commits its status with its first token, or with a comment if the first token takes longer than
+    `comment_s`; later errors are sent as events.
 
     Args:
-        understand: makes a job of the body. It may raise anything.
+        understand: Parses a body into a Job. It may raise any exception.
+        in_flight: Admission and cancellation.
+        bodies: Limits on bodies that are still arriving.
+        limits: Limits of the API keys.
+        errors: Maps exceptions to responses.
+        request_id: For logs, errors and cancellation.
+        comment_s: Seconds without an event after which a stream sends a comment.
     """
 
     def __init__(
@@ -101,7 +108,7 @@ class AnswerResponse(Response):
                 await stream.end()
 
     async def _answered(self, entry: Entry, request: Request, stream: EventStream) -> Response | None:
-        """The response that is still to be sent; None if events have been."""
+        """Read, admit and answer the request. Returns the response to send; None if it was streamed."""
         try:
             job = await unless(self._read(request), entry.must_end)
             self._limits.check(request.state.key, job.num_choices)
@@ -129,7 +136,7 @@ class AnswerResponse(Response):
         return await self._understand(body)
 
     async def _work(self, job: Job, entry: Entry, stream: EventStream, scope: Scope) -> Response | None:
-        """See `_answered`."""
+        """Generate the answer, with comments while a stream is silent. Returns as `_answered`."""
         if not job.stream:
             return await self._generate(job, entry, stream, scope)
         comments = asyncio.ensure_future(stream.keep_alive())
@@ -171,7 +178,7 @@ class AnswerResponse(Response):
     async def _send_events(
         self, job: Job, generation: Generation, answer: Answer, entry: Entry, stream: EventStream
     ) -> None:
-        """Raises what the generation raises."""
+        """Relay the answer as events. Raises what the generation raises."""
         if opening := job.encoder.opening(generation):
             await stream.send(opening)
         async for delta in generation:
@@ -186,7 +193,7 @@ class AnswerResponse(Response):
     async def _failed(
         self, job: Job, entry: Entry, error: Exception, stream: EventStream, scope: Scope
     ) -> Response | None:
-        """The answer is an error, and nothing else any more: a response, or the last event of an open stream."""
+        """Answer with an error: as a response, or as the last event of an open stream."""
         if not stream.is_open:
             return self._refused(entry, error, scope)
         entry.answered()
@@ -205,10 +212,16 @@ class AnswerResponse(Response):
 
 
 async def unless(work: Coroutine[Any, Any, T], *ends: asyncio.Future[Any]) -> T:
-    """Does the work. If one of `ends` is done before it, or the caller is cancelled, cancels it and waits for its
-    clean-up.
+    """Run `work` until it returns or one of `ends` is done; then, or if the caller is cancelled, cancel it.
 
-    Raises the error that is the result of that end, or what the work raises.
+    A cancelled `work` is awaited until its clean-up is done.
+
+    Args:
+        work: The coroutine.
+        ends: Futures whose result is an exception.
+
+    Raises:
+        Exception: The result of the end that was first, or whatever the work raises.
     """
     worker = asyncio.ensure_future(work)
     try:
@@ -222,7 +235,7 @@ async def unless(work: Coroutine[Any, Any, T], *ends: asyncio.Future[Any]) -> T:
 
 
 async def _left(receive: Receive) -> ClientDisconnect:
-    """Returns when the client leaves. All of the request's body must have been read."""
+    """Wait until the client disconnects. The whole body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
     return ClientDisconnect()

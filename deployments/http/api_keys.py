@@ -1,4 +1,4 @@
-"""API keys: where they are read from, and what the key of a request allows."""
+"""API keys: reading them from the configuration, and the identity, limits and rights behind each key."""
 
 import hashlib
 import hmac
@@ -19,19 +19,19 @@ from engine.config import Frozen
 from engine.protocol import OrchardError
 
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
-"""Permission bits of a file of keys that must not be set."""
+"""Permission bits that must not be set on a key file."""
 
 Label = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~](?:[ -~]*[!-~])?$")]
-"""Printable ASCII without spaces at its ends: it goes into errors and logs."""
+"""Printable ASCII without leading or trailing spaces, for use in errors and logs."""
 
 
 class ApiKeysError(OrchardError):
-    """Keys that cannot be read; args[0] names the place and never quotes a key."""
+    """The API keys cannot be read. The message names the source and never quotes a key."""
 
 
 @dataclass(frozen=True)
 class KeyLimits:
-    """The limits of one key, on each ingress. None: no limit."""
+    """Limits of one key, which each ingress applies separately. None: no limit."""
 
     max_requests_per_minute: int | None = None
     max_tokens_per_minute: int | None = None
@@ -45,7 +45,7 @@ class KeyLimits:
 
 @dataclass(frozen=True)
 class KeyIdentity:
-    """The identity behind a request's key, in `request.state.key`. Without keys it is NO_KEY or LOCAL_KEY."""
+    """Identity of a request's API key, in `request.state.key`. On a server without keys it is NO_KEY or LOCAL_KEY."""
 
     name: str
     """Label of the key, unique on this server; '' without a key."""
@@ -57,11 +57,10 @@ class KeyIdentity:
     limits: KeyLimits = KeyLimits()
 
     def apply(self, request: ChatRequest) -> ChatRequest:
-        """Return the request as one of this key.
+        """Return the request with the tenant and client of this key; unchanged on a server without keys.
 
-        The key's tenant is joined with the request's own (`cache_salt`), and its client with the request's (`user`):
-        a request can divide what is its key's, but never name what is another key's. On a server without keys a request
-        stays as it is.
+        The key's tenant is joined with the request's own (`cache_salt`), and its client with the request's (`user`), so
+        a request can subdivide its key's tenant and client but never name those of another key.
         """
         if not self.name:
             return request
@@ -71,10 +70,10 @@ class KeyIdentity:
 
 
 NO_KEY = KeyIdentity("")
-"""The identity of requests to a server without keys."""
+"""Identity of a request to a health route or to a server without keys."""
 
 LOCAL_KEY = KeyIdentity("", is_administrative=True)
-"""The identity of programs on the same machine, on a server without keys."""
+"""Identity of a program on the same machine, on a server without keys."""
 
 
 class ApiKeyEntry(Frozen):
@@ -84,8 +83,8 @@ class ApiKeyEntry(Frozen):
     name: Label = Field(description="label of the key in errors and logs, unique")
     tenant: Label | None = Field(default=None, description="keys with the same tenant share cached prefixes")
     client: Label | None = Field(default=None, description="keys with the same client share one fair share; null: name")
-    is_administrative: bool = Field(default=False, description="whether it may see whole pages and delete the cache")
-    max_requests_per_minute: int | None = Field(default=None, ge=1, description="requests that generate")
+    is_administrative: bool = Field(default=False, description="may read full status pages and clear the prefix cache")
+    max_requests_per_minute: int | None = Field(default=None, ge=1, description="requests that generate, per minute")
     max_tokens_per_minute: int | None = Field(default=None, ge=1, description="prompt and completion tokens together")
     max_rows: int | None = Field(default=None, ge=1, description="choices in flight at once")
 
@@ -99,27 +98,30 @@ _Entries = TypeAdapter(list[ApiKeyEntry])
 
 
 class KeyRing:
-    """The keys that a server takes, as hashes."""
+    """The accepted keys, as hashes."""
 
     def __init__(self, keys: Iterable[tuple[str, KeyIdentity]]):
-        """keys: pairs of 'sha256:<hex digits>' and what the key stands for."""
+        """
+        Args:
+            keys: Pairs of 'sha256:<64 hex digits>' and the identity of the key.
+        """
         self._keys = [(bytes.fromhex(hash_.removeprefix("sha256:")), identity) for hash_, identity in keys]
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def find(self, sent: str) -> KeyIdentity | None:
-        """Return what a key stands for, in a time that tells nothing of the keys."""
+        """Return the identity of a key, None if it is unknown, in a time that is independent of the accepted keys."""
         digest = hashlib.sha256(sent.encode("latin-1")).digest()
         found = [identity for ours, identity in self._keys if hmac.compare_digest(ours, digest)]
         return found[0] if found and sent else None
 
 
 def read_api_keys(config: HttpConfig) -> KeyRing:
-    """Read the keys of the configuration, of its file and of its environment variable.
+    """Read the keys of http.api_keys, http.api_keys_file and http.api_keys_env.
 
     Raises:
-        ApiKeysError: a file or a variable that is missing, malformed or unsafe, or a key that is there twice.
+        ApiKeysError: A file or variable is missing, malformed or readable by others, or a key is defined twice.
     """
     keys = [(f"http.api_keys[{i}]", hash_, _bare(f"api_keys[{i}]")) for i, hash_ in enumerate(config.api_keys)]
     if config.api_keys_file is not None:
@@ -131,7 +133,7 @@ def read_api_keys(config: HttpConfig) -> KeyRing:
 
 
 _Key = tuple[str, str, KeyIdentity]
-"""The place that a key comes from, its hash, and what it stands for."""
+"""Source of a key for errors, its hash, and its identity."""
 
 
 def _bare(name: str) -> KeyIdentity:
@@ -210,5 +212,5 @@ def _check_unique(keys: list[_Key]) -> None:
 
 
 def _joined(own: str, sent: str) -> str:
-    """Different pairs give different texts, whatever a client sends; two empty ones give ''."""
+    """Join a key's name with a client's, injectively: different pairs give different texts; two empty names give ''."""
     return f"{len(own)}:{own}{sent}" if own or sent else ""

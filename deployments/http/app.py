@@ -1,4 +1,4 @@
-"""create_app: all endpoints and the middleware in front of them."""
+"""create_app: assembles all endpoints and the middleware in front of them."""
 
 from collections.abc import Mapping
 
@@ -31,15 +31,17 @@ def create_app(
     converters: Mapping[type[Exception], Converter] | None = None,
     is_behind_proxy: bool = False,
 ) -> FastAPI:
-    """The whole HTTP face of a backend.
+    """Create the HTTP API of a backend.
 
-    Under Ray this is called from `__serve_build_asgi_app__`, when the backend exists.
+    Under Ray the Ingress calls this from `__serve_build_asgi_app__`.
 
     Args:
-        media_kinds: what the model reads besides text.
-        keeps_late_system: see `normalize`.
-        converters: make our errors of the transport's.
-        is_behind_proxy: whether Serve's HTTP proxy adds the request id to responses, see RequestId.
+        backend: The graph.
+        config: HTTP settings.
+        media_kinds: Kinds of media that the model reads besides text.
+        keeps_late_system: See `normalize`.
+        converters: Convert foreign exceptions to OrchardErrors, by exception class.
+        is_behind_proxy: Whether Serve's HTTP proxy adds the request id to responses, see RequestId.
     """
     errors = ErrorMap(converters)
     door = Door(backend, config, media_kinds, keeps_late_system, errors)

@@ -1,9 +1,8 @@
-"""The process that reads large bodies: its loop (`main`) and, in the process that started it, its other end.
+"""BodyProcess: a subprocess that parses large bodies: its loop (`main`) and its proxy in the parent process.
 
-Reading a body of megabytes is one long call of C code or many short ones of Python; in a thread either would take the
-event loop's turn. The two ends talk over a socket: length, then pickled data, or the body as it is behind
-the name of its dialect. The process ends
-when the socket does, so it never outlives the one that started it.
+Parsing megabytes takes one long call of C code or many short ones of Python; in a thread either would block the event
+loop. The two sides talk over a socket: the parent sends the dialect and the raw body, each after its length; the child
+answers with pickled data. The child ends when the socket closes, so it never outlives its parent.
 """
 
 import asyncio
@@ -26,24 +25,24 @@ from deployments.http.request_reader import Dialect, ParsedRequest, ReadingRules
 from engine.protocol import EngineFailed, InvalidRequest, OrchardError
 
 RECYCLE_BYTES = 512 * 2**20
-"""A process that holds more memory than this after a body is replaced."""
+"""A process whose resident memory exceeds this after a body is replaced."""
 
 _READY = b"!"
 _LENGTH = struct.Struct(">Q")
 _ANSWER = struct.Struct(">QQ?")
-"""Bytes of the pickled answer, bytes of the messages behind it, whether the process ends then."""
+"""Length of the pickled answer, length of the messages that follow it, whether the process ends afterwards."""
 
 
 class ProcessDied(Exception):
-    """The process ended before it had answered."""
+    """The process ended before it answered."""
 
 
 class BodyProcess:
-    """The end that asks. One body at a time; after any exception the process must be killed.
+    """The parent's side. It takes one body at a time; after ProcessDied or a timeout the process must be killed.
 
     Args:
-        rules: for all bodies.
-        max_memory_bytes: private memory that the process may allocate (Linux; elsewhere there is no such limit).
+        rules: Rules for all bodies.
+        max_memory_bytes: Private memory that the process may allocate. Enforced on Linux only.
     """
 
     def __init__(self, rules: ReadingRules, max_memory_bytes: int):
@@ -58,7 +57,7 @@ class BodyProcess:
         self._socket.sendall(_LENGTH.pack(len(start)) + start)
         self._socket.setblocking(False)
         self.has_answered = False
-        """Whether the last body has been answered and the process takes another one."""
+        """Whether the last body was answered and the process accepts another one."""
 
     @property
     def pid(self) -> int:
@@ -69,14 +68,14 @@ class BodyProcess:
         return self._process.poll() is None
 
     async def until_ready(self) -> None:
-        """Raises ProcessDied."""
+        """Wait until the process accepts bodies. Raises ProcessDied."""
         try:
             await self._receive(asyncio.get_running_loop(), len(_READY))
         except OSError as error:
             raise ProcessDied from error
 
     async def read(self, body: bytes, dialect: Dialect) -> ParsedRequest:
-        """Raises what `read_request` raises, ProcessDied."""
+        """Parse a body. Raises ProcessDied, and what `read_request` raises."""
         loop = asyncio.get_running_loop()
         self.has_answered = False
         try:
@@ -85,7 +84,7 @@ class BodyProcess:
             await loop.sock_sendall(self._socket, body)
             num_bytes, num_message_bytes, is_last = _ANSWER.unpack(await self._receive(loop, _ANSWER.size))
             head, messages = await self._receive(loop, num_bytes), await self._receive(loop, num_message_bytes)
-            answer = pickle.loads(head, buffers=[messages])  # noqa: S301 our own process made it
+            answer = pickle.loads(head, buffers=[messages])  # noqa: S301 written by our own subprocess
             self.has_answered = not is_last
         except OSError as error:
             raise ProcessDied from error
@@ -104,25 +103,26 @@ class BodyProcess:
         return data
 
     def kill(self) -> None:
-        """Does not wait for its end: to free gigabytes takes the kernel longer than an event loop may stand still."""
+        """Kill the process without waiting for its end, as freeing gigabytes would block the event loop."""
         self._socket.close()
         self._process.kill()
         threading.Thread(target=self._process.wait, name="reap body process").start()
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of the terminal: requests drain first
+    """Parse bodies until the socket closes or the process has grown beyond RECYCLE_BYTES."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of the terminal, but requests drain
     with (
         socket.socket(fileno=0) as connection,
         connection.makefile("rb") as stream,
         contextlib.suppress(BrokenPipeError),
     ):
-        rules, max_memory_bytes = pickle.loads(_next_message(stream) or b"")  # noqa: S301 from whoever started us
-        with contextlib.suppress(ValueError, OSError):  # macOS knows the limit, but does not keep it
+        rules, max_memory_bytes = pickle.loads(_next_message(stream) or b"")  # noqa: S301 from our own parent
+        with contextlib.suppress(ValueError, OSError):  # macOS accepts this limit without enforcing it
             resource.setrlimit(resource.RLIMIT_DATA, (max_memory_bytes, max_memory_bytes))
         connection.sendall(_READY)
         gc.freeze()
-        gc.disable()  # within a body: values of JSON hold no cycles
+        gc.disable()  # while parsing, as JSON values have no cycles
         is_last = False
         while not is_last and (dialect := _next_message(stream)) and (body := _next_message(stream)) is not None:
             answer, messages = _answer_to(body, dialect.decode(), rules, max_memory_bytes)
@@ -136,7 +136,7 @@ def main() -> None:
 
 
 def _answer_to(body: bytes, dialect: Any, rules: ReadingRules, max_memory_bytes: int) -> tuple[bytes, memoryview]:
-    """What was read, or the error, pickled, and its messages."""
+    """Parse a body; return the pickled result or error, and its packed messages."""
     answer: ParsedRequest | Exception
     try:
         answer = read_request(body, dialect, rules).packed()
@@ -155,7 +155,7 @@ def _answer_to(body: bytes, dialect: Any, rules: ReadingRules, max_memory_bytes:
 
 
 def _next_message(stream: BinaryIO) -> bytes | None:
-    """None where the other end is closed."""
+    """Read the next message; None if the socket is closed."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None

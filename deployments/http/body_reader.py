@@ -1,4 +1,4 @@
-"""BodyReader: reads the bodies of requests that generate without holding up the event loop, however large they are."""
+"""BodyReader: parses request bodies of any size without blocking the event loop."""
 
 import asyncio
 import logging
@@ -11,24 +11,25 @@ from engine.protocol import Unavailable
 logger = logging.getLogger("orchard.http")
 
 NUM_PROCESSES = 2
-"""One that takes its time must not hold up all other large bodies."""
+"""Processes that parse large bodies; more than one, so that a slow body does not block the others."""
 
 READ_TIMEOUT_S = 60.0
-"""For one body: 32 MiB take about a second."""
+"""Longest time for one body; 32 MiB take about a second."""
 
 START_TIMEOUT_S = 60.0
-"""For the start of a process, which takes about a second."""
+"""Longest time for the start of a process, which takes about a second."""
 
 RETRY_AFTER_S = 1.0
 
 BASE_MEMORY_BYTES, MEMORY_PER_BODY_BYTE = 2**30, 16
-"""What a process may allocate: text takes up to four bytes per character and is copied while messages are merged."""
+"""Memory that a process may allocate: BASE_MEMORY_BYTES plus this factor times http.max_body_bytes. Text takes up to
+four bytes per character and is copied while messages are merged."""
 
 
 class BodyReader:
-    """Reads cheap bodies at once, all others in processes that are started when they are first needed.
+    """Parses cheap bodies in this process, and all others in subprocesses, which start on first use.
 
-    A process that has died or that takes too long is replaced. They end when the reader is closed or collected.
+    A subprocess that died or timed out is replaced. They end when the reader is closed or garbage collected.
     """
 
     def __init__(self, rules: ReadingRules, max_body_bytes: int):
@@ -39,8 +40,12 @@ class BodyReader:
         self.close = weakref.finalize(self, _kill_all, self._idle)
 
     async def read(self, body: bytes, dialect: Dialect) -> ParsedRequest:
-        """Raises what `read_request` raises, and Unavailable when a process fails. A caller that is cancelled frees no
-        process before it is done with the body."""
+        """Parse a body. If the caller is cancelled, the subprocess still finishes the body before it takes another one.
+
+        Raises:
+            Unavailable: A subprocess failed.
+            InvalidRequest, ModelNotFound: See `read_request`.
+        """
         if is_cheap(body, self._rules):
             return read_request(body, dialect, self._rules)
         await self._free.acquire()
@@ -51,7 +56,7 @@ class BodyReader:
     def _done(self, reading: asyncio.Future[ParsedRequest]) -> None:
         self._free.release()
         if not reading.cancelled():
-            reading.exception()  # its caller may be gone, then it is nobody's
+            reading.exception()  # marks it as retrieved, as the caller may have been cancelled
 
     async def _read(self, body: bytes, dialect: Dialect) -> ParsedRequest:
         process = self._take_idle() or await self._start()

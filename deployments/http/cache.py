@@ -1,4 +1,4 @@
-"""The bodies of `/v1/cache`: the figures of all engines, and in a sentence each why prompts were not served."""
+"""The bodies of `/v1/cache`: counters of all engines, and explanations of recent cache misses."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +9,7 @@ from deployments.chat import EngineAnswer, SilentEngine
 from engine.protocol import CacheCleared, CacheMiss, CacheMissReason, CacheStatus
 
 Spell = Callable[[int], bytes]
-"""Token id -> the bytes that it stands for."""
+"""Token id to its bytes."""
 
 MAX_QUOTED_TOKENS = 8
 MAX_QUOTED_CHARS = 80
@@ -20,7 +20,7 @@ MISS_REASONS: tuple[str, ...] = get_args(CacheMissReason)
 def cache_body(
     answers: Sequence[EngineAnswer[CacheStatus]], missing: Iterable[SilentEngine], spell: Spell
 ) -> dict[str, Any]:
-    """Sums over the engines that answered, each engine, and by node those that did not."""
+    """Return the body of `GET /v1/cache`: totals, each engine that answered, and the nodes without an answer."""
     return {
         "totals": _totals([answer.answer for answer in answers]),
         "engines": [
@@ -42,7 +42,7 @@ def cache_body(
 
 
 def cleared_body(answers: Sequence[EngineAnswer[CacheCleared]], missing: Iterable[SilentEngine]) -> dict[str, Any]:
-    """As `cache_body`; an engine that did not answer may have cleared its cache even so."""
+    """Return the body of `DELETE /v1/cache`. An engine under `missing` may have cleared its cache all the same."""
     figures = [
         {"entries": answer.answer.num_entries, "bytes": answer.answer.num_bytes, "files": answer.answer.num_files}
         for answer in answers
@@ -58,7 +58,7 @@ def cleared_body(answers: Sequence[EngineAnswer[CacheCleared]], missing: Iterabl
 
 
 def _totals(statuses: Iterable[CacheStatus]) -> dict[str, Any]:
-    """Zeros where there is no engine."""
+    """Sum the counters; zeros without an engine."""
     by_reason = Counter(dict.fromkeys(MISS_REASONS, 0))
     figures = Counter(_figures(CacheStatus()))
     for status in statuses:
@@ -85,7 +85,7 @@ def _figures(status: CacheStatus) -> dict[str, int]:
 
 
 def explanation(miss: CacheMiss, spell: Spell) -> str:
-    """Why the prompt was served no more than it was. Text of its tokens is quoted with control characters escaped."""
+    """Explain in a sentence why no more of the prompt was cached, quoting tokens with control characters escaped."""
     served = f"{miss.num_cached} of {miss.num_prompt_tokens} tokens were served; " if miss.num_cached else ""
     return served + _unserved(miss, spell)
 
@@ -123,6 +123,6 @@ def _difference(miss: CacheMiss, spell: Spell) -> str:
 
 
 def quoted(token_ids: Sequence[int], spell: Spell) -> str:
-    """The text of the first tokens, as a short Python string: no control characters, and � for parts of a character."""
+    """Return the text of the first tokens as a short Python literal, with � for incomplete characters."""
     text = b"".join(spell(token_id) for token_id in token_ids[:MAX_QUOTED_TOKENS]).decode(errors="replace")
     return repr(text if len(text) <= MAX_QUOTED_CHARS else text[:MAX_QUOTED_CHARS] + "…")

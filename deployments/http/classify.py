@@ -1,4 +1,4 @@
-"""Where a conversation goes: with media anywhere in it to the MLLM planner, otherwise to the text planner."""
+"""Routes a conversation to its planner: to MLLM if it has media anywhere, otherwise to the text planner."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -8,12 +8,17 @@ from engine.protocol import InvalidRequest
 
 
 def classify(messages: Iterable[Mapping[str, Any]]) -> Route:
-    """Earlier turns and tool results count like the last turn."""
+    """Return the route of a conversation. Media count in every turn and in tool results."""
     return Route.TEXT if next(find_media(messages), None) is None else Route.MLLM
 
 
 def reject_unsupported_media(messages: Iterable[Mapping[str, Any]], kinds: frozenset[str]) -> None:
-    """kinds: what the model can read besides text, such as `image`. Raises InvalidRequest for anything else."""
+    """Raise InvalidRequest for media that the model does not read.
+
+    Args:
+        messages: The conversation.
+        kinds: Kinds of media that the model reads besides text, such as `image`.
+    """
     for kind, path in find_media(messages):
         if kind not in kinds:
             accepted = ", ".join(["text", *sorted(kinds)])
@@ -21,7 +26,7 @@ def reject_unsupported_media(messages: Iterable[Mapping[str, Any]], kinds: froze
 
 
 def find_media(messages: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """(kind, path) of each media part in order, also of parts within parts, such as the blocks of a tool result."""
+    """Yield (kind, path) of each media part in order, also of nested parts such as the blocks of a tool result."""
     for i, message in enumerate(messages):
         yield from _find_in(message.get("content"), f"messages[{i}].content")
 

@@ -1,4 +1,4 @@
-"""Where a request comes from: the client's address, as far as limits and access depend on it."""
+"""The client's address, for limits per address and for access rules."""
 
 import ipaddress
 
@@ -8,17 +8,16 @@ _FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip")
 
 
 def client_host(scope: Scope) -> str | None:
-    """The address of the peer, or the one that a gateway on this machine has forwarded; None if it is unknown."""
+    """Return the address of the peer, or the one that a gateway on this machine forwarded; None if unknown."""
     client = scope.get("client")
     return client[0] if client else None
 
 
 def address_group(host: str | None) -> str | None:
-    """What counts as one client in limits per address: an IPv4 address, or an IPv6 network of 64 bits.
+    """Return the unit of limits per address: an IPv4 address or an IPv6 /64 network.
 
-    None means that no such limit holds: the address is unknown or loopback. All local programs, and a gateway that does
-    not forward the addresses of its clients, share the loopback address, and a server that only its own machine
-    reaches must be able to use all of its room.
+    Returns None, which exempts the request, for an unknown or loopback address: all local programs share loopback, as
+    do the clients of a gateway that does not forward addresses, and a local server must be able to use its capacity.
     """
     address = _parsed(host)
     if address is None or address.is_loopback:
@@ -27,14 +26,14 @@ def address_group(host: str | None) -> str | None:
 
 
 def is_local(scope: Scope) -> bool:
-    """Whether the request was sent by a program on this machine, and not through a gateway on it."""
+    """Tell whether a program on this machine sent the request, as opposed to a gateway on it."""
     address = _parsed(client_host(scope))
     is_forwarded = any(name in _FORWARDED for name, _ in scope["headers"])
     return address is not None and address.is_loopback and not is_forwarded
 
 
 def is_loopback_name(host: str) -> bool:
-    """Whether a host name or IP address (without port, IPv6 without brackets) means this machine and no other."""
+    """Tell whether a host name or IP address (without port, IPv6 without brackets) is a loopback one."""
     name = host.lower().removesuffix(".")
     address = _parsed(host)
     return name == "localhost" or name.endswith(".localhost") or (address is not None and address.is_loopback)

@@ -1,4 +1,4 @@
-"""Door: what every endpoint needs of the server, and the one way of a request that generates."""
+"""Door: the state that all endpoints share, and the common path of a request that generates."""
 
 import secrets
 from collections.abc import Awaitable, Callable
@@ -22,16 +22,22 @@ from deployments.http.unread_bodies import UnreadBodies
 from engine.protocol import EngineFailed, Unavailable
 
 IGNORED_HEADER = "X-Orchard-Ignored"
-"""Names the fields of a body that are unknown here and were ignored."""
+"""Response header that names the unknown fields of the body, which were ignored."""
 
 MakeEncoder = Callable[[ParsedRequest, str], AnswerEncoder]
-"""Makes the encoder of a request and the id of its answer."""
+"""Creates the encoder for a request and the id of its answer."""
 
 
 class Door:
-    """The endpoints of all dialects share one.
+    """Shared by the endpoints of all dialects.
 
-    bodies: those that are arriving. ignored: the unknown fields so far. limits: of the API keys.
+    Attributes:
+        bodies: Bodies that are still arriving, with their limits.
+        ignored: Counts of unknown fields.
+        limits: Rate limits of the API keys.
+        rules: Rules for parsing bodies.
+        api: The OpenAPI document.
+        reader: Parses bodies.
     """
 
     def __init__(
@@ -62,7 +68,14 @@ class Door:
         self._has_been_ready = False
 
     def answer(self, request: Request, dialect: Dialect, id_prefix: str, make_encoder: MakeEncoder) -> Response:
-        """The response to a request whose body is in `dialect`: read, begun and relayed as it is sent."""
+        """Return the response to a request in `dialect`; the body is read when the response is sent.
+
+        Args:
+            request: The request.
+            dialect: Selects the parser.
+            id_prefix: Prefix of the answer's id.
+            make_encoder: Creates the encoder of the answer.
+        """
 
         async def understand(body: bytes) -> Job:
             parsed = await self.reader.read(body, dialect)
@@ -71,11 +84,12 @@ class Door:
         return self.respond(request, understand)
 
     def job(self, parsed: ParsedRequest, id: str, make_encoder: MakeEncoder) -> Job:
+        """Create the job of a parsed request; `id` becomes the id of its answer and of its engine request."""
         encoder = make_encoder(parsed, id)
         waiting = [(replace(parsed.request, request_id=id), parsed.route)]
         return Job(
             id,
-            lambda key: self.start(key, *waiting.pop()),  # the answer need not keep its conversation
+            lambda key: self.start(key, *waiting.pop()),  # drops the reference to the conversation
             encoder,
             parsed.stream,
             parsed.request.num_choices,
@@ -83,14 +97,14 @@ class Door:
         )
 
     def headers(self, parsed: ParsedRequest) -> dict[str, str]:
-        """The headers of the response to a request: they name its unknown fields, which are counted here."""
+        """Count the unknown fields of a request and return the response header that names them."""
         if not parsed.ignored:
             return {}
         self.ignored.note(parsed.ignored)
         return {IGNORED_HEADER: ", ".join(map(printable, parsed.ignored))}
 
     def respond(self, request: Request, understand: Callable[[bytes], Awaitable[Job]]) -> Response:
-        """The response to a request for which a dialect makes the job in its own way."""
+        """Return the response to a request whose body `understand` turns into a Job."""
         return AnswerResponse(
             understand,
             self.backend.in_flight,
@@ -102,7 +116,7 @@ class Door:
         )
 
     async def start(self, key: KeyIdentity, chat: ChatRequest, route: Route) -> Generation:
-        """Begin what the holder of a key asks for. Raises OrchardError: NotReady while no engine is."""
+        """Start a generation for an API key. Raises OrchardError, NotReady while no engine is ready."""
         await self.check_ready()
         try:
             return await self.backend.start(key.apply(chat), route)
@@ -115,7 +129,7 @@ class Door:
             raise
 
     async def check_ready(self) -> None:
-        """Raises NotReady: requests do not wait while the first engine is loaded."""
+        """Raise NotReady while the first engine is loading, so that requests do not wait for it."""
         if self._has_been_ready:
             return
         if (reason := await self.backend.not_ready()) is not None:

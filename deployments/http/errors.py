@@ -1,10 +1,10 @@
-"""Every error -> HTTP status and error body, in this one place.
+"""Maps every error to an HTTP status and an error body.
 
-Errors of ours speak for themselves. Anything else is logged under its request id and answered with a constant
-sentence: what a library says may hold addresses, paths or other people's text.
+OrchardErrors are shown to the client. Any other exception is logged under its request id and answered with a constant
+sentence, since messages of libraries may contain addresses, paths or other clients' text.
 
-What may be sent again as it is says when, in whole seconds: in the header Retry-After, or, in a stream, where no header
-can be sent any more, in the error object as `retry_after_s`.
+An error after which the same request may succeed tells when to retry, in whole seconds: in the header Retry-After, or
+in a stream, where headers are already sent, as `retry_after_s` of the error object.
 """
 
 import functools
@@ -36,32 +36,32 @@ from engine.protocol import (
 logger = logging.getLogger("orchard.http")
 
 Converter = Callable[[Any], Exception | None]
-"""Makes one of our errors from a foreign one; None: it stays unexpected."""
+"""Converts a foreign exception to an OrchardError; None: it stays unexpected."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 CLIENT_LEFT = 499
-"""nginx's status for a request whose client has gone; nobody reads it but the access log. A request that somebody else
-has cancelled is answered with it as well."""
+"""nginx's status for a client that disconnected, seen in the access log only. A client whose request was cancelled by
+another one receives it too."""
 
 NOT_READY_RETRY_S = 5.0
-"""Weights are loaded within seconds at best."""
+"""Retry-After while no engine is ready: loading weights takes seconds at best."""
 
 MAX_RETRY_S = 60.0
-"""The SDKs of OpenAI and Anthropic do not believe in more, and come back within a second or so."""
+"""Largest Retry-After: the SDKs of OpenAI and Anthropic ignore larger values and retry within about a second."""
 
 
 class Refusal(InvalidRequest):
-    """What only HTTP has a status for."""
+    """An error that only HTTP has a status for."""
 
     status: ClassVar[int]
     code: ClassVar[str]
     type: ClassVar[str] = "invalid_request_error"
     headers: ClassVar[Mapping[str, str]] = {}
     retry_after_s: float | None = None
-    """When the same request may be sent again, in seconds; None where that is no use."""
+    """Seconds until the same request may succeed; None if it never will."""
     details: ClassVar[Mapping[str, Any] | None] = None
-    """Further fields of the error in Anthropic's dialect."""
+    """Additional fields of the error in Anthropic's dialect."""
 
     def __init__(self, *args: object, field: str | None = None):
         OrchardError.__init__(self, *args)
@@ -69,6 +69,8 @@ class Refusal(InvalidRequest):
 
 
 class ModelNotFound(Refusal):
+    """The requested model name is not served."""
+
     status, code = 404, "model_not_found"
 
     def __init__(self, asked: str, served: str):
@@ -81,7 +83,7 @@ class ModelNotFound(Refusal):
 
 
 class BodyTooLarge(Refusal):
-    """num_bytes: what was announced, or what had arrived when the limit was passed. limit."""
+    """Args: bytes announced, or received when the limit was exceeded; the limit in bytes."""
 
     status, code = 413, "request_too_large"
 
@@ -92,7 +94,7 @@ class BodyTooLarge(Refusal):
 
 
 class BodyTooSlow(Refusal):
-    """num_bytes: how many arrived. age_s: seconds since the headers. min_bytes_per_s: the rate floor."""
+    """Args: bytes received; seconds since the headers; least rate in bytes per second."""
 
     status, code = 408, "request_timeout"
 
@@ -106,7 +108,7 @@ class BodyTooSlow(Refusal):
 
 
 class RequestNotFound(Refusal):
-    """request_id: the one that was asked for."""
+    """Args: the id that was requested."""
 
     status, code = 404, "request_not_found"
 
@@ -116,7 +118,7 @@ class RequestNotFound(Refusal):
 
 
 class NotReady(EngineFailed):
-    """Nothing has been generated; args[0] says why no request can be served now."""
+    """No request can be served now; args[0] says why."""
 
 
 ErrorDialect = Literal["openai", "anthropic"]
@@ -136,24 +138,27 @@ _ANTHROPIC_TYPES = {
 
 
 def error_dialect(path: str) -> ErrorDialect:
+    """Return the dialect of errors on a route."""
     return "anthropic" if path == "/v1/messages" or path.startswith("/v1/messages/") else "openai"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """retry_after_s: whole seconds, 1 to 60, or None where trying again is no use."""
+    """An error in the terms of HTTP, for any dialect."""
 
     status: int
     message: str
     type: str
     param: str | None = None
+    """Path of the field at fault."""
     code: str | None = None
     retry_after_s: int | None = None
+    """Whole seconds, 1 to 60; None if a retry is useless."""
     more_headers: Mapping[str, str] = field(default_factory=dict)
     anthropic_message: str | None = None
-    """Where Anthropic has a phrase of its own for it."""
+    """Anthropic's own phrase for this error, if there is one."""
     details: Mapping[str, Any] | None = None
-    """Further fields of the error in Anthropic's dialect."""
+    """Additional fields of the error in Anthropic's dialect."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -166,7 +171,7 @@ class Failure:
         return json.dumps({"error": self._error}).encode()
 
     def anthropic_body(self, request_id: str | None = None) -> dict[str, Any]:
-        """The body of a response in Anthropic's dialect, in which the message names the field."""
+        """Return the body in Anthropic's dialect, whose message names the field."""
         message = self.anthropic_message or _with_path(self.message, self.param)
         error: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(self.status, "api_error"), "message": message}
         if self.details is not None:
@@ -174,14 +179,14 @@ class Failure:
         return {"type": "error", "error": error, "request_id": request_id}
 
     def anthropic_event_body(self, request_id: str) -> bytes:
-        """The data of an `error` event in Anthropic's dialect."""
+        """Return the data of an `error` event in Anthropic's dialect."""
         body = self.anthropic_body(request_id)
         if self.retry_after_s is not None:
             body["error"]["retry_after_s"] = self.retry_after_s
         return json.dumps(body).encode()
 
     def event_body(self) -> bytes:
-        """For a stream: what `body` and the headers say together."""
+        """Return the data of an error event in OpenAI's dialect, with what the headers of a response would say."""
         retry = {} if self.retry_after_s is None else {"retry_after_s": self.retry_after_s}
         return json.dumps({"error": {**self._error, **retry}}).encode()
 
@@ -191,7 +196,7 @@ class Failure:
 
 
 def _with_path(message: str, param: str | None) -> str:
-    """The message with the path of its field as Anthropic writes it, `messages.0.content`."""
+    """Return the message with the field's path in Anthropic's notation, `messages.0.content`."""
     if param is None:
         return message
     path = re.sub(r"\[(\d+)\]", r".\1", param)
@@ -200,19 +205,24 @@ def _with_path(message: str, param: str | None) -> str:
 
 
 class ErrorMap:
-    """converters: foreign exception class -> its Converter, looked up along the class's bases before anything else."""
+    """Maps exceptions to failures and responses.
+
+    Args:
+        converters: Foreign exception class to its Converter; looked up along the bases of the exception's class.
+    """
 
     def __init__(self, converters: Mapping[type[Exception], Converter] | None = None):
         self._converters = dict(converters or {})
 
     def convert(self, error: Exception) -> Exception:
-        """The error as one of ours, or itself."""
+        """Convert a foreign error to an OrchardError; return it unchanged without a converter."""
         for base in type(error).__mro__:
             if base in self._converters:
                 return self._converters[base](error) or error
         return error
 
     def failure(self, error: Exception, request_id: str) -> Failure:
+        """Convert an exception to a Failure, and log those with status 500 and above."""
         converted = self.convert(error)
         if isinstance(converted, HTTPException):
             return _of_http_exception(converted)
@@ -224,13 +234,13 @@ class ErrorMap:
         return found or Failure(500, f"The server failed to answer request {request_id}.", "server_error")
 
     def response(self, error: Exception, request_id: str, scope: Scope) -> Response:
-        """In the dialect of the route that was asked for."""
+        """Return the error response in the dialect of the requested route."""
         failure = self.failure(error, request_id)
         body = failure.body(error_dialect(scope["path"]), request_id)
         return Response(body, failure.status, failure.headers, "application/json")
 
     def guard(self, endpoint: Endpoint) -> Endpoint:
-        """The endpoint with every exception answered, so that none reaches the server around the app."""
+        """Wrap an endpoint so that every exception becomes a response."""
 
         @functools.wraps(endpoint)
         async def guarded(request: Request) -> Response:
@@ -244,7 +254,7 @@ class ErrorMap:
         return guarded
 
     async def handle_http_exception(self, request: Request, error: Exception) -> Response:
-        """For unknown routes and methods, which the framework raises outside of any endpoint."""
+        """Answer unknown routes and methods, which the framework raises outside of any endpoint."""
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             detail = f"There is no route {request.method[:16]} {request.url.path[:256]}."
             error = HTTPException(error.status_code, detail, error.headers)
@@ -280,7 +290,7 @@ def _of_orchard_error(error: OrchardError, request_id: str) -> Failure | None:
 
 
 def _too_long(error: ContextLengthExceeded) -> str:
-    """In Anthropic's phrases, by which agents know that they must shorten the conversation, or ask for less."""
+    """Return Anthropic's phrase, by which agents recognise that they must shorten the conversation or ask for less."""
     num_prompt_tokens, num_output_tokens, limit = error.args[:3]
     if num_prompt_tokens >= limit:
         maximum = min(limit, num_prompt_tokens - 1)  # one token of the answer must fit
@@ -292,7 +302,7 @@ def _too_long(error: ContextLengthExceeded) -> str:
 
 
 def _seconds(retry_after_s: float) -> int:
-    return math.ceil(min(MAX_RETRY_S, max(1.0, retry_after_s)))  # in this order nan is 1
+    return math.ceil(min(MAX_RETRY_S, max(1.0, retry_after_s)))  # this order maps NaN to 1
 
 
 def _of_http_exception(error: HTTPException) -> Failure:
@@ -301,11 +311,11 @@ def _of_http_exception(error: HTTPException) -> Failure:
 
 
 MAX_FINDINGS = 1000
-"""Findings of one validation among which the first is looked up: pydantic only hands out a list of all of them, and one
-for each of 500 000 unknown fields would take seconds and hundreds of megabytes."""
+"""Most findings of one validation for which the first is reported. pydantic can only list all of them, which takes
+seconds and hundreds of megabytes for 500 000 unknown fields."""
 
 CHOICE = "choice of "
-"""How the types of validation errors begin that are about a field by which a model is chosen; its name follows."""
+"""Prefix of the error type of a union's discriminator; the name of the discriminating field follows."""
 
 _RULES = {
     "model_type": "must be an object",
@@ -320,7 +330,7 @@ _RULES = {
 
 
 def from_validation(error: ValidationError) -> InvalidRequest:
-    """The first finding, in our words and with the path as the client would write it."""
+    """Convert the first finding of a validation, with the path as the client would write it."""
     if error.error_count() > MAX_FINDINGS:
         num_wrong = error.error_count()
         return InvalidRequest(
@@ -343,7 +353,7 @@ def from_validation(error: ValidationError) -> InvalidRequest:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """Without the tags of unions, which begin with NUL. Names of fields can be the client's, of any length."""
+    """Return the path of a finding without union tags, which begin with NUL, and with long client field names cut."""
     steps = [f"[{step}]" if isinstance(step, int) else f".{step[:100]}" for step in loc if not _is_tag(step)]
     return "".join(steps).removeprefix(".")
 
@@ -353,7 +363,7 @@ def _is_tag(step: int | str) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A client's value as an error may quote it: as JSON, and short."""
+    """Return a client's value for an error message: short JSON, or the size of an array or object."""
     if isinstance(value, list | dict):
         return f"an array of {len(value)}" if isinstance(value, list) else f"an object with {len(value)} fields"
     text = json.dumps(value[:101] if isinstance(value, str) else value, ensure_ascii=False)

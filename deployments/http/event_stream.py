@@ -5,21 +5,21 @@ import asyncio
 from starlette.types import Send
 
 COMMENT = b": waiting\n\n"
-"""Ignored by every parser of server-sent events; its bytes keep timers of clients and gateways from running out."""
+"""A comment, which parsers of server-sent events ignore; its bytes reset the timeouts of clients and gateways."""
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
+    (b"x-accel-buffering", b"no"),  # nginx would buffer tokens
 ]
 
 
 class EventStream:
-    """The first event, or comment, commits the status 200.
+    """A response of server-sent events. The first event or comment commits the status 200.
 
     Args:
-        send: the ASGI callable of the response.
-        comment_s: seconds without an event after which `keep_alive` sends a comment.
+        send: ASGI callable of the response.
+        comment_s: Seconds without an event after which `keep_alive` sends a comment.
     """
 
     def __init__(self, send: Send, comment_s: float):
@@ -29,10 +29,10 @@ class EventStream:
         self._last_sent_s = asyncio.get_running_loop().time()
         self.is_open = False
         self.headers: dict[str, str] = {}
-        """Further headers of the response. They can be set as long as it is not open."""
+        """Additional headers of the response, to be set before it opens."""
 
     async def send(self, event: bytes) -> None:
-        """Send complete events, after the headers if these have not been sent yet."""
+        """Send complete events, and before the first ones the headers."""
         async with self._sending:
             if not self.is_open:
                 self.is_open = True
@@ -52,5 +52,5 @@ class EventStream:
                 await self.send(COMMENT)
 
     async def end(self) -> None:
-        """Send what ends the response."""
+        """End the response."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,11 +1,11 @@
-"""FieldRules: which fields at the top of a body a dialect honours, tolerates, refuses or does not know.
+"""FieldRules: how a dialect treats the fields at the top of a body.
 
-A field of a body is one of these:
+A field is one of these:
 * honoured: the wire model has it.
-* neutral: it would change the answer and cannot be honoured, but some of its values ask for nothing.
-* refused: it would change the answer and cannot be honoured.
+* neutral: not supported, but accepted with values that have no effect.
+* refused: not supported, and it would change the answer.
 * informational: it changes no answer, and is accepted up to a size.
-* unknown: ignored and reported, or refused, as `http.unknown_fields` says.
+* unknown: ignored and reported, or refused, depending on `http.unknown_fields`.
 """
 
 import json
@@ -22,19 +22,19 @@ from engine.protocol import InvalidRequest
 logger = logging.getLogger("orchard.http")
 
 MAX_INFORMATIONAL_CHARS = 16_384
-"""Characters of the JSON of one informational field: clients put session ids and labels there."""
+"""Characters of one informational field as JSON; clients put session ids and labels there."""
 
 MAX_IGNORED = 64
-"""Unknown fields of one body that are ignored; a body with more of them is no request for a model."""
+"""Most unknown fields of one body that are ignored; a body with more is refused."""
 
 MAX_NAME_CHARS = 64
-"""Characters of an unknown field's name."""
+"""Characters of an unknown field's name that are kept for headers and errors."""
 
 MAX_COUNTED_NAMES = 256
-"""Different unknown names that are counted and logged, so that clients cannot fill memory or log."""
+"""Most different unknown names that are counted and logged, so that clients cannot fill memory or the log."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
-"""Names that are logged: what does not look like the name of a field may be any text of a client."""
+"""Names that are logged; any other key may be arbitrary text of a client."""
 
 UnknownFields = Literal["report", "refuse"]
 
@@ -44,9 +44,9 @@ class FieldRules:
     """The rules of one dialect for fields that its wire model does not have."""
 
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Fields that cannot be honoured -> the values, besides null, that ask for nothing."""
+    """Unsupported field to its values, besides null, that have no effect."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Fields that cannot be honoured -> what to do instead, a sentence, or ''."""
+    """Unsupported field to a sentence with the alternative, or ''."""
     informational: frozenset[str] = frozenset()
     """Fields that change no answer."""
 
@@ -54,9 +54,16 @@ class FieldRules:
 def split_fields(
     raw: Mapping[str, Any], known: Collection[str], rules: FieldRules, unknown: UnknownFields = "report"
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The honoured fields of a body, and the names of its unknown ones.
+    """Split a body into its honoured fields and the names of its unknown ones.
 
-    Raises InvalidRequest naming the first field that cannot be accepted.
+    Args:
+        raw: The body.
+        known: Names of the honoured fields.
+        rules: Rules for the other fields.
+        unknown: Whether unknown fields are reported or refused.
+
+    Raises:
+        InvalidRequest: Names the first field that is not accepted.
     """
     honoured: dict[str, Any] = {}
     ignored: list[str] = []
@@ -97,17 +104,18 @@ def _check_size(name: str, value: Any) -> None:
 
 
 def _same_json(value: Any, other: Any) -> bool:
-    """Equality of Python that tells true from 1."""
+    """Compare JSON values, distinguishing true from 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 class IgnoredFields:
-    """Counts the unknown fields that clients have sent, by name, and logs each name once that looks like one."""
+    """Counts the unknown fields that clients send, by name, and logs each identifier once."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
     def note(self, names: Collection[str]) -> None:
+        """Count the unknown fields of one request."""
         for name in names:
             if name in self._counts or len(self._counts) < MAX_COUNTED_NAMES:
                 if name not in self._counts and _IDENTIFIER.fullmatch(name):
@@ -115,10 +123,10 @@ class IgnoredFields:
                 self._counts[name] += 1
 
     def status(self) -> dict[str, int]:
-        """How many requests have had each unknown field, the most frequent first."""
+        """Return the number of requests per unknown field, the most frequent first."""
         return dict(self._counts.most_common())
 
 
 def printable(name: str) -> str:
-    """A client's name for a header: ASCII, without control characters, at most MAX_NAME_CHARS."""
+    """Escape a client's field name for a header: ASCII without control characters and commas, cut to MAX_NAME_CHARS."""
     return json.dumps(name[:MAX_NAME_CHARS])[1:-1].replace(",", "\\u002c")

@@ -1,4 +1,4 @@
-"""JSON as requests may hold it: UTF-8, finite numbers, no lone surrogates, bounded depth and number of values."""
+"""parse_json_object: strict JSON for request bodies."""
 
 import json
 import math
@@ -13,7 +13,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
-    """Strict JSON: UTF-8, finite numbers, no lone surrogates, bounded depth and size. Raises InvalidRequest."""
+    """Parse a body as a JSON object: UTF-8, finite numbers, no lone surrogates, bounded depth and number of values.
+
+    Raises InvalidRequest.
+    """
     check_json_shape(body, "The request body")
     try:
         value = json.loads(body.decode(), parse_constant=_refuse_number, parse_float=_finite)

@@ -1,7 +1,7 @@
-"""Messages of any client -> the one canonical conversation that templates accept.
+"""normalize: converts the messages of any client to the canonical conversation that chat templates accept.
 
-The rules are pure and idempotent, never mutate their input, and hand a well-formed conversation back equal. Two
-messages merge only if nothing but text and parts has to be joined, so that no tool call, id or name is ever lost.
+The rules are pure and idempotent, never mutate their input, and return a well-formed conversation unchanged. Two
+messages merge only if nothing but text and parts must be joined, so that no tool call, id or name is lost.
 """
 
 import re
@@ -12,21 +12,21 @@ from deployments.chat import Message
 from engine.protocol import InvalidRequest
 
 SystemPolicy = Literal["hoist", "inline", "error"]
-"""What becomes of a system message behind another role: `hoist` moves it to the front; `inline` leaves it in place as
-marked user text, so that the prefix in front of it stays the same from turn to turn; `error` refuses it."""
+"""Treatment of a system message after another role: `hoist` moves it to the front; `inline` leaves it in place as
+marked user text, so that the prefix before it stays the same from turn to turn; `error` refuses it."""
 
 _PAIR = r"[ \t]*[\w.-]+=[^;\s]*"
 DEFAULT_VOLATILE_PATTERNS = (re.compile(rf"(?i)^[ \t]*x-anthropic-billing-header:{_PAIR}(;{_PAIR})*;?[ \t]*$"),)
-"""Lines that agents write into system prompts for somebody else than the model, and that change with every request.
+"""Lines of system prompts that agents write for their own service and that change with every request.
 
-Claude Code's: `x-anthropic-billing-header: cc_version=2.1.100.7b4; cc_entrypoint=cli; cch=eb6c6;`. A line that holds
-more than such pairs stays: proxies join the blocks of a prompt, some without a line break. Dates, directories and the
-like are meant for the model.
+Claude Code's is `x-anthropic-billing-header: cc_version=2.1.100.7b4; cc_entrypoint=cli; cch=eb6c6;`. A line with more
+than such pairs is kept, since some proxies join the blocks of a prompt without a line break. Dates, directories and the
+like are meant for the model and are kept.
 """
 
 _IN_EVERY_MATCH = {DEFAULT_VOLATILE_PATTERNS[0]: "-header:"}
-"""Pattern -> a part of all that it matches, in lower case: texts without it need not be split into lines. None of these
-letters has a form that `re.IGNORECASE` knows and `str.lower` does not."""
+"""Pattern to a lower-case substring of everything that it matches, so that texts without it need not be split into
+lines. None of its letters has a case variant that `re.IGNORECASE` knows and `str.lower` does not."""
 
 INLINE_MARK = "[system] "
 
@@ -43,10 +43,16 @@ def normalize(
     volatile_patterns: Iterable[str | re.Pattern[str]] = DEFAULT_VOLATILE_PATTERNS,
     keeps_late_system: bool = False,
 ) -> tuple[Message, ...]:
-    """N(N(x)) = N(x). A line of a system message is dropped if a volatile pattern is found in it.
+    """Normalize a conversation; idempotent.
 
-    keeps_late_system: the template accepts system messages anywhere, so all of them stay where they are.
-    Raises InvalidRequest with the path of the offending field, `messages[3].role`.
+    Args:
+        messages: Messages as clients send them.
+        policy: Treatment of system messages after other roles.
+        volatile_patterns: A line of a system message is removed if one of these matches in it.
+        keeps_late_system: The template accepts system messages anywhere, so all of them stay in place.
+
+    Raises:
+        InvalidRequest: Names the path of the invalid field, such as `messages[3].role`.
     """
     assert policy in get_args(SystemPolicy), policy
     patterns = tuple(re.compile(pattern) for pattern in volatile_patterns)
@@ -111,7 +117,7 @@ def _without_volatile_lines(message: Message, patterns: Sequence[re.Pattern[str]
 
 
 def _stable_lines(text: str, patterns: Sequence[re.Pattern[str]]) -> str:
-    """The text without its volatile lines. Each distinct line is searched once, and none where no pattern can match."""
+    """Remove the volatile lines of a text. Each distinct line is searched once, and only if a pattern can match."""
     lowered = text.lower()
     possible = [pattern for pattern in patterns if _IN_EVERY_MATCH.get(pattern, "") in lowered]
     if not possible:
@@ -179,9 +185,9 @@ def _may_merge(first: Message, second: Message) -> bool:
 
 
 def _joined(contents: list[str | list[Any] | None]) -> str | list[Any] | None:
-    """The texts with a blank line between messages; parts in order. An empty or null content adds nothing.
+    """Join contents: texts with a blank line in between, parts in order; empty and null contents add nothing.
 
-    It joins once, however long the run is: pairwise joining would copy the text quadratically.
+    Joining the whole run at once avoids the quadratic copying of pairwise joins.
     """
     filled = [content for content in contents if content]
     if not filled:

@@ -1,4 +1,4 @@
-"""ApiDocument: every route that is served, described once, where it is added; and GET /openapi.json, GET /docs."""
+"""ApiDocument: the OpenAPI document, to which each endpoint adds its routes; GET /openapi.json and GET /docs."""
 
 import re
 from dataclasses import dataclass
@@ -72,11 +72,11 @@ class Operation:
     """With parameters as `{name}`."""
     method: str
     body_model: Any
-    """The wire model of the body, or a union of such; None: there is no body."""
+    """Wire model of the body, or a union of wire models; None: no body."""
     summary: str
     """One sentence."""
     example: dict[str, Any] | None = None
-    """A body that the model accepts."""
+    """A valid body."""
 
     @property
     def id(self) -> str:
@@ -84,11 +84,11 @@ class Operation:
 
 
 class ApiDocument:
-    """Collects the operations; writes the document when it is asked for, once.
+    """Collects the operations and builds the document on first use.
 
     Args:
-        refuses_unknown: whether unknown fields at the top of a body are errors.
-        model_name: for the examples.
+        refuses_unknown: Whether unknown fields at the top of a body are errors.
+        model_name: Model name for the examples.
     """
 
     def __init__(self, refuses_unknown: bool, model_name: str):
@@ -100,7 +100,7 @@ class ApiDocument:
     def describe(
         self, path: str, method: str, body_model: Any, summary: str, example: dict[str, Any] | None = None
     ) -> None:
-        """Add an operation. See Operation."""
+        """Add an operation; the arguments are documented in Operation."""
         if example is not None and "model" in example:
             example = {**example, "model": self._model_name}
         self.operations.append(Operation(path, method, body_model, summary, example))
@@ -108,7 +108,7 @@ class ApiDocument:
 
     @property
     def document(self) -> dict[str, Any]:
-        """OpenAPI 3.1."""
+        """The OpenAPI 3.1 document."""
         if self._written is None:
             self._written = self._write()
         return self._written
@@ -142,7 +142,7 @@ class ApiDocument:
         )
 
     def _schemas(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The schemas of the bodies by the ids of their operations, and all that they refer to."""
+        """Return the schemas of the bodies by operation id, and all schemas that they reference."""
         models = [
             (operation.id, "validation", TypeAdapter(operation.body_model))
             for operation in self.operations
@@ -194,7 +194,7 @@ def _responses(operation: Operation, streams: bool) -> dict[str, Any]:
 
 
 class OpenApi:
-    """The document and its page, which needs nothing from elsewhere."""
+    """Serves the document, and a page of it without external resources."""
 
     def __init__(self, door: "Door"):
         self._door = door

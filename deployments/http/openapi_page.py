@@ -124,7 +124,7 @@ CONTENT_SECURITY_POLICY = (
 
 
 def docs_page(document: dict[str, Any]) -> str:
-    """The page. `<` is escaped in the document, so that nothing in it can end the element that holds it."""
+    """Return the HTML page. `<` is escaped in the embedded document, so that it cannot close its script element."""
     data = json.dumps(document).replace("<", "\\u003c")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Orchard API</title>'

@@ -1,4 +1,4 @@
-"""PlainAnswer: the answer to a request for which nothing is generated, on the way that all answers take."""
+"""PlainAnswer: the answer to a request without generated tokens, such as embeddings, in the form of a generation."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -15,23 +15,27 @@ from deployments.http.request_reader import ParsedRequest
 
 @dataclass(frozen=True)
 class PlainBody:
-    """The body of an answer that is not generated."""
+    """The body of an answer without generated tokens."""
 
     content: dict[str, Any] | bytes
-    """Bytes are JSON already."""
+    """Bytes are JSON text."""
     num_prompt_tokens: int = 0
-    """Tokens that were computed, which the limits of the request's key count."""
+    """Computed tokens, which count for max_tokens_per_minute of the API key."""
 
 
 Work = Callable[[KeyIdentity], Awaitable[PlainBody]]
-"""Takes the key of the request."""
+"""Computes the body for the identity of the request's API key."""
 
 
 def plain_job(door: Door, parsed: ParsedRequest, id: str, work: Work, num_choices: int = 1) -> Job:
-    """The job of a request that is answered by `work`, which is cancelled when the client leaves.
+    """Create the job of a request that `work` answers; it is cancelled when the client disconnects.
 
     Args:
-        num_choices: how many places of answers it takes meanwhile.
+        door: Shared state of the endpoints.
+        parsed: The request.
+        id: Id of the answer.
+        work: Computes the body.
+        num_choices: Choices in flight that the request counts for.
     """
     answer = PlainAnswer(work, num_choices)
     job = door.job(parsed, id, lambda parsed, id: answer)
@@ -60,12 +64,12 @@ class PlainAnswer:
             yield TextDelta("", 0, "stop", index)
 
     async def aclose(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: the work has ended."""
 
     def body(self, answer: Answer) -> dict[str, Any] | bytes:
         return self._body.content
 
-    # It is never streamed.
+    # Never called, as plain answers are not streamed.
 
     def opening(self, generation: Generation) -> bytes:
         return b""

@@ -1,9 +1,8 @@
-"""How the ingress tells Serve's HTTP proxy the limits that the configuration gives it.
+"""ProxyLimits: the limits for Serve's HTTP proxies, and how the ingress sends them.
 
-The proxies start before any application and on every node, so that neither the arguments of the application nor the
-file of one node's command line reach them. They announce themselves in the ASGI scope, where no client can write, and
-learn the limits from a header of a response, which they take away: after the first response on every node, and again
-after a deployment that changes them.
+The proxies start before any application and on every node, so the application's arguments do not reach them. A proxy
+announces the limits that it uses in the ASGI scope, which clients cannot write to. If they differ from the configured
+ones, the ingress sends the new limits in a response header, which the proxy removes.
 """
 
 import json
@@ -16,17 +15,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.http.unread_bodies import BodyLimits
 
 EXTENSION = "orchard.proxy"
-"""Key in the scope's `extensions`; its value is the JSON of the limits that the proxy uses."""
+"""Key in the scope's `extensions`; its value is the proxy's limits as JSON."""
 
 HEADER = "x-orchard-proxy-limits"
 
 
 @dataclass(frozen=True)
 class ProxyLimits:
-    """See HttpConfig; the defaults hold in a proxy that has not heard from an ingress yet."""
+    """The limits of a proxy, see HttpConfig; the defaults hold until the first response of an ingress."""
 
     body: BodyLimits = field(default_factory=BodyLimits)
-    send_timeout_s: float = 60.0  # in which a client must take what waits for it
+    send_timeout_s: float = 60.0
+    """Time in which a client must read pending data."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -38,7 +38,7 @@ class ProxyLimits:
 
 
 class TellProxy:
-    """Middleware: sends the limits to a proxy that uses others."""
+    """Middleware of the ingress: sends the limits to a proxy that uses different ones."""
 
     def __init__(self, app: ASGIApp, limits: ProxyLimits):
         self._app = app

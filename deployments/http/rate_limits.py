@@ -1,4 +1,4 @@
-"""RateLimits: what each API key may use per minute and at once. Each ingress counts for itself."""
+"""RateLimits: limits of each API key per minute and at once. Each ingress counts separately."""
 
 import math
 import time
@@ -16,7 +16,7 @@ Clock = Callable[[], float]
 MINUTE_S = 60.0
 
 ROUNDING = 1e-6
-"""Tolerance in requests or tokens, so that one is there after exactly the announced time."""
+"""Tolerance in requests or tokens, so that a retry after exactly the announced time succeeds."""
 
 KINDS = ("requests", "tokens")
 
@@ -36,8 +36,15 @@ HEADER_NAMES = tuple(
 
 
 class RateLimited(Refusal):
-    """key: name of the key. limit: name of the limit, value: what it is. found: how much of it is used. wait_s: seconds
-    until it may be sent again, which may be more than Retry-After tells."""
+    """A limit of the API key is reached.
+
+    Args:
+        key: Name of the key.
+        limit: Name of the limit.
+        value: The limit.
+        found: The current use, as a clause.
+        wait_s: Seconds until the request may succeed; may exceed Retry-After.
+    """
 
     status, code, type = 429, "rate_limit_exceeded", "rate_limit_error"
 
@@ -52,11 +59,11 @@ class RateLimited(Refusal):
 
 
 class TokenBucket:
-    """An allowance that refills evenly, up to what it is per minute. It may be overdrawn.
+    """A token bucket, which may be overdrawn.
 
     Args:
-        per_minute: size of the bucket, and how much flows into it in a minute.
-        clock: monotonic seconds.
+        per_minute: Capacity, and refill per minute.
+        clock: Monotonic seconds.
     """
 
     def __init__(self, per_minute: int, clock: Clock):
@@ -67,7 +74,7 @@ class TokenBucket:
 
     @property
     def level(self) -> float:
-        """The requests or tokens that are left now; negative when the bucket is overdrawn."""
+        """Remaining requests or tokens; negative when overdrawn."""
         now = self._clock()
         self._level = min(self.per_minute, self._level + (now - self._updated_s) * self.per_minute / MINUTE_S)
         self._updated_s = now
@@ -106,7 +113,7 @@ class KeyUse:
         }
 
     def check(self, num_choices: int) -> None:
-        """Raises RateLimited, and InvalidRequest for more choices than may ever be in flight."""
+        """Check the limits without counting. Raises RateLimited, InvalidRequest for more choices than max_rows."""
         self._check_rows(num_choices)
         for kind, bucket in self.buckets.items():
             if not bucket.has_one:
@@ -149,15 +156,15 @@ class KeyUse:
 
 
 class RateLimits:
-    """Counts what the keys with limits use; every other key is let through. Its size is that of the configuration.
+    """Counts the use of keys with limits; other keys are not limited. Its size is bounded by the number of keys.
 
-    Requests and tokens per minute are token buckets: a key that was idle may use the allowance of a minute at once, and
-    regains it evenly. A request needs one token to start and is charged for all of its tokens when its answer ends,
-    which may overdraw the bucket: then the next request has to wait for longer.
+    Requests and tokens per minute are token buckets: an idle key may use a minute's allowance at once, which refills
+    evenly. A request needs one token to start and is charged for all of its tokens when its answer ends. That may
+    overdraw the bucket, and the next request waits longer.
 
     Args:
-        clock: monotonic seconds.
-        now: seconds since the epoch, for dates in headers.
+        clock: Monotonic seconds.
+        now: Seconds since the epoch, for dates in headers.
     """
 
     def __init__(self, clock: Clock = time.monotonic, now: Clock = time.time):
@@ -166,17 +173,17 @@ class RateLimits:
         self._uses: dict[str, KeyUse] = {}
 
     def check(self, key: KeyIdentity, num_choices: int) -> None:
-        """Raise what `enter` would raise, without counting anything."""
+        """Check the limits without counting. Raises what `enter` raises."""
         if key.limits:
             self._use(key).check(num_choices)
 
     @contextmanager
     def enter(self, key: KeyIdentity, num_choices: int) -> Iterator[None]:
-        """Count a request, and its choices as in flight until the context is left.
+        """Count a request, and its choices as in flight until the context exits.
 
         Raises:
-            RateLimited: a limit of the key is reached; nothing is counted.
-            InvalidRequest: more choices than the key may ever have in flight.
+            RateLimited: A limit of the key is reached; the request is not counted.
+            InvalidRequest: More choices than the key may have in flight.
         """
         if not key.limits:
             yield
@@ -185,12 +192,12 @@ class RateLimits:
             yield
 
     def charge(self, key: KeyIdentity, num_tokens: int) -> None:
-        """Count prompt and completion tokens of an answer that has ended, also of one that was cut off or failed."""
+        """Count the prompt and completion tokens of a finished answer, also of a cancelled or failed one."""
         if key.limits and (bucket := self._use(key).buckets.get("tokens")) is not None:
             bucket.take(num_tokens)
 
     def headers(self, key: KeyIdentity, dialect: ErrorDialect) -> dict[str, str]:
-        """Return what is left of the limits per minute, in the headers of a dialect; {} for a key without any."""
+        """Return the rate limit headers of a dialect; {} for a key without limits per minute."""
         if not key.limits:
             return {}
         write = self._anthropic_headers if dialect == "anthropic" else self._openai_headers
@@ -220,7 +227,7 @@ class RateLimits:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as OpenAI writes it (Go's durations): 0s, 120ms, 8.64s, 6m0s."""
+    """Format seconds as OpenAI does (Go durations): 0s, 120ms, 8.64s, 6m0s."""
     num_ms = math.ceil(round(seconds * 1000, 3))
     if 0 < num_ms < 1000:
         return f"{num_ms}ms"

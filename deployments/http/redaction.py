@@ -1,28 +1,28 @@
-"""What of the status and cache pages is shown to whom: figures to all, texts, ids and paths to administrators alone."""
+"""Redaction of the status and cache pages: every client sees figures, only administrators see texts, ids and paths."""
 
 from typing import Any
 
 PER_REQUEST = frozenset({"queue", "entries", "recent_misses"})
-"""Lists with one item per request or per client; their lengths are among the figures anyway."""
+"""Lists with one item per request or client, hidden from the public; their lengths are among the figures."""
 
 HIDDEN = frozenset({"config", "ignored_fields"})
-"""Whole fields that the public does not see: paths, and names that clients have sent."""
+"""Fields hidden from the public: they contain paths, or names that clients sent."""
 
 PUBLIC_WORDS = frozenset({"state", "device"})
-"""Fields whose values are words of our own. Every other text may be a path, an id or part of a prompt."""
+"""Text fields with fixed values of Orchard. Any other text may be a path, an id or part of a prompt."""
 
 
 def public_view(page: dict[str, Any]) -> dict[str, Any]:
-    """The page for a request that is not administrative: its numbers, booleans and nulls, and the served model's name.
+    """Return the page for a non-administrative request: numbers, booleans, nulls and the served model's name.
 
-    A text field that is added to a page later stays hidden until it is named here.
+    A text field that is added to a page later stays hidden until PUBLIC_WORDS names it.
     """
     name = {"model": page["model"]} if "model" in page else {}
     return {**name, **_figures(page)}
 
 
 def administrative_view(page: dict[str, Any]) -> dict[str, Any]:
-    """The whole page, but for secrets of the configuration, which no request may read."""
+    """Return the whole page except the hashes of API keys."""
     http = page.get("config", {}).get("http", {})
     if "api_keys" not in http:
         return page

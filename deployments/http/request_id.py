@@ -1,4 +1,4 @@
-"""The id of a request: the client's X-Request-Id if it is sane, else a new one; exactly one on each response.
+"""RequestId: assigns each request an id, the client's X-Request-Id if valid, and returns it in exactly one header.
 Anthropic's SDKs read it from the header request-id."""
 
 import re
@@ -13,17 +13,18 @@ _SANE = re.compile(r"[!-~]{1,128}")
 
 
 def request_id_of(scope: Scope) -> str:
-    """The id that the client has sent if it is sane (1 to 128 visible ASCII characters, sent once), else a new one."""
+    """Return the client's id if it is valid (1 to 128 visible ASCII characters, sent once), else a new one."""
     sent = Headers(scope=scope).getlist("x-request-id")
     return sent[0] if len(sent) == 1 and _SANE.fullmatch(sent[0]) else f"req_{secrets.token_hex(16)}"
 
 
 class RequestId:
-    """Middleware: sets `request.state.request_id` and sends it back.
+    """Middleware: sets `request.state.request_id` and adds it to the response.
 
     Args:
-        is_behind_proxy: Serve's HTTP proxy adds the X-Request-Id of the request to the response by itself; then it is
-            added here only if it is another one.
+        app: The wrapped app.
+        is_behind_proxy: Whether Serve's HTTP proxy adds the request's X-Request-Id to the response; the header is then
+            added here only if the id differs.
     """
 
     def __init__(self, app: ASGIApp, is_behind_proxy: bool = False):

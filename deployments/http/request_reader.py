@@ -1,4 +1,4 @@
-"""read_request: the body of a request that generates -> what it asks for, by nothing of the server but its rules."""
+"""read_request: parses a body of any dialect; a pure function of the body and the server's rules."""
 
 import re
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from deployments.http.json_body import parse_json_object
 from deployments.http.normalize import DEFAULT_VOLATILE_PATTERNS, SystemPolicy
 
 MAX_INLINE_BYTES = 256 * 2**10
-"""Bytes of a body that may be read on the event loop."""
+"""Largest body that is parsed on the event loop."""
 
 MAX_INLINE_MARKS = 8192
-"""Brackets, commas and quotes of such a body. The time that reading takes grows with these much more than with the
-bytes: 8192 of them take up to 20 ms, in 256 kB there may be enough for 150 ms."""
+"""Most brackets, commas and quotes in a body that is parsed on the event loop. They determine the time much more than
+the bytes: 8192 of them take up to 20 ms, and 256 kB may have enough for 150 ms."""
 
 
 @dataclass(frozen=True)
 class ReadingRules:
-    """The server's settings that decide how a body is read."""
+    """The server's settings that affect how a body is parsed."""
 
     model_name: str
     """The name of the model in answers."""
@@ -32,41 +32,41 @@ class ReadingRules:
     system_policy: SystemPolicy = "hoist"
     volatile_patterns: tuple[re.Pattern[str], ...] = DEFAULT_VOLATILE_PATTERNS
     aliases: frozenset[str] = frozenset()
-    """Other names that `model` may have."""
+    """Additional names that `model` may have."""
     unknown_fields: Literal["report", "refuse"] = "report"
-    """Unknown fields at the top of a body: ignored and named in a header, or refused."""
+    """Whether unknown fields at the top of a body are ignored and reported, or refused."""
 
     @cached_property
     def may_backtrack(self) -> bool:
-        """Whether some pattern is the operator's own, so that nothing is known of the time that it takes."""
+        """Whether a pattern is the operator's own, whose matching time is unbounded."""
         return not set(self.volatile_patterns) <= set(DEFAULT_VOLATILE_PATTERNS)
 
     def check_model(self, asked: str) -> None:
-        """Raises ModelNotFound."""
+        """Raise ModelNotFound for a name that is neither the model's nor an alias."""
         if asked != self.model_name and asked not in self.aliases:
             raise ModelNotFound(asked, self.model_name)
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A parsed body of any dialect. It crosses a process wall: everything in it can be pickled."""
+    """A parsed body of any dialect. It is pickled between processes."""
 
     request: ChatRequest
-    """Without an id."""
+    """Its request_id is ''."""
     route: Route
     stream: bool
     echo: Any = None
-    """The fields of the body that the dialect's encoder depends on."""
+    """Fields of the body that the dialect's encoder depends on."""
     ignored: tuple[str, ...] = ()
     """Names of unknown fields at the top of the body."""
 
     def packed(self) -> "ParsedRequest":
-        """The same with messages that are cheap to hand on."""
+        """Return a copy with packed messages, which are cheap to pickle."""
         return replace(self, request=replace(self.request, messages=PackedMessages.of(self.request.messages)))
 
 
 Parser = Callable[[dict[str, Any], ReadingRules], ParsedRequest]
-"""Validates and normalizes the JSON object of a body. Raises InvalidRequest, ModelNotFound."""
+"""Validates and normalizes a body's JSON object for a dialect. Raises InvalidRequest, ModelNotFound."""
 
 Dialect = Literal[
     "chat", "completions", "embeddings", "tokenize", "detokenize", "responses", "messages", "count_tokens"
@@ -74,7 +74,7 @@ Dialect = Literal[
 
 
 def read_request(body: bytes, dialect: Dialect, rules: ReadingRules) -> ParsedRequest:
-    """Raises InvalidRequest, ModelNotFound."""
+    """Parse, validate and normalize a body. Raises InvalidRequest, ModelNotFound."""
     return _parser(dialect)(parse_json_object(body), rules)
 
 
@@ -100,7 +100,7 @@ def _parser(dialect: Dialect) -> Parser:
 
 
 def is_cheap(body: bytes, rules: ReadingRules) -> bool:
-    """Whether reading a body takes so little time that the event loop can do it."""
+    """Tell whether a body can be parsed fast enough for the event loop."""
     if len(body) > MAX_INLINE_BYTES or rules.may_backtrack:
         return False
     return sum(map(body.count, (b'"', b",", b"{", b"}", b"[", b"]"))) <= MAX_INLINE_MARKS

@@ -1,9 +1,8 @@
-"""UnreadBodies: the request bodies that are still arriving, and what they may take: places, bytes, time.
+"""UnreadBodies: limits on request bodies that are still arriving: their number, bytes and rate.
 
-Used twice: in Serve's HTTP proxy, which would buffer bodies without bound, and in the ingress. A body holds its place,
-and the bytes that its Content-Length announces, until it is complete. When there is no room for another one, the
-slowest body that is behind the rate floor loses its place to it, so that connections that send nothing cannot keep
-others out.
+It is used in Serve's HTTP proxy, which would buffer bodies without bound, and in the ingress. A body counts, with the
+bytes that its Content-Length announces, until it is complete. At a limit, a new body displaces the slowest one that is
+below the minimum rate, so that connections that send nothing cannot block others.
 """
 
 import asyncio
@@ -21,31 +20,31 @@ from deployments.http.errors import BodyTooLarge, BodyTooSlow
 from engine.protocol import Overloaded
 
 RETRY_AFTER_S = 1.0
-"""Bodies come and go quickly: those that do not lose their place."""
+"""Retry-After at a limit: bodies complete quickly, and slow ones are displaced."""
 
 MIN_AGE_S = 1.0
-"""A younger body is never displaced: its first bytes may still be on their way."""
+"""Age before which a body is never displaced, as its first bytes may still be in transit."""
 
 LATE_S = 0.2
-"""Extra wait at the deadline for bytes that arrived while this process was busy."""
+"""Additional wait at a body's deadline for bytes that arrived while this process was busy."""
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """See HttpConfig, which fills it; the defaults hold in a proxy that has not heard of a configuration yet."""
+    """Limits on arriving bodies, see HttpConfig; the defaults hold in a proxy that has not been configured yet."""
 
     max_body_bytes: int = 64 * 2**20  # of one body
-    max_bodies: int = 64  # that arrive at the same time
-    max_bytes: int = 512 * 2**20  # of all bodies that arrive at the same time
-    min_bytes_per_s: int = 64 * 2**10  # rate floor of one body, averaged after grace_s
+    max_bodies: int = 64  # arriving at the same time
+    max_bytes: int = 512 * 2**20  # of all arriving bodies
+    min_bytes_per_s: int = 64 * 2**10  # least average rate of one body after grace_s
     grace_s: float = 5.0  # time in which a body may be slower
-    max_share_per_address: float = 0.25  # part of max_bodies and max_bytes that one client address may hold
+    max_share_per_address: float = 0.25  # fraction of max_bodies and max_bytes that one client address may use
 
 
 class UnreadBodies:
-    """The bodies that arrive at one process. `limits` may be replaced; it holds for what comes from then on."""
+    """The bodies that are arriving at one process. `limits` may be replaced and then applies to later bytes."""
 
     def __init__(self, limits: BodyLimits, clock: Clock = time.monotonic):
         self.limits = limits
@@ -54,9 +53,11 @@ class UnreadBodies:
 
     @contextmanager
     def enter(self, scope: Scope) -> Iterator["UnreadBody"]:
-        """Give the body of a request a place until the context is left or the body is complete.
+        """Count a request's body until the context exits or the body is complete.
 
-        Raises BodyTooLarge if it announces too many bytes, Overloaded if there is no room for it.
+        Raises:
+            BodyTooLarge: It announces too many bytes.
+            Overloaded: A limit is reached and no body can be displaced.
         """
         announced = Headers(scope=scope).get("content-length", "")
         num_announced = int(announced) if announced.isdecimal() and len(announced) < 20 else 0
@@ -72,7 +73,7 @@ class UnreadBodies:
             self.release(body)
 
     def reserve(self, body: "UnreadBody", num_bytes: int) -> None:
-        """Count so many bytes for a body in all. Raises Overloaded if there is no room for them."""
+        """Raise the bytes that a body counts for to num_bytes. Raises Overloaded at a limit."""
         if num_bytes > body.num_reserved:
             self._make_room(body, num_bytes)
             body.num_reserved = num_bytes
@@ -93,7 +94,7 @@ class UnreadBodies:
         self._fit(self._bodies - {body}, num_bytes, limits.max_bodies, limits.max_bytes, "")
 
     def _fit(self, others: set["UnreadBody"], num_bytes: int, max_bodies: int, max_bytes: int, whose: str) -> None:
-        """Displace slow bodies among `others` until one more body with `num_bytes` fits beside them."""
+        """Displace slow bodies among `others` until another body with `num_bytes` fits. Raises Overloaded."""
         while others and (len(others) >= max_bodies or sum(b.num_reserved for b in others) + num_bytes > max_bytes):
             slowest = self._slowest(others)
             if slowest is None:
@@ -110,7 +111,7 @@ class UnreadBodies:
             slowest.displace()
 
     def _slowest(self, bodies: set["UnreadBody"]) -> "UnreadBody | None":
-        """Of the bodies behind the rate floor: the slowest one of the address that holds the most places."""
+        """Return the slowest body of the address with the most bodies, among bodies below the minimum rate."""
         slow = [body for body in bodies if body.age_s >= MIN_AGE_S and body.rate < self.limits.min_bytes_per_s]
         held = [body.address for body in bodies]
         return min(slow, key=lambda body: (-held.count(body.address), body.rate), default=None)
@@ -122,7 +123,7 @@ class UnreadBody:
     def __init__(self, bodies: UnreadBodies, address: str | None, clock: Clock):
         self.address = address  # see address_group
         self.num_received = 0  # bytes
-        self.num_reserved = 0  # bytes that it counts for
+        self.num_reserved = 0  # bytes that the body counts for
         self._bodies = bodies
         self._clock = clock
         self._began_s = clock()
@@ -134,19 +135,21 @@ class UnreadBody:
 
     @property
     def rate(self) -> float:
-        """Bytes per second since its headers."""
+        """Average bytes per second since the headers."""
         return self.num_received / max(self.age_s, 1e-3)
 
     def displace(self) -> None:
-        """Its place was given to another body: the next `receive`, or the one that waits, raises BodyTooSlow."""
+        """End this body in favour of another one: the pending or the next `receive` raises BodyTooSlow."""
         if not self._displaced.done():
             self._displaced.set_result(None)
 
     async def receive(self, receive: Receive) -> Message:
-        """The next ASGI message of this body. Gives the place back with the last one.
+        """Return the next ASGI message of this body; after the last one the body no longer counts.
 
-        Raises BodyTooSlow when the body falls behind the rate floor or was displaced, BodyTooLarge, and Overloaded when
-        there is no room for bytes that were not announced.
+        Raises:
+            BodyTooSlow: The body is below the minimum rate or was displaced.
+            BodyTooLarge: The body exceeds max_body_bytes.
+            Overloaded: Bytes that were not announced exceed a limit.
         """
         message = await self._receive_in_time(receive)
         limits = self._bodies.limits
@@ -177,9 +180,9 @@ class UnreadBody:
 
 
 async def read_body(scope: Scope, receive: Receive, bodies: UnreadBodies) -> bytes | None:
-    """All of a request's body, or None if the client left before it was complete.
+    """Read a whole body; return None if the client disconnects before its end.
 
-    Raises BodyTooLarge, BodyTooSlow and Overloaded.
+    Raises BodyTooLarge, BodyTooSlow, Overloaded.
     """
     chunks = []
     with bodies.enter(scope) as body:

@@ -1,4 +1,4 @@
-"""Bases of the wire models of all dialects: strictness, tags of unions, choices by a field."""
+"""Base classes of the wire models of all dialects, and discriminators for their unions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,24 +9,30 @@ from deployments.http.errors import CHOICE
 
 
 class Wire(BaseModel):
-    """A value of a request body. Types are not converted, and unknown fields are errors."""
+    """A value of a request body: no type conversion, unknown fields are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class OpenWire(Wire):
-    """A value inside of a message, in which clients send back all kinds of fields: unknown ones are dropped."""
+    """A value inside a message: unknown fields are dropped, since clients send back fields of other servers."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 def tag(name: str) -> Tag:
-    """Tags turn up in the paths of errors; the NUL tells them from the client's own field names."""
+    """Return a union tag. Its NUL prefix distinguishes it from field names in the paths of errors."""
     return Tag(f"\0{name}")
 
 
 def choose(by: Callable[[Any], str | None], rule: str, field: str = "") -> Discriminator:
-    """by: value -> tag. field: where the rule is about a field of the value, for `errors.from_validation`."""
+    """Return the discriminator of a union.
+
+    Args:
+        by: Maps a value to a tag; None: no member accepts the value.
+        rule: Error message for such a value.
+        field: Field of the value that discriminates, for `errors.from_validation`; '' for the value itself.
+    """
     return Discriminator(
         lambda value: None if (tag := by(value)) is None else f"\0{tag}",
         custom_error_type=f"{CHOICE}{field}",

@@ -1,13 +1,13 @@
-"""What Orchard adds to Serve's HTTP proxy, through Serve's hook for middleware."""
+"""Orchard's middleware for Serve's HTTP proxies, installed through Serve's hook."""
 
 import os
 
 HOOK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-"""Serve calls the function that this variable names in each proxy; set by launch.py, an operator's value wins."""
+"""Variable that names a function that Serve calls in each proxy; serve_run/environment.py sets it by default."""
 
 CALLBACK = "deployments.http_proxy.guard:middlewares"
 
 
 def is_guarded() -> bool:
-    """Whether the proxies of this cluster, whose environment all processes share, have Orchard's middleware."""
+    """Tell whether the cluster's proxies run Orchard's middleware, judging by the environment of this process."""
     return os.environ.get(HOOK) == CALLBACK

@@ -1,7 +1,7 @@
-"""ProxyGuard: what only Serve's HTTP proxy can do for its clients, as ASGI middleware in the proxy's process.
+"""ProxyGuard: ASGI middleware in the process of Serve's HTTP proxy, for limits that only the proxy can enforce.
 
 Serve calls `middlewares` when a proxy starts (its documented hook, RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH). The
-ingress keeps its own limits, so that everything but the connections themselves is bounded without this module as well.
+ingress applies the same body limits, so without this module everything but the connections is still bounded.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from engine.protocol import OrchardError, Unavailable
 log = logging.getLogger("ray.serve")
 
 BRIDGE_S = 10.0
-"""A request waits so long for an ingress that is being replaced, before its body is read."""
+"""Longest wait of a request, before its body is read, for an ingress that is being replaced."""
 
 POLL_S = 0.1
 
 START_RETRY_S = 5.0
-"""Retry-After while the server starts: processes and weights take seconds at best."""
+"""Retry-After while the server starts, which takes seconds at best."""
 
 RETRY_S = 1.0
 
@@ -36,20 +36,21 @@ _SERVE_PREFIX = "/-/"
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve puts around its HTTP proxy."""
+    """Return the middleware for Serve's HTTP proxy, and install the guarded HTTP protocol."""
     state = ProxyState()
     use_guarded_protocol(lambda: state.limits.send_timeout_s)
     return [Middleware(ProxyGuard, state=state)]
 
 
 class ProxyState:
-    """What all requests of one proxy share: the limits, and the bodies that are arriving."""
+    """State that all requests of one proxy share: the limits and the arriving bodies."""
 
     def __init__(self, limits: ProxyLimits | None = None):
         self.limits = limits or ProxyLimits()
         self.bodies = UnreadBodies(self.limits.body)
 
     def use(self, limits: ProxyLimits) -> None:
+        """Apply new limits, also to bodies that are arriving."""
         self.limits = limits
         self.bodies.limits = limits.body
 
@@ -57,11 +58,11 @@ class ProxyState:
 class ProxyGuard:
     """Middleware around Serve's HTTP proxy.
 
-    * A request that no ingress can take is refused with 503 and Retry-After: at once while the server starts, after
-      BRIDGE_S while an ingress is being replaced. Serve answers the one with a 404 and holds the other without limit.
+    * Without an ingress a request gets a 503 with Retry-After: at once while the server starts, after BRIDGE_S while an
+      ingress is being replaced. Serve itself would answer 404 in the first case and wait without limit in the second.
     * Bodies are bounded (see UnreadBodies) before the proxy buffers them.
-    * Each response has exactly one X-Request-ID, a sane one.
-    * An ingress that dies before it answers is a 503 with an error body instead of a plain 500.
+    * Each response has exactly one X-Request-ID, a valid one.
+    * If the ingress dies before it answers, the client gets a 503 with an error body instead of a plain 500.
     """
 
     def __init__(self, app: ASGIApp, state: ProxyState, bridge_s: float = BRIDGE_S):
@@ -77,7 +78,7 @@ class ProxyGuard:
         request_id = request_id_of(scope)
         headers = MutableHeaders(scope=scope)
         headers["x-request-id"] = request_id
-        del headers["x-request-disconnect-disabled"]  # a client that has left must not keep its row
+        del headers["x-request-disconnect-disabled"]  # a disconnected client must not keep its rows
         scope["extensions"] = {**scope.get("extensions", {}), EXTENSION: self._state.limits.to_json()}
         exchange = Exchange(self._state, request_id, receive, send)
         try:
@@ -94,7 +95,7 @@ class ProxyGuard:
             await self._errors.response(error, request_id, scope)(scope, receive, exchange.send)
 
     async def _wait_for_ingress(self, path: str) -> None:
-        """Raises Unavailable if there is no ingress for this path, or will not be soon."""
+        """Wait up to BRIDGE_S for an ingress for this path. Raises Unavailable."""
         if self._routes.is_starting(path):
             raise Unavailable("The server is starting: it takes no requests yet.", START_RETRY_S)
         waited_s = 0.0
@@ -109,9 +110,11 @@ class ProxyGuard:
 
 
 class Exchange:
-    """One request and its response on their way through the proxy.
+    """One request and its response passing through the proxy.
 
-    error: why the request was ended here, None if it was not. is_started: whether a response has begun.
+    Attributes:
+        error: Reason why the proxy ended the request; None if it did not.
+        is_started: Whether a response has started.
     """
 
     def __init__(self, state: ProxyState, request_id: str, receive: Receive, send: Send):
@@ -123,14 +126,14 @@ class Exchange:
         self._send = send
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
-        """Raises what UnreadBodies.enter raises, before the app is called."""
+        """Call the app with a bounded body. Raises what UnreadBodies.enter raises."""
         if not _has_body(scope):
             return await app(scope, self._receive, self.send)
         with self._state.bodies.enter(scope) as body:
             is_complete = False
 
             async def receive() -> Message:
-                """To the app, a body that breaks a limit looks like a client that leaves: it ends the request."""
+                """Report a body that exceeds a limit as a client disconnect, which ends the request in the app."""
                 nonlocal is_complete
                 if is_complete:
                     return await self._receive()

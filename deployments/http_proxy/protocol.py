@@ -1,8 +1,8 @@
-"""GuardedProtocol: uvicorn's HTTP protocol with the limits that it lacks: headers, writes, and what follows a response.
+"""GuardedProtocol: uvicorn's HTTP protocol with limits on headers, on slow readers, and on data after a response.
 
-Serve gives no way to choose the protocol of its proxies, so `use_guarded_protocol` replaces the class that uvicorn
-chooses by itself (uvicorn 0.54, `uvicorn.protocols.http.auto`); tests/deployments/http_proxy/test_protocol.py starts a
-server as Serve does and fails when that has no effect any more.
+Serve offers no way to choose the protocol of its proxies, so `use_guarded_protocol` replaces uvicorn's default class
+(uvicorn 0.54, `uvicorn.protocols.http.auto`). tests/deployments/http_proxy/test_protocol.py starts a server as Serve
+does and fails when the replacement has no effect.
 """
 
 import asyncio
@@ -15,26 +15,28 @@ from uvicorn.protocols.http import auto
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEADER_TIMEOUT_S = 30.0
-"""A connection that has sent no complete headers by then is closed."""
+"""Time after which a connection without complete headers is closed."""
 
 MAX_HEADER_BYTES = 64 * 2**10
 
 LINGER_S = 30.0
-"""A client may send the rest of a body so long after its response, which it may not have read yet."""
+"""Time after a response in which the client may still send the rest of its body."""
 
 SEND_BUFFER_BYTES = 256 * 2**10
-"""Of the kernel, which else grows to megabytes: thousands of tokens that a client that does not read would cost."""
+"""Size of the kernel's send buffer. By default it grows to megabytes, thousands of tokens for a client that does not
+read."""
 
 _LINGER_NOT = struct.pack("ii", 1, 0)
-"""SO_LINGER: close at once, and discard what the kernel has not sent."""
+"""Value of SO_LINGER that closes at once and discards unsent data."""
 
 
 class GuardedProtocol(HttpToolsProtocol):
     """One connection.
 
-    send_timeout_s: when the client takes so little that writing pauses (64 KiB wait), it must have taken all but 16 KiB
-    within this time, else the connection is closed, which cancels the request as if the client had left. The same holds
-    for what waits when a response is complete.
+    Args:
+        send_timeout_s: When writing pauses (64 KiB pending), the client must read all but 16 KiB within this time, and
+            so when data is pending at the end of a response. Otherwise the connection is closed, which cancels the
+            request like a client disconnect.
     """
 
     header_timeout_s = HEADER_TIMEOUT_S
@@ -72,7 +74,7 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self._num_trailer_bytes += len(data)
         super().data_received(data)
-        if self._num_trailer_bytes > MAX_HEADER_BYTES:  # since the last byte of a body: trailers, or chunk extensions
+        if self._num_trailer_bytes > MAX_HEADER_BYTES:  # trailers or chunk extensions since the last byte of a body
             self.abort()
         if self._is_in_headers and self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The headers of the request have more than {MAX_HEADER_BYTES} bytes.")
@@ -118,7 +120,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def abort(self) -> None:
-        """Close the connection without sending what waits, here and in the kernel."""
+        """Close the connection and discard pending data, here and in the kernel."""
         connection = self.transport.get_extra_info("socket")
         if connection is not None and connection.fileno() >= 0:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
@@ -131,7 +133,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def use_guarded_protocol(send_timeout_s: Callable[[], float]) -> None:
-    """Make every uvicorn server of this process that is started from now on use GuardedProtocol."""
+    """Make every uvicorn server that this process starts from now on use GuardedProtocol."""
 
     def protocol(*args: Any, **kwargs: Any) -> GuardedProtocol:
         return GuardedProtocol(send_timeout_s, *args, **kwargs)

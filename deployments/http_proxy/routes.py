@@ -1,9 +1,9 @@
-"""ServeRoutes: whether Serve's HTTP proxy has a replica to send a request to.
+"""ServeRoutes: tells whether Serve's HTTP proxy has a replica for a request.
 
-The proxy tells this to nobody: it answers 404 while no application is deployed, and holds a request without limit
-while an application has no ingress. So this reads private attributes of Ray 2.60.0 (ray/serve/_private/proxy.py,
-proxy_router.py, router.py); tests/deployments/http_proxy/test_routes.py fails when they are no longer there. Where an
-attribute is missing nothing is said to be starting, and the proxy behaves as Serve's own.
+The proxy has no interface for this: it answers 404 while no application is deployed, and a request waits without limit
+while an application has no ingress. This module reads private attributes of Ray 2.60.0 (ray/serve/_private/proxy.py,
+proxy_router.py, router.py); tests/deployments/http_proxy/test_routes.py fails when they are missing. Without them the
+proxy behaves like Serve's own.
 """
 
 import logging
@@ -15,7 +15,11 @@ log = logging.getLogger("ray.serve")
 
 
 class ServeRoutes:
-    """app: Serve's HTTPProxy, with its own middleware around it."""
+    """The route table of a proxy.
+
+    Args:
+        app: Serve's HTTPProxy inside its own middleware.
+    """
 
     def __init__(self, app: ASGIApp):
         self._router = _proxy_router(app)
@@ -24,7 +28,7 @@ class ServeRoutes:
                         "while no ingress runs")  # fmt: skip
 
     def is_starting(self, path: str) -> bool:
-        """Whether no application is deployed, or the one for this path has not had an ingress since the proxy began."""
+        """Tell whether no application is deployed, or this path's has had no ingress since the proxy started."""
         if self._router is None:
             return False
         if not self._router.endpoints:
@@ -33,7 +37,7 @@ class ServeRoutes:
         return handle is not None and not handle.running_replicas_populated()
 
     def has_no_replica(self, path: str) -> bool:
-        """Whether the application for this path has no ingress now."""
+        """Tell whether the application for this path has no ingress now."""
         replicas = _running_replicas(self._handle(path))
         return replicas is not None and not replicas
 
@@ -51,7 +55,7 @@ def _proxy_router(app: Any) -> Any | None:
 
 
 def _running_replicas(handle: Any | None) -> Any | None:
-    """A sized collection of the replicas; None if they are not known."""
+    """Return a sized collection of the running replicas; None if unknown."""
     router = getattr(getattr(handle, "_router", None), "_asyncio_router", None)
     chosen_from = getattr(router, "_request_router", None)
     if chosen_from is None:

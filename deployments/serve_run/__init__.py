@@ -1,1 +1,1 @@
-"""Starting, watching and stopping the server: what `orchard serve` does, and what Orchard adds to `serve run`."""
+"""Starts, watches and stops the server, for `orchard serve` and for Ray's `serve run`."""

@@ -1,4 +1,4 @@
-"""Checks before Ray starts: the cluster that would be joined, the API keys, the port, the GPU."""
+"""Checks before Ray starts: an existing cluster, the API keys, the port, the GPU."""
 
 import socket
 from pathlib import Path
@@ -16,11 +16,11 @@ RAY_PROCESSES = ("raylet", "gcs_server")
 
 
 class CannotStart(Exception):
-    pass
+    """The server cannot start; the message is for the operator."""
 
 
 def check_keys(config: OrchardConfig) -> None:
-    """For a server with a Ray cluster of its own. Raises CannotStart when its API keys cannot be read."""
+    """Check that the API keys can be read, for a server with its own Ray cluster. Raises CannotStart."""
     try:
         read_api_keys(config.args.http)
     except ApiKeysError as error:
@@ -28,9 +28,12 @@ def check_keys(config: OrchardConfig) -> None:
 
 
 def check_machine(config: OrchardConfig) -> None:
-    """For a server with a Ray cluster of its own. Raises CannotStart when its port or its GPU is in use.
+    """Check that the port and the GPU are free, for a server with its own Ray cluster.
 
-    The port is then this process's until it ends, see port.take_port.
+    The port stays reserved until this process ends, see port.take_port.
+
+    Raises:
+        CannotStart: The port or the GPU is in use.
     """
     engine = config.args.engine
     if (refusal := device_refusal(engine.device, engine.share_device)) is not None:
@@ -42,13 +45,16 @@ def check_machine(config: OrchardConfig) -> None:
 
 
 def finds_cluster(note: Path | None = None) -> bool:
-    """Whether there is a Ray cluster that Ray joins by itself: the one that the last `ray start` here has noted.
+    """Tell whether Ray would join an existing cluster: the one in the address file of the last `ray start`.
 
-    Ray waits minutes for one that is gone. If it was a cluster of this machine, and none of Ray's processes runs here
-    any more, its note is removed, as a clean `ray stop` would have done.
+    Ray waits minutes for a cluster that has ended. If it was on this machine and none of Ray's processes runs any more,
+    the file is removed, as a clean `ray stop` would have done.
+
+    Args:
+        note: Ray's address file; default: where `ray start` writes it.
 
     Raises:
-        CannotStart: the cluster does not answer, but may come back, as when its head reboots.
+        CannotStart: The cluster does not answer but may return, for example while its head reboots.
     """
     note = _note() if note is None else note
     address = note.read_text().strip() if note.exists() else ""

@@ -1,4 +1,4 @@
-"""`orchard`: the command that owns its server. Light to import: what is wrong is said before Ray is."""
+"""The command `orchard`. It validates the configuration before it imports Ray, which takes seconds."""
 
 import argparse
 import os
@@ -24,27 +24,27 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         "serve",
         help="start the server and run until Ctrl-C or SIGTERM",
         description="Checks the configuration, the port and the GPU, starts Ray and the server, and runs until Ctrl-C "
-        "or SIGTERM, on which running answers get their time. Ends with status 1 when the server cannot start, or is "
-        "gone for good.",
+        "or SIGTERM, after which running requests get args.drain_timeout_s to finish. Exits with status 1 when the "
+        "server cannot start or has failed for good.",
     )
     serve.add_argument("config", nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
-    serve.add_argument("--check", action="store_true", help="validate the configuration, show it, and end")
+    serve.add_argument("--check", action="store_true", help="validate the configuration, print it, and exit")
     serve.add_argument(
         "--address",
         default=os.environ.get("RAY_ADDRESS"),
-        help="join this Ray cluster; default: RAY_ADDRESS, the cluster of the last `ray start` here, or a new one",
+        help="Ray cluster to join; default: RAY_ADDRESS, else the cluster of the last `ray start`, else a new one",
     )
     serve.add_argument(
         "--dashboard",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="start Ray's dashboard (http://127.0.0.1:8265) with a new cluster",
+        help="start Ray's dashboard (http://127.0.0.1:8265) in a new cluster",
     )
     serve.add_argument(
         "--object-store-mib",
         type=int,
         default=OBJECT_STORE_MIB,
-        help=f"shared memory of a new cluster, for images on their way to the engine; default: {OBJECT_STORE_MIB}",
+        help=f"MiB of shared memory of a new cluster, for images sent to the engine; default: {OBJECT_STORE_MIB}",
     )
     options = parser.parse_args(argv)
     if options.object_store_mib < 100:
@@ -53,6 +53,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
     began_s = time.monotonic()
     options = arguments(sys.argv[1:] if argv is None else argv)
     set_defaults()
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(str(error))
         return 1
     say(describe(config, not_in_effect()))
-    from deployments.serve_run.server import Server  # brings Ray
+    from deployments.serve_run.server import Server  # imports Ray
 
     return Server(config, address, options.dashboard, options.object_store_mib * 2**20, began_s).run()
 
@@ -87,5 +88,5 @@ def _read(path: str) -> OrchardConfig:
 
 
 def _address(named: str | None) -> str | None:
-    """The cluster to join; None: a new one."""
+    """Return the address of the cluster to join; None: start a new one."""
     return named or ("auto" if finds_cluster() else None)

@@ -1,10 +1,10 @@
-"""serve_config.yaml, read and validated as a whole before anything is started.
+"""Reads and validates serve_config.yaml as a whole before anything starts.
 
-Ray's schemas ignore keys that they do not know, and some of their defaults are not what Orchard's users expect: a
-misspelt `http_options` binds 0.0.0.0. Here every key is either known, or an error that names it.
+Ray's schemas ignore unknown keys, and some of their defaults are surprising: with a misspelt `http_options` Serve binds
+0.0.0.0. Here every unknown key is an error that names it.
 
-The key tables below repeat the field names of Ray's schemas, so that a mistake is found before Ray is imported;
-tests/deployments/serve_run/test_config_file.py compares them with the schemas. The values are left to Ray
+The key tables below repeat the field names of Ray's schemas, so that mistakes are found before Ray is imported;
+tests/deployments/serve_run/test_config_file.py compares them with the schemas. Ray itself validates the values
 (`check_with_ray`).
 """
 
@@ -27,7 +27,7 @@ DEFAULT_HTTP_PORT = 8000
 KEY_OPTIONS = ("api_keys", "api_keys_file", "api_keys_env")
 
 Reasons = Mapping[str, str | None]
-"""Key -> why it may not be set; None: it may."""
+"""Key to the reason why it may not be set; None: it may be set."""
 
 _FROM_CLUSTER = "follows from the cluster: one replica per node that offers `mlx` (or `mlx_scorer`)"
 _FROM_NODES = "is derived from the nodes: Orchard places its replicas itself"
@@ -97,7 +97,12 @@ LOGGING_KEYS: Reasons = dict.fromkeys(
 
 
 class ConfigError(Exception):
-    """lines: what is wrong, one mistake per line, each beginning with the key."""
+    """The configuration file is invalid.
+
+    Args:
+        path: The file.
+        lines: One mistake per line, each starting with its key.
+    """
 
     def __init__(self, path: str, lines: list[str]):
         super().__init__(path, lines)
@@ -110,7 +115,7 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True)
 class OrchardConfig:
-    """A valid file with Orchard's application in it."""
+    """A valid configuration file that contains Orchard's application."""
 
     raw: dict[str, Any]
     """The whole file."""
@@ -140,7 +145,7 @@ class OrchardConfig:
 
     @property
     def overrides(self) -> dict[str, dict[str, Any]]:
-        """Deployment -> the options that the file sets for it."""
+        """Deployment name to the options that the file sets for it."""
         return {
             entry["name"]: {key: value for key, value in entry.items() if key != "name"}
             for entry in self.application.get("deployments", [])
@@ -148,7 +153,7 @@ class OrchardConfig:
 
 
 def read_config(path: str | Path) -> OrchardConfig | None:
-    """The configuration in a file; None if none of its applications is Orchard's. Raises ConfigError."""
+    """Read and validate a file; return None if none of its applications is Orchard. Raises ConfigError."""
     try:
         raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_StrictLoader)
     except (OSError, UnicodeError) as error:
@@ -169,7 +174,7 @@ def read_config(path: str | Path) -> OrchardConfig | None:
 
 
 def mistakes_in(raw: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with a file that serves Orchard, one line per mistake."""
+    """Yield the mistakes of a file that serves Orchard, one line each."""
     ours = [application for application in _listed(raw) if _is_ours(application)]
     only_ours = len(ours) == len(_listed(raw))
     top = TOP_KEYS if only_ours else {**TOP_KEYS, "grpc_options": None}
@@ -261,7 +266,7 @@ def _sparse_prefill_off(args: dict[str, Any]) -> str | None:
     try:
         return AppArgs.model_validate(args).sparse_prefill_off
     except ValidationError:
-        return None  # which is said of the args themselves
+        return None  # reported as a mistake of args
 
 
 def _http_mistakes(raw: dict[str, Any], has_keys_or_is_open: bool) -> Iterator[str]:
@@ -321,7 +326,7 @@ def _lines_of(error: ValidationError, prefix: str) -> Iterator[str]:
         if e["type"] == "extra_forbidden":
             yield f"{key}: there is no such key"
         elif e["type"] == "value_error":
-            separator = ": " if e["loc"] else "."  # our own lines begin with the key below args
+            separator = ": " if e["loc"] else "."  # lines of AppArgs' own checks start with the key below args
             yield from (f"{key}{separator}{line}" for line in e["msg"].removeprefix("Value error, ").split("\n"))
         else:
             yield f"{key}: {e['msg']}, not {e['input']!r}"
@@ -339,7 +344,7 @@ def _is_ours(application: Any) -> bool:
 
 
 def _why_none_is_ours(raw: dict[str, Any]) -> Iterator[str]:
-    """Of a file of another application nothing is said; of one that is meant for Orchard, what is wrong."""
+    """Yield mistakes of a file without Orchard's application that is probably meant for Orchard, else nothing."""
     if "applications" not in raw:
         yield "applications: is missing"
     elif not isinstance(raw["applications"], list):
@@ -355,7 +360,7 @@ def _kind(value: Any) -> str:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that appears twice in one place, of which YAML would take the last."""
+    """Refuses duplicate keys of a mapping, of which YAML would use the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}

@@ -1,4 +1,4 @@
-"""The configuration in effect, for an operator to read at the start."""
+"""The effective configuration as text, printed at the start."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,16 +10,21 @@ from deployments.http.config import HttpConfig
 from deployments.serve_run.config_file import OrchardConfig, is_loopback
 
 HIDDEN = ("api_keys", "pinned")
-"""Fields of which only the number of entries is shown: hashes of keys, and prompts."""
+"""Fields shown as a number of entries: hashes of keys, and prompts."""
 
 
 def describe(config: OrchardConfig, environment: list[str]) -> str:
-    """environment: what environment.not_in_effect says."""
+    """Describe the effective configuration.
+
+    Args:
+        config: The configuration file.
+        environment: Lines of environment.not_in_effect.
+    """
     return _as_text([("http", _http_line(config)), *_lines_of_args(config.args), *_environment_lines(environment)])
 
 
 def describe_args(args: AppArgs, environment: list[str]) -> str:
-    """Where only `args` are known: by `serve deploy`, or by a `serve run` that Orchard does not watch."""
+    """Describe the effective configuration if only `args` are known: in `serve deploy`, or without the hook."""
     http = (
         "not checked: the configuration outside of `args` is known to `orchard serve` alone, and to `serve run` if "
         "orchard_launch.pth is in effect. Make sure that http_options.host is not open to others without API keys"
@@ -35,7 +40,7 @@ def sparse_prefill_line(args: AppArgs) -> str:
 
 
 def url_of(config: OrchardConfig) -> str:
-    """Without a slash at the end. Of a server that listens on all addresses: what clients on this machine can use."""
+    """Return the base URL without a trailing slash; a loopback one if the server listens on all addresses."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     scheme = "https" if config.http.get("ssl_certfile") and config.http.get("ssl_keyfile") else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.port}{config.route_prefix.rstrip('/')}"

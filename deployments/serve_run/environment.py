@@ -1,9 +1,9 @@
-"""What Orchard asks of Ray through the environment, set before anything imports Ray.
+"""Environment variables that configure Ray for Orchard, set before anything imports Ray.
 
-`orchard_launch.pth` (up to Python 3.14) and `orchard_launch.start` (PEP 829, from 3.15 on) lie in site-packages. They
-call `prepare` when `serve`, `ray` or `orchard` starts in this environment; the processes that these start inherit the
-rest. A value that the operator has set is kept. Without the two files (`python -I`, `zipapp`, an image that drops them)
-Orchard still serves correctly; `not_in_effect` says what is then different.
+`orchard_launch.pth` (up to Python 3.14) and `orchard_launch.start` (PEP 829, from 3.15 on) in site-packages call
+`prepare` when `serve`, `ray` or `orchard` starts in this environment; child processes inherit the variables. Values of
+the operator are kept. Without the two files (`python -I`, `zipapp`, an image that drops them) Orchard still serves
+correctly; `not_in_effect` lists the differences.
 """
 
 import os
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 PROGRAMS = ("serve", "ray", "orchard")
 
 RAY_INIT_HOOK = "RAY_RUNTIME_ENV_HOOK"
-"""Ray calls the function that this variable names when the process connects, before any node is started."""
+"""Variable that names a function that Ray calls when the process connects, before it starts any node."""
 
 INIT_HOOK = "deployments.serve_run.hook.watch_serve_run"
 
@@ -24,9 +24,9 @@ class EnvironmentDefault:
     name: str
     value: str
     without: str
-    """What happens where the variable is not set."""
+    """Consequence of leaving the variable unset."""
     platform: str | None = None
-    """`sys.platform` that it is meant for; None: any."""
+    """`sys.platform` that the variable is for; None: any."""
 
 
 DEFAULTS = (
@@ -50,7 +50,7 @@ DEFAULTS = (
         "RAY_SERVE_PROXY_USE_GRPC", "1", "a token costs twice the CPU time between the ingress and the HTTP proxy"
     ),
     EnvironmentDefault(
-        # build_app sets it for the replicas as well, where image plans depend on it.
+        # build_graph also sets it for the replicas, where plans with images depend on it.
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH",
         str(64 * 2**20),
         "an HTTP response fails when one of its parts is larger than 4 MiB",
@@ -91,9 +91,9 @@ DEFAULTS = (
 
 
 def prepare() -> None:
-    """Set the defaults in Ray's and Orchard's commands; `serve run <config>` also gets the checks and the watcher.
+    """Set the defaults in the commands `serve`, `ray` and `orchard`; install the hook in `serve run <config>`.
 
-    Does nothing in any other program of the environment.
+    It does nothing in other programs of the environment.
     """
     if not sys.argv or os.path.basename(sys.argv[0]) not in PROGRAMS:
         return
@@ -108,7 +108,7 @@ def set_defaults(environ: MutableMapping[str, str] | None = None) -> None:
 
 
 def not_in_effect(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Variables that have no value, each with the consequence, and those that have a value of the operator's."""
+    """Describe the variables that are unset, with the consequences, and those that the operator has set."""
     environ = os.environ if environ is None else environ
     lines = []
     for default in _defaults_here():
@@ -121,13 +121,13 @@ def not_in_effect(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def is_prepared(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether every variable has a value, Orchard's or the operator's."""
+    """Tell whether every variable is set, to Orchard's value or the operator's."""
     environ = os.environ if environ is None else environ
     return all(default.name in environ for default in _defaults_here())
 
 
 def serve_run_config(argv: list[str]) -> str | None:
-    """The config file of the command line `serve run [options] <config>.yaml`, None for any other command line."""
+    """Return the config file of `serve run [options] <config>.yaml`; None for any other command line."""
     if len(argv) < 3 or os.path.basename(argv[0]) != "serve" or argv[1] != "run":
         return None
     return next((word for word in argv[2:] if word.endswith((".yaml", ".yml"))), None)

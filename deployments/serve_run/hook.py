@@ -1,4 +1,4 @@
-"""What `serve run <config>` lacks: Ray calls `watch_serve_run` before it starts anything."""
+"""watch_serve_run: adds Orchard's checks, watcher and graceful stop to `serve run <config>`, through a hook of Ray."""
 
 import os
 import sys
@@ -13,12 +13,15 @@ from deployments.serve_run.watch import Watcher
 
 
 def watch_serve_run(runtime_env: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Runs in the main thread of `serve run`, with the config read and before any process is started.
+    """Check the configuration, then watch the application and stop it gracefully on signals.
 
-    A file that is wrong, a port or a GPU that is in use end the command with status 1. Else the application is watched,
-    and signals let running answers end first.
+    Ray calls this in the main thread of `serve run`, before it starts any process. An invalid file, or a port or GPU in
+    use, ends the command with status 1.
+
+    Returns:
+        runtime_env, unchanged.
     """
-    os.environ.pop(RAY_INIT_HOOK, None)  # not for the processes that Ray starts from here
+    os.environ.pop(RAY_INIT_HOOK, None)  # child processes of Ray must not inherit it
     path = serve_run_config(sys.argv)
     try:
         config = read_config(path) if path is not None else None
@@ -42,7 +45,7 @@ def _prepare(config: OrchardConfig) -> None:
 
 
 def address_of(argv: list[str]) -> str | None:
-    """The Ray cluster that the command line, or RAY_ADDRESS, names; None: a noted one, or one of its own."""
+    """Return the Ray cluster that the command line or RAY_ADDRESS names; None if neither does."""
     for i, word in enumerate(argv):
         if word in ("--address", "-a") and i + 1 < len(argv):
             return argv[i + 1]

@@ -1,8 +1,8 @@
-"""Whether the HTTP port is free, and which process has it if it is not.
+"""Reserves the HTTP port, and names the process that uses it.
 
-Ray's proxy binds with SO_REUSEPORT, so that a second server would bind as well and get half of the connections. (Ray
-can bind without it, but then also without SO_REUSEADDR: a restarted server would fail for a minute, while connections
-of the one before are in TIME_WAIT.)
+Ray's proxy binds with SO_REUSEPORT, so a second server would also bind and receive half of the connections. (Without
+that option Ray also drops SO_REUSEADDR, and a restarted server would fail for a minute, while old connections are in
+TIME_WAIT.)
 """
 
 import contextlib
@@ -20,19 +20,23 @@ COMMANDS = ("serve", "orchard")
 
 
 class PortTaken(Exception):
-    pass
+    """The port cannot be used; the message names the process."""
 
 
 def take_port(host: str, port: int) -> ProcessLock | None:
-    """Hold the port against other starts of Orchard until this process ends, and check that no program listens there.
+    """Reserve the port until this process ends, and check that no program listens on it.
 
-    The lock is what tells two servers apart that start at the same time: a proxy binds only after many seconds.
+    A lock file keeps two servers apart that start at the same time, since a proxy binds only after many seconds.
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on.
 
     Returns:
-        The lock; None where the user's cache directory cannot be written, and there is only the check.
+        The lock; None if the user's cache directory is not writable and there is no lock.
 
     Raises:
-        PortTaken: naming the process.
+        PortTaken: Names the process.
     """
     lock = None
     try:
@@ -54,7 +58,7 @@ def take_port(host: str, port: int) -> ProcessLock | None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises PortTaken when a program listens on the port at this address, or the address cannot be bound."""
+    """Raise PortTaken if a program listens on the port, or the address cannot be bound."""
     for family, address in _addresses(host, port):
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -89,7 +93,7 @@ def _refusal(host: str, port: int) -> str:
 
 
 def _listeners(port: int) -> Iterator[int]:
-    """The processes that listen on a TCP port, of those that this user may look into."""
+    """Yield the processes that listen on a TCP port, as far as this user may inspect them."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             for connection in process.net_connections(kind="tcp"):
@@ -98,7 +102,7 @@ def _listeners(port: int) -> Iterator[int]:
 
 
 def _described(pid: int) -> str:
-    """The process, and the command that started it if it is one of Ray's."""
+    """Describe a process, and the server command that started it, if any."""
     try:
         process = psutil.Process(pid)
         text = f"process {pid} ({_command(process)})"

@@ -1,4 +1,4 @@
-"""`orchard serve`: Ray, Serve and the application, started by this process and ended with it."""
+"""Server: runs `orchard serve`; starts Ray, Serve and the application, and ends them with the process."""
 
 import sys
 import threading
@@ -15,10 +15,10 @@ from deployments.serve_run.watch import Watcher, reason_in
 from engine.protocol import OrchardError
 
 RESOURCES = {"mlx": 1.0, "mlx_scorer": 1.0}
-"""What the node of a new cluster offers, see deployments/policies.py."""
+"""Resources of the node of a new cluster, see deployments/policies.py."""
 
 NAMESPACE = "serve"
-"""In which Serve's own commands look for its controller."""
+"""Ray namespace in which Serve's own commands look for its controller."""
 
 POLL_S = 0.1
 
@@ -27,7 +27,14 @@ class Server:
     def __init__(
         self, config: OrchardConfig, address: str | None, dashboard: bool, object_store_bytes: int, began_s: float
     ):
-        """address: of the Ray cluster to join, None: a new one. began_s: when the command began, for the log."""
+        """
+        Args:
+            config: The configuration file.
+            address: Address of the Ray cluster to join; None: start a new one.
+            dashboard: Whether a new cluster has Ray's dashboard.
+            object_store_bytes: Shared memory of a new cluster.
+            began_s: Monotonic start time of the command, for the log.
+        """
         self._config = config
         self._address = address
         self._dashboard = dashboard
@@ -36,7 +43,7 @@ class Server:
         self._stop = GracefulStop(lambda: drain_applications({config.name: config.args.drain_timeout_s}))
 
     def run(self) -> int:
-        """Returns the exit status, or ends the process with 1 from the watcher's thread."""
+        """Serve until a signal; return the exit status. The watcher's thread may end the process with status 1."""
         try:
             self._start()
             while True:
@@ -50,18 +57,18 @@ class Server:
             return 1
 
     def _start(self) -> None:
-        """Python imports Serve and the graph while Ray's processes start, which takes about as long."""
+        """Start everything. The graph is imported while Ray's processes start, which takes about as long."""
         self._stop.install()
         graph = _InThread(_import_graph)
         self._start_ray()
-        self._stop.install()  # Ray has put a handler of its own in its place
+        self._stop.install()  # Ray has replaced the handler
         self._say("Ray is up")
         Watcher(self._config, self._on_running, owns_cluster=self._address is None).start()
         build_graph = graph.result()
         check_with_ray(self._config.raw, "the configuration")
         application = build_graph(self._config.args, self._config.overrides)
         self._say("the application is built")
-        serve_is_up = _InThread(self._start_serve)  # which waits for the proxies; the replicas need not
+        serve_is_up = _InThread(self._start_serve)  # waits for the proxies, which the replicas do not need
         self._await_controller(serve_is_up)
         self._deploy(application)
         self._say("the application is submitted")
@@ -99,7 +106,7 @@ class Server:
         )
 
     def _await_controller(self, serve_is_up: "_InThread") -> None:
-        """Until Serve's controller exists: a second one must not be started. Calls to it wait until it is up."""
+        """Wait until Serve's controller exists, as a second one must not be started. Calls wait until it is up."""
         while not serve_is_up.is_done:
             actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
             if any(actor["namespace"] == NAMESPACE for actor in actors):
@@ -125,7 +132,7 @@ class Server:
         self._say("the application runs")
 
     def _shut_down(self) -> None:
-        """A cluster that was joined loses Serve, as with `serve run`, but stays."""
+        """Shut down Serve, and Ray if this process started it. A joined cluster keeps running, as with `serve run`."""
         if not ray.is_initialized():
             return
         from ray import serve
@@ -139,7 +146,7 @@ class Server:
 
 
 class _InThread:
-    """A call in a thread of its own, which ends with the process."""
+    """A call in a daemon thread."""
 
     def __init__(self, call: Callable[[], Any]):
         self._call = call
@@ -153,8 +160,8 @@ class _InThread:
         return self._done.is_set()
 
     def result(self) -> Any:
-        """Waits for it. Raises what it has raised."""
-        while not self._done.wait(POLL_S):  # in slices: a signal must be heard
+        """Wait for the call and return its result, or raise its exception."""
+        while not self._done.wait(POLL_S):  # in slices, so that signal handlers run
             pass
         if self._error is not None:
             raise self._error

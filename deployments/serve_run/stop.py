@@ -1,8 +1,8 @@
-"""What `serve run` and `orchard serve` do about Ctrl-C and SIGTERM: answers that are running get their time first.
+"""GracefulStop: on Ctrl-C and SIGTERM, drains running requests before Serve shuts down.
 
-Serve's own shutdown begins with killing the HTTP proxies, whatever runs through them (ray 2.60.0: ProxyActor.shutdown
-does nothing yet), and SIGTERM ends the whole cluster that `serve run` has started. So the ingresses are drained before
-that, through Serve's public handles; then all goes on as after a Ctrl-C.
+Serve's own shutdown first kills the HTTP proxies with all open connections (ray 2.60.0: ProxyActor.shutdown does
+nothing yet), and SIGTERM ends the cluster that `serve run` started. So the ingresses are drained first, through Serve's
+public handles, and then the shutdown proceeds as after Ctrl-C.
 """
 
 import os
@@ -15,17 +15,20 @@ from contextlib import contextmanager
 from types import FrameType
 
 CLOSE_MARGIN_S = 10.0
-"""For the answers that ended late to be closed, beyond their time to drain."""
+"""Time beyond drain_timeout_s for requests that ended at the timeout to be closed."""
 
 FLUSH_S = 0.5
-"""The proxies may still have the last bytes of answers that are over as far as the ingresses know."""
+"""Time after draining for the proxies to send the last bytes of answers."""
 
 
 class GracefulStop:
-    """Made and installed in the main thread. drain: returns when nothing runs any more.
+    """Signal handler that drains before it interrupts the main thread. Create and install it in the main thread.
 
-    The first signal drains, if something is served by then, the second one does not wait for it. Either ends with a
-    KeyboardInterrupt in the main thread, on which Serve is shut down; no later signal interrupts that.
+    The first signal starts to drain if the application is serving; a second one does not wait for it. Both end in a
+    KeyboardInterrupt in the main thread, which shuts Serve down; later signals do not interrupt the shutdown.
+
+    Args:
+        drain: Blocks until no request is running.
     """
 
     def __init__(self, drain: Callable[[], None]):
@@ -34,11 +37,12 @@ class GracefulStop:
         self._is_interrupted = False
 
     def install(self) -> None:
+        """Handle SIGINT and SIGTERM, replacing earlier handlers."""
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self._on_signal)
 
     def serving(self) -> None:
-        """There may be answers to wait for from now on."""
+        """Note that the application runs, so that a signal drains first."""
         self._is_serving.set()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
@@ -50,7 +54,7 @@ class GracefulStop:
         threading.Thread(target=self._drain_and_interrupt, name="drain", daemon=True).start()
 
     def _on_second(self, signum: int, frame: FrameType | None) -> None:
-        """Also on the signal with which the drain thread says that it is over. Always in the main thread."""
+        """Interrupt the main thread once: on a second signal, or on the one that the drain thread sends."""
         _live_on()
         if self._is_interrupted:
             os.write(2, b"\nThe server is being shut down already.\n\n")  # the thread may be in the middle of a `write`
@@ -66,19 +70,21 @@ class GracefulStop:
         main = threading.main_thread().ident
         assert main is not None
         if not self._is_interrupted:
-            signal.pthread_kill(main, signal.SIGINT)  # wakes it, which _thread.interrupt_main does not
+            signal.pthread_kill(main, signal.SIGINT)  # unlike _thread.interrupt_main, this wakes the main thread
 
 
 def _live_on() -> None:
-    """On SIGTERM Ray's native handler prints a stack, sets an alarm that aborts the process after three seconds, and
-    then calls ours."""
+    """Cancel the alarm of Ray's native SIGTERM handler, which aborts the process three seconds later."""
     signal.alarm(0)
 
 
 def drain_applications(timeouts_s: Mapping[str, float]) -> None:
-    """Name -> drain_timeout_s of each application. Blocks, up to the longest of them and a little longer.
+    """Drain all ingresses of the applications; block until they are done.
 
-    One that cannot be asked, or does not answer, is told of and keeps no other from being waited for.
+    Failures are printed and do not affect the other applications.
+
+    Args:
+        timeouts_s: drain_timeout_s by application name. The call takes at most CLOSE_MARGIN_S longer than the largest.
     """
     from ray import serve
 
@@ -91,7 +97,7 @@ def drain_applications(timeouts_s: Mapping[str, float]) -> None:
             draining[name] = serve.get_app_handle(name).broadcast("drain")
     for name, response in draining.items():
         with _telling_of(name):
-            left_s = max(1.0, deadline - time.monotonic())  # a moment, also for who is asked behind a silent one
+            left_s = max(1.0, deadline - time.monotonic())  # a silent application must not use up the time of the next
             for answer in response.results(timeout_s=left_s, return_exceptions=True):
                 if isinstance(answer, BaseException):
                     say(f"An ingress of '{name}' could not be drained: {type(answer).__name__}: {answer}")
@@ -107,5 +113,6 @@ def _telling_of(name: str) -> Iterator[None]:
 
 
 def say(text: str) -> None:
+    """Print a message to standard error, between blank lines."""
     sys.stderr.write(f"\n{text}\n\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Watches the application as long as the command runs: says when it is ready, and ends the command when it is gone."""
+"""Watcher: watches the application, reports when it is ready, and ends the command when it is lost."""
 
 import contextlib
 import os
@@ -20,24 +20,24 @@ POLL_S = 0.5
 CHILDREN_LISTED_EVERY_S = 5.0
 
 NO_ANSWER_S = 45.0
-"""So long Serve's controller may be silent: it is restarted within 10 to 20 s. Ray's own client gives up after 60 s."""
+"""Longest silence of Serve's controller, whose restart takes 10 to 20 s. Ray's own client gives up after 60 s."""
 
 NOT_RUNNING_S = 300.0
-"""So long an application that was running may be anything but running, or being deployed."""
+"""Longest time in which an application that was running may have a status outside IN_ORDER."""
 
 SHUTDOWN_S = 20.0
-"""So long Ray gets to end its processes."""
+"""Time for Ray to end its processes."""
 
 KILL_S = 3.0
 
 IN_ORDER = ("RUNNING", "DEPLOYING")
 
 StatusOf = Callable[[], Any]
-"""The application's status in serve.status(), None if there is no such application. May raise, and may hang."""
+"""Returns the application's entry in serve.status(), None if there is none. It may raise or hang."""
 
 
 class Watch:
-    """Judges what is seen of one application; now: seconds of a monotonic clock."""
+    """Decides from an application's status when to give up. Times are monotonic seconds."""
 
     def __init__(self, name: str, now: float):
         self._name = name
@@ -46,7 +46,12 @@ class Watch:
         self.has_run = False
 
     def see(self, application: Any | None, asked_at: float) -> str | None:
-        """application: what Serve answered to a question of this moment. Returns why to give up, None to go on."""
+        """Record a status. Returns the reason to give up; None to continue.
+
+        Args:
+            application: Serve's answer; None if there is no such application.
+            asked_at: Time of the question.
+        """
         self._answered_at = asked_at
         status = application.status if application is not None else None
         if status == "RUNNING":
@@ -61,14 +66,14 @@ class Watch:
         return f"Application '{self._name}' has not been running for {NOT_RUNNING_S:.0f} s and {state}"
 
     def hear_nothing(self, now: float) -> str | None:
-        """Serve has not answered until now. Before its first answer it is starting, and that takes its time."""
+        """Judge Serve's silence. Returns the reason to give up; None to continue, also before Serve's first answer."""
         if self._answered_at is None or now - self._answered_at <= NO_ANSWER_S:
             return None
         return f"Serve has not answered for {NO_ANSWER_S:.0f} s: its controller, or Ray's head, is gone."
 
 
 class Watcher:
-    """Two threads: one asks Serve, and may hang there for ever; the other has the clock and the last word."""
+    """Watches in two threads: one asks Serve and may hang, the other decides on time when to give up."""
 
     def __init__(
         self,
@@ -77,7 +82,13 @@ class Watcher:
         owns_cluster: bool,
         status_of: StatusOf | None = None,
     ):
-        """on_running: called once, when the application runs. owns_cluster: this process has started Ray."""
+        """
+        Args:
+            config: The configuration file.
+            on_running: Called once, when the application is running.
+            owns_cluster: Whether this process started Ray.
+            status_of: Returns the status; default: application_status.
+        """
         self._config = config
         self._on_running = on_running
         self._owns_cluster = owns_cluster
@@ -88,6 +99,7 @@ class Watcher:
         self._started: set[psutil.Process] = set()
 
     def start(self) -> None:
+        """Start both threads."""
         for target, name in ((self._ask, "ask-serve"), (self._judge, "watch-serve")):
             threading.Thread(target=target, name=name, daemon=True).start()
 
@@ -120,7 +132,7 @@ class Watcher:
                 self._give_up(reason)
 
     def _give_up(self, reason: str) -> None:
-        """The main thread sleeps, or waits for Ray, and takes no exception from another thread."""
+        """End the process from this thread, as the main thread may be blocked in Ray."""
         say(reason)
         try:
             end_ray(self._started if self._owns_cluster else set())
@@ -133,7 +145,7 @@ def children() -> set[psutil.Process]:
 
 
 def end_ray(processes: set[psutil.Process]) -> None:
-    """Disconnect, which ends a cluster that this process has started; then end those of its processes that are left."""
+    """Disconnect from Ray, which ends a cluster that this process started, then end its remaining processes."""
     thread = threading.Thread(target=_shut_down_ray, name="end-ray", daemon=True)
     thread.start()
     thread.join(SHUTDOWN_S)
@@ -152,10 +164,12 @@ def _shut_down_ray() -> None:
 
 
 def application_status(name: str) -> Any | None:
-    """What Serve says about an application, None if it knows none of this name. One that runs behind no healthy HTTP
-    proxy counts as unhealthy.
+    """Return Serve's status of an application; None if there is none of this name.
 
-    Raises RuntimeError as long as this process is not connected to Ray.
+    A running application without a healthy HTTP proxy counts as unhealthy.
+
+    Raises:
+        RuntimeError: This process is not connected to Ray.
     """
     import ray
     from ray import serve
@@ -178,7 +192,7 @@ def reasons_of(application: Any) -> str:
 
 
 def reason_in(message: str) -> str:
-    """The error at the end of a traceback without the frames that lead to it; any other text as it is."""
+    """Return the error at the end of a traceback without its frames; any other text unchanged."""
     lines = message.strip().splitlines()
     last_frame = max((i for i, line in enumerate(lines) if line.startswith('  File "')), default=-1)
     error = re.compile(r"[A-Za-z_][\w.]*(:|\()")

@@ -1,4 +1,4 @@
-"""Which queued request is admitted next, and which rows or snapshots lose their memory for it. Pure."""
+"""Which queued request is admitted next, and which snapshots and rows lose their memory for it. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
@@ -14,35 +14,40 @@ from engine.core.request import Request
 from engine.core.request_queue import USUAL_ANSWER, Group, RequestQueue
 
 SHORT_PART = 0.4
-"""A queued prompt is admitted beside those in progress if it takes at most this part of the shortest one's time."""
+"""A queued prompt is admitted beside busy prefills if it takes at most this share of the shortest one's remaining
+time."""
 
 MAX_SHORT = 32
-"""How many queued requests are considered per step as shorter than the prompts in progress."""
+"""How many queued requests per step are considered as shorter than the prompts in progress."""
 
 MAX_PASSING = 8
 """How many queued requests behind the head are considered per step when the head does not fit in memory."""
 
 PATIENCE = 10.0
-"""A request waits for so many times the seconds of its prompt before valuable snapshots are evicted for it."""
+"""Valuable snapshots are evicted for a request after it has waited this many times its prompt's seconds."""
 
 MERGE_PERIOD_S = 0.5
-"""How often merging decode groups is weighed."""
+"""Interval in seconds at which merges of decode groups are considered."""
 
 MIN_WEIGH_S, WEIGH_GROWTH = 0.02, 1.1
-"""Evicting is weighed again when a request has waited for so many seconds, and so many times as long as the last time:
-to order all snapshots takes milliseconds on the device thread."""
+"""Eviction for a request is considered again after it has waited MIN_WEIGH_S, then each time its wait has grown by the
+factor WEIGH_GROWTH: ordering all snapshots takes milliseconds on the device thread."""
 
 
 class Admission:
-    """Chooses the next request and reserves its memory; the scheduler lets it in and preempts the rows named here.
+    """Chooses the next request and reserves its memory. The scheduler admits it and preempts the rows chosen here.
 
     Args:
-        queue: the requests that wait.
-        running: the decoding rows by row id; the scheduler's own mapping.
-        prefills: the prompts in progress.
-        evictable: what may be evicted for a request.
-        prefixes: what the prefix cache has for the prompts.
-        preemption: chooses the rows that lose their places.
+        config: The engine's configuration.
+        clock: Returns monotonic seconds.
+        costs: Predicts seconds.
+        budget: The memory budget.
+        queue: The queued requests.
+        running: The decoding rows by row id; the scheduler's own mapping.
+        prefills: The prompts in progress.
+        evictable: Cached memory that may be evicted for a request.
+        prefixes: Looks up cached prefixes.
+        preemption: Chooses the rows to preempt.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class Admission:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing decodes and no prompt is in progress."""
+        """Whether no row decodes and no prompt is in progress."""
         return not self._running and not self._prefills.in_progress
 
     @property
@@ -80,7 +85,8 @@ class Admission:
         return self._config.max_running - len(self._running) - self._prefills.num_rows
 
     def next_entry(self) -> Group | None:
-        """The head of the queue if the prompts in progress leave time in this step, else one that is much shorter."""
+        """Return the head of the queue if the prompts in progress leave time in this step, else a much shorter request
+        or None."""
         if not self._queue:
             return None
         if not self._prefills.in_progress or not self._prefills.fills_step:
@@ -95,7 +101,13 @@ class Admission:
     def has_reserved(self, entry: Group, may_wait: bool = True) -> bool:
         """Reserve memory for a request's rows, evicting snapshots where that suffices.
 
-        may_wait: not yet, if they are worth more time than the request has waited.
+        Args:
+            entry: The request.
+            may_wait: Whether to fail instead of evicting snapshots that are worth more seconds than the request has
+                waited.
+
+        Returns:
+            Whether the memory is reserved.
         """
         rows, budget = entry.rows, self._budget
         if len(rows) > self._num_free_rows:
@@ -114,10 +126,12 @@ class Admission:
         return False
 
     def displacing(self, head: Group) -> tuple[Group, Sequence[Victim]]:
-        """Return the request that may take others' places, and who loses theirs; none if that is not enough.
+        """Return the request that may preempt others, and the rows and prompts to preempt; none if they would not
+        suffice.
 
-        Policy `priority`: the most urgent request takes those of less urgent rows and prompts in progress. Else the
-        head takes, when it has waited for ageing_s, those of rows of clients that hold more than their share.
+        With policy `priority` the most urgent request preempts less urgent rows and prompts in progress. Otherwise the
+        head,
+        once it has waited for ageing_s, preempts rows of clients above their fair share.
         """
         limits, now = self._config.scheduler, self._clock()
         num_rows, num_bytes = self._num_free_rows, self._evictable.free_bytes
@@ -130,10 +144,13 @@ class Admission:
         return head, []
 
     def passing(self, head: Group) -> Group | None:
-        """A request that fits where the head does not: any for ageing_s, then those that end before the head can begin.
+        """Return a request that fits although the head does not: any during ageing_s, then only those that finish
+        before
+        the head can start.
 
-        EASY backfilling (Lifka 1995): the start of the head is never put off by a request that passes it. None passes
-        that would take the rows that the head waits for.
+        This is EASY backfilling (Lifka 1995): backfilled requests never delay the predicted start of the head. No
+        request is
+        backfilled while the head lacks free rows.
         """
         if len(head.rows) > self._num_free_rows:
             return None
@@ -149,10 +166,11 @@ class Admission:
         return None
 
     def merge_of_groups(self) -> GroupMerge | None:
-        """Choose two decode groups that become one, if that saves more time than it takes, and book it.
+        """Choose two decode groups to merge if that saves more time than it costs, and update the grouping.
 
-        Not while requests wait, which may need the memory, nor while a prompt is in progress, to which the prefix cache
-        may have promised what it still counts; and not in each step: to price snapshots takes milliseconds.
+        Nothing is merged while requests are queued, which may need the memory, or prompts are in progress, which may
+        hold
+        promised loans. Merges are considered every MERGE_PERIOD_S, because pricing snapshots takes milliseconds.
         """
         now, budget = self._clock(), self._budget
         if self._queue or self._prefills.in_progress or len(budget.grouping.groups) < 2 or now < self._merge_again_s:
@@ -169,9 +187,9 @@ class Admission:
         return None
 
     def _has_room_for(self, merge: GroupMerge, gain_s: float) -> bool:
-        """Whether the merge saves more time than the snapshots are worth that leave for it now or soon.
+        """Free memory for a merge if it saves more time than the snapshots evicted for it are worth.
 
-        What it takes of the free memory counts like what it lacks: the next request would have begun there.
+        Free memory that the merge uses up counts as evicted, too: the next request would have used it.
         """
         extra, missing = self._budget.merge_bytes(merge), self._budget.merge_shortfall_bytes(merge)
         evicted = max(missing, min(extra, self._evictable.free_bytes))
@@ -180,12 +198,13 @@ class Admission:
         return not missing or (self._evictable.free(missing) and not self._budget.merge_shortfall_bytes(merge))
 
     def _growth_tokens(self, prompt_s: float, num_prompt_tokens: int) -> int:
-        """Predict how many tokens each decoding row gives out until a prompt and those in progress are computed.
+        """Predict the tokens that each decoding row generates until this prompt and those in progress are computed.
 
         A step decodes once for all rows and then prefills for at most max_stall_s, or prefill_chunk_tokens_busy tokens.
 
         Args:
-            prompt_s: seconds of the prompt alone.
+            prompt_s: Predicted seconds of the prompt when it is computed alone.
+            num_prompt_tokens: Tokens of the prompt.
         """
         num_rows, in_progress = len(self._running), self._prefills.in_progress
         step_s = self._costs.step_s(num_rows, self._prefills.num_draft_tokens)
@@ -199,7 +218,8 @@ class Admission:
         return ceil(num_steps * max(1.0, step_s / token_s))
 
     def _prompt_s(self, entry: Group, limit_s: float) -> float:
-        """Predict the prefill time of a queued request; the prefix cache is asked if it decides about the limit."""
+        """Predict the prefill seconds of a queued request; its cached prefix is looked up only if the limit depends on
+        it."""
         row = entry.rows[0]
         seconds = self._costs.prompt_s(0, row.num_prompt_tokens)
         if seconds <= limit_s:
@@ -207,9 +227,9 @@ class Admission:
         return self._costs.prompt_s(min(self._prefixes.num_cached(row), row.num_prompt_tokens), row.num_prompt_tokens)
 
     def _may_evict(self, entry: Group, num_bytes: int) -> bool:
-        """Whether a request has waited for as long as what would be evicted for it takes to compute again.
+        """Return whether a request has waited for as long as recomputing the snapshots evicted for it would take.
 
-        It waits no longer than a few times what its own prompt takes, and not at all when nothing else runs.
+        It waits at most PATIENCE times its own prompt's seconds, and not at all when the engine is otherwise idle.
         """
         if self.is_idle:
             return True
@@ -222,18 +242,19 @@ class Admission:
         return self._evictable.price(num_bytes) <= waited_s
 
     def _make_room_in_group(self, entry: Group) -> None:
-        """Evict snapshots so that the rows decode among others, if that saves more time than it costs.
+        """Evict snapshots so that the rows fit into an existing decode group, if that saves more time than it costs.
 
-        In a group of their own they would read all weights once more in each step.
+        Each further group reads all weights once more per step.
         """
         missing, token_s = self._budget.group_shortfall_bytes(entry.rows, entry.growth_tokens), self._costs.token_s(1)
         if missing and token_s is not None and self._evictable.price(missing) < token_s * USUAL_ANSWER:
             self._evictable.free(missing)
 
     def _seconds_until_room(self, head: Group) -> float:
-        """Predict when enough rows will have ended, at their full length, for the head to fit.
+        """Predict when enough rows will have finished, at max_tokens each, for the head to fit.
 
-        0 if that is not known, or if it never would.
+        Returns:
+            Seconds; 0 if that is unknown or never happens.
         """
         token_s = self._costs.token_s(max(len(self._running), 1))
         if token_s is None:
@@ -250,7 +271,7 @@ class Admission:
         return 0.0
 
     def _seconds_to_end(self, entry: Group) -> float:
-        """Predict how long a request would take from its admission to its last token."""
+        """Predict the seconds from a request's admission to its last token."""
         row, token_s = entry.rows[0], self._costs.token_s(len(self._running) + len(entry.rows))
         if token_s is None:
             return float("inf")
@@ -258,5 +279,5 @@ class Admission:
 
 
 def _num_tokens_left(row: Request) -> int:
-    """Tokens that the row may still give out."""
+    """Return how many tokens the row may still generate."""
     return row.sampling.max_tokens - len(row.output_token_ids)

@@ -1,4 +1,4 @@
-"""What the scheduler asks of the runner in one step, and what comes back."""
+"""The seam between scheduler and runner: the requests of a step, and its outputs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,51 +13,51 @@ from engine.core.request import Request
 from engine.protocol import TokenLogprobs
 
 NO_TOKEN = -1
-"""Instead of a token id: the model gave no finite logits."""
+"""Stands for a token where the logits are not finite."""
 
 STRETCH_ARRAYS = "attention."
-"""How the names of the keys and values in an exported snapshot begin."""
+"""Prefix of the names of keys and values in an exported snapshot."""
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """The first half of a step: rows that the runner drops, then a decode step of all running rows.
+    """The first half of a step: rows to drop, then a decode step of all running rows.
 
-    Chunks of prompts follow, one by one: see Scheduler.next_prompt.
+    Chunks of prompts follow one by one, see Scheduler.next_prompt.
     """
 
     drop: list[str] = field(default_factory=list)
     decode: bool = False
     merges: list[GroupMerge] = field(default_factory=list)
-    """Decode groups that become one before the decode step."""
+    """Decode groups to merge before the decode step."""
 
 
 @dataclass(slots=True)
 class RowOutput:
-    """What one row got in a step. logprobs: one per token, if the row asks for them. error: this row alone failed.
-
-    num_drafted, num_accepted: draft tokens that were verified, and how many of them hold: those behind the row's last
-    token, which are not among token_ids, too.
-    """
+    """The output of one row in a step."""
 
     token_ids: tuple[int, ...]
+    """New tokens; a stop token is included."""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token, if the row asks for them."""
     num_drafted: int = 0
+    """Draft tokens that were verified."""
     num_accepted: int = 0
+    """Accepted draft tokens, including those after the row's last token, which are not in token_ids."""
     error: str | None = None
+    """Why this row alone failed; None if it did not."""
     embedding: bytes | None = None
-    """See TokenChunk; the row has no tokens then, and does not join the decode batch."""
+    """See TokenChunk; such a row has no tokens and does not join the decode batch."""
 
 
 @dataclass(slots=True)
 class PrefillOutput:
-    """num_tokens: prompt tokens now in the cache (0 when an image was encoded instead).
-
-    first: row id -> first token, for all choices at once, set when the prompt is complete and the rows have joined.
-    """
+    """The result of a chunk."""
 
     num_tokens: int
+    """Computed prompt tokens; 0 if an image was encoded instead."""
     first: Mapping[str, RowOutput] | None = None
+    """Row id -> first token of every choice, once the prompt is complete and its rows have joined; None before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,170 +66,188 @@ class ImageLeft:
 
     num_patches: int
     num_blocks: int
-    """Blocks of the vision tower that it has not passed yet."""
+    """Blocks of the vision tower that are left to compute."""
     depth: int
-    """All blocks of the tower."""
+    """Blocks of the tower in all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptChunk:
-    """The next tokens of a prompt, for a forward that it shares with those of others."""
+    """The next tokens of a prompt, for a forward that is shared with other prompts."""
 
     row: Request
-    """The only row of the prompt, which has neither images nor a sparse plan nor pooling nor a grammar."""
+    """The only row of the prompt, without images, sparse plan, pooling or grammar."""
     num_tokens: int
-    """At least 1, and no more than are left of the prompt."""
+    """At least 1, and at most the remaining tokens of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSnapshot:
-    """The state of a decoding row, and what it has seen.
-
-    token_ids: int32, what the row has taken in behind its request's own prompt (`spec.token_ids`): the two together
-    are the tokens of the state. They may differ at the end from what the row has given out: see `snapshot_row`.
-    snapshot: as one of a prompt with these tokens.
-    """
+    """The state of a decoding row, and the tokens it has processed."""
 
     token_ids: np.ndarray
+    """Int32: tokens processed after the request's own prompt (`spec.token_ids`). The last ones may not have been
+    published yet, see `ModelRunner.snapshot_row`."""
     snapshot: Snapshot
+    """The state after the prompt and these tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """A decode step that was measured."""
+    """The measured time of a decode step."""
 
     num_rows: int
     """Rows that it decoded."""
     num_drafts: int
-    """Draft tokens that it verified for each row."""
+    """Draft tokens that it verified per row."""
     seconds: float
-    """How long it took, when the one before was like it."""
+    """Its time when the step before had the same rows and drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTime:
-    """A chunk of a prompt, with nothing in front of it, that was measured."""
+    """The measured time of the first chunk of a prompt."""
 
     num_tokens: int
     seconds: float
-    """How long it took when one of the same size had been computed before."""
+    """Its time when a chunk of the same size had been computed before."""
 
 
 class ModelRunner(Protocol):
     """Computes; never decides. All methods run on the device thread; the attributes never change.
 
-    A row is a `core.Request`; its prompt is `row.prompt_token_ids`, which holds the tokens that it has given out
-    already when it was preempted, and of which `row.computed_index` are computed; they alone are counted.
-    max_draft_tokens: 0 without an MTP head. image_token_id: the placeholder in prompts.
-    no_snapshots: why this model's prompts cannot be cached, None if they can. no_sparse: why it can carry out no sparse
-    plan. device_bytes: memory of the device; memory_limit_bytes: what the engine may use of it unless it is told.
-    costs: what things take of it, known once the runner is made.
-    fingerprint: hex digest of all that a snapshot depends on: weights, dtype, layout.
+    A row is a `core.Request`. Its prompt is `row.prompt_token_ids`, which includes generated tokens after a preemption,
+    and
+    of which only those at `row.computed_index` are computed and counted.
     """
 
     max_context_tokens: int
     vocab_size: int
     max_draft_tokens: int
+    """0 without an MTP head."""
     capabilities: dict[str, Any]
     image_token_id: int | None
+    """The placeholder of images in prompts; None for a text model."""
     no_snapshots: str | None
+    """Why this model's prompts cannot be cached, None if they can."""
     no_sparse: str | None
+    """Why this model cannot execute a sparse plan, None if it can."""
     no_pooling: str | None
-    """Why this model gives no hidden states, None if it does."""
+    """Why this model returns no hidden states, None if it does."""
     no_bursts: str | None
     """Why `prefill_burst` cannot be called, None if it can."""
     device_bytes: int
+    """Memory of the device."""
     fingerprint: str
+    """Hex digest of everything that a snapshot depends on: weights, dtype, layout."""
     costs: MemoryCosts
+    """Memory costs of rows, prompts and images; final once the runner is constructed."""
     step_times: Sequence[StepTime]
-    """Decode steps that were measured at warm-up; none if it was left out."""
+    """Decode steps measured at warm-up; empty if it was skipped."""
     chunk_times: Sequence[ChunkTime]
-    """Chunks that were measured at warm-up; none if it was left out."""
+    """Chunks measured at warm-up; empty if it was skipped."""
     memory_limit_bytes: int
+    """Memory that the engine may use unless it is configured."""
 
     @property
     def feature_bytes(self) -> int:
-        """Of pictures' features that are kept in case the pictures come back."""
+        """Bytes of the features of images that are cached for later requests."""
         ...
 
     @property
     def active_bytes(self) -> int:
-        """Of the device, in use now."""
+        """Bytes of the device's memory in use now."""
         ...
 
     def free_caches(self) -> None:
-        """Gives back what no answer depends on: features of pictures, buffers kept for reuse. Not the snapshots."""
+        """Free cached image features and buffers kept for reuse. Snapshots are not affected."""
         ...
 
     def probe(self) -> None:
-        """A forward of its own, beside all rows: raises if the device does not work."""
+        """Compute a forward independent of all rows. Raises whatever the device raises if it does not work."""
         ...
 
     def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]:
-        """One step for every row that has joined: row id -> its new tokens, 1 to num_draft_tokens + 1 or NO_TOKEN.
+        """Compute one step for every row of the decode batch.
 
-        Tokens may come out one call after the one that started them: with the number of drafts of that call.
+        Tokens may be returned one call after the one that started them, with that call's number of drafts.
+
+        Returns:
+            Row id -> 1 to num_draft_tokens + 1 new tokens, or NO_TOKEN.
         """
         ...
 
     def merge_groups(self, source: int, target: int) -> None:
         """Move the rows of decode group `source` to `target`, layer by layer; `decode` must follow before any `drop`.
 
-        Either may have no rows in the decode batch yet. When it raises, the rows of both are in an unknown state.
+        Either group may have no rows in the decode batch yet.
+
+        Raises:
+            Exception: Whatever the device raises; the rows of both groups are in an unknown state then.
         """
         ...
 
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
-        """The next at most `max_tokens` tokens of the prompt that `rows` share. With the last of them the rows join the
-        decode batch, in the group of their rectangle; or, with `pooling`, get their embedding and do not join.
+        """Compute at most the next `max_tokens` tokens of the prompt that `rows` share.
 
-        As long as `next_image` gives an image, the rest of that image is encoded instead."""
+        With its last token the rows join the decode batch, in the group `row.rectangle`; a row with `pooling` gets its
+        embedding instead and does not join. As long as `next_image` returns an image, the rest of that image is encoded
+        instead.
+        """
         ...
 
     def next_image(self, rows: Sequence[Request]) -> ImageLeft | None:
-        """Return the image that must be encoded before the next chunk of the prompt that `rows` share, None without
-        one. Images whose features are kept are skipped."""
+        """Return the image to encode before the next chunk of the prompt that `rows` share; None without one.
+
+        Images with cached features are skipped.
+        """
         ...
 
     def encode(self, rows: Sequence[Request], num_blocks: int) -> None:
-        """Compute the next piece of that image: so many blocks of the vision tower, or as many as are left."""
+        """Compute the next piece of that image: `num_blocks` blocks of the vision tower, or the remaining ones."""
         ...
 
     def prefill_burst(self, chunks: Sequence[PromptChunk]) -> Sequence[PrefillOutput]:
-        """Compute chunks of several prompts in one forward; each prompt gets what `prefill` would give it.
+        """Compute chunks of several prompts in one forward, each with the same result as `prefill`.
 
         Returns:
             An output for each chunk, in their order.
 
         Raises:
-            Exception: whatever the device raises. All of the prompts are forgotten then, and have to begin anew.
+            Exception: Whatever the device raises; all of the prompts are dropped then and must begin anew.
         """
         ...
 
     def restore(self, rows: Sequence[Request], snapshot: Snapshot, lend: Sequence[Stretch] = ()) -> None:
-        """Begin the prompt that `rows` share with the state behind its first tokens; it has not begun yet.
+        """Begin the prompt that `rows` share with the state after its first tokens; it must not have begun.
 
-        lend: stretches of the snapshot whose keys and values move into the prompt's cache. They are lent from then on,
-        also if this raises.
+        Args:
+            rows: The rows that share the prompt.
+            snapshot: The state.
+            lend: KV segments of the snapshot that move into the prompt's cache. They are lent from then on, even if
+                this
+                raises.
         """
         ...
 
     def snapshot(self, rows: Sequence[Request], parent: Stretch | None, lend: bool = False) -> Snapshot | None:
-        """Take a snapshot of the prompt in progress that `rows` share, as it stands.
+        """Take a snapshot of the prompt in progress that `rows` share.
 
         Args:
-            rows: They share the prompt.
-            parent: The stretch of a snapshot of a shorter prefix of the same prompt, None without one.
-            lend: Its own stretch is lent to the row from the beginning: no key and no value is copied.
+            rows: The rows that share the prompt.
+            parent: The KV segment of a snapshot of a shorter prefix of the same prompt; None without one.
+            lend: Leave the snapshot's own keys and values in the row's cache instead of copying them.
 
         Returns:
-            None if the state is not finite: nothing may continue from it.
+            None if the state contains NaN or inf; such a snapshot must not be reused.
         """
         ...
 
     def pending(self, row_ids: Sequence[str]) -> Mapping[str, RowOutput]:
-        """Wait for the step under way and return what it gives these rows, which must be dropped before the next
-        `decode`. Other rows get theirs from that. Rows that the step does not decode are left out.
+        """Wait for the step in flight and return the outputs of these rows, which must be dropped before the next
+        `decode`.
+
+        Other rows get their outputs from that `decode`. Rows that the step does not decode are left out.
 
         Raises:
             Exception: Whatever the device raises; the rows of the batch are in an unknown state then.
@@ -239,22 +257,26 @@ class ModelRunner(Protocol):
     def snapshot_row(
         self, row_id: str, parent: Stretch | None = None, cuts: Sequence[int] = (), lend: bool = False
     ) -> RowSnapshot | None:
-        """Of a row of the decode batch, as it stands; nothing changes for it or for others. Call it before `drop`.
+        """Take a snapshot of a decoding row, without effect on it or others. Call it before `drop`.
 
-        A row that has ended by a stop token or by its length, and has not been decoded since, stands exactly behind its
-        last token, the stop token included; one that ends with the first token that `prefill` gave stands behind its
-        prompt. Any other row has also taken in what the step under way gives it, but for the last token of it.
+        A row that has finished by a stop token or its length, and has not been decoded since, is snapshotted after its
+        last
+        token, the stop token included; a row that finished with its first token is snapshotted after its prompt. The
+        state of
+        any other row also includes the outputs of the step in flight, except for its last token.
 
         Args:
-            row_id: of the row.
-            parent: the stretch of a snapshot of the row's first tokens, None without one.
-            cuts: token counts, rising, between the end of `parent` and the row's end. The stretch behind `parent` is
-                made of several, each the parent of the next, that end at these counts and at the row's end.
-            lend: The stretch behind `parent`, which has no cuts, is lent to the row until `drop`, which must follow
-                before the next `decode`.
+            row_id: The row.
+            parent: The KV segment of a snapshot of the row's first tokens; None without one.
+            cuts: Rising token counts between the end of `parent` and the row's end, at which the tokens after `parent`
+                are
+                split into KV segments, each the parent of the next.
+            lend: Leave the keys and values after `parent`, which must have no cuts, in the row's cache until `drop`,
+                which
+                must follow before the next `decode`.
 
         Returns:
-            None if the row is not decoding, if its prompt had a sparse plan, or if its state is not finite.
+            None if the row is not decoding, had a sparse plan, or its state is not finite.
 
         Raises:
             ValueError: `cuts` do not rise from the end of `parent` to that of the row.
@@ -262,51 +284,58 @@ class ModelRunner(Protocol):
         ...
 
     def export_snapshot(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
-        """Return the arrays that `import_snapshot` needs besides the parent, in host memory, not copied if possible.
+        """Return the arrays that `import_snapshot` needs besides the parent, in host memory, without a copy where
+        possible.
 
-        The names of those of the stretch begin with STRETCH_ARRAYS.
+        Names of keys and values begin with STRETCH_ARRAYS.
         """
         ...
 
     def import_snapshot(
         self, arrays: dict[str, np.ndarray], num_tokens: int, parent: Stretch | None, with_state: bool = True
     ) -> Iterator[Snapshot | None]:
-        """Copy a snapshot of the first num_tokens tokens to the device, one layer after the other.
-
-        Yields None behind each layer, and the snapshot at the end.
+        """Copy a snapshot of the first num_tokens tokens to the device, layer by layer.
 
         Args:
-            arrays: What was exported. Each is removed once it is copied, so that its memory is free.
-            num_tokens: In front of the snapshot's boundary.
-            parent: The stretch in front of its own.
-            with_state: Without it the arrays are the stretch's alone, and no prompt can continue from the snapshot.
+            arrays: The exported arrays. Each is removed once it is copied, so that its memory is freed.
+            num_tokens: Tokens before the snapshot's boundary.
+            parent: The KV segment before its own; None without one.
+            with_state: Whether to import recurrent states. Without them no prompt can continue from the snapshot.
+
+        Yields:
+            None after each layer, and the snapshot at the end.
 
         Raises:
-            ValueError: The arrays are not of this model, or not behind `parent`.
+            ValueError: The arrays do not match this model or `parent`.
         """
         ...
 
     def fill(self, row_id: str, stretches: Sequence[Stretch]) -> None:
-        """Copy the keys and values that are lent to a row, which goes on, back into their stretches.
+        """Copy keys and values that are lent to a row back into their KV segments; the row continues.
 
-        stretches: parts of the row's prompt, in order. Those that the row does not hold stay lent.
+        Args:
+            row_id: The row.
+            stretches: Parts of the row's prompt, in order. Segments that are not in the row's cache stay lent.
         """
         ...
 
     def drop(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[Stretch]] | None = None) -> None:
-        """Free what these rows hold; unknown ids are ignored. A shared prompt goes with the last of its rows.
+        """Free the memory of these rows; unknown ids are ignored. A shared prompt is freed with the last of its rows.
 
-        lent: by row id the stretches that are lent to the row, in order. They are filled layer by layer before the
-        layer is freed; those that the row does not hold stay lent.
+        Args:
+            row_ids: The rows.
+            lent: KV segments lent to each row, by row id, in order. They are copied back layer by layer before the
+                layer is
+                freed; segments that are not in the row's cache stay lent.
         """
         ...
 
     def reset(self) -> None:
-        """Lets go of all rows, whatever state they are in. Prompts in progress stay."""
+        """Drop all rows of the decode batch, whatever their state. Prompts in progress stay."""
         ...
 
     def memory(self) -> dict[str, int]:
-        """Bytes by what they are for."""
+        """Return the bytes in use by purpose."""
         ...
 
     def close(self) -> None: ...

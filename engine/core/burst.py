@@ -1,4 +1,5 @@
-"""Which prompts in progress are computed in one forward: short ones, as many as get their first tokens sooner."""
+"""Which prompts in progress are computed in one forward: short ones, as long as that shortens the time to first
+token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from engine.core.request import Request
 MAX_BURST_ROWS = 32
 
 MAX_START_TOKENS = 4096
-"""Most tokens in front of a chunk in a burst: each layer pads and copies the keys and values of all prompts."""
+"""Most tokens before a chunk in a shared forward: each layer pads and copies the keys and values of all prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +21,16 @@ class Span:
     num_tokens: int
     """Tokens of its next chunk."""
     start: int
-    """Tokens in front of them."""
+    """Tokens before them."""
     num_left: int = 0
-    """Tokens behind them, in a chunk of their own."""
+    """Tokens after them, computed in a chunk of their own."""
 
 
 def may_burst(rows: Sequence[Request]) -> bool:
-    """Whether a prompt can be computed together with others at all.
+    """Return whether a prompt may share a forward with others.
 
-    One with a grammar cannot: if the forward failed, its matcher would have taken a token that is computed again.
+    A prompt with a grammar may not: if the forward failed, its matcher would have consumed a token that is sampled
+    again.
     """
     row = rows[0]
     spec = row.spec
@@ -43,25 +45,26 @@ def burst_s(spans: Sequence[Span], costs: CostModel) -> float:
 
 
 def alone_s(span: Span, costs: CostModel) -> float:
-    """Predict the seconds until a prompt is complete that is computed alone."""
+    """Predict the seconds until a prompt is complete when it is computed alone."""
     start = span.start + span.num_tokens
     return costs.chunk_s(span.num_tokens, span.start) + costs.chunk_s(span.num_left, start)
 
 
 def num_together(spans: Sequence[Span], costs: CostModel, max_tokens: int, max_s: float) -> int:
-    """Choose how many of the first prompts one forward computes.
+    """Choose how many of the first prompts are computed in one forward.
 
-    A forward with more prompts ends all of them sooner, but the first of them later: the mean and the longest wait for
-    a first token count alike.
+    A forward of more prompts completes all of them sooner on average but the first of them later; the sum of the mean
+    and
+    the longest time to first token is minimized.
 
     Args:
-        spans: of the prompt whose turn it is, then of the others, the shortest first.
-        costs: predicts seconds.
-        max_tokens: of the chunks, without padding.
-        max_s: seconds that the forward may take.
+        spans: Spans of the prompt chosen first, then of the others, the shortest first.
+        costs: Predicts seconds.
+        max_tokens: Limit of the chunks' tokens, without padding.
+        max_s: Limit of the forward's seconds.
 
     Returns:
-        At least 1, which stands for one prompt after the other.
+        At least 1, which means one prompt after the other.
     """
     alone = [alone_s(span, costs) for span in spans]
     best, least = 1, _wait_s(list(accumulate(alone)))
@@ -78,7 +81,7 @@ def num_together(spans: Sequence[Span], costs: CostModel, max_tokens: int, max_s
 
 
 def _ends_s(spans: Sequence[Span], costs: CostModel) -> list[float]:
-    """Predict when each prompt is complete if the next chunks, and then what is left, are computed together."""
+    """Predict when each prompt is complete if the next chunks, and then the remaining tokens, are computed together."""
     seconds = burst_s(spans, costs)
     left = [Span(span.num_left, span.start + span.num_tokens) for span in spans if span.num_left]
     if not left:
@@ -87,5 +90,5 @@ def _ends_s(spans: Sequence[Span], costs: CostModel) -> list[float]:
 
 
 def _wait_s(ends: Sequence[float]) -> float:
-    """The mean and the longest wait together."""
+    """Return the sum of the mean and the longest wait."""
     return sum(ends) / len(ends) + ends[-1]

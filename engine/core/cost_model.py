@@ -1,7 +1,7 @@
 """CostModel: how long chunks of prompts and decode steps take on this machine, learned from each of them.
 
-The scheduler, the prefix cache and the draft controller weigh time by it. The sparse-prefill scorer still measures for
-itself.
+The scheduler, the prefix cache and the draft controller decide by it. The sparse-prefill scorer has a model of its own
+(core/spec_prefill/pace.py).
 """
 
 from collections import deque
@@ -15,10 +15,10 @@ from engine.core.step_costs import StepCosts
 from engine.protocol import PrefillCost
 
 WINDOW = 32
-"""Measurements that a fit uses, the newest."""
+"""Number of the newest measurements that a fit uses."""
 
 REFIT_ERROR, REFIT_PERIOD = 0.03, 8
-"""The fit is renewed when a measurement differs from it by this part, or after so many measurements."""
+"""The fit is renewed when a measurement deviates from it by this share, or after this many measurements."""
 
 TOKENS_WEIGHT = 0.1
 """Weight of a new step in the moving average of its tokens per row."""
@@ -28,12 +28,14 @@ GUESSED_S_PER_TOKEN = GUESSED_S_PER_PATCH = 1e-3
 
 
 class LearnedCost:
-    """Seconds that are linear in features, fitted to the newest measurements by weighted least squares on the relative
-    error, so that one that waited for something else does not move them.
+    """Seconds as a linear function of features, fitted to the newest measurements.
+
+    Weighted least squares on the relative error: a measurement that includes waiting for other work hardly changes it.
 
     Args:
         guess: Coefficients before anything is measured.
-        is_warm: Whether the first measurement counts; else it is replaced by later ones: it may include compiling.
+        is_warm: Whether the first measurement counts. Otherwise later ones replace it, because it may include
+            compilation.
     """
 
     def __init__(self, guess: Sequence[float], is_warm: bool = False):
@@ -62,20 +64,25 @@ class LearnedCost:
 
 
 GUESSED_READ_BYTES_PER_S, GUESSED_READ_BYTES = 1e9, 2.0**26
-"""Pace of reading from disk before anything is measured, and how many bytes the guess counts for."""
+"""Assumed rate of reading from disk before anything is measured, and the bytes that the assumption weighs."""
 
 READ_FADING = 0.9
 """Factor by which earlier reads lose weight with each new one."""
 
 
 class CostModel:
-    """Predicts seconds of prefill and decode work.
+    """Predicts the seconds of prefill, image encoding, decode steps and reads from disk.
 
-    A chunk of n tokens behind p others takes a + b * n + c * n * (p + n / 2) seconds: a forward's fixed part, the
-    matrix products, and attention. An image of n patches takes d + e * n + f * n * n seconds, each block of the vision
-    tower its share of them.
+    A chunk of n tokens after p others takes a + b * n + c * n * (p + n / 2) seconds: the fixed part of a forward,
+    matrix
+    products, and attention. An image of n patches takes d + e * n + f * n * n seconds, each block of the vision tower
+    an
+    equal share. `steps` predicts decode steps. Prefill and decode start with measurements from warm-up.
 
-    A decode step takes what `steps` says. Both begin with what was measured at warm-up.
+    Args:
+        max_draft_tokens: The most drafts per row.
+        step_times: Decode steps measured at warm-up.
+        chunk_times: Prompt chunks measured at warm-up.
     """
 
     def __init__(
@@ -87,39 +94,39 @@ class CostModel:
         self.steps = StepCosts(max_draft_tokens, step_times)
         self._chunks = LearnedCost([0.0, GUESSED_S_PER_TOKEN, 0.0], is_warm=bool(chunk_times))
         self._images = LearnedCost([0.0, GUESSED_S_PER_PATCH, 0.0])
-        self._reads = (GUESSED_READ_BYTES, GUESSED_READ_BYTES / GUESSED_READ_BYTES_PER_S)  # faded sums: bytes, seconds
+        self._reads = (GUESSED_READ_BYTES, GUESSED_READ_BYTES / GUESSED_READ_BYTES_PER_S)  # fading sums: bytes, seconds
         self._step_shape = (0, 0)  # rows and drafts of the last step
         self._tokens_per_row: dict[int, float] = {}  # by number of drafts
         for chunk in chunk_times:
             self.record_chunk(chunk.num_tokens, 0, chunk.seconds)
 
     def record_read(self, num_bytes: int, seconds: float) -> None:
-        """Learn from snapshots that were read back from disk, the copying to the device included."""
+        """Learn from snapshots that were read from disk, including their copy to the device."""
         bytes_before, seconds_before = self._reads
         self._reads = (READ_FADING * bytes_before + num_bytes, READ_FADING * seconds_before + seconds)
 
     def read_s(self, num_bytes: int) -> float:
-        """Predict the seconds of reading so many bytes of snapshots back from disk."""
+        """Predict the seconds of reading snapshots of `num_bytes` from disk."""
         bytes_read, seconds = self._reads
         return num_bytes * seconds / bytes_read
 
     @property
     def is_measured(self) -> bool:
-        """Whether any chunk has been measured; all predictions are guesses before."""
+        """Whether any chunk has been measured; before, predictions are guesses."""
         return self._chunks.is_measured
 
     @property
     def prefill(self) -> PrefillCost | None:
-        """The fitted cost of prompts; None before any chunk was measured."""
+        """The fitted cost of prefill; None before any chunk was measured."""
         return PrefillCost(*self._chunks.coefficients.tolist()) if self.is_measured else None
 
     def record_chunk(self, num_tokens: int, start: int, seconds: float, num_rows: int = 1) -> None:
-        """Learn from a chunk, or from `num_rows` of them in one forward."""
+        """Learn from a chunk, or from `num_rows` chunks in one forward."""
         if num_tokens > 0 and seconds > 0:
             self._chunks.record(_features(num_tokens, start, num_rows), seconds)
 
     def record_image(self, num_patches: int, share: float, seconds: float) -> None:
-        """Learn from a piece of an image. share: part of the vision tower's blocks that it has passed."""
+        """Learn from a piece of an image. share: part of the vision tower's blocks that it computed."""
         if seconds > 0:
             self._images.record(share * _image_features(num_patches), seconds)
 
@@ -127,11 +134,12 @@ class CostModel:
         """Learn from a decode step.
 
         Args:
-            num_rows: Rows that it decodes.
-            num_drafts: Draft tokens of each.
-            tokens_per_row: What the rows were given, on average; 0 if no row was given anything.
-            seconds: From the end of the step before; None where something else was done since. The first step with
-                other rows or drafts does not count either: the runner's pipeline mixes it with the one before.
+            num_rows: Rows that it decoded.
+            num_drafts: Draft tokens per row.
+            tokens_per_row: Mean number of tokens that the rows got; 0 if none got any.
+            seconds: Since the end of the step before; None where other work came between. The first step after a change
+                of
+                rows or drafts is ignored: the runner's pipeline mixes it with the step before.
         """
         is_settled, self._step_shape = self._step_shape == (num_rows, num_drafts), (num_rows, num_drafts)
         if not is_settled or not tokens_per_row:
@@ -142,7 +150,7 @@ class CostModel:
             self.steps.record(num_rows, num_drafts, seconds)
 
     def chunk_s(self, num_tokens: int, start: int, num_rows: int = 1) -> float:
-        """Predict the seconds of one chunk behind `start` tokens, or of `num_rows` such chunks in one forward."""
+        """Predict the seconds of one chunk after `start` tokens, or of `num_rows` such chunks in one forward."""
         return self._chunks.seconds(_features(num_tokens, start, num_rows)) if num_tokens > 0 else 0.0
 
     def image_s(self, num_patches: int, share: float = 1.0) -> float:
@@ -150,11 +158,11 @@ class CostModel:
         return share * self._images.seconds(_image_features(num_patches))
 
     def prompt_s(self, start: int, end: int, chunk_tokens: int = 2048) -> float:
-        """Predict the seconds that the tokens `start` to `end` of a prompt take in chunks of `chunk_tokens`."""
+        """Predict the seconds of a prompt's tokens `start` to `end` in chunks of `chunk_tokens`."""
         return PrefillCost(*self._chunks.coefficients.tolist()).prompt_s(start, end, chunk_tokens)
 
     def max_tokens(self, seconds: float, start: int) -> int:
-        """Return how many tokens behind `start` others fit into so many seconds; 0 if none does."""
+        """Return how many tokens after `start` others fit into `seconds`; 0 if none does."""
         fixed, linear, pair = self._chunks.coefficients.tolist()
         per_token, left = linear + pair * start, seconds - fixed
         if left <= 0:
@@ -168,9 +176,10 @@ class CostModel:
         return float(self.steps.seconds(num_rows)[num_drafts]) if num_rows and self.steps.is_measured else None
 
     def token_s(self, num_rows: int) -> float | None:
-        """Predict the seconds until each of `num_rows` rows has one more token, drafting as many as now.
+        """Predict the seconds until each of `num_rows` rows has one more token, with the current number of drafts.
 
-        None before a step was measured.
+        Returns:
+            None before a step was measured.
         """
         if not self.steps.is_measured:
             return None

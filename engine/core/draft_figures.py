@@ -1,21 +1,23 @@
-"""How often drafts hold, by depth. Pure."""
+"""Acceptance of draft tokens by depth. Pure."""
 
 ASSUMED_ACCEPTANCE, DEPTH_DECAY = 0.8, 0.9
-"""Acceptance of the first draft before anything is known, and of each deeper one as a part of the one before it. Heads
-of released models reach 0.7 to 0.9 at the first draft (DeepSeek-V3 report, arXiv 2412.19437: 0.85 to 0.90); a head that
-is applied to its own output reaches less."""
+"""Prior acceptance of the first draft token, and the factor from each depth to the next. Heads of released models
+reach 0.7 to 0.9 at the first draft (DeepSeek-V3 report, arXiv 2412.19437: 0.85 to 0.90), and less where a head reads
+its own output."""
 ASSUMED_ROWS = 4.0
-"""So many row-rounds that assumption is worth."""
+"""Weight of the prior, in row-rounds."""
 ACCEPTANCE_ROWS = 128
 """Row-rounds over which acceptance is averaged; with many rows, 8 rounds."""
 RECENT_ROWS, MAX_CHANGE = 12, 0.35
-"""Where the average over so many row-rounds differs by more, the text has changed: what was before is forgotten."""
+"""When the average over RECENT_ROWS row-rounds differs from the long one by more than MAX_CHANGE, the text has changed
+and the long average is reset to it."""
 UNSEEN_STEPS = 512
-"""After so many steps without drafts of a depth, what is known of it is worth half."""
+"""After this many steps without drafts of a depth, its measurements have half their weight."""
 
 
 class Acceptance:
-    """How often the draft at each depth holds, given that those before it did, over all rows of all batches."""
+    """The acceptance rate at each depth, given that all shallower drafts were accepted; over all rows of all
+    batches."""
 
     def __init__(self, max_draft_tokens: int):
         self._mean: list[float | None] = [None] * max_draft_tokens
@@ -25,11 +27,16 @@ class Acceptance:
 
     @property
     def by_depth(self) -> list[float | None]:
-        """As measured; None before anything was."""
+        """Measured rates; None where nothing was drafted."""
         return list(self._mean)
 
     def record(self, num_drafted: int, num_accepted: list[int]) -> None:
-        """Learn from one round: num_accepted of num_drafted tokens in each row."""
+        """Learn from one round.
+
+        Args:
+            num_drafted: Draft tokens per row.
+            num_accepted: Accepted draft tokens of each row.
+        """
         for depth in range(len(self._mean)):
             reached = sum(n >= depth for n in num_accepted) if depth < num_drafted else 0
             if reached:
@@ -38,10 +45,10 @@ class Acceptance:
                 self._unseen[depth] += 1
 
     def expected_tokens(self, hope_beyond: int | None = None) -> list[float]:
-        """Return the tokens of a row in a step with 0, 1, 2, ... drafts.
+        """Return the expected tokens per row and step with 0, 1, 2, ... drafts.
 
         Args:
-            hope_beyond: Deeper drafts than this are taken to be as good as what is known of them does not rule out.
+            hope_beyond: Acceptance at deeper drafts than this is estimated optimistically, within what was measured.
         """
         expected, before, all_hold = [1.0], ASSUMED_ACCEPTANCE / DEPTH_DECAY, 1.0
         for depth, mean in enumerate(self._mean):
@@ -54,7 +61,7 @@ class Acceptance:
         return expected
 
     def forget(self) -> None:
-        """Begin anew with what is assumed."""
+        """Reset to the prior."""
         self.__init__(len(self._mean))
 
     def _worth(self, depth: int) -> float:

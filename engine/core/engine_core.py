@@ -1,4 +1,4 @@
-"""The engine's step: schedule, execute, update, publish. The only place that answers for a failed step."""
+"""The engine's step: schedule, execute, update, publish. Step failures are handled here and nowhere else."""
 
 import logging
 import math
@@ -25,33 +25,34 @@ from engine.snapshot_store.files import SnapshotFiles
 log = logging.getLogger("orchard.engine")
 
 FIGURES_PERIOD_S = 0.25
-DISK_WAIT_S = 0.05  # for a snapshot that is read from disk, while there is nothing else to do
-DISK_CLOSE_S = 5.0  # for snapshots that are still to be written at the end
+DISK_WAIT_S = 0.05  # blocking wait for a snapshot read from disk when there is no other work
+DISK_CLOSE_S = 5.0  # on shutdown, for pending snapshot writes
 
 MIN_CHUNK_PART = 0.3
-"""Part of a chunk's measured time that counts as its own, however long the decode step in flight should take."""
+"""Smallest share of a chunk's measured time that is charged to it, whatever the decode step in flight is predicted to
+take."""
 
 Publish = Callable[[Chunks], None]
 
 
 def _nothing(core: "EngineCore") -> None:
-    """Nothing has arrived."""
+    """Do nothing: the default for `poll`."""
 
 
 class EngineCore:
-    """Runs the steps of one runner on the thread that calls it.
+    """Runs the steps of one runner on the calling thread.
 
     Args:
-        config: Of the engine.
-        runner: Computes.
-        publish: Takes what the rows got, as soon as there is something.
-        clock: Gives monotonic seconds.
-        files: Of the prefix cache's disk tier.
-        poll: Executes the commands for this core that have arrived since; called between two pieces of a step.
+        config: The engine's configuration.
+        runner: Computes forward passes.
+        publish: Receives the rows' new tokens as soon as there are any.
+        clock: Returns monotonic seconds.
+        files: Files of the prefix cache's disk tier; None without one.
+        poll: Executes commands that have arrived meanwhile; called between two pieces of a step.
 
     Attributes:
-        memory, admission, queue, speculation_status: Figures for the status page, read now and then.
-        progress: What is in hand now; any thread may ask.
+        memory, admission, queue, speculation_status: Figures for the status page, refreshed every FIGURES_PERIOD_S.
+        progress: The work in progress; readable from any thread.
     """
 
     def __init__(
@@ -102,15 +103,21 @@ class EngineCore:
         return self.scheduler.has_work
 
     def add_request(self, spec: EngineRequest, matchers: Sequence[Matcher] = ()) -> None:
-        """matchers: of the request's grammar, one for each choice."""
+        """Queue a request.
+
+        Args:
+            spec: The request.
+            matchers: One grammar matcher per choice; empty without a grammar.
+        """
         each = matchers or [None] * spec.num_choices
         self.scheduler.add([Request(spec, index, matcher) for index, matcher in enumerate(each)])
 
     def abort(self, request_id: str) -> None:
+        """Abort all choices of a request. Unknown ids are ignored."""
         self.scheduler.abort(request_id)
 
     def step(self) -> None:
-        """Decode once for all rows, then compute chunks of prompts. Tokens are published as soon as there are any."""
+        """Decode once for all rows, then prefill chunks of prompts. Tokens are published as soon as they are known."""
         self._drop_gone()
         num_draft_tokens = self._speculation.num_draft_tokens(self.scheduler.num_decoding)
         work = self.scheduler.schedule(num_draft_tokens)
@@ -121,7 +128,7 @@ class EngineCore:
             self._drop(work.drop)
         self.budget.observe(self.runner.active_bytes)
         in_flight_s = 0.0
-        if work.decode and self.scheduler.num_decoding:  # unless the drop failed, and all rows with it
+        if work.decode and self.scheduler.num_decoding:  # a failed drop ends all rows
             self._decode(num_draft_tokens, work.merges)
             in_flight_s = self.costs.step_s(self.scheduler.num_decoding, num_draft_tokens) or 0.0
         while rows := self._next_prompt():
@@ -131,15 +138,17 @@ class EngineCore:
         self._read_figures()
 
     def close(self) -> None:
+        """Write pending snapshots to disk and release the runner's memory."""
         try:
             self.prefix.close(DISK_CLOSE_S)
         finally:
             self.runner.close()
 
     def fitted(self, request: EngineRequest) -> EngineRequest:
-        """Lower max_tokens, which is a ceiling, to what the memory holds. From any thread.
+        """Lower max_tokens, which is a ceiling, to what the memory holds. Safe to call from any thread.
 
-        Raises MemoryExceeded for a request that would not fit if it had the engine to itself.
+        Raises:
+            MemoryExceeded: The request would not fit even with no other request in the engine.
         """
         budget, limit = self.budget, self.budget.for_requests - self.pinned_bytes
         rows = [Request(request, index) for index in range(request.num_choices)]
@@ -153,11 +162,11 @@ class EngineCore:
         raise MemoryExceeded(num_prompt, num_output, num_tokens, budget.alone(whole), limit)
 
     def relieve(self) -> None:
-        """The machine is short of memory: everything leaves that no running answer needs."""
+        """Evict all evictable memory, because the machine is short of memory."""
         self._spare.free_all()
 
     def _read_figures(self) -> None:
-        """Now and then while busy, and once more before the thread sleeps."""
+        """Refresh the status figures: periodically while busy, and once before the thread sleeps."""
         now = self._clock()
         if self.has_work and now - self._figures_read_s < FIGURES_PERIOD_S:
             return
@@ -176,18 +185,18 @@ class EngineCore:
     def _memory(self) -> dict[str, int]:
         cache = self.prefix.cache
         max_bytes = cache.max_bytes if self.prefix.off is None else 0
-        books = {"prefix_cache_bytes": cache.num_bytes, "prefix_cache_max_bytes": max_bytes}
-        return self.runner.memory() | books
+        cache_bytes = {"prefix_cache_bytes": cache.num_bytes, "prefix_cache_max_bytes": max_bytes}
+        return self.runner.memory() | cache_bytes
 
     def _next_prompt(self) -> Sequence[Request]:
-        """Rows of the prompt that advances next, after the aborts and new requests that have arrived meanwhile."""
+        """Return the rows of the prompt to advance next, after pending aborts and new requests have been applied."""
         self._poll(self)
         self.progress.end()
         self._drop_gone()
         return self.scheduler.next_prompt()
 
     def _drop_gone(self) -> None:
-        """Drop rows that have ended, before others are given their memory."""
+        """Drop finished rows from the runner before their memory is reserved for others."""
         if gone := self.scheduler.take_gone():
             self._drop(gone)
 
@@ -203,7 +212,7 @@ class EngineCore:
         self.prefix.settle(row_ids)
 
     def _drop_again(self, row_ids: list[str]) -> None:
-        """The decode batch is new by now; prompts in progress may be left."""
+        """Retry a failed drop: the decode batch has been reset, but prompts in progress may remain."""
         try:
             self.runner.drop(row_ids)
         except Exception:
@@ -230,7 +239,7 @@ class EngineCore:
         except Exception as error:
             log.exception("decode step failed with %d rows", num_rows)
             if num_draft_tokens:
-                self._speculation.failed()  # a step without drafts may still work
+                self._speculation.failed()  # plain decoding may still work
             self._publish(self._fail_rows(f"decode step failed: {type(error).__name__}"))
             return
         self.stats.failed_steps_in_a_row = 0
@@ -245,7 +254,11 @@ class EngineCore:
     def _prefill(self, rows: Sequence[Request], in_flight_s: float) -> None:
         """Compute the next piece of a prompt: of its next image, or a chunk that ends at the next boundary.
 
-        Chunks of several short prompts are computed in one forward. in_flight_s: decoding that the device does first.
+        Chunks of several short prompts are computed in one forward.
+
+        Args:
+            rows: The rows that share the prompt.
+            in_flight_s: Predicted seconds of decoding that the device computes first.
         """
         self._decoded_s, began_s, published = None, self._clock(), Chunks()
         try:
@@ -262,13 +275,13 @@ class EngineCore:
             self._prefill_failed(rows, error)
             return
         if published:
-            if not self.scheduler.num_decoding:  # nothing is left for a decode step to show
+            if not self.scheduler.num_decoding:  # no decode step follows that would reset the counter
                 self.stats.failed_steps_in_a_row = 0
             self._publish(published)
             self._keep_answers()
 
     def _encode(self, rows: Sequence[Request], image: ImageLeft, began_s: float, in_flight_s: float) -> None:
-        """Compute the next piece of an image; rows decode before the one behind it."""
+        """Compute the next piece of an image; rows decode before the following piece."""
         if not (num_blocks := self.scheduler.prefills.image_blocks(image)):
             return
         num_patches, share = image.num_patches, num_blocks / image.depth
@@ -282,7 +295,7 @@ class EngineCore:
     def _compute(
         self, rows: Sequence[Request], chunks: Sequence[PromptChunk], began_s: float, in_flight_s: float
     ) -> Chunks:
-        """Compute the next chunk of a prompt, and those of others that share its forward; return first tokens."""
+        """Compute the next chunk of a prompt, and chunks of others in the same forward; return first tokens."""
         self._take_in_hand(chunks)
         chunk_began_s, published = self._clock(), Chunks()
         if not (outputs := self._forward(rows, chunks)):
@@ -299,7 +312,7 @@ class EngineCore:
         return published
 
     def _device_s(self, began_s: float, in_flight_s: float) -> float:
-        """The seconds since then, without those of the decode step that the device had to do first."""
+        """Return the seconds since `began_s`, less those of the decode step that the device computed first."""
         seconds = self._clock() - began_s
         return max(seconds - in_flight_s, MIN_CHUNK_PART * seconds)
 
@@ -311,7 +324,8 @@ class EngineCore:
         self.progress.begin(f"{name} behind {start}", seconds, ("prefill", num_rows, num_tokens.bit_length()))
 
     def _forward(self, rows: Sequence[Request], chunks: Sequence[PromptChunk]) -> Sequence[PrefillOutput]:
-        """Compute the chunks; nothing comes back if several fail together: each is computed alone in the next steps."""
+        """Compute the chunks. If a shared forward fails, return nothing: each prompt is then computed alone in the next
+        steps."""
         if len(chunks) == 1:
             return [self.runner.prefill(rows, chunks[0].num_tokens)]
         try:
@@ -321,7 +335,7 @@ class EngineCore:
             return ()
 
     def _burst(self, rows: Sequence[Request], first: PromptChunk) -> Sequence[PromptChunk]:
-        """Begin other short prompts, and choose the chunks that are computed in one forward with the first."""
+        """Begin other short prompts, and choose the chunks to compute in one forward with the first."""
         if first.num_tokens < self.prefix.clip(rows, _num_left(rows)):
             return [first]
         others = [
@@ -332,7 +346,7 @@ class EngineCore:
         return self.scheduler.prefills.burst(first, others) if others else [first]
 
     def _has_begun(self, rows: Sequence[Request]) -> bool:
-        """Begin a prompt behind what the prefix cache has of it, unless another one will soon leave more."""
+        """Begin a prompt after its cached prefix, unless another prompt in progress will soon cache a longer one."""
         if self.prefix.source_of(rows[0]) is not None:
             return False
         try:
@@ -344,7 +358,10 @@ class EngineCore:
         return False
 
     def _burst_failed(self, rows: Sequence[Request], error: Exception) -> None:
-        """The rows may have joined the decode batch. What their prompts have left in the cache must not serve."""
+        """Drop the rows of a shared forward that failed, and discard the snapshots of their prompts.
+
+        The rows may have joined the decode batch already.
+        """
         row_ids = [row.id for row in rows]
         log.error("prefill of %s failed together, each is computed alone", ", ".join(row_ids), exc_info=error)
         self.stats.num_failed_bursts += 1
@@ -354,16 +371,16 @@ class EngineCore:
         self.scheduler.prefills.compute_alone(rows)
 
     def _keep_answers(self) -> None:
-        """Store the state behind answers that have just ended, whose rows the runner still has."""
+        """Snapshot the state after answers that have just finished; the runner still has their rows."""
         for row in self.scheduler.take_completed():
             self.prefix.keep_answer(row)
-            self._decoded_s = None  # taking the snapshot is no part of a decode step
+            self._decoded_s = None  # the snapshot must not count as decode time
 
     def _keep_displaced(self) -> None:
-        """Store the states of rows that have lost their places, behind the step under way, which is given out."""
+        """Publish what the step in flight gives preempted rows, then snapshot their states."""
         if not (displaced := self.scheduler.take_displaced()):
             return
-        self._decoded_s = None  # what follows is no part of a decode step
+        self._decoded_s = None  # the following work must not count as decode time
         decoding = [rows[0] for rows, num_computed in displaced if not num_computed]
         if decoding:
             try:
@@ -383,7 +400,7 @@ class EngineCore:
     def _prefill_failed(self, rows: Sequence[Request], error: Exception) -> None:
         self.scheduler.prefills.end_step()
         self.prefix.end([rows[0].id], failed=True)
-        if isinstance(error, InvalidRequest):  # the caller's fault says nothing about our health
+        if isinstance(error, InvalidRequest):  # the client's fault does not count towards max_failed_steps
             self._publish(self.scheduler.fail_prefill(rows, str(error)))
             return
         log.error("prefill of %s failed after %d tokens", rows[0].id, rows[0].num_prefilled, exc_info=error)
@@ -393,7 +410,7 @@ class EngineCore:
         self._publish(self.scheduler.fail_prefill(rows, message, retry_after_s))
 
     def _device_works(self) -> bool:
-        """Or is it the request that fails? Nobody shall end the engine with a bad prompt."""
+        """Return whether a probe forward succeeds: tells a failing device from a prompt that fails by itself."""
         try:
             self.runner.probe()
         except Exception:
@@ -403,5 +420,5 @@ class EngineCore:
 
 
 def _num_left(rows: Sequence[Request]) -> int:
-    """Tokens of the prompt that are not computed yet."""
+    """Return the number of prompt tokens that are not computed yet."""
     return rows[0].num_prompt_tokens - rows[0].num_prefilled

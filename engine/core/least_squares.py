@@ -1,21 +1,24 @@
-"""Weighted least squares on the relative error, with coefficients that are not negative."""
+"""Weighted least squares on the relative error, with non-negative coefficients."""
 
 import numpy as np
 
 MAX_RELATIVE_ERROR = 0.5
-"""A measurement that differs from the fit by more than this part counts less, in proportion."""
+"""A measurement that deviates from the fit by a larger share counts less, in proportion."""
 
 NUM_REWEIGHTINGS = 3
 
 RIDGE = 1e-3
-"""Pull of each coefficient towards zero relative to the measurements: decides where they cannot tell two apart."""
+"""Regularization relative to the measurements: decides between coefficients that they cannot tell apart."""
 
 
 def fitted(rows: np.ndarray) -> np.ndarray:
-    """Fit coefficients of which each is at least zero, so that rows @ coefficients is near 1.
+    """Fit non-negative coefficients such that rows @ coefficients is near 1.
 
     Args:
-        rows: float64 [measurements, coefficients], features divided by what was measured.
+        rows: float64 [measurements, coefficients], features divided by the measured value.
+
+    Returns:
+        float64 [coefficients].
     """
     scale = np.maximum(rows.mean(axis=0), 1e-12)
     rows, weights = rows / scale, np.ones(len(rows))
@@ -29,7 +32,7 @@ def fitted(rows: np.ndarray) -> np.ndarray:
 
 
 def _non_negative(rows: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Solve ridge least squares with coefficients that are not negative, by leaving out those that would be."""
+    """Solve ridge least squares with non-negative coefficients, removing the most negative one at a time."""
     size = rows.shape[1]
     gram, moments, active = rows.T @ rows + RIDGE * len(rows) * np.eye(size), rows.T @ targets, list(range(size))
     while True:

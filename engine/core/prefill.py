@@ -1,4 +1,4 @@
-"""Prompts in progress: what one is, which one advances next, and how much of a step they may use."""
+"""Prompts in progress: their state, the order in which they advance, and how much of a step they may use."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,13 +8,14 @@ from engine.core.request import Request
 from engine.core.request_queue import Group
 
 OLDEST_SHARE = 1 / 3
-"""Part of the prefill time that the oldest prompt in progress gets while shorter ones pass it."""
+"""Share of the prefill time that the oldest prompt in progress gets while shorter ones are computed first."""
 
 MIN_IDLE_STEP_S, MAX_IDLE_STEP_S = 0.25, 1.5
-"""Bounds of the prefill time of a step while no row decodes: new requests and aborts wait for the end of the step."""
+"""Bounds in seconds of a step's prefill time while no row decodes: new requests and aborts wait for the end of the
+step."""
 
 FIXED_PARTS = 20
-"""Within these bounds a step lasts so many times a forward's fixed time, which is then 5 % of it."""
+"""Within these bounds a step lasts this many times a forward's fixed time, which is then 5 % of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,11 +26,11 @@ class Prefill:
     num_expected: int = 0
     """Tokens that the prefix cache would have served when the prompt was admitted."""
     is_waiting: bool = False
-    """Its snapshot is being read from disk: it is not chosen again in this step."""
+    """Whether its snapshot is being read from disk: it is not chosen again in this step."""
     is_alone: bool = False
-    """A forward that it shared with others has failed: it shares none any more."""
+    """Whether a shared forward with it has failed: it is computed alone from now on."""
     encoded_s: float = 0.0
-    """Seconds that its images have taken so far."""
+    """Seconds spent on its images so far."""
 
     @property
     def rows(self) -> list[Request]:
@@ -41,17 +42,17 @@ class Prefill:
 
     @property
     def start(self) -> int:
-        """Tokens of the prompt that are in its cache, or that it will probably begin with."""
+        """Tokens of the prompt that are in its cache, or that the prefix cache is expected to provide."""
         return self.rows[0].num_prefilled or min(self.num_expected, self.end - 1)
 
     @property
     def end(self) -> int:
-        """Tokens of the prompt, without those that a sparse plan leaves out."""
+        """Tokens of the prompt, without those that a sparse plan skips."""
         return self.rows[0].num_prompt_tokens
 
     @property
     def num_patches(self) -> list[int]:
-        """Patches of each image that is not in front of `start`."""
+        """Number of patches of each image that is not entirely before `start`."""
         row = self.rows[0]
         media = row.prompt_key.media if row.prompt_key is not None and self.start else ()
         num_done = sum(image.end <= self.start for image in media)
@@ -60,14 +61,15 @@ class Prefill:
 
 @dataclass(slots=True)
 class StepBudget:
-    """What prefill may still use of the present step."""
+    """Tokens and seconds that prefill may still use in the current step."""
 
     num_tokens: int = 0
     seconds: float = 0.0
     num_chunks: int = 0
-    """Chunks computed so far."""
+    """Chunks computed in this step."""
 
     def use(self, num_tokens: int, seconds: float) -> None:
+        """Account for one chunk or piece of an image."""
         self.num_tokens -= num_tokens
         self.seconds -= seconds
         self.num_chunks += 1
@@ -78,7 +80,7 @@ class StepBudget:
 
 
 class PrefillOrder:
-    """Chooses the prompt with the fewest seconds left, and gives the oldest one a share of the time."""
+    """Chooses the prompt with the fewest seconds left, and guarantees the oldest one a share of the time."""
 
     def __init__(self, costs: CostModel):
         self._costs = costs
@@ -90,13 +92,17 @@ class PrefillOrder:
         return self._costs.prompt_s(prefill.start, prefill.end) + self.images_s(prefill)
 
     def images_s(self, prefill: Prefill) -> float:
-        """Predict the seconds until the prompt's images are encoded; its first chunk comes behind them."""
+        """Predict the seconds until the prompt's images are encoded; its first chunk follows them."""
         return max(0.0, sum(map(self._costs.image_s, prefill.num_patches)) - prefill.encoded_s)
 
     def choose(self, prefills: Sequence[Prefill], chunk_s: float) -> Prefill:
-        """Choose among prompts of equal priority, in the order in which they were admitted.
+        """Choose among prompts of equal priority, given in the order of their admission.
 
-        chunk_s: seconds of a chunk, the debt to the oldest prompt at which it goes on, and what is too short to wait.
+        Args:
+            prefills: At least one prompt in progress.
+            chunk_s: Seconds of a chunk. The oldest prompt is chosen once it is owed this much, unless the shortest
+                prompt
+                needs less than this.
         """
         oldest = prefills[0]
         if oldest is not self._oldest:
@@ -107,7 +113,7 @@ class PrefillOrder:
         return shortest
 
     def record(self, prefill: Prefill, seconds: float) -> None:
-        """Account for a chunk of this prompt."""
+        """Account for seconds spent on this prompt."""
         if self._oldest is None:
             return
         if prefill is self._oldest:

@@ -1,4 +1,5 @@
-"""Which prompts in progress advance in a step: in which order, by how many tokens, and which share a forward. Pure."""
+"""Which prompts in progress advance in a step: their order, the sizes of their chunks, and which share a forward.
+Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -21,45 +22,47 @@ from engine.core.request import Request
 from engine.core.request_queue import Group
 
 MIN_PREFILL_TOKENS = 16
-"""A step computes at least so many prompt tokens, however much else there is to do."""
+"""Fewest prompt tokens per step while rows decode, whatever else the step computes."""
 
 FIRST_PREFILL_TOKENS = 64
-"""Size of the first chunk, before the pace of prefill is known."""
+"""Size of the first chunk, before any chunk has been measured."""
 
 CHUNK_BITS = 3
-"""Significant bits of a chunk's size where its time bounds it: 64, 80, 96, 112, 128, 160 .. tokens. A size that comes
-again finds its kernels and graphs compiled, and its memory allocated."""
+"""Significant bits of a chunk's size where time limits it: 64, 80, 96, 112, 128, 160, ... tokens. Recurring sizes reuse
+compiled kernels, graphs and allocated buffers."""
 
 MIN_FIXED_PARTS = 8
-"""A further chunk of a step that does not end its prompt takes at least so many times a forward's fixed time."""
+"""A further chunk of a step that does not complete its prompt takes at least this many times a forward's fixed time."""
 
 TIMEOUT_PART = 0.25
-"""Part of step_timeout_s that the smallest chunk may be predicted to take; beyond it a chunk has fewer tokens."""
+"""Share of step_timeout_s that a chunk of MIN_PREFILL_TOKENS may be predicted to take; a slower one gets fewer
+tokens."""
 
 
 class Prefixes(Protocol):
-    """Answers which prefix of a prompt is cached, see core/prefix_cache/reuse.py."""
+    """Looks up cached prefixes of prompts, see core/prefix_cache/reuse.py."""
 
     def num_cached(self, row: Request) -> int:
-        """Return how many tokens of a row's prompt the cache would serve."""
+        """Return how many tokens of a row's prompt are cached."""
         ...
 
     def source_of(self, row: Request) -> Request | None:
-        """Return the first row of the prompt in progress that will soon leave a longer prefix of this row's prompt in
-        the cache than there is now, None without one."""
+        """Return the first row of the prompt in progress that will soon cache a longer prefix of this row's prompt than
+        is cached now; None without one."""
         ...
 
     def promise(self, rows: Sequence[Request]) -> bool:
-        """Count what a request will take over from the cache as the request's; False if that is nothing."""
+        """Count the cached keys and values that the request will take over as the request's memory. Return whether
+        there are any."""
         ...
 
     def cancel(self, rows: Sequence[Request]) -> None:
-        """Take back what was promised: the request is not admitted."""
+        """Revoke `promise` for a request that is not admitted."""
         ...
 
 
 class NoPrefixes:
-    """Nothing is cached."""
+    """An empty prefix cache."""
 
     def num_cached(self, row: Request) -> int:
         return 0
@@ -75,12 +78,16 @@ class NoPrefixes:
 
 
 class PrefillScheduler:
-    """Holds the prompts in progress and what prefill may still use of the present step.
+    """Holds the prompts in progress and chooses what to prefill in the current step.
 
     Args:
-        running: the decoding rows by row id; the scheduler's own mapping.
-        evictable: what may be evicted so that chunks are larger.
-        has_bursts: whether several prompts can be computed in one forward.
+        config: The engine's configuration.
+        costs: Predicts seconds; learns from `record`.
+        budget: The memory budget.
+        running: The decoding rows by row id; the scheduler's own mapping.
+        evictable: Cached memory that may be evicted for larger chunks.
+        prefixes: Looks up cached prefixes.
+        has_bursts: Whether several prompts can be computed in one forward.
     """
 
     def __init__(
@@ -94,9 +101,9 @@ class PrefillScheduler:
         has_bursts: bool,
     ):
         self.in_progress: list[Prefill] = []
-        """In the order in which they were admitted."""
+        """In the order of their admission."""
         self.num_draft_tokens = 0
-        """Draft tokens that each decoding row verifies in the present step."""
+        """Draft tokens that each decoding row verifies in the current step."""
         self._config = config
         self._costs = costs
         self._budget = budget
@@ -115,7 +122,7 @@ class PrefillScheduler:
     # The prompts in progress
 
     def add(self, group: Group) -> None:
-        """Begin the prompt of a request whose memory is reserved."""
+        """Begin the prompt of a request with reserved memory."""
         self.in_progress.append(Prefill(group, self._prefixes.num_cached(group.rows[0])))
 
     def remove(self, row: Request) -> None:
@@ -126,34 +133,34 @@ class PrefillScheduler:
             self.in_progress.remove(prefill)
 
     def complete(self, row: Request) -> Group:
-        """Remove the prompt of a row, which is computed, and return its request."""
+        """Remove the computed prompt of a row and return its request."""
         prefill = self.of(row)
         self.in_progress.remove(prefill)
         return prefill.entry
 
     def of(self, row: Request) -> Prefill:
-        """Return the prompt in progress that a row shares."""
+        """Return the prompt in progress of a row."""
         return next(prefill for prefill in self.in_progress if row in prefill.rows)
 
     def remaining_s(self, prefill: Prefill) -> float:
-        """Predict the seconds until a prompt is complete if it is computed alone."""
+        """Predict the seconds until a prompt is complete when it is computed alone."""
         return self._order.remaining_s(prefill)
 
     def compute_alone(self, rows: Sequence[Request]) -> None:
-        """Begin the prompts of these rows anew, one after the other: a forward that they shared has failed."""
+        """Restart these rows' prompts, each in forwards of its own, after their shared forward has failed."""
         for row in rows:
             row.num_charged, row.num_prefilled = max(row.num_charged, row.num_prefilled), 0
             self.of(row).is_alone = True
 
     def wait_for_disk(self, rows: Sequence[Request]) -> None:
-        """Choose other prompts in this step: this one's snapshot is still being read from disk."""
+        """Skip this prompt for the rest of the step: its snapshot is still being read from disk."""
         for prefill in self.in_progress:
             prefill.is_waiting |= rows[0] in prefill.rows
 
     # The step
 
     def begin_step(self, num_draft_tokens: int) -> None:
-        """Set what prefill may use of this step: decoding rows come first, and wait no longer than max_stall_s."""
+        """Set the tokens and seconds that prefill may use in this step: decoding rows stall for at most max_stall_s."""
         self.num_draft_tokens = num_draft_tokens
         for prefill in self.in_progress:
             prefill.is_waiting = False
@@ -170,12 +177,12 @@ class PrefillScheduler:
         self._step.close()
 
     def limit_step(self) -> None:
-        """Leave no more than max_stall_s of this step: a row has joined the decode batch, and waits from now on."""
+        """Limit the rest of this step to max_stall_s, because a row has joined the decode batch."""
         self._step.seconds = min(self._step.seconds, self._config.scheduler.max_stall_s)
 
     @property
     def has_begun_step(self) -> bool:
-        """Whether a chunk was computed in this step."""
+        """Whether a chunk has been computed in this step."""
         return self._step.num_chunks > 0
 
     @property
@@ -185,7 +192,7 @@ class PrefillScheduler:
 
     @property
     def fills_step(self) -> bool:
-        """Whether the prompts in progress are predicted to take all of the step's time that is left."""
+        """Whether the prompts in progress are predicted to use all remaining time of the step."""
         num_forwards_saved = max(0, sum(map(self._may_burst, self.in_progress)) - 1)
         seconds = sum(map(self.remaining_s, self.in_progress))
         return seconds - num_forwards_saved * self._costs.chunk_s(1, 0) >= self._step.seconds
@@ -198,7 +205,10 @@ class PrefillScheduler:
     # The next chunk
 
     def choose(self) -> Prefill | None:
-        """The next prompt to advance: of the most urgent ones the shortest, or the one that leaves its prefix."""
+        """Choose the next prompt to advance; None if none may advance in this step.
+
+        The shortest of the most urgent prompts is chosen, or the prompt in progress that will soon cache its prefix.
+        """
         if not (ready := self._ready()):
             return None
         chosen = self._order.choose(ready, self._full_step_s)
@@ -209,9 +219,9 @@ class PrefillScheduler:
         return chosen
 
     def chunk_tokens(self, rows: Sequence[Request]) -> int:
-        """How many tokens the next chunk of this prompt may have; 0 when the step ends before it.
+        """Return the number of tokens of this prompt's next chunk; 0 if the step ends before it.
 
-        The memory for the chunk's intermediate results stays reserved until the next call.
+        Memory for the chunk's intermediate results stays reserved until the next call.
         """
         row, step = rows[0], self._step
         left = row.num_prompt_tokens - row.num_prefilled
@@ -227,12 +237,13 @@ class PrefillScheduler:
         return num_tokens if num_tokens == wanted else self._enlarged_chunk(row, num_tokens, wanted)
 
     def _pays(self, num_tokens: int, start: int) -> bool:
-        """Whether a chunk is better computed in this step than together with the next one in the next step."""
+        """Return whether a chunk is worth a forward in this step, rather than being merged with the next step's
+        chunk."""
         is_long = self._costs.chunk_s(num_tokens, start) >= MIN_FIXED_PARTS * self._costs.chunk_s(1, start)
         return num_tokens >= MIN_PREFILL_TOKENS and is_long
 
     def image_blocks(self, image: ImageLeft) -> int:
-        """How many blocks of the vision tower the next piece of an image passes; 0 when the step ends before it."""
+        """Return how many vision tower blocks the image's next piece computes; 0 if the step ends before it."""
         step, block_s = self._step, self._costs.image_s(image.num_patches, 1 / image.depth)
         num_blocks = int(step.seconds / block_s)
         if not num_blocks and step.num_chunks:
@@ -244,8 +255,9 @@ class PrefillScheduler:
         """Account for chunks that one forward has computed; each ended at its row's num_prefilled.
 
         Args:
-            seconds: how long they took.
-            device_s: the same without what the device had to do before them.
+            chunks: The chunks.
+            seconds: Wall time of the forward, with snapshots and reservations.
+            device_s: The same without earlier work that the device had to finish first.
         """
         longest = max(chunk.num_tokens for chunk in chunks)
         start = max(chunk.row.num_prefilled - chunk.num_tokens for chunk in chunks)
@@ -259,7 +271,7 @@ class PrefillScheduler:
     def record_image(
         self, rows: Sequence[Request], image: ImageLeft, num_blocks: int, seconds: float, device_s: float
     ) -> None:
-        """Account for a piece of an image of this prompt; see `record`."""
+        """Account for a piece of an image of this prompt. seconds, device_s: see `record`."""
         prefill = self.of(rows[0])
         prefill.encoded_s += device_s
         self._step.use(0, seconds)
@@ -267,14 +279,14 @@ class PrefillScheduler:
         self._costs.record_image(image.num_patches, num_blocks / image.depth, device_s)
 
     def _ready(self) -> list[Prefill]:
-        """Prompts in progress, in the order of their admission, that may advance now: the most urgent ones."""
+        """Return the most urgent prompts that may advance now, in the order of their admission."""
         ready = [prefill for prefill in self.in_progress if not prefill.is_waiting]
         if self._config.scheduler.policy == "priority":
             ready = [one for one in ready if not any(other.entry.is_before(one.entry) for other in ready)]
         return ready
 
     def _tokens_in_time(self, start: int) -> int:
-        """How many tokens behind `start` fit into the time that is left of the step."""
+        """Return how many tokens after `start` fit into the remaining time of the step."""
         if not self._costs.is_measured:
             return FIRST_PREFILL_TOKENS
         num_tokens = self._costs.max_tokens(self._step.seconds, start)
@@ -284,7 +296,8 @@ class PrefillScheduler:
         return max(num_tokens, min(MIN_PREFILL_TOKENS, self._costs.max_tokens(longest_s, start)))
 
     def _enlarged_chunk(self, row: Request, num_tokens: int, wanted: int) -> int:
-        """Evict snapshots so that the chunks of this prompt may be larger, if that saves more time than it costs."""
+        """Evict snapshots for larger chunks of this prompt if that saves more time than it costs; return the chunk's
+        size."""
         missing = self._budget.chunk_shortfall_bytes(row, wanted)
         start, end = row.num_prefilled, row.num_prompt_tokens
         saved_s = self._costs.prompt_s(start, end, num_tokens) - self._costs.prompt_s(start, end, wanted)
@@ -295,16 +308,16 @@ class PrefillScheduler:
     # Several prompts in one forward
 
     def companions(self, first: PromptChunk) -> list[Sequence[Request]]:
-        """Rows of other prompts that may be computed in one forward with this chunk, the shortest first.
+        """Return the rows of other prompts that may share a forward with this chunk, the shortest first.
 
-        How many is predicted: those that have not begun may begin behind a snapshot that is evicted meanwhile.
+        Their number is a prediction: until they begin, their cached prefixes may be evicted.
         """
         chosen = self.of(first.row)
         if not self._may_burst(chosen):
             return []
         others = [one for one in self._ready() if one is not chosen and self._may_burst(one)]
         for one in others:
-            if not one.has_begun:  # the cache may have more of it by now
+            if not one.has_begun:  # a longer prefix may be cached by now
                 one.num_expected = self._prefixes.num_cached(one.rows[0])
         others.sort(key=lambda one: one.end - one.start)
         spans = [(mine := _span(first)), *(_expected_span(one, mine.num_left) for one in others)]
@@ -312,9 +325,9 @@ class PrefillScheduler:
         return [tuple(one.rows) for one in others[: num - 1]]
 
     def burst(self, first: PromptChunk, others: Sequence[PromptChunk]) -> Sequence[PromptChunk]:
-        """Choose which of these chunks are computed in one forward: `first`, and others as long as that saves time.
+        """Choose which of these chunks are computed in one forward: `first`, and others while that saves time.
 
-        The memory for the intermediate results stays reserved until the next chunk is chosen.
+        Memory for the intermediate results stays reserved until the next chunk is chosen.
         """
         chunks = [first, *sorted(others, key=lambda chunk: chunk.num_tokens)]
         spans = [_span(chunk) for chunk in chunks]
@@ -324,7 +337,7 @@ class PrefillScheduler:
         return chunks[:num]
 
     def _may_burst(self, prefill: Prefill) -> bool:
-        """Whether the prompt may share a forward: it waits neither for the disk nor for the prefix of another one."""
+        """Return whether the prompt may share a forward now: it must not wait for another prompt's prefix."""
         if not self._has_bursts or prefill.is_alone or not may_burst(prefill.rows):
             return False
         return prefill.has_begun or self._prefixes.source_of(prefill.rows[0]) is None
@@ -341,7 +354,7 @@ class PrefillScheduler:
 
 
 def _rounded_down(num_tokens: int) -> int:
-    """The next smaller size of a chunk, of those with CHUNK_BITS significant bits."""
+    """Return the largest size with CHUNK_BITS significant bits that is at most `num_tokens`."""
     shift = max(0, num_tokens.bit_length() - CHUNK_BITS)
     return num_tokens >> shift << shift
 
@@ -352,7 +365,7 @@ def _span(chunk: PromptChunk) -> Span:
 
 
 def _expected_span(prefill: Prefill, num_left: int) -> Span:
-    """Predict the span of a prompt that has not begun: a boundary is expected `num_left` tokens before its end."""
+    """Predict the span of a prompt that has not begun, with a boundary `num_left` tokens before its end."""
     num_tokens = prefill.end - prefill.start
     num_left = min(num_left, num_tokens - 1)
     return Span(num_tokens - num_left, prefill.start, num_left)

@@ -1,36 +1,36 @@
-"""Progress: the piece of work that the device thread has in hand, what it should take, and what it may take."""
+"""Progress: the work in progress on the device thread, its predicted time and its time limit."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 LATE_FACTOR, MIN_LATE_S = 5.0, 2.0
-"""Work that has lasted so many times its prediction, and longer than so many seconds, is reported: predictions are good
-to some ten percent, and short pauses of the machine are no news."""
+"""Work is reported as late beyond this many times its prediction and this many seconds: predictions have errors of ten
+percent or so, and short pauses of the machine are normal."""
 
 LOST_FACTOR = 20.0
-"""Work that has lasted so many times its prediction, and longer than step_timeout_s, is taken for lost. Other
-processes, throttling and paging make a healthy device several times slower for a while, but not twenty times."""
+"""Work is considered hung beyond this many times its prediction and beyond step_timeout_s. Other processes, throttling
+and paging slow a healthy device down several times for a while, but not twenty times."""
 
 FIRST_FACTOR = 2.0
-"""The first work of a shape may take so many times as long: kernels may be compiled for it."""
+"""The first work of a shape may take this many times as long, because kernels may be compiled for it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """A piece of work: one chunk, one decode step, one piece of an image, or what lies between those."""
+    """A piece of work: one chunk, one decode step, one piece of an image, or the bookkeeping between them."""
 
     name: str = "a step"
     predicted_s: float = 0.0
     """Seconds that the cost model predicts; 0 without a prediction."""
     is_first: bool = False
-    """Whether nothing of its shape has been computed before."""
+    """Whether no work of the same shape has been computed before."""
 
     def is_late(self, seconds: float) -> bool:
-        """Whether it takes much longer than predicted, if it has lasted so many seconds."""
+        """Return whether it takes much longer than predicted, given its `seconds` so far."""
         return seconds > self._patience * max(MIN_LATE_S, LATE_FACTOR * self.predicted_s)
 
     def limit_s(self, timeout_s: float) -> float:
-        """Return the seconds after which the device does not come back. timeout_s: see EngineConfig.step_timeout_s."""
+        """Return the seconds after which the device is considered hung. timeout_s: see EngineConfig.step_timeout_s."""
         return self._patience * max(timeout_s, LOST_FACTOR * self.predicted_s)
 
     @property
@@ -39,10 +39,10 @@ class Work:
 
 
 class Progress:
-    """Names the work in hand. The device thread writes it, any thread may read `work`.
+    """Names the work in progress. The device thread writes it; any thread may read `work`.
 
     Args:
-        shapes: Those that have been computed before, at warm-up.
+        shapes: Shapes that were computed before, at warm-up.
     """
 
     def __init__(self, shapes: Iterable[Hashable] = ()):
@@ -50,10 +50,16 @@ class Progress:
         self._shapes = set(shapes)
 
     def begin(self, name: str, predicted_s: float, shape: Hashable) -> None:
-        """Take a piece of work in hand."""
+        """Begin a piece of work.
+
+        Args:
+            name: For log messages and the status page.
+            predicted_s: Predicted seconds; 0 without a prediction.
+            shape: Work of an equal shape reuses compiled kernels.
+        """
         self.work = Work(name, predicted_s, shape not in self._shapes)
         self._shapes.add(shape)
 
     def end(self) -> None:
-        """Be between two pieces of work."""
+        """End the current piece of work."""
         self.work = Work()

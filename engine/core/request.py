@@ -1,4 +1,4 @@
-"""One row while the engine works on it: one choice of a request."""
+"""One choice of a request while the engine works on it: a row."""
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -19,55 +19,62 @@ class RequestState(Enum):
 
 
 class Matcher(Protocol):
-    """The state of one row's grammar. Raises ValueError when it cannot go on; the row fails, nothing else."""
+    """The state of one row's grammar. Methods raise ValueError when it cannot continue; only this row fails then."""
 
     def masks(self, draft: tuple[int, ...] = ()) -> np.ndarray:
-        """Which tokens may come next: now, after draft[0], after draft[1], ... up to the first draft token that is
-        forbidden. uint32 [1 to len(draft) + 1, ceil(vocab_size / 32)], bit i of word j is token 32 * j + i. The state
-        stays as it is."""
+        """Return the allowed tokens now, after draft[0], after draft[1], ..., up to the first forbidden draft token.
+
+        The state does not change.
+
+        Returns:
+            uint32 [1 to len(draft) + 1, ceil(vocab_size / 32)]; bit i of word j stands for token 32 * j + i.
+        """
         ...
 
     def advance(self, token_ids: tuple[int, ...]) -> None:
-        """Takes tokens that were sampled under its masks. What follows a stop token is ignored."""
+        """Consume tokens that were sampled under the masks. Tokens after a stop token are ignored."""
         ...
 
     def fork(self) -> "Matcher":
-        """An independent matcher in the same state."""
+        """Return an independent matcher in the same state."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """index: which choice of the request. id: of the row, different for each choice.
-
-    num_prefilled: computed tokens of the prompt in the cache. num_charged: of prompt_token_ids, what its client has
-    paid for: nobody pays twice for having been preempted. num_cached: those that came out of the prefix cache when
-    the row began. matcher: of the row's grammar, if it has one.
-    keep_until_s: a running row is not preempted before (the scheduler's clock). rectangle: the rows that it decodes
-    with, see core/memory/budget.py.
-    """
+    """One row: one choice of an EngineRequest, with its position in prefill and decode."""
 
     spec: EngineRequest
+    """The request."""
     index: int = 0
+    """Which choice of the request this is, from 0."""
     matcher: Matcher | None = None
+    """The row's grammar, None without one."""
     state: RequestState = RequestState.WAITING
     num_prefilled: int = 0
+    """Computed tokens of the prompt that are in the row's cache."""
     num_charged: int = 0
+    """Tokens of prompt_token_ids that the client has been charged for; a preempted row is not charged twice."""
     num_cached: int = 0
+    """Tokens that came from the prefix cache when the row began."""
     output_token_ids: list[int] = field(default_factory=list)
+    """Generated tokens, without a stop token."""
     keep_until_s: float = 0.0
+    """The running row is not preempted before this time, on the scheduler's clock."""
     rectangle: int = 0
+    """Id of its decode group, see core/memory/grouping.py."""
     num_outgrown: int = 0
-    """How often it has lost its place because rows outgrew their reserve."""
+    """How often it was preempted because a row outgrew its reservation."""
     num_restarts: int = 0
-    """How often its prompt was given up after it had begun with nothing from the prefix cache."""
+    """How often its prompt was preempted after it had begun without a cached prefix."""
     joined_s: float = 0.0
     """When it joined the decode batch, on the scheduler's clock."""
     prompt_key: PromptKey | None = None
-    """Of prompt_token_ids, once the prefix cache has been asked about them."""
+    """Key of prompt_token_ids, once the prefix cache has been asked about them."""
     cached_hint: tuple[tuple[int, ...], int] | None = None
-    """State of the prefix cache when it was asked last, and how many tokens it would have served."""
+    """Version of the prefix cache at the last lookup, and how many tokens were cached then."""
     sampling: SamplingParams = field(init=False)
+    """Sampling parameters of the request, with this choice's own seed."""
 
     def __post_init__(self) -> None:
         seed = choice_seed(self.spec.sampling.seed, self.index)
@@ -79,14 +86,14 @@ class Request:
 
     @property
     def prompt_token_ids(self) -> np.ndarray:
-        """int32: the prompt, and what the row has given out before it was preempted."""
+        """int32 [n]: the prompt, and the tokens generated before a preemption."""
         if not self.output_token_ids:
             return self.spec.token_ids
         return np.concatenate([self.spec.token_ids, np.array(self.output_token_ids, np.int32)])
 
     @property
     def computed_index(self) -> np.ndarray | None:
-        """int32: which of prompt_token_ids are computed; None for all."""
+        """int32 [num_prompt_tokens]: positions in prompt_token_ids that are computed; None for all."""
         if self.spec.sparse is None:
             return None
         num_input = len(self.spec.token_ids)
@@ -95,28 +102,29 @@ class Request:
 
     @property
     def num_input_tokens(self) -> int:
-        """Of the request's own prompt, those that are computed."""
+        """Computed tokens of the request's own prompt."""
         return len(self.spec.token_ids) - self.num_skipped
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of prompt_token_ids those that are computed, as long as the row has not joined."""
+        """Computed tokens of prompt_token_ids; for a running row, including its newest token."""
         return self.num_input_tokens + len(self.output_token_ids)
 
     @property
     def num_skipped(self) -> int:
-        """Tokens of the prompt that its sparse plan leaves out."""
+        """Prompt tokens that the sparse plan skips."""
         return 0 if self.spec.sparse is None else len(self.spec.token_ids) - len(self.spec.sparse.positions)
 
     @property
     def num_dense_tokens(self) -> int:
-        """Of the request's own prompt, those in front of the first one that is left out."""
+        """Tokens of the request's own prompt before the first skipped one."""
         if self.spec.sparse is None:
             return len(self.spec.token_ids)
         return num_contiguous(self.spec.sparse.positions)
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Takes one sampled token; a stop token ends the row and is not kept."""
+        """Append one sampled token and return the finish reason, if any. A stop token finishes the row and is not
+        kept."""
         if token_id in self.spec.stop_token_ids:
             return FinishReason.STOP
         self.output_token_ids.append(token_id)

@@ -1,4 +1,4 @@
-"""What is refused at the engine's door: requests that could never be served, or not as they ask."""
+"""Validates requests on arrival: rejects those that could never be served as they ask."""
 
 from engine.config import EngineConfig
 from engine.core.spec_prefill.plan import why_unfit
@@ -6,7 +6,12 @@ from engine.protocol import ContextLengthExceeded, EngineRequest, InvalidRequest
 
 
 def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int, max_context_tokens: int) -> None:
-    """Raises InvalidRequest or ContextLengthExceeded for a request that could never be served, or not as it asks."""
+    """Check a request against the model's and the configuration's limits.
+
+    Raises:
+        InvalidRequest: A field is out of range.
+        ContextLengthExceeded: Prompt and output do not fit into the context.
+    """
     num_prompt_tokens, sampling = len(request.token_ids), request.sampling
     if not num_prompt_tokens:
         raise InvalidRequest("the prompt has 0 tokens, it needs at least 1", "messages")
@@ -40,7 +45,11 @@ def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int,
 
 
 def check_pooling(request: EngineRequest, no_pooling: str | None) -> None:
-    """Raises InvalidRequest for an embedding that this model cannot give, or that asks for more than one."""
+    """Check that this model can compute the embedding that a request asks for.
+
+    Raises:
+        InvalidRequest: The model cannot compute embeddings, or the request has choices, a grammar, images or a plan.
+    """
     if request.pooling is None:
         return
     if no_pooling is not None:
@@ -64,7 +73,11 @@ def _check_thought(thought: ThoughtSpec | None, vocab_size: int) -> None:
 
 
 def check_plan(request: EngineRequest, no_sparse: str | None) -> None:
-    """Raises InvalidRequest for a sparse plan that is not one of this prompt, or that this model cannot carry out."""
+    """Check that a sparse plan belongs to its prompt and that this model can execute it.
+
+    Raises:
+        InvalidRequest: It does not, or the model cannot.
+    """
     if request.sparse is None:
         return
     reason = no_sparse or why_unfit(request.sparse, request.token_ids)

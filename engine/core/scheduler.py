@@ -1,4 +1,4 @@
-"""The life cycle of rows: queued, admitted, in prefill, decoding, preempted, ended. Pure; touches no array."""
+"""The life cycle of rows: queued, admitted, prefilling, decoding, preempted, finished. Pure; touches no array."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,29 +21,31 @@ from engine.core.stats import Stats
 from engine.protocol import FinishReason, QueuedRequest, TokenChunk
 
 MAX_SHOWN = 32
-"""How many queued requests the status page shows."""
+"""How many queued requests the status page lists."""
 
 RETRY_S = 1.0
 
 Chunks = dict[str, TokenChunk]
-"""Row id -> what the row got."""
+"""Row id -> the row's new tokens."""
 
 
 class Scheduler:
-    """Decides which rows run; admission and the choice of prompts have classes of their own.
+    """Decides which rows run. Admission and the choice among prompts in progress have classes of their own.
 
     Prompts are prefilled in chunks between the decode steps; several may be in progress.
 
     Args:
-        clock: gives monotonic seconds.
-        budget: the memory budget; by default one in which nothing costs anything.
-        evictable: what may be evicted when a row needs memory.
-        costs: predicts seconds; learns from `prefills`.
-        prefixes: what the prefix cache has for the prompts; by default nothing.
-        has_bursts: whether several prompts can be computed in one forward.
+        config: The engine's configuration.
+        stats: Counters to update.
+        clock: Returns monotonic seconds.
+        budget: The memory budget; by default every request costs 0 bytes.
+        evictable: Cached memory that may be evicted when a row needs it.
+        costs: Predicts seconds; `prefills` records measurements in it.
+        prefixes: Looks up cached prefixes of prompts; by default nothing is cached.
+        has_bursts: Whether several prompts can be computed in one forward.
 
     Attributes:
-        prefills: The prompts in progress, and which of them advance in a step.
+        prefills: The prompts in progress; chooses which of them advance in a step.
     """
 
     def __init__(
@@ -65,8 +67,8 @@ class Scheduler:
         self.budget = budget or MemoryBudget(MemoryCosts(), 0, config.memory.reserve_tokens)
         self._shares = ClientShares()
         self._queue = RequestQueue(config.scheduler, self._shares, clock)
-        self._rows: dict[str, list[Request]] = {}  # request id -> its rows that have not ended
-        self._running: dict[str, Request] = {}  # by row id, in the order in which they joined
+        self._rows: dict[str, list[Request]] = {}  # request id -> its unfinished rows
+        self._running: dict[str, Request] = {}  # row id -> decoding row, in the order of joining
         self.prefills = PrefillScheduler(
             config, costs, self.budget, self._running, self._evictable, prefixes, has_bursts
         )
@@ -83,15 +85,15 @@ class Scheduler:
             prefixes,
             self._preemption,
         )
-        self._gone: list[str] = []  # rows that have ended, and are still in the runner
-        self._drop: list[str] = []  # rows that have lost their place
-        self._ended: Chunks = {}  # rows that have ended outside of a step
-        self._completed: list[Request] = []  # rows whose answers are complete, and are still in the runner
+        self._gone: list[str] = []  # finished rows that the runner has not dropped yet
+        self._drop: list[str] = []  # preempted rows, dropped at the beginning of the next step
+        self._ended: Chunks = {}  # final chunks of rows that expired or ran out of memory
+        self._completed: list[Request] = []  # rows with complete answers that the runner has not dropped yet
         self._displaced: list[tuple[list[Request], int]] = []  # see take_displaced
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their rows, and rows that were preempted."""
+        """Queued requests, preempted rows included."""
         return len(self._queue)
 
     @property
@@ -100,7 +102,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Rows that hold device memory: decoding, or in prefill."""
+        """Rows with reserved device memory: decoding or prefilling."""
         return len(self._running) + self.prefills.num_rows
 
     @property
@@ -108,7 +110,7 @@ class Scheduler:
         return bool(self._queue or self._running or self._gone or self._drop or self.prefills.in_progress)
 
     def queue(self) -> tuple[QueuedRequest, ...]:
-        """The first of those that wait, in the order in which they would be let in now."""
+        """Return the first MAX_SHOWN queued requests in the order in which they would be admitted now."""
         budget = self.budget
         return tuple(
             QueuedRequest(
@@ -124,11 +126,11 @@ class Scheduler:
         )
 
     def expected_wait_s(self) -> float | None:
-        """Of a request that came now."""
+        """Predict the queueing time of a request that arrives now; None if unknown."""
         return self._queue.expected_wait_s(len(self._queue) + 1) if self._queue else 0.0
 
     def add(self, rows: Sequence[Request]) -> None:
-        """One request: a row for each choice, at most max_running of them."""
+        """Queue a request, given as one row per choice, at most `max_running` of them."""
         assert 1 <= len(rows) <= self._config.max_running
         spec = rows[0].spec
         self._rows[spec.request_id] = list(rows)
@@ -136,28 +138,33 @@ class Scheduler:
         self._queue.push(rows)
 
     def abort(self, request_id: str) -> None:
-        """Forgets all rows of the request, wherever they are; they are freed before the next step. Unknown ids are
-        ignored."""
+        """Remove all rows of a request, in whatever state they are. Unknown ids are ignored."""
         for row in list(self._rows.get(request_id, ())):
             self._stats.num_aborted += 1
             self._remove(row)
 
     def preempt(self, row: Request) -> None:
-        """Takes a running row's place away: it waits at the head of its priority, and is prefilled again, with what it
-        has given out already, to go on where it was."""
+        """Preempt a decoding row: requeue it at the head of its priority class.
+
+        Its prompt and the tokens generated so far are prefilled again, and decoding continues after them.
+        """
         assert row.state is RequestState.RUNNING
         self._stats.num_preempted += 1
         self._put_back([row])
 
     def take_gone(self) -> list[str]:
-        """Rows that have ended since the last call, which the runner drops before it computes anything else."""
+        """Return the rows that have finished since the last call; the runner must drop them before it computes."""
         gone, self._gone = self._gone, []
         self._release(gone)
         return gone
 
     def schedule(self, num_draft_tokens: int = 0) -> SchedulerOutput:
-        """num_draft_tokens: what each decoding row verifies in this step beside its own token."""
-        gone = self.take_gone()  # since the caller has asked: a step may have failed
+        """Decide the first half of a step: expiry, reservations, admission and merges of decode groups.
+
+        Args:
+            num_draft_tokens: Draft tokens that each decoding row verifies in this step.
+        """
+        gone = self.take_gone()  # rows that a failed step has finished since the caller's own call
         self.budget.end_chunk()
         self._expire()
         self.prefills.begin_step(num_draft_tokens)
@@ -169,7 +176,8 @@ class Scheduler:
         return SchedulerOutput([*gone, *drop], bool(self._running), [] if merge is None else [merge])
 
     def next_prompt(self) -> Sequence[Request]:
-        """Rows of the prompt that advances next in this step; none when the step has no time or prompts left."""
+        """Return the rows of the next prompt to advance in this step; empty when the step has no time or prompts
+        left."""
         if self.prefills.is_step_over:
             return ()
         if self.prefills.has_begun_step:
@@ -178,40 +186,40 @@ class Scheduler:
         return () if prefill is None else tuple(prefill.rows)
 
     def take_completed(self) -> list[Request]:
-        """Rows whose answers have come to their end since the last call. The runner still has them."""
+        """Return the rows whose answers are complete since the last call. The runner still has them."""
         completed, self._completed = self._completed, []
         return completed
 
     def take_displaced(self) -> list[tuple[list[Request], int]]:
-        """Rows that have lost their places since the last call, and that the runner still has.
+        """Return the rows preempted since the last call; the runner still has them.
 
-        Each prompt in progress with all its rows, and how many of its tokens are computed; each decoding row alone,
-        with 0.
+        Returns:
+            A prompt in progress as all of its rows with the number of computed tokens; a decoding row alone, with 0.
         """
         displaced, self._displaced = self._displaced, []
         return displaced
 
     def take_ended(self) -> Chunks:
-        """Of rows that have ended outside of a step: they waited for too long, or there was no memory for them."""
+        """Return the final chunks of rows that expired in the queue or ran out of memory since the last call."""
         ended, self._ended = self._ended, {}
         return ended
 
     def update_decode(self, outputs: Mapping[str, RowOutput]) -> Chunks:
-        """What the rows got; outputs of rows that have left meanwhile are nobody's."""
+        """Give the rows their new tokens. Outputs of rows that are no longer running are discarded."""
         self._stats.max_rows_in_a_step = max(self._stats.max_rows_in_a_step, len(outputs))
         return {
             row_id: self._take(row, outputs[row_id]) for row_id, row in list(self._running.items()) if row_id in outputs
         }
 
     def update_displaced(self, outputs: Mapping[str, RowOutput], rows: Sequence[Request]) -> Chunks:
-        """Give rows that have just lost their places what the step under way had for them; some may end with it."""
+        """Give preempted rows the tokens of the step in flight; some rows may finish with them."""
         chunks = {row.id: self._take(row, outputs[row.id]) for row in rows if row.id in outputs}
-        for row in rows:  # what a row has given out is charged as its output
+        for row in rows:  # generated tokens are charged as output, not again as prompt
             row.num_charged = max(row.num_charged, row.num_prompt_tokens)
         return chunks
 
     def update_prefill(self, rows: Sequence[Request], output: PrefillOutput) -> Chunks:
-        """Account for a chunk of the prompt that these rows share; with its last one they join the decode batch."""
+        """Account for a chunk of the prompt that these rows share; after its last chunk they join the decode batch."""
         for row in rows:
             row.num_prefilled += output.num_tokens
         self._stats.num_prompt_tokens += output.num_tokens
@@ -237,13 +245,13 @@ class Scheduler:
         self.prefills.limit_step()
 
     def fail_rows(self, error: str) -> Chunks:
-        """End every row of the decode batch, which the runner has reset: a failed step may have touched any of them."""
+        """Fail every decoding row after the runner was reset: a failed step may have touched any of them."""
         failed = self._fail(list(self._running.values()), error, RETRY_S)
         self._release(list(failed))
         return failed
 
     def fail_prefill(self, rows: Sequence[Request], error: str, retry_after_s: float | None = None) -> Chunks:
-        """retry_after_s: see TokenChunk."""
+        """Fail the rows of a prompt in progress. retry_after_s: see TokenChunk."""
         return self._fail(list(rows), error, retry_after_s)
 
     def _expire(self) -> None:
@@ -259,9 +267,10 @@ class Scheduler:
                 self._ended[row.id] = replace(chunk, retry_after_s=self.expected_wait_s() or RETRY_S)
 
     def _extend(self) -> bool:
-        """Reserve more memory for rows that have used up theirs, the oldest first; others lose their places for it.
+        """Extend the reservations of rows that have used theirs up, the oldest row first, preempting others if needed.
 
-        Returns False if a prompt in progress was one of these: none is admitted before the runner has dropped it.
+        Returns:
+            False if a prompt in progress was preempted: none is admitted before the runner has dropped it.
         """
         keeps = True
         for row in list(self._running.values()):
@@ -287,14 +296,14 @@ class Scheduler:
         return not missing or (self._evictable.free(missing) and not self.budget.extend(row))
 
     def _give_up_prefill(self, prefill: Prefill) -> None:
-        """Put a prompt in progress back into the queue; the snapshots that it has left stay."""
+        """Preempt a prompt in progress: requeue it and keep the snapshots that it has stored."""
         rows, arrived_s = list(prefill.rows), prefill.entry.arrived_s
         rows[0].num_restarts += not rows[0].num_cached
         self._stats.num_preempted += len(rows)
         self._put_back(rows, None if rows[0].output_token_ids else arrived_s)
 
     def _put_back(self, rows: Sequence[Request], arrived_s: float | None = None) -> None:
-        """Rows whose memory is somebody else's from now on: they are dropped before anything else is done."""
+        """Requeue preempted rows. Their memory is released now, so the runner must drop them first in the next step."""
         is_decoding, num_computed = rows[0].state is RequestState.RUNNING, rows[0].num_prefilled
         if is_decoding or num_computed:
             self._displaced.append((list(rows), 0 if is_decoding else num_computed))
@@ -313,13 +322,14 @@ class Scheduler:
             self.budget.release(row_id)
 
     def _out_of_memory(self, rows: list[Request], missing: int) -> Chunks:
-        """Of a request that has the engine to itself: what was let in should have fit."""
+        """Fail the only request in the engine: its memory was checked on arrival and should have sufficed."""
         return self._fail(rows, f"{missing} bytes of memory are missing, of {self.budget.limit_bytes} in all", RETRY_S)
 
     def _admit(self, may_preempt: bool) -> None:
-        """Admit queued requests while the prompts in progress leave time, or if they are shorter than those.
+        """Admit queued requests while the prompts in progress leave time in the step, or if their prompts are shorter.
 
-        may_preempt: the step has not begun, so that rows may be dropped for an urgent request.
+        Args:
+            may_preempt: Whether the step has not begun, so that rows may be preempted for an urgent request.
         """
         admission = self._admission
         while (entry := admission.next_entry()) is not None:
@@ -331,11 +341,11 @@ class Scheduler:
             if entry is None:
                 return
             self._let_in(entry)
-            if self._displaced:  # they are not admitted again before the runner has dropped them
+            if self._displaced:  # preempted rows cannot be admitted again before the runner has dropped them
                 return
 
     def _displacing_or_passing(self, head: Group) -> Group | None:
-        """A request whose memory is reserved although there is none for the head: in others' places, or a small one."""
+        """Return a request with reserved memory when the head does not fit: after preemption, or one that backfills."""
         entry, victims = self._admission.displacing(head)
         for victim in victims:
             self._displace(victim)
@@ -344,7 +354,7 @@ class Scheduler:
         return None if victims else self._admission.passing(head)
 
     def _let_in(self, entry: Group) -> None:
-        """Begin the prompt of a request whose memory is reserved."""
+        """Admit a request whose memory is reserved, and begin its prefill."""
         self._queue.let_in(entry)
         entry.keeps_place |= self._queue.waited_s(entry) >= self._config.scheduler.ageing_s
         for row in entry.rows:
@@ -352,7 +362,7 @@ class Scheduler:
         self.prefills.add(entry)
 
     def _take(self, row: Request, output: RowOutput) -> TokenChunk:
-        """Give a row what a step has computed for it."""
+        """Apply a step's output to its row and return the chunk to publish."""
         if output.error is not None:
             return self._fail([row], output.error)[row.id]
         if row.spec.pooling is not None:
@@ -403,7 +413,7 @@ class Scheduler:
             del self._rows[row.spec.request_id]
 
     def _leave(self, row: Request) -> None:
-        """Remove a row from wherever it is; the runner must drop what it holds for it."""
+        """Remove a row from the queue, the prompts in progress or the decode batch."""
         if row.state is RequestState.WAITING:
             self._queue.remove(row)
             return
@@ -415,7 +425,7 @@ class Scheduler:
 
 
 def _appended(row: Request, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
-    """Append tokens to a row up to its end; return those that it keeps, and why it has ended."""
+    """Append tokens to a row until it finishes; return those that were kept, and the finish reason."""
     num_before, reason = len(row.output_token_ids), None
     for token_id in token_ids:
         reason = FinishReason.ERROR if token_id == NO_TOKEN else row.append(token_id)

@@ -1,11 +1,11 @@
-"""How many tokens to draft per row and step: measured acceptance against measured step times. Pure.
+"""How many tokens to draft per row and step, from measured acceptance and step times. Pure.
 
-A step with k drafts gives E(k) = 1 + sum over j <= k of (a_1 * ... * a_j) tokens per row, where a_j is how often the
-draft at depth j holds when those before it did (Leviathan et al. 2023, arXiv 2211.17192), and takes t(rows, k)
-seconds. `auto` drafts the k with the largest E(k) / t(rows, k), from the first step on: acceptance begins with an
-assumption (core/draft_figures.py), the times with those of warm-up (core/step_costs.py), and both are learned over all
-sizes of the batch together. A k that may be better as far as is known is tried for a few steps now and then; what such
-trials may lose is limited, see `Trials`.
+A step with k drafts gives E(k) = 1 + sum over j <= k of (a_1 * ... * a_j) tokens per row, where a_j is the acceptance
+of the draft at depth j when those before it were accepted (Leviathan et al. 2023, arXiv 2211.17192), and takes
+t(rows, k) seconds. `auto` drafts the k with the largest E(k) / t(rows, k) from the first step on. Acceptance begins
+with a prior (core/draft_figures.py) and step times with those of warm-up (core/step_costs.py); both are learned over
+all batch sizes together. A k that may be better within the uncertainty is tried for a few steps from time to time;
+`Trials` limits the tokens that this may cost.
 """
 
 import logging
@@ -23,42 +23,48 @@ from engine.core.draft_figures import Acceptance
 log = logging.getLogger("orchard.engine")
 
 MIN_GAIN = 1.03
-"""A new k must be so much faster, except that plain decoding need only be faster."""
+"""A new k must be this factor faster; plain decoding only needs to be faster at all."""
 
 TRIAL_STEPS, TRIAL_PAUSE = 5, 32
-"""Steps of a trial, the first of which is not timed, and steps after which the next one is considered."""
+"""Steps of a trial, the first of which is not timed, and steps between two trials."""
 START_CREDIT, CREDIT_RATE, MAX_CREDIT = 3.0, 0.01, 8.0
-"""Tokens per row that trials may lose: at first, as a part of those given out, and at most."""
+"""Tokens per row that trials may cost: initially, as a share of generated tokens, and at most."""
 HOPE = 1.5
-"""A trial supposes a k to be faster than predicted by so many standard deviations."""
+"""A trial assumes that a k is faster than predicted by this many standard deviations."""
 
 WATCHDOG_ROUNDS, WATCHDOG_ACCEPTANCE, WATCHDOG_PAUSE = 64, 0.2, 1024
-"""With fewer accepted drafts over so many rounds there is none for so many rounds, twice as many each time."""
+"""The watchdog trips when less than WATCHDOG_ACCEPTANCE of the drafts of WATCHDOG_ROUNDS were accepted. Drafting pauses
+for WATCHDOG_PAUSE rounds then, twice as long each time."""
 
 
 class Trials:
-    """When another k than the one in use is drafted for a few steps, to learn about it.
+    """Decides when another k than the current one is drafted for a few steps, in order to learn about it.
 
-    What a trial loses is paid out of a credit, which grows with the tokens that are given out.
+    The tokens that a trial costs are taken from a credit, which grows with the generated tokens.
     """
 
     def __init__(self) -> None:
         self.num_drafts: int | None = None
-        """The k on trial, None between trials."""
+        """The k being tried, None between trials."""
         self._credit = START_CREDIT
-        self._num_steps = 0  # of the trial, or since the last one
+        self._num_steps = 0  # in this trial, or since the last one
 
     @property
     def is_due(self) -> bool:
         return self.num_drafts is None and self._num_steps % TRIAL_PAUSE == 0
 
     def begin(self, num_drafts: int, loss: float) -> None:
-        """Start a trial if it can be afforded. loss: predicted tokens per row and step."""
+        """Start a trial if the credit covers it. loss: predicted tokens lost per row and step."""
         if min(TRIAL_STEPS * loss, MAX_CREDIT) <= self._credit:
             self.num_drafts, self._num_steps = num_drafts, 0
 
     def record(self, num_tokens: float, loss: float) -> None:
-        """Count a step that gave each row so many tokens, and lost so many if it was one of a trial."""
+        """Count a step.
+
+        Args:
+            num_tokens: Tokens that it gave each row.
+            loss: Tokens per row that it lost, if it was part of a trial.
+        """
         self._num_steps += 1
         self._credit = min(self._credit + CREDIT_RATE * num_tokens, MAX_CREDIT)
         if self.num_drafts is not None:
@@ -71,7 +77,7 @@ class Trials:
 
 
 class Watchdog:
-    """Notices a head that guesses nothing, such as one whose norms were loaded by the wrong convention."""
+    """Detects a head whose drafts are almost never accepted, such as one with wrongly loaded norms."""
 
     def __init__(self) -> None:
         self.num_trips = 0
@@ -81,16 +87,25 @@ class Watchdog:
 
     @property
     def num_rounds_left(self) -> int:
-        """Until drafts are due again; 0 while nothing is wrong."""
+        """Rounds until drafting resumes; 0 when it is not paused."""
         return self._num_rounds_left
 
     def pause(self) -> None:
+        """Pause drafting; each pause is twice as long as the one before."""
         self._window.clear()
         self._num_rounds_left, self._pause = self._pause, 2 * self._pause
 
     def record(self, num_drafted: int, num_accepted: int, pays: bool) -> bool:
-        """One round of all rows, with drafts or without. True when it trips: not when drafts are seen to pay, as a few
-        that hold may do where they cost little."""
+        """Record one round of all rows, with drafts or without.
+
+        Args:
+            num_drafted: Draft tokens of all rows.
+            num_accepted: How many of them were accepted.
+            pays: Whether drafting is measurably faster although few drafts are accepted; then it is not paused.
+
+        Returns:
+            Whether the watchdog trips.
+        """
         if self._num_rounds_left:
             self._num_rounds_left -= 1
             return False
@@ -120,10 +135,15 @@ class Watchdog:
 
 
 class SpeculationController:
-    """Asked before every decode step, told after it.
+    """Chooses the number of drafts before every decode step and learns after it.
 
-    no_drafts: why max_draft_tokens is 0, if it is. A fixed number of drafts (MTPConfig) is the operator's decision:
-    there the watchdog only warns.
+    With a fixed number of drafts (MTPConfig) the watchdog only warns: the number is the operator's decision.
+
+    Args:
+        config: The configured mode.
+        max_draft_tokens: The runner's limit; 0 without an MTP head.
+        costs: Predicts the seconds of decode steps.
+        no_drafts: Why max_draft_tokens is 0, if it is.
     """
 
     def __init__(
@@ -141,9 +161,9 @@ class SpeculationController:
         self._acceptance = Acceptance(max_draft_tokens)
         self._watchdog = Watchdog()
         self._trials = Trials()
-        self._best = 0  # the k in use, between trials
+        self._best = 0  # the current k outside of trials
         self._now = 0
-        self._loss = 0.0  # of the next step, in tokens per row, against the k in use
+        self._loss = 0.0  # predicted tokens per row that the next step loses against the current k
         self._most_rows = 0
         self.num_switches = 0
         self._num_rounds = self._num_drafted = self._num_accepted = 0
@@ -153,7 +173,7 @@ class SpeculationController:
         return self._watchdog.num_trips
 
     def num_draft_tokens(self, num_rows: int) -> int:
-        """For the next decode step with so many rows."""
+        """Return the number of draft tokens per row for the next decode step."""
         if not num_rows:
             return 0
         self._most_rows = max(num_rows, self._most_rows)
@@ -161,7 +181,8 @@ class SpeculationController:
         return self._now
 
     def record(self, outputs: Collection[RowOutput]) -> None:
-        """Learn from the outputs of a step, which may be those of the step before. Its time is the cost model's."""
+        """Learn acceptance from a step's outputs, which may be those of the step before. The cost model learns its
+        time."""
         if not outputs:
             return
         if self._record_drafts(outputs) and self._mode == "auto":
@@ -171,13 +192,13 @@ class SpeculationController:
             self._trials.record(num_tokens, self._loss)
 
     def failed(self) -> None:
-        """A step with drafts has failed: plain decoding for a while, whatever has been measured."""
+        """Pause drafting after a step with drafts has failed."""
         if self._mode == "auto":
             self._watchdog.pause()
             self._give_up()
 
     def status(self) -> dict[str, Any]:
-        """For the status page; acceptance is None before anything was drafted."""
+        """Return the figures for the status page; acceptance is None before anything was drafted."""
         drafted, pause = self._num_drafted, self._watchdog.num_rounds_left
         status: dict[str, Any] = {"mode": self._mode, "num_draft_tokens": self._now}
         if self._mode == "off":
@@ -226,7 +247,7 @@ class SpeculationController:
         self._trials.end()
 
     def _record_drafts(self, outputs: Collection[RowOutput]) -> bool:
-        """True when the watchdog trips."""
+        """Record the drafts of a round; return whether the watchdog pauses drafting."""
         drafted = sum(output.num_drafted for output in outputs)
         accepted = [output.num_accepted for output in outputs]
         if drafted:
@@ -237,7 +258,7 @@ class SpeculationController:
         return self._watchdog.record(drafted, sum(accepted), pays=self._mode == "auto" and self._best > 0)
 
     def _give_up(self) -> None:
-        """Plain decoding; when drafts are due again, nothing is held against them."""
+        """Return to plain decoding and reset acceptance to its prior."""
         self._best = 0
         self._trials.end()
         self._acceptance.forget()

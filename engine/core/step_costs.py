@@ -1,11 +1,11 @@
-"""StepCosts: how long a decode step takes with so many rows and drafts, one model for all of them.
+"""StepCosts: how long a decode step takes as a function of rows and drafts, in one model.
 
 A step of r rows with k drafts takes (a + b r + [k > 0] (v + w r) + k (c + d r)) * exp(correction) seconds. The
-coefficients are fitted once, to the steps that were measured at warm-up, and carry those over to other numbers of rows.
-The correction is learned from every step: a Gaussian process over numbers of rows and drafts, kept by a Kalman filter
-(Särkkä, Solin, Hartikainen 2013, "Spatiotemporal learning via infinite-dimensional Bayesian filtering and smoothing"),
-so that a step also moves what is predicted for others like it. All steps together may become slower, as contexts grow
-or other processes start: that is learned in a few steps, and leaves their ratios as they are.
+coefficients are fitted once to the steps measured at warm-up and extrapolate to other numbers of rows. The correction
+is learned from every step: a Gaussian process over rows and drafts, updated by a Kalman filter (Särkkä, Solin,
+Hartikainen 2013, "Spatiotemporal learning via infinite-dimensional Bayesian filtering and smoothing"), so that a step
+also corrects the predictions for similar ones. A common slowdown, as contexts grow or other processes start, is learned
+within a few steps and leaves the ratios unchanged.
 """
 
 from collections.abc import Sequence
@@ -16,26 +16,26 @@ from engine.core.batch import StepTime
 from engine.core.least_squares import fitted
 
 SIZES = 2 ** np.arange(8)
-"""Numbers of rows at which the correction is kept; between them it is interpolated in log2 of the rows."""
+"""Numbers of rows at which the correction is stored; between them it is interpolated in log2(rows)."""
 
 NOISE = 0.15
 """Standard deviation of a step's log seconds around the model."""
 MAX_SURPRISE = 2.0
-"""A step that differs from what was predicted by more standard deviations is left out: it may have waited for something
-else. The next one, if it differs as well, counts as one that differs by so much."""
+"""A step that deviates from its prediction by more standard deviations is skipped: it may have waited for other work.
+If the next one deviates as well, it counts with this deviation."""
 
 LEVEL_VAR, ROWS_VAR, DRAFTS_VAR, DEPTH_VAR, CELL_VAR = 7.2, 0.36, 0.36, 0.01, 0.01
-"""Variances of log seconds before anything is known: of all steps together; of a size of the batch; of drafting at all,
-at one size; of each draft squared; of one size and number of drafts."""
+"""Prior variances of log seconds: of all steps together; of a batch size; of drafting at all at one size; of each draft
+squared; of one size and number of drafts."""
 CORRELATION_OCTAVES = 3.0
-"""Distance of sizes, in log2 of the rows, over which their correlation falls to 1/e."""
+"""Distance of batch sizes, in log2(rows), over which their correlation falls to 1/e."""
 FADING = 1 / 8000
-"""Part of what is known that a step makes obsolete: the covariance drifts back to that before anything was known."""
+"""Share of the information that each step makes obsolete: the covariance drifts back to the prior."""
 
 GUESSED_S = 0.01
 GUESSED_DRAFT = 0.15
-"""Seconds of a step, and the part that each draft adds, where warm-up measured nothing."""
-SHORTEST_S = 1e-9  # a clock may stand still
+"""Seconds of a step, and the share that each draft adds, where warm-up measured nothing."""
+SHORTEST_S = 1e-9  # a coarse clock may measure 0 s
 
 
 class StepCosts:
@@ -43,7 +43,7 @@ class StepCosts:
 
     Args:
         max_draft_tokens: The most drafts per row.
-        step_times: Steps that were measured at warm-up; without any, predictions are guesses until one is recorded.
+        step_times: Steps measured at warm-up. Without any, predictions are guesses until a step is recorded.
     """
 
     def __init__(self, max_draft_tokens: int = 0, step_times: Sequence[StepTime] = ()):
@@ -80,19 +80,19 @@ class StepCosts:
         return np.exp(base + weights @ self._correction)
 
     def doubt(self, num_rows: int, num_drafts: int) -> np.ndarray:
-        """Return the standard deviation of the log of each of these seconds over those with `num_drafts` drafts."""
+        """Return the standard deviation of log(seconds / seconds with `num_drafts` drafts), per number of drafts."""
         weights, _ = self._of(num_rows)
         apart = weights - weights[num_drafts]
         return np.sqrt(np.maximum(((apart @ self._covariance) * apart).sum(axis=1), 0.0))
 
     def status_ms(self, most_rows: int) -> dict[str, dict[str, float]]:
-        """Return {rows: {drafts: milliseconds}} for 1, 2, 4, ... rows, up to so many."""
+        """Return {rows: {drafts: milliseconds}} for 1, 2, 4, ... rows, up to `most_rows`."""
         sizes = [int(size) for size in SIZES if size < 2 * most_rows and self.is_measured]
         each = {size: self.seconds(size).tolist() for size in sizes}
         return {str(size): {str(k): round(1000 * s, 3) for k, s in enumerate(each[size])} for size in sizes}
 
     def _of(self, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the weights of the correction [choices, corrections] and the log of the fit [choices]."""
+        """Return the weights of the correction [choices, corrections] and the logarithm of the fit [choices]."""
         if num_rows not in self._steps:
             position = min(float(np.log2(num_rows)), len(SIZES) - 1.0)
             at = np.maximum(1.0 - np.abs(np.arange(len(SIZES)) - position), 0.0)
@@ -114,7 +114,7 @@ def _fit(step_times: Sequence[StepTime]) -> np.ndarray:
 
 
 def _covariance(num_choices: int) -> np.ndarray:
-    """Return the prior covariance of the corrections, by batch size and, within each, number of drafts."""
+    """Return the prior covariance of the corrections, ordered by batch size and then number of drafts."""
     octaves = np.arange(len(SIZES))
     near = np.exp(-np.abs(octaves[:, None] - octaves) / CORRELATION_OCTAVES)
     drafts = np.arange(num_choices)

@@ -1,6 +1,6 @@
-"""CPU work in front of and behind the engine: checkpoint files, prompts, text, pictures. Knows no MLX and no torch."""
+"""CPU work before and after the engine: checkpoint files, prompts, text, images. Imports neither MLX nor torch."""
 
 import os
 
-# transformers says at every import that it found no PyTorch; we want none.
+# Silences transformers' advice to install PyTorch, which Orchard does not use.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

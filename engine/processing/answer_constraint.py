@@ -1,4 +1,4 @@
-"""answer_constraint: tools, their choice, a format and thinking to one grammar and one thought."""
+"""answer_constraint: combines tools, tool choice, output format and thinking into one grammar and one thought."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -21,21 +21,24 @@ def answer_constraint(
     is_thinking: bool,
     budget: int | None,
 ) -> tuple[GrammarSpec | None, ThoughtSpec | None]:
-    """Return what the engine enforces for an answer.
-
-    The grammar holds behind the thought. No thought is returned where the engine need not watch it.
+    """Return the grammar and the thought that the engine enforces for an answer.
 
     Args:
-        tools: OpenAI's function tools that the prompt shows; empty: none.
-        choice_mode: whether tools are called; with `required` the answer is calls alone, whatever `grammar` is.
-        choice_names: the tools that may be called; empty: all of them.
-        parallel: several calls are allowed.
-        grammar: of an answer without calls; None: any text.
-        is_thinking: the prompt is rendered with thinking on.
-        budget: most tokens of the thought; None: no limit.
+        tokenizer: The model's tokenizer and formats.
+        tools: OpenAI function tools in the prompt; empty: none.
+        choice_mode: Whether tools are called; with `required` the answer is only calls, and `grammar` has no effect.
+        choice_names: Tools that may be called; empty: all.
+        parallel: Whether several calls are allowed.
+        grammar: Grammar of an answer without calls; None: any text.
+        is_thinking: Whether the prompt is rendered with thinking on.
+        budget: Most tokens of the thought; None: no limit.
+
+    Returns:
+        The grammar of the answer after its thought, None for any text; the thought, None if the engine need not track
+        it.
 
     Raises:
-        InvalidRequest: the model's format cannot be enforced; names the field.
+        InvalidRequest: The request cannot be enforced in the model's format; names the field.
     """
     if tools:
         grammar = _with_tools(tokenizer, tools, choice_mode, choice_names, parallel, grammar)
@@ -86,7 +89,7 @@ def _check_unenforced(
     parallel: bool,
     grammar: GrammarSpec | None,
 ) -> None:
-    """Raise InvalidRequest for what only a grammar of the calls could keep."""
+    """Raise InvalidRequest for settings that only a grammar of the calls could enforce."""
     reason = f"there is no grammar for the model's format of tool calls ({tool_format.name})"
     if mode == "required" or names:
         raise InvalidRequest(f"tool_choice can only be 'auto' or 'none' with this model: {reason}", "tool_choice")

@@ -1,4 +1,4 @@
-"""AnswerParser: the tokens of one answer to its content, its thought and its tool calls, while they come."""
+"""AnswerParser: parses the tokens of one choice incrementally into content, thought and tool calls."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -15,25 +15,25 @@ from engine.processing.tool_arguments import ParsedToolCall, ToolTypes
 from engine.processing.tool_format import ToolFormat
 
 MAX_GAP = 64
-"""Characters of white space that are held back because a marker may follow; a longer run is let through."""
+"""Most characters of white space that are withheld because a marker may follow."""
 
 
 @dataclass(frozen=True)
 class AnswerRules:
-    """How one answer is parsed."""
+    """Rules for parsing one choice."""
 
     stop: tuple[str, ...] = ()
-    """Strings that end the answer. They hold for the content alone, not for the thought nor for calls."""
+    """Strings that end the answer; they apply to content only, not to thoughts and calls."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """OpenAI's function tools that may be called; empty: calls are not looked for."""
+    """OpenAI function tools that may be called; empty: calls are not parsed."""
     is_thinking: bool = False
     """Whether the prompt was rendered with thinking on."""
     is_raw: bool = False
-    """Whether all text is content, as behind a prompt that no template has rendered."""
+    """Whether all text is content, as after a raw prompt."""
 
 
 class AnswerDelta(NamedTuple):
-    """The content, thought and calls that some tokens add to an answer."""
+    """New content, thought and calls of an answer."""
 
     content: str = ""
     """Text of the answer itself, without markup."""
@@ -42,7 +42,7 @@ class AnswerDelta(NamedTuple):
     tool_calls: tuple[ParsedToolCall, ...] = ()
     """Calls that these tokens completed."""
     num_reasoning_tokens: int = 0
-    """Number of these tokens that belong to the thought, its markers included."""
+    """How many of these tokens belong to the thought, its markers included."""
 
 
 NOTHING = AnswerDelta()
@@ -50,16 +50,17 @@ new_tuple = tuple.__new__
 
 
 class AnswerParser:
-    """One per choice. Text comes out once no later token can change it, or make it part of a marker or a stop string.
+    """Parser of one choice. Text is returned once no later token can turn it into part of a marker or stop string.
 
-    stopped: a stop string was found; the content ends before it and further tokens are ignored. stop_sequence: which.
-    num_tokens: tokens taken so far, up to and including the one that completed the stop string.
-    has_tool_calls: a call is complete.
+    White space around thoughts and calls belongs to the template, which writes it again when the answer returns as
+    history, so it is neither content nor reasoning. The stop string that is complete first wins, and the longer one if
+    two end at the same character. The result does not depend on how the tokens are distributed over pushes.
 
-    White space around thoughts and calls belongs to the template, which writes it again when the answer comes back as
-    history: it is neither content nor reasoning. Of several stop strings the one that is complete first wins, and the
-    longer one where two end together. Each token is looked at alone, so the answer does not depend on how its tokens
-    are distributed over pushes.
+    Attributes:
+        stopped: Whether a stop string was found; the content ends before it, and further tokens are ignored.
+        stop_sequence: The stop string that was found.
+        num_tokens: Tokens consumed so far, up to and including the one that completed the stop string.
+        has_tool_calls: Whether a call is complete.
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class AnswerParser:
         self._mark = self._only_mark()
         self._call: CallBody | None = None
         self._is_thinking = _starts_in_thought(reasoning, rules)
-        self._skips_space = self._is_thinking  # white space that comes next belongs to the template
-        self._has_content = not self._in_content.kinds  # no marker can follow: white space at the beginning is content
+        self._skips_space = self._is_thinking  # the next white space belongs to the template
+        self._has_content = not self._in_content.kinds  # without markers, white space at the start is content
         self._has_reasoning = False
         self._held = ""
         self._content = self._reasoning = ""
@@ -89,11 +90,11 @@ class AnswerParser:
         self._is_plain = self._at_plain_content()
 
     def push(self, token_ids: Iterable[int]) -> AnswerDelta:
-        """Take tokens; return what they make certain. Ids outside the vocabulary (padding) are no text."""
+        """Parse tokens; return the output that is certain now. Ids outside the vocabulary (padding) have no text."""
         if self.stopped:
             return NOTHING
         decoder, mark, is_plain, is_simple, num_tokens, plain = self._decoder, self._mark, self._is_plain, True, 0, ""
-        for token_id in token_ids:  # a microsecond each: a server does this for every token of every answer
+        for token_id in token_ids:  # hot loop: about a microsecond per token of every answer
             num_tokens += 1
             if decoder.is_quick:
                 piece = decoder.step(token_id)
@@ -111,12 +112,12 @@ class AnswerParser:
             is_plain, mark = self._is_plain, self._mark
         self.num_tokens += num_tokens
         if is_simple:
-            return new_tuple(AnswerDelta, (plain, "", (), 0)) if plain else NOTHING  # half the time of the class itself
+            return new_tuple(AnswerDelta, (plain, "", (), 0)) if plain else NOTHING  # half the time of AnswerDelta(...)
         self._content += plain
         return self._delta()
 
     def finish(self) -> AnswerDelta:
-        """Return what was held back. An incomplete call is dropped, an unfinished thought stays a thought."""
+        """Return the withheld output at the end of the answer. An incomplete call is dropped."""
         if self._call is not None and self._call.finish() is not None:
             self._end_call(self._call)
         elif self._is_thinking:
@@ -141,7 +142,7 @@ class AnswerParser:
         self._is_plain = self._at_plain_content()
 
     def _take_thought(self, text: str) -> str | None:
-        """Returns what comes behind a marker."""
+        """Parse text of a thought; return the text after a marker, None without one."""
         text = text.lstrip() if self._skips_space else text
         match = self._in_thought.find(text)
         if match is None:
@@ -154,7 +155,7 @@ class AnswerParser:
         return text[match.end() :]
 
     def _take_content(self, text: str) -> str | None:
-        """Returns what comes behind a marker."""
+        """Parse text of the content; return the text after a marker, None without one."""
         text = text.lstrip() if self._skips_space else text
         match = self._in_content.find(text)
         before = text if match is None else text[: match.start()].rstrip()
@@ -170,7 +171,7 @@ class AnswerParser:
         return text[match.end() :]
 
     def _begin(self, kind: "Kind", marker: str) -> None:
-        """Enter the state that a marker in the content begins."""
+        """Enter the state that a marker in the content starts."""
         self._skips_space = kind != Kind.CALL or not self._has_content
         if kind == Kind.THOUGHT:
             self._is_thinking = True
@@ -185,7 +186,7 @@ class AnswerParser:
         return rest
 
     def _end_call(self, call: CallBody) -> None:
-        """A text in the place of a call that is none is content, as far as it holds no markup."""
+        """Parse a complete call. Text that is no call becomes content, unless it contains markup."""
         assert self._tools is not None
         self._call = None
         try:
@@ -222,7 +223,7 @@ class AnswerParser:
         return self.stopped
 
     def _num_certain_content(self, text: str) -> int:
-        """Up to where no later text can make it part of a marker, of a stop string or of the space before a marker."""
+        """Return how many characters cannot become part of a marker, a stop string or the space before a marker."""
         has_gap = self._tools is not None or not self._has_content
         num_certain = self._in_content.num_certain(text, has_gap)
         if self._stop:
@@ -232,15 +233,15 @@ class AnswerParser:
         return num_certain
 
     def _free_of_markers(self) -> Callable[[str], object]:
-        """Makes a quick test whether content can be given out at once: no marker begins in it, and no stop string."""
+        """Return a fast test for text that can be returned at once, as no marker or stop string starts in it."""
         first = self._in_content.first | {s[0] for s in self._stop}
-        if self._tools is not None:  # and no space that may be in front of a marker
+        if self._tools is not None:  # nor white space that may precede a marker
             none_of = "".join(map(re.escape, first))
             return re.compile(rf"(?:[^{none_of}]*[^{none_of}\s])?\Z").match
         return first.isdisjoint
 
     def _only_mark(self) -> str:
-        """The one character that everything begins with that must be looked for, '' for several; tested quickest."""
+        """Return the only first character of all markers and stop strings, for a fast test; '' if there are more."""
         first = self._in_content.first | {s[0] for s in self._stop}
         return "".join(first) if len(first) == 1 and self._tools is None else ""
 
@@ -260,18 +261,21 @@ class Kind(Enum):
     """The meaning of a marker."""
 
     THOUGHT = "thought"
-    """A thought begins."""
+    """Start of a thought."""
     THOUGHT_END = "end of thought"
     CALL = "call"
-    """A call begins."""
+    """Start of a call."""
     NOISE = "noise"
-    """Nothing that an answer shows."""
+    """Dropped from the answer."""
 
 
 class Markup:
-    """The markers that may come in one state of the parser.
+    """The markers that may occur in one state of the parser.
 
-    kinds: by marker. first: the characters that one may begin with.
+    Attributes:
+        kinds: Marker to its kind.
+        first: First characters of the markers.
+        find: Searches a text for a marker.
     """
 
     def __init__(self, kinds: Mapping[str, Kind]):
@@ -281,7 +285,7 @@ class Markup:
         self._longest = max(map(len, kinds), default=1)
 
     def num_certain(self, text: str, has_gap: bool = True) -> int:
-        """Up to where no later text can make it part of a marker, or of the space in front of one (has_gap)."""
+        """Return how many characters cannot become part of a marker, or with has_gap of the space before one."""
         starts = range(max(0, len(text) - self._longest + 1), len(text))
         at = next((at for at in starts if text[at] in self.first and self._begins_marker(text[at:])), len(text))
         if has_gap:
@@ -289,7 +293,7 @@ class Markup:
         return at
 
     def without(self, kind: Kind) -> "Markup":
-        """Return the markup of all other kinds."""
+        """Return the markup without the markers of a kind."""
         return Markup({marker: other for marker, other in self.kinds.items() if other != kind})
 
     def _begins_marker(self, text: str) -> bool:

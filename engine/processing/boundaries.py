@@ -1,8 +1,8 @@
-"""Where a prompt is cut for the prefix cache, found by rendering its conversation again with another end.
+"""Finds the boundaries of a prompt for the prefix cache by rendering its conversation again with other endings.
 
-A template is a program, and nothing in its output tells where a message ends. But what two renderings have in common
-does not depend on that in which they differ. A cut lies where no token can reach across: beside a control token, which
-every tokenizer looks for before anything else, or where the tokens of the common text alone end too.
+A template is a program, and its output does not tell where a message ends. But the common prefix of two renderings is
+independent of their differing ends. A boundary must not lie inside a token: it is next to a control token, which
+tokenizers split off first, or at a position where the tokens of the common text alone agree with the prompt's.
 """
 
 from bisect import bisect_right
@@ -18,20 +18,23 @@ from engine.protocol import Boundary
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages, bool], str | None]
-"""The text of messages, with generation prompt or without; None if the template refuses them."""
+"""Renders messages, with or without generation prompt; None if the template refuses them."""
 
 PROBES = ("Alpha", "Bravo")
-"""Texts that differ from the first character on, so that any text differs there from at least one of them."""
+"""Texts with different first characters, so that any other text differs there from at least one of them."""
 
 MAX_TAIL = 64
-"""Characters that a cut may leave out so that nothing needs to be tokenised: a role's name, line breaks."""
+"""Characters after a control token, such as a role and a line break, that a boundary leaves out to save tokenizing."""
 
 
 class RenderedPrompt:
-    """A prompt as text and as tokens, with the places of its control tokens in both.
+    """A prompt as text and as tokens, with the positions of its control tokens in both.
 
-    text: the control strings of its client are held back. token_ids: int32 [num_tokens]. encode: a text that begins
-    with a control token, or where the prompt does, to ids, int32.
+    Args:
+        text: The rendered prompt, with the client's control strings escaped.
+        token_ids: int32 [num_tokens].
+        control: The tokenizer's control tokens.
+        encode: Encodes a text that starts with a control token or at the start of the prompt, to int32 ids.
     """
 
     def __init__(self, text: str, token_ids: np.ndarray, control: ControlTokens, encode: Callable[[str], np.ndarray]):
@@ -43,18 +46,17 @@ class RenderedPrompt:
         wanted = [control.ids[match[0]] for match in found]
         indices = np.flatnonzero(np.isin(token_ids, list(set(wanted))))
         if wanted != token_ids[indices].tolist():
-            # Not every tokenizer finds each of its strings: some look for words of their own, or normalize first.
+            # Some tokenizers match added tokens only as whole words, or normalize first.
             found, indices = [], indices[:0]
         self._spans = [match.span() for match in found]
         self._indices = indices.tolist()
 
     def cut(self, others: Sequence[str]) -> int:
-        """Number of tokens up to the last cut in what the prompt has in common with the beginning of each other
-        rendering; 0 if there is none."""
+        """Return the tokens up to the last boundary in the common prefix with all other renderings; 0 if none."""
         end = min(num_common(self.text, other) for other in others)
         inside = bisect_right(self._spans, end, key=lambda span: span[1])
         if inside < len(self._spans) and (start := self._spans[inside][0]) <= end:
-            end = start  # not in the middle of a control string
+            end = start  # not inside a control string
             if all(len(other) == end or self._pattern.match(other, end) for other in others):
                 return self._indices[inside]
         if not inside:
@@ -63,8 +65,10 @@ class RenderedPrompt:
         return index + 1 if end - last_end <= MAX_TAIL else max(index + 1, self._cut_text(last, end, index))
 
     def _cut_text(self, start: int, end: int, index: int) -> int:
-        """The last cut in the text from `start` to `end`, whose first token is number `index`: in front of its last
-        token, as that may be another one with another text behind it."""
+        """Return the last boundary in the text from `start` to `end`, whose first token has the index `index`.
+
+        It is before the last token, which may differ if other text follows.
+        """
         alone = self._encode(self.text[start:end])
         behind = self.token_ids[index : index + len(alone)]
         differing = np.flatnonzero(alone[: len(behind)] != behind)
@@ -75,18 +79,22 @@ class RenderedPrompt:
 def find_boundaries(
     messages: Messages, kwargs: dict[str, Any], prompt: RenderedPrompt, render: Render
 ) -> tuple[Boundary, ...]:
-    """Boundaries `system` and `turn` of a rendered conversation, by num_tokens; one that cannot be found is left out.
+    """Find the boundaries `system` and `turn` of a rendered conversation, as far as possible, ascending by num_tokens.
 
-    kwargs: the variables of the template, which `render` uses.
+    Args:
+        messages: The conversation.
+        kwargs: Template variables, which `render` uses.
+        prompt: The rendered conversation.
+        render: Renders other conversations.
     """
-    # Of two at the same place the system boundary counts: it is shared by more prompts, and can be pinned.
+    # At the same position the system boundary wins, as more prompts share it and it can be pinned.
     kinds: dict[int, BoundaryKind] = {_turn_cut(messages, prompt, render): "turn"}
     kinds[_system_cut(messages, kwargs, prompt, render)] = "system"
     return tuple(Boundary(kinds[n], n) for n in sorted(kinds) if 0 < n < len(prompt.token_ids))
 
 
 def _system_cut(messages: Messages, kwargs: dict[str, Any], prompt: RenderedPrompt, render: Render) -> int:
-    """What a prompt has in common with those of any other user text behind the same system messages and tools."""
+    """Return the tokens in common with prompts of any other user text after the same system messages and tools."""
     system = list(takewhile(lambda message: message.get("role") == "system", messages))
     if not system and not any(kwargs.get(name) for name in ("tools", "documents")):
         return 0
@@ -96,10 +104,10 @@ def _system_cut(messages: Messages, kwargs: dict[str, Any], prompt: RenderedProm
 
 
 def _turn_cut(messages: Messages, prompt: RenderedPrompt, render: Render) -> int:
-    """What a prompt has without its generation prompt, as far as the next turn leaves it as it is.
+    """Return the tokens before the generation prompt, as far as the next turn does not change them.
 
-    Behind a tool's result the next turn is more of the same. A user's message ends what was said before: templates
-    then take thoughts away, or move the tools in front of the last question, so an answer and a question are tried.
+    After a tool result the next turn only appends. A new user message may change what precedes it: some templates then
+    drop thoughts or move the tools before the last question, so an answer and a question are tried.
     """
     without = render(messages, False)
     if without is None:
@@ -112,7 +120,7 @@ def _turn_cut(messages: Messages, prompt: RenderedPrompt, render: Render) -> int
 
 
 def num_common(left: str, right: str) -> int:
-    """Length of the common beginning, by halves: comparing slices is much faster than comparing characters."""
+    """Return the length of the common prefix, by bisection, as comparing slices is much faster than characters."""
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2

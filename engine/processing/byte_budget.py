@@ -1,4 +1,4 @@
-"""ByteBudget: bytes that several tasks of one event loop may hold at the same time."""
+"""ByteBudget: a semaphore in bytes for the tasks of one event loop."""
 
 import asyncio
 from collections import deque
@@ -7,29 +7,29 @@ from contextlib import asynccontextmanager
 
 
 class Hold:
-    """A part of a budget, held by one task."""
+    """The bytes that one task has acquired from a budget."""
 
     def __init__(self, budget: "ByteBudget", num_bytes: int):
         self._budget = budget
         self.num_bytes = num_bytes
 
     def shrink(self, num_bytes: int) -> None:
-        """Gives back all but num_bytes."""
+        """Release all but num_bytes."""
         if num_bytes < self.num_bytes:
             self._budget._give_back(self.num_bytes - num_bytes)
             self.num_bytes = num_bytes
 
 
 class ByteBudget:
-    """A semaphore whose places are bytes. Tasks wait for their bytes and get them first come, first served.
+    """A semaphore that counts bytes and serves tasks in order of arrival.
 
-    A task must not wait for more bytes while it holds some, or two tasks can wait for each other for ever.
+    A task must not acquire more bytes while it has some, or two tasks could deadlock.
     """
 
     def __init__(self, max_bytes: int):
         self.max_bytes = max_bytes
         self.held_bytes = 0
-        self.peak_bytes = 0  # most that was held at any time
+        self.peak_bytes = 0  # largest held_bytes so far
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property
@@ -38,7 +38,7 @@ class ByteBudget:
 
     @asynccontextmanager
     async def hold(self, num_bytes: int) -> AsyncIterator[Hold]:
-        """Wait for num_bytes and hold them. More than the whole budget counts as the whole budget."""
+        """Acquire num_bytes for the context, at most the whole budget."""
         hold = Hold(self, await self._acquire(min(num_bytes, self.max_bytes)))
         try:
             yield hold

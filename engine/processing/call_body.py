@@ -1,4 +1,4 @@
-"""CallBody: the text of one tool call while it streams, up to the place where it is complete."""
+"""CallBody: collects the streamed text of one tool call and detects its end."""
 
 import re
 from collections.abc import Callable
@@ -7,23 +7,23 @@ from typing import Protocol
 OUTSIDE_OF_STRINGS = re.compile(r'["{}\[\]]')
 INSIDE_OF_STRINGS = re.compile(r'["\\]')
 VALUE = re.compile(r"\{|\A\s*\[(?=\s*[{\]])")
-"""How the JSON of a call begins; brackets in front of it are markup."""
+"""Start of the JSON of a call; brackets before it are markup."""
 
 MAX_BEHIND = 256
-"""Characters between the JSON of a call and its end marker."""
+"""Most characters between the JSON of a call and its end marker."""
 
 MAX_UNSURE = 64
-"""Pieces of text after which it is certain whether they are a call, and a name is over."""
+"""Most pieces of text in which a call must be recognisable and its name complete."""
 
 
 class CallBody(Protocol):
-    """The text of a call behind its opening."""
+    """The text of a call after its opening marker."""
 
     text: str
-    """Text of the call, without its end marker; set when it is complete."""
+    """Text of the call without its end marker, once it is complete."""
 
     def push(self, piece: str) -> str | None:
-        """Take text; return what comes behind the call, or None as long as the call is not complete."""
+        """Add text; return the text after the call once it is complete, else None."""
         ...
 
     def finish(self) -> str | None:
@@ -35,8 +35,8 @@ class MarkedBody:
     """A call that ends with a marker.
 
     Args:
-        end: the marker.
-        is_end: whether the text in front of a marker is a whole call; otherwise the marker is part of a value.
+        end: The marker.
+        is_end: Tells whether the text before a marker is a whole call; otherwise the marker is part of a value.
     """
 
     def __init__(self, end: str, is_end: Callable[[str], bool] = lambda text: True):
@@ -66,12 +66,12 @@ class MarkedBody:
 
 
 class JsonBody:
-    """A call that ends with a JSON object or array of objects; a name with markup may be in front of it.
+    """A call that ends with a JSON object or array of objects, possibly after a name with markup.
 
     Args:
-        end: a marker behind the value that belongs to the call; it may be left out at the end of the answer.
-        text: of the call, as far as its opening was already part of it.
-        is_call: whether text may still become a call; where it cannot, it is complete as it is.
+        end: Marker after the JSON that belongs to the call; it may be missing at the end of the answer.
+        text: Start of the call, if the opening marker is part of it.
+        is_call: Tells whether text may still become a call; otherwise the text is complete.
     """
 
     def __init__(self, end: str = "", text: str = "", is_call: Callable[[str], bool] = lambda text: True):
@@ -79,7 +79,7 @@ class JsonBody:
         self._end = end
         self._is_call = is_call
         self._pieces: list[str] = []
-        self._scanner: JsonScanner | None = None  # once the value has begun
+        self._scanner: JsonScanner | None = None  # set once the JSON starts
         self._is_whole = False
         self.push(text)
 
@@ -91,7 +91,7 @@ class JsonBody:
         before, found, behind = "".join(self._pieces).partition(self._end)
         if found:
             return behind
-        return before if len(before) > MAX_BEHIND else None  # the end marker has been forgotten
+        return before if len(before) > MAX_BEHIND else None  # the model omitted the end marker
 
     def finish(self) -> str | None:
         return self.text if self._is_whole else None
@@ -112,16 +112,17 @@ class JsonBody:
         return None if end is None else self._complete(end)
 
     def _complete(self, end: int) -> str:
-        """The call ends at this place of the last piece; returns what comes behind it."""
+        """Complete the call at this index of the last piece; return the text after it."""
         last = self._pieces.pop()
         self.text, self._is_whole, self._pieces = "".join([*self._pieces, last[:end]]), True, []
         return last[end:]
 
 
 class JsonScanner:
-    """Finds the end of a JSON object or array in text that comes in pieces.
+    """Finds the end of a JSON object or array in streamed text.
 
-    in_string: whether the text ends inside of a string.
+    Attributes:
+        in_string: Whether the text so far ends inside a string.
     """
 
     def __init__(self):
@@ -130,7 +131,7 @@ class JsonScanner:
         self._is_escaped = False
 
     def push(self, piece: str) -> int | None:
-        """Return the place in `piece` behind the last bracket of the value, or None."""
+        """Add text; return the index in `piece` after the last bracket of the value, None before the end."""
         at = 0
         if self._is_escaped and piece:
             at, self._is_escaped = 1, False

@@ -1,4 +1,4 @@
-"""Where a model's files are and what its configuration says, without running anything from the checkpoint."""
+"""Locates a model's files and reads its configuration, without running code from the checkpoint."""
 
 import json
 import struct
@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub  # loads its parts when they are used
+import huggingface_hub  # imports its submodules lazily
 
 from engine.demo import DEMO_MODEL
 from engine.protocol import EngineFailed
@@ -18,22 +18,28 @@ CONFIG_PATTERNS = ("*.json", "*.jinja", "tokenizer*", "*.tiktoken", "merges.txt"
 WEIGHT_PATTERNS = ("*.safetensors",)
 
 CODE_KEYS = ("model_file", "auto_map")
-"""Keys by which a checkpoint names Python code of its own for the loading libraries to run (CVE-2026-5843)."""
+"""Keys with which a checkpoint names its own Python code, which loading libraries would run (CVE-2026-5843)."""
 
 IMAGE_PROCESSORS = {
     f"Qwen{generation}VLImageProcessor{backend}" for generation in (2, 3) for backend in ("", "Fast", "Pil")
 }
-"""Names under which the Qwen2-VL image processor is saved; those with a 3 are mlx-vlm's, in converted checkpoints."""
+"""Class names of the Qwen2-VL image processor; those with a 3 are mlx-vlm's, in converted checkpoints."""
 
 
 IMAGE_MODEL_TYPES = ("qwen3_5", "qwen3_5_moe")
-"""Models whose vision tower engine/worker/vision.py drives."""
+"""Models whose vision tower engine/worker/vision.py supports."""
 
 
 def resolve_checkpoint(model: str, revision: str | None, *, weights: bool) -> Path:
-    """The directory with the files of `model`: 'demo', an existing directory, or a hub repository, fetched if needed.
+    """Return the directory with a model's files, downloading a hub repository if needed.
 
-    Without `weights` only configuration, template and tokenizer files are fetched. Raises EngineFailed.
+    Args:
+        model: 'demo', a directory or a hub repository.
+        revision: Branch, tag or commit of a hub repository.
+        weights: Whether to download the weights too, and not only configuration, template and tokenizer files.
+
+    Raises:
+        EngineFailed: The model cannot be found or downloaded.
     """
     local = _local_directory(model)
     if local is None:
@@ -44,7 +50,7 @@ def resolve_checkpoint(model: str, revision: str | None, *, weights: bool) -> Pa
 
 
 def draft_of(draft_model: str | None) -> str:
-    """What `resolve_checkpoint` takes for a draft model: 'demo', or None, is the one that belongs to the demo model."""
+    """Return the argument of `resolve_checkpoint` for a draft model; 'demo' or None is the demo model's draft."""
     return str(DEMO_MODEL / "draft") if draft_model in (None, "demo") else draft_model
 
 
@@ -77,7 +83,7 @@ def _download(repository: str, revision: str | None, patterns: tuple[str, ...]) 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises EngineFailed naming file and reason."""
+    """Read a JSON file that contains an object. Raises EngineFailed naming file and reason."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -94,12 +100,12 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """config.json of a checkpoint. Raises EngineFailed when it is missing or broken."""
+    """Read config.json of a checkpoint. Raises EngineFailed if it is missing or broken."""
     return read_json(model_dir / "config.json")
 
 
 def refuse_code(model_dir: Path) -> None:
-    """Raises EngineFailed when a configuration file names code that the loading libraries would run."""
+    """Raise EngineFailed if a configuration file names code that the loading libraries would run."""
     for path in sorted(model_dir.glob("*config*.json")):
         found = next((key for key in _keys(read_json(path)) if key in CODE_KEYS), None)
         if found is not None:
@@ -121,7 +127,7 @@ def _keys(value: Any) -> Iterator[str]:
 
 
 def context_limit(config: dict[str, Any]) -> int:
-    """Tokens that the model was trained for, prompt and answer together."""
+    """Return the model's own context limit in tokens, prompt and answer together. Raises EngineFailed."""
     for section in (config.get("text_config"), config):
         limit = section.get("max_position_embeddings") if isinstance(section, dict) else None
         if limit is not None:
@@ -132,7 +138,7 @@ def context_limit(config: dict[str, Any]) -> int:
 
 
 def choose_context(max_context_tokens: int | None, config: dict[str, Any]) -> int:
-    """max_context_tokens of the configuration, or the model's own limit. Raises EngineFailed when it is beyond that."""
+    """Return the configured context limit, or by default the model's own. Raises EngineFailed if it exceeds that."""
     limit = context_limit(config)
     if max_context_tokens is None:
         return limit
@@ -142,7 +148,7 @@ def choose_context(max_context_tokens: int | None, config: dict[str, Any]) -> in
 
 
 def vocab_size(config: dict[str, Any]) -> int:
-    """Rows of the embedding: every token id is below it."""
+    """Return the number of rows of the embedding; every token id is below it. Raises EngineFailed."""
     for section in (config.get("text_config"), config):
         size = section.get("vocab_size") if isinstance(section, dict) else None
         if isinstance(size, int) and size > 0:
@@ -151,9 +157,9 @@ def vocab_size(config: dict[str, Any]) -> int:
 
 
 def media_kinds(model_dir: Path, config: dict[str, Any]) -> frozenset[str]:
-    """The kinds of media that the model sees and that planner and engine can both handle: {'image'} or nothing.
+    """Return the kinds of media that the model reads and that planner and engine support: {'image'} or nothing.
 
-    Ingress, planner and engine all ask here, so that a picture is refused at the door or not at all.
+    Ingress, planner and engine all call this, so that they agree on whether images are accepted.
     """
     vision = config.get("vision_config")
     drivable = isinstance(vision, dict) and not vision.get("deepstack_visual_indexes")
@@ -162,21 +168,24 @@ def media_kinds(model_dir: Path, config: dict[str, Any]) -> frozenset[str]:
 
 
 def supports_images(model_dir: Path) -> bool:
-    """Whether the checkpoint names an image processor of the Qwen2-VL family, the one that we can run."""
+    """Tell whether the checkpoint's image processor is of the Qwen2-VL family, the only supported one."""
     return image_processor_config(model_dir).get("image_processor_type") in IMAGE_PROCESSORS
 
 
 def image_processor_config(model_dir: Path) -> dict[str, Any]:
-    """What the checkpoint says about its image processor, in either of the two files that may say it; {} if nothing."""
+    """Return the image processor's configuration from either of the two files that may have it; {} if there is none."""
     own_file = read_optional_json(model_dir / "preprocessor_config.json")
     return own_file or read_optional_json(model_dir / "processor_config.json").get("image_processor") or {}
 
 
 def check_weights(model_dir: Path) -> None:
-    """Find out in milliseconds whether the weights of a local checkpoint can be read at all.
+    """Check within milliseconds that the weights of a local checkpoint are readable.
 
-    Each safetensors file must have a valid header and as many bytes as it announces; the files that an index names must
-    be there. Raises EngineFailed naming the file.
+    Each safetensors file must have a valid header and the announced number of bytes, and the files that an index names
+    must exist.
+
+    Raises:
+        EngineFailed: Names the file.
     """
     paths = sorted(model_dir.glob("*.safetensors"))
     for index in sorted(model_dir.glob("*.safetensors.index.json")):
@@ -214,10 +223,14 @@ SAMPLE_BYTES = 4096
 
 
 def fingerprint(model_dirs: Iterable[Path], *facts: str) -> str:
-    """Hex digest of checkpoints and other facts.
+    """Return a hex digest of checkpoints and other facts.
 
-    Of a checkpoint its configurations count, and name, shape and first 4 KiB of each tensor. Weights that were trained
-    further differ in the beginning of every tensor that was trained; reading all would take as long as loading them.
+    A checkpoint contributes its configurations, and name, shape and first 4 KiB of each tensor. Further training
+    changes the start of every trained tensor; reading everything would take as long as loading the weights.
+
+    Args:
+        model_dirs: Directories of the checkpoints.
+        facts: Other strings that the digest depends on.
     """
     digest = sha256("\0".join(facts).encode())
     for model_dir in model_dirs:
@@ -232,7 +245,7 @@ def fingerprint(model_dirs: Iterable[Path], *facts: str) -> str:
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    """The header of a safetensors file, and the beginning of each tensor."""
+    """Yield the header of a safetensors file and the first bytes of each tensor."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = file.read(length)

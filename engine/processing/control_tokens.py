@@ -1,9 +1,9 @@
-"""ControlTokens and Quarantine: what a tokenizer's control strings are, and how a client's text is kept from being one.
+"""ControlTokens: a tokenizer's control strings; Quarantine: escapes them in a client's text.
 
-Text from a client never becomes a control token. Strings such as `<|im_end|>` inside messages are replaced by sentinels
-while the template renders; afterwards the pieces between the sentinels are tokenised as usual and the strings
-themselves as plain text. The idea is that of transformers' `sanitize_control_tokens`, which knows no roles, skips keys
-and leaves lists of text parts that join into a control token.
+A client's text never becomes a control token. Strings such as `<|im_end|>` in messages are replaced by sentinels while
+the template renders; afterwards the text between the sentinels is tokenized as usual and the strings as plain text.
+transformers' `sanitize_control_tokens` has the same idea, but ignores roles, skips keys and misses lists of text parts
+that join into a control token.
 """
 
 import json
@@ -15,19 +15,23 @@ from typing import Any
 from tokenizers import Tokenizer
 
 CHECKED_EVERY = 1024
-"""Control strings of a request after which it is checked whether there may be more."""
+"""Interval, in escaped control strings of a request, at which `check` is called."""
 
 
 class ControlTokens:
-    """The added tokens of a tokenizer, and how each is written in ordinary tokens.
+    """The added tokens of a tokenizer, and their spelling in ordinary tokens.
 
-    ids: by string. special_ids: of those that are no text. every, special: patterns that find the strings.
-    as_text: the ids of a string as plain text.
+    Attributes:
+        ids: String to id.
+        special_ids: Ids of special tokens, which decoding drops.
+        every: Pattern of all strings.
+        special: Pattern of the strings of special tokens.
+        as_text: String to the ids of its spelling as plain text.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         added = tokenizer.get_added_tokens_decoder()
-        # Some tokenizers add runs of spaces or line breaks: no control tokens, and found in every text.
+        # Some tokenizers add runs of spaces or line breaks, which are no control tokens and occur in every text.
         tokens = {id_: token for id_, token in added.items() if token.content.strip()}
         self.ids = {token.content: id_ for id_, token in tokens.items()}
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
@@ -43,13 +47,15 @@ class ControlTokens:
         spelled = encode_inside(encode, content)
         if self.ids[content] not in spelled:
             return spelled
-        return [id_ for char in content for id_ in encode_inside(encode, char)]  # the vocabulary holds it as a word
+        return [id_ for char in content for id_ in encode_inside(encode, char)]  # the vocabulary has it as a word
 
 
 class Quarantine:
-    """The control strings of one request, held back behind sentinels while its template renders.
+    """Replaces the control strings of one request by sentinels while its template renders.
 
-    check: called with their number now and then while they are found; what it raises ends the search.
+    Args:
+        control: The tokenizer's control tokens.
+        check: Called with the number of strings so far, every CHECKED_EVERY strings; may raise to end the search.
     """
 
     def __init__(self, control: ControlTokens, check: Callable[[int], None] = lambda num_held: None):
@@ -63,7 +69,7 @@ class Quarantine:
         return pattern.sub(self._hold, text)
 
     def value(self, value: Any) -> Any:
-        """A copy of JSON-like data with the control strings of every key and string held back."""
+        """Return a copy of JSON-like data with the control strings in every key and string escaped."""
         if isinstance(value, str):
             return self.text(value, self.control.every)
         if isinstance(value, Mapping):
@@ -73,7 +79,7 @@ class Quarantine:
         return value
 
     def split(self, rendered: str) -> list[str]:
-        """Text, held string, text, held string, ..., text."""
+        """Split a rendered text into [text, control string, text, control string, ..., text]."""
         if not self.held:
             return [rendered]
         pieces = self._sentinel.split(rendered)
@@ -96,8 +102,8 @@ def any_of(strings: Iterable[str]) -> re.Pattern[str]:
 
 
 def encode_inside(encode: Callable[[str], list[int]], text: str) -> list[int]:
-    """Ids of a piece from the middle of a text: encoded behind a line break that is then removed, because some
-    tokenizers (SentencePiece) put a space at the start of every text."""
+    """Encode a piece from the middle of a text: after a line break that is then removed, since some tokenizers
+    (SentencePiece) prefix every text with a space."""
     line_break, ids = encode("\n"), encode("\n" + text)
     return ids[len(line_break) :] if ids[: len(line_break)] == line_break else encode(text)
 

@@ -1,4 +1,4 @@
-"""Conversation: a client's messages and template variables as a chat template takes them, control strings held back."""
+"""Conversation: a client's messages and template variables in the form of a chat template, control strings escaped."""
 
 import inspect
 import json
@@ -13,46 +13,46 @@ from engine.processing.json_shape import MAX_JSON_VALUES, check_json_shape
 from engine.protocol import InvalidRequest
 
 MAX_ARGUMENTS_DEPTH = 256
-"""Levels of arrays and objects in the arguments of a tool call."""
+"""Deepest nesting of arrays and objects in the arguments of a tool call."""
 
 IMAGE_PARTS = ("image_url", "image", "input_image")
 
 
 @cache
 def reserved_kwargs() -> frozenset[str]:
-    """Return the names that a client may not set in the template: they are arguments of the rendering itself."""
-    from transformers import PreTrainedTokenizerFast  # takes a second, which only processes that render spend
+    """Return the template variables that a client may not set, as they are arguments of the rendering itself."""
+    from transformers import PreTrainedTokenizerFast  # takes a second, so only processes that render import it
 
     parameters = inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters
     return frozenset(parameters) - {"tools", "documents", "kwargs"} | {"messages"}
 
 
 DEFAULT_KWARGS: Mapping[str, Any] = {"enable_thinking": False}
-"""Variables of the template where the client says nothing."""
+"""Default values of template variables."""
 
 
 @dataclass(frozen=True)
 class TemplateForms:
-    """In which form the template takes what may be written in several ways."""
+    """Forms of input that the template accepts."""
 
     accepts_parts: bool
-    """It takes a list of text parts as content."""
+    """Whether it accepts a list of text parts as content."""
     argument_texts: bool = False
-    """It takes the arguments of a tool call as JSON text, not as an object."""
+    """Whether it accepts the arguments of a tool call as JSON text instead of an object."""
     thought_key: str | None = "reasoning_content"
-    """Under which it reads the thought of an earlier message; None: not at all."""
+    """Key of the thought of an earlier message; None: it drops such thoughts."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """messages: copies, with text parts joined where the template knows none. kwargs: the template's variables.
-
-    quarantine: what both of them hold back.
-    """
+    """A conversation in the form of a chat template."""
 
     messages: list[dict[str, Any]]
+    """Copies, with text parts joined if the template does not accept parts."""
     kwargs: dict[str, Any]
+    """Template variables."""
     quarantine: Quarantine
+    """The control strings that are escaped in both."""
 
     @property
     def num_images(self) -> int:
@@ -65,7 +65,7 @@ def convert(
     quarantine: Quarantine,
     forms: TemplateForms,
 ) -> Conversation:
-    """Return the conversation as the template takes it. Raises InvalidRequest naming the field at fault."""
+    """Convert a conversation to the form of the template. Raises InvalidRequest naming the invalid field."""
     _check_arguments(messages)
     try:
         converted = [_convert(message, f"messages[{i}]", quarantine, forms) for i, message in enumerate(messages)]
@@ -78,7 +78,7 @@ def convert(
 def _convert(message: Mapping[str, Any], path: str, quarantine: Quarantine, forms: TemplateForms) -> dict[str, Any]:
     converted = {k: quarantine.value(v) for k, v in message.items() if k not in ("content", "tool_calls")}
     if (content := message.get("content")) is not None:
-        # An assistant's own <think> and <tool_call> are the template's business; its special tokens are nobody's.
+        # An assistant's <think> and <tool_call> are left to the template, but its special tokens are escaped.
         control = quarantine.control
         pattern = control.special if message.get("role") == "assistant" else control.every
         converted["content"] = _convert_content(content, f"{path}.content", quarantine, pattern, forms.accepts_parts)
@@ -112,7 +112,7 @@ def _checked_kwargs(template_kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _media_and_text(content: Any, path: str, control: re.Pattern[str]) -> list[Any]:
-    """Parts in order: text as str, a picture as the template's {"type": "image"}."""
+    """Return the parts in order: text as str, an image as the template's {"type": "image"}. Raises InvalidRequest."""
     if not isinstance(content, list | tuple):
         raise InvalidRequest(f"expected text or a list of parts, found {type(content).__name__}", path)
     parts: list[Any] = []
@@ -130,14 +130,14 @@ def _media_and_text(content: Any, path: str, control: re.Pattern[str]) -> list[A
 
 
 def _joined_if_control(texts: list[str], control: re.Pattern[str]) -> list[str]:
-    """Neighbouring texts as they are, or as one where a control string begins in one and ends in another."""
+    """Return adjacent texts unchanged, or joined if a control string spans several of them."""
     joined = "".join(texts)
     alone = [found for text in texts for found in control.findall(text)]
     return texts if control.findall(joined) == alone else [joined]
 
 
 def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Tool calls hold their arguments as JSON in a string, which no limit on the values of a request has counted."""
+    """Check depth and size of tool call arguments: JSON in strings, which the limits of the body do not count."""
     max_values = MAX_JSON_VALUES
     for i, message in enumerate(messages):
         for j, call in enumerate(message.get("tool_calls") or ()):
@@ -160,7 +160,7 @@ def _convert_call(call: Any, path: str, forms: TemplateForms) -> dict[str, Any]:
 
 
 def _parse_arguments(call: Any, path: str) -> dict[str, Any]:
-    """A copy of a tool call with its arguments as an object: clients send JSON text, templates read objects."""
+    """Return a copy of a tool call with its arguments parsed, as clients send JSON text and templates read objects."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise InvalidRequest("a tool call needs a function with name and arguments", f"{path}.function")

@@ -1,5 +1,5 @@
-"""Tokens to text. TokenDecoder: token by token; Detokenizer: one answer, up to a stop string, as far as certain;
-TokenBytes: each token alone."""
+"""Converts tokens to text. TokenDecoder: one answer token by token; Detokenizer: one answer up to a stop string;
+TokenBytes: each token by itself."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -9,17 +9,20 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 MAX_SILENT_TOKENS = 64
-"""No character has that many tokens: what gave no text for so long is broken bytes, and waiting makes DecodeStream slow
-with the square of their number."""
+"""Most consecutive tokens without text. No character has that many tokens, so they are invalid bytes, for which
+DecodeStream takes quadratic time."""
 
 
 class TokenDecoder:
-    """The text of an answer as its tokens come, in whole characters.
+    """Decodes an answer token by token, in whole characters.
 
     Args:
-        kept: special tokens that are text all the same, such as the markers of a tool call: id to text.
+        tokenizer: The tokenizer.
+        kept: Special tokens whose text is kept, such as the markers of a tool call: id to text.
 
-    is_quick: `step` alone gives the text of the next token; None as long as it is no whole character.
+    Attributes:
+        is_quick: Whether `step` may be called for the next token instead of `decode`; `step` returns None for an
+            incomplete character, which must then be passed to `wait`.
     """
 
     def __init__(self, tokenizer: Tokenizer, kept: Mapping[int, str] | None = None):
@@ -30,7 +33,7 @@ class TokenDecoder:
         self._restart()
 
     def decode(self, token_id: int) -> str:
-        """Return the text that this token completes, possibly ''. Ids outside the vocabulary (padding) are no text."""
+        """Return the text that this token completes, possibly ''. Ids outside the vocabulary (padding) have no text."""
         if token_id in self._kept:
             return self._kept[token_id]
         piece = self.step(token_id)
@@ -45,7 +48,7 @@ class TokenDecoder:
         self.step = partial(DecodeStream(skip_special_tokens=True).step, self._tokenizer)
 
     def wait(self, token_id: int) -> str:
-        """Note that this token gave no text; return that of all such tokens once there is no hope for more."""
+        """Record a token without text; after MAX_SILENT_TOKENS of them return them as replacement characters."""
         self._silent.append(token_id)
         self.is_quick = False
         if len(self._silent) < MAX_SILENT_TOKENS:
@@ -58,12 +61,14 @@ class TokenDecoder:
 
 
 class Detokenizer:
-    """One per choice. Text comes out once no later token can change it or make it part of a stop string.
+    """Decoder of one choice. Text is returned once no later token can change it or make it part of a stop string.
 
-    stopped: a stop string was found; the text ends before it and further tokens are ignored.
-    num_tokens: tokens taken so far, up to and including the one that completed the stop string.
-    Of several stop strings the one that is complete first wins, and the longer one where two end together, so that the
-    text does not depend on how it was cut into tokens.
+    The stop string that is complete first wins, and the longer one if two end at the same character, so that the text
+    does not depend on its tokenization.
+
+    Attributes:
+        stopped: Whether a stop string was found; the text ends before it, and further tokens are ignored.
+        num_tokens: Tokens consumed so far, up to and including the one that completed the stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()):
@@ -74,7 +79,7 @@ class Detokenizer:
         self._held = ""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens make certain, possibly ''. Ids outside the vocabulary (padding) are no text."""
+        """Add tokens; return the text that is certain now, possibly ''. Ids outside the vocabulary have no text."""
         certain = ""
         for token_id in token_ids:
             if self.stopped:
@@ -85,7 +90,7 @@ class Detokenizer:
         return certain
 
     def finish(self) -> str:
-        """What was held back. The bytes of a character that never became complete are dropped."""
+        """Return the withheld text at the end of the answer. The bytes of an incomplete character are dropped."""
         held, self._held = self._held, ""
         return held
 
@@ -101,16 +106,16 @@ class Detokenizer:
         return text[:num_certain]
 
     def _num_undecided(self, text: str) -> int:
-        """Length of the longest end of `text` with which a stop string could begin."""
+        """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
         longest = min(len(text), max(map(len, self._stop)) - 1)
         return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0)
 
 
 class TokenBytes:
-    """What each token stands for, special ones too: their bytes in order are the UTF-8 of the text.
+    """Maps each token id to its bytes, special tokens included; concatenated they are the UTF-8 of the text.
 
     A byte-level tokenizer writes each byte as a character (GPT-2, `bytes_to_unicode`); others write a space as "▁" and
-    a byte as "<0xE2>". Ids outside the vocabulary (padding) are b"".
+    a byte as "<0xE2>". Ids outside the vocabulary (padding) map to b"".
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -125,7 +130,7 @@ class TokenBytes:
 
     def _spell(self, token: str) -> bytes:
         if self._is_byte_level:
-            # a token with any other character is text as it stands, as in the library's own ByteLevel decoder
+            # a token with any other character is plain text, as in the library's own ByteLevel decoder
             if all(char in BYTE_OF_CHAR for char in token):
                 return bytes(BYTE_OF_CHAR[char] for char in token)
             return token.encode()
@@ -135,7 +140,7 @@ class TokenBytes:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Printable Latin-1 stands for itself; the n-th of all other bytes is written as the character 256 + n."""
+    """Return GPT-2's alphabet: printable Latin-1 maps to itself, the n-th other byte is the character 256 + n."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""What tells checkpoints apart for those who never see the weights: the tokenizer's files and the configuration."""
+"""checkpoint_fingerprint: identifies a checkpoint by its tokenizer and configuration, without its weights."""
 
 from hashlib import sha256
 from pathlib import Path
@@ -15,14 +15,14 @@ FINGERPRINTED = (
     "tokenizer.model",
     "*.tiktoken",
 )
-"""Files that decide what a token id stands for, and of which model it is one."""
+"""Files that determine the meaning of token ids, and the model that they belong to."""
 
 
 def checkpoint_fingerprint(model_dir: Path) -> str:
     """Return a hex digest over the names and bytes of the checkpoint's tokenizer files and configuration.
 
-    Equal digests mean that token ids of one process may be turned into text, or computed on, by another. It takes some
-    10 ms for a tokenizer of 10 MB.
+    With equal digests, token ids of one process may be decoded or computed by another. It takes about 10 ms for a
+    tokenizer of 10 MB.
     """
     digest = sha256()
     for path in sorted({path for pattern in FINGERPRINTED for path in model_dir.glob(pattern)}):

@@ -1,7 +1,7 @@
-"""Grammars for constrained output: compiled once per text off the event loop, then one matcher per row.
+"""GrammarCompiler: compiles grammars for constrained output, once per text, off the event loop; one matcher per row.
 
-llguidance (Rust) does the work: an Earley parser over a lexer of regex derivatives, fed with the bytes of tokens. It
-tells control tokens from text: a JSON string can spell `<think>` in ordinary tokens, but never holds the token.
+llguidance (Rust) does the work: an Earley parser over a lexer of regex derivatives that reads the bytes of tokens. It
+distinguishes control tokens from text: a JSON string may spell `<think>` in ordinary tokens, but never has the token.
 """
 
 import asyncio
@@ -21,22 +21,23 @@ from engine.processing.json_schema import OPTIONS, strict_schema
 from engine.protocol import EngineFailed, GrammarSpec, InvalidRequest, Overloaded
 
 MAX_ITEMS_IN_ROW = 20_000
-"""Of the parser. llguidance's default of 2000 fails in objects with 500 optional properties; with ten times as many,
-the slowest mask of an enum of 15000 objects took 11 ms. Its other defaults bound a compile and a mask in work done:
-automata of hostile expressions end in an error, not in a hang."""
+"""Most items per row of the parser. llguidance's default of 2000 fails in objects with 500 optional properties; with
+ten times as many, the slowest mask of an enum of 15000 objects took 11 ms. Its other defaults bound the work of a
+compilation and of a mask, so that hostile expressions end in an error instead of a hang."""
 
 LEXER_FUEL = 300_000
-"""Work that the first state of a grammar's lexer may take. With llguidance's default of a million each of the compiled
-grammars that are kept may hold 90 to 240 MiB for `(ab){1000000}`, and fails while tokens are generated; with this limit
-it is refused, and schemas of 3000 properties or an enum of 15000 words still compile."""
+"""Limit on the work for the first state of a grammar's lexer. With llguidance's default of a million, a cached grammar
+such as `(ab){1000000}` takes 90 to 240 MiB and fails during generation; with this limit it is refused, while schemas of
+3000 properties or an enum of 15000 words still compile."""
 
 COMPILE_THREADS = 2
 MAX_PENDING = 16
 CACHE_SIZE = 16
 
 STACK_BYTES = 512 << 20
-"""llguidance follows chains of $ref by recursion, and a full stack ends the process. In 8 MiB 166 links fit (32 KB of
-text); the longest chains that its limit of 50000 subschemas allows fitted in 256 MiB. Untouched pages cost nothing."""
+"""Stack of a compiling thread. llguidance follows chains of $ref by recursion, and a stack overflow ends the process.
+8 MiB are enough for 166 links (32 KB of text), 256 MiB for the longest chain within its limit of 50000 subschemas.
+Untouched pages cost nothing."""
 
 Key = tuple[str, str]
 
@@ -44,24 +45,31 @@ Key = tuple[str, str]
 class GrammarCompiler:
     """Compiles the grammars of one model.
 
-    vocab_size: width of the logits; ids that the tokenizer does not know are never allowed. stop_token_ids: each may
-    end the output. Raises EngineFailed when llguidance cannot read tokenizer.json: it knows byte-level and
-    byte-fallback BPE.
+    Args:
+        model_dir: Directory with tokenizer.json.
+        vocab_size: Width of the logits; ids unknown to the tokenizer are never allowed.
+        stop_token_ids: Tokens that may end the output.
+        config: Limits.
+
+    Raises:
+        EngineFailed: llguidance, which supports byte-level and byte-fallback BPE, cannot read tokenizer.json.
     """
 
     def __init__(self, model_dir: Path, vocab_size: int, stop_token_ids: Sequence[int], config: GrammarConfig):
         self._config = config
         self._tokenizer = _load_tokenizer(model_dir, vocab_size, stop_token_ids)
         self._executor = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
-        self._lock = threading.Lock()  # over the two below, which the compiling threads change too
+        self._lock = threading.Lock()  # guards the two fields below, which compiling threads change too
         self._compiled: OrderedDict[Key, LLMatcher] = OrderedDict()
         self._pending: dict[Key, Future[LLMatcher]] = {}
 
     async def compile(self, spec: GrammarSpec) -> "GrammarMatcher":
-        """A matcher at the start of the output. The same text is compiled once, also for callers at the same time.
+        """Return a matcher at the start of the output. Equal texts are compiled once, also for concurrent callers.
 
-        Raises InvalidRequest when the grammar is too large, takes too long, is not valid or not supported, and
-        Overloaded when others keep the compiler busy.
+        Raises:
+            InvalidRequest: The grammar is too large, takes too long, or is invalid or not supported.
+            Overloaded: Too many grammars are waiting to be compiled.
+            EngineFailed: The engine is stopping.
         """
         num_bytes = len(spec.text.encode(errors="surrogatepass"))
         if num_bytes > self._config.max_bytes:
@@ -73,7 +81,7 @@ class GrammarCompiler:
             return GrammarMatcher(prototype.deep_copy(), self._tokenizer)
 
     def close(self) -> None:
-        """Drops what waits to be compiled; what is being compiled ends by itself."""
+        """Cancel waiting compilations; running ones end by themselves."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _find_or_begin(self, spec: GrammarSpec) -> "LLMatcher | Future[LLMatcher]":
@@ -85,7 +93,7 @@ class GrammarCompiler:
             return self._pending[key]
         if len(self._pending) >= MAX_PENDING:
             raise self._busy()
-        before = threading.stack_size(STACK_BYTES)  # for threads that start now: the executor's do so on submit
+        before = threading.stack_size(STACK_BYTES)  # for threads that the executor starts in submit
         try:
             self._pending[key] = self._executor.submit(self._compile, spec, key)
         except RuntimeError:
@@ -96,8 +104,8 @@ class GrammarCompiler:
 
     async def _wait(self, future: "Future[LLMatcher]", spec: GrammarSpec) -> LLMatcher:
         waiting = asyncio.wrap_future(future)
-        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # when nobody waits any more
-        # Not wait_for: it would cancel the future that others wait for too.
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks the exception as retrieved
+        # asyncio.wait_for would cancel the future, which other callers may await.
         await asyncio.wait((waiting,), timeout=self._config.compile_timeout_s)
         if not waiting.done():
             if not future.running():
@@ -115,7 +123,7 @@ class GrammarCompiler:
         return Overloaded(message, self._config.compile_timeout_s)
 
     def _compile(self, spec: GrammarSpec, key: Key) -> LLMatcher:
-        """In a thread of the executor. Raises ValueError with the reason."""
+        """Compile a grammar and cache it; runs in a thread of the executor. Raises ValueError with the reason."""
         try:
             matcher = _build(self._tokenizer, spec)
             with self._lock:
@@ -129,9 +137,9 @@ class GrammarCompiler:
 
 
 class GrammarMatcher:
-    """One row's place in its grammar; a `core.request.Matcher`. One thread at a time.
+    """State of one row's grammar; a `core.request.Matcher`. Not thread-safe.
 
-    After a stop token, and where the grammar allows nothing more, exactly the stop tokens are allowed.
+    After a stop token, and at the end of the grammar, exactly the stop tokens are allowed.
     """
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, ended: bool = False):
@@ -141,14 +149,20 @@ class GrammarMatcher:
         self._ended = ended
 
     def masks(self, draft: tuple[int, ...] = ()) -> np.ndarray:
-        """uint32 [1 to len(draft) + 1, ceil(vocab_size / 32)]; see the protocol. Raises ValueError.
+        """Return the masks for the next token and after each draft token; see `core.request.Matcher`.
 
-        Where only a draft token leads to an error, nothing is allowed behind it: it may be rejected yet.
+        If a draft token leads to an error of the library, nothing is allowed after it, since it may still be rejected.
+
+        Returns:
+            uint32 [1 to len(draft) + 1, ceil(vocab_size / 32)].
+
+        Raises:
+            ValueError: The grammar exceeds a limit of the library.
         """
         rows = np.empty((len(draft) + 1, (self._tokenizer.vocab_size + 31) // 32), np.int32)
         walker = self.fork() if draft else self
         walker._fill(rows, 0)
-        walker._check()  # on an error the library fills in the stop tokens, as if the output were complete
+        walker._check()  # on an error the library's mask allows the stop tokens, as if the output were complete
         for i, token_id in enumerate(draft):
             if not _allows(rows[i], token_id):
                 return rows[: i + 1].view(np.uint32)
@@ -162,7 +176,7 @@ class GrammarMatcher:
         return rows.view(np.uint32)
 
     def advance(self, token_ids: tuple[int, ...]) -> None:
-        """Raises ValueError for a token that the mask forbids."""
+        """Advance over generated tokens. Raises ValueError for a token that the mask forbids."""
         for token_id in token_ids:
             if self._ended:
                 return
@@ -210,7 +224,7 @@ def _build(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
         raise
     except RecursionError:
         raise ValueError("the grammar is nested too deeply") from None
-    except BaseException as error:  # a panic in Rust is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         raise ValueError(f"llguidance failed: {_first_words(str(error))}") from None
     if matcher.is_error():
         raise ValueError(f"the grammar cannot be compiled: {_first_words(matcher.get_error())}")
@@ -251,7 +265,7 @@ def _stop_mask(stop_token_ids: frozenset[int], num_words: int) -> np.ndarray:
 
 
 def _first_words(error: str) -> str:
-    """The library's reason without parser state and backtrace, on one line of at most 400 characters."""
+    """Return the library's error without parser state and backtrace, on one line of at most 400 characters."""
     return " ".join(error.split("<backtrace>")[0].split("<state>")[0].split())[:400]
 
 

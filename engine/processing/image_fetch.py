@@ -1,4 +1,4 @@
-"""ImageFetcher: images that a client names by URL, fetched under limits, from public addresses only."""
+"""ImageFetcher: downloads images by URL, under limits and from public addresses only."""
 
 import asyncio
 import re
@@ -15,11 +15,11 @@ from engine.protocol import InvalidRequest
 MAX_URL_CHARS = 8192
 REDIRECTS = (301, 302, 303, 307, 308)
 PORTS, FIRST_FREE_PORT = (80, 443), 1024
-"""Web servers listen on these ports and from 1024 on. Below are mail, shells, directories: no images."""
+"""Permitted ports: 80, 443 and from 1024 on. Other services, such as mail or shells, use the other ports."""
 
 
 class ImageFetcher:
-    """A refusal is an InvalidRequest that names the value and the limit."""
+    """Downloads images; every refusal is an InvalidRequest that names the value and the limit."""
 
     def __init__(self, config: MediaConfig, resolver: Resolver):
         self._config = config
@@ -29,7 +29,15 @@ class ImageFetcher:
         self._headers = {"User-Agent": user_agent(), "Accept": "image/*", "Accept-Encoding": "identity"}
 
     async def fetch(self, url: str, hold: Hold) -> bytearray:
-        """Fetch an http: or https: URL. hold: max_bytes of a budget; shrinks to what the image has."""
+        """Download an http: or https: URL.
+
+        Args:
+            url: The URL.
+            hold: max_bytes of a budget; shrinks to the size of the image.
+
+        Raises:
+            InvalidRequest: The URL is not permitted, or the download failed.
+        """
         limit_s = self._config.fetch_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -61,7 +69,7 @@ class ImageFetcher:
         return url
 
     async def _get(self, url: httpx.URL, hold: Hold) -> "bytearray | _Redirect":
-        """One hop: the name is resolved once, every address checked, and the connection made to a checked address."""
+        """Follow one hop: resolve the name once, check every address, and connect to a checked address."""
         addresses = await self._checked_addresses(url)
         for address in addresses[:-1]:
             try:
@@ -82,8 +90,8 @@ class ImageFetcher:
         return addresses
 
     async def _get_from(self, url: httpx.URL, address: str, hold: Hold) -> "bytearray | _Redirect":
-        # Host header, SNI and the certificate's name stay those of the URL. A bare transport has no cookies, proxies or
-        # redirects; one per hop, so that no connection made for one name serves another on the same address.
+        # Host header, SNI and the certificate's name are those of the URL. A bare transport has no cookies, proxies and
+        # redirects. Each hop has its own, so that a connection is never reused for another name at the same address.
         timeout = httpx.Timeout(self._config.fetch_timeout_s, connect=self._config.fetch_timeout_s / 2)
         request = httpx.Request(
             "GET",
@@ -125,9 +133,12 @@ class _Redirect:
 
 
 def parse_url(url: str, base: httpx.URL | None = None) -> httpx.URL:
-    """An http(s) URL without credentials, relative to `base` if given. Raises InvalidRequest.
+    """Parse an http(s) URL without credentials, relative to `base` if given.
 
-    What parsers read differently (backslashes, control characters, blanks) is refused before anything parses it.
+    Characters that parsers treat differently (backslashes, control characters, blanks) are refused before parsing.
+
+    Raises:
+        InvalidRequest: The URL is not permitted.
     """
     if len(url) > MAX_URL_CHARS:
         raise InvalidRequest(f"the image's URL has {len(url)} characters; the limit is {MAX_URL_CHARS}")
@@ -153,8 +164,8 @@ def _host_key(host: str) -> str:
 
 
 def user_agent() -> str:
-    """Name the sender, as servers ask of programs: Wikimedia, for one, refuses those that do not."""
+    """Return the User-Agent, which some servers such as Wikimedia require of programs."""
     try:
         return f"Orchard/{version('orchard')} (image fetcher of a model server)"
-    except PackageNotFoundError:  # run from sources that are not installed
+    except PackageNotFoundError:  # not installed as a package
         return "Orchard (image fetcher of a model server)"

@@ -1,6 +1,6 @@
-"""ImageFile: an encoded image from a client; what is counted before it is decoded, and its pixels as RGB.
+"""ImageFile: an encoded image from a client, with the checks before it is decoded, and its pixels as RGB.
 
-Image workers import this module: it needs nothing but NumPy and Pillow.
+Image workers import this module, so it imports only NumPy and Pillow.
 """
 
 import io
@@ -15,15 +15,15 @@ T = TypeVar("T")
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 PLUGINS = (PngImagePlugin, JpegImagePlugin, WebPImagePlugin, GifImagePlugin)
-"""Imported here, not with the first image: then the process is under its limits."""
+"""Imported at the start, as the process is under its limits when the first image arrives."""
 MAX_SIDE_RATIO = 200
 MAX_JPEG_SCANS = 64
-"""Encoders write at most 12, and each one costs a pass over all pixels."""
+"""Most scans of a JPEG. Encoders write at most 12, and each costs a pass over all pixels."""
 MAX_SEGMENTS = 65_536
-"""Of JPEG segments and PNG chunks: 20 MB in chunks of libpng's 8 kB are 2500."""
+"""Most JPEG segments or PNG chunks. 20 MB in libpng's chunks of 8 kB are 2500."""
 DRAFT_GAP = 2
-"""A JPEG is decoded at a fraction of its size as long as that is at least twice what the model sees: Pillow's
-recommendation (reducing_gap), at which the difference to decoding all of it can hardly be seen."""
+"""A JPEG is decoded at a reduced size of at least this factor times the target size: Pillow's recommendation
+(reducing_gap), at which the difference to decoding at full size is hardly visible."""
 BAND_ROWS = 256
 UNDECODABLE = "the image could not be decoded; PNG, JPEG, WebP and GIF are supported"
 
@@ -34,13 +34,18 @@ _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
 
 class ImageRefused(Exception):
-    """An image that is broken or beyond a limit. The message names the value and the limit, for the client."""
+    """The image is broken or exceeds a limit. The message, for the client, names the value and the limit."""
 
 
 class ImageFile:
-    """Reads the header at once, the pixels later. What the image is follows from its content alone.
+    """Reads the header at once and the pixels later. The format is determined by the content alone.
 
-    All errors are ImageRefused, never with the decoder's words: they can hold addresses of this process's memory.
+    Args:
+        content: The encoded image.
+        max_pixels: Most pixels, width times height.
+
+    Raises:
+        ImageRefused: For every error, without the decoder's message, which may contain memory addresses.
     """
 
     def __init__(self, content: bytes | bytearray, max_pixels: int):
@@ -61,10 +66,10 @@ class ImageFile:
         """Width and height of the upright image."""
 
     def rgb(self, target_size: tuple[int, int]) -> Image.Image:
-        """Decode the first frame: upright, RGB, transparent parts on white.
+        """Decode the first frame: upright, RGB, transparent parts on white. Raises ImageRefused, MemoryError.
 
         Args:
-            target_size: width and height that are needed; a much larger JPEG is decoded at 1/2, 1/4 or 1/8 of its size.
+            target_size: Required width and height; a much larger JPEG is decoded at 1/2, 1/4 or 1/8 of its size.
         """
         return _decoding(lambda: self._rgb(target_size))
 
@@ -77,7 +82,7 @@ class ImageFile:
 
 
 def check_sides(width: int, height: int) -> None:
-    """Raise ImageRefused for an image without area, and for a sliver: processors of Qwen2-VL take neither."""
+    """Raise ImageRefused for an empty or extremely narrow image, which processors of Qwen2-VL do not support."""
     if min(width, height) < 1 or max(width, height) > MAX_SIDE_RATIO * min(width, height):
         raise ImageRefused(
             f"the image has {width} x {height} pixels; its longer side may have {MAX_SIDE_RATIO} times the shorter one"
@@ -85,7 +90,7 @@ def check_sides(width: int, height: int) -> None:
 
 
 def check_jpeg_segments(content: bytes | bytearray) -> None:
-    """Raise ImageRefused for more scans or segments than encoders write. Reads as far as the first image ends."""
+    """Raise ImageRefused for a JPEG with too many scans or segments, up to the end of its first image."""
     position, num_scans, num_segments = 2, 0, 0
     while match := _JPEG_MARKER.search(content, position):
         marker, position = content[match.start() + 1], match.end()
@@ -103,7 +108,7 @@ def check_jpeg_segments(content: bytes | bytearray) -> None:
 
 
 def check_png_chunks(content: bytes | bytearray) -> None:
-    """Raise ImageRefused for more chunks than encoders write. Reads as far as the first frame ends."""
+    """Raise ImageRefused for a PNG with too many chunks, up to the end of its first frame."""
     position, num_chunks, has_pixels = len(_PNG_SIGNATURE), 0, False
     while position + 8 <= len(content):
         kind = bytes(content[position + 4 : position + 8])
@@ -124,7 +129,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return image if image.mode == "RGB" else image.convert("RGB")
     image = image if image.mode == "RGBA" else image.convert("RGBA")
     rgb = Image.new("RGB", image.size)
-    for top in range(0, image.height, BAND_ROWS):  # in bands, so that no third copy of all pixels is made
+    for top in range(0, image.height, BAND_ROWS):  # in bands, to avoid a third copy of all pixels
         band = image.crop((0, top, image.width, min(top + BAND_ROWS, image.height)))
         rgb.paste(Image.alpha_composite(Image.new("RGBA", band.size, "white"), band).convert("RGB"), (0, top))
     return rgb
@@ -135,5 +140,5 @@ def _decoding(step: Callable[[], T]) -> T:
         return step()
     except (ImageRefused, MemoryError, Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise
-    except Exception:  # decoders raise nearly anything on broken files
+    except Exception:  # decoders raise many exception types for broken files
         raise ImageRefused(UNDECODABLE) from None

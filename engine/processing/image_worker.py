@@ -1,11 +1,11 @@
-"""The program of an image worker: decodes images from clients, one after the other, under limits of the system.
+"""The program of an image worker: decodes clients' images one by one, under resource limits of the operating system.
 
-A planner starts it (worker_process.py) and talks to it over a socket, which is its standard input. It imports nothing
-but the standard library, NumPy and Pillow, so that it starts quickly and holds nothing that hostile bytes could reach.
+A planner starts it (worker_process.py) and talks to it over a socket, which is its standard input. It imports only the
+standard library, NumPy and Pillow, so that it starts quickly and has no secrets that a decoder exploit could reach.
 
-The conversation: the worker says that it is ready. Then, for each image, the planner sends the encoded bytes, the
-worker answers with width and height, the planner gives the word, and the worker sends the patches, whose number follows
-from the size. Each answer begins with its length in 4 bytes and a JSON object; `refused` in it ends the image.
+Protocol: the worker reports that it is ready. For each image the planner sends the encoded bytes, the worker answers
+with width and height, the planner sends GO, and the worker sends the patches, whose number follows from the size. Each
+answer starts with a 4-byte length and a JSON object; the key `refused` ends the image.
 """
 
 import base64
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
     from engine.config import MediaConfig
 
 REQUEST = struct.Struct(">QBB")
-"""Number of bytes, whether they are base64 text, and whether the image is wanted in low detail."""
+"""Header of an image: number of bytes, whether they are base64 text, whether to decode in low detail."""
 LENGTH = struct.Struct(">I")
 GO = b"g"
 WALL_PER_CPU = 6.0
-"""A worker that has waited for a CPU five times as long as it may use one is killed as well."""
+"""Limit of the elapsed time of one image, as a multiple of decode_cpu_s."""
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a worker is started with."""
+    """Arguments of a worker."""
 
     grid: PatchGrid
     max_pixels: int  # of one image, width times height
     cpu_s: float  # CPU seconds for one image
-    wall_s: float  # seconds for one image, on a machine that is busy with other things
-    memory_bytes: int  # for decoding, beyond what the worker has when it starts
-    limits_address_space: bool  # RLIMIT_AS; macOS accepts and ignores it, there the planner watches the resident memory
+    wall_s: float  # elapsed seconds for one image
+    memory_bytes: int  # for decoding, in addition to the memory of the started worker
+    limits_address_space: bool  # by RLIMIT_AS, which macOS ignores; there the planner watches the resident memory
 
     def to_json(self) -> str:
         return json.dumps({**vars(self), "grid": vars(self.grid)})
@@ -61,7 +61,7 @@ class WorkerSettings:
 
 def main() -> None:
     settings = WorkerSettings.from_json(sys.argv[1])
-    Image.MAX_IMAGE_PIXELS = None  # ImageFile counts them, with a limit of its own
+    Image.MAX_IMAGE_PIXELS = None  # ImageFile applies its own limit
     limit_process(settings)
     with socket.socket(fileno=0) as planner:
         send(planner, {"ready": True})
@@ -100,7 +100,7 @@ def out_of_memory(limit_bytes: int) -> str:
 
 
 def limit_process(settings: WorkerSettings) -> None:
-    """Set the limits that hold for the life of the process."""
+    """Set the resource limits for the lifetime of the process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     if settings.limits_address_space:
@@ -111,7 +111,7 @@ def limit_process(settings: WorkerSettings) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Let the system end this process when it has used so many more seconds of CPU, rounded up to whole ones."""
+    """Make the system end this process after this many more CPU seconds, rounded up to whole seconds."""
     usage, (_, hard) = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_CPU)
     limit = int(usage.ru_utime + usage.ru_stime + seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
@@ -124,7 +124,7 @@ def send(planner: socket.socket, answer: dict[str, Any], payload: bytes | memory
 
 
 def receive_request(planner: socket.socket) -> tuple[bytearray, bool, bool] | None:
-    """Return the next encoded image and what REQUEST says of it, None when the planner is gone."""
+    """Read the next image; return its bytes and the flags of REQUEST, None when the planner closed the socket."""
     header = receive(planner, REQUEST.size)
     if header is None:
         return None

@@ -1,4 +1,4 @@
-"""ImageWorkers: the processes in which a planner has images decoded."""
+"""ImageWorkers: the pool of processes that decode images for a planner."""
 
 import asyncio
 import weakref
@@ -16,7 +16,7 @@ from engine.protocol import InvalidRequest
 
 NUM_WORKERS = 2
 MAX_IMAGES_PER_WORKER = 500
-"""A worker that has decoded so many is replaced: what a decoder has lost of its memory is given back."""
+"""Images after which a worker is replaced, to free memory that a decoder leaked."""
 DECODED_PIXEL_BYTES = 4
 
 T = TypeVar("T")
@@ -24,17 +24,20 @@ T = TypeVar("T")
 
 @dataclass
 class WorkerCounts:
-    """What has happened since the start."""
+    """Counters since the start."""
 
     num_images: int = 0  # decoded
-    num_refused: int = 0  # broken, or beyond a limit
-    num_replaced: int = 0  # workers that ended at a limit, were killed as a client left, or had decoded many images
+    num_refused: int = 0  # broken or beyond a limit
+    num_replaced: int = 0  # workers that ended at a limit, were killed by a cancellation, or reached their last image
 
 
 class ImageWorkers:
-    """Decodes images in `num_workers` processes, first come, first served.
+    """Decodes images in `num_workers` processes, in order of arrival.
 
-    budget: of decoded pixels, DECODED_PIXEL_BYTES each, by the size that the image's header says.
+    Args:
+        settings: Arguments of the workers.
+        budget: Bytes of decoded pixels, DECODED_PIXEL_BYTES per pixel of the size in the image's header.
+        num_workers: Number of processes.
     """
 
     def __init__(self, settings: WorkerSettings, budget: ByteBudget, num_workers: int = NUM_WORKERS):
@@ -48,7 +51,7 @@ class ImageWorkers:
         self._close = weakref.finalize(self, _end, self._alive, self._threads)
 
     def start_one(self) -> None:
-        """Start a worker in the background, so that the first image need not wait for it."""
+        """Start a worker in the background, so that the first image does not wait for its start."""
         worker = self._make()
         self._idle.append(worker)
         self._threads.submit(worker.start)
@@ -64,14 +67,16 @@ class ImageWorkers:
     async def cut(
         self, read: Callable[[], bytes | bytearray], is_base64: bool = False, has_low_detail: bool = False
     ) -> CutImage:
-        """Decode an encoded image, resize it for the model and cut it into patches.
+        """Decode an encoded image, resize it for the model and cut it into patches. Cancelling kills the worker.
 
         Args:
-            read: gives the encoded bytes, or base64 text; called in a thread when a worker is free.
-            has_low_detail: see PatchGrid.for_detail.
+            read: Returns the encoded bytes or base64 text; called in a thread once a worker is free.
+            is_base64: Whether `read` returns base64 text.
+            has_low_detail: See PatchGrid.for_detail.
 
-        Cancelling the call kills the worker. Raises InvalidRequest for an image that is broken or beyond a limit, and
-        Unavailable when no worker can be started.
+        Raises:
+            InvalidRequest: The image is broken or exceeds a limit.
+            Unavailable: No worker can be started.
         """
         async with self._places:
             worker = self._idle.pop() if self._idle else self._make()
@@ -86,7 +91,7 @@ class ImageWorkers:
                 else:
                     self._put_back(worker)
                 raise InvalidRequest(str(error)) from None
-            except InvalidRequest:  # of `read`
+            except InvalidRequest:  # raised by `read`
                 self._idle.append(worker)
                 raise
             except BaseException:

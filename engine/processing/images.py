@@ -1,4 +1,4 @@
-"""ImagePreprocessor: what a checkpoint says about its images; an image to patches, not yet normalised."""
+"""ImagePreprocessor: reads a checkpoint's image settings, and converts an image to patches, not yet normalised."""
 
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,16 @@ SETTINGS = (
 
 
 class ImagePreprocessor:
-    """transformers' image processor of one checkpoint, as the numbers that resizing, cutting and normalising need.
+    """The settings of a checkpoint's image processor for resizing, cutting and normalising.
 
-    Raises EngineFailed for a processor of another family.
+    Raises:
+        EngineFailed: The processor is not of the Qwen2-VL family, or cannot be loaded.
     """
 
     def __init__(self, model_dir: Path):
         if not self.supported(model_dir):
             raise EngineFailed(f"{model_dir}: images need a processor of the Qwen2-VL family")
-        # Imported by the processes that read images alone: it takes a second.
+        # Takes a second, so only processes that read images import it.
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         config = image_processor_config(model_dir)
@@ -41,7 +42,7 @@ class ImagePreprocessor:
                 max_pixels=int(size["longest_edge"]),
                 resample=int(processor.resample),
             )
-        except Exception as error:  # files of the checkpoint: anything can be wrong with them
+        except Exception as error:  # a checkpoint's files may be wrong in any way
             raise EngineFailed(f"{model_dir}: the image processor cannot be loaded ({error})") from None
         self.normalization = PatchNormalization.of(config)
 
@@ -50,10 +51,7 @@ class ImagePreprocessor:
         return supports_images(model_dir)
 
     def read(self, content: bytes, max_pixels: int) -> ImagePatches:
-        """Decode an encoded image in this process, resize it and cut it. For content that can be trusted.
-
-        Raises InvalidRequest.
-        """
+        """Decode a trusted image in this process, resize it and cut it into patches. Raises InvalidRequest."""
         try:
             file = ImageFile(content, max_pixels)
             return self.patches(file.rgb(self.grid.target_size(*file.size)))
@@ -61,7 +59,7 @@ class ImagePreprocessor:
             raise InvalidRequest(str(error)) from None
 
     def patches(self, image: Image.Image) -> ImagePatches:
-        """Resize an RGB image to the model's limits and cut it. Raises InvalidRequest for a sliver."""
+        """Resize an RGB image and cut it into patches. Raises InvalidRequest for an extremely narrow image."""
         try:
             check_sides(*image.size)
         except ImageRefused as error:
@@ -72,8 +70,15 @@ class ImagePreprocessor:
 
 
 def normalize(patches: np.ndarray, normalization: PatchNormalization) -> np.ndarray:
-    """uint8 [n, channels, patch, patch] to float32 [n, channels * temporal * patch * patch]: the reference for what
-    the engine does on its device."""
+    """Normalise patches; the reference for the engine's implementation on the device.
+
+    Args:
+        patches: uint8 [n, channels, patch, patch].
+        normalization: The checkpoint's settings.
+
+    Returns:
+        float32 [n, channels * temporal * patch * patch].
+    """
     mean = np.asarray(normalization.mean, dtype=np.float32)[:, None, None]
     std = np.asarray(normalization.std, dtype=np.float32)[:, None, None]
     scaled = (patches.astype(np.float32) * np.float32(normalization.rescale) - mean) / std
@@ -82,10 +87,10 @@ def normalize(patches: np.ndarray, normalization: PatchNormalization) -> np.ndar
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """What the processor takes. Its class is named here, not by the checkpoint: converted ones name mlx-vlm's, which
-    the automatic choice of transformers does not know."""
+    """Return the arguments of the processor. Its class is fixed, since converted checkpoints name mlx-vlm's class,
+    which transformers does not know."""
     size = config.get("size") or {}
-    pixels = {key: size[key] for key in ("min_pixels", "max_pixels") if key in size}  # where old files have them
+    pixels = {key: size[key] for key in ("min_pixels", "max_pixels") if key in size}  # in old files
     edges = {key: size[key] for key in ("shortest_edge", "longest_edge") if key in size}
     known = {key: config[key] for key in SETTINGS if config.get(key) is not None}
     return {**pixels, **({"size": edges} if len(edges) == 2 else {}), **known}

@@ -1,8 +1,8 @@
-"""What of JSON Schema the grammars can enforce; everything else is refused by name, nothing is silently ignored.
+"""The subset of JSON Schema that grammars can enforce. Other keywords are refused by name; none is silently ignored.
 
-Written for llguidance 1.9.1, which leaves some keywords out without a word: see `_problem_of`. Known departures that
-are enforced a little differently: properties come in the order of the schema, extra ones after them and perhaps twice
-under one name; 29 February passes the formats date and date-time in every year.
+Written for llguidance 1.9.1, which silently ignores some keywords, see `_problem_of`. Known deviations: properties are
+generated in the order of the schema; additional properties follow them and may repeat a name; the formats date and
+date-time accept 29 February in every year.
 """
 
 import copy
@@ -17,18 +17,18 @@ MAX_EXACT_NUMBER = 2**53
 """llguidance computes bounds and constants in double precision."""
 
 MAX_MULTIPLE = 100_000
-"""Remainders that a `multipleOf` counts: one state of an automaton each (measured: 100003 takes 40 MB, 1000003 six
-seconds and 300 MB, outside of llguidance's own limits)."""
+"""Largest number of remainders of a `multipleOf`, each of which is a state of an automaton (measured: 100003 take
+40 MB, 1000003 take six seconds and 300 MB, outside llguidance's own limits)."""
 
 WHITESPACE = r"[ ]|\n(?:[ ]{0,32}|\t{0,16})"
-"""Between the parts of a JSON text: nothing, one space, or one line break with its indentation. Models write compact
-and indented JSON; with unbounded whitespace an unsure one writes line breaks until its last token."""
+"""Permitted white space between JSON tokens: none, one space, or one line break with indentation, as in compact and
+indented JSON. With unbounded white space a model may write line breaks until max_tokens."""
 
 OPTIONS: Any = {
     "lenient": False,
     "coerce_one_of": False,
     "whitespace_pattern": WHITESPACE,
-    # Without u: otherwise an extra property {"\u0061": 1} gets around the schema of the property "a".
+    # Without u, as an additional property {"\u0061": 1} would bypass the schema of the property "a".
     "json_allowed_escapes": 'nrbtf\\"',
 }
 
@@ -45,23 +45,25 @@ ENFORCED = SCHEMA | SCHEMA_LISTS | SCHEMA_MAPS | BOUNDS | SIZES | OTHERS
 ANNOTATIONS = frozenset({"$comment", "title", "description", "default", "example", "examples", "deprecated"}) | {
     *("readOnly", "writeOnly", "contentMediaType", "contentEncoding", "contentSchema", "discriminator")
 }
-"""Keywords that forbid nothing; contents of an encoded string are outside of JSON Schema's validation too."""
+"""Keywords without a constraint. Those about encoded strings are not part of JSON Schema's validation either."""
 
 ROOT_ANNOTATIONS = frozenset({"$schema", "$id", "id"})
-"""Harmless at the root. Below it an $id would change what the references mean."""
+"""Keywords that are ignored at the root. Below the root, $id would change the meaning of references."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """`keyword` of the subschema `owner` cannot be enforced; reason: a sentence about the schema."""
+    """A keyword that cannot be enforced."""
 
     owner: dict[str, Any]
+    """The subschema that has the keyword."""
     keyword: str
     reason: str
+    """A clause about the schema, for the client."""
 
 
 def strict_schema(schema: Any) -> dict[str, Any]:
-    """A copy of `schema` for llguidance. Raises ValueError naming the first keyword that cannot be enforced."""
+    """Return a copy of a schema for llguidance. Raises ValueError naming the first keyword that cannot be enforced."""
     if not isinstance(schema, dict):
         raise ValueError(f"the schema is {_shortened(schema)}; expected an object")
     for problem in _problems(schema):
@@ -70,16 +72,16 @@ def strict_schema(schema: Any) -> dict[str, Any]:
 
 
 def lenient_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `schema` for llguidance, without the keywords that cannot be enforced."""
+    """Return a copy of a schema for llguidance, without the keywords that cannot be enforced."""
     cleaned = copy.deepcopy(dict(schema))
-    while problems := list(_problems(cleaned)):  # references may lose their target with a dropped keyword
+    while problems := list(_problems(cleaned)):  # removing a keyword may remove the target of a reference
         for problem in problems:
             problem.owner.pop(problem.keyword, None)
     return _bare_copy(cleaned)
 
 
 def subschemas(root: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(JSON pointer, schema) of every subschema, the root first."""
+    """Yield (JSON pointer, schema) of every subschema, the root first."""
     pending: list[tuple[str, Any]] = [("", root)]
     while pending:
         pointer, schema = pending.pop()
@@ -94,7 +96,7 @@ def subschemas(root: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _bare_copy(root: dict[str, Any]) -> dict[str, Any]:
-    """Without annotations and $schema: under an old draft llguidance ignores keywords that came later."""
+    """Return a copy without annotations and $schema, under whose old drafts llguidance ignores newer keywords."""
     bare = copy.deepcopy(root)
     for _, schema in subschemas(bare):
         for keyword in [key for key in schema if key not in ENFORCED] if isinstance(schema, dict) else ():
@@ -117,7 +119,7 @@ def _problems(root: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _problem_of(keyword: str, value: Any, schema: Mapping[str, Any], is_root: bool) -> str | None:
-    """Why this keyword cannot be enforced, or None. Malformed values are left for llguidance to refuse."""
+    """Return the reason why a keyword cannot be enforced, or None. Malformed values are left to llguidance."""
     if keyword not in ENFORCED:
         harmless = keyword in ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance")
         return None if harmless or (is_root and keyword in ROOT_ANNOTATIONS) else "which is not supported"
@@ -133,7 +135,7 @@ def _problem_of(keyword: str, value: Any, schema: Mapping[str, Any], is_root: bo
 
 
 def _uncountable_properties(value: Any, schema: Mapping[str, Any]) -> str | None:
-    # Extra properties may repeat a name, which counts once: only the first of them is sure to be a new one.
+    # Additional properties may repeat a name, which counts once: only the first one is certainly new.
     required = schema.get("required")
     countable = len(set(map(str, required))) + 1 if isinstance(required, list) else 1
     open_ended = schema.get("additionalProperties") is not False or "patternProperties" in schema
@@ -143,7 +145,7 @@ def _uncountable_properties(value: Any, schema: Mapping[str, Any]) -> str | None
 
 
 def _lost_tuple(keyword: str, schema: Mapping[str, Any]) -> str | None:
-    # llguidance takes these for the tuples of draft 2019-09 and earlier, and forgets prefixItems.
+    # llguidance treats these as the tuples of draft 2019-09 and earlier, and ignores prefixItems.
     as_list = isinstance(schema.get("items"), list)
     if keyword == "additionalItems" and not as_list:
         return "which is not supported without a list in `items`"
@@ -153,7 +155,7 @@ def _lost_tuple(keyword: str, schema: Mapping[str, Any]) -> str | None:
 
 
 def _uncountable_multiple(value: Any, others: list[Fraction]) -> str | None:
-    """Appends `value` to the multiples of the schema if all of them can be enforced together."""
+    """Append a value to the multiples of the schema if all can be enforced together, else return the reason."""
     if not isinstance(value, int | float) or not 0 < abs(value) <= MAX_MULTIPLE:
         return f"which is {_shortened(value)}; it must be between 0 and {MAX_MULTIPLE}"
     multiples = [*others, abs(Fraction(str(value)))]
@@ -162,7 +164,7 @@ def _uncountable_multiple(value: Any, others: list[Fraction]) -> str | None:
         return f"which is {value}; it may have at most 9 decimal places"
     scaled = {int(multiple * 10**places) for multiple in multiples}
     common = math.lcm(*scaled)
-    # Schemas that meet are intersected in 32 bits without a check for overflow.
+    # llguidance intersects schemas with 32-bit numbers and without an overflow check.
     fits = len(scaled) == 1 or common * max(scaled) < 2**32
     if Fraction(common, 10**places).numerator > MAX_MULTIPLE or not fits:
         return f"which is {value}; with the other ones in the schema it counts too many remainders"
@@ -171,7 +173,7 @@ def _uncountable_multiple(value: Any, others: list[Fraction]) -> str | None:
 
 
 def _inexact_number(value: Any) -> Any:
-    """The first number in a JSON value that double precision may not hold, or None."""
+    """Return the first number in a JSON value that double precision may not represent, or None."""
     pending = [value]
     while pending:
         item = pending.pop()

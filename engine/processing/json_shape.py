@@ -1,4 +1,4 @@
-"""Depth and number of values of JSON text, checked before it is parsed: parsers recurse and allocate."""
+"""check_json_shape: limits the depth and number of values of JSON text before it is parsed."""
 
 import re
 
@@ -6,7 +6,7 @@ from engine.protocol import InvalidRequest
 
 MAX_JSON_DEPTH = 64
 MAX_JSON_VALUES = 500_000
-"""Per request. Without this limit 32 MiB of `[],[],…` would become more than half a gigabyte of Python objects."""
+"""Limit per request. Without it 32 MiB of `[],[],…` would become more than half a gigabyte of Python objects."""
 
 _MARKS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{},]', re.DOTALL)
 
@@ -18,18 +18,20 @@ def check_json_shape(
     max_values: int = MAX_JSON_VALUES,
     max_depth: int = MAX_JSON_DEPTH,
 ) -> int:
-    """Count the values of JSON text, strings as one value whatever they hold.
+    """Check the depth and count the values of JSON text; a string is one value.
 
     Args:
         text: UTF-8, not necessarily valid JSON.
-        subject: how an error names the text, such as "The request body".
-        field: the field that an error names.
+        subject: Name of the text in errors, such as "The request body".
+        field: Field that errors name.
+        max_values: Most values.
+        max_depth: Deepest nesting.
 
     Returns:
         An upper bound of the number of values.
 
     Raises:
-        InvalidRequest: the text nests deeper than `max_depth` or holds more than `max_values` values.
+        InvalidRequest: The text exceeds max_depth or max_values.
     """
     num_opened = text.count(b"[") + text.count(b"{")
     at_most = num_opened + text.count(b",") + 1
@@ -53,5 +55,5 @@ def check_json_shape(
         if num_values > max_values or num_strings > 2 * max_values:
             raise InvalidRequest(f"{subject} holds more than {max_values} values.", field)
         if depth < 0:
-            break  # no parser gets further than this bracket
+            break  # parsers fail at this bracket
     return num_values

@@ -1,4 +1,4 @@
-"""mlx-lm's parsers of tool calls, loaded one by one: importing the package itself would bring MLX."""
+"""Loads single tool call parsers of mlx-lm, without importing the package, which imports MLX."""
 
 import importlib.util
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""MediaLoader: the images of requests, fetched, decoded, resized and cut for the model within budgets of bytes."""
+"""MediaLoader: downloads, decodes, resizes and cuts the images of requests, within byte budgets."""
 
 import asyncio
 import re
@@ -17,20 +17,20 @@ from engine.processing.public_addresses import Resolver
 from engine.protocol import ImagePatches, InvalidRequest
 
 MAX_REQUEST_BYTES = 60 * 2**20
-"""Patches of all images of a request: with the prompt they travel in one gRPC message, see deployments/launch.py."""
+"""Most bytes of patches of a request: with the prompt they form one gRPC message, limited in deployments/app.py."""
 MIN_LARGEST_IMAGES = 4
-"""So many images of the largest size fit into a request, unless media.max_image_tokens says otherwise."""
+"""Images of the largest size that fit into a request, unless media.max_image_tokens is set."""
 PLANNING_BYTES = 512 * 2**20
-"""Patches of all requests that are being planned."""
+"""Most bytes of patches of all requests that are being planned."""
 FETCHED_BYTES = 256 * 2**20
-"""Fetched images of all requests that wait to be decoded, or are on their way."""
+"""Most bytes of encoded images that are being downloaded or wait to be decoded, over all requests."""
 MAX_FETCHES = 4
-"""Of one request at the same time, its lookups of names included."""
+"""Most concurrent downloads of one request, name lookups included."""
 MAX_DATA_HEADER = 256
 
 
 class ImageSource(NamedTuple):
-    """Where an image of a request comes from."""
+    """Source of an image of a request."""
 
     field: str
     """Path of the client's field, for errors."""
@@ -41,10 +41,10 @@ class ImageSource(NamedTuple):
 
 
 class MediaLoader:
-    """Loads the images of requests. A refusal is an InvalidRequest that names the field, the value and the limit.
+    """Loads the images of requests. Every refusal is an InvalidRequest that names the field, the value and the limit.
 
-    Waiting is in one direction: a request fetches several images at once, each within the budget of fetched bytes. Then
-    they are decoded one after the other; the first of them waits for room for the patches of all.
+    To avoid deadlocks, budgets are acquired in one order: a request downloads several images at once, each within the
+    budget of encoded bytes; then it decodes them one by one, and the first one acquires the budget for all patches.
     """
 
     def __init__(self, config: MediaConfig, grid: PatchGrid, resolver: Resolver | None = None):
@@ -58,9 +58,11 @@ class MediaLoader:
 
     @asynccontextmanager
     async def load(self, sources: Sequence[ImageSource]) -> AsyncIterator[tuple[ImagePatches, ...]]:
-        """Load the images of one request, in order; inside of the context their bytes count as held.
+        """Load the images of one request, in order. Their bytes count for the budget until the context exits.
 
-        Raises InvalidRequest for the first that fails, and then gives up on the others; Unavailable.
+        Raises:
+            InvalidRequest: The first failure; the other images are cancelled.
+            Unavailable: No image worker can be started.
         """
         if len(sources) > self._config.max_images:
             raise InvalidRequest(
@@ -80,7 +82,7 @@ class MediaLoader:
             yield tuple(images)
 
     def status(self) -> dict[str, Any]:
-        """Return counts of the workers and bytes that are held now."""
+        """Return the counters of the workers and the current use of the budgets."""
         budgets = {"fetched": self.fetched, "decoded": self.decoded, "planning": self.planning}
         return {
             **asdict(self.workers.counts),
@@ -107,7 +109,7 @@ class MediaLoader:
 
 
 class _RequestImages:
-    """The images of one request on their way."""
+    """The images of one request that is being loaded."""
 
     def __init__(self, loader: MediaLoader, num_images: int, resources: AsyncExitStack):
         self.fetches = asyncio.Semaphore(MAX_FETCHES)
@@ -119,7 +121,7 @@ class _RequestImages:
         self._num_bytes = 0
 
     async def cut(self, read: Callable[[], bytes | bytearray], is_base64: bool, has_low_detail: bool) -> ImagePatches:
-        """Decode, resize and cut one image when it is its turn."""
+        """Decode, resize and cut one image, one at a time per request. Raises InvalidRequest, Unavailable."""
         loader = self._loader
         async with self._turn:
             if self._hold is None:
@@ -142,17 +144,17 @@ class _RequestImages:
 
 
 def max_image_tokens(config: MediaConfig, grid: PatchGrid) -> int:
-    """Return the most tokens that one image takes: of the config, or what the model's processor recommends.
+    """Return the most tokens of one image.
 
-    It depends on nothing else in the request: when a conversation gains an image, those before it stay the same, and so
-    does what the prefix cache holds of them.
+    It is independent of the rest of the request: if a conversation gains an image, earlier images stay the same, and so
+    do their cached prefixes.
     """
     at_most = MAX_REQUEST_BYTES // grid.token_bytes
     return min(config.max_image_tokens or at_most // MIN_LARGEST_IMAGES, at_most)
 
 
 def check_data_url(url: str, max_bytes: int) -> int:
-    """Check `data:image/...;base64,...` and its size before anything of it is copied. Returns where the base64 begins.
+    """Check form and size of `data:image/...;base64,...` before copying it; return the index of the base64 text.
 
     Raises InvalidRequest.
     """

@@ -1,6 +1,6 @@
-"""PatchGrid: the size to which a model's images are resized, and how they are cut into patches.
+"""PatchGrid: the size to which a model's images are resized, and their division into patches.
 
-Image workers import this module: it needs nothing but NumPy and Pillow.
+Image workers import this module, so it imports only NumPy and Pillow.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from PIL import Image
 
 @dataclass(frozen=True)
 class CutImage:
-    """One image as the vision tower takes it, not yet normalised."""
+    """One image in the form of the vision tower, not yet normalised."""
 
     patches: np.ndarray  # uint8 [grid_h * grid_w, 3, patch_size, patch_size]
     grid_hw: tuple[int, int]  # patches along height and width
@@ -21,12 +21,12 @@ class CutImage:
 
 
 LOW_DETAIL_PIXELS = 512 * 512
-"""Width times height to which an image in low detail is reduced."""
+"""Largest width times height of an image in low detail."""
 
 
 @dataclass(frozen=True)
 class PatchGrid:
-    """What a processor of the Qwen2-VL family does to an RGB image before it normalises the pixels."""
+    """The steps of a Qwen2-VL image processor before the normalisation of pixels."""
 
     patch_size: int  # pixels per side
     merge_size: int  # patches per side that share one token
@@ -36,7 +36,7 @@ class PatchGrid:
 
     @property
     def factor(self) -> int:
-        """Pixels per side of the area that one token stands for."""
+        """Pixels per side of the square of one token."""
         return self.patch_size * self.merge_size
 
     @property
@@ -54,7 +54,7 @@ class PatchGrid:
         return replace(self, max_pixels=max_pixels, min_pixels=min(self.min_pixels, max_pixels))
 
     def for_detail(self, is_low: bool) -> "PatchGrid":
-        """Return the grid for an image of which OpenAI's `detail` is low: at most LOW_DETAIL_PIXELS."""
+        """Return the grid for an image's `detail` (OpenAI's field): low limits it to LOW_DETAIL_PIXELS."""
         return self.limited(max(LOW_DETAIL_PIXELS // self.factor**2, 1)) if is_low else self
 
     def target_size(self, width: int, height: int) -> tuple[int, int]:
@@ -77,7 +77,8 @@ class PatchGrid:
         """Resize an RGB image and cut it into patches, in the order of transformers' processor.
 
         Args:
-            size: width and height to resize to, from `target_size`; default: that of the image's own size.
+            image: The image.
+            size: Width and height to resize to; default: `target_size` of the image.
         """
         width, height = size or self.target_size(*image.size)
         pixels = np.asarray(image.resize((width, height), resample=self.resample))

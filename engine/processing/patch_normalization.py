@@ -1,4 +1,4 @@
-"""PatchNormalization: how pixels become the vision tower's input, read from the checkpoint alone."""
+"""PatchNormalization: the normalisation of pixels for the vision tower, read from the checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from engine.protocol import EngineFailed
 
 DEFAULT_MEAN = (0.48145466, 0.4578275, 0.40821073)
 DEFAULT_STD = (0.26862954, 0.26130258, 0.27577711)
-"""Of CLIP: what the Qwen2-VL image processor uses where the checkpoint names none."""
+"""CLIP's values, which the Qwen2-VL image processor uses by default."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,16 @@ class PatchNormalization:
     rescale: float
     """Factor on the uint8 values; 1 / 255 unless the checkpoint says otherwise."""
     temporal_patch_size: int
-    """How many times the patch of a still image is repeated along time."""
+    """Repetitions of a still image's patch along time."""
     merge_size: int
     """Patches per side that share one placeholder token."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "PatchNormalization":
-        """Read it from the configuration of an image processor of the Qwen2-VL family.
+        """Read the settings from the configuration of a Qwen2-VL image processor.
 
-        The defaults are those of transformers' Qwen2VLImageProcessorPil, whose import takes a second that the engine's
-        process does not need to spend. Raises EngineFailed.
+        The defaults are those of transformers' Qwen2VLImageProcessorPil, which is not imported because that takes a
+        second. Raises EngineFailed.
         """
 
         def given(key: str, default: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The system parts that serve_config.yaml pins, as requests that take them in."""
+"""Converts the pinned prompts of serve_config.yaml to requests that prefill them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from engine.protocol import EngineFailed, EngineRequest, InvalidRequest, Samplin
 
 
 def read_system(prompt: PinnedPrompt) -> str:
-    """Raises EngineFailed for a file that cannot be read."""
+    """Return the system message of a pinned prompt. Raises EngineFailed if its file cannot be read."""
     if prompt.system_file is None:
         return prompt.system or ""
     try:
@@ -19,7 +19,7 @@ def read_system(prompt: PinnedPrompt) -> str:
 
 
 def pinned_requests(prompts: Sequence[PinnedPrompt], tokenizer: ChatTokenizer) -> list[EngineRequest]:
-    """One request for each: its system part and one token more. Raises EngineFailed naming the prompt."""
+    """Return a request per prompt, with its system part and one more token. Raises EngineFailed naming the prompt."""
     requests = []
     for i, prompt in enumerate(prompts):
         messages = [{"role": "system", "content": read_system(prompt)}, {"role": "user", "content": "Hello"}]

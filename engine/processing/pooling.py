@@ -1,4 +1,4 @@
-"""How a checkpoint makes embeddings: what its sentence-transformers configuration says."""
+"""choose_pooling: selects the pooling of embeddings from the settings and the checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,14 @@ from engine.protocol import EngineFailed
 POOLING_FILE = "1_Pooling/config.json"
 PREFIX = "pooling_mode_"
 SUPPORTED: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
-"""Modes of sentence-transformers: the names behind PREFIX, or the value of `pooling_mode`."""
+"""Mode of sentence-transformers (a key without PREFIX, or the value of `pooling_mode`) to its pooling."""
 
 
 def choose_pooling(config: EmbeddingConfig, model_dir: Path) -> Pooling:
-    """Return what the configuration says, else what the checkpoint does, else `last`.
+    """Return the configured pooling, else the checkpoint's, else `last`.
 
-    Raises EngineFailed for a checkpoint with another pooling, or with layers behind it.
+    Raises:
+        EngineFailed: The checkpoint has an unsupported pooling, or layers after it.
     """
     if config.pooling != "auto":
         return config.pooling

@@ -1,5 +1,5 @@
-"""How long a prompt is at least: from its characters alone, or from tokens of parts of it. So a prompt that cannot fit
-is refused before all of it is tokenized."""
+"""Lower bounds of a prompt's length, from its characters or from the tokens of its parts, with which a prompt that
+cannot fit is refused before all of it is tokenized."""
 
 import json
 import string
@@ -14,39 +14,46 @@ from engine.processing.detokenizer import BYTE_OF_CHAR
 from engine.protocol import ContextLengthExceeded
 
 MAX_CHARS_PER_TOKEN = 8
-"""A text with more characters per token that may be in it is counted in parts first. Prose has about four."""
+"""A text with more characters per permitted token is first counted in windows. Prose has about four."""
 
 WINDOW_CHARS, MARGIN_CHARS = 65_536, 1024
-"""The parts, and what is left out at their ends: a token there may be another one in the whole text."""
+"""Size of a window, and of the margins at its ends, whose tokens may differ from those of the whole text."""
 
 _CHUNK_CHARS = 2**20
 _PLAIN = frozenset(string.printable) - frozenset(string.whitespace)
 
 
 class NotWanted(Exception):
-    """The client of a prompt has left."""
+    """The client of a prompt has disconnected."""
 
 
 @dataclass(frozen=True)
 class PromptLimit:
-    """How long a prompt may become, and whether it is still wanted."""
+    """The longest prompt, and whether the prompt is still needed."""
 
     max_context_tokens: int
     """Prompt and answer together."""
     num_image_tokens: int = 0
-    """Of the prompt besides its text."""
+    """Tokens of the prompt in addition to its text."""
     is_wanted: Callable[[], bool] = lambda: True
+    """Tells whether the client is still connected."""
     num_output_tokens: int = 1
-    """The least that the answer needs; a prompt must leave room for it."""
+    """Least tokens of the answer, for which the prompt must leave room."""
 
     @property
     def max_text_tokens(self) -> int:
         return self.max_context_tokens - self.num_image_tokens - self.num_output_tokens
 
     def check(self, num_tokens: int, is_lower_bound: bool = True) -> None:
-        """Raise ContextLengthExceeded if the text of a prompt is too long with this many tokens; NotWanted.
+        """Check the length of a prompt's text.
 
-        is_lower_bound: the text has as many or more.
+        Args:
+            num_tokens: Tokens of the text.
+            is_lower_bound: Whether the text may have more tokens.
+
+        Raises:
+            ContextLengthExceeded: The text is too long.
+            NotWanted: The client has disconnected.
         """
         if not self.is_wanted():
             raise NotWanted
@@ -57,13 +64,13 @@ class PromptLimit:
 
 
 class TokenBound:
-    """The least number of tokens that a text can have, by its UTF-8 bytes.
+    """A lower bound of the number of tokens of a text, from its UTF-8 bytes.
 
-    A byte weighs 1 / (length of the longest token with this byte in it). The bytes of no token weigh more than 1
-    together, and each byte of a text is in one token, so a text has at least as many tokens as its bytes weigh. That
-    holds where tokens are made of the text as it is, so bytes weigh nothing that a tokenizer may drop, replace, or join
-    without limit: with a normalizer, whatever is not ASCII or stands in front of it; in a vocabulary of characters,
-    spaces and those it does not know; and everything with parts of a tokenizer that are not known here.
+    A byte weighs 1 / (length of the longest token that contains it). The bytes of one token weigh at most 1 together,
+    and each byte of a text is in one token, so a text has at least as many tokens as its bytes weigh. This requires
+    that tokens consist of the unchanged text. Bytes that the tokenizer may drop, replace or merge without limit
+    therefore weigh 0: with a normalizer, bytes that are not ASCII or precede such bytes; in a vocabulary of characters,
+    spaces and unknown characters; and all bytes if the tokenizer has components that are not known here.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -72,6 +79,7 @@ class TokenBound:
         self._weights = _byte_weights(description)
 
     def of(self, text: str) -> int:
+        """Return a lower bound of the number of tokens of a text."""
         weights = self._weights
         if not weights.any():
             return 0
@@ -84,23 +92,23 @@ class TokenBound:
             is_ascii = found < 128
             found = found[is_ascii & np.append(is_ascii[1:], False)]
         elif self._is_normalized:
-            found = found[:-1]  # what comes behind it may not be ASCII
+            found = found[:-1]  # the next character may not be ASCII
         return float(np.bincount(found, minlength=256) @ self._weights)
 
 
 def count_windows(tokenizer: Tokenizer, text: str) -> Iterator[int]:
-    """Count tokens window by window, without those that are left over at the end of the text.
+    """Count the tokens of a text window by window, without the incomplete last window.
 
-    Only tokens far from both ends of a window are counted, each in one window, and two less for those that lie across.
-    They are those of the whole text as long as none depends on text that is MARGIN_CHARS away: the rules by which
-    texts are split look at neighbouring characters, and merges reach over a few tokens.
+    Only tokens outside the margins of a window are counted, each in one window, minus two for tokens that cross a
+    margin. They equal the tokens of the whole text if no token depends on text that is MARGIN_CHARS away: splitting
+    rules look at adjacent characters, and merges span a few tokens.
 
-    Returns:
-        After each window, how many tokens the text has at least.
+    Yields:
+        A lower bound of the text's tokens after each window.
     """
     num_tokens = 0
     for start in range(0, len(text) - WINDOW_CHARS + 1, WINDOW_CHARS - 2 * MARGIN_CHARS):
-        # a batch of one, since that lets other threads run
+        # encode_batch releases the GIL
         [encoded] = tokenizer.encode_batch([text[start : start + WINDOW_CHARS]], add_special_tokens=False)
         first, last = (_token_at(encoded, at) for at in (MARGIN_CHARS, WINDOW_CHARS - MARGIN_CHARS))
         if first is not None and last is not None:
@@ -109,7 +117,7 @@ def count_windows(tokenizer: Tokenizer, text: str) -> Iterator[int]:
 
 
 def _token_at(encoded: Any, at: int) -> int | None:
-    """The token of a character, or of the next one that has a token."""
+    """Return the index of the token at a character, or at the next one that has a token; None if there is none."""
     return next((token for i in range(at, at + 64) if (token := encoded.char_to_token(i)) is not None), None)
 
 
@@ -118,7 +126,7 @@ _PRE_TOKENIZERS = {"ByteLevel", "Split", "Digits", "Punctuation", "Metaspace", "
 
 
 def _byte_weights(description: dict[str, Any]) -> np.ndarray:
-    """float64 [256]."""
+    """Return the weight of each byte, float64 [256]."""
     model, nothing = description["model"], np.zeros(256)
     normalizers = list(_components(description["normalizer"], "normalizers"))
     splitters = list(_components(description["pre_tokenizer"], "pretokenizers"))
@@ -159,11 +167,11 @@ def _components(part: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any
 
 
 def _replaces_spaces(part: dict[str, Any]) -> bool:
-    """True for all but a Replace of something else, which may shorten the text."""
+    """Return False for a normalizer that replaces anything but a space, which may shorten the text."""
     return part["type"] != "Replace" or part["pattern"] == {"String": " "}
 
 
 def _bytes_of(token: str) -> bytes:
-    """Of a token in the alphabet of byte-level tokenizers; of one in another, at least as many."""
+    """Return the bytes of a token in the byte-level alphabet; for another alphabet, at least as many bytes."""
     known = [BYTE_OF_CHAR.get(char) for char in token]
     return token.encode() if None in known else bytes(byte for byte in known if byte is not None)

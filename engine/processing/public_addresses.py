@@ -1,4 +1,4 @@
-"""Resolver: host names to addresses, off the event loop; and which addresses belong to the public internet."""
+"""Resolver: resolves host names off the event loop; is_public: tells which addresses belong to the public internet."""
 
 import asyncio
 import ipaddress
@@ -11,16 +11,16 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 IPV6_UNICAST = ipaddress.ip_network("2000::/3")
 IPV4_IN_LAST_BITS = (ipaddress.ip_network("::/96"), ipaddress.ip_network("64:ff9b::/96"))
-"""IPv4-compatible and NAT64 addresses: IPv6 that ends up at the IPv4 address in its last 32 bits."""
+"""IPv4-compatible and NAT64 networks: IPv6 addresses that reach the IPv4 address in their last 32 bits."""
 CLOUD_PLATFORMS = (ipaddress.ip_network("168.63.129.16/32"), ipaddress.ip_network("192.0.0.0/24"))
-"""Where virtual machines find their cloud's platform although Python counts the addresses as public: Azure's, and
-Oracle's (192.0.0.192, in a range that RFC 6890 keeps for protocol assignments)."""
+"""Platform services of clouds at addresses that Python considers public: Azure's, and Oracle's (192.0.0.192, in a range
+that RFC 6890 reserves for protocol assignments)."""
 
 NUM_LOOKUPS = 32
 
 
 class Resolver:
-    """Looks names up in threads of its own: a lookup cannot be cancelled, and a dead name server takes many seconds."""
+    """Resolves names in its own threads, as a lookup cannot be cancelled and may take many seconds."""
 
     def __init__(self, look_up: Callable[..., list[Any]] = socket.getaddrinfo, num_lookups: int = NUM_LOOKUPS):
         self._look_up = look_up
@@ -34,12 +34,12 @@ class Resolver:
 
 
 def is_public(address: str) -> bool:
-    """Whether an address belongs to the public internet, whichever way it is written."""
+    """Tell whether an address, in any notation, belongs to the public internet."""
     return all(_is_public(ip) for ip in _unwrap(ipaddress.ip_address(address)))
 
 
 def _unwrap(ip: IPAddress) -> list[IPAddress]:
-    """The address or, for an IPv6 address that stands for IPv4 addresses, those."""
+    """Return the IPv4 addresses that an IPv6 address embeds, else the address itself."""
     if not isinstance(ip, ipaddress.IPv6Address):
         return [ip]
     if ip.ipv4_mapped:

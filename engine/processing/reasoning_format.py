@@ -1,4 +1,4 @@
-"""ReasoningFormat: how a model writes its thought, found by what its chat template writes."""
+"""ReasoningFormat: the markup of a model's thoughts, detected from the output of its chat template."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ MARKERS = (
     ("<|think:start|>", "<|think:end|>"),
     ("<|channel>thought", "<channel|>"),
 )
-"""Markers around thoughts: those of mlx_lm.tokenizer_utils and two more."""
+"""Markers around thoughts: those of mlx_lm.tokenizer_utils, and two more."""
 
 SWITCHES = ("enable_thinking", "thinking")
-"""Template variables that turn the thought on and off."""
+"""Template variables that turn thinking on and off."""
 
 HISTORY_KEYS = ("reasoning_content", "reasoning", "thinking")
 
@@ -34,28 +34,28 @@ ASKED = {"role": "user", "content": "Uprobe"}
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a model writes its thought."""
+    """The markup of a model's thoughts."""
 
     start: str
-    """Marker that begins a thought."""
+    """Marker at the start of a thought."""
     end: str
-    """Marker that ends it."""
+    """Marker at the end of a thought."""
     end_id: int | None
-    """The token of `end`, None where that is several."""
+    """Token of `end`; None if it has several tokens."""
     opening_ids: tuple[int, ...]
-    """Tokens by which the model begins the thought, () where the prompt ends inside of it."""
+    """Tokens with which the model starts a thought; () if the prompt already ends with them."""
     closing_ids: tuple[int, ...]
-    """How the template ends a thought, up to the answer itself."""
+    """Tokens that the template writes between a thought and the answer."""
     switch: str | None
-    """The template's variable that turns the thought on and off; None: that is not up to the client."""
+    """Template variable that turns thinking on and off; None: there is none."""
     always: bool = False
-    """Whether the model thinks before each answer, however the prompt is rendered."""
+    """Whether the model thinks before every answer, however the prompt is rendered."""
     starts: tuple[str, ...] = ()
-    """Other things that a thought may begin with."""
+    """Alternative start markers."""
     noise: tuple[str, ...] = ()
-    """Markup around thoughts and answers that is neither."""
+    """Other markup around thoughts and answers, which is dropped."""
     history_key: str | None = None
-    """Under which the template reads the thought of an earlier message; None: it drops such thoughts."""
+    """Key of the thought in an earlier message; None: the template drops such thoughts."""
     takes_effort: bool = False
     """Whether the template has a variable `reasoning_effort`."""
 
@@ -65,16 +65,16 @@ class ReasoningFormat:
         return (self.start, self.end, *self.starts, *self.noise)
 
     def template_kwargs(self, is_on: bool) -> dict[str, Any]:
-        """Return the template's variables that turn the thought on or off."""
+        """Return the template variables that turn thinking on or off."""
         return {} if self.switch is None else {self.switch: is_on}
 
 
 def find_reasoning_format(render: Render, encode: Encode) -> ReasoningFormat | None:
-    """Find how thoughts are written, None where the template cannot think.
+    """Detect the markup of thoughts; return None if the template does not support thinking.
 
     Args:
-        render: renders messages with the template's variables as keywords; None where the template refuses.
-        encode: token ids of text from the middle of a rendered prompt.
+        render: Renders messages with template variables as keywords; returns None if the template refuses them.
+        encode: Encodes text from the middle of a rendered prompt.
     """
     prompts = {
         (switch, is_on): render([ASKED], add_generation_prompt=True, **{switch: is_on}) or ""
@@ -137,7 +137,7 @@ def _takes_effort(render: Render) -> bool:
 
 
 def _rendered_thought(render: Render) -> tuple[str | None, str]:
-    """Return the key under which the template reads a thought, and its rendering; '' where it drops thoughts."""
+    """Return the key of a thought in a message, and the rendered conversation; (None, '') if thoughts are dropped."""
     for key in HISTORY_KEYS:
         text = render([ASKED, {"role": "assistant", "content": "Cprobe", key: "Rprobe"}]) or ""
         if "Rprobe" in text and "Cprobe" in text:
@@ -146,7 +146,7 @@ def _rendered_thought(render: Render) -> tuple[str | None, str]:
 
 
 def _closing(text: str, end: str) -> str:
-    """Return the text between a thought and its answer, '' where that is more than the end and white space."""
+    """Return the text between a thought and its answer; '' if it is more than the end marker and white space."""
     between = text.partition("Rprobe")[2].partition("Cprobe")[0] if "Rprobe" in text else text
     return between if between.count(end) == 1 and not between.replace(end, "").strip() else ""
 

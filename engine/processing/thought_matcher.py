@@ -1,4 +1,4 @@
-"""ThoughtMatcher: lets a model think, ends the thought when its budget is used up, then hands over to the grammar."""
+"""ThoughtMatcher: constrains a thought by its budget, and then applies the grammar of the answer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from engine.protocol import ThoughtSpec
 
 
 class Phase(Enum):
-    """The phase of an answer."""
+    """Phase of an answer."""
 
     THINKING = "thinking"
     ANSWERING = "answering"
@@ -20,23 +20,24 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class State:
-    """A place in an answer, up to the first token of its grammar."""
+    """State of an answer before the first token of its grammar."""
 
     phase: Phase
-    """Once nothing is forced any more."""
+    """Phase after the forced tokens."""
     forced: tuple[int, ...] = ()
-    """The only tokens that may come next, in this order."""
+    """Tokens that must come next, in this order."""
     num_thought: int = 0
     """Tokens of the thought so far."""
 
 
 class ThoughtRules:
-    """The allowed tokens in the thoughts of one request.
+    """The tokens that are allowed in the thoughts of one request.
 
     Args:
-        stop_token_ids: what ends the answer. They are forbidden in a thought that a grammar follows.
-        vocab_size: width of the logits.
-        has_grammar: whether a grammar follows the thought.
+        spec: The thought.
+        stop_token_ids: Tokens that end the answer; they are forbidden in a thought before a grammar.
+        vocab_size: Width of the logits.
+        has_grammar: Whether a grammar follows the thought.
     """
 
     def __init__(self, spec: ThoughtSpec, stop_token_ids: tuple[int, ...], vocab_size: int, has_grammar: bool):
@@ -44,17 +45,17 @@ class ThoughtRules:
         self._stop_token_ids = frozenset(stop_token_ids)
         self._vocab_size = vocab_size
         self._resume_ids = spec.resume_ids if has_grammar else ()
-        self._any = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)  # padding too: the engine skips such masks
+        self._any = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)  # padding too: the engine skips such a mask
         self._stop = self._mask_of(self._stop_token_ids)
         closing = self._mask_of([spec.end_id])
         self._thought = self._any & ~self._stop | closing if has_grammar else self._any
 
     def first(self) -> State:
-        """Return the state at the beginning of the answer."""
+        """Return the state at the start of the answer."""
         return self._thinking(0, self._spec.opening_ids)
 
     def next(self, state: State, token_id: int) -> State:
-        """Return the state behind a token. Raises ValueError for one that the mask forbids."""
+        """Return the state after a token. Raises ValueError for a token that the mask forbids."""
         if state.phase is Phase.ENDED:
             return state
         if state.forced and token_id != state.forced[0]:
@@ -70,7 +71,7 @@ class ThoughtRules:
         return self._thinking(state.num_thought + 1)
 
     def mask(self, state: State) -> np.ndarray:
-        """Return which tokens may come next, uint32 [ceil(vocab_size / 32)]."""
+        """Return the mask of the next token, uint32 [ceil(vocab_size / 32)]."""
         if state.forced:
             return self._mask_of(state.forced[:1])
         if state.phase is Phase.ENDED:
@@ -89,10 +90,12 @@ class ThoughtRules:
 
 
 class ThoughtMatcher:
-    """A `core.request.Matcher` of an answer that begins with a thought; one thread at a time.
+    """A `core.request.Matcher` of an answer that starts with a thought. Not thread-safe.
 
     Args:
-        inner: the grammar's matcher at its beginning, which takes over behind the thought; None: any text follows.
+        rules: Rules of the thought.
+        inner: Matcher of the grammar after the thought, in its first state; None: any text follows.
+        state: Current state; default: the first one.
     """
 
     def __init__(self, rules: ThoughtRules, inner: GrammarMatcher | None, state: State | None = None):
@@ -101,7 +104,14 @@ class ThoughtMatcher:
         self._state = state or rules.first()
 
     def masks(self, draft: tuple[int, ...] = ()) -> np.ndarray:
-        """uint32 [1 to len(draft) + 1, ceil(vocab_size / 32)]; see the protocol. Raises ValueError."""
+        """Return the masks for the next token and after each draft token; see `core.request.Matcher`.
+
+        Returns:
+            uint32 [1 to len(draft) + 1, ceil(vocab_size / 32)].
+
+        Raises:
+            ValueError: See GrammarMatcher.masks.
+        """
         state, rows = self._state, []
         for i in range(len(draft) + 1):
             if (inner := self._active(state)) is not None:
@@ -114,7 +124,7 @@ class ThoughtMatcher:
         return np.stack(rows)
 
     def advance(self, token_ids: tuple[int, ...]) -> None:
-        """Raises ValueError for a token that the mask forbids."""
+        """Advance over generated tokens. Raises ValueError for a token that the mask forbids."""
         for i, token_id in enumerate(token_ids):
             if (inner := self._active(self._state)) is not None:
                 inner.advance(token_ids[i:])
@@ -125,7 +135,7 @@ class ThoughtMatcher:
         return ThoughtMatcher(self._rules, None if self._inner is None else self._inner.fork(), self._state)
 
     def _active(self, state: State) -> GrammarMatcher | None:
-        """The grammar's matcher, once it is its turn."""
+        """Return the grammar's matcher if the state is after the thought, else None."""
         return self._inner if state.phase is Phase.ANSWERING and not state.forced else None
 
 

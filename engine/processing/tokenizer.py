@@ -1,4 +1,4 @@
-"""ChatTokenizer: conversations to token ids through the model's own template, and what the model says of stopping."""
+"""ChatTokenizer: converts conversations to token ids with the model's chat template; stop tokens and formats."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -34,21 +34,21 @@ TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What a template raises on a conversation that it was not written for."""
+"""Exceptions that a template may raise for an unsupported conversation."""
 
 MIN_BATCH_CHARS = 2048
-"""Longer texts are encoded by a call that lets other threads run, which takes a few microseconds more."""
+"""Length from which texts are encoded by a call that releases the GIL, at a cost of a few microseconds."""
 
 MIN_CONTROL_STRINGS = 100_000
-"""As many control strings a request may hold in any case: a template may drop text with them in it."""
+"""Control strings below which a request is never refused for their number, since a template may drop their text."""
 
 MAX_BEGINNINGS = 8
-"""Beginnings of prompts whose ids are remembered: those of long system messages that no control token ends."""
+"""Size of the cache of encoded prompt beginnings, for long system messages that do not end with a control token."""
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Sampling that the checkpoint asks for where a request says nothing; temperature 0 is greedy."""
+    """The checkpoint's default sampling parameters; temperature 0 is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -59,24 +59,28 @@ class GenerationDefaults:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """token_ids: int32 [num_prompt_tokens], placeholders repeated per image token. boundaries: `system` and `turn`, by
-    num_tokens, each where there is one; 0 < num_tokens < num_prompt_tokens."""
+    """A tokenized conversation."""
 
     token_ids: np.ndarray
+    """int32 [num_prompt_tokens], image placeholders repeated per image token."""
     boundaries: tuple[Boundary, ...]
+    """At most one each of `system` and `turn`, ascending, with 0 < num_tokens < num_prompt_tokens."""
 
 
 class ChatTokenizer:
-    """The tokenizer and chat template of one checkpoint. Several threads may use it at once.
+    """The tokenizer and chat template of one checkpoint. Thread-safe.
 
-    stop_token_ids: every id that ends an answer, by generation_config, config, tokenizer and template.
-    keeps_late_system: the template takes a system message after other turns and leaves it in place.
-    token_bytes: token id -> its bytes, see TokenBytes.
-    image_token_id: the placeholder of a picture in the prompt, None for a model that sees none.
-    reasoning: how thoughts are written, None where the template cannot think.
-    tool_format: how tool calls are written, None where the template shows no tools or the format is not known.
-    control_token_ids: of the added tokens, which structure a prompt, but for the placeholders of media.
-    Raises EngineFailed when the directory has no usable tokenizer.json or no chat template.
+    Attributes:
+        stop_token_ids: Ids that end an answer, from generation_config, config, tokenizer and template.
+        generation_defaults: The checkpoint's default sampling parameters.
+        keeps_late_system: Whether the template accepts a system message after other turns and leaves it in place.
+        token_bytes: Maps a token id to its bytes, see TokenBytes.
+        image_token_id: Placeholder of an image in the prompt; None for a text model.
+        reasoning: Format of thoughts; None if the template does not support thinking.
+        tool_format: Format of tool calls; None if the template has no tools or the format is unknown.
+
+    Raises:
+        EngineFailed: The directory has no usable tokenizer.json or no chat template.
     """
 
     def __init__(self, model_dir: Path):
@@ -107,11 +111,12 @@ class ChatTokenizer:
 
     @property
     def control_ids(self) -> Mapping[str, int]:
-        """The added tokens by string: ids of what ordinary tokens cannot spell."""
+        """String to id of the added tokens, which ordinary tokens cannot spell."""
         return self._control.ids
 
     @property
     def control_token_ids(self) -> frozenset[int]:
+        """Ids of the added tokens that structure a prompt, without media placeholders."""
         return frozenset(self._control.ids.values()) - self._media_token_ids
 
     def encode_chat(
@@ -123,15 +128,22 @@ class ChatTokenizer:
         limit: PromptLimit | None = None,
         continue_final_message: bool = False,
     ) -> np.ndarray:
-        """The prompt that asks the model for its next turn, int32 [num_prompt_tokens].
+        """Render and tokenize the prompt for the model's next turn.
 
-        messages: canonical, see `deployments.chat.Message`; left as they are. template_kwargs: variables of the
-        template, `tools` among them; `enable_thinking` is false unless given. image_tokens: for each picture in order
-        of appearance, how many placeholders it takes. limit: what is longer, or not wanted any more, is given up as
-        soon as that is certain. continue_final_message: the prompt ends with the text of the final message, which is
-        the assistant's, so that the answer goes on there.
-        Raises InvalidRequest, also with the template's own words when the template refuses the conversation,
-        ContextLengthExceeded and NotWanted by `limit`.
+        Args:
+            messages: Canonical messages, see `deployments.chat.Message`; not modified.
+            template_kwargs: Template variables, such as `tools`; `enable_thinking` defaults to false.
+            image_tokens: Placeholders of each image, in order of appearance.
+            limit: Ends the work as soon as the prompt is certainly too long or no longer needed.
+            continue_final_message: Whether the prompt ends with the text of the final message, the assistant's, which
+                the answer continues.
+
+        Returns:
+            int32 [num_prompt_tokens].
+
+        Raises:
+            InvalidRequest: The conversation is invalid, or the template refuses it with this message.
+            ContextLengthExceeded, NotWanted: See PromptLimit.check.
         """
         conversation = self._convert(messages, template_kwargs, limit)
         _, ids = self._encode_conversation(conversation, limit, continue_final_message)
@@ -146,7 +158,7 @@ class ChatTokenizer:
         limit: PromptLimit | None = None,
         continue_final_message: bool = False,
     ) -> ChatPrompt:
-        """As `encode_chat`, with the places where the prompt may be cut. Raises what `encode_chat` does."""
+        """Render and tokenize as `encode_chat`, and find the boundaries. Raises what `encode_chat` raises."""
         conversation = self._convert(messages, template_kwargs, limit)
         text, ids = self._encode_conversation(conversation, limit, continue_final_message)
         ends = np.cumsum(repeats := self._image_repeats(ids, conversation.num_images, image_tokens))
@@ -162,9 +174,11 @@ class ChatTokenizer:
         return ChatPrompt(np.repeat(ids, repeats), boundaries)
 
     def encode_text(self, text: str, limit: PromptLimit | None = None) -> np.ndarray:
-        """A raw prompt, int32 [num_tokens]: as the tokenizer does it, control tokens included, media placeholders not.
+        """Tokenize a raw prompt, int32 [num_tokens]. Control tokens are recognised, media placeholders are escaped.
 
-        Raises InvalidRequest, ContextLengthExceeded and NotWanted by `limit`.
+        Raises:
+            InvalidRequest: The text is not valid Unicode.
+            ContextLengthExceeded, NotWanted: See PromptLimit.check.
         """
         media = {token for token, id_ in self._control.ids.items() if id_ in self._media_token_ids}
         quarantine = Quarantine(self._control)
@@ -175,14 +189,14 @@ class ChatTokenizer:
         return np.asarray(self._encode_pieces(pieces, add_special_tokens=True, limit=limit), dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text that the tokens stand for, control tokens included."""
+        """Decode tokens, control tokens included."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def detokenizer(self, stop: tuple[str, ...]) -> Detokenizer:
         return Detokenizer(self._tokenizer, stop)
 
     def answer_parser(self, rules: AnswerRules) -> AnswerParser:
-        """Return a parser for one choice of an answer."""
+        """Return a parser for one choice."""
         if rules.is_raw:
             return AnswerParser(TokenDecoder(self._tokenizer), rules, None, None)
         decoder = TokenDecoder(self._tokenizer, self._markers if rules.tools else self._thought_markers)
@@ -197,7 +211,7 @@ class ChatTokenizer:
         return self._thought_markers | self._special_in(() if self.tool_format is None else self.tool_format.markers)
 
     def _special_in(self, markers: Sequence[str]) -> dict[int, str]:
-        """Special tokens that are in one of the markers, which the decoded text must keep: id to text."""
+        """Return the special tokens that occur in one of the markers, which decoded text must keep: id to text."""
         return {
             id_: content
             for content, id_ in self._control.ids.items()
@@ -216,7 +230,7 @@ class ChatTokenizer:
     def _encode_conversation(
         self, conversation: Conversation, limit: PromptLimit | None, continue_final_message: bool
     ) -> tuple[str, np.ndarray]:
-        """The prompt as the template renders it, control strings held back, and its ids, one per picture."""
+        """Return the rendered prompt with escaped control strings, and its ids with one placeholder per image."""
         quarantine = conversation.quarantine
         if continue_final_message:
             text = self._render_unfinished(conversation)
@@ -228,10 +242,10 @@ class ChatTokenizer:
         return text, np.asarray(self._encode_pieces(pieces, limit=limit), dtype=np.int32)
 
     def _check_length(self, pieces: Sequence[str], limit: PromptLimit) -> None:
-        """Raise ContextLengthExceeded if that is certain before all pieces are encoded.
+        """Raise ContextLengthExceeded if it is certain before all pieces are encoded.
 
-        It is the rendered text that is measured and not that of the messages, of which a template may drop any part,
-        such as old thoughts. To render is a small part of the work.
+        The rendered text is measured instead of the messages, since a template may drop parts of these, such as old
+        thoughts. Rendering is a small part of the work.
         """
         num_tokens = sum(len(self._control.as_text[held]) for held in pieces[1::2])
         num_tokens += sum(map(self._bound.of, pieces[::2]))
@@ -258,12 +272,12 @@ class ChatTokenizer:
         return str(rendered)
 
     def _render_unfinished(self, conversation: Conversation) -> str:
-        """The conversation up to the end of its final message's text."""
+        """Render the conversation up to the end of its final message's text. Raises InvalidRequest."""
         try:
             rendered = self._renderer.apply_chat_template(
                 conversation.messages, tokenize=False, continue_final_message=True, **conversation.kwargs
             )
-        except TEMPLATE_ERRORS:  # transformers' message holds the whole conversation
+        except TEMPLATE_ERRORS:  # transformers' message contains the whole conversation
             raise InvalidRequest("The model's chat template cannot continue the final message", "messages") from None
         return str(rendered)
 
@@ -288,7 +302,7 @@ class ChatTokenizer:
     def _encode_pieces(
         self, pieces: Sequence[str], add_special_tokens: bool = False, limit: PromptLimit | None = None
     ) -> list[int]:
-        """See `Quarantine.split`."""
+        """Encode text and control strings in turn, see `Quarantine.split`."""
         ids = self._encode(pieces[0], add_special_tokens)
         for held, piece in zip(pieces[1::2], pieces[2::2], strict=True):
             if limit is not None:
@@ -300,7 +314,7 @@ class ChatTokenizer:
         return ids
 
     def _image_repeats(self, ids: np.ndarray, num_images: int, image_tokens: Sequence[int]) -> np.ndarray:
-        """How many times each token is there once every picture has all its placeholders, int64 [len(ids)]."""
+        """Return the repetitions of each token, 1 except for image placeholders, int64 [len(ids)]."""
         placeholders = ids == (-1 if self.image_token_id is None else self.image_token_id)
         num_placed = int(placeholders.sum())
         if not num_images == num_placed == len(image_tokens):
@@ -314,7 +328,7 @@ class ChatTokenizer:
         return repeats
 
     def _probe(self, messages: Messages) -> str:
-        """A rendering without generation prompt, or '' when the template refuses."""
+        """Render without generation prompt; return '' if the template refuses."""
         return self._try_render(dict(DEFAULT_KWARGS), messages, False) or ""
 
     def _probe_with(self, messages: Messages, add_generation_prompt: bool = False, **kwargs: Any) -> str | None:
@@ -346,7 +360,7 @@ class ChatTokenizer:
         return tuple(sorted(ids))
 
     def _find_turn_end(self) -> list[int]:
-        """The special token that the template writes behind an assistant's answer, if it writes one."""
+        """Return the special token that the template writes after an assistant's answer, if any."""
         turns = [{"role": "user", "content": "Qprobe"}, {"role": "assistant", "content": "Aprobe"}]
         _, _, tail = self._probe(turns).rpartition("Aprobe")
         first = self._encode(tail.lstrip())[:1]
@@ -354,13 +368,13 @@ class ChatTokenizer:
 
 
 def _load_renderer(model_dir: Path) -> "PreTrainedTokenizerFast":
-    from transformers import PreTrainedTokenizerFast  # takes a second, which only processes that render spend
+    from transformers import PreTrainedTokenizerFast  # takes a second, so only processes that render import it
 
-    # By its generic class: tokenizer.json as it is shipped. AutoTokenizer picks a class by the model's type and
-    # rebuilds the normalizer and the splitting pattern, which for the demo model are not those it was trained with.
+    # The generic class uses tokenizer.json as it is. AutoTokenizer selects a class by model type and rebuilds the
+    # normalizer and the splitting pattern, which for the demo model differ from those of its training.
     try:
         renderer = PreTrainedTokenizerFast.from_pretrained(str(model_dir), local_files_only=True)
-    except Exception as error:  # tokenizers raises bare Exception on a broken file
+    except Exception as error:  # tokenizers raises a bare Exception for a broken file
         raise EngineFailed(f"{model_dir}: the tokenizer cannot be loaded ({error})") from None
     try:
         renderer.get_chat_template()

@@ -1,4 +1,4 @@
-"""Whether two checkpoints have the same tokenizer: a draft that counts in other tokens says nothing about a prompt."""
+"""Compares the tokenizers of two checkpoints; a draft model must have the target's tokenizer."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,21 +22,22 @@ PROBES = (
 
 
 def why_different(target_dir: Path, draft_dir: Path) -> str | None:
-    """The first difference between the tokenizers of two checkpoints; None if a draft may read the target's tokens.
+    """Return the first difference between the tokenizers of two checkpoints; None if the draft can read the target's
+    tokens.
 
-    Raises EngineFailed when one of them cannot be loaded.
+    Raises EngineFailed if a tokenizer cannot be loaded.
     """
     target, draft = load_tokenizer(target_dir), load_tokenizer(draft_dir)
     return next(_differences(target, draft, vocab_size(read_config(draft_dir))), None)
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """As it is shipped, with the tokens that tokenizer_config.json adds. Raises EngineFailed."""
-    from transformers import PreTrainedTokenizerFast  # takes a second, which only processes that compare spend
+    """Load tokenizer.json with the tokens that tokenizer_config.json adds. Raises EngineFailed."""
+    from transformers import PreTrainedTokenizerFast  # takes a second, so only processes that compare import it
 
     try:
         return PreTrainedTokenizerFast.from_pretrained(str(model_dir), local_files_only=True).backend_tokenizer
-    except Exception as error:  # tokenizers raises bare Exception on a broken file
+    except Exception as error:  # tokenizers raises a bare Exception for a broken file
         raise EngineFailed(f"{model_dir}: the tokenizer cannot be loaded ({error})") from None
 
 
@@ -65,7 +66,7 @@ def _added_token_differences(target: Tokenizer, draft: Tokenizer) -> Iterator[st
 
 
 def _added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """By string; whether one is special does not matter here."""
+    """Return string to id of all added tokens, special or not."""
     return {token.content: id_ for id_, token in tokenizer.get_added_tokens_decoder().items()}
 
 

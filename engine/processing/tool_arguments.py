@@ -1,4 +1,4 @@
-"""Arguments of tool calls: JSON text of an object, each value of a type that the tool's schema allows."""
+"""Converts arguments of tool calls to JSON text, with values of the types in the tool's schema."""
 
 import json
 import re
@@ -17,7 +17,7 @@ JSON_TYPES: Mapping[type, str] = {
     type(None): "null",
 }
 PYTHON_WORDS: Mapping[str, Any] = {"true": True, "false": False, "null": None, "none": None}
-"""Spellings of these values, in any case."""
+"""Alternative spellings, in any letter case."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,17 @@ class ParsedToolCall:
     """One complete call of a tool."""
 
     name: str
-    """As the model wrote it; perhaps no declared tool has it."""
+    """As the model wrote it; it may not be a declared tool."""
     arguments: str
     """JSON text of an object."""
 
 
 class ToolTypes:
-    """Which JSON types the declared tools allow for each of their parameters; tools: the definitions."""
+    """The JSON types that the declared tools allow for their parameters.
+
+    Args:
+        tools: OpenAI function tools.
+    """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]):
         self.tools = list(tools)
@@ -39,10 +43,10 @@ class ToolTypes:
         self._schemas = {function.get("name"): function.get("parameters") or {} for function in functions}
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> ParsedToolCall:
-        """Return a call whose arguments came as JSON.
+        """Create a call from JSON arguments.
 
-        A string where the schema allows none is read as the value that it spells. Raises ValueError if they cannot be
-        written as JSON.
+        A string for which the schema allows no string is converted to the value that it spells. Raises ValueError if
+        the arguments cannot be written as JSON.
         """
         typed = {
             key: self._typed(name, key, value, self._allowed(name, key) or {"string"})
@@ -53,9 +57,9 @@ class ToolTypes:
         return ParsedToolCall(name, dump_json(typed))
 
     def call_of_texts(self, name: str, arguments: Mapping[str, str]) -> ParsedToolCall:
-        """Return a call whose arguments came as bare texts, typed by the schema.
+        """Create a call from arguments as plain texts, converted to the types of the schema.
 
-        Without a type in the schema arrays and objects are read as JSON, and all else is a string.
+        Without a type in the schema, arrays and objects are parsed as JSON, and everything else is a string.
         """
         typed = {
             key: self._typed(name, key, text, self._allowed(name, key) or {"array", "object", "string"})
@@ -79,7 +83,7 @@ class ToolTypes:
         return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
 
     def _allowed(self, name: str, key: str) -> set[str]:
-        """Return the types that the parameter may have; empty: the schema names none."""
+        """Return the types that the schema allows for a parameter; empty if it names none."""
         return _types_of(self._property(name, key), self._schemas.get(name) or {}, frozenset())
 
     def _property(self, name: str, key: str) -> Any:
@@ -108,7 +112,7 @@ def dump_json(value: Any) -> str:
 
 
 def _spelled(text: str, allowed: set[str]) -> Any:
-    """The value that the text spells, or the text."""
+    """Return the value that a text spells, else the text."""
     stripped = text.strip()
     try:
         value = parse_json(stripped)

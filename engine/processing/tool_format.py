@@ -1,4 +1,4 @@
-"""ToolFormat: how a model writes its tool calls, found by what its chat template writes."""
+"""ToolFormat: the markup of a model's tool calls, detected from the output of its chat template."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ PARAMETER = re.compile(
     r"<parameter=\s*([^\s<>]+)\s*>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z))", re.DOTALL
 )
 NAMED_JSON = re.compile(r"\s*(.*?)\s*(\{.*)", re.DOTALL)
-"""A function's name with markup around it, then its arguments."""
+"""A function's name with markup around it, followed by its arguments."""
 MARKUP = re.compile(r"<[|｜].*?[|｜]>|\[CALL_ID\]\s*\w*|\[ARGS\]|```(?:json)?|\s")
 
 
@@ -28,35 +28,35 @@ class CallShape:
     """The template's markup around the names and the JSON arguments of calls."""
 
     begin: str
-    """In front of the first name."""
+    """Before the first name."""
     middle: str
     """Between a name and its arguments."""
     joint: str | None
-    """Between the arguments of one call and the name of the next; None: the template takes one call alone."""
+    """Between the arguments of one call and the name of the next; None: the template supports only one call."""
     end: str
-    """Behind the last arguments."""
+    """After the last arguments."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes its tool calls."""
+    """The markup of a model's tool calls."""
 
     name: str
     """For errors."""
     openings: tuple[str, ...]
-    """Markers that begin a call."""
+    """Markers at the start of a call."""
     body: Callable[[str], CallBody]
-    """Makes the body of a call that has begun with this opening."""
+    """Creates the collector of a call that starts with an opening."""
     parse: Parse
-    """The calls in the text of a complete body. Raises ValueError where there is none."""
+    """Parses the calls in a complete body. Raises ValueError if there is none."""
     noise: tuple[str, ...] = ()
-    """Markup around calls that is neither content nor part of a call."""
+    """Markup around calls, which is dropped."""
     starts_answer: bool = False
-    """Whether an opening counts only where nothing but white space is in front of it; else it is content."""
+    """Whether an opening counts only at the start of the answer, after optional white space, else it is content."""
     shape: CallShape | None = None
-    """How the template writes calls with JSON arguments, which a grammar of the calls follows."""
+    """Markup of calls with JSON arguments for a grammar; None: calls cannot be enforced by a JSON grammar."""
     inner: tuple[str, ...] = ()
-    """Markup inside of calls."""
+    """Markup inside calls."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ def parse_xml(text: str, types: ToolTypes) -> list[ParsedToolCall]:
 
 
 def parse_objects(text: str, types: ToolTypes) -> list[ParsedToolCall]:
-    """Parse {"name": ..., "arguments": {...}}, or a list of such; `parameters` is another word for the latter."""
+    """Parse {"name": ..., "arguments": {...}} or a list of these; `parameters` is accepted for `arguments`."""
     found = parse_json(text)
     calls = [_object_call(one, types) for one in (found if isinstance(found, list) else [found])]
     if not calls:
@@ -82,7 +82,7 @@ def parse_objects(text: str, types: ToolTypes) -> list[ParsedToolCall]:
 
 
 def parse_bare_object(text: str, types: ToolTypes) -> list[ParsedToolCall]:
-    """Parse {"name": ..., "parameters": {...}} without markup, where nothing else tells a call from other JSON."""
+    """Parse {"name": ..., "parameters": {...}} without markup; the keys distinguish a call from other JSON."""
     found = parse_json(text)
     if not isinstance(found, dict) or not isinstance(found.get("parameters", found.get("arguments")), dict):
         raise ValueError("there are no arguments")
@@ -104,7 +104,7 @@ def parse_named(text: str, types: ToolTypes) -> list[ParsedToolCall]:
 
 
 def parse_pairs(key: str, value: str, text: str, types: ToolTypes) -> list[ParsedToolCall]:
-    """Parse a name, then tagged keys and values; key, value: the names of the tags."""
+    """Parse a name followed by keys and values in tags, whose names are `key` and `value`."""
     if text.lstrip().startswith("{"):
         return parse_objects(text, types)
     name = text.partition(f"<{key}>")[0].strip()
@@ -118,7 +118,7 @@ def parse_with(module: str, text: str, types: ToolTypes) -> list[ParsedToolCall]
     """Parse with one of mlx-lm's parsers."""
     try:
         found = library_parser(module)(text, types.tools)
-    except Exception as error:  # the library's parsers raise whatever comes of a text that they were not written for
+    except Exception as error:  # the library's parsers raise arbitrary exceptions for unexpected text
         raise ValueError(f"{type(error).__name__}: {error}") from None
     return [_object_call(one, types) for one in (found if isinstance(found, list) else [found])]
 
@@ -140,7 +140,7 @@ def _checked(name: Any, arguments: Any, types: ToolTypes) -> ParsedToolCall:
 
 
 def _bare_name(header: list[str]) -> str:
-    """DeepSeek writes the word `function` in front of the name, Kimi a namespace and a number around it."""
+    """Return the name without the word `function` before it (DeepSeek) or namespace and number around it (Kimi)."""
     name = header[1] if header[0] == "function" and len(header) > 1 else header[0]
     return re.sub(r"^functions\.(.*?)(?::\d+)?$", r"\1", name)
 
@@ -149,7 +149,7 @@ BEGINNING = '{"name":'
 
 
 def begins_call(text: str) -> bool:
-    """Whether more text may make this a call of `parse_objects`."""
+    """Tell whether the text may become a call of `parse_objects` with more text."""
     bare = "".join(text.split())
     return bare.startswith(BEGINNING) or BEGINNING.startswith(bare)
 
@@ -243,10 +243,11 @@ LLAMA = ToolFormat(
 
 @dataclass(frozen=True)
 class Sign:
-    """A format, and strings that are all in what the templates of its models write."""
+    """Strings by which a format is recognised."""
 
     format: ToolFormat
     strings: tuple[str, ...] = field(default=())
+    """All of them occur in the output of the template."""
 
 
 SIGNS = (
@@ -265,7 +266,7 @@ SIGNS = (
     Sign(LLAMA, ('"name": "probe_tool"',)),
     Sign(LLAMA, ("<|python_tag|>",)),
 )
-"""In this order: what a format has in common with a later one is not among the later one's."""
+"""Tried in this order, as the strings of a later format may also occur in an earlier one."""
 
 PROBE_TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -277,19 +278,19 @@ PROBE_TOOL: Mapping[str, Any] = {
 }
 ASKED = {"role": "user", "content": "Uprobe"}
 CALL_ID = "callprobe"
-"""Nine letters, as Mistral's templates demand."""
+"""Nine letters, as Mistral's templates require."""
 
 
 def find_tool_format(render: Callable[..., str | None], source: str, ends: re.Pattern[str]) -> ToolFormat | None:
-    """Find how calls are written.
+    """Detect the format of tool calls.
 
     Args:
-        render: renders messages with the template's variables as keywords; None where the template refuses.
-        source: the template itself, for templates that write no call into the conversation.
-        ends: finds the special tokens, one of which ends an answer.
+        render: Renders messages with template variables as keywords; returns None if the template refuses them.
+        source: The template itself, for templates that do not render calls of the conversation.
+        ends: Pattern of the special tokens, one of which ends an answer.
 
     Returns:
-        None where the template shows no tools, or writes calls in a form that is not known.
+        None if the template has no tools or an unknown format of calls.
     """
     shown = render([ASKED], tools=[PROBE_TOOL]) or ""
     if "probe_tool" not in shown:
@@ -302,14 +303,14 @@ def find_tool_format(render: Callable[..., str | None], source: str, ends: re.Pa
 
 
 def takes_argument_texts(render: Callable[..., str | None]) -> bool:
-    """Whether the template reads the arguments of a call as JSON text and not as an object."""
+    """Tell whether the template accepts the arguments of a call only as JSON text, not as an object."""
     return _rendered_call(render, kinds=(dict,)) is None and _rendered_call(render, kinds=(str,)) is not None
 
 
 def _rendered_call(
     render: Callable[..., str | None], num_calls: int = 1, kinds: tuple[type, ...] = (dict, str)
 ) -> str | None:
-    """Calls of the tool as the template writes them into the conversation."""
+    """Return the text after the question in a rendered conversation with calls; None if the template refuses it."""
     for kind in kinds:
         arguments = {"key": "Vprobe"} if kind is dict else '{"key": "Vprobe"}'
         calls = [
@@ -325,7 +326,7 @@ def _rendered_call(
 
 
 def _find_shape(render: Callable[..., str | None], format: ToolFormat, ends: re.Pattern[str]) -> CallShape | None:
-    """Return the markup around JSON arguments; None where it is not clear, or a parser would not understand it."""
+    """Return the markup around JSON arguments; None if it is ambiguous, or the parser could not read it."""
     one, two = (_pieces_of_calls(_rendered_call(render, num_calls), format, ends) for num_calls in (1, 2))
     if one is None or len(one) != 3:
         return None
@@ -336,7 +337,7 @@ def _find_shape(render: Callable[..., str | None], format: ToolFormat, ends: re.
 
 
 def _pieces_of_calls(text: str | None, format: ToolFormat, ends: re.Pattern[str]) -> list[str] | None:
-    """The text up to the first name, up to its arguments, up to the next name, ..., up to the end of the answer."""
+    """Split rendered calls into the markup before the first name, before its arguments, ..., after the last ones."""
     if text is None:
         return None
     text = re.sub(rf',\s*"id":\s*"{CALL_ID}"', "", text)

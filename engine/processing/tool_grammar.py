@@ -1,4 +1,4 @@
-"""Tool calls as a grammar: the XML format of Qwen3-Coder and Qwen3.5, in llguidance's Lark dialect.
+"""Grammars of tool calls in llguidance's Lark dialect: for JSON formats, and for the XML of Qwen3-Coder and Qwen3.5:
 
     <tool_call>
     <function=NAME>
@@ -8,8 +8,8 @@
     </function>
     </tool_call>
 
-`<tool_call>` and `</tool_call>` are tokens of their own, all else is text. A value is raw text where the schema allows
-a string, JSON otherwise. One thing the grammar does not see to: strings inside a JSON value may hold `</parameter>`.
+`<tool_call>` and `</tool_call>` are single tokens, everything else is text. A value is raw text if the schema allows a
+string, otherwise JSON. The grammar does not prevent `</parameter>` in strings inside a JSON value.
 """
 
 import copy
@@ -39,11 +39,11 @@ END: "\n</parameter>\n"
 RAW: VALUE END
 call: <tool_call> "\n" function "</function>\n" </tool_call>
 """
-"""TEXT and VALUE do not spell control tokens either: a parser of the decoded text would take them for real ones. VALUE
-is not `null`, which parsers read as None where a string is due (mlx_lm.tool_parsers.qwen3_coder 0.32.2)."""
+"""TEXT and VALUE do not spell the control tokens, which a parser of the decoded text would take for real ones. VALUE is
+not `null`, which parsers read as None in place of a string (mlx_lm.tool_parsers.qwen3_coder 0.32.2)."""
 
 NAME = re.compile(r"[^\s<>]+")
-"""Of functions and parameters: what parsers can tell from the markup."""
+"""Names of functions and parameters that parsers can distinguish from the markup."""
 
 TOP_LEVEL = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
 RAW_LIMITS = ("pattern", "format", "minLength", "maxLength")
@@ -56,18 +56,19 @@ def tool_call_grammar(
     names: Sequence[str] = (),
     answer: GrammarSpec | None = None,
 ) -> GrammarSpec:
-    """Return the grammar of an answer that may or must call some of `tools`, OpenAI's function tools.
+    """Return the grammar of an answer that may or must call tools in the XML format.
 
-    Parameters come in the order of their schema, required ones always. Schemas are enforced as far as they can be.
+    Parameters are in the order of their schema, required ones always present. Schemas are enforced as far as possible.
 
     Args:
-        choice: 'auto' (text, then perhaps calls), 'required' (calls alone), or the name of the function to call.
-        parallel: several calls are allowed, one per line; otherwise one. The answer ends after its last call.
-        names: the functions that may be called; empty: all of them.
-        answer: what an answer without calls must match; with 'auto' it takes the place of the text.
+        tools: OpenAI function tools.
+        choice: 'auto' (text, then optionally calls), 'required' (only calls), or the name of the function to call.
+        parallel: Whether several calls are allowed, one per line. The answer ends after its last call.
+        names: Functions that may be called; empty: all.
+        answer: Grammar of an answer without calls; with 'auto' it replaces the text.
 
     Raises:
-        InvalidRequest: a function with `strict` cannot be enforced, or the format cannot hold a name.
+        InvalidRequest: A function with `strict` cannot be enforced, or a name cannot be written in the format.
     """
     wanted = names or ([] if choice in ("auto", "required") else [choice])
     chosen = [
@@ -84,18 +85,18 @@ def tool_call_grammar(
 
 
 def no_call_grammar(openings: Sequence[str]) -> GrammarSpec:
-    """Return the grammar of a text that holds none of these strings."""
+    """Return the grammar of a text without any of these strings."""
     return GrammarSpec("lark", f"%llguidance {{}}\n{text_rule(openings)}\nstart: TEXT\n", "tool_choice")
 
 
 def text_rule(openings: Sequence[str]) -> str:
-    """Return the rule of a text that holds none of these strings. Control tokens are no text in any case."""
+    """Return the rule of a text without any of these strings. Text never includes control tokens."""
     escaped = [re.escape(opening).replace("/", r"\/") for opening in openings]
     return rf"TEXT: /(?s:.*)/ & ~/(?s:.*)({'|'.join(escaped)})(?s:.*)/"
 
 
 def start_rule(choice: str, calls: str, answer: GrammarSpec | None) -> str:
-    """Return the first rule of a grammar with calls; arguments as in `tool_call_grammar`."""
+    """Return the start rule of a grammar with calls; for the arguments see `tool_call_grammar`."""
     if choice != "auto":
         return f"start: {calls}"
     if answer is None:
@@ -104,7 +105,7 @@ def start_rule(choice: str, calls: str, answer: GrammarSpec | None) -> str:
 
 
 def check_names(there: Sequence[str], wanted: Sequence[str]) -> None:
-    """Raise InvalidRequest for a wanted name that no tool has."""
+    """Raise InvalidRequest for a required name that no tool has."""
     for name in wanted:
         if name not in there:
             raise InvalidRequest(f"tool_choice is {name!r}; no tool has this name", "tool_choice")
@@ -123,7 +124,12 @@ def _answer(answer: GrammarSpec) -> str:
 
 
 class JsonFunction:
-    """A function whose arguments are written as one JSON object. path: its place in the request."""
+    """A function whose arguments are one JSON object.
+
+    Args:
+        function: OpenAI function.
+        path: Path of the function in the request, for errors.
+    """
 
     def __init__(self, function: Mapping[str, Any], path: str):
         self.name: str = function["name"]
@@ -132,7 +138,7 @@ class JsonFunction:
         self._parameters = {"type": "object", **(function.get("parameters") or {})}
 
     def arguments(self) -> str:
-        """Return the rule of the arguments. Raises InvalidRequest for what a strict function cannot enforce."""
+        """Return the rule of the arguments. Raises InvalidRequest if a strict function cannot be enforced."""
         try:
             schema = strict_schema(self._parameters) if self._strict else lenient_schema(self._parameters)
         except (ValueError, RecursionError) as error:
@@ -151,12 +157,12 @@ def json_call_grammar(
     openings: Sequence[str],
     control_ids: Mapping[str, int],
 ) -> GrammarSpec:
-    """Return the grammar of calls whose arguments are one JSON object; see `tool_call_grammar`.
+    """Return the grammar of an answer with calls in a JSON format; for other arguments see `tool_call_grammar`.
 
     Args:
-        shape: what the template writes around names and arguments.
-        openings: what a text without calls must not hold.
-        control_ids: ids of the tokens that no text spells, by string.
+        shape: Markup around names and arguments.
+        openings: Strings that text without calls must not contain.
+        control_ids: String to id of the added tokens, which text cannot spell.
     """
     functions = [JsonFunction(tool["function"], f"tools[{i}].function") for i, tool in enumerate(tools)]
     chosen = [(i, function) for i, function in enumerate(functions) if not names or function.name in names]
@@ -179,7 +185,13 @@ def json_call_grammar(
 
 
 class _Function:
-    """The rules of one function in XML. rule: name of the first of them; path: the function's place in the request."""
+    """The rules of one function in XML.
+
+    Args:
+        function: OpenAI function.
+        rule: Name of the function's first rule.
+        path: Path of the function in the request, for errors.
+    """
 
     def __init__(self, function: Mapping[str, Any], rule: str, path: str):
         self.rule = rule
@@ -229,7 +241,7 @@ class _Function:
             raise self._refused("the schema is nested too deeply") from None
 
     def _value(self, schema: Any, name: str) -> str:
-        """What follows the parameter's opening line, with the closing one."""
+        """Return the rule for the text after a parameter's opening line, its closing line included."""
         kinds = list(self._alternatives(schema, frozenset()))
         raw = [kind for kind in kinds if _is_raw(kind)]
         if self._strict and (limit := next((key for kind in raw for key in RAW_LIMITS if key in kind), None)):
@@ -246,7 +258,7 @@ class _Function:
         return f"({' | '.join([*map(_literal, texts), *others])}) END"
 
     def _alternatives(self, schema: Any, seen: frozenset[str]) -> Iterator[Any]:
-        """The schema, or those that it is a choice of, through references."""
+        """Yield the alternatives of a schema, following references; the schema itself if it has none."""
         decided = not isinstance(schema, dict) or "type" in schema or _constants(schema) is not None
         options = (
             [] if decided else _listed(schema, "anyOf") or _listed(schema, "oneOf") or _listed(schema, "allOf")[:1]
@@ -260,7 +272,7 @@ class _Function:
             yield from self._alternatives(option, seen)
 
     def _json(self, schema: Any) -> str:
-        """The schema on its own. Its references are into the function's, so that comes along if there are any."""
+        """Return the rule of a schema, with the function's whole schema under $defs if it has references into it."""
         alone = copy.deepcopy(schema) if isinstance(schema, dict) else {}
         if any("$ref" in part for _, part in subschemas(alone) if isinstance(part, dict)):
             whole = copy.deepcopy(self._schema)

@@ -1,6 +1,6 @@
-"""WorkerProcess: one image worker as the planner sees it; how it is started, asked, watched and killed.
+"""WorkerProcess: the planner's side of one image worker: starts, calls, watches and kills it.
 
-All methods but `kill` block and belong to one thread at a time. The program itself is image_worker.py.
+All methods except `kill` block, and only one thread may use them at a time. The program itself is image_worker.py.
 """
 
 import json
@@ -29,34 +29,34 @@ WATCH_PERIOD_S = 0.1
 RESIDENT_AT_START = 64 * 2**20
 MAX_HEADER_BYTES = 4096
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH")
-"""Of the planner's environment: a process that decodes hostile bytes needs no tokens or keys."""
+"""Variables that a worker inherits from the planner. A process that decodes hostile bytes gets no secrets."""
 
 
 class WorkerEnded(ImageRefused):
-    """The worker was killed, by the planner or at a limit of the system, because of the image that it had."""
+    """The worker was killed while it decoded the image, by the planner or by a limit of the system."""
 
 
 class WorkerProcess:
-    """Starts with the first image, or with `start`. After WorkerEnded it is of no more use."""
+    """One image worker, started with the first image or by `start`. After WorkerEnded it must be replaced."""
 
     def __init__(self, settings: WorkerSettings):
         self._settings = settings
-        self._lock = threading.Lock()  # for starting and killing
-        self._busy = threading.Lock()  # for the conversation
+        self._lock = threading.Lock()  # guards starting and killing
+        self._busy = threading.Lock()  # guards the protocol
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._is_ready = False
         self._is_killed = False
         self._size = (0, 0)
-        self._grid = settings.grid  # of the image that was examined last
-        self.num_images = 0  # that it was given
+        self._grid = settings.grid  # of the last examined image
+        self.num_images = 0  # images sent so far
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process; does not wait until it is ready. Raises Unavailable."""
+        """Start the process without waiting until it is ready. Raises Unavailable."""
         with self._lock:
             if self._process is not None or self._is_killed:
                 return
@@ -77,7 +77,7 @@ class WorkerProcess:
     def examine(
         self, read: Callable[[], bytes | bytearray], is_base64: bool, has_low_detail: bool = False
     ) -> tuple[int, int]:
-        """Send an encoded image. Returns width and height. Raises ImageRefused, Unavailable, and what `read` raises."""
+        """Send an encoded image; return width and height. Raises ImageRefused, Unavailable, and what `read` raises."""
         with self._busy:
             content = read()
             self.start()
@@ -93,7 +93,7 @@ class WorkerProcess:
             return self._size
 
     def decode(self) -> CutImage:
-        """Let the worker decode the image that was examined last. Raises ImageRefused."""
+        """Decode the last examined image. Raises ImageRefused."""
         with self._busy:
             deadline, grid = self._deadline(), self._grid
             self._send(GO, deadline)
@@ -104,14 +104,14 @@ class WorkerProcess:
             return CutImage(patches, (height, width), str(header["content_hash"]))
 
     def kill(self) -> None:
-        """End the process at once, whatever it is doing; never blocks. A thread that waits for it gets WorkerEnded."""
+        """Kill the process at once without blocking. A thread that waits for it gets WorkerEnded."""
         with self._lock:
             self._is_killed = True
             if self._process is not None:
                 self._process.kill()
 
     def reap(self) -> None:
-        """Wait until a killed process has ended, and the thread that waits for it has noticed."""
+        """Wait until a killed process has ended and no thread uses its socket, and close the socket."""
         with self._busy:
             if self._process is not None:
                 self._process.wait()
@@ -172,7 +172,7 @@ class WorkerProcess:
         return self._socket
 
     def _watch(self, deadline: float) -> None:
-        """Kill the worker when it has exceeded what the system does not limit: time, and memory on macOS."""
+        """Kill the worker if it exceeds a limit that the system does not enforce: elapsed time, and memory on macOS."""
         memory_bytes = self._settings.memory_bytes
         if time.monotonic() > deadline:
             limit_s = self._settings.wall_s
@@ -185,7 +185,7 @@ class WorkerProcess:
         raise WorkerEnded(reason)
 
     def _why_ended(self) -> str:
-        """Tell why the connection is closed, for the client."""
+        """Return the reason why the worker ended, for the client."""
         if self._process is not None and not self._is_killed and self._process.wait() == -signal.SIGXCPU:
             limit_s = self._settings.cpu_s
             return f"decoding the image takes more than {limit_s:g} s of CPU time, which is the limit"
@@ -193,7 +193,7 @@ class WorkerProcess:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a worker: what it needs to start, with one thread for NumPy's arithmetic."""
+    """Return the environment of a worker: the variables that it needs to start, and one thread for NumPy."""
     passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     package_root = str(Path(engine.__file__).parents[1])
     return {**passed_on, "PYTHONPATH": package_root, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}

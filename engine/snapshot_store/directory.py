@@ -1,14 +1,14 @@
-"""The directory of the disk tier: which files are in it, whose they are, and which have to go. One thread at a time.
+"""The directory of the disk tier: its files, their models, and their eviction. Used by one thread at a time.
 
-`<digest>.safetensors` are snapshots, `<digest>.<random>.tmp` are being written; anything else is foreign: neither read
-nor removed. A snapshot is written under its temporary name, flushed to the disk and renamed, so a crash leaves nothing
-or a whole file. Its writer holds a lock (flock) on the temporary file, so one without a lock was left by a crash, and
-is removed at the next start. (A start in the instant between making and locking a file fails that one write.)
+`<digest>.safetensors` are snapshots, and `<digest>.<random>.tmp` are being written; anything else is foreign and is
+neither read nor removed. A snapshot is written under its temporary name, flushed to disk and renamed, so that a crash
+leaves no file or a complete one. The writer holds a lock (flock) on the temporary file; one without a lock was left by
+a crash and is removed at the next start. (A start between creating and locking a file fails that one write.)
 
-Several processes may share a directory. Each looks again before it writes, takes over what others of the same model
-have written, and counts all snapshots against its own limit: the least recently used goes first, whichever model it is
-of. Nobody waits for anybody: a file may vanish or be replaced at any time. Then it is lost, never mistaken for another,
-as every file says which snapshot it is, which one precedes it, and of which model. Two that write at the same time
+Several processes may share a directory. Each scans it before it writes, adopts files that others of the same model have
+written, and counts all snapshots against its own limit; the least recently used is evicted first, whatever its model.
+Processes do not wait for one another: a file may vanish or be replaced at any time. It is lost then, but never mistaken
+for another, because every file names its snapshot, its parent and its model. Two processes that write at the same time
 may exceed the limit by what they write.
 """
 
@@ -50,23 +50,20 @@ TEMPORARY = re.compile(rf"{DIGEST.pattern}\.[0-9a-f]{{16}}\.tmp")
 
 
 class SnapshotLost(OrchardError):
-    """A snapshot cannot be read any more: its file is gone, or not what was written."""
+    """A snapshot cannot be read any more: its file was removed or is damaged."""
 
 
 @dataclass(slots=True)
 class StoredFile:
-    """A file with a snapshot's name. meta: None when it is of another model or version.
+    """A file with a snapshot's name."""
 
-    mtime_ns: when it was last used, as of the last look at the directory. used_ns: as this process knows.
-    """
-
-    digest: str
-    parent: str
-    meta: SnapshotMeta | None
-    num_bytes: int
-    inode: int
-    mtime_ns: int
-    used_ns: int = 0
+    digest: str  # From its name.
+    parent: str  # Digest of its parent, '' without one.
+    meta: SnapshotMeta | None  # None for a file of another model or version.
+    num_bytes: int  # Size of the file.
+    inode: int  # Inode of the file.
+    mtime_ns: int  # Its last use by any process, at the last scan.
+    used_ns: int = 0  # Its last use by this process.
 
     @property
     def last_used_ns(self) -> int:
@@ -74,9 +71,10 @@ class StoredFile:
 
 
 class SnapshotDirectory:
-    """files: by digest. Every file in it with a meta has its parent in it too.
+    """The snapshots in a directory, by digest in `files`, where every file with metadata has its parent as well.
 
-    Raises EngineFailed when the directory cannot be made, read or written.
+    Raises:
+        EngineFailed: The directory cannot be created, read or written.
     """
 
     def __init__(self, path: Path, fingerprint: str, max_bytes: int):
@@ -96,7 +94,7 @@ class SnapshotDirectory:
         self._evict(0, "")
 
     def scan(self) -> None:
-        """Looks what is there: takes over new files, forgets those that are gone, removes torn ones and orphans."""
+        """Scan the directory: adopt new files, drop removed ones, and remove torn files and orphans."""
         files: dict[str, StoredFile] = {}
         foreign: set[str] = set()
         for name, status in _listing(self._path):
@@ -112,7 +110,7 @@ class SnapshotDirectory:
         self._remove_orphans()
 
     def write(self, meta: SnapshotMeta, arrays: dict[str, np.ndarray], used_ns: int) -> None:
-        """Writes a snapshot, unless it is there, or its parent is not, or it does not fit. Raises OSError."""
+        """Write a snapshot, unless it exists, its parent is missing, or it does not fit. Raises OSError."""
         self.scan()
         known = self.files.get(meta.digest)
         if known is not None and known.meta is not None:
@@ -129,9 +127,11 @@ class SnapshotDirectory:
                 self._counts["num_dropped"] += 1
 
     def read(self, meta: SnapshotMeta, prefix: str = "") -> dict[str, np.ndarray]:
-        """The arrays of a file whose names begin with the prefix.
+        """Read the arrays of a file whose names begin with the prefix.
 
-        Raises SnapshotLost; the file goes, and those that need it, unless it is not ours.
+        Raises:
+            SnapshotLost: The file cannot be read. It is removed with its descendants, unless it belongs to another
+                snapshot.
         """
         began_s = time.monotonic()
         try:
@@ -149,16 +149,17 @@ class SnapshotDirectory:
             raise SnapshotLost(f"snapshot {meta.digest} is lost: {error}") from None
 
     def remove(self, digest: str) -> int:
-        """Removes a file and all that need it. Returns how many were removed."""
-        gone = [self.files[each] for each in reversed(with_descendants(self.files, digest))]
-        return sum(self._unlink(file) for file in gone if file.meta is not None)
+        """Remove a file and its descendants; return how many were removed."""
+        removed = [self.files[each] for each in reversed(with_descendants(self.files, digest))]
+        return sum(self._unlink(file) for file in removed if file.meta is not None)
 
     def clear(self) -> int:
-        """Removes all snapshots of this model. Returns how many."""
+        """Remove all snapshots of this model; return how many were removed."""
         self.rescan()
         return sum(self._unlink(file) for file in reversed(self._own()))
 
     def mark_used(self, file: StoredFile) -> None:
+        """Write a file's last use to its modification time."""
         try:
             os.utime(self._path_of(file.digest), ns=(file.used_ns, file.used_ns), follow_symlinks=False)
         except FileNotFoundError:
@@ -167,13 +168,14 @@ class SnapshotDirectory:
             self.complain("mark as used", error)
 
     def rescan(self) -> None:
+        """Scan the directory; errors are counted instead of raised."""
         try:
             self.scan()
         except OSError as error:
             self.complain("list", error)
 
     def complain(self, what: str, error: Exception) -> None:
-        """Counts an error, and logs it if it is the first of its kind."""
+        """Count an error, and log the first of its kind."""
         code = errno.errorcode.get(error.errno or 0, "") if isinstance(error, OSError) else ""
         kind = (what, f"{type(error).__name__} {code}")
         self._counts["num_errors"] += 1
@@ -182,7 +184,8 @@ class SnapshotDirectory:
             log.warning("%s: cannot %s snapshots (%s); counted from now on", self._path, what, error)
 
     def status(self) -> dict[str, int]:
-        """Gauges and counters. num_files is of this model; num_bytes, of all models, is held against max_bytes."""
+        """Return gauges and counters. num_files counts this model's files; num_bytes counts all models' and is limited
+        by max_bytes."""
         own = len(self._own())
         counted = ("written", "read", "dropped", "torn", "missing", "orphans", "evicted", "errors")
         return {
@@ -196,7 +199,7 @@ class SnapshotDirectory:
         }
 
     def _own(self) -> list[StoredFile]:
-        """The files of this model, parents in front of their children."""
+        """Return the files of this model, parents before their children."""
         own = [(file.meta.num_tokens, file.digest) for file in self.files.values() if file.meta is not None]
         return [self.files[digest] for _, digest in sorted(own)]
 
@@ -223,7 +226,7 @@ class SnapshotDirectory:
                     os.unlink(self._path / name)
 
     def _known(self, digest: str, status: os.stat_result) -> StoredFile | None:
-        """A file that looks as before; whether it is the same is checked when it is read."""
+        """Return a file that looks unchanged; its content is checked when it is read."""
         file = self.files.get(digest)
         if file is None or (file.inode, file.num_bytes) != (status.st_ino, status.st_size):
             return None
@@ -231,7 +234,7 @@ class SnapshotDirectory:
         return file
 
     def _inspect(self, digest: str, status: os.stat_result) -> StoredFile | None:
-        """A file that was not known; None if it is torn (then it is removed), gone, or cannot be read now."""
+        """Read the metadata of a new file; None if it is torn (and removed), has vanished, or cannot be read."""
         file = StoredFile(digest, "", None, status.st_size, status.st_ino, status.st_mtime_ns)
         try:
             with open_snapshot(self._path_of(digest)) as opened:
@@ -253,7 +256,7 @@ class SnapshotDirectory:
         return file
 
     def _joins(self, meta: SnapshotMeta) -> bool:
-        """Whether what precedes it is there."""
+        """Return whether its parent exists, or it needs none."""
         parent = self.files.get(meta.parent)
         if parent is None or parent.meta is None:
             return not meta.parent
@@ -263,15 +266,18 @@ class SnapshotDirectory:
         for file in self._own():
             if file.meta is None or self._joins(file.meta):
                 continue
-            # A parent that came while the directory was read is seen next time, and its children with it.
+            # A parent that was written during the scan is found by the next one, with its children.
             if file.parent not in self.files and os.path.lexists(self._path_of(file.parent)):
                 del self.files[file.digest]
             else:
                 self._counts["num_orphans"] += self._unlink(file)
-                file.meta = None  # also when it cannot be removed
+                file.meta = None  # even if the file cannot be removed
 
     def _evict(self, num_bytes: int, parent: str) -> bool:
-        """Makes room for so many bytes behind `parent`: leaves go, the least recently used first. False: no room."""
+        """Evict files for `num_bytes` after `parent`; return False if they cannot fit.
+
+        Files without children are evicted, the least recently used first.
+        """
         kept = set(path_to(self.files, parent))
         if num_bytes + sum(self.files[digest].num_bytes for digest in kept) > self._max_bytes:
             return False
@@ -307,12 +313,12 @@ class SnapshotDirectory:
 
     @contextlib.contextmanager
     def _temporary(self, digest: str) -> Iterator[io.FileIO]:
-        """A new file, locked while it is open. It is removed unless it has got another name by then."""
+        """Create a new file, locked while it is open, and remove it unless it was renamed."""
         path = self._path / f"{digest}.{secrets.token_hex(8)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with io.FileIO(str(path), "w", opener=lambda name, _: os.open(name, flags, 0o600)) as file:
-                with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it, either
+                with contextlib.suppress(OSError):  # without locks no other process removes it, either
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 yield file
         finally:
@@ -334,7 +340,7 @@ class SnapshotDirectory:
         self.rescan()
 
     def _unlink(self, file: StoredFile) -> bool:
-        """False when the file was gone or cannot be removed."""
+        """Remove a file; return False if it has vanished or cannot be removed."""
         try:
             os.unlink(self._path_of(file.digest))
         except FileNotFoundError:
@@ -348,7 +354,7 @@ class SnapshotDirectory:
 
 
 def with_descendants(files: Mapping[str, StoredFile], digest: str) -> list[str]:
-    """A file and all that need it, each behind the one that it needs; [] if it is not there."""
+    """Return a file and its descendants, parents before children; [] if it does not exist."""
     children: dict[str, list[str]] = {}
     for file in files.values():
         children.setdefault(file.parent, []).append(file.digest)
@@ -359,7 +365,7 @@ def with_descendants(files: Mapping[str, StoredFile], digest: str) -> list[str]:
 
 
 def path_to(files: Mapping[str, StoredFile], digest: str) -> list[str]:
-    """A file and all that it needs, the root first; [] if it is not there."""
+    """Return a file and its ancestors, the root first; [] if it does not exist."""
     path: list[str] = []
     while digest in files:
         path.append(digest)
@@ -368,7 +374,7 @@ def path_to(files: Mapping[str, StoredFile], digest: str) -> list[str]:
 
 
 def _listing(path: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Names and status of what is in a directory; symlinks are not followed. Raises OSError."""
+    """Yield name and status of each directory entry, without following symlinks. Raises OSError."""
     with os.scandir(path) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):

@@ -1,7 +1,7 @@
-"""The disk tier of the prefix cache: one thread that writes and reads snapshots, so that nobody else waits for a disk.
+"""The disk tier's thread, which reads and writes snapshots so that no other thread waits for the disk.
 
-What others ask for goes into queues; loads and removals go in front of writes, and what was used is noted in between.
-`SnapshotDirectory` belongs to the thread; all others see the index that it publishes behind each of its jobs.
+Requests are queued; loads and removals run before writes, and pending uses are recorded between them.
+`SnapshotDirectory` belongs to the thread; other threads read the index that is published after each job.
 """
 
 import logging
@@ -32,7 +32,8 @@ __all__ = ["SnapshotFiles", "SnapshotLost", "SnapshotMeta"]
 log = logging.getLogger("orchard.engine")
 
 MAX_QUEUED_BYTES = 1 << 30
-"""Limit of the arrays that wait to be written and may hold device memory. A larger snapshot waits alone."""
+"""Limit of the arrays queued for writing, which may keep device memory alive. A larger snapshot is queued only
+alone."""
 
 T = TypeVar("T")
 
@@ -53,17 +54,24 @@ class _Job:
 
 
 class SnapshotFiles:
-    """Snapshots of one model in a directory that other processes and models may share (see SnapshotDirectory).
+    """Snapshots of one model, in a directory that other processes and models may share (see SnapshotDirectory).
 
-    fingerprint: of all that the arrays depend on beside the tokens; files with another one are never loaded. Nothing
-    here waits for the disk but the constructor, `flush` and `close`. Raises EngineFailed when the directory cannot be
-    made, read or written; later errors are counted, and the first of each kind is logged.
+    Only the constructor, `wait`, `flush` and `close` wait for the disk. Errors after construction are counted, and the
+    first of each kind is logged.
+
+    Args:
+        config: Path and limit.
+        fingerprint: Digest of everything but the tokens that the arrays depend on; files with another one are never
+            loaded.
+
+    Raises:
+        EngineFailed: The directory cannot be created, read or written.
     """
 
     def __init__(self, config: DiskCacheConfig, fingerprint: str):
         path = Path(config.path).expanduser().absolute()
         self._directory = SnapshotDirectory(path, fingerprint, int(config.max_gb * 2**30))
-        self._changed = threading.Condition()  # over all that follows
+        self._changed = threading.Condition()  # guards all following attributes
         self._jobs: deque[_Job] = deque()
         self._touched: dict[str, StoredFile] = {}
         self._queued: dict[str, _Write] = {}
@@ -81,18 +89,18 @@ class SnapshotFiles:
         self._thread.start()
 
     def entries(self) -> list[SnapshotMeta]:
-        """All that can be loaded, the most recently used first; the parent of each is among them."""
+        """Return all loadable snapshots, the most recently used first; the parent of each is included."""
         with self._changed:
             files = sorted(self._index.values(), key=lambda file: file.last_used_ns, reverse=True)
         return [file.meta for file in files if file.meta is not None]
 
     def __contains__(self, digest: str) -> bool:
-        """Whether `load` would find it: on disk, or on its way there."""
+        """Return whether `load` would find the snapshot: on disk, or queued for writing."""
         with self._changed:
             return digest in self._index or self._on_its_way(digest) is not None
 
     def meta_of(self, digest: str) -> SnapshotMeta | None:
-        """Of a snapshot that `load` would find."""
+        """Return the metadata of a snapshot that `load` would find; None without one."""
         with self._changed:
             file, write = self._index.get(digest), self._on_its_way(digest)
             if file is not None and file.meta is not None:
@@ -100,10 +108,15 @@ class SnapshotFiles:
             return write.meta if write is not None else None
 
     def save(self, meta: SnapshotMeta, arrays: dict[str, np.ndarray]) -> bool:
-        """Queues a snapshot, behind its parent. The arrays must not change any more; they are let go on the thread.
+        """Queue a snapshot for writing. Its parent must be on disk or queued before it, else it is dropped
+        (num_orphans).
 
-        False if it is not written because the queue is full (counted in num_dropped). When its parent is not there by
-        then it is not written, either (num_orphans). dtypes: those of snapshot_format.DTYPES.
+        Args:
+            meta: The metadata.
+            arrays: Must not change afterwards; dtypes of format.DTYPES. They are released on the thread.
+
+        Returns:
+            False if the queue is full or closed (num_dropped).
         """
         assert not RESERVED_NAMES & arrays.keys(), f"array names {sorted(arrays)}"
         num_bytes = sum(array.nbytes for array in arrays.values())
@@ -122,9 +135,12 @@ class SnapshotFiles:
             return True
 
     def load(self, digest: str, prefix: str = "") -> Future[dict[str, np.ndarray]]:
-        """The arrays whose names begin with the prefix; those given to `save` while they are not yet on disk.
+        """Load the arrays whose names begin with the prefix. Counts as a use.
 
-        The future raises SnapshotLost; then the entry is gone. Counts as a use. Its callbacks may run on the thread.
+        Returns:
+            A future that raises SnapshotLost if the snapshot cannot be read; it is removed then. Snapshots that are not
+                written
+            yet give the saved arrays. Callbacks may run on the thread.
         """
         answer: Future[dict[str, np.ndarray]] = Future()
         with self._changed:
@@ -139,37 +155,38 @@ class SnapshotFiles:
         return answer
 
     def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> bool:
-        """Wait for loads at most so many seconds; return whether all are done."""
+        """Wait for loads for at most `timeout_s` seconds; return whether all are done."""
         return not wait(futures, timeout_s).not_done
 
     def touch(self, digest: str) -> None:
-        """Notes a use of a snapshot and of those in front of it. Unknown ones are ignored."""
+        """Record a use of a snapshot and its ancestors. Unknown digests are ignored."""
         with self._changed:
             self._touch(digest)
             self._changed.notify_all()
 
     def discard(self, digest: str) -> Future[int]:
-        """Removes a snapshot and all behind it. They are gone at once; the future has the number of files."""
+        """Remove a snapshot and its descendants from the index now; return the future of the number of removed
+        files."""
         with self._changed:
-            gone = {digest, *with_descendants(self._index, digest)}
-            self._give_up(gone)
-            self._index = {each: file for each, file in self._index.items() if each not in gone}
+            removed = {digest, *with_descendants(self._index, digest)}
+            self._give_up(removed)
+            self._index = {each: file for each, file in self._index.items() if each not in removed}
             return self._submit(partial(self._directory.remove, digest), removes=True)
 
     def clear(self) -> Future[int]:
-        """Removes all snapshots of this model, also those in the queue. As `discard`."""
+        """Remove all snapshots of this model, also queued ones. Returns as `discard`."""
         with self._changed:
             self._give_up({write.meta.digest for write in self._waiting})
             self._index = {}
             return self._submit(self._directory.clear, removes=True)
 
     def flush(self) -> None:
-        """Waits until all is done that was asked for."""
+        """Wait until everything queued is done."""
         with self._changed:
             self._changed.wait_for(lambda: self._idle or not self._thread.is_alive())
 
     def close(self, timeout_s: float) -> None:
-        """Takes no more, and waits for what is queued. What is not written in time is dropped."""
+        """Reject new work and wait for queued writes; those not written within `timeout_s` are dropped."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -183,7 +200,7 @@ class SnapshotFiles:
                 job.done.set_exception(SnapshotLost("the disk tier is closed"))
 
     def status(self) -> dict[str, int]:
-        """Files and bytes now, counters since the start; see SnapshotDirectory.status. num_dropped: queue was full."""
+        """Return current files and bytes, and counters since the start; see SnapshotDirectory.status."""
         with self._changed:
             return {**self._status, "num_dropped": self._status["num_dropped"] + self._num_dropped}
 
@@ -210,15 +227,15 @@ class SnapshotFiles:
 
     @property
     def _waiting(self) -> list[_Write]:
-        """The one that is being written first."""
+        """Queued writes, the one in progress first."""
         return [*([self._writing] if self._writing is not None else []), *self._queued.values()]
 
     def _give_up(self, digests: set[str]) -> None:
-        """What waits to be written of these, and behind them. A file that is being written is removed afterwards."""
-        gone = set(digests)
+        """Cancel queued writes of these snapshots and their descendants. A file being written is removed afterwards."""
+        cancelled = set(digests)
         for write in self._waiting:  # parents come before their children
-            if write.meta.digest in gone or write.meta.parent in gone:
-                gone.add(write.meta.digest)
+            if write.meta.digest in cancelled or write.meta.parent in cancelled:
+                cancelled.add(write.meta.digest)
                 if write is self._writing:
                     self._writing = None
                 else:
@@ -231,7 +248,7 @@ class SnapshotFiles:
         return self._queued.get(digest)
 
     def _now_ns(self) -> int:
-        """Never the same twice, so that a restart finds the same order."""
+        """Return a strictly rising time, so that a restart restores the same order."""
         self._last_ns = max(time.time_ns(), self._last_ns + 1)
         return self._last_ns
 
@@ -240,10 +257,10 @@ class SnapshotFiles:
     def _run(self) -> None:
         while (step := self._next()) is not None:
             step()
-            del step  # it holds on to the arrays
+            del step  # keeps the arrays alive
 
     def _next(self) -> Callable[[], None] | None:
-        """What to do next; sleeps while there is nothing. None at the end."""
+        """Return the next job, waiting for one; None after `close`."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -268,7 +285,7 @@ class SnapshotFiles:
         try:
             result = job.run()
         except SnapshotLost as lost:
-            error = SnapshotLost(lost.message)  # without the frames, which hold on to the buffer
+            error = SnapshotLost(lost.message)  # without the frames, which keep the buffer alive
         except Exception as unexpected:
             log.exception("a job of the disk tier failed")
             self._directory.complain("handle", unexpected)
@@ -290,9 +307,9 @@ class SnapshotFiles:
     def _write(self, write: _Write) -> None:
         try:
             self._directory.write(write.meta, write.arrays, write.used_ns)
-        except Exception as error:  # also what numpy says of arrays that cannot be written
+        except Exception as error:  # numpy's errors included
             self._directory.complain("write", error)
-        self._publish()  # first, so that it can be loaded all the time
+        self._publish()  # before _writing is cleared, so that it stays loadable
         with self._changed:
             self._writing = None
 
@@ -301,5 +318,5 @@ class SnapshotFiles:
         status = self._directory.status()
         with self._changed:
             self._status = status
-            if not self._num_removals:  # else they would come back for a moment
+            if not self._num_removals:  # pending removals must not reappear
                 self._index = index

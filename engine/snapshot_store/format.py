@@ -1,12 +1,12 @@
-"""One snapshot of the prefix cache as one file: safetensors, with checksums over every byte.
+"""The file of one snapshot: safetensors, with checksums over every byte.
 
 Any reader of safetensors can open it. The header's `__metadata__` holds the format's version, the fingerprint of the
-model, the `SnapshotMeta`, and CRC-32 of the header (with zeros in its own place) and of each tensor. So the header and
-the token ids are checked without reading the rest, and some tensors without the others. They are written and read by
-hand here, as the library neither reads tensor by tensor into buffers of ours nor lets us cover every byte.
+model, the `SnapshotMeta`, and CRC-32 of the header (with zeros in its own place) and of each tensor. Header and token
+ids can be checked without reading the rest, and each tensor without the others. Files are read and written here because
+the library neither reads single tensors into given buffers nor covers every byte by checksums.
 
-CRC-32 notices every error of up to 32 bits in a row, and others but for one in four billion. It is against accidents:
-who may write to the directory may also compute a checksum.
+CRC-32 detects every burst of up to 32 wrong bits, and all but one in four billion other errors. It protects against
+accidents, not attackers: a process that can write to the directory can also compute a checksum.
 """
 
 import io
@@ -30,10 +30,10 @@ TOKEN_IDS = "token_ids"
 RESERVED_NAMES = frozenset({TOKEN_IDS, "__metadata__"})
 
 MAX_HEADER_BYTES = 1 << 20
-"""Of the JSON. Ours take about 100 bytes per tensor and picture."""
+"""Limit of the JSON header, which takes about 100 bytes per tensor and image."""
 
 CHUNK_BYTES = 16 << 20
-"""Read or written at a time. While another thread computes in Python, this one waits 5 ms for the GIL behind each."""
+"""Bytes read or written at once. While another thread runs Python, this one waits 5 ms for the GIL after each."""
 
 DTYPES = {
     "F64": np.dtype("<f8"),
@@ -53,39 +53,37 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _CRC_AT = slice(8 + len('{"__metadata__":{"header_crc32":"'), 8 + len('{"__metadata__":{"header_crc32":"') + 8)
-"""Of a header with its length in front: eight lower-case hex digits."""
+"""Place of the checksum, eight lower-case hex digits, in a header that is preceded by its length."""
 
 
 class TornFile(Exception):
-    """The file is not what was written."""
+    """The file is damaged or incomplete."""
 
 
 class ForeignFile(Exception):
-    """The file is none of ours: another format, another version, or not a snapshot at all."""
+    """The file is not a snapshot of this format and version."""
 
 
 @dataclass(frozen=True, eq=False)
 class SnapshotMeta:
-    """What a snapshot's file says of itself. Raises ValueError where that cannot be.
+    """The metadata in a snapshot's file.
 
-    digest: its own, 32 to 64 lower-case hex digits, one per tenant, tokens and media. parent, parent_tokens: digest and
-    number of tokens of the snapshot whose stretch precedes this one's; '' and 0 for none. token_ids: int32
-    [num_tokens], all tokens in front of the boundary. media: (start, end, content hash) of the pictures among them.
-    created_s: unix time.
+    Raises:
+        ValueError: The values are inconsistent.
     """
 
-    digest: str
-    parent: str
-    parent_tokens: int
-    kind: SnapshotKind
-    tenant: str
-    token_ids: np.ndarray
-    media: tuple[tuple[int, int, str], ...]
-    origin: PromptOrigin
-    created_s: float
+    digest: str  # 32 to 64 lower-case hex digits, unique per tenant, tokens and media.
+    parent: str  # Digest of the snapshot whose KV segment precedes this one's; '' without one.
+    parent_tokens: int  # Tokens of the parent; 0 without one.
+    kind: SnapshotKind  # Kind of its boundary.
+    tenant: str  # Tenant of the prompt.
+    token_ids: np.ndarray  # int32 [num_tokens], all tokens before the boundary.
+    media: tuple[tuple[int, int, str], ...]  # (start, end, content hash) of the images among them.
+    origin: PromptOrigin  # What the prompt was rendered with.
+    created_s: float  # Unix time.
 
     def says_the_same_as(self, other: "SnapshotMeta") -> bool:
-        """Whether both are of the same stretch of the same prompt."""
+        """Return whether both describe the same KV segment of the same prompt."""
         mine = self.digest, self.parent, self.parent_tokens, self.tenant, self.media
         theirs = other.digest, other.parent, other.parent_tokens, other.tenant, other.media
         return mine == theirs and np.array_equal(self.token_ids, other.token_ids)
@@ -109,31 +107,35 @@ class SnapshotMeta:
 
 @dataclass(frozen=True)
 class SnapshotHead:
-    """What is known of a file without its tensors. tensors: the header's entries by name. data_at: their offset.
-    crc32: of each tensor, by name, in hex digits."""
+    """Everything in a file but its tensors."""
 
-    meta: SnapshotMeta
-    fingerprint: str
-    tensors: dict[str, dict[str, Any]]
-    data_at: int
-    crc32: dict[str, str]
+    meta: SnapshotMeta  # The metadata.
+    fingerprint: str  # Fingerprint of the model.
+    tensors: dict[str, dict[str, Any]]  # The header's entries by name.
+    data_at: int  # Offset of the tensors in the file.
+    crc32: dict[str, str]  # Checksum of each tensor by name, in hex digits.
 
 
 def open_snapshot(path: Path) -> io.FileIO:
-    """The file for reading; neither a symlink is followed nor a pipe waited for. Raises OSError."""
+    """Open a file for reading, without following symlinks or waiting for pipes. Raises OSError."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     return io.FileIO(str(path), "r", opener=lambda name, _: os.open(name, flags))
 
 
 def snapshot_bytes(meta: SnapshotMeta, fingerprint: str, arrays: dict[str, np.ndarray]) -> int:
-    """The size of the file that `write_snapshot` would write."""
+    """Return the size of the file that `write_snapshot` would write."""
     tensors = _in_order(meta, arrays)
     return len(_header(meta, fingerprint, tensors)) + sum(array.nbytes for array in tensors.values())
 
 
 def write_snapshot(file: io.FileIO, meta: SnapshotMeta, fingerprint: str, arrays: dict[str, np.ndarray]) -> None:
-    """Into an empty file. Arrays need not be contiguous. Raises OSError, KeyError for a dtype that is not in DTYPES,
-    and ValueError when the header is too large."""
+    """Write a snapshot into an empty file. Arrays need not be contiguous.
+
+    Raises:
+        OSError: The file cannot be written.
+        KeyError: A dtype is not in DTYPES.
+        ValueError: The header is too large.
+    """
     tensors = _in_order(meta, arrays)
     file.seek(len(_header(meta, fingerprint, tensors)))
     checksums = dict[str, int]()
@@ -149,7 +151,7 @@ def write_snapshot(file: io.FileIO, meta: SnapshotMeta, fingerprint: str, arrays
 
 
 def read_head(file: io.FileIO) -> SnapshotHead:
-    """Reads and checks everything but the tensors. Raises TornFile, ForeignFile, OSError."""
+    """Read and check everything but the tensors. Raises TornFile, ForeignFile, OSError."""
     length = _read_exactly(file, 8)
     header_bytes = int.from_bytes(length, "little")
     if header_bytes > MAX_HEADER_BYTES:
@@ -165,7 +167,7 @@ def read_head(file: io.FileIO) -> SnapshotHead:
 
 
 def read_arrays(file: io.FileIO, head: SnapshotHead, prefix: str = "") -> dict[str, np.ndarray]:
-    """The arrays whose names begin with the prefix, each in a buffer of its own, writable; little-endian.
+    """Read the arrays whose names begin with the prefix, each into a writable buffer of its own; little-endian.
 
     Raises TornFile, OSError.
     """
@@ -188,7 +190,7 @@ def _read_array(file: io.FileIO, head: SnapshotHead, name: str) -> np.ndarray:
 
 
 def _in_order(meta: SnapshotMeta, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Wide items first, so that every tensor is aligned: the format has no room between them."""
+    """Return all tensors, wide dtypes first, so that each is aligned: the format has no padding between them."""
     tensors = {TOKEN_IDS: meta.token_ids, **arrays}
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
@@ -196,7 +198,7 @@ def _in_order(meta: SnapshotMeta, arrays: dict[str, np.ndarray]) -> dict[str, np
 def _header(
     meta: SnapshotMeta, fingerprint: str, tensors: dict[str, np.ndarray], checksums: Mapping[str, int] | None = None
 ) -> bytes:
-    """With its length in front. It is as long with any checksums."""
+    """Return the header, preceded by its length. Its size does not depend on the checksums."""
     metadata = {
         "header_crc32": "0" * 8,
         "format": FORMAT,
@@ -232,13 +234,13 @@ def _as_json(meta: SnapshotMeta) -> dict[str, Any]:
 
 
 def _sealed(header: bytes) -> bytes:
-    """The header with its own checksum in place."""
+    """Return the header with its own checksum inserted."""
     front, back = header[: _CRC_AT.start], header[_CRC_AT.stop :]
     return front + f"{zlib.crc32(front + b'0' * 8 + back):08x}".encode() + back
 
 
 def _parse(header: bytes) -> dict[str, dict[str, Any]]:
-    """The entries of a header that claims to be of this format."""
+    """Parse a header and check its format's version."""
     try:
         entries = json.loads(header[8:])
     except (ValueError, RecursionError):
@@ -269,7 +271,7 @@ def _head_of(file: io.FileIO, entries: dict[str, dict[str, Any]], data_at: int) 
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    """Little-endian, in the order of the last index; without a copy if it can be."""
+    """Return an array's bytes, little-endian and C-contiguous, without a copy if possible."""
     return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
 
 

@@ -1,14 +1,14 @@
-"""A fast BLAS for MLX's CPU backend on Linux, loaded before MLX is.
+"""Loads a fast BLAS for MLX's CPU backend on Linux, before MLX is imported.
 
-The mlx-cpu wheel brings netlib's reference BLAS and LAPACK, 20 to 40 times slower than OpenBLAS in float32. A library
-that is loaded with RTLD_GLOBAL before libmlx answers for it. The scipy-openblas32 wheel is OpenBLAS with `scipy_` in
-front of every symbol; patchelf makes, once per user, a copy in which the routines that MLX calls have their own names.
+The mlx-cpu wheel contains netlib's reference BLAS and LAPACK, 20 to 40 times slower than OpenBLAS in float32. A library
+loaded with RTLD_GLOBAL before libmlx takes precedence. The scipy-openblas32 wheel is OpenBLAS with all symbols prefixed
+by `scipy_`; patchelf creates, once per user, a copy in which the routines that MLX calls have their standard names.
 
 Threads: OPENBLAS_NUM_THREADS, otherwise half of the cores for decode steps, and all of them for prompts and images
-(`all_cores`). OMP_NUM_THREADS does not count: Ray sets it to a replica's num_cpus. Small products on all cores are
-faster on an idle machine only. One thread against two on two cores: 32x256x256 54/33 us, 32x256x8192 2.3/1.2 ms; with
-another busy process beside them 0.3/8 ms for 4x256x4096, as each product waits for a time slice. Prompts of 480, 1200
-and 3500 tokens of the demo model: 262/240, 690/605 and 2270/1990 ms.
+(`all_cores`). OMP_NUM_THREADS is ignored, because Ray sets it to a replica's num_cpus. Small products on all cores are
+faster only on an idle machine. One thread against two on two cores: 32x256x256 54/33 us, 32x256x8192 2.3/1.2 ms; with
+another busy process 0.3/8 ms for 4x256x4096, as each product waits for a time slice. Prompts of 480, 1200 and 3500
+tokens of the demo model: 262/240, 690/605 and 2270/1990 ms.
 """
 
 import ctypes
@@ -38,23 +38,24 @@ SYMBOLS = (
     *("sgeqrf_", "dgeqrf_", "sorgqr_", "dorgqr_", "sgesdd_", "dgesdd_", "cgesdd_"),
     *("sgeev_", "dgeev_", "cgeev_", "ssyevd_", "dsyevd_", "cheevd_"),
 )
-"""What libmlx takes from BLAS and LAPACK. Nothing else loses its prefix, so that nobody else binds to the copy."""
+"""The symbols that libmlx imports from BLAS and LAPACK. Others keep their prefix, so that no other library binds to the
+copy."""
 
 
 @dataclass(frozen=True)
 class BlasInfo:
-    """Which library computes MLX's float32 products on the CPU. `path` is '' where no library was loaded by us."""
+    """The library that computes MLX's float32 products on the CPU. `path` is '' if none was loaded here."""
 
     source: Literal["system", "openblas wheel", "mlx bundled", "accelerate"]
     path: str
     reason: str
     set_num_threads: Callable[[int], None] | None = None
-    """None where the number of threads is not ours to choose."""
+    """None if the number of threads is not set here."""
 
 
 @cache
 def preload() -> BlasInfo:
-    """Loads OpenBLAS, the first time it is called; later calls return the same. Never raises: see `reason`."""
+    """Load OpenBLAS once; later calls return the same result. Never raises: `reason` says why it was not loaded."""
     if sys.platform == "darwin":
         return BlasInfo("accelerate", "", "macOS has its own")
     if _is_installed("mlx-cuda-13") or _is_installed("mlx-cuda-12"):
@@ -70,7 +71,7 @@ def preload() -> BlasInfo:
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """Let products that are computed meanwhile, in the whole process, use all cores. Not to be nested."""
+    """Let products of the whole process use all cores within the context. Must not be nested."""
     set_num_threads = preload().set_num_threads
     if set_num_threads is None:
         yield
@@ -107,11 +108,11 @@ def _load_wheel() -> BlasInfo:
         if not cached.exists():
             _make_copy(original, cached)
         return BlasInfo("openblas wheel", str(cached), reason, _load(cached))
-    except (OSError, RuntimeError) as error:  # no home, a cache that cannot be written, or a broken file in it
+    except (OSError, RuntimeError) as error:  # no home directory, or an unusable cache
         with tempfile.TemporaryDirectory(prefix="orchard-blas-") as private:
             copy = Path(private) / "libopenblas.so"
             _make_copy(original, copy)
-            set_num_threads = _load(copy)  # stays mapped when the file is gone
+            set_num_threads = _load(copy)  # stays mapped after the file is removed
         logger.warning("Every process copies OpenBLAS anew, because the user's cache cannot be used: %s", error)
         return BlasInfo("openblas wheel", str(copy), f"{reason}, not cached: {error}", set_num_threads)
 
@@ -126,7 +127,7 @@ def _load_system(why_not_wheel: str) -> BlasInfo:
 
 
 def _load(library: Path) -> Callable[[int], None] | None:
-    """Load a library; return what sets the number of its threads, None where the user's environment does."""
+    """Load a library; return the function that sets its threads, None if the user's environment does."""
     loaded = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     for symbol in SYMBOLS:
         if not hasattr(loaded, symbol):
@@ -135,7 +136,7 @@ def _load(library: Path) -> Callable[[int], None] | None:
         return None
     prefix = "scipy_" if hasattr(loaded, "scipy_openblas_set_num_threads") else ""
     set_num_threads = getattr(loaded, f"{prefix}openblas_set_num_threads")
-    set_num_threads(_num_cores())  # makes the threads, so that later calls only choose among them
+    set_num_threads(_num_cores())  # creates all threads once
     set_num_threads(_half_the_cores())
     return set_num_threads
 
@@ -153,7 +154,8 @@ def _cache_dir(version: str) -> Path:
 
 
 def _make_copy(original: Path, copy: Path) -> None:
-    """Whole or not at all, also when several processes do it at once: written beside, then renamed."""
+    """Create the copy atomically, also with several processes at once: it is written to a temporary file and
+    renamed."""
     copy.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=copy.parent) as private:
         names, patched = Path(private) / "names", Path(private) / copy.name

@@ -1,8 +1,8 @@
-"""Chunks of several prompts in one forward: short prompts that come together are not computed one after the other.
+"""Computes chunks of several prompts in one forward.
 
-The chunks are padded on the right. Attention does not see the padding: it lies behind every token of its row, and is
-not kept. Recurrent layers pass over it: at padded positions a state neither decays nor changes, and the window of the
-convolution ends with the row's own last token. So each prompt leaves with the caches that it would have alone.
+Chunks are padded on the right. Attention does not see the padding, which comes after every token of its row and is not
+kept. Recurrent layers skip it: at padded positions a state neither decays nor changes, and the convolution's window
+ends with the row's own last token. Each prompt gets the caches that it would get alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,11 @@ from engine.worker.view import View
 
 
 class BurstKeysValues:
-    """One attention layer of all prompts. Each appends its own tokens to its own cache; attention sees them padded."""
+    """One attention layer of all prompts: each appends its own tokens to its own cache, and attention sees them
+    padded."""
 
     def __init__(self, caches: Sequence[KVCache], lengths: Sequence[int]):
-        """lengths: how many tokens of the forward are each prompt's own; 0 is allowed."""
+        """Wrap the prompts' caches. lengths: how many tokens of the forward are each prompt's own, at least 0."""
         self._caches = caches
         self._lengths = lengths
         self._starts = [cache.offset for cache in caches]
@@ -39,7 +40,11 @@ class BurstKeysValues:
         return cursor.mask(num_new, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """keys, values [B, heads, L, head_dim]. Returns both behind those in front: [B, heads, extent, head_dim]."""
+        """Append keys and values [B, heads, L, head_dim].
+
+        Returns:
+            Both with the preceding ones: [B, heads, extent, head_dim].
+        """
         for i, (cache, length) in enumerate(zip(self._caches, self._lengths, strict=True)):
             if length:
                 cache.update_and_fetch(keys[i : i + 1, :, :length], values[i : i + 1, :, :length])
@@ -50,7 +55,7 @@ class BurstKeysValues:
         )
 
     def _behind(self, before: Sequence[Any], new: mx.array) -> mx.array:
-        """Each row's new slots behind the first `start` of those before."""
+        """Return each row's first `start` slots followed by its new ones, padded at the end."""
         rows = []
         for i, (slots, start) in enumerate(zip(before, self._starts, strict=True)):
             parts = [new[i : i + 1]]
@@ -63,16 +68,17 @@ class BurstKeysValues:
 
 
 class BurstStates:
-    """One recurrent layer of all prompts: slots (convolution window, state). Speaks the library's ArraysCache."""
+    """One recurrent layer of all prompts, with slots (convolution window, state). Implements the library's
+    ArraysCache."""
 
-    lengths = None  # the windows are cut here
+    lengths = None  # update_window selects each row's window itself
 
     def __init__(self, caches: Sequence[ArraysCache], lengths: Sequence[int]):
         self._caches = caches
         self._lengths = lengths
 
     def __getitem__(self, index: int) -> mx.array | None:
-        """[B, ...]; None if no prompt has begun."""
+        """Return a slot of all prompts [B, ...]; None if no prompt has begun."""
         states = [cache.cache[index] for cache in self._caches]
         like = next((state for state in states if state is not None), None)
         if like is None:
@@ -80,13 +86,13 @@ class BurstStates:
         return mx.concatenate([mx.zeros_like(like) if state is None else state for state in states])
 
     def make_mask(self, num_new: int) -> mx.array | None:
-        """bool [B, num_new]: which tokens are a prompt's own."""
+        """Return which tokens are a prompt's own, bool [B, num_new]; None if all are."""
         if min(self._lengths) == num_new:
             return None
         return mx.arange(num_new) < mx.array(list(self._lengths), mx.int32)[:, None]
 
     def update_window(self, index: int, source: mx.array, width: int, *, lengths: None = None) -> None:
-        """source [B, width + L, channels]: the window after n tokens is source[:, n : n + width]."""
+        """Store the windows. source [B, width + L, channels]: the window after n tokens is source[:, n : n + width]."""
         for i, (cache, length) in enumerate(zip(self._caches, self._lengths, strict=True)):
             cache.cache[index] = mx.contiguous(source[i : i + 1, length : length + width])
 
@@ -94,27 +100,27 @@ class BurstStates:
         output, state = update(self[index], None)[:2]
         for i, cache in enumerate(self._caches):
             cache.cache[index] = mx.contiguous(state[i : i + 1])
-        mx.async_eval([cache.cache[index] for cache in self._caches])  # else all layers' states would wait to be split
+        mx.async_eval([cache.cache[index] for cache in self._caches])  # free the batched state before the next layer
         return output, state
 
 
 class BurstPrefill:
-    """Advances several prompts in one forward. Only for models that take explicit positions."""
+    """Advances several prompts in one forward. Requires a model with explicit positions."""
 
     def __init__(self, view: View, head: MTPHead | None):
         self._view = view
         self._head = head
 
     def advance(self, prompts: Sequence[Prompt], lengths: Sequence[int], padding_id: int = 0) -> mx.array | None:
-        """Prefill the next tokens of each prompt in one forward; evaluated. If it raises, all of the prompts are lost.
+        """Compute the next tokens of each prompt in one forward, evaluated. If it raises, all of the prompts are lost.
 
         Args:
-            prompts: of text alone.
-            lengths: how many tokens of each, at least 1.
-            padding_id: the token at padded positions, which changes nothing.
+            prompts: Prompts of text only.
+            lengths: Tokens of each to compute, at least 1.
+            padding_id: Token at padded positions; it has no effect.
 
         Returns:
-            The logits [E, 1, vocab] of the last token of each of the E prompts that are complete, None without one.
+            Logits [E, 1, vocab] of the last token of each of the E complete prompts; None without one.
         """
         starts = [prompt.done for prompt in prompts]
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
@@ -136,7 +142,7 @@ class BurstPrefill:
         return logits
 
     def _prime(self, head: MTPHead, prompts: Sequence[Prompt], starts: Sequence[int], hidden: mx.array) -> None:
-        """Gives the head what it has not seen of each prompt; see Prefill._prime."""
+        """Feed the head the new hidden states of each prompt; see Prefill._prime."""
         starts = [start - (prompt.hidden is not None) for prompt, start in zip(prompts, starts, strict=True)]
         spans = list(zip(prompts, starts, strict=True))
         lengths = [prompt.done - 1 - start for prompt, start in spans]
@@ -167,7 +173,7 @@ def _state(prompt: Prompt) -> list[mx.array]:
 
 
 def _padded(rows: Sequence[np.ndarray], padding: int = 0) -> np.ndarray:
-    """int32 [B, longest]"""
+    """Return the rows as int32 [B, longest], padded on the right."""
     padded = np.full((len(rows), max(map(len, rows))), padding, np.int32)
     for row, values in zip(padded, rows, strict=True):
         row[: len(values)] = values

@@ -1,7 +1,8 @@
-"""The decode forward as a compiled graph: built once per shape, replayed without Python's part in it.
+"""The decode forward as a compiled graph: built once per shape and replayed without Python overhead.
 
 A step of a 32-layer model has two thousand operations, and on a fast GPU building and encoding them takes longer than
-computing them. Shapes are the number of rows, of new tokens, and of slots, which grow in steps of kv_cache.SLOTS_STEP.
+computing them. A shape is the number of rows, of new tokens, and of slots, which grow in multiples of
+kv_cache.SLOTS_STEP.
 """
 
 from collections import OrderedDict
@@ -12,14 +13,14 @@ import mlx.core as mx
 
 from engine.worker.kv_cache import RowsCache
 
-MAX_SHAPES = 64  # graphs kept, of about a megabyte each
+MAX_SHAPES = 64  # cached graphs, of about 1 MB each
 
 Forward = Callable[[mx.array, list[Any], mx.array], tuple[mx.array, mx.array | None]]
 """(token_ids [B, L], layers, positions [B, L]) -> logits, hidden states: see View.decode."""
 
 
 class CompiledForward:
-    """Compiles `forward` for each shape it meets, least recently used first out."""
+    """Compiles `forward` for each shape; the least recently used graphs are dropped first."""
 
     def __init__(self, forward: Forward):
         self._forward = forward
@@ -46,7 +47,7 @@ class CompiledForward:
         return graph
 
     def _compile(self, like: RowsCache, num_slots: int, record: bool) -> Callable[..., Any]:
-        empty = like.like([mx.zeros(0)] * len(like.state))  # the structure alone: the graph must not hold on to arrays
+        empty = like.like([mx.zeros(0)] * len(like.state))  # structure only: the graph must not keep arrays alive
 
         def run(token_ids: mx.array, positions: mx.array, start: mx.array, *state: mx.array) -> Any:
             cache = empty.like(state)

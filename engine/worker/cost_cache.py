@@ -1,7 +1,7 @@
-"""Keeps measured memory costs on disk, so that only the first start of a model on a machine measures them.
+"""Caches measured memory costs on disk, so that only a model's first start on a machine measures them.
 
 A file is named by the digest of everything that the measurement depends on: the model's fingerprint, the device, the
-versions of MLX, this package's own source. A file that is missing, torn or from other code is measured again.
+versions of MLX, and this package's source. Missing, torn and incompatible files are measured again.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from engine.core.memory.costs import MemoryCosts
 log = logging.getLogger("orchard.engine")
 
 MAX_FILES = 64
-"""Files kept in the directory; the oldest are removed first."""
+"""Files in the directory; the oldest are removed first."""
 
 
 def load_or_measure(directory: Path, key: str, measure: Callable[[], MemoryCosts]) -> MemoryCosts:
     """Return the costs stored under `key`, or measure and store them.
 
     Args:
-        directory: Made if it is not there. A directory that cannot be written to only costs the measurement.
+        directory: Created if missing. If it cannot be written, costs are measured at each start.
         key: See `costs_key`.
         measure: Runs the probes; its `base_bytes` include the memory that is active when it is called.
     """
@@ -43,11 +43,11 @@ def load_or_measure(directory: Path, key: str, measure: Callable[[], MemoryCosts
 
 
 def costs_key(fingerprint: str, *facts: object) -> str:
-    """Return the hex digest of what measured costs depend on besides the code.
+    """Return the hex digest of everything that measured costs depend on.
 
     Args:
         fingerprint: The model's, see ModelRunner.
-        facts: Whatever else changes the intermediate results: draft tokens, compilation, the BLAS.
+        facts: Further influences on the intermediate results: draft tokens, compilation, BLAS.
     """
     device = json.dumps(mx.device_info(), sort_keys=True, default=str)
     machine = (platform.system(), platform.machine(), os.cpu_count(), str(mx.default_device()), device)
@@ -62,7 +62,7 @@ def _active_bytes() -> int:
 
 
 def _source_digest() -> str:
-    """Of all modules that compute: a change in any of them may change what is measured."""
+    """Return the digest of all modules that compute: a change in any of them may change the costs."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -85,7 +85,7 @@ def _read(path: Path) -> MemoryCosts | None:
 
 
 def _write(path: Path, costs: MemoryCosts) -> None:
-    """A torn file would cost a measurement, so the file appears whole or not at all."""
+    """Write atomically: a torn file would cost a measurement."""
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

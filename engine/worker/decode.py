@@ -1,18 +1,18 @@
-"""One batch of rows that step together: draft, verify in one forward, accept and commit per row, all on the device.
+"""One decode group: rows that step together. Draft, verify in one forward, accept and commit, all on the device.
 
-A step launches the forward that follows and only then reads the tokens of the one before, so that the device works
-while the tokens travel. Nothing in a step needs the host to know what was accepted: lengths, newest tokens, output
-positions and histories live on the device. Only a row with a grammar makes the step wait, with the forward launched,
-for the tokens that its matcher must see. Rows join and leave between steps.
+A step launches the next forward before it reads the tokens of the previous one, so that the device computes while
+tokens are transferred. The host need not know what was accepted: lengths, newest tokens, output positions and histories
+are on the device. Only a row with a grammar makes the step wait, after the launch, for the tokens that its matcher must
+consume. Rows join and leave between steps.
 
-One that ends has been computed one step too far. The device knows its last token too and keeps nothing behind it, so
-what that step has added is this last token alone: the state stands where the next turn of a conversation goes on, and
-can be had (`DecodeGroup.snapshot`) until the row leaves.
+A finished row has been computed for one step too many. The device knows its last token and keeps nothing after it, so
+that step adds only this last token: the state is where the next turn of a conversation continues, and can be taken with
+`DecodeGroup.snapshot` until the row is removed.
 
-The target is sampled at each verified position, and a draft token is accepted while it equals the sample: what comes
-out is what plain decoding gives. Drafts are sampled with the noise of the very positions that they are drafts for
-(Gumbel coupling; Daliri, Musco, Suresh 2024, arXiv 2408.07978): at total variation distance d, head and target then
-give the same token with a probability of at least (1 - d) / (1 + d), at any temperature.
+The target samples at each verified position, and a draft token is accepted if it equals the sample, so the output is
+that of plain decoding at any temperature. Drafts are sampled with the noise of their own positions (Gumbel coupling;
+Daliri, Musco, Suresh 2024, arXiv 2408.07978): at total variation distance d, head and target then agree with a
+probability of at least (1 - d) / (1 + d).
 """
 
 from collections import ChainMap
@@ -35,74 +35,80 @@ from engine.worker.sampler import Sampler
 from engine.worker.snapshot import LentStretches, Stretch, fill, is_finite, take
 from engine.worker.view import View
 
-EVAL_STEPS = 64  # lazy bookkeeping of the caches is computed at least this often
+EVAL_STEPS = 64  # lazy cache updates are evaluated at least every EVAL_STEPS steps
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """num_cached: tokens of the row in the cache, as far as the host has read. offset: logical minus physical position.
+    """A row of the decode batch, as far as the host has read its tokens."""
 
-    output_ids: behind the request's own prompt, as far as the host has read; all but the last are in the cache. error:
-    why the row cannot go on. has_left: what it would still get is nobody's.
-    """
-
-    request: Request
-    num_cached: int
-    offset: int
-    output_ids: list[int]
-    error: str | None = None
-    has_left: bool = False
+    request: Request  # The row's request.
+    num_cached: int  # Tokens in the cache.
+    offset: int  # Logical minus physical position of its tokens.
+    output_ids: list[int]  # Tokens after the request's own prompt; all but the last are in the cache.
+    error: str | None = None  # Why the row cannot continue, None if it can.
+    has_left: bool = False  # Pending output of this row is discarded.
 
     @property
     def output_offset(self) -> int:
-        """Output position of a token minus its physical position."""
+        """Output position minus physical position of its tokens."""
         return -self.request.num_input_tokens
 
 
 @dataclass(slots=True)
 class Newcomer:
-    """A prompt that is complete, and its first token, given out already. head_cache, hidden: without a head None."""
+    """A row that joins the decode batch: a complete prompt with its first token, which has been published."""
 
     request: Request
+    """The row's request."""
     cache: RowCache
+    """The prompt's cache."""
     next_position: int
+    """Logical position of the first token."""
     token_id: int
+    """The first token."""
     head_cache: RowCache | None = None
+    """The MTP head's cache; None without a head."""
     hidden: mx.array | None = None
+    """Last hidden state [1, 1, hidden] of the prompt; None without a head."""
     moves: bool = False
-    """Whether the caches are used by this row alone, so that each layer may be freed once it is copied."""
+    """Whether only this row uses the caches, so that each layer may be freed once it is copied."""
 
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """What a step will give: int32 tokens [B, k + 1], of which num_kept [B] count; None stands for all (k = 0).
-
-    num_accepted: int32 [B], drafts that hold; more than are kept of a row that ends. None for k = 0.
-    """
+    """A launched step whose outputs have not been used yet."""
 
     rows: list[Row]
+    """Rows of the group at the launch."""
     num_drafts: int
+    """Drafts per row, k."""
     tokens: mx.array
+    """Int32 [B, k + 1], sampled tokens."""
     num_kept: mx.array | None
+    """Int32 [B]: how many of the tokens each row keeps; None for all (k = 0)."""
     num_accepted: mx.array | None
+    """Int32 [B]: accepted drafts, which may exceed the kept ones of a finished row; None for k = 0."""
     logprobs: Logprobs | None
+    """None if no row asks for them."""
     outputs: dict[str, RowOutput] | None = None
+    """Set by the first `read`."""
 
     @classmethod
     def merged(cls, launched: Sequence["Launched"]) -> "Launched":
-        """All that these steps have given, as if one had given it. Waits for the device."""
+        """Return one step with the outputs of all these steps. Waits for the device."""
         outputs = [one.read() for one in launched]
         rows, num_drafts = [row for one in launched for row in one.rows], max(one.num_drafts for one in launched)
         nothing = mx.zeros((0, num_drafts + 1), mx.int32)
         return cls(rows, num_drafts, nothing, None, None, None, dict(ChainMap(*outputs)))
 
     def token_ids(self) -> list[tuple[int, ...]]:
-        """Of each row those that are kept. Waits for the device."""
+        """Return the kept tokens of each row. Waits for the device."""
         kept = [1] * len(self.rows) if self.num_kept is None else np.array(self.num_kept).tolist()
         return [tuple(ids[:n]) for ids, n in zip(np.array(self.tokens).tolist(), kept, strict=True)]
 
     def read(self) -> dict[str, RowOutput]:
-        """Waits for the device. The first call also tells rows and matchers what became of them."""
+        """Return the outputs by row id. Waits for the device. The first call updates rows and matchers."""
         if self.outputs is None:
             new = self.token_ids()
             accepted = [0] * len(self.rows) if self.num_accepted is None else np.array(self.num_accepted).tolist()
@@ -120,7 +126,7 @@ class Launched:
 
 
 class DecodeGroup:
-    """Rows with one cache. `join` changes nothing when it raises; when `keep` does, the rows are lost."""
+    """Rows with one cache. When `join` raises, nothing has changed; when `keep` raises, the rows are lost."""
 
     def __init__(
         self,
@@ -143,7 +149,7 @@ class DecodeGroup:
         self._launched: Launched | None = None
         self._steps = 0
         self._rows_changed()
-        mx.eval(self._cache.state)  # what a newcomer still owes is its own, not to be paid in a step of all rows
+        mx.eval(self._cache.state)  # pending work of the new row must not delay a step of all rows
 
     def _drafter_of(self, new: Newcomer) -> Drafter | None:
         if self._head is None or new.head_cache is None or new.hidden is None:
@@ -151,7 +157,7 @@ class DecodeGroup:
         return Drafter.of(self._head, new.head_cache, Feed.of(new.token_id, new.hidden))
 
     def _rows_changed(self) -> None:
-        """What the rows' requests fix once for all."""
+        """Rebuild everything that depends only on the rows' requests."""
         self._sampler = Sampler([row.request.sampling for row in self.rows])
         self._offsets = mx.array([row.offset for row in self.rows], mx.int32)
         self._output_offsets = mx.array([row.output_offset for row in self.rows], mx.int32)
@@ -160,7 +166,7 @@ class DecodeGroup:
         self._has_matchers = any(row.request.matcher is not None for row in self.rows)
 
     def join(self, new: Sequence[Newcomer]) -> None:
-        """Adds rows, all at once: each join writes all rows of the group anew."""
+        """Add rows, all at once because each join rewrites all rows of the group."""
         processors = self._processors.joined(_processors(new, self._vocab_size))
         rows = [_row(one) for one in new]
         lengths = mx.concatenate([self._lengths, mx.array([row.num_cached for row in rows], mx.int32)])
@@ -176,10 +182,11 @@ class DecodeGroup:
         self._rows_changed()
 
     def merge(self, other: "DecodeGroup") -> None:
-        """Take over the rows of another group, layer by layer; it is of no use afterwards.
+        """Take over the rows of another group, layer by layer; that group must not be used afterwards.
 
-        Both groups' steps under way are read, so a step must follow before any row leaves: matchers have seen what
-        these steps have given. When it raises, the rows of both are lost.
+        The steps in flight of both groups are read, and matchers have consumed their tokens, so a step must follow
+        before any
+        row is removed. When it raises, the rows of both groups are lost.
         """
         launched = [one._launched for one in (self, other) if one._launched is not None]
         self._launched = Launched.merged(launched) if launched else None
@@ -204,14 +211,19 @@ class DecodeGroup:
             self._drafter = None
 
     def fill(self, index: int, stretches: Sequence[Stretch]) -> None:
-        """Copy what is lent to a row, which stays."""
+        """Copy KV segments lent to the row at `index` back; the row stays."""
         layers = [*self._cache.layers, *([] if self._drafter is None else self._drafter.layers)]
         num_layers = sum(isinstance(layer, KVRows) for layer in layers)
-        if num_layers == len(stretches[0].ends):  # else the MTP head's layers are not there any more
+        if num_layers == len(stretches[0].ends):  # the MTP head's layers may have been dropped
             fill(stretches, layers, index)
 
     def leave(self, stay: list[int], lent: Mapping[int, Sequence[Stretch]]) -> None:
-        """Remove all rows but those at the indices `stay`; fill what is lent to those that leave, by index."""
+        """Remove all rows but those at the indices `stay`.
+
+        Args:
+            stay: Indices of the rows to keep.
+            lent: KV segments to copy back, by index of the removed row.
+        """
         calls = [LentStretches(stretches, index).fill for index, stretches in lent.items()]
         if stay:
             self.keep(stay, calls)
@@ -221,7 +233,7 @@ class DecodeGroup:
             self._drafter.keep([], 0, calls)
 
     def keep(self, stay: list[int], leaving: Sequence[Callable[[Any], None]] = ()) -> None:
-        """Removes all rows but these (indices). leaving: see RowsCache.keep."""
+        """Keep only the rows at these indices. leaving: see RowsCache.keep."""
         rows = [self.rows[i] for i in stay]
         num_slots = max(row.num_cached for row in rows) + self._num_in_flight + 1
         processors = self._processors.kept(stay)
@@ -237,7 +249,7 @@ class DecodeGroup:
         self._rows_changed()
 
     def start_step(self, num_drafts: int) -> "Launched":
-        """Launches the next forward; what is to be read is that of the one before."""
+        """Launch the next forward; return the step before it, which is to be read."""
         if self._launched is None or all(row.has_left for row in self._launched.rows):
             self._launched = None
             self._launched = self._launch(num_drafts)
@@ -246,7 +258,7 @@ class DecodeGroup:
         return before
 
     def finish_step(self, before: "Launched") -> dict[str, RowOutput]:
-        """New tokens of every row that has some to give: rows that have left meanwhile have not."""
+        """Return the new tokens of every row that is still in the group."""
         outputs = before.read()
         return {row.request.id: outputs[row.request.id] for row in before.rows if not row.has_left}
 
@@ -257,9 +269,9 @@ class DecodeGroup:
     def snapshot(
         self, index: int, parent: Stretch | None, cuts: Sequence[int], lend: bool = False
     ) -> RowSnapshot | None:
-        """One row as it stands, with the step under way; see ModelRunner.snapshot_row. Waits for the device.
+        """Take a snapshot of one row, with the step in flight; see ModelRunner.snapshot_row. Waits for the device.
 
-        The step is not read as `finish_step` reads it: matchers of rows that leave before it must not see its tokens.
+        The step is not read as `finish_step` does: the matchers of removed rows must not consume its tokens.
         """
         row = self.rows[index]
         new = self._in_flight_ids(row)
@@ -278,7 +290,7 @@ class DecodeGroup:
         return RowSnapshot(np.array(taken_in, np.int32), snapshot)
 
     def _in_flight_ids(self, row: Row) -> tuple[int, ...]:
-        """What a step that has not been read gives the row."""
+        """Return the row's tokens from a launched step that has not been read."""
         launched = self._launched
         if launched is None or launched.outputs is not None or row not in launched.rows:
             return ()
@@ -290,7 +302,7 @@ class DecodeGroup:
 
     @property
     def _num_in_flight(self) -> int:
-        """The most tokens that a step which has not been read can add to a row."""
+        """The most tokens that a launched, unread step can add to a row."""
         return 0 if self._launched is None or self._launched.outputs is not None else self._launched.num_drafts + 1
 
     def _launch(self, num_drafts: int) -> Launched:
@@ -330,13 +342,13 @@ class DecodeGroup:
         if self._compiled is not None:
             extent = longest + num_new
             return self._compiled(tokens, self._cache, self._lengths, extent, positions, num_new > 1)
-        uniform = self._uniform_length()  # without a mask every slot in the extent is seen: it must be exact then
+        uniform = self._uniform_length()  # without a mask attention sees the whole extent, which must be exact then
         extent = (longest if uniform is None else uniform) + num_new
         cache = self._cache.at(self._lengths, extent, uniform, record=num_new > 1)
         return self._view.decode(tokens, cache, positions)
 
     def _uniform_length(self) -> int | None:
-        """Tokens in the cache, where the host knows that all rows have the same number."""
+        """Return the number of cached tokens if the host knows that it is the same for all rows, else None."""
         if self._launched is not None and self._launched.outputs is None:
             if self._launched.num_drafts:
                 return None
@@ -347,7 +359,7 @@ class DecodeGroup:
         return lengths.pop() if len(lengths) == 1 else None
 
     def _match(self, logits: mx.array, tokens: mx.array) -> mx.array:
-        """Masks the rows with grammars: their matchers take what the step before has given, while this one computes."""
+        """Mask the rows with grammars: their matchers consume the previous step's tokens while this one computes."""
         mx.async_eval(logits)
         if self._launched is not None:
             self._launched.read()
@@ -359,9 +371,15 @@ class DecodeGroup:
         return logits
 
     def _most_kept(self, tokens: mx.array, positions: mx.array) -> mx.array:
-        """int32 [B], 1 to k + 1: nothing is kept behind a row's last token, and one token behind it if it is fed now.
+        """Return how many sampled tokens each row may keep: none after its last token, and one if that is processed
+        now.
 
-        tokens [B, k + 1]: the newest, then the drafts. positions [B, k + 1]: output positions of what is sampled.
+        Args:
+            tokens: int32 [B, k + 1], the newest tokens, then the drafts.
+            positions: int32 [B, k + 1], output positions of the samples.
+
+        Returns:
+            int32 [B], 1 to k + 1.
         """
         goes_on = positions[:, 1:] < self._most_tokens
         if self._stops is not None:
@@ -370,7 +388,7 @@ class DecodeGroup:
         return 1 + mx.sum(mx.cumprod(goes_on.astype(mx.int32), axis=1), axis=1)
 
     def _commit(self, sampled: mx.array, hidden: mx.array | None, num_kept: mx.array | None, longest: int) -> None:
-        """The rows as they are when what was accepted has been taken in."""
+        """Update the rows' state on the device with the kept tokens."""
         ones = mx.ones_like(self._lengths)
         self._lengths = self._lengths + (ones if num_kept is None else num_kept)
         self._processors.commit(sampled, ones if num_kept is None else num_kept)
@@ -414,12 +432,20 @@ def _processors(new: Sequence[Newcomer], vocab_size: int) -> Processors:
 
 
 def _num_accepted(tokens: mx.array, sampled: mx.array) -> mx.array:
-    """int32 [B], 0 to k: drafts that are what was sampled, up to the first that is not. tokens: the newest first."""
+    """Return the number of drafts that equal the samples, up to the first that does not.
+
+    Args:
+        tokens: int32 [B, k + 1], the newest tokens, then the drafts.
+        sampled: int32 [B, k + 1].
+
+    Returns:
+        int32 [B], 0 to k.
+    """
     agrees = (tokens[:, 1:] == sampled[:, :-1]).astype(mx.int32)
     return mx.sum(mx.cumprod(agrees, axis=1), axis=1)
 
 
 def _stop_tokens(rows: Sequence[Sequence[int]]) -> mx.array | None:
-    """int32 [B, S]: the stop tokens of each row, padded with what is no token; None if no row has any."""
+    """Return int32 [B, S]: each row's stop tokens, padded with NO_TOKEN; None if no row has any."""
     most = max(map(len, rows))
     return mx.array([[*ids, *[NO_TOKEN] * (most - len(ids))] for ids in rows], mx.int32) if most else None

@@ -1,7 +1,7 @@
-"""All rows that decode, in groups.
+"""All decoding rows, in decode groups.
 
-A group's cache is rectangular: every row takes the slots of the longest, and attention looks at them all. A step reads
-the weights once per group. Which rows share one is decided, and paid for, before they start: see core/memory/budget.py.
+In a group's cache every row takes the slots of the longest, and attention reads them all. A step reads the weights once
+per group. core/memory/grouping.py assigns rows to groups before they join.
 """
 
 from collections import defaultdict
@@ -16,14 +16,17 @@ from engine.worker.view import View
 
 
 class DecodeBatch:
+    """Holds the decode groups by id."""
+
     def __init__(self, view: View, head: MTPHead | None, vocab_size: int, compiled: bool = False):
         self._view = view
         self._compiled = CompiledForward(view.decode) if compiled else None
         self._head = head
         self._vocab_size = vocab_size
-        self._groups: dict[int, DecodeGroup] = {}  # by the number of the rows' rectangle
+        self._groups: dict[int, DecodeGroup] = {}  # by `Request.rectangle`
 
     def clear(self) -> None:
+        """Drop all rows."""
         self._groups = {}
 
     @property
@@ -31,9 +34,9 @@ class DecodeBatch:
         return sum(group.num_bytes for group in self._groups.values())
 
     def join(self, *new: Newcomer) -> None:
-        """Adds rows to the groups of their rectangles, those of one group at once.
+        """Add rows to their decode groups, those of one group at once.
 
-        When it raises, no other row has changed; some of the new ones may have joined, and have to leave.
+        When it raises, no other row has changed; some of the new rows may have joined and must be removed.
         """
         by_group: dict[int, list[Newcomer]] = defaultdict(list)
         for one in new:
@@ -43,7 +46,7 @@ class DecodeBatch:
                 self._groups[number].join([first, *others])
                 continue
             group = DecodeGroup(self._view, self._head, self._vocab_size, first, self._compiled)
-            if others and first.moves:  # the group has its layers, and is about to replace them
+            if others and first.moves:  # the group has taken these layers, and is about to replace them
                 first.cache.clear()
                 (first.head_cache or []).clear()
             if others:
@@ -51,7 +54,7 @@ class DecodeBatch:
             self._groups[number] = group
 
     def merge(self, source: int, target: int) -> None:
-        """See ModelRunner.merge_groups."""
+        """Move the rows of one group to another, see ModelRunner.merge_groups."""
         group = self._groups.pop(source, None)
         if group is None:
             return
@@ -61,7 +64,7 @@ class DecodeBatch:
             self._groups[target] = group
 
     def pending(self, row_ids: Sequence[str]) -> dict[str, RowOutput]:
-        """See ModelRunner.pending."""
+        """Return the outputs of the step in flight, see ModelRunner.pending."""
         outputs: dict[str, RowOutput] = {}
         for group in self._groups.values():
             if wanted := [row.request.id for row in group.rows if row.request.id in row_ids]:
@@ -72,7 +75,7 @@ class DecodeBatch:
     def snapshot(
         self, row_id: str, parent: Stretch | None, cuts: Sequence[int], lend: bool = False
     ) -> RowSnapshot | None:
-        """See ModelRunner.snapshot_row."""
+        """Take a snapshot of a row, see ModelRunner.snapshot_row."""
         for group in self._groups.values():
             for i, row in enumerate(group.rows):
                 if row.request.id == row_id:
@@ -80,20 +83,22 @@ class DecodeBatch:
         return None
 
     def fill(self, row_id: str, stretches: Sequence[Stretch]) -> None:
-        """Copy what is lent to a row, which stays. Unknown ids are ignored."""
+        """Copy KV segments lent to a row back; the row stays. Unknown ids are ignored."""
         for group in self._groups.values():
             for i, row in enumerate(group.rows):
                 if row.request.id == row_id:
                     group.fill(i, stretches)
 
     def leave(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[Stretch]] | None = None) -> None:
-        """Removes these rows; others go on as if they had never been there.
+        """Remove rows, without effect on others.
 
-        lent: by row id the stretches that are filled from the rows' caches before these go.
+        Args:
+            row_ids: The rows; unknown ids are ignored.
+            lent: KV segments to copy back from the rows' caches first, by row id.
         """
-        gone, lent = set(row_ids), lent or {}
+        removed, lent = set(row_ids), lent or {}
         for number, group in list(self._groups.items()):
-            stay = [i for i, row in enumerate(group.rows) if row.request.id not in gone]
+            stay = [i for i, row in enumerate(group.rows) if row.request.id not in removed]
             ids = [row.request.id for row in group.rows]
             lent_here = {ids.index(row_id): stretches for row_id, stretches in lent.items() if row_id in ids}
             if not stay:
@@ -102,7 +107,7 @@ class DecodeBatch:
                 group.leave(stay, lent_here)
 
     def step(self, num_drafts: int) -> dict[str, RowOutput]:
-        """Every group once; all are launched before any is waited for."""
+        """Step every group once; all groups are launched before any is waited for."""
         started = [(group, group.start_step(num_drafts)) for group in self._groups.values()]
         outputs: dict[str, RowOutput] = {}
         for group, before in started:

@@ -1,15 +1,15 @@
 """The gated delta rule over a few tokens, with the state read once and written once.
 
-Verification needs the outputs of all tokens, and afterwards the state behind those that are kept. Token by token, the
-state is read and written several times each, and all states in between are held until it is known which one counts.
-Here the change of the state stays factored as the outer products that it is a sum of (Yang et al. 2024, arXiv
-2412.06464): with decays g, G[t] = g[1] * ... * g[t], and R[t, i] = G[t] / G[i],
+Verification needs the outputs of all tokens, and then the state after the kept ones. Token by token, the state is read
+and written several times each, and all intermediate states are stored until it is known which one counts. Here the
+change of the state stays factored as a sum of outer products (Yang et al. 2024, arXiv 2412.06464): with decays g,
+G[t] = g[1] * ... * g[t], and R[t, i] = G[t] / G[i],
 
     S[t] = G[t] * S[0] + sum over i <= t of R[t, i] * d[i] k[i]^T
     d[t] = beta[t] * (v[t] - G[t] * S[0] k[t] - sum over i < t of R[t, i] * (k[i] . k[t]) * d[i])
     y[t] = S[t] q[t]
 
-On two CPU cores 4 tokens of 8 rows take a quarter of the time, and S[t] is computed for the one t that is kept.
+On two CPU cores 4 tokens of 8 rows take a quarter of the time, and S[t] is computed only for the t that is kept.
 """
 
 from dataclasses import dataclass
@@ -21,18 +21,23 @@ SMALLEST_DECAY = 1e-30  # its logarithm is finite
 
 @dataclass(slots=True, eq=False)
 class Factors:
-    """Of T tokens. log_decay [B, H, T]: of G. deltas [B, H, T, Dv], keys [B, H, T, Dk]. All float32."""
+    """The factors of the state's change over T tokens. All float32."""
 
-    log_decay: mx.array
-    deltas: mx.array
-    keys: mx.array
+    log_decay: mx.array  # [B, H, T], logarithm of G.
+    deltas: mx.array  # [B, H, T, Dv].
+    keys: mx.array  # [B, H, T, Dk].
 
     @property
     def arrays(self) -> list[mx.array]:
         return [self.log_decay, self.deltas, self.keys]
 
     def state_after(self, state: mx.array, num_tokens: mx.array) -> mx.array:
-        """state float32 [B, H, Dv, Dk] before the tokens; num_tokens int32 [B], 1 to T. Returns that behind them."""
+        """Return the state after the first tokens.
+
+        Args:
+            state: float32 [B, H, Dv, Dk], before the tokens.
+            num_tokens: int32 [B], 1 to T.
+        """
         last = mx.take_along_axis(self.log_decay, (num_tokens - 1)[:, None, None], axis=2)
         is_kept = (mx.arange(self.log_decay.shape[2]) < num_tokens[:, None])[:, None]
         weights = mx.where(is_kept, mx.exp(mx.where(is_kept, last - self.log_decay, 0)), 0)
@@ -43,9 +48,16 @@ class Factors:
 def run(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, Factors]:
-    """q, k [B, T, Hk, Dk], v [B, T, Hv, Dv], decay g and beta [B, T, Hv], state float32 [B, Hv, Dv, Dk].
+    """Compute the delta rule.
 
-    Returns y [B, T, Hv, Dv] and the factors of the state's change.
+    Args:
+        q, k: [B, T, Hk, Dk].
+        v: [B, T, Hv, Dv].
+        g, beta: Decay and rate [B, T, Hv].
+        state: float32 [B, Hv, Dv, Dk].
+
+    Returns:
+        y [B, T, Hv, Dv], and the factors of the state's change.
     """
     length, repeats = q.shape[1], v.shape[2] // k.shape[2]
     queries, keys, values = (mx.swapaxes(x.astype(mx.float32), 1, 2) for x in (q, k, v))  # [B, H, T, D]
@@ -67,7 +79,7 @@ def run(
 
 
 def _solved(coupling: mx.array, right: mx.array) -> mx.array:
-    """x with (1 + coupling) x = right; coupling [..., T, T] is strictly lower triangular, so its T-th power is 0."""
+    """Solve (1 + coupling) x = right; coupling [..., T, T] is strictly lower triangular, so its T-th power is 0."""
     power, x = -coupling, right
     for _ in range((coupling.shape[-1] - 1).bit_length()):
         x = x + power @ x

@@ -1,9 +1,9 @@
-"""The caches of a decode batch: every row left-justified in slots of its own, whatever its neighbours do.
+"""The caches of a decode group: each row's tokens are left-justified in slots of their own.
 
-The library's batch caches push all rows to one common end: rows that accept different numbers of draft tokens must be
-rolled, a join moves everybody. Here a row's tokens lie in slots 0, 1, 2, ... and `Cursor.start` says, on the device,
-where each row writes next. To forget rejected tokens is to write over them; nothing moves and nobody waits to know
-how many there are. What lies behind a row's end is masked out and finite.
+The library's batch caches align all rows to one common end: rows that accept different numbers of draft tokens must be
+rolled, and a join moves all rows. Here a row's tokens lie in slots 0, 1, 2, ..., and `Cursor.start` says, on the
+device, where each row writes next. Rejected tokens are overwritten, so nothing moves and the host need not know how
+many there are. Slots after a row's end are masked and finite.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,27 +16,28 @@ from mlx_vlm.models.cache import ArraysCache, KVCache
 from engine.worker.delta_rule import Factors
 
 RowCache = list[Any]
-"""Per layer the library's cache for one row: KVCache (attention) or ArraysCache (recurrent state)."""
+"""One row's caches, one of the library's per layer: KVCache (attention) or ArraysCache (recurrent state)."""
 
-SLOTS_STEP = 256  # room for so many tokens is added at once
+SLOTS_STEP = 256  # slots are allocated in multiples of this number
 
 
 @dataclass(slots=True, eq=False)
 class Cursor:
-    """Where the rows write in the next forward; shared by all layers, set before each.
-
-    start: int32 [B], on the device. extent: slots to look at, at least max(start) + new tokens. uniform_start: the
-    same for all rows, where the host knows it: then slices and no masks will do. as_offset: what the layers call
-    their offset is `start` (they take their positions from it) or the extent (positions come from outside).
-    """
+    """Where the rows write in the next forward; shared by all layers, and set before each forward."""
 
     start: mx.array
+    """Int32 [B], on the device: each row's next slot."""
     extent: int
+    """Slots that attention reads, at least max(start) + new tokens."""
     uniform_start: int | None = None
+    """`start` if the host knows that it is the same for all rows: slices suffice then, without masks."""
     as_offset: bool = False
+    """Whether the layers' offset is `start`, from which they derive positions, or the extent, with explicit
+    positions."""
 
     def mask(self, num_new: int, window_size: int | None) -> mx.array | str | None:
-        """What each of the new tokens sees: bool [B, 1, num_new, extent], or the library's word for all before it."""
+        """Return what each new token sees: bool [B, 1, num_new, extent], or the library's shorthand for all preceding
+        tokens."""
         if self.uniform_start is not None and window_size is None:
             return None if num_new == 1 else "causal"
         slots = mx.arange(self.extent)[None, None]
@@ -48,7 +49,7 @@ class Cursor:
 
 
 class KVRows:
-    """One attention layer. keys, values: [B, heads, slots, head_dim]."""
+    """One attention layer of all rows. keys, values: [B, heads, slots, head_dim]."""
 
     def __init__(self, keys: mx.array, values: mx.array, cursor: Cursor):
         self.keys, self.values = keys, values
@@ -77,12 +78,14 @@ class KVRows:
         return self.cursor.mask(num_new, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write keys and values [B, heads, L, head_dim] at the cursor; return those of the whole extent."""
         extent = self.cursor.extent
         self.keys = _written(_with_slots(self.keys, extent), keys, self.cursor)
         self.values = _written(_with_slots(self.values, extent), values, self.cursor)
         return self.keys[..., :extent, :], self.values[..., :extent, :]
 
     def row(self, index: int, num_tokens: int) -> KVCache:
+        """Return one row's cache with `num_tokens` tokens, as lazy slices."""
         cache = KVCache()
         cache.keys, cache.values = self.keys[index : index + 1], self.values[index : index + 1]
         cache.offset = num_tokens
@@ -98,10 +101,11 @@ class KVRows:
 
 
 class RecurrentRows:
-    """One recurrent layer: slots (convolution window, state), arrays [B, ...]. Speaks the library's ArraysCache.
+    """One recurrent layer of all rows, with slots (convolution window, state) [B, ...]. Implements ArraysCache.
 
-    While it records, it keeps what `commit` needs to go back to the state after any token of the forward: the states,
-    or, where they are computed so (is_factored), the factors of their change; then the state itself waits for `commit`.
+    While `recording`, it keeps what `commit` needs to return to the state after any token of the forward: all states
+    or,
+    with `is_factored`, the factors of their change; the state itself is then updated by `commit`.
     """
 
     lengths = None  # no row is padded
@@ -141,13 +145,20 @@ class RecurrentRows:
                 self._states = {1: next(recorded)}
 
     def update_window(self, index: int, source: mx.array, width: int, *, lengths: None = None) -> None:
-        """source [B, width + L, channels]: the window after t tokens is source[:, t : t + width]."""
+        """Store the windows. source [B, width + L, channels]: the window after t tokens is source[:, t : t + width]."""
         self.slots[index] = mx.contiguous(source[:, source.shape[1] - width :])
         if self.recording:
             self._windows[index] = (source, width)
 
     def update_recurrent(self, index: int, length: int, update: Callable[..., Any]) -> tuple[mx.array, mx.array]:
-        """update(state, n) -> output, last state, and if n is given the states [B, n, ...] after the first n tokens."""
+        """Update the state of a forward of `length` tokens.
+
+        Args:
+            index: Slot of the state.
+            length: New tokens.
+            update: update(state, n) -> output, last state, and with n given the states [B, n, ...] after the first n
+                tokens.
+        """
         keep_all = self.recording and length > 1
         output, state, *before = update(self.slots[index], length - 1 if keep_all else None)
         self.slots[index] = state
@@ -159,7 +170,7 @@ class RecurrentRows:
         self._factors[index] = factors
 
     def commit(self, num_kept: mx.array) -> None:
-        """Goes back to the state after `num_kept` int32 [B] >= 1 tokens of the recorded forward."""
+        """Return to the state after `num_kept` int32 [B] >= 1 tokens of the recorded forward."""
         for index, (source, width) in self._windows.items():
             at = num_kept[:, None] + mx.arange(width)
             self.slots[index] = mx.take_along_axis(source, at[..., None], axis=1)
@@ -172,6 +183,7 @@ class RecurrentRows:
         self._windows, self._states, self._factors, self.recording = {}, {}, {}, False
 
     def row(self, index: int, num_tokens: int) -> ArraysCache:
+        """Return one row's cache, as lazy slices."""
         cache = ArraysCache(len(self.slots))
         cache.cache = [mx.contiguous(slot[index : index + 1]) for slot in self.slots]
         return cache
@@ -185,7 +197,7 @@ class RecurrentRows:
 
 
 class RowsCache:
-    """All layers of a batch. What rebuilds them does so layer by layer: no more than one of them is there twice."""
+    """All layers of a decode group. They are rebuilt one by one, so that at most one layer exists twice."""
 
     def __init__(self, layers: list[Any], cursor: Cursor):
         self.layers = layers
@@ -193,19 +205,24 @@ class RowsCache:
 
     @classmethod
     def of(cls, row: RowCache, as_offset: bool = False) -> "RowsCache":
-        """A batch of this one row, in its very arrays. Raises TypeError for a layer that cannot be batched."""
+        """Create a group of one row, which takes over the row's arrays.
+
+        Raises:
+            TypeError: A layer cannot be batched.
+        """
         cursor = Cursor(mx.zeros(1, mx.int32), 0, None, as_offset)
         return cls([_rows_of(i, layer, cursor) for i, layer in enumerate(row)], cursor)
 
     def row(self, index: int, num_tokens: int) -> RowCache:
-        """What one row, of so many tokens, would have alone: lazy, of the batch's arrays, which writes do not reach."""
+        """Return one row's caches with `num_tokens` tokens: lazy slices that later writes do not affect."""
         return [layer.row(index, num_tokens) for layer in self.layers]
 
     def join(self, rows: Sequence[RowCache], move: bool = False) -> None:
-        """Adds rows, evaluated. When it raises, the rows are as they were.
+        """Add rows, evaluated. When it raises, the rows are as before.
 
-        rows: caches of one row each, or the layers of another batch.
-        move: let go of the new rows' own layers, one after the other; what is left of them is of no use.
+        Args:
+            rows: Caches of one row each, or the layers of another group.
+            move: Free each layer of the new rows once it is copied; their caches must not be used afterwards.
         """
         before, done = self.num_rows, 0
         try:
@@ -220,9 +237,12 @@ class RowsCache:
             raise
 
     def keep(self, rows: list[int], num_slots: int, leaving: Sequence[Callable[[Any], None]] = ()) -> None:
-        """These rows in this order, with room for `num_slots` tokens each. When it raises, all are lost.
+        """Keep these rows in this order, with `num_slots` slots each. When it raises, all rows are lost.
 
-        leaving: called with each layer before it goes.
+        Args:
+            rows: Indices of the rows.
+            num_slots: Slots that they need.
+            leaving: Called with each layer before it is replaced.
         """
         index = mx.array(rows, mx.int32)
         for i, layer in enumerate(self.layers):
@@ -241,11 +261,12 @@ class RowsCache:
 
     @property
     def num_slots(self) -> int:
-        """Of the attention layers; 0 without one."""
+        """Slots of the attention layers; 0 without one."""
         return max((layer.keys.shape[2] for layer in self.layers if isinstance(layer, KVRows)), default=0)
 
     def at(self, start: mx.array, extent: int, uniform_start: int | None = None, record: bool = False) -> list[Any]:
-        """The layers, ready for a forward that writes at `start`; see Cursor. record: `commit` will follow."""
+        """Return the layers, prepared for a forward that writes at `start`; see Cursor. record: `commit` will
+        follow."""
         self.reserve(extent)
         self.cursor.start, self.cursor.extent, self.cursor.uniform_start = start, extent, uniform_start
         for layer in self.layers:
@@ -254,12 +275,13 @@ class RowsCache:
         return self.layers
 
     def commit(self, num_kept: mx.array) -> None:
+        """Return recurrent layers to the state after `num_kept` int32 [B] tokens of the recorded forward."""
         for layer in self.layers:
             if isinstance(layer, RecurrentRows):
                 layer.commit(num_kept)
 
     def reserve(self, num_slots: int) -> int:
-        """Makes room for that many tokens in every row; returns how many slots there are now."""
+        """Allocate at least `num_slots` slots per row; return how many slots there are."""
         for layer in self.layers:
             if isinstance(layer, KVRows) and layer.keys.shape[2] < num_slots:
                 layer.keys, layer.values = _with_slots(layer.keys, num_slots), _with_slots(layer.values, num_slots)
@@ -268,18 +290,18 @@ class RowsCache:
 
     @property
     def recorded(self) -> list[mx.array]:
-        """What a forward has recorded for `commit`."""
+        """The arrays that the last forward recorded for `commit`."""
         layers = [layer for layer in self.layers if isinstance(layer, RecurrentRows)]
         return [array for layer in layers for array in layer.recorded]
 
     def load(self, state: Sequence[mx.array], recorded: Sequence[mx.array]) -> None:
-        """Takes what `state` and `recorded` of a cache of the same structure gave."""
+        """Set the arrays that `state` and `recorded` of a cache of the same structure returned."""
         arrays, records = iter(state), iter(recorded)
         for layer in self.layers:
             layer.load(arrays, records)
 
     def like(self, state: Sequence[mx.array]) -> "RowsCache":
-        """Another cache of the same structure with these arrays."""
+        """Return another cache of the same structure with these arrays."""
         cursor = Cursor(self.cursor.start, 0, None, self.cursor.as_offset)
         arrays = iter(state)
         layers = [
@@ -300,11 +322,12 @@ class RowsCache:
 
 
 def num_bytes(cache: Sequence[Any]) -> int:
+    """Return the bytes of all layers."""
     return sum(layer.nbytes for layer in cache)
 
 
 def _rows_of(i: int, layer: Any, cursor: Cursor) -> KVRows | RecurrentRows:
-    kind: Any = type(layer)  # exactly: what derives from them stores otherwise
+    kind: Any = type(layer)  # exact types: subclasses store their state differently
     if kind is KVCache:
         return KVRows(layer.keys, layer.values, cursor)
     if kind is ArraysCache and all(slot is not None for slot in layer.cache):
@@ -313,12 +336,12 @@ def _rows_of(i: int, layer: Any, cursor: Cursor) -> KVRows | RecurrentRows:
 
 
 def rounded(num_slots: int) -> int:
-    """Room for so many tokens, and for more."""
+    """Round a number of slots up to a multiple of SLOTS_STEP."""
     return -(-num_slots // SLOTS_STEP) * SLOTS_STEP
 
 
 def slots_like(array: mx.array, num_slots: int) -> mx.array:
-    """Empty ones, for so many tokens, of the kind of an array [B, heads, slots, head_dim]."""
+    """Return empty slots for `num_slots` tokens, shaped like an array [B, heads, slots, head_dim]."""
     batch, heads, _, head_dim = array.shape
     return mx.zeros((batch, heads, rounded(num_slots), head_dim), array.dtype)
 
@@ -329,7 +352,7 @@ def _with_slots(array: mx.array, num_slots: int) -> mx.array:
 
 
 def _stacked(parts: Sequence[mx.array]) -> mx.array:
-    """Written into one new array, where padding all of them first would take as much again."""
+    """Concatenate rows of different slots in one new array; padding all of them first would take the memory twice."""
     _, heads, _, head_dim = parts[0].shape
     num_rows, slots = sum(part.shape[0] for part in parts), rounded(max(part.shape[2] for part in parts))
     stacked, done = mx.zeros((num_rows, heads, slots, head_dim), parts[0].dtype), 0
@@ -340,7 +363,8 @@ def _stacked(parts: Sequence[mx.array]) -> mx.array:
 
 
 def _written(slots: mx.array, new: mx.array, cursor: Cursor) -> mx.array:
-    """new [B, heads, L, head_dim] at slots start .. start + L of each row; in place, as nobody else holds `slots`."""
+    """Write new [B, heads, L, head_dim] to slots start .. start + L of each row, in place if `slots` has no other
+    reference."""
     at, length = cursor.uniform_start, new.shape[2]
     if at is not None:
         slots[..., at : at + length, :] = new

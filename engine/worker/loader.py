@@ -1,4 +1,4 @@
-"""Weights into memory, once: what may be loaded, in which dtype, on which device, and how far it is."""
+"""Loads weights into memory: checks, dtype, device and progress."""
 
 import logging
 from collections.abc import Callable
@@ -28,37 +28,36 @@ from engine.worker import mtp_loader
 log = logging.getLogger("orchard.engine")
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-STATE_VERSION = 1  # raise it when a prompt's state comes out otherwise: positions, pictures, the rule of a layer
+STATE_VERSION = 1  # must be increased when prompts' states change: positions, images, the computation of a layer
 COMPUTED_BY = (*(f"{name} {version(name)}" for name in ("mlx", "mlx-vlm")), f"state {STATE_VERSION}")
-EVAL_BYTES = 256 * 2**20  # weights are read in pieces of this size, so that progress is seen
+EVAL_BYTES = 256 * 2**20  # weights are read in pieces of this size, to report progress
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """module: the mlx_vlm model. media_kinds: what it can see. num_weight_bytes: as they lie in memory, with the head.
+    """A loaded model."""
 
-    mtp_head: mlx_vlm's Qwen3_5MTPDraftModel, not yet bound to the model. mtp_status: "ready", or why there is none.
-    fingerprint: see ModelRunner.
-    """
-
-    module: Any
-    path: Path
-    config: dict[str, Any]
-    media_kinds: frozenset[str]
-    max_context_tokens: int
-    vocab_size: int
-    num_weight_bytes: int
-    dtype: str
-    mtp_head: Any | None
-    mtp_status: str
-    fingerprint: str
+    module: Any  # The mlx_vlm model.
+    path: Path  # Directory of the checkpoint.
+    config: dict[str, Any]  # The checkpoint's configuration.
+    media_kinds: frozenset[str]  # Media that it accepts, such as image.
+    max_context_tokens: int  # Prompt and answer together.
+    vocab_size: int  # Number of logits.
+    num_weight_bytes: int  # In memory, with the MTP head.
+    dtype: str  # Floating dtype that it computes in.
+    mtp_head: Any | None  # mlx_vlm's Qwen3_5MTPDraftModel, not bound to the model; None without one.
+    mtp_status: str  # "ready", or why there is no head.
+    fingerprint: str  # See ModelRunner.
 
 
 def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel:
-    """Loads `config.model` and its MTP head, and evaluates every weight on the calling thread.
+    """Load `config.model` and its MTP head, and evaluate every weight on the calling thread.
 
-    Code that comes with a checkpoint is never run: `model_file` and `auto_map` are refused before the library sees
-    them, and no processor is loaded here. Raises EngineFailed with the reason.
+    Code in a checkpoint is never run: `model_file` and `auto_map` are rejected before the library sees them, and no
+    processor is loaded.
+
+    Raises:
+        EngineFailed: The model or its head cannot be loaded; the message has the reason.
     """
     use_device(config.device)
     path = resolve_checkpoint(config.model, config.revision, weights=True)
@@ -87,7 +86,11 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
 
 
 def use_device(device: str) -> None:
-    """Raises EngineFailed when a GPU is asked for and MLX has none here."""
+    """Set MLX's default device.
+
+    Raises:
+        EngineFailed: A GPU is configured and MLX finds none.
+    """
     if device == "gpu" and not has_gpu():
         raise EngineFailed("device: gpu is configured, but MLX finds no GPU here; use cpu or auto")
     if device == "cpu":
@@ -95,22 +98,24 @@ def use_device(device: str) -> None:
 
 
 def has_gpu() -> bool:
+    """Return whether MLX has a GPU."""
     return mx.metal.is_available() or mx.cuda.is_available()
 
 
 def device_kind() -> str:
-    """Which kernels compute: cpu, metal or cuda."""
+    """Return which kernels compute: cpu, metal or cuda."""
     if not on_gpu():
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
 
 
 def on_gpu() -> bool:
+    """Return whether MLX's default device is a GPU."""
     return mx.default_device().type == mx.DeviceType.gpu
 
 
 def choose_dtype(dtype: str, model_config: dict[str, Any]) -> mx.Dtype | None:
-    """None keeps what the checkpoint has: a quantized one on a GPU."""
+    """Return the dtype to cast to; None to keep the checkpoint's, as for a quantized one on a GPU."""
     if dtype != "auto":
         return DTYPES[dtype]
     if not on_gpu():
@@ -120,12 +125,13 @@ def choose_dtype(dtype: str, model_config: dict[str, Any]) -> mx.Dtype | None:
 
 
 def weights_of(module: nn.Module) -> list[tuple[str, mx.array]]:
+    """Return all weights by name."""
     flat: Any = tree_flatten(module.parameters())
     return flat
 
 
 def cast(module: nn.Module, dtype: mx.Dtype | None) -> None:
-    """Casts floating weights, but for those that the model wants kept (its `cast_predicate`: recurrent decay)."""
+    """Cast floating weights, except those that the model's `cast_predicate` keeps, such as recurrent decays."""
     if dtype is None:
         return
     may_cast = getattr(module, "cast_predicate", None) or (lambda name: True)
@@ -137,7 +143,7 @@ def cast(module: nn.Module, dtype: mx.Dtype | None) -> None:
 
 
 def _load_head(config: EngineConfig, head_dir: Path | None, module: Any, dtype: str) -> Any | None:
-    """In the dtype that the model computes in; a quantized one by the rule for quantized models."""
+    """Load the head in the dtype that the model computes in; a quantized one by the rule for quantized models."""
     if head_dir is None:
         return None
     head = mtp_loader.load_head(head_dir, module.language_model)
@@ -163,7 +169,8 @@ def _read_weights(modules: list[nn.Module], progress: Callable[[float], None]) -
 
 
 def _main_dtype(module: nn.Module) -> str:
-    """The floating dtype of most bytes: what is computed in; packed integers of quantized weights do not count."""
+    """Return the floating dtype of most bytes, which is computed in; packed integers of quantized weights do not
+    count."""
     size: dict[str, int] = {}
     for _, w in weights_of(module):
         if not mx.issubdtype(w.dtype, mx.floating):

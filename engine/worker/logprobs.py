@@ -1,4 +1,4 @@
-"""Logprobs of sampled tokens: those of the model, before anything that shapes the sampling."""
+"""Logprobs of sampled tokens: the model's own, before any logits processing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,23 +13,20 @@ from engine.worker.ranking import best_first
 
 @dataclass(slots=True, eq=False)
 class Logprobs:
-    """Of the rows of a batch that ask for them. rows: their indices; num_top: how many alternatives each wants.
+    """Logprobs of the R rows of a batch that ask for them."""
 
-    chosen float32 [R, L]; top_ids int32 and top float32 [R, L, largest num_top], best first.
-    """
-
-    rows: list[int]
-    num_top: list[int]
-    chosen: mx.array
-    top_ids: mx.array
-    top: mx.array
+    rows: list[int]  # Indices of the rows.
+    num_top: list[int]  # Alternatives that each row asks for.
+    chosen: mx.array  # float32 [R, L].
+    top_ids: mx.array  # int32 [R, L, largest num_top], best first.
+    top: mx.array  # float32 [R, L, largest num_top].
 
     @property
     def arrays(self) -> list[mx.array]:
         return [self.chosen, self.top_ids, self.top]
 
     def read(self, num_tokens: Sequence[int]) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """Row index -> one entry per token; num_tokens: of every row of the batch."""
+        """Return the logprobs by row index, one entry per token. num_tokens: of every row of the batch."""
         chosen, ids, top = (np.array(array).tolist() for array in self.arrays)
         return {
             row: tuple(
@@ -41,7 +38,16 @@ class Logprobs:
 
 
 def logprobs_of(rows: Sequence[Request], logits: mx.array, tokens: mx.array) -> Logprobs | None:
-    """logits [B, L, vocab] as the model gave them, tokens int32 [B, L] as sampled. None when no row asks."""
+    """Compute the logprobs of the rows that ask for them.
+
+    Args:
+        rows: The rows.
+        logits: [B, L, vocab], as the model returned them.
+        tokens: int32 [B, L], as sampled.
+
+    Returns:
+        None when no row asks.
+    """
     asking = [(i, row.sampling.logprobs) for i, row in enumerate(rows) if row.sampling.logprobs is not None]
     if not asking:
         return None

@@ -1,8 +1,8 @@
-"""What rows, prompts and pictures cost in bytes: read off a snapshot where that is exact, measured where it is not.
+"""Measures the memory costs of rows, prompts and images: exact where a snapshot tells, else from probes.
 
-How much the intermediate results of a forward take depends on the device's kernels: whether attention keeps its
-scores, how many layers are under way at once. So a few forwards are made at the start, the peaks of the memory are
-read, and what grows with the tokens and what with the prompt in front of them is solved for.
+The intermediate results of a forward depend on the device's kernels: whether attention stores its scores, how many
+layers are computed at once. A few forwards at start record peaks of memory, from which the parts that grow with the
+chunk and with the prompt before it are solved.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,11 @@ from engine.worker.snapshot import StateSnapshot
 from engine.worker.vision import VisionEncoder
 
 MARGIN, CHUNK_MARGIN = 1.15, 1.7
-"""On what is measured of decoding and of prompts, whose chunks may be much larger than those that are measured. What is
-counted needs none."""
+"""Safety factors on measurements of decoding and of prefill, whose chunks may be much larger than the probes. Exact
+values need none."""
 
 PROBE_TOKENS = 192
-"""With what is decoded behind them they stay within one step of slots, and so do three times as many."""
+"""With the tokens decoded after them they fit into one multiple of SLOTS_STEP, and so do three times as many."""
 NUM_STEPS = 3
 SHORT_TOKENS = 16
 PLAIN = SamplingParams(2**20)
@@ -37,10 +37,10 @@ SHAPED = SamplingParams(
     logprobs=MAX_TOP_LOGPROBS,
 )  # fmt: skip
 SCORE_BYTES = 5  # a float, and a mask
-BUFFER_SLACK = 2**13  # MLX lends a buffer that is free and a little larger
-LATE_BYTES = 2**18  # constants that are made when something is done for the first time
+BUFFER_SLACK = 2**13  # MLX reuses free buffers that are a little larger
+LATE_BYTES = 2**18  # constants that are allocated on first use
 PICTURE_SIDES = (4, 8, 16)
-"""Of the pictures for the vision tower, in placeholder tokens."""
+"""Sides of the probe images for the vision tower, in placeholder tokens."""
 
 
 class Runner(Protocol):
@@ -52,8 +52,15 @@ class Runner(Protocol):
 def measure(
     runner: Runner, snapshot: StateSnapshot, vision: VisionEncoder | None, max_drafts: int, num_heads: int
 ) -> MemoryCosts:
-    """Of a warm runner without rows. snapshot: of any prompt. num_heads: of an attention layer, whose scores of a step
-    are too small to be measured. The largest probe takes 2 * PROBE_TOKENS tokens."""
+    """Measure the costs of a warm runner without rows. The largest probe takes 2 * PROBE_TOKENS tokens.
+
+    Args:
+        runner: The runner.
+        snapshot: A snapshot of any prompt.
+        vision: The vision encoder, None for a text model.
+        max_drafts: The most drafts per row.
+        num_heads: Query heads of an attention layer, whose scores in a step are too small to be measured.
+    """
     mx.clear_cache()
     scores = MARGIN * num_heads * (max_drafts + 1) * SCORE_BYTES
     base, blocks = mx.get_active_memory() + LATE_BYTES, attention_cpu.max_queries()
@@ -76,13 +83,14 @@ def _exact(snapshot: StateSnapshot, max_drafts: int) -> MemoryCosts:
         snapshot_slack=BUFFER_SLACK * (2 * len(layers) + sum(map(len, snapshot.states)) + 1),
         slots_step=SLOTS_STEP,
         overshoot=2 * (max_drafts + 1) + 1,
-        feed_bytes=hidden * 3 // 2 + head,  # written anew, rows by rows, in each step
+        feed_bytes=hidden * 3 // 2 + head,  # rewritten in each step
         feed_tokens=FEED_LIMIT if hidden else 0,
     )
 
 
 def _with_forwards(runner: Runner, costs: MemoryCosts, max_drafts: int) -> MemoryCosts:
-    """Two prompts of n and 3n tokens, the second in chunks of 2n and n, and some steps of one and of both."""
+    """Probe with two prompts of n and 3n tokens, the second in chunks of 2n and n, and with steps of one and both
+    rows."""
     n = PROBE_TOKENS
     one, two = _row("one", n), _row("two", 3 * n)
     short, long = costs.prompt(n), costs.prompt(3 * n)
@@ -111,7 +119,7 @@ def _with_forwards(runner: Runner, costs: MemoryCosts, max_drafts: int) -> Memor
 
 
 def _asking(runner: Runner, costs: MemoryCosts, max_drafts: int, sampling: SamplingParams) -> int:
-    """What steps of two rows take that ask for this."""
+    """Return the bytes of decode steps of two rows with these sampling parameters."""
     rows = [_row(name, SHORT_TOKENS, sampling) for name in ("one", "two")]
     try:
         for row in rows:
@@ -135,7 +143,7 @@ def _steps(runner: Runner, num_drafts: int) -> None:
 
 
 def _peak(work: Callable[[], object]) -> int:
-    """Bytes in use at the worst moment of the work."""
+    """Return the peak bytes in use during the work."""
     mx.clear_cache()
     mx.reset_peak_memory()
     work()
@@ -143,7 +151,7 @@ def _peak(work: Callable[[], object]) -> int:
 
 
 def _of_pictures(vision: VisionEncoder) -> dict[str, float]:
-    """What the tower needs for N patches: a + b N + c N^2, as attention among them may keep its scores."""
+    """Return the vision tower's costs for N patches: a + b N + c N^2, as attention may store its scores."""
     before = mx.get_active_memory()
     kept, waiting = vision.probe(PICTURE_SIDES[0])[1], vision.probe_piece(PICTURE_SIDES[0])
     n1, n2, n3 = (vision.probe(side)[0] for side in PICTURE_SIDES)

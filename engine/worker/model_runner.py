@@ -1,4 +1,4 @@
-"""Executes what the scheduler decides: the only caller of a forward pass."""
+"""Executes what the scheduler decides. All forward passes start here."""
 
 import gc
 import time
@@ -32,22 +32,23 @@ from engine.worker.vision import VisionEncoder
 
 WARM_UP_TOKENS = 16
 WARM_UP_ROWS = (1, 2, 8)
-"""Rows whose steps are timed; more than two only where they are no more than `max_running` and fit in WARM_UP_SHARE."""
+"""Batch sizes whose steps are timed; sizes over 2 only if they are at most `max_running` and fit into WARM_UP_SHARE."""
 WARM_UP_SHARE = 0.25
-"""Part of the free memory that warm-up may use for rows."""
+"""Share of the free memory that warm-up may use for rows."""
 TIMED_STEPS, MAX_TIMED_S = 2, 0.15
-"""Steps that are timed for each number of rows and drafts, and seconds after which there is not another one."""
+"""Steps that are timed per number of rows and drafts, and the total seconds after which no further one is."""
 WARM_UP_CHUNKS, LONG_CHUNK_S = (64, 256), 0.25
-"""Tokens of the chunks that are timed, each when it has been computed once; none behind one that takes so long."""
+"""Tokens of the chunks that are timed, each after an untimed one; none after a chunk of LONG_CHUNK_S."""
 WARM_UP_IMAGE_SIDE = 2
 """Placeholder tokens per side of the image that warms the vision tower."""
 AUTO_DRAFT_TOKENS = 3  # heads are trained for one to two tokens ahead; a fourth is rarely right
 
 
 def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> "MLXRunner":
-    """Loads the model on the calling thread, which must be the one that will call the runner.
+    """Load the model on the calling thread, which must be the one that will call the runner.
 
-    Raises EngineFailed, also when an engine of another process has the GPU.
+    Raises:
+        EngineFailed: The model cannot be loaded, or an engine in another process has the GPU.
     """
     loader.use_device(config.device)
     lock = lock_device(loader.device_kind(), config.share_device)
@@ -63,10 +64,10 @@ def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> "MLX
 
 
 class MLXRunner:
-    """One model, one decode batch, and the prompts that are on their way into it."""
+    """One model, its decode batch, and the prompts in progress. See ModelRunner."""
 
     def __init__(self, model: loader.LoadedModel, config: EngineConfig, device_lock: ProcessLock | None = None):
-        """device_lock: released by `close`, when the memory of the device is given back."""
+        """Set up a loaded model. device_lock: released by `close`, when the device's memory is freed."""
         self._device_lock = device_lock
         if not loader.on_gpu():
             gated_delta_rows.install()
@@ -112,7 +113,7 @@ class MLXRunner:
         }
 
     def warm_up(self) -> None:
-        """Run rows and an image through everything, so that no client waits for kernels to compile; time the steps."""
+        """Compile kernels with rows, chunks and an image; time steps and chunks, and measure memory costs."""
         self.step_times, self.chunk_times = self._time_steps(), self._time_chunks()
         if self._vision is not None:
             self._vision.probe(WARM_UP_IMAGE_SIDE)
@@ -129,7 +130,7 @@ class MLXRunner:
         mx.clear_cache()
 
     def _time_steps(self) -> list[StepTime]:
-        """Decode a few rows, then more, with each number of drafts; nothing is left of them."""
+        """Time decode steps of WARM_UP_ROWS rows with each number of drafts, then drop the rows."""
         prompt, rows, times = np.zeros(WARM_UP_TOKENS, np.int32), [], []
         for num_rows in WARM_UP_ROWS:
             if num_rows > 2 and not self._has_room_for(num_rows):
@@ -154,7 +155,7 @@ class MLXRunner:
         return times
 
     def _chunk_s(self, num_tokens: int) -> float:
-        """Return the seconds of the first chunk of a prompt that is longer by one token."""
+        """Return the seconds of the first chunk of a prompt that is one token longer."""
         row = Request(EngineRequest("warm-up-chunk", np.zeros(num_tokens + 1, np.int32), SamplingParams(1), ()))
         began_s = time.perf_counter()
         self.prefill([row], num_tokens)
@@ -163,7 +164,7 @@ class MLXRunner:
         return seconds
 
     def _step_s(self, num_drafts: int) -> float:
-        """Return the seconds of the shortest of a few steps, without the first two: kernels are compiled in them."""
+        """Return the seconds of the fastest of a few steps, after two untimed ones that compile kernels."""
         seconds: list[float] = []
         while len(seconds) < 2 + TIMED_STEPS and sum(seconds[2:]) < MAX_TIMED_S:
             began_s = time.perf_counter()
@@ -172,7 +173,8 @@ class MLXRunner:
         return min(seconds[2:])
 
     def _has_room_for(self, num_rows: int) -> bool:
-        """Whether so many short rows take little of the free memory: verification keeps a state per position."""
+        """Return whether `num_rows` short rows take little of the free memory; verification keeps a state per
+        position."""
         snapshot = self._a_snapshot
         if snapshot is None or num_rows > self._max_running:
             return False
@@ -278,13 +280,13 @@ class MLXRunner:
         return mx.get_active_memory()
 
     def free_caches(self) -> None:
-        """What nobody's answer depends on: features of pictures, and buffers that MLX keeps."""
+        """Free cached image features and the buffers that MLX keeps for reuse."""
         if self._vision is not None:
             self._vision.clear()
         mx.clear_cache()
 
     def probe(self) -> None:
-        """One token through the model. Raises what the device raises."""
+        """Compute one token independent of all rows. Raises what the device raises."""
         row = Request(EngineRequest("probe", np.zeros(1, np.int32), SamplingParams(1), ()))
         row.rectangle = -1
         try:
@@ -293,7 +295,7 @@ class MLXRunner:
             self.drop([row.id])
 
     def close(self) -> None:
-        """Gives everything back, on the thread that took it, which must not use MLX again."""
+        """Free everything on the device thread, which must not use MLX afterwards."""
         self._prompts.clear()
         self._batch.clear()
         del self._model, self._view, self._head, self._prefill, self._vision, self._batch
@@ -321,7 +323,7 @@ class MLXRunner:
         return PrefillOutput(num_tokens, {row.id: output for row, output in zip(rows, first, strict=True)})
 
     def _prompt_of(self, rows: Sequence[Request]) -> Prompt:
-        """The prompt that these rows share; it begins if it has not begun."""
+        """Return the prompt that these rows share; begin it if necessary."""
         prompt = self._prompts.get(rows[0].id)
         if prompt is None:
             prompt = self._prefill.begin(rows[0])
@@ -356,7 +358,7 @@ class MLXRunner:
             self._prompts.pop(row.id, None)
 
     def _join(self, *together: Sequence[Newcomer]) -> None:
-        """Let all of these rows join the decode batch, or none; those of one sequence at once."""
+        """Add rows to the decode batch, either all or none; rows in one sequence join a group together."""
         try:
             for new in together:
                 self._batch.join(*new)
@@ -373,25 +375,29 @@ class MLXRunner:
 
 
 def _newcomer(row: Request, prompt: Prompt, first: RowOutput, moves: bool) -> Newcomer:
-    """moves: see Newcomer."""
+    """Return a joining row for a complete prompt. moves: see Newcomer."""
     token_id, position = first.token_ids[0], prompt.next_position
     return Newcomer(row, prompt.cache, position, token_id, prompt.head_cache, prompt.hidden, moves)
 
 
 def _exactness(view: View) -> str:
-    """For the status page: what is configured, and what comes of it on this device."""
+    """Return the configured mode of exact verification and its effect on this device, for the status page."""
     one, more = view.verifies_exactly(1), view.verifies_exactly(2)
     return f"{view.exact}: {'always' if more else 'with one row' if one else 'never'}"
 
 
 def max_draft_tokens(config: EngineConfig) -> int:
+    """Return the most draft tokens per row that the configuration allows."""
     return config.mtp.max_draft_tokens if isinstance(config.mtp, MTPConfig) else AUTO_DRAFT_TOKENS
 
 
 def use_compiled(config: EngineConfig, view: View) -> bool:
-    """auto: on CUDA. On the CPU each shape costs seconds of a C++ compiler; on Metal it has not been measured.
+    """Return whether decoding is compiled. auto: only on CUDA.
 
-    Raises EngineFailed where it is asked for and cannot be.
+    On a CPU each shape costs seconds of a C++ compiler; on Metal compilation has not been measured.
+
+    Raises:
+        EngineFailed: compile is on, but the model does not support it.
     """
     if config.compile == "auto":
         return view.explicit_positions and mx.cuda.is_available() and loader.on_gpu()

@@ -1,8 +1,8 @@
-"""The MTP head: one decoder layer that guesses the token after the next from the target's hidden states.
+"""The MTP head: one decoder layer that predicts the token after the next from the target's hidden states.
 
-It reads pairs (token x[p+1], hidden state h[p]) for p = 0, 1, 2, ... and must have read all of them to guess well: a
-head that has not seen the prompt cannot copy from it. Prompts are fed chunk by chunk with their prefill, and what
-decoding adds waits in a `Feed` until the head is asked next, also through steps in which nothing is drafted.
+It reads pairs (token x[p+1], hidden state h[p]) for p = 0, 1, 2, ... and needs all of them: a head that has not read
+the prompt cannot copy from it. Prompts are fed to it chunk by chunk with their prefill. Pairs from decoding wait in a
+`Feed` until the next draft, also through steps without drafts.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,18 +19,20 @@ from engine.worker.kv_cache import RowCache, RowsCache
 from engine.worker.view import View
 
 FEED_CHUNK = 128  # pairs per forward when the head catches up
-FEED_LIMIT = 128  # pairs that may wait: hidden states cost as much memory as an attention layer's keys and values
+FEED_LIMIT = 128  # pending pairs per row: hidden states take as much memory as an attention layer's keys and values
 
 
 class MTPHead:
-    """Shares embedding and output layer with the target. `module`: mlx_vlm's Qwen3_5MTPDraftModel."""
+    """The MTP head, which shares embedding and output layer with the target. `module`: mlx_vlm's
+    Qwen3_5MTPDraftModel."""
 
     def __init__(self, module: Any, view: View):
         self._module = module
         self._view = view
 
     def make_cache(self) -> RowCache:
-        """For one row, with no slots instead of nothing: a prompt of one token has no pair to begin with."""
+        """Return an empty cache for one row, with arrays of 0 slots: a prompt of one token has no pair to begin
+        with."""
         cache = [KVCache() for _ in self._module.layers]
         for layer, entry in zip(self._module.layers, cache, strict=True):
             attention = layer.self_attn
@@ -39,13 +41,29 @@ class MTPHead:
         return cache
 
     def prime(self, next_token_ids: mx.array, hidden: mx.array, cache: RowCache) -> None:
-        """Launch a chunk of one prompt: token ids [1, L] behind those whose hidden states [1, L, hidden] these are."""
+        """Launch a chunk of one prompt.
+
+        Args:
+            next_token_ids: int32 [1, L], the token after each of the hidden states.
+            hidden: [1, L, hidden].
+            cache: The head's cache of the prompt.
+        """
         start = cache[0].offset
         self(next_token_ids, hidden, cache, mx.arange(start, start + hidden.shape[1])[None])
         mx.async_eval([layer.state for layer in cache])
 
     def __call__(self, token_ids: mx.array, hidden: mx.array, cache: list[Any], positions: mx.array) -> mx.array:
-        """token_ids, positions [B, L], hidden [B, L, hidden]. Returns hidden states that `View.logits` reads."""
+        """Compute the head.
+
+        Args:
+            token_ids: int32 [B, L].
+            hidden: [B, L, hidden].
+            cache: The head's cache.
+            positions: int32 [B, L].
+
+        Returns:
+            Hidden states [B, L, hidden] for `View.logits`.
+        """
         head = self._module
         pair = [head.pre_fc_norm_embedding(self._view.embed(token_ids)), head.pre_fc_norm_hidden(hidden)]
         x = head.fc(mx.concatenate(pair, axis=-1))
@@ -57,19 +75,16 @@ class MTPHead:
 
 @dataclass(slots=True, eq=False)
 class Feed:
-    """Pairs that the head has not read yet, left-justified: token_ids int32 [B, W], hidden [B, W, hidden].
+    """Pairs that the head has not read yet, left-justified."""
 
-    count: int32 [B] >= 1, on the device: how many are a row's own. bound: at least max(count), on the host, <= W.
-    """
-
-    token_ids: mx.array
-    hidden: mx.array
-    count: mx.array
-    bound: int
+    token_ids: mx.array  # int32 [B, W].
+    hidden: mx.array  # [B, W, hidden].
+    count: mx.array  # int32 [B] >= 1, on the device: pairs of each row.
+    bound: int  # On the host: at least max(count), at most W.
 
     @classmethod
     def of(cls, token_id: int, hidden: mx.array) -> "Feed":
-        """The first token behind a prompt whose last hidden state [1, 1, hidden] this is."""
+        """Return the first token after a prompt with the prompt's last hidden state [1, 1, hidden]."""
         return cls(mx.array([[token_id]], mx.int32), hidden, mx.array([1], mx.int32), 1)
 
     def joined(self, other: "Feed") -> "Feed":
@@ -82,7 +97,7 @@ class Feed:
         return Feed(self.token_ids[rows], self.hidden[rows], self.count[rows], self.bound)
 
     def with_step(self, token_ids: mx.array, hidden: mx.array) -> "Feed":
-        """One more pair per row: token_ids [B, 1], hidden [B, 1, hidden]."""
+        """Append one pair per row: token_ids [B, 1], hidden [B, 1, hidden]."""
         width = self.token_ids.shape[1]
         if self.bound == width:
             width *= 2
@@ -102,7 +117,7 @@ class Feed:
 
 
 class Drafter:
-    """The head's side of a decode batch: its cache and its feed, row for row those of the target."""
+    """The head's part of a decode group: its cache and pending pairs, in the order of the target's rows."""
 
     def __init__(self, head: MTPHead, cache: RowsCache, feed: Feed):
         self._head = head
@@ -114,29 +129,35 @@ class Drafter:
         return cls(head, RowsCache.of(cache), feed)
 
     def join(self, caches: Sequence[RowCache], feeds: Sequence[Feed], move: bool = False) -> None:
-        """When it raises, the rows are as they were. move: see RowsCache.join."""
+        """Add rows. When it raises, the rows are as before. move: see RowsCache.join."""
         joined = reduce(Feed.joined, feeds, self.feed)
         self._cache.join(caches, move)
         self.feed = joined
 
     def keep(self, rows: list[int], num_slots: int, leaving: Sequence[Callable[[Any], None]] = ()) -> None:
-        """When it raises, all are lost. leaving: see RowsCache.keep."""
+        """Keep these rows. When it raises, all rows are lost. leaving: see RowsCache.keep."""
         feed = self.feed.kept(mx.array(rows, mx.int32))
         self._cache.keep(rows, num_slots, leaving)
         self.feed = feed
 
     @property
     def layers(self) -> list[Any]:
-        """The head's caches of all rows."""
+        """Layers of the head's cache of all rows."""
         return self._cache.layers
 
     def draft(
         self, num_drafts: int, lengths: mx.array, extent: int, choose: Callable[[mx.array, int], mx.array]
     ) -> mx.array:
-        """int32 [B, num_drafts]: what the head expects behind the newest tokens.
+        """Draft the tokens after the newest ones.
 
-        lengths: int32 [B], tokens in the target's cache; extent: at least their largest. choose(hidden [B, 1, hidden],
-        i) samples draft i.
+        Args:
+            num_drafts: Drafts per row.
+            lengths: int32 [B], tokens in the target's cache.
+            extent: At least max(lengths).
+            choose: choose(hidden [B, 1, hidden], i) samples draft i.
+
+        Returns:
+            int32 [B, num_drafts].
         """
         hidden = self._catch_up(lengths, extent)
         drafts = [choose(hidden, 0)]
@@ -148,9 +169,12 @@ class Drafter:
         return mx.concatenate(drafts, axis=1)
 
     def row(self, index: int, num_tokens: int) -> tuple[RowCache, mx.array]:
-        """One row as behind a prompt of so many tokens: its cache, and the hidden state [1, 1, hidden] that waits.
+        """Return one row's state as after a prompt of `num_tokens` tokens. Waits for the device.
 
-        What waits in front of it is fed to that cache alone; the batch stays as it is. Waits for the device.
+        Pending pairs but the last are fed to a copy of the row's cache; the group does not change.
+
+        Returns:
+            Its cache, and the pending hidden state [1, 1, hidden].
         """
         num_waiting = int(np.array(self.feed.count)[index])
         last = num_waiting - 1
@@ -161,7 +185,7 @@ class Drafter:
         return cache, hidden[:, last:num_waiting]
 
     def skip(self, token_ids: mx.array, hidden: mx.array, lengths: mx.array, extent: int) -> None:
-        """After a step without drafts: its tokens [B, 1] and hidden states wait for the head; lengths as now."""
+        """Store the tokens [B, 1] and hidden states of a step without drafts as pending. lengths: after the step."""
         if self.feed.bound >= FEED_LIMIT:
             self._catch_up(lengths - 1, extent)
             self.feed = Feed(token_ids, hidden, mx.ones_like(lengths), 1)
@@ -170,7 +194,7 @@ class Drafter:
             self.feed = self.feed.with_step(token_ids, hidden)
 
     def _catch_up(self, lengths: mx.array, extent: int) -> mx.array:
-        """Feeds the head all that waits; the hidden state [B, 1, hidden] behind each row's last pair."""
+        """Feed the head all pending pairs; return the hidden state [B, 1, hidden] after each row's last pair."""
         feed, outputs = self.feed, []
         start = lengths - feed.count
         for begin in range(0, feed.bound, FEED_CHUNK):

@@ -1,7 +1,7 @@
-"""The model's MTP head: where it is, whether it belongs to the model, and whether its numbers can be right.
+"""Loads the model's MTP head: finds it, and checks that it fits the model and that its values are plausible.
 
-Taken are, in this order: `mtp_head` (a directory or hub repository with either of the following), the checkpoint's own
-`mtp.*` tensors, and what `mlx_vlm.split_mtp` or `mlx_vlm.convert --mtp` wrote beside it as `<model>-mtp`.
+Searched in this order: `mtp_head` (a directory or hub repository with either of the following), the checkpoint's own
+`mtp.*` tensors, and the output of `mlx_vlm.split_mtp` or `mlx_vlm.convert --mtp` beside it, `<model>-mtp`.
 """
 
 import copy
@@ -25,17 +25,18 @@ FAMILIES = ("qwen3_5", "qwen3_5_moe")
 SPLIT_TYPE = Qwen3_5MTPSplitter.output_model_type
 
 MAX_SHARE_NOT_POSITIVE = 0.25
-"""Of the gains in one norm. Trained gains are positive, in each of the demo's 28 norms. Unshifted (raw files hold
-gain - 1) pre_fc_norm_embedding at least is negative: 88 % of the demo's, all of published ones (MTPLX#511)."""
+"""Limit per norm. Trained gains are positive in each of the demo's 28 norms. If unshifted (raw files hold gain - 1),
+at least pre_fc_norm_embedding is negative: 88 % of the demo's, all of published ones (MTPLX#511)."""
 MAX_SHARE_ABOVE_ONE = 0.99
-"""Of all gains of a head: 53 % in the demo's, 100 % when shifted twice. Means do not tell: in published heads they go
-from 0.27 (pre_fc_norm_embedding, omlx#3750) to 2.25 (norm, MTPLX#301), the demo's from 0.50 to 1.54."""
+"""Limit over all gains of a head: 53 % in the demo's, 100 % when shifted twice. Means are no criterion: published heads
+range from 0.27 (pre_fc_norm_embedding, omlx#3750) to 2.25 (norm, MTPLX#301), the demo's from 0.50 to 1.54."""
 
 
 def find_head(config: EngineConfig, model_dir: Path, model_config: dict[str, Any]) -> tuple[Path | None, str]:
-    """The directory with the head of the model in `model_dir`, and READY; or None, and why there is none.
+    """Return the directory of the model's head and READY, or None and why there is no head.
 
-    Raises EngineFailed when there is none although the configuration asks for one.
+    Raises:
+        EngineFailed: The configuration asks for a head, and none was found.
     """
     if config.mtp == "off":
         return None, OFF
@@ -47,29 +48,33 @@ def find_head(config: EngineConfig, model_dir: Path, model_config: dict[str, Any
 
 
 def load_head(head_dir: Path, language_model: Any) -> Qwen3_5MTPDraftModel:
-    """The head in `head_dir` for this target, not bound to it, in eval mode; weights as stored and perhaps lazy.
+    """Load the head in `head_dir`, not bound to the model, in eval mode; weights as stored and possibly lazy.
 
-    Code in the directory is refused, never run. Raises EngineFailed for a head that does not fit, naming what was found
-    and expected, and for tensors that are missing, left over or of another shape.
+    Code in the directory is rejected, never run.
+
+    Raises:
+        EngineFailed: The head does not fit the model, or tensors are missing, unexpected or of another shape.
     """
     refuse_code(head_dir)
     try:
         return _load(head_dir, language_model)
     except EngineFailed:
         raise
-    except Exception as error:  # files of a checkpoint: anything can be wrong with them
+    except Exception as error:  # a damaged checkpoint can raise anything
         reason = " ".join((str(error) if isinstance(error, ValueError) else repr(error)).split())
         raise EngineFailed(f"the MTP head in {head_dir} could not be loaded: {reason}") from error
 
 
 def is_quantized(head: Qwen3_5MTPDraftModel) -> bool:
+    """Return whether the head has quantized weights."""
     return any(name.endswith(".scales") for name, _ in _weights(head))
 
 
 def check_values(head: Any) -> None:
-    """Raises EngineFailed for values that are not finite, and for norms that were never or twice shifted by one.
+    """Check a loaded head: one with wrong norms loads and drafts, but almost nothing is accepted.
 
-    A head with such norms loads and drafts, and next to nothing is ever accepted.
+    Raises:
+        EngineFailed: Values are not finite, or norms were not shifted by one, or twice.
     """
     head_dir: Path = head.model_path
     weights = [(name, w) for name, w in _weights(head) if mx.issubdtype(w.dtype, mx.floating)]
@@ -106,7 +111,7 @@ def _resolve(mtp_head: str) -> Path:
 
 def _load(head_dir: Path, language_model: Any) -> Qwen3_5MTPDraftModel:
     config, weights = _read(head_dir)
-    head_config = ModelConfig.from_dict(copy.deepcopy(config))  # it edits what it is given
+    head_config = ModelConfig.from_dict(copy.deepcopy(config))  # from_dict edits its argument
     _check_fit(_identity(head_config.text_config), _identity(language_model.args), head_dir)
     # Not mlx_vlm's load_model: it drops modules without tensors instead of refusing (0.7.10, utils.py).
     head: Any = load_model_weights(Qwen3_5MTPDraftModel(head_config), config, weights, head_dir, lazy=True)
@@ -114,7 +119,7 @@ def _load(head_dir: Path, language_model: Any) -> Qwen3_5MTPDraftModel:
 
 
 def _read(head_dir: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """Configuration and tensors of the head alone, its norms as gains. A split head already has them so."""
+    """Read configuration and tensors of the head, with norms as gains; a split head has them in this form."""
     config = read_config(head_dir)
     family = config.get("model_type")
     if family == SPLIT_TYPE:
@@ -129,7 +134,7 @@ def _read(head_dir: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
 
 
 def _identity(text_config: Any) -> dict[str, Any]:
-    """What a head and its model must have in common: it reads the model's hidden states, embeddings and positions."""
+    """Return what a head and its model must have in common to share hidden states, embeddings and positions."""
     rope = text_config.rope_parameters or {}
     return {
         "hidden_size": text_config.hidden_size,

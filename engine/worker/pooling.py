@@ -1,4 +1,4 @@
-"""Pooling: the hidden states of a prompt, chunk by chunk, to one vector."""
+"""Pools the hidden states of a prompt, chunk by chunk, into one vector."""
 
 import mlx.core as mx
 import numpy as np
@@ -7,14 +7,14 @@ from engine.config import Pooling
 
 
 class PooledStates:
-    """The pooled hidden state of a prompt in progress. Sums in float32, whatever the model computes in."""
+    """The pooled hidden state of a prompt in progress, accumulated in float32."""
 
     def __init__(self, pooling: Pooling):
         self._pooling = pooling
         self._sum: mx.array | None = None
 
     def add(self, hidden: mx.array) -> None:
-        """Take the hidden states [1, L, hidden] of the next L tokens, behind the last norm."""
+        """Add the hidden states [1, L, hidden] of the next L tokens, taken after the last norm."""
         states = hidden[0, -1:] if self._pooling == "last" else hidden[0]
         total = states.astype(mx.float32).sum(axis=0)
         if self._pooling == "mean" and self._sum is not None:
@@ -23,9 +23,9 @@ class PooledStates:
         self._sum = total
 
     def vector(self) -> bytes | None:
-        """Return the vector as little-endian float32 [hidden], of length 1; None if it is not finite.
+        """Return the vector as little-endian float32 [hidden] of norm 1; None if it is not finite.
 
-        The mean has the direction of the sum, and only the direction is left. A vector of zeros stays as it is.
+        The mean has the direction of the sum, so no division is needed. A vector of zeros stays as it is.
         """
         assert self._sum is not None
         vector = np.array(self._sum, np.float64)

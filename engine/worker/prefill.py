@@ -1,7 +1,7 @@
-"""Prompts into caches, chunk by chunk: text by its ids, images by their features, positions explicit.
+"""Computes prompts into caches, chunk by chunk: text by token ids, images by features, with explicit positions.
 
-A prompt with a sparse plan is shorter here than it was sent: only the tokens of the plan, at the positions that they
-have in the whole. Attention sees the distances that there were; recurrent layers read on as if nothing were missing.
+A prompt with a sparse plan consists only of the plan's tokens here, at their positions in the whole prompt. Attention
+sees the original distances; recurrent layers continue as if no token were missing.
 """
 
 from collections.abc import Sequence
@@ -27,38 +27,42 @@ from engine.worker.vision import ImageEncoding, VisionEncoder
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt in progress. positions: int32 [3, 1, L] (time, height, width). next_position: of the token behind it.
-
-    token_ids: int32 [L], those that are computed. successors: int32 [L], what stands behind each of them in the prompt
-    as it was sent, computed or not; the last one has none.
-
-    head_cache, hidden: of the MTP head, and the last hidden state [1, 1, hidden] that it has not been given yet.
-    image_index: int32 [n]: where in the prompt the image tokens are; all_features go there, in order. features: of the
-    pictures encoded so far. num_images_restored, num_image_tokens_restored: in front of what was restored: these
-    pictures need no features any more, and all_features [n - num_image_tokens_restored, hidden] begin behind them.
-    """
+    """A prompt in progress. L: number of its computed tokens."""
 
     token_ids: np.ndarray
+    """Int32 [L], the computed tokens."""
     successors: np.ndarray
+    """Int32 [L], the token after each of them in the whole prompt, computed or not; 0 for the last."""
     cache: RowCache
+    """The target's cache."""
     positions: np.ndarray
+    """Int32 [3, 1, L]: time, height, width."""
     next_position: int
+    """Logical position of the first generated token."""
     image_index: np.ndarray
+    """Int32 [n], indices of the image tokens among token_ids."""
     head_cache: RowCache | None = None
+    """The MTP head's cache; None without a head."""
     hidden: mx.array | None = None
+    """Last hidden state [1, 1, hidden], which the head has not read yet; None without a head."""
     features: list[mx.array] = field(default_factory=list)
+    """Features of the images encoded so far."""
     all_features: mx.array | None = None
+    """[n - num_image_tokens_restored, hidden], once all images are encoded."""
     num_images_restored: int = 0
+    """Images before the restored boundary, which need no features."""
     num_image_tokens_restored: int = 0
+    """Image tokens before the restored boundary."""
     done: int = 0
+    """Tokens computed so far."""
     pooled: PooledStates | None = None
-    """Set for a prompt whose embedding is asked for."""
+    """Set for a request with `pooling`."""
     encoding: ImageEncoding | None = None
-    """The image that is being encoded."""
+    """The image being encoded."""
 
     @property
     def layers(self) -> RowCache:
-        """The target's, then the MTP head's."""
+        """Layers of the target's cache, then of the MTP head's."""
         return [*self.cache, *(self.head_cache or [])]
 
     @property
@@ -67,16 +71,24 @@ class Prompt:
 
 
 class Prefill:
-    """Makes and advances prompts. `vision` is None for a model that sees no images, `head` for one that has no head."""
+    """Begins and advances prompts.
+
+    Args:
+        view: The language model.
+        head: The MTP head, None without one.
+        vision: The vision encoder, None for a text model.
+        image_token_id: The placeholder of images.
+    """
 
     def __init__(self, view: View, head: MTPHead | None, vision: VisionEncoder | None, image_token_id: int | None):
         self._view = view
         self._head = head
         self._vision = vision
         self.image_token_id = image_token_id
-        self._slots_like: list[KeysValues] = []  # of one token, per attention layer, once they are known
+        self._slots_like: list[KeysValues] = []  # one token's keys and values per attention layer, once known
 
     def begin(self, request: Request) -> Prompt:
+        """Begin a prompt with empty caches. Raises InvalidRequest if its tokens and images do not match."""
         ids, images = request.prompt_token_ids, request.spec.images
         index, positions, next_position = np.empty(0, np.int32), np.arange(len(ids), dtype=np.int32), len(ids)
         if images:
@@ -98,7 +110,7 @@ class Prefill:
         return prompt
 
     def learn_slots(self, snapshot: StateSnapshot) -> None:
-        """From now on prompts get room for all of their tokens at once: the library's caches grow by copying."""
+        """Allocate all slots of later prompts at once: the library's caches grow by copying."""
         self._slots_like = [(keys[..., :1, :], values[..., :1, :]) for keys, values in snapshot.stretch.keys_values]
 
     def _make_room(self, cache: RowCache, num_tokens: int) -> None:
@@ -113,7 +125,7 @@ class Prefill:
         images: tuple[ImagePatches, ...],
         lend: Sequence[Stretch] = (),
     ) -> None:
-        """Continue a prompt that has just begun behind the tokens of the snapshot; lend: see snapshot.restore."""
+        """Restore a snapshot into a prompt that has just begun. lend: see snapshot.restore."""
         done = snapshot.num_tokens
         assert prompt.done == 0 and done < len(prompt.token_ids)
         restore(snapshot, prompt.layers, len(prompt.token_ids), lend)
@@ -128,7 +140,10 @@ class Prefill:
     def snapshot(self, prompt: Prompt, parent: Stretch | None, lend: bool = False) -> StateSnapshot | None:
         """Take a snapshot of a prompt between two chunks; None if its state is not finite.
 
-        lend: All keys and values stay in the prompt's cache.
+        Args:
+            prompt: The prompt.
+            parent: The KV segment of a snapshot of a shorter prefix; None without one.
+            lend: Leave the new keys and values in the prompt's cache.
         """
         if not is_finite(prompt.layers):
             return None
@@ -145,7 +160,7 @@ class Prefill:
         return index
 
     def next_image(self, prompt: Prompt, images: tuple[ImagePatches, ...]) -> ImageLeft | None:
-        """Return the image of the prompt that must be encoded next, None when there is none left."""
+        """Return the next image of the prompt to encode; None when there is none left."""
         while (index := prompt.num_images_restored + len(prompt.features)) < len(images):
             assert self._vision is not None
             encoding = prompt.encoding = prompt.encoding or self._vision.begin(images[index])
@@ -159,12 +174,12 @@ class Prefill:
         return None
 
     def encode(self, prompt: Prompt, num_blocks: int) -> None:
-        """Compute the next piece of the image that `next_image` has given."""
+        """Compute the next `num_blocks` blocks of the image that `next_image` returned."""
         assert self._vision is not None and prompt.encoding is not None
         self._vision.advance(prompt.encoding, num_blocks)
 
     def advance(self, prompt: Prompt, max_tokens: int) -> tuple[int, mx.array | None]:
-        """Takes in the next chunk. Returns its size, and behind the last chunk the logits [1, 1, vocab]."""
+        """Compute the next chunk. Return its size, and after the last chunk the logits [1, 1, vocab], else None."""
         start = prompt.done
         end = min(start + max_tokens, len(prompt.token_ids))
         token_ids = mx.array(prompt.token_ids[None, start:end].astype(np.int32))
@@ -178,12 +193,12 @@ class Prefill:
             logits, hidden = self._view.extend_to_end(token_ids, embeds, prompt.cache, positions)
         if self._head is not None and hidden is not None:
             self._prime(self._head, prompt, hidden)
-        if logits is None:  # one wait per chunk: its time is the cost model's
+        if logits is None:  # wait once per chunk, so that the cost model can measure it
             mx.eval([layer.state for layer in prompt.layers], [] if prompt.hidden is None else prompt.hidden)
         return end - start, logits
 
     def pool(self, prompt: Prompt, pooled: PooledStates, max_tokens: int) -> tuple[int, bool]:
-        """Takes in the next chunk of a prompt whose embedding is asked for. Returns its size, and if it is the last."""
+        """Compute the next chunk of a prompt with `pooling`. Return its size, and whether it is the last."""
         start = prompt.done
         end = prompt.done = min(start + max_tokens, len(prompt.token_ids))
         token_ids = mx.array(prompt.token_ids[None, start:end].astype(np.int32))
@@ -192,7 +207,7 @@ class Prefill:
         return end - start, end == len(prompt.token_ids)
 
     def _prime(self, head: MTPHead, prompt: Prompt, hidden: mx.array) -> None:
-        """Gives the head what it has not seen: each hidden state with the token behind it, the newest must wait."""
+        """Feed the head each new hidden state with the token after it; the newest state waits for its token."""
         assert prompt.head_cache is not None
         before, start = hidden[:, :-1], prompt.done - hidden.shape[1]
         if prompt.hidden is not None:
@@ -204,7 +219,7 @@ class Prefill:
         mx.async_eval(prompt.hidden)
 
     def _embed(self, prompt: Prompt, token_ids: mx.array, start: int, end: int) -> mx.array | None:
-        """Embeddings [1, L, hidden] of a chunk that holds image tokens; None when ids say it all."""
+        """Return embeddings [1, L, hidden] of a chunk with image tokens; None for a chunk of text."""
         first, last = np.searchsorted(prompt.image_index, (start, end))
         if first == last:
             return None
@@ -228,7 +243,7 @@ def _check_images(image_index: np.ndarray, computed: np.ndarray) -> None:
 
 
 def first_tokens(rows: Sequence[Request], logits: mx.array, vocab_size: int) -> list[RowOutput]:
-    """The first token of each of the rows that share a prompt; logits [1, 1, vocab] of its last position."""
+    """Sample the first token of each of the rows. logits: [1 or rows, 1, vocab], of each prompt's last position."""
     logits = mx.broadcast_to(logits, (len(rows), 1, logits.shape[-1]))
     positions = mx.array([[len(row.output_token_ids)] for row in rows], mx.int32)
     shaped = Processors.of(rows, vocab_size)(logits, positions, positions)  # no drafts: the tokens do not matter

@@ -1,7 +1,7 @@
-"""What changes the logits of a row before it is sampled: penalties, biases, forbidden stop tokens, grammar masks.
+"""Logits processors: penalties, biases, forbidden stop tokens and grammar masks, in the order of SamplingParams.
 
-Every verified position has its own history: the row's output so far and the draft tokens before the position. What a
-row has said is counted on the device, since the host learns of it one step late. Order as in SamplingParams.
+Every verified position has its own history: the row's output so far and the draft tokens before the position. Output
+tokens are counted on the device, because the host reads them one step late.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from engine.protocol import GRAMMAR_FAILED, SamplingParams
 
 
 class Processors:
-    """For a fixed set of rows; joined and kept along with them. Rows that ask for nothing cost nothing."""
+    """The logits processors of a fixed set of rows. Parameters that no row uses cost nothing."""
 
     def __init__(self, rows: Sequence[Request], vocab_size: int, penalties: "Penalties | None"):
         self._rows = list(rows)
@@ -31,7 +31,7 @@ class Processors:
 
     @classmethod
     def of(cls, rows: Sequence[Request], vocab_size: int) -> "Processors":
-        """With the history that the host knows: all of `output_token_ids`."""
+        """Create the processors with the history that the host knows: all of `output_token_ids`."""
         return cls(rows, vocab_size, Penalties.of(rows, vocab_size))
 
     def joined(self, other: "Processors") -> "Processors":
@@ -43,9 +43,16 @@ class Processors:
         return Processors([self._rows[i] for i in rows], self._vocab_size, penalties)
 
     def __call__(self, logits: mx.array, tokens: mx.array, positions: mx.array) -> mx.array:
-        """logits [B, L, vocab] of output positions int32 [B, L], behind tokens [B, L]; returns the changed ones.
+        """Process logits.
 
-        tokens[:, 0] is counted already, the others are drafts.
+        Args:
+            logits: [B, L, vocab].
+            tokens: int32 [B, L], the tokens before each position. tokens[:, 0] is counted already; the others are
+                drafts.
+            positions: int32 [B, L], output positions.
+
+        Returns:
+            The processed logits [B, L, vocab].
         """
         if self._penalties is None and self._bias is None and not self._delayed:
             return logits
@@ -61,7 +68,7 @@ class Processors:
         return logits
 
     def commit(self, tokens: mx.array, num_kept: mx.array) -> None:
-        """Counts the first num_kept int32 [B] of the new tokens int32 [B, L]."""
+        """Count the first num_kept int32 [B] of the new tokens int32 [B, L]."""
         if self._penalties is not None:
             self._penalties.commit(tokens, num_kept)
 
@@ -70,7 +77,7 @@ class Processors:
         return [] if self._penalties is None else [self._penalties.counts]
 
     def _dense_bias(self) -> mx.array:
-        """[rows, 1, vocab]"""
+        """Return float32 [rows with a bias, 1, vocab]."""
         bias = np.zeros((len(self._biased), 1, self._vocab_size), np.float32)
         for i, row in enumerate(self._biased):
             for token_id, value in self._rows[row].sampling.logit_bias:
@@ -78,7 +85,7 @@ class Processors:
         return mx.array(bias)
 
     def _stop_mask(self) -> mx.array:
-        """bool [rows, 1, vocab]"""
+        """Return bool [rows with min_tokens, 1, vocab]."""
         stops = np.zeros((len(self._delayed), 1, self._vocab_size), np.uint8)
         for i, row in enumerate(self._delayed):
             stops[i, 0, list(self._rows[row].spec.stop_token_ids)] = 1
@@ -86,21 +93,22 @@ class Processors:
 
 
 ALL_ALLOWED = np.uint32(0xFFFFFFFF)
-"""A word of a matcher's mask that forbids none of its 32 tokens."""
+"""A word of a matcher's mask that allows all of its 32 tokens."""
 
 
 def has_penalties(p: SamplingParams) -> bool:
+    """Return whether any penalty is set."""
     return p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
 
 
 @dataclass(slots=True, eq=False)
 class Penalties:
-    """Of R rows out of a batch. rows: their indices. counts float32 [R, vocab]: of the output. in_prompt: bool."""
+    """The penalties of the R rows of a batch that use any."""
 
-    rows: list[int]
-    params: list[SamplingParams]
-    counts: mx.array
-    in_prompt: mx.array
+    rows: list[int]  # Indices of the rows.
+    params: list[SamplingParams]  # Sampling parameters of these rows.
+    counts: mx.array  # float32 [R, vocab], occurrences in the output.
+    in_prompt: mx.array  # bool [R, vocab], occurrence in the prompt.
     _at: mx.array = field(init=False)
     _columns: tuple[mx.array, mx.array, mx.array] = field(init=False)
 
@@ -111,6 +119,7 @@ class Penalties:
 
     @classmethod
     def of(cls, rows: Sequence[Request], vocab_size: int) -> "Penalties | None":
+        """Create the penalties of the rows that use any; None without one."""
         index = [i for i, row in enumerate(rows) if has_penalties(row.sampling)]
         if not index:
             return None
@@ -151,12 +160,13 @@ class Penalties:
         return logits
 
     def commit(self, tokens: mx.array, num_kept: mx.array) -> None:
+        """Count the first num_kept int32 [B] of the new tokens int32 [B, L]."""
         new = tokens[self._at]
         kept = (mx.arange(new.shape[1]) < num_kept[self._at][:, None]).astype(mx.float32)
         self.counts = self.counts.at[mx.arange(len(self.rows))[:, None], new].add(kept)
 
     def _counts_before(self, tokens: mx.array) -> mx.array:
-        """[R, L, vocab]: what each of L positions has behind it; tokens [R, L], the first of them counted already."""
+        """Return counts [R, L, vocab] before each position. tokens [R, L]: the first is counted already."""
         steps = [self.counts]
         for i in range(1, tokens.shape[1]):
             steps.append(steps[-1].at[mx.arange(len(self.rows)), tokens[:, i]].add(1.0))
@@ -166,10 +176,19 @@ class Penalties:
 def match(
     rows: Sequence[Request], logits: mx.array, drafts: Sequence[Sequence[int]], errors: dict[int, str]
 ) -> mx.array:
-    """logits [B, L, vocab] with -inf for what the rows' grammars forbid behind each of their drafts.
+    """Mask what the rows' grammars forbid after each of their drafts.
 
-    A matcher that fails adds its row's index and the reason to `errors`, and the row goes on unmasked until it is
-    taken out.
+    A matcher that fails adds its row's index and the reason to `errors`; the row continues unmasked until it is
+    removed.
+
+    Args:
+        rows: The rows of the batch.
+        logits: [B, L, vocab].
+        drafts: Draft tokens of each row.
+        errors: Rows with errors, by index, which are skipped.
+
+    Returns:
+        Logits [B, L, vocab] with -inf for forbidden tokens.
     """
     at, masks = [], []
     for i, row in enumerate(rows):
@@ -180,14 +199,14 @@ def match(
         except Exception as error:
             errors[i] = f"{GRAMMAR_FAILED}{error}"
             continue
-        if (mask != ALL_ALLOWED).any():  # a thought without a grammar behind it allows everything
+        if (mask != ALL_ALLOWED).any():  # a thought that no grammar follows allows everything
             masks.append(mask)
             at.append(i)
     return _masked(logits, at, masks) if at else logits
 
 
 def advance(row: Request, token_ids: tuple[int, ...]) -> str | None:
-    """Tells the row's matcher what was sampled; why it failed, or None."""
+    """Advance the row's matcher by sampled tokens; return why it failed, or None."""
     if row.matcher is None or NO_TOKEN in token_ids:
         return None
     try:
@@ -198,7 +217,8 @@ def advance(row: Request, token_ids: tuple[int, ...]) -> str | None:
 
 
 def _masked(logits: mx.array, rows: Sequence[int], masks: Sequence[np.ndarray]) -> mx.array:
-    """masks: uint32 [1 to L, words] per row. Positions that one does not reach lie behind a forbidden draft."""
+    """Apply masks, uint32 [1 to L, words] per row. Positions without a mask follow a forbidden draft and do not
+    matter."""
     length, vocab_size = logits.shape[1:]
     words = np.full((len(rows), length, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
     for i, mask in enumerate(masks):

@@ -1,9 +1,9 @@
-"""One token per row from the logits, each row by its own parameters and its own random numbers.
+"""Samples one token per row from the logits, each row with its own parameters and random numbers.
 
-The randomness of a row is keyed by (seed, output position) alone: the same seed gives the same tokens in any batch,
-whatever else runs. A token is the argmax of the filtered logits plus Gumbel noise, which samples the softmax exactly
-(Gumbel 1954; Maddison et al. 2014, arXiv 1411.0030). Only rows with top_k or top_p are sorted, and only as far as
-their top_k reaches: sorting a vocabulary of 150 000 for every row costs more than a small model's step.
+A row's randomness is keyed by (seed, output position) only: the same seed gives the same tokens in any batch. A token
+is the argmax of the filtered logits plus Gumbel noise, which samples the softmax exactly (Gumbel 1954; Maddison et al.
+2014, arXiv 1411.0030). Only rows with top_k or top_p are sorted, and only as deep as their top_k: sorting a vocabulary
+of 150,000 for every row costs more than a small model's step.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from engine.protocol import SamplingParams
 from engine.worker.ranking import best_first
 
 COLDEST = 1e-6
-"""Temperatures below are greedy: dividing by them leaves nothing but the best token, or overflows."""
+"""Lower temperatures are greedy: dividing by them leaves only the best token, or overflows."""
 
 
 class Sampler:
-    """The parameters of a fixed set of rows, on the device once; made anew when rows join or leave."""
+    """Samples a fixed set of rows, with their parameters on the device; rebuilt when rows join or are removed."""
 
     def __init__(self, rows: Sequence[SamplingParams]):
         hot = [i for i, p in enumerate(rows) if p.temperature >= COLDEST]
@@ -37,7 +37,11 @@ class Sampler:
         self._ranked = mx.array(ranked, mx.int32)
 
     def noise(self, positions: mx.array, vocab_size: int) -> mx.array | None:
-        """Gumbel noise float32 [hot rows, L, vocab] for output positions int32 [B, L]; None when all are greedy."""
+        """Return the Gumbel noise for output positions int32 [B, L].
+
+        Returns:
+            float32 [rows with temperature, L, vocab]; None when all rows are greedy.
+        """
         if self._hot is None:
             return None
         keys = random_keys(self._seeds, positions[self._hot])
@@ -45,9 +49,14 @@ class Sampler:
         return noise.reshape(*keys.shape[:2], vocab_size)
 
     def __call__(self, logits: mx.array, noise: mx.array | None) -> mx.array:
-        """logits [B, L, vocab], noise of the same positions. Returns int32 [B, L].
+        """Sample tokens.
 
-        A position whose best logit is not a finite number gets NO_TOKEN.
+        Args:
+            logits: [B, L, vocab].
+            noise: Noise of the same positions, from `noise`.
+
+        Returns:
+            int32 [B, L]; NO_TOKEN where the best logit is not finite.
         """
         logits = logits.astype(mx.float32)
         tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
@@ -72,7 +81,7 @@ class Sampler:
 
 
 class Nucleus:
-    """top_k, then top_p, then min_p, for rows that have at least one of the first two."""
+    """Applies top_k, then top_p, then min_p, for rows with at least one of the first two."""
 
     def __init__(self, rows: Sequence[SamplingParams]):
         no_limit = 2**31 - 1
@@ -82,7 +91,7 @@ class Nucleus:
         self._depth = max(p.top_k or no_limit for p in rows)
 
     def __call__(self, scaled: mx.array, noise: mx.array) -> mx.array:
-        """Both float32 [rows, L, vocab]. Returns int32 [rows, L]."""
+        """Sample from logits and noise, both float32 [rows, L, vocab]. Returns int32 [rows, L]."""
         order = best_first(scaled, self._depth)
         logits = mx.take_along_axis(scaled, order, axis=-1)
         rank = mx.arange(order.shape[-1])
@@ -100,15 +109,21 @@ def _column(values: Sequence[float]) -> mx.array:
 
 
 def _log_min_p(rows: Sequence[SamplingParams]) -> mx.array:
-    """[rows, 1, 1]: how far below the best logit the last allowed one lies; min_p 0 allows all that float32 holds."""
+    """Return [rows, 1, 1]: how far below the best logit the last allowed one lies; min_p 0 allows everything."""
     return mx.log(_column([max(p.min_p, 1e-30) for p in rows]))
 
 
 def random_keys(mixed_seeds: mx.array, positions: mx.array) -> mx.array:
-    """uint32 [B, L, 2]: a key per (seed, position), mixed by SplitMix64 (Steele, Lea, Flood 2014).
+    """Return a random key per (seed, position), mixed by SplitMix64 (Steele, Lea, Flood 2014).
 
-    mixed_seeds: uint64 [B, 1], from mix_seeds; positions: int32 [B, L]. On the device, which alone knows the position
-    while tokens are still being computed.
+    Positions are on the device: the host does not know them while tokens are being computed.
+
+    Args:
+        mixed_seeds: uint64 [B, 1], from `mix_seeds`.
+        positions: int32 [B, L].
+
+    Returns:
+        uint32 [B, L, 2].
     """
     x = mixed_seeds + (positions.astype(mx.uint64) + 1) * _uint64(_GOLDEN)
     x = (x ^ (x >> 30)) * _uint64(_MIX_1)
@@ -117,7 +132,7 @@ def random_keys(mixed_seeds: mx.array, positions: mx.array) -> mx.array:
 
 
 def mix_seeds(x: np.ndarray) -> np.ndarray:
-    """The output function of SplitMix64, uint64 [B]: seeds that differ by a little are far apart."""
+    """Apply the output function of SplitMix64 to uint64 [B], so that similar seeds give unrelated keys."""
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)

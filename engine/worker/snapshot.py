@@ -1,12 +1,13 @@
-"""The state behind a prefix, taken from one row's caches and put into another's; never changed in between.
+"""Snapshots: the state after a prefix, copied from one row's caches and into another's; immutable in between.
 
-Attention layers append: a snapshot holds the keys and values of its own stretch, and its parents hold those in front,
-so that what a growing conversation keeps grows with it and not with its square. Recurrent layers have one state, which
-is complete. Nobody writes into an array of a snapshot: the stretch is a copy, is copied again when it is restored, and
-recurrent layers replace their states instead of writing into them.
+Attention layers append: a snapshot holds the keys and values of its own KV segment, and its ancestors those before it,
+so that the memory of a growing conversation is linear in its length. Recurrent layers have one complete state. Arrays
+of a snapshot are never written: the KV segment is a copy, is copied again on restore, and recurrent layers replace
+their states instead of writing into them.
 
-A stretch can be lent to the row that continues its snapshot: its keys and values are then in the row's cache alone, and
-are copied back when the row leaves. The slots of a row's first tokens never change, so they can be copied at any time.
+A KV segment can be lent to the row that continues its snapshot: its keys and values are then only in the row's cache,
+and are copied back when the row is removed. The slots of a row's first tokens never change, so they can be copied at
+any time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,31 +23,31 @@ from engine.core.batch import STRETCH_ARRAYS
 from engine.worker.kv_cache import RowCache, rounded
 
 SMALL_BYTES = 2**22
-"""Of an array; 16 KiB more are less than half a percent of a larger one."""
+"""Smaller arrays are copied: the 16 KiB that a slice may keep alive are less than half a percent of larger ones."""
 
 KeysValues = tuple[mx.array, mx.array]
 
 
 @dataclass(slots=True, eq=False)
 class Stretch:
-    """The keys and values of the tokens between two snapshots."""
+    """A KV segment: the keys and values of the tokens between two snapshots."""
 
     parent: "Stretch | None"
-    """The stretch in front of it."""
+    """The segment before it; None for the first."""
     layers: list[KeysValues | None]
-    """Per attention layer [1, heads, n, head_dim] each; None while they are in a row's cache instead. Of a decoding row
-    that has lent them those of the MTP head's layers are here: its cache may lag behind."""
+    """Per attention layer keys and values [1, heads, n, head_dim]; None while they are in a row's cache. The MTP head's
+    layers are never lent by a decoding row, because the head's cache may lag behind."""
     ends: tuple[int, ...]
-    """Per attention layer the slots of a row up to the end of this stretch."""
+    """Per attention layer the slots of a row up to the end of this segment."""
 
     @classmethod
     def lent(cls, parent: "Stretch | None", ends: tuple[int, ...]) -> "Stretch":
-        """Return a stretch whose keys and values are in a row's cache."""
+        """Return a segment whose keys and values are in a row's cache."""
         return cls(parent, [None] * len(ends), ends)
 
     @property
     def is_lent(self) -> bool:
-        """Whether any of its keys and values are in a row's cache, or lost with it."""
+        """Whether any of its keys and values are in a row's cache, or were lost with it."""
         return any(layer is None for layer in self.layers)
 
     @property
@@ -55,7 +56,7 @@ class Stretch:
 
     @property
     def keys_values(self) -> list[KeysValues]:
-        """Those of all attention layers. Raises ValueError while they are lent."""
+        """Keys and values of all attention layers. Raises ValueError while they are lent."""
         found = [layer for layer in self.layers if layer is not None]
         if len(found) < len(self.layers):
             raise ValueError(f"the keys and values up to slot {max(self.ends)} are lent to a row")
@@ -66,7 +67,7 @@ class Stretch:
         return sum(keys.nbytes + values.nbytes for keys, values in filter(None, self.layers))
 
     def chain(self) -> list["Stretch"]:
-        """From the first token on."""
+        """Return all segments from the first token on, this one last."""
         chain: list[Stretch] = []
         at: Stretch | None = self
         while at is not None:
@@ -77,12 +78,12 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateSnapshot:
-    """core.Snapshot. states: per recurrent layer its slots. hidden: [1, 1, hidden], the last, for the MTP head."""
+    """Implements core.Snapshot."""
 
-    num_tokens: int
-    stretch: Stretch
-    states: tuple[tuple[mx.array, ...], ...]
-    hidden: mx.array | None
+    num_tokens: int  # Tokens before its boundary.
+    stretch: Stretch  # Its own KV segment.
+    states: tuple[tuple[mx.array, ...], ...]  # Slots of each recurrent layer.
+    hidden: mx.array | None  # [1, 1, hidden], the last one, which the MTP head has not read yet; None without a head.
 
     @property
     def stretch_bytes(self) -> int:
@@ -96,19 +97,18 @@ class StateSnapshot:
 
 
 def why_not(cache: RowCache) -> str | None:
-    """Why a row with such layers cannot be cached, None if it can."""
+    """Return why a row with such layers cannot be cached, None if it can."""
     for i, layer in enumerate(cache):
-        kind: Any = type(layer)  # exactly: what derives from them stores otherwise
+        kind: Any = type(layer)  # exact types: subclasses store their state differently
         if kind is not KVCache and kind is not ArraysCache:
             return f"layer {i} keeps its state in a {kind.__name__}, which cannot be restored"
     return None
 
 
 def is_finite(cache: RowCache) -> bool:
-    """Whether a row's state is free of NaN and infinity: recurrent states, and the newest keys and values.
+    """Return whether a row's state is free of NaN and inf: recurrent states, and the newest keys and values.
 
-    What is not finite anywhere in a prompt is not finite at the newest position of a deeper layer. Waits for the
-    device.
+    A value that is not finite anywhere in a prompt reaches the newest position of a deeper layer. Waits for the device.
     """
     arrays: list[Any] = [slot for layer in cache if isinstance(layer, ArraysCache) for slot in layer.cache]
     for layer in cache:
@@ -126,16 +126,15 @@ def take(
     cuts: Sequence[int] = (),
     num_lent: int = 0,
 ) -> StateSnapshot:
-    """Copies one row's caches (the target's layers, then the head's); evaluated.
+    """Copy one row's caches (the target's layers, then the head's), evaluated.
 
     Args:
-        cache: of a row of `num_tokens` tokens.
-        hidden: see StateSnapshot.
-        num_tokens: tokens that the row's state has seen.
-        parent: the stretch of the row's first tokens, None without one.
-        cuts: token counts between the end of `parent` and `num_tokens`, rising: there one stretch ends and the next
-            one, its child, begins.
-        num_lent: Of so many of the first attention layers the keys and values stay in the row's cache: see Stretch.
+        cache: Caches of a row of `num_tokens` tokens.
+        hidden: See StateSnapshot.
+        num_tokens: Tokens that the row's state includes.
+        parent: The KV segment of the row's first tokens; None without one.
+        cuts: Rising token counts between the end of `parent` and `num_tokens`, at which segments are split.
+        num_lent: Leave the keys and values of this many of the first attention layers in the row's cache.
 
     Raises:
         ValueError: `cuts` do not rise from the end of `parent` to `num_tokens`.
@@ -155,7 +154,7 @@ def take(
 
 
 def _stretches(attention: Sequence[KVCache], num_tokens: int, parent: Stretch | None, cuts: Sequence[int]) -> Stretch:
-    """The last of the stretches behind `parent`, evaluated; see `take`."""
+    """Return the last of the KV segments after `parent`, evaluated; see `take`."""
     lags = [num_tokens - layer.offset for layer in attention]  # the head has read one pair less than there are tokens
     start = parent.ends[0] + lags[0] if parent is not None and attention else 0
     if cuts and any(end <= begin for begin, end in pairwise((start, *cuts, num_tokens))):
@@ -172,9 +171,11 @@ def _stretches(attention: Sequence[KVCache], num_tokens: int, parent: Stretch | 
 
 
 class LentStretches:
-    """The stretches that are lent to one row, to be filled one attention layer after the other.
+    """KV segments lent to one row, to be copied back one attention layer after the other.
 
-    rows: how many rows the layers' arrays hold; index: which of them is the row.
+    Args:
+        stretches: The segments, in order.
+        index: Which row of the layers' arrays.
     """
 
     def __init__(self, stretches: Sequence[Stretch], index: int = 0):
@@ -183,7 +184,7 @@ class LentStretches:
         self._num_layers = 0
 
     def fill(self, layer: Any) -> None:
-        """Copy the keys and values of the next attention layer; evaluated. Recurrent layers are passed over."""
+        """Copy the keys and values of the next attention layer, evaluated. Recurrent layers are skipped."""
         if not hasattr(layer, "keys"):
             return
         i, row = self._num_layers, slice(self._index, self._index + 1)
@@ -195,13 +196,13 @@ class LentStretches:
 
 
 def fill(stretches: Sequence[Stretch], layers: list[Any], index: int = 0, release: bool = False) -> None:
-    """Copy lent keys and values out of a row's cache; the copies are dropped if that fails.
+    """Copy lent keys and values out of a row's cache. On an error all segments stay as they were.
 
     Args:
-        stretches: Lent to the row, in order.
+        stretches: Segments lent to the row, in order.
         layers: The caches of all layers, which may hold several rows.
-        index: Which of these rows it is.
-        release: Free each layer once it is copied.
+        index: Which of these rows.
+        release: Whether to free each layer once it is copied.
     """
     lent, before = LentStretches(stretches, index), [list(stretch.layers) for stretch in stretches]
     try:
@@ -224,14 +225,19 @@ def _copied(slots: Any, start: int, end: int) -> mx.array:
 
 
 def _own(array: Any) -> mx.array:
-    """In a buffer of its own size: a slice may keep alive up to 16 KiB more than it has, and small ones are many."""
+    """Copy a small array into a buffer of its own size: a slice may keep up to 16 KiB more alive."""
     return array * 1 if array.nbytes < SMALL_BYTES else array
 
 
 def restore(snapshot: StateSnapshot, cache: RowCache, num_slots: int, lend: Iterable[Stretch] = ()) -> None:
-    """Copy a snapshot into the empty caches of a row, evaluated, with room for `num_slots` tokens.
+    """Copy a snapshot into the empty caches of a row, evaluated.
 
-    lend: stretches of it whose keys and values move into the row's cache, layer by layer. They are lost if it raises.
+    Args:
+        snapshot: The snapshot.
+        cache: The row's caches.
+        num_slots: Tokens to allocate slots for.
+        lend: Segments of the snapshot whose keys and values move into the row's cache, layer by layer. They are lost if
+            this raises.
     """
     chain, lent = [stretch.keys_values for stretch in snapshot.stretch.chain()], set(lend)
     attention = [layer for layer in cache if isinstance(layer, KVCache)]
@@ -259,7 +265,7 @@ def _joined(parts: Sequence[mx.array], missing: int) -> mx.array:
 
 
 def export(snapshot: StateSnapshot) -> dict[str, np.ndarray]:
-    """In host memory, without a copy where the device shares it. See `import_arrays`."""
+    """Return a snapshot's arrays in host memory, without a copy where the device shares it; see `import_arrays`."""
     arrays: dict[str, mx.array] = {}
     for i, (keys, values) in enumerate(snapshot.stretch.keys_values):
         arrays |= {f"{STRETCH_ARRAYS}{i}.keys": keys, f"{STRETCH_ARRAYS}{i}.values": values}
@@ -277,7 +283,15 @@ def import_arrays(
     parent: Stretch | None,
     with_state: bool = True,
 ) -> Iterator[StateSnapshot | None]:
-    """Copy back what `export` gave: see ModelRunner.import_snapshot. like: of the same model, for shapes and dtypes."""
+    """Copy exported arrays back to the device; see ModelRunner.import_snapshot.
+
+    Args:
+        arrays: What `export` returned.
+        like: Any snapshot of the same model, for shapes and dtypes.
+        num_tokens: Tokens before the snapshot's boundary.
+        parent: The KV segment before its own; None without one.
+        with_state: Whether to import recurrent states.
+    """
     reader = _Reader(arrays)
     starts = parent.ends if parent is not None else (0,) * len(like.stretch.ends)
     lag = [like.num_tokens - end for end in like.stretch.ends]  # the head has read one pair less than there are tokens
@@ -310,7 +324,7 @@ class _Reader:
         return states, hidden
 
     def take(self, name: str, like: mx.array, length: int | None = None) -> mx.array:
-        """length: of axis 2, where it is not that of `like`."""
+        """Return an array on the device. length: of axis 2, if it differs from `like`."""
         found = self._arrays.pop(name, None)
         shape = like.shape if length is None else (*like.shape[:2], length, *like.shape[3:])
         dtype = np.dtype(np.uint16) if like.dtype == mx.bfloat16 else np.array(mx.zeros(0, like.dtype)).dtype

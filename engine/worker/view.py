@@ -1,4 +1,4 @@
-"""The language model as the runner sees it: one forward, positions always explicit where the model has them."""
+"""The language model as the runner uses it: one forward, with explicit positions where the model takes them."""
 
 from typing import Any
 
@@ -11,11 +11,12 @@ from engine.worker.kv_cache import RowCache
 
 
 class View:
-    """Shares the module of the loaded model; holds no weights and no state of its own.
+    """Runs the module of the loaded model; has no weights and no state of its own.
 
-    Models with multimodal rope (`get_rope_index`) keep positions in module state unless they are given, which would
-    mix up rows; they always get them here. Text ports take them from their cache, which is right for dense prompts.
-    `capture_layer_ids=[]` asks for no layer's output, but keeps the library from copying the whole cache of a
+    Models with multimodal rope (`get_rope_index`) keep positions in module state unless they are given, which would mix
+    up
+    rows; they always get explicit positions here. Text ports take positions from their cache, which is right for dense
+    prompts. `capture_layer_ids=[]` captures no layer's output, and keeps the library from copying the whole cache of a
     single-row batch on every token (mlx_vlm 0.7.10, models/qwen3_5/language.py).
     """
 
@@ -25,10 +26,11 @@ class View:
         self.exact: MTPExact = exact
 
     def verifies_exactly(self, num_rows: int) -> bool:
-        """Return whether drafts of so many rows are verified by the library's exact verifier.
+        """Return whether drafts of `num_rows` rows are verified by the library's exact verifier.
 
-        In low precision Metal's kernels for several tokens round otherwise than those for one, and the verifier keeps
-        to the latter: it reads quantized weights once per row. Elsewhere it takes longer even for one row.
+        In low precision Metal's kernels for several tokens round differently from those for one. The verifier uses the
+        latter
+        and reads quantized weights once per row. On other devices it is slower even for one row.
         """
         if self.exact == "auto":
             on_metal = mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu
@@ -36,17 +38,23 @@ class View:
         return self.exact == "on"
 
     def make_cache(self) -> RowCache:
-        """An empty cache for one row, one entry per layer."""
+        """Return an empty cache for one row, one entry per layer."""
         return make_prompt_cache(self.lm)
 
     def embed(self, token_ids: mx.array) -> mx.array:
-        """[B, L] -> [B, L, hidden]."""
+        """Embed tokens: [B, L] -> [B, L, hidden]."""
         return self.lm.model.embed_tokens(token_ids)
 
     def decode(self, token_ids: mx.array, cache: list, positions: mx.array) -> tuple[mx.array, mx.array | None]:
-        """token_ids, positions int32 [B, L] (logical). Returns logits [B, L, vocab] and hidden states [B, L, hidden].
+        """Compute tokens of a decode group.
 
-        Hidden states are those behind the last norm; None for a model without explicit positions.
+        Args:
+            token_ids: int32 [B, L].
+            cache: The group's layers.
+            positions: int32 [B, L], logical.
+
+        Returns:
+            Logits [B, L, vocab], and hidden states [B, L, hidden] after the last norm, None without explicit positions.
         """
         if not self.explicit_positions:
             return self.lm(token_ids, cache=cache).logits, None
@@ -57,7 +65,7 @@ class View:
         return self.logits(hidden), hidden
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """[B, L, hidden] -> [B, L, vocab], by one product for all rows and tokens."""
+        """Apply the output layer: [B, L, hidden] -> [B, L, vocab], in one product for all rows and tokens."""
         if hasattr(self.lm, "lm_head"):
             return self.lm.lm_head(hidden)
         return self.lm.model.embed_tokens.as_linear(hidden)
@@ -65,12 +73,19 @@ class View:
     def extend(
         self, token_ids: mx.array, embeds: mx.array | None, cache: list, positions: np.ndarray
     ) -> mx.array | None:
-        """Launch prompt tokens into the cache of one row. token_ids [1, L], positions int32 [3, 1, L].
+        """Launch prompt tokens into the cache of one row.
 
-        The device is not waited for; it must be before the next chunk, whose writes would copy what is still in use.
+        The caller must wait for the device before the next chunk, which would otherwise copy arrays that are still in
+        use.
+
+        Args:
+            token_ids: int32 [1, L].
+            embeds: [1, L, hidden], to use instead of the tokens' embeddings; None for text.
+            cache: The row's cache.
+            positions: int32 [3, 1, L].
 
         Returns:
-            The hidden states [1, L, hidden], None where the model gives none.
+            The hidden states [1, L, hidden], None if the model returns none.
         """
         if not self.explicit_positions:
             assert embeds is None, "this model takes no embeddings"
@@ -84,7 +99,8 @@ class View:
     def extend_to_end(
         self, token_ids: mx.array, embeds: mx.array | None, cache: list, positions: np.ndarray
     ) -> tuple[mx.array, mx.array | None]:
-        """The last prompt tokens; logits [1, 1, vocab] of the very last one (never of the others), hidden as above."""
+        """Compute the last prompt tokens; return logits [1, 1, vocab] of the very last one only, and hidden states as
+        `extend`."""
         if self.explicit_positions:
             hidden = self._hidden(token_ids, cache, mx.array(positions), inputs_embeds=embeds)
             return self.logits(hidden[:, -1:]), hidden
@@ -93,16 +109,17 @@ class View:
         return self.lm(token_ids[:, -1:], cache=cache).logits[:, -1:], None
 
     def states(self, token_ids: mx.array, cache: list, positions: np.ndarray) -> mx.array:
-        """Prompt tokens into the cache of one row; their hidden states [1, L, hidden] behind the last norm, lazy.
+        """Compute prompt tokens into the cache of one row; return hidden states [1, L, hidden] after the last norm,
+        lazy.
 
-        Takes no pictures. Only for models that `why_no_states` finds no fault with.
+        Takes no images. Requires that `why_no_states` returns None.
         """
         if self.explicit_positions:
             return self._hidden(token_ids, cache, mx.array(positions))
         return self.lm.model(token_ids, cache=cache)
 
     def why_no_states(self) -> str | None:
-        """Why the hidden states of this model cannot be had, None if they can. Computes nothing."""
+        """Return why this model's hidden states are not available, None if they are. Computes nothing."""
         try:
             states = self.states(mx.zeros((1, 1), mx.int32), self.make_cache(), np.zeros((3, 1, 1), np.int32))
         except (AttributeError, TypeError, ValueError) as error:

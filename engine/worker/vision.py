@@ -1,4 +1,4 @@
-"""Images into the language model's space: normalise on the device, run the tower, keep what comes back often."""
+"""Encodes images into the language model's space: normalization, vision tower, and a cache of features."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -13,24 +13,30 @@ from engine.protocol import ImagePatches
 
 @dataclass(slots=True, eq=False)
 class ImageEncoding:
-    """An image on its way through the vision tower."""
+    """An image being encoded."""
 
     image: ImagePatches
     num_done: int = 0
-    """Blocks of the tower that it has passed."""
+    """Blocks of the tower computed so far."""
     hidden: mx.array | None = None
-    """[patches, hidden size of the tower], behind those blocks; None in front of the first and behind the last."""
+    """[patches, hidden size of the tower] after those blocks; None before the first and after the last."""
     rotary: mx.array | None = None
-    """[patches, half a head's size], the angles of the positions; kept as long as `hidden`."""
+    """[patches, half a head's size], the angles of the positions; set as long as `hidden` is."""
     features: mx.array | None = None
     """[num_tokens, hidden], once the image is encoded."""
 
 
 class VisionEncoder:
-    """Encodes images in pieces; keeps the features by content within `max_bytes`, least recently used first out.
+    """Encodes images in pieces, and caches features by content, least recently used first out.
 
-    Follows the forward of mlx_vlm's qwen3_vl.vision.VisionModel (0.7.10) block by block, and leaves out the deepstack
-    features, which no model that is supported uses.
+    Follows the forward of mlx_vlm's qwen3_vl.vision.VisionModel (0.7.10) block by block, without the deepstack
+    features,
+    which no supported model uses.
+
+    Args:
+        module: The mlx_vlm model.
+        normalization: Normalization of the pixels.
+        max_bytes: Limit of the cached features.
     """
 
     def __init__(self, module: Any, normalization: PatchNormalization, max_bytes: int):
@@ -42,24 +48,24 @@ class VisionEncoder:
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of blocks of the tower; each piece of an image is at least one."""
+        """The number of blocks of the tower; each piece of an image has at least one."""
         return len(self._tower.blocks)
 
     def begin(self, image: ImagePatches) -> ImageEncoding:
-        """Return an encoding that has not begun, or is complete if the features are kept."""
+        """Return an encoding that has not begun, or a complete one if the features are cached."""
         features = self._cache.get(image.content_hash)
         if features is not None:
             self._cache.move_to_end(image.content_hash)
         return ImageEncoding(image, features=features)
 
     def advance(self, encoding: ImageEncoding, num_blocks: int) -> None:
-        """Compute so many further blocks, evaluated; behind the last one the features, which are kept."""
+        """Compute the next `num_blocks` blocks, evaluated; cache the features after the last one."""
         self._run(encoding, num_blocks)
         if encoding.features is not None:
             self._remember(encoding.image.content_hash, encoding.features)
 
     def encode(self, image: ImagePatches) -> mx.array:
-        """Return the features [num_tokens, hidden] of an image, evaluated, from the cache or encoded at once."""
+        """Return the features [num_tokens, hidden] of an image, evaluated, cached or encoded in one piece."""
         encoding = self.begin(image)
         if encoding.features is None:
             self.advance(encoding, self.num_blocks)
@@ -67,14 +73,16 @@ class VisionEncoder:
         return encoding.features
 
     def probe(self, side: int) -> tuple[int, int]:
-        """Runs the tower on a black square of side * side tokens: how many patches that are, and bytes per token."""
+        """Encode a black square of side * side tokens; return its number of patches, and the features' bytes per
+        token."""
         encoding = ImageEncoding(self._black(side))
         self._run(encoding, self.num_blocks)
         assert encoding.features is not None
         return len(encoding.image.patches), encoding.features.nbytes // (side * side)
 
     def probe_piece(self, side: int) -> int:
-        """Encode a part of a black square of side * side tokens; return the bytes per token that wait for the rest."""
+        """Encode one block of a black square of side * side tokens; return the bytes per token kept between two
+        pieces."""
         encoding = ImageEncoding(self._black(side))
         self._run(encoding, 1)
         kept = [array for array in (encoding.hidden, encoding.rotary) if array is not None]
@@ -87,7 +95,7 @@ class VisionEncoder:
         return ImagePatches(pixels, (1, length, length), side * side, "")
 
     def clear(self) -> None:
-        """Forgets all features."""
+        """Drop all cached features."""
         self._cache.clear()
         self.num_cached_bytes = 0
 
@@ -109,13 +117,14 @@ class VisionEncoder:
             mx.eval(encoding.features)
 
     def _embed(self, image: ImagePatches) -> tuple[mx.array, mx.array]:
-        """Patches [n, hidden size of the tower] with their learned positions, and the angles of their rotary ones."""
+        """Return patches [n, hidden size of the tower] with their learned positions, and the angles of the rotary
+        ones."""
         tower, grid = self._tower, mx.array([image.grid_thw], mx.int32)
         hidden = tower.patch_embed(self._pixels(image, tower.patch_embed.proj.weight.dtype))
         return hidden + tower.fast_pos_embed_interpolate(grid), tower.rot_pos_emb(grid)
 
     def _pixels(self, image: ImagePatches, dtype: mx.Dtype) -> mx.array:
-        """uint8 [n, C, p, p] -> normalised [n, C * T * p * p]: a still picture fills all T slices of a patch."""
+        """Normalize uint8 [n, C, p, p] -> [n, C * T * p * p]: a still image fills all T temporal slices of a patch."""
         n, channels, height, width = image.patches.shape
         norm = self._norm
         mean, std = (mx.array(v, mx.float32).reshape(1, channels, 1, 1) for v in (norm.mean, norm.std))

@@ -36,7 +36,7 @@ def _type(value: Any) -> str | None:
 
 
 def _one_of(*kinds: str) -> Any:
-    """A union's discriminator by `type`. What is no object is left to the first model, which says so."""
+    """Return a union's discriminator by `type`. A value that is no object goes to the first model, which refuses it."""
     allowed = " or ".join(", ".join(repr(kind) for kind in kinds).rsplit(", ", 1))
     return choose(
         lambda value: _type(value) if isinstance(value, dict) else kinds[0], f"Input should be {allowed}", "type"
@@ -51,7 +51,7 @@ class ImageBlock(OpenWire):
 
 
 class ToolReference(OpenWire):
-    """Stands for the definition of a deferred tool that a search has found."""
+    """A placeholder for the definition of a deferred tool."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -93,7 +93,7 @@ class ThinkingBlock(OpenWire):
 
 
 class RedactedThinking(OpenWire):
-    """A thought that only Anthropic can read."""
+    """An encrypted thought of Anthropic's servers; it is dropped."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -141,7 +141,7 @@ class AssistantMessage(OpenWire):
 
 
 class SystemMessage(OpenWire):
-    """Claude Code writes them behind user messages and tool results."""
+    """A late system message; Claude Code sends them after user messages and tool results."""
 
     role: Literal["system"]
     content: Texts

@@ -1,6 +1,6 @@
-"""Anthropic's messages -> messages in the form that `normalize` takes.
+"""Converts Anthropic's messages to the input of `normalize`.
 
-Neighbouring texts are joined with a blank line, so that a string and a list of one text block are the same prompt.
+Adjacent texts are joined with a blank line, so that a string and a list with one text block give the same prompt.
 """
 
 import json
@@ -24,12 +24,12 @@ from deployments.http.anthropic.block_wire import (
 from deployments.http.anthropic.signature import omitted_thought
 
 ERROR_MARK = "[error] "
-"""In front of the result of a tool that failed."""
+"""Prefix of the result of a failed tool."""
 
 BETWEEN_TEXTS = "\n\n"
 
 Piece = str | dict[str, Any]
-"""Text, or a part of a message that is an image."""
+"""Text, or the content part of an image."""
 
 
 def conversation(
@@ -37,7 +37,13 @@ def conversation(
     messages: Sequence[UserMessage | AssistantMessage | SystemMessage],
     tools: Mapping[str, Tool],
 ) -> Iterator[Message]:
-    """Neighbouring messages of one role are one turn. tools: all that tool references may name, by name."""
+    """Yield the messages of a conversation; adjacent messages of one role become one turn.
+
+    Args:
+        system: The system prompt.
+        messages: The messages.
+        tools: All tools of the request by name, for tool references.
+    """
     for block in _blocks(system or ""):
         if block.text:
             yield {"role": "system", "content": block.text}
@@ -52,7 +58,7 @@ def conversation(
 
 
 def referenced_tools(messages: Sequence[UserMessage | AssistantMessage | SystemMessage]) -> Iterator[tuple[str, str]]:
-    """Path and name of each tool reference."""
+    """Yield the path and the tool name of each tool reference."""
     for i, message in enumerate(messages):
         for j, block in enumerate(_blocks(message.content)):
             if isinstance(block, ToolResult):
@@ -62,7 +68,7 @@ def referenced_tools(messages: Sequence[UserMessage | AssistantMessage | SystemM
 
 
 def image_paths(messages: Sequence[UserMessage | AssistantMessage | SystemMessage]) -> Iterator[str]:
-    """Path of each image, in the order in which `conversation` places them."""
+    """Yield the path of each image, in the order of `conversation`."""
     for role, turn in groupby(enumerate(messages), key=lambda numbered: numbered[1].role):
         if role != "user":
             continue
@@ -79,12 +85,12 @@ def image_paths(messages: Sequence[UserMessage | AssistantMessage | SystemMessag
 
 
 def definition_text(tool: Tool) -> str:
-    """A tool's definition as the model reads it in the middle of a conversation."""
+    """Return a tool's definition as text for the middle of a conversation."""
     return json.dumps(tool.definition, ensure_ascii=False)
 
 
 def _user_turn(blocks: Sequence[Any], tools: Mapping[str, Tool]) -> Iterator[Message]:
-    """The results of tools come first: nothing may stand between them and their calls."""
+    """Yield the messages of a user turn, tool results first, as they must follow their calls directly."""
     results = [block for block in blocks if isinstance(block, ToolResult)]
     for result in results:
         yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": _result_content(result, tools)}

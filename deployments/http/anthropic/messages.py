@@ -24,14 +24,14 @@ from engine.protocol import InvalidRequest
 T = TypeVar("T")
 
 VERSIONS = ("2023-06-01", "2026-10-21")
-"""Values of the header `anthropic-version`. They are treated alike: sampling parameters are honoured in both."""
+"""Accepted values of the header `anthropic-version`, which are treated alike."""
 
 PATH = "/v1/messages"
 EXAMPLE = {"model": "demo", "max_tokens": 64, "messages": [{"role": "user", "content": "What is 12 + 30?"}]}
 
 
 class Messages:
-    """The header `anthropic-beta` is ignored: what a request asks for is in its body."""
+    """Endpoints of the Messages API. The header `anthropic-beta` is ignored: the body alone determines the request."""
 
     def __init__(self, door: Door):
         self._door = door
@@ -57,7 +57,7 @@ class Messages:
         return self._door.respond(request, understand)
 
     async def _named(self, work: Callable[[], Awaitable[T]], echo: MessagesEcho) -> T:
-        """The work, whose errors name an image by its place in the client's body."""
+        """Run work, and make errors about an image name its path in the client's body."""
         try:
             return await work()
         except Exception as error:
@@ -72,7 +72,7 @@ class Messages:
         return MessagesEncoder(parsed.echo, id, self._door.backend.model_name, request_id)
 
     async def count_tokens(self, request: Request) -> Response:
-        """How many tokens the prompt of the same messages has, tools and system prompt included."""
+        """Count the prompt tokens of the messages, tools and system prompt included."""
         _check_version(request)
         address = address_group(client_host(request.scope))
         with self._door.backend.in_flight.enter(request.state.request_id, address):
@@ -86,9 +86,9 @@ class Messages:
         return JSONResponse({"input_tokens": num_tokens}, headers=self._door.headers(parsed))
 
     async def cancel(self, request: Request) -> Response:
-        """id: of the message, or the X-Request-Id that it came with: all requests that have it are cancelled.
+        """Cancel all requests with a message id or X-Request-Id and free their rows.
 
-        Their clients are told (499, or an error event in the stream) and their rows are freed.
+        Their clients receive status 499, or an error event in the stream.
         """
         request_id = request.path_params["id"]
         if not await self._door.backend.cancel(request_id):
@@ -97,7 +97,7 @@ class Messages:
 
 
 def _check_version(request: Request) -> None:
-    """Raises InvalidRequest."""
+    """Raise InvalidRequest for an unknown anthropic-version."""
     version = request.headers.get("anthropic-version")
     if version is not None and version not in VERSIONS:
         known = " or ".join(VERSIONS)

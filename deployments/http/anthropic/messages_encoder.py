@@ -1,4 +1,4 @@
-"""MessagesEncoder: an answer as a message of Anthropic's, or as the events of its stream."""
+"""MessagesEncoder: writes an answer as a message of Anthropic's dialect, or as the events of its stream."""
 
 import json
 from collections.abc import Iterator
@@ -14,11 +14,13 @@ Block = dict[str, Any]
 
 
 class MessagesEncoder:
-    """See AnswerEncoder. A run of thought or text is one content block, each call is one of its own.
+    """See AnswerEncoder. Consecutive thought or text is one content block; each call is its own block.
 
     Args:
-        id: of the message.
-        request_id: for errors in the stream.
+        echo: Fields of the request that the answer depends on.
+        id: Id of the message.
+        model: Name of the model.
+        request_id: Request id for error events.
     """
 
     def __init__(self, echo: MessagesEcho, id: str, model: str, request_id: str):
@@ -81,7 +83,7 @@ class MessagesEncoder:
         return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
 
     def _close(self) -> Iterator[bytes]:
-        """The end of the block that is open, if one is."""
+        """Yield the events that end the open block, if there is one."""
         if self._open is None:
             return
         if self._open == "thinking":
@@ -107,7 +109,7 @@ _EMPTY: dict[str, Block] = {
 
 
 def _pieces(delta: TextDelta) -> Iterator[tuple[str, Any]]:
-    """Yield the content that a delta adds to the answer, by type of content block."""
+    """Yield the content of a delta as pairs of content block type and value."""
     if delta.reasoning:
         yield "thinking", delta.reasoning
     if delta.text:
@@ -130,7 +132,7 @@ def _tool_use(call: ToolCall) -> Block:
 
 
 def usage_of(answer: Answer) -> dict[str, Any]:
-    """The figures of an answer; `specprefill` is there if a sparse prompt was tried, see prompt_details."""
+    """Return the token counts of an answer; for `specprefill` see prompt_details."""
     usage = _usage(answer.num_prompt_tokens, answer.num_cached_tokens, answer.num_tokens)
     if answer.num_reasoning_tokens:
         usage["output_tokens_details"] = {"thinking_tokens": answer.num_reasoning_tokens}

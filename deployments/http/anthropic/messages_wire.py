@@ -1,7 +1,6 @@
-"""The wire model of Anthropic's Messages and count_tokens, and the ChatRequest it stands for.
+"""The wire model of Anthropic's Messages and count_tokens, and its conversion to a ChatRequest.
 
-A field at the top of the body is honoured (`MessagesBody`), or accepted with values that ask for nothing and refused by
-name with others (`FIELD_RULES`), or unknown: then it is ignored and reported, or refused, as the configuration says.
+`MessagesBody` has the honoured fields, `FIELD_RULES` the known but unsupported ones; see http/fields.py.
 """
 
 import hashlib
@@ -57,7 +56,7 @@ Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
 
 class WireTool(OpenWire):
-    """`eager_input_streaming` has no effect: calls are sent whole."""
+    """A tool definition. `eager_input_streaming` has no effect, as calls are sent when they are complete."""
 
     type: Literal["custom"] | None = None
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
@@ -76,7 +75,7 @@ class WireToolChoice(OpenWire):
 
 
 class WireThinking(OpenWire):
-    """`display` omitted: the client wants no text of the thought. Any other value: all of it."""
+    """Thinking settings. With `display: omitted` the answer has no text of the thought, otherwise all of it."""
 
     type: Literal["adaptive", "enabled", "disabled"]
     budget_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
@@ -101,8 +100,8 @@ StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class MessagesBody(Wire):
-    """`metadata.user_id` names the client whose fair share of the engine the request takes; only its digest is kept.
-    `cache_control` has no effect: the prefix cache needs no hints."""
+    """A request for a message. `metadata.user_id` names the client for fair scheduling; only its digest is kept.
+    `cache_control` has no effect, as the prefix cache needs no hints."""
 
     model: str
     messages: Annotated[list[WireMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -127,20 +126,20 @@ class MessagesEcho:
     """The fields of the request's body that its answer depends on."""
 
     omits_thinking: bool = False
-    """Whether thinking blocks have no text, only a signature."""
+    """Whether thinking blocks have only a signature and no text."""
     image_paths: tuple[tuple[str, str], ...] = ()
-    """Path of each image in the ChatRequest, and in the client's body. Errors name the latter."""
+    """Path of each image in the ChatRequest, and in the client's body, which errors name."""
 
 
 def parse_messages(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """See request_reader.Parser."""
+    """Parse a request for a message; see request_reader.Parser."""
     if raw.get("max_tokens") is None:
         raise wrong("max_tokens", "Field required")
     return parse_count_tokens(raw, rules)
 
 
 def parse_count_tokens(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """See request_reader.Parser: the same rules, but nothing is generated, so that `max_tokens` may be missing."""
+    """Parse a request to count tokens, in which `max_tokens` may be missing; see request_reader.Parser."""
     honoured, ignored = _split(raw, rules)
     try:
         body = MessagesBody.model_validate(honoured)
@@ -156,7 +155,7 @@ def parse_count_tokens(raw: dict[str, Any], rules: ReadingRules) -> ParsedReques
 
 
 def _split(raw: Mapping[str, Any], rules: ReadingRules) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """See `split_fields`; what it refuses is refused in Anthropic's phrase, by which clients drop the field."""
+    """Split the fields as `split_fields`, with Anthropic's phrase in errors, on which clients drop the field."""
     if raw.get("thread") is not None:
         raise ThreadsUnsupported
     try:
@@ -213,7 +212,7 @@ def _client(metadata: Metadata | None) -> str:
 
 
 def _tools(body: MessagesBody) -> dict[str, Tool]:
-    """All tools of the body by name, in their order."""
+    """Return all tools of the body by name, in order."""
     tools: dict[str, Tool] = {}
     for i, tool in enumerate(body.tools or ()):
         if tool.name in tools:
@@ -235,7 +234,7 @@ def _description(tool: WireTool) -> str | None:
 
 
 def _usable_tools(body: MessagesBody, known: Mapping[str, Tool]) -> tuple[Tool, ...]:
-    """Without the deferred ones that no message refers to: the model knows nothing of them."""
+    """Return the tools except deferred ones that no message references, which the model does not see."""
     referenced = set()
     for path, name in referenced_tools(body.messages):
         if name not in known:
@@ -245,7 +244,7 @@ def _usable_tools(body: MessagesBody, known: Mapping[str, Tool]) -> tuple[Tool, 
 
 
 def _tool_choice(body: MessagesBody, usable: tuple[Tool, ...]) -> tuple[ToolChoice, bool]:
-    """The choice, and whether one answer may hold several calls."""
+    """Return the tool choice, and whether an answer may have several calls."""
     asked = body.tool_choice
     if asked is None:
         return ToolChoice(), True
@@ -264,7 +263,7 @@ def _tool_choice(body: MessagesBody, usable: tuple[Tool, ...]) -> tuple[ToolChoi
 
 
 def _thinking(body: MessagesBody) -> Thinking | None:
-    """An effort without `thinking` asks for adaptive thinking. `budget_tokens` goes before the budget of the effort."""
+    """Convert the thinking settings. An effort alone means adaptive thinking; budget_tokens overrides its budget."""
     asked = body.thinking
     effort = None if body.output_config is None else body.output_config.effort
     if asked is not None and asked.type == "disabled":
@@ -292,7 +291,7 @@ def _grammar(body: MessagesBody) -> GrammarSpec | None:
 
 
 def _prefill(messages: list[Message], path: str) -> str | None:
-    """The beginning of the answer that the client has written; None: there is no such message."""
+    """Return the text of a final assistant message, which the answer continues; None if the last message is not one."""
     last = messages[-1]
     if last["role"] != "assistant":
         return None
@@ -307,7 +306,7 @@ def _prefill(messages: list[Message], path: str) -> str | None:
 
 
 def _continued(request: ChatRequest, path: str) -> ChatRequest:
-    """The answer goes on where the final message ends, behind any thought."""
+    """Return the request with the answer continuing the final message, without a thought."""
     if request.grammar is not None:
         raise wrong(path, f"A final assistant message cannot be continued with `{request.grammar.field}`")
     if request.thinking is not None and request.thinking.mode == "on":

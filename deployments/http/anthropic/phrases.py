@@ -1,4 +1,4 @@
-"""Refusals in Anthropic's own phrases, which its clients tell apart by their words: `path.with.dots: what is wrong`."""
+"""Errors in Anthropic's phrases, which its clients match: `path.with.dots: reason`."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -9,11 +9,11 @@ from deployments.http.errors import CHOICE, MAX_FINDINGS, Refusal, shown
 from engine.protocol import InvalidRequest
 
 NOT_PERMITTED = "Extra inputs are not permitted"
-"""Claude Code drops a field for good that is refused with these words, and gives up on most others."""
+"""On this phrase Claude Code stops sending the field; on most others it gives up."""
 
 
 class ThreadsUnsupported(Refusal):
-    """A conversation that the server keeps. SDKs go on without it when they read this error code."""
+    """The request asks for a conversation stored on the server. On this error code SDKs continue without it."""
 
     status, code = 400, "thread_unsupported_request"
     details: ClassVar[Mapping[str, Any] | None] = {"error_code": code, "unsupported": ["threads"]}
@@ -27,11 +27,12 @@ class ThreadsUnsupported(Refusal):
 
 
 def wrong(path: str, what: str) -> InvalidRequest:
+    """Return an error in Anthropic's form."""
     return InvalidRequest(f"{path}: {what}", path)
 
 
 def from_validation(error: ValidationError) -> InvalidRequest:
-    """The first finding. Pydantic's phrases are Anthropic's; the value and, for a choice, its field are added."""
+    """Convert the first finding of a validation. Pydantic's phrases are Anthropic's; the value is added."""
     if error.error_count() > MAX_FINDINGS:
         return InvalidRequest(
             f"The request body has {error.error_count()} fields that are unknown or wrong, too many to name one."
@@ -50,5 +51,5 @@ def from_validation(error: ValidationError) -> InvalidRequest:
 
 
 def dotted(loc: tuple[int | str, ...]) -> str:
-    """The path of a finding without the tags of unions, which begin with NUL."""
+    """Return the path of a finding without union tags, which begin with NUL."""
     return ".".join(str(step)[:100] for step in loc if not str(step).startswith("\0"))

@@ -1,5 +1,5 @@
-"""The signature of a thinking block. Where the client wants no text of the thought, the signature carries it, so that
-the thought comes back with the history."""
+"""The signature of a thinking block. If the client omits the thought's text, the signature contains it, so that the
+thought returns with the history."""
 
 import base64
 import binascii
@@ -10,14 +10,14 @@ _PLAIN = "orchard-digest:"
 
 
 def signature_of(thought: str, is_omitted: bool) -> str:
-    """is_omitted: the block has no text."""
+    """Return the signature of a thought: the encoded thought if the block omits its text, otherwise a digest."""
     if is_omitted:
         return _SEALED + base64.b64encode(thought.encode()).decode()
     return _PLAIN + hashlib.sha256(thought.encode()).hexdigest()[:32]
 
 
 def omitted_thought(signature: str | None) -> str:
-    """The thought of a block without text; '' if the signature holds none, such as another server's."""
+    """Return the thought in the signature of a block without text; '' for a signature of another server."""
     if signature is None or not signature.startswith(_SEALED):
         return ""
     try:

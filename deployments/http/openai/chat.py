@@ -39,9 +39,9 @@ class ChatCompletions:
         return ChatEncoder(parsed.echo, id, self._door.backend.model_name, int(time.time()))
 
     async def cancel(self, request: Request) -> Response:
-        """id: of the completion, or the X-Request-Id that it came with: all requests that have it are cancelled.
+        """Cancel all requests with a completion id or X-Request-Id and free their rows.
 
-        Their clients are told (499, or an error event in the stream) and their rows are freed.
+        Their clients receive status 499, or an error event in the stream.
         """
         request_id = request.path_params["id"]
         if not await self._door.backend.cancel(request_id):

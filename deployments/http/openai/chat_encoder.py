@@ -1,4 +1,4 @@
-"""ChatEncoder: an answer as a chat completion, or as its chunks."""
+"""ChatEncoder: writes an answer as a chat completion, or as its chunks."""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +28,9 @@ class ChatEncoder:
     """See AnswerEncoder.
 
     Args:
-        id: of the completion.
+        echo: Fields of the request that the answer depends on.
+        id: Id of the completion.
+        model: Name of the model.
         created: Unix time in seconds.
     """
 
@@ -74,9 +76,10 @@ class ChatEncoder:
 
 
 class ChoiceEncoder:
-    """Deltas of one choice -> its chunks. Per token only the text is encoded: the bytes around it are always the same.
+    """Writes the chunks of one choice. Per token only the text is encoded, between precomputed bytes.
 
-    opening: the chunk before the first token.
+    Attributes:
+        opening: The chunk before the first token.
     """
 
     def __init__(self, head: dict[str, Any], index: int, echo: ChatEcho):
@@ -88,7 +91,7 @@ class ChoiceEncoder:
         self._before, self._after = self._chunk({"content": "\0"}).split(b'"\\u0000"')
 
     def encode(self, delta: TextDelta, usage: dict[str, Any] | None = None) -> bytes:
-        """Chunks for the thought, the text with its logprobs, calls, and the end, as far as there are any."""
+        """Return the chunks of a delta: thought, text with logprobs, calls and finish reason, as far as present."""
         chunks = b""
         if delta.reasoning:
             chunks += self._chunk({"reasoning_content": delta.reasoning}, usage=usage)
@@ -118,13 +121,13 @@ class ChoiceEncoder:
 
 
 def usage(answer: Answer) -> dict[str, Any]:
-    """The figures of an answer in the fields of chat completions."""
+    """Return the token counts of an answer in the fields of chat completions."""
     return {
         "prompt_tokens": answer.num_prompt_tokens,
         "completion_tokens": answer.num_tokens,
         "total_tokens": answer.num_prompt_tokens + answer.num_tokens,
         "prompt_tokens_details": prompt_details(answer),
-        # not OpenAI's accepted_prediction_tokens: those are of a prediction that the client sends
+        # not OpenAI's accepted_prediction_tokens, which count a prediction sent by the client
         "completion_tokens_details": {
             "reasoning_tokens": answer.num_reasoning_tokens,
             "drafted_tokens": answer.num_drafted,

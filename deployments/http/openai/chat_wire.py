@@ -1,6 +1,5 @@
-"""The wire model of a chat completion (OpenAI's dialect with fields of vLLM and others), and the ChatRequest it means.
-
-A request is parsed into validity here, once.
+"""The wire model of a chat completion (OpenAI's dialect with fields of vLLM and others), and its conversion to a
+ChatRequest, which later code need not validate again.
 """
 
 import json
@@ -43,7 +42,7 @@ MAX_CACHE_SALT_CHARS = 128
 MAX_USER_CHARS = 1024
 MAX_GUIDED_CHOICES = 10_000
 MAX_GRAMMAR_CHARS = 4 * 2**20
-"""Characters of a schema or regex; the engine has a lower limit of its own (`grammar.max_bytes`)."""
+"""Characters of a schema or regex; the engine applies a lower limit (`grammar.max_bytes`)."""
 _INT32_MAX = 2**31 - 1
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
@@ -101,7 +100,7 @@ StopStrings = Annotated[
     | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), tag("array")],
     STRING_OR_ARRAY,
 ]
-"""The empty string stops nothing, as null does."""
+"""An empty string means no stop string, like null."""
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -115,7 +114,7 @@ def _printable(value: str) -> str:
 MaxTokens = Annotated[
     Annotated[int, Field(ge=1, le=_INT32_MAX)] | None, BeforeValidator(lambda value: None if value == -1 else value)
 ]
-"""A ceiling; -1 and null are none."""
+"""An upper limit; -1 and null mean no limit."""
 
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS), AfterValidator(_printable)]
 
@@ -135,7 +134,7 @@ class PlainFormat(Wire):
 
 
 class JsonSchema(Wire):
-    """The schema is enforced whatever `strict` says; `name` and `description` are labels that no model sees."""
+    """A JSON schema, enforced whatever `strict` is. The model does not see `name` and `description`."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     schema_: dict[str, Any] = Field(alias="schema")
@@ -149,7 +148,7 @@ class SchemaFormat(Wire):
 
 
 def format_tag(value: Any) -> str | None:
-    """The tag of a format, also in the Responses API; None for none that is known."""
+    """Return the tag of a response format, also for the Responses API; None for an unknown one."""
     kind = value.get("type") if isinstance(value, dict) else "text"
     return FORMAT_TAGS.get(kind) if isinstance(kind, str) else None
 
@@ -165,7 +164,7 @@ GuidedChoice = Annotated[list[str], Field(min_length=1, max_length=MAX_GUIDED_CH
 
 
 class StructuredOutputs(Wire):
-    """vLLM's field, with those of its constraints that we have: exactly one is given."""
+    """vLLM's field with the supported constraints, of which exactly one must be given."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = Field(None, min_length=1)
@@ -176,10 +175,10 @@ class StructuredOutputs(Wire):
 class GenerationBody(Wire):
     """The fields that chat completions and completions have in common.
 
-    `user`, or else `safety_identifier`, names the client's end user, whose fair share of the engine the request takes;
-    without them `cache_salt` does. It never changes a token. Neither does `cache_salt`, vLLM's field: a request shares
-    the cached prefixes of prompts only with requests of the same salt, or, without one, with those without.
-    `specprefill` asks for a sparse prompt, or forbids it; at least the part `specprefill_keep_pct` of it is computed.
+    `user`, else `safety_identifier`, else `cache_salt` names the client for fair scheduling; it never changes a token.
+    Requests share cached prefixes only with requests of the same `cache_salt` (vLLM's field), or, without one, with
+    other requests without one. `specprefill` requests or forbids sparse prefill; `specprefill_keep_pct` is the least
+    fraction of the scored tokens that is computed.
     """
 
     model: str
@@ -213,7 +212,7 @@ class GenerationBody(Wire):
 
 
 class ChatCompletionBody(GenerationBody):
-    """A chat completion, with legacy `functions` and the ways in which clients ask for a thought."""
+    """A chat completion, with legacy `functions` and the fields by which clients request thinking."""
 
     messages: Annotated[list[WireMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
@@ -237,7 +236,7 @@ KNOWN_FIELDS = frozenset(ChatCompletionBody.model_fields)
 
 
 def parse_chat(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """See request_reader.Parser."""
+    """Parse a request for a chat completion; see request_reader.Parser."""
     body, ignored = parse_chat_completion(raw, rules.unknown_fields)
     rules.check_model(body.model)
     canonical = list(canonical_messages(body.messages))
@@ -257,7 +256,7 @@ def parse_chat(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
 def parse_chat_completion(
     raw: dict[str, Any], unknown: UnknownFields = "report"
 ) -> tuple[ChatCompletionBody, tuple[str, ...]]:
-    """The body, and its unknown fields. Raises InvalidRequest for the first field that cannot be accepted."""
+    """Validate a body; return it and the names of its unknown fields. Raises InvalidRequest for the first bad field."""
     honoured, ignored = split_fields(raw, KNOWN_FIELDS, FIELD_RULES, unknown)
     try:
         body = ChatCompletionBody.model_validate(honoured)
@@ -296,7 +295,7 @@ def check_together(body: ChatCompletionBody) -> None:
 
 
 def _check_grammar(body: ChatCompletionBody) -> None:
-    """One grammar at most, and nothing beside it that it would make meaningless."""
+    """Check that there is at most one grammar, and no field that contradicts it. Raises InvalidRequest."""
     names = [name for name in _GRAMMAR_FIELDS if getattr(body, name) is not None]
     if body.response_format is not None and body.response_format.type == "text":
         names.remove("response_format")
@@ -323,7 +322,7 @@ _GRAMMAR_FIELDS = ("response_format", "structured_outputs", "guided_json", "guid
 
 
 def request_fields(body: ChatCompletionBody) -> dict[str, Any]:
-    """How the fields of a ChatRequest follow from those of the wire that shape the answer."""
+    """Return the fields of a ChatRequest besides its messages. Raises InvalidRequest."""
     user = body.user or body.safety_identifier
     return {
         "max_tokens": body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
@@ -406,7 +405,7 @@ def _grammar(body: ChatCompletionBody) -> GrammarSpec | None:
 
 
 def schema_grammar(schema: dict[str, Any] | str, field: str) -> GrammarSpec:
-    """The order of the keys is the client's: it is the order in which the model writes them."""
+    """Return the grammar of a schema, whose key order is kept, as the model writes keys in this order."""
     text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     return _grammar_of("json_schema", text, field)
 

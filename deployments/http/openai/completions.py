@@ -64,7 +64,7 @@ class Completions:
         return prompt if isinstance(prompt, str) else await self._door.backend.text_of(prompt, request.prompt_field)
 
     async def cancel(self, request: Request) -> Response:
-        """See ChatCompletions.cancel."""
+        """Cancel a completion, see ChatCompletions.cancel."""
         request_id = request.path_params["id"]
         if not await self._door.backend.cancel(request_id):
             raise RequestNotFound(request_id)

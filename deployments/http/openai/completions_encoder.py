@@ -1,4 +1,4 @@
-"""CompletionsEncoder: an answer as a text completion, or as its chunks."""
+"""CompletionsEncoder: writes an answer as a text completion, or as its chunks."""
 
 import codecs
 import json
@@ -21,7 +21,7 @@ class CompletionsEcho:
     fields: tuple[str, ...]
     """The client's field of each prompt."""
     num_choices: int = 1
-    """Of each prompt."""
+    """Choices per prompt."""
     echo: bool = False
     """Whether each text begins with its prompt."""
     logprobs: int | None = None
@@ -35,23 +35,25 @@ class CompletionsEcho:
 
 
 class CompletionsEncoder:
-    """See AnswerEncoder. Answer i is choice i % n of prompt i // n.
+    """See AnswerEncoder. Index i of the answer is choice i % n of prompt i // n.
 
     Args:
-        id: of the completion.
+        echo: Fields of the request that the answer depends on.
+        id: Id of the completion.
+        model: Name of the model.
         created: Unix time in seconds.
     """
 
     def __init__(self, echo: CompletionsEcho, id: str, model: str, created: int):
         self.prompt_texts: tuple[str, ...] = ()
-        """With `echo`: what each prompt says. Set before the answer begins."""
+        """Text of each prompt, with `echo`; set before the answer starts."""
         self._echo = echo
         self._head = {"id": id, "object": "text_completion", "created": created, "model": model}
         self._num_prompt_tokens = self._num_tokens = 0
         self._logprobs = [LogprobsEncoder() for _ in range(echo.num_answers)]
 
     def opening(self, generation: Generation) -> bytes:
-        """The echoed prompts, if there are any."""
+        """Return chunks with the echoed prompts."""
         self._num_prompt_tokens = generation.num_prompt_tokens
         texts = [self._prompt_text(index) for index in range(self._echo.num_answers)]
         return b"".join(self._chunk(index, text) for index, text in enumerate(texts) if text)
@@ -104,14 +106,14 @@ class CompletionsEncoder:
 
 
 class LogprobsEncoder:
-    """The legacy logprobs of one choice, whose text offsets go on from delta to delta."""
+    """Writes the legacy logprobs of one choice, with text offsets that continue from delta to delta."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
     def body(self, entries: Sequence[TextLogprobs]) -> dict[str, Any]:
-        """tokens, token_logprobs, top_logprobs and text_offset, the last in characters of the answer."""
+        """Return tokens, token_logprobs, top_logprobs and text_offset (in characters of the answer)."""
         return {
             "tokens": [token_name(entry.token) for entry in entries],
             "token_logprobs": [max(entry.logprob, LEAST_LOGPROB) for entry in entries],
@@ -126,7 +128,7 @@ class LogprobsEncoder:
 
 
 def token_name(token: bytes) -> str:
-    """The text of a token; one that is no whole characters is written as OpenAI does, `bytes:\\xe2\\x80`."""
+    """Return the text of a token; incomplete characters are written as OpenAI does, `bytes:\\xe2\\x80`."""
     try:
         return token.decode()
     except UnicodeDecodeError:
@@ -134,7 +136,7 @@ def token_name(token: bytes) -> str:
 
 
 def _top(entry: TextLogprobs) -> dict[str, float]:
-    """The best tokens, best first, and the sampled one."""
+    """Return the most likely tokens, best first, and the sampled one."""
     best = {token_name(token): max(logprob, LEAST_LOGPROB) for token, logprob in entry.top}
     return best | {token_name(entry.token): max(entry.logprob, LEAST_LOGPROB)}
 

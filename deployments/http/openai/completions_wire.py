@@ -1,4 +1,4 @@
-"""The wire model of a completion (OpenAI's legacy dialect with fields of vLLM), and the requests it means."""
+"""The wire model of a completion (OpenAI's legacy dialect with fields of vLLM), and its conversion to requests."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,10 +21,10 @@ from deployments.http.request_reader import ParsedRequest, ReadingRules
 from engine.protocol import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default."""
 
 MAX_LOGPROBS = 5
-"""OpenAI's."""
+"""OpenAI's limit."""
 
 _OF_CHAT = "It is a field of /v1/chat/completions."
 FIELD_RULES = FieldRules(
@@ -60,7 +60,7 @@ FIELD_RULES = FieldRules(
 
 
 class CompletionsBody(GenerationBody):
-    """max_tokens: 16 without it, -1 is no limit."""
+    """A completion of raw prompts. `max_tokens` defaults to 16; -1 means no limit."""
 
     prompt: RawPrompts
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -73,7 +73,10 @@ KNOWN_FIELDS = frozenset(CompletionsBody.model_fields)
 
 
 def parse_completions(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """See request_reader.Parser. The request is that of the first prompt; the echo has all of them."""
+    """Parse a request for completions; see request_reader.Parser.
+
+    The ChatRequest has the first prompt, the echo all prompts.
+    """
     honoured, ignored = split_fields(raw, KNOWN_FIELDS, FIELD_RULES, rules.unknown_fields)
     try:
         body = CompletionsBody.model_validate(honoured)
@@ -121,7 +124,7 @@ def _check_choices(num_prompts: int, num_choices: int) -> None:
 
 
 def _request(body: CompletionsBody) -> ChatRequest:
-    """Without its prompt: all else means what it means in a chat completion."""
+    """Convert the body without its prompt; all fields mean the same as in a chat completion."""
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     chat = ChatCompletionBody.model_construct(
         messages=[],

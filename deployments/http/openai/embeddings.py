@@ -21,7 +21,7 @@ from deployments.http.plain_answer import PlainBody, plain_job
 from deployments.http.request_reader import ParsedRequest
 
 MAX_PARALLEL = 4
-"""Inputs of one request that are in the engines at once: enough that an engine need not wait for the next one."""
+"""Inputs of one request that are in the engines at once, enough to keep an engine busy."""
 
 PATH = "/v1/embeddings"
 EXAMPLE = {"model": "demo", "input": ["A text.", "Another one."], "encoding_format": "float"}
@@ -59,7 +59,7 @@ class EmbeddingsFace:
 
 
 async def embeddings_body(vectors: Sequence[bytes], is_base64: bool, model: str, num_prompt_tokens: int) -> bytes:
-    """The body of the response. Millions of numbers take a second to write, so others get their turn in between."""
+    """Return the body of the response as JSON. Yields to the event loop, as millions of numbers take a second."""
     data = []
     for index, vector in enumerate(vectors):
         data.append(b'{"object": "embedding", "index": %d, "embedding": %s}' % (index, _written(vector, is_base64)))
@@ -70,7 +70,7 @@ async def embeddings_body(vectors: Sequence[bytes], is_base64: bool, model: str,
 
 
 def _written(vector: bytes, is_base64: bool) -> bytes:
-    """As JSON: base64 of little-endian float32, or numbers with the nine digits that tell float32 apart."""
+    """Return a vector as JSON: base64 of little-endian float32, or numbers with nine digits, exact for float32."""
     if is_base64:
         return b'"' + base64.b64encode(vector) + b'"'
     return ("[" + ", ".join([f"{value:.9g}" for value in np.frombuffer(vector, "<f4").tolist()]) + "]").encode()

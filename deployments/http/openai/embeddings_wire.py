@@ -1,4 +1,4 @@
-"""The wire model of an embeddings request, OpenAI's dialect."""
+"""The wire model of an embedding request in OpenAI's dialect, and its conversion to an EmbedRequest."""
 
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ FIELD_RULES = FieldRules(
 
 
 class EmbeddingsBody(Wire):
-    """dimensions: only the number that the model's embeddings have in any case."""
+    """An embedding request. `dimensions` must be the length of the model's embeddings."""
 
     model: str
     input: RawPrompts
@@ -46,7 +46,10 @@ KNOWN_FIELDS = frozenset(EmbeddingsBody.model_fields)
 
 
 def parse_embeddings(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """See request_reader.Parser. The echo is (the EmbedRequest, whether vectors are wanted as base64)."""
+    """Parse an embedding request; see request_reader.Parser.
+
+    The echo is the EmbedRequest, and whether to write vectors as base64.
+    """
     honoured, ignored = split_fields(raw, KNOWN_FIELDS, FIELD_RULES, rules.unknown_fields)
     try:
         body = EmbeddingsBody.model_validate(honoured)

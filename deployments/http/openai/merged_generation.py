@@ -1,4 +1,4 @@
-"""MergedGeneration: the generations of several prompts as one."""
+"""MergedGeneration: merges the generations of several prompts into one."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -10,9 +10,9 @@ Start = Callable[[], Awaitable[Generation]]
 
 
 class MergedGeneration:
-    """See chat.Generation. Choice j of generation i is choice i * num_choices + j; the figures are sums.
+    """See chat.Generation. Choice j of generation i becomes choice i * num_choices + j; token counts are sums.
 
-    The first error of any generation is raised.
+    Iterating raises the first error of any generation.
     """
 
     def __init__(self, generations: Sequence[Generation], num_choices: int):
@@ -56,7 +56,15 @@ class MergedGeneration:
 
 
 async def start_all(starts: Sequence[Start], num_choices: int) -> Generation:
-    """Start all generations at once, num_choices each. Raises what the first to fail raises; the others are closed."""
+    """Start all generations concurrently.
+
+    Args:
+        starts: One per generation.
+        num_choices: Choices of each generation.
+
+    Raises:
+        OrchardError: The first error; the other generations are closed.
+    """
     if len(starts) == 1:
         return await starts[0]()
     tasks = [asyncio.ensure_future(start()) for start in starts]
@@ -71,7 +79,7 @@ async def start_all(starts: Sequence[Start], num_choices: int) -> Generation:
 
 
 async def _close_all(generations: Sequence[Generation]) -> None:
-    """Close every one of them. Raises the first error, after all are closed."""
+    """Close all generations, then raise the first error if there is one."""
     closed = await asyncio.gather(*(generation.aclose() for generation in generations), return_exceptions=True)
     for error in closed:
         if error is not None:
@@ -79,7 +87,7 @@ async def _close_all(generations: Sequence[Generation]) -> None:
 
 
 def _merged_reports(reports: Sequence[SpecPrefillReport | None]) -> SpecPrefillReport | None:
-    """None if no prompt has one; prompts are scored at the same time, so the longest time counts."""
+    """Merge the reports; None if there are none. Prompts are scored concurrently, so the longest time counts."""
     there = [report for report in reports if report is not None]
     if not there:
         return None

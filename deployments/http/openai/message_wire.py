@@ -1,7 +1,6 @@
-"""The wire models of chat messages and their parts, and the canonical messages that they stand for.
+"""The wire models of chat messages and their parts, and their conversion to canonical messages.
 
-Unknown keys inside a message are dropped: clients send back whatever a server once gave them, and a template must not
-see it.
+Unknown keys inside a message are dropped: clients send back fields of other servers, which a template must not see.
 """
 
 import json
@@ -21,7 +20,7 @@ MAX_TOOL_CALLS = 512
 """Tool calls of one message."""
 
 MAX_NAME_CHARS = 256
-"""Characters of the name of a participant or of a function in the history."""
+"""Characters of a participant's or function's name in the history."""
 
 
 def _role(message: Any) -> str | None:
@@ -55,7 +54,7 @@ class TextPart(OpenWire):
 
 
 class RefusalPart(OpenWire):
-    """An assistant's refusal in the history: text that it has said."""
+    """An assistant's refusal in the history, which becomes text."""
 
     type: str
     refusal: str
@@ -80,7 +79,7 @@ Image = Annotated[ImageSource, BeforeValidator(lambda value: {"url": value} if i
 
 
 def canonical_image(source: ImageSource, detail: str | None = None) -> dict[str, Any]:
-    """The one form in which images travel; `detail` is kept where it changes the image."""
+    """Return the canonical part of an image; `detail` is kept only if it is low, which changes the image."""
     is_low = "low" in (source.detail, detail)
     return {"type": "image_url", "image_url": {"url": source.url, **({"detail": "low"} if is_low else {})}}
 
@@ -103,7 +102,7 @@ class ImagePart(OpenWire):
 
 
 class MediaPart(OpenWire):
-    """Video, audio and files: no model reads them yet, and the request is refused by the kind of media."""
+    """Video, audio and files, which are refused later with an error that names the kind of media."""
 
     model_config = ConfigDict(extra="allow")
     type: str
@@ -126,14 +125,14 @@ Content = Annotated[Annotated[str, tag("string")] | Annotated[Parts, tag("array"
 
 
 def canonical_content(content: str | list[Any] | None) -> str | list[dict[str, Any]] | None:
-    """Text as it is, or the parts that a template may see."""
+    """Convert content: text is kept, thinking parts are dropped, other parts become canonical."""
     if not isinstance(content, list):
         return content
     return [part.canonical() for part in content if not isinstance(part, ThinkingPart)]
 
 
 def _json_text(value: Any) -> Any:
-    """Arguments that a client sends as an object instead of JSON text (Ollama's form)."""
+    """Convert arguments that a client sends as an object (Ollama's form) to JSON text."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else "" if value is None else value
 
 
@@ -194,8 +193,8 @@ WireMessage = Annotated[
 
 
 def canonical_messages(messages: Iterable[Any]) -> Iterator[Message]:
-    """The messages in the fields that templates read, one for one."""
-    open_calls: dict[str, str] = {}  # name of a legacy function -> id of its last call
+    """Yield one canonical message per message."""
+    open_calls: dict[str, str] = {}  # name of a legacy function to the id of its last call
     for i, message in enumerate(messages):
         match message:
             case PlainMessage():
@@ -236,7 +235,7 @@ def _result(message: ToolMessage | FunctionMessage) -> str | list[dict[str, Any]
 
 
 def _with_name(content: str | list[dict[str, Any]] | None, name: str | None) -> str | list[dict[str, Any]] | None:
-    """The content behind the participant's name, which chat templates have no place for."""
+    """Prefix the content with the participant's name, for which chat templates have no field."""
     if not name or not content:
         return content
     if isinstance(content, str):

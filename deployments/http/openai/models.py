@@ -1,4 +1,4 @@
-"""GET /v1/models: the model that is served, by all its names, in the fields of both dialects."""
+"""GET /v1/models: the served model under all its names, in the fields of both dialects."""
 
 import time
 from datetime import UTC, datetime
@@ -39,7 +39,7 @@ class Models:
         return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
-        """root: the model's own name, also for its other names."""
+        """Return the entry of one name; `root` is always the model's own name."""
         created_at = datetime.fromtimestamp(self._created, UTC).isoformat().replace("+00:00", "Z")
         return {
             "id": name,

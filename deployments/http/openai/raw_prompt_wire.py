@@ -10,7 +10,7 @@ MAX_PROMPTS = 2048
 """Prompts of one request, OpenAI's limit for embeddings."""
 
 MAX_PROMPT_TOKENS = 2**20
-"""Token ids of one prompt on its way to the planner, which has a lower limit of its own."""
+"""Token ids of one prompt; the planner applies the lower limit of the context."""
 
 INT32_MAX = 2**31 - 1
 
@@ -43,7 +43,7 @@ RawPrompt = str | tuple[int, ...]
 
 
 def prompts_of(value: str | list[Any], field: str) -> tuple[tuple[RawPrompt, ...], tuple[str, ...]]:
-    """The prompts, and the client's field of each."""
+    """Return the prompts, and the client's field of each."""
     if isinstance(value, str):
         return (value,), (field,)
     if isinstance(value[0], int):

@@ -1,4 +1,4 @@
-"""The fields by which clients of chat completions ask for a thought, and the one Thinking that they stand for."""
+"""The fields by which clients of chat completions request thinking, and their conversion to one Thinking."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -12,7 +12,7 @@ from engine.protocol import InvalidRequest
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 EFFORT_BUDGETS: dict[str, int | None] = {"low": 1024, "medium": 8192, "high": None, "xhigh": None, "max": None}
-"""Reasoning effort -> most tokens of the thought; None: no limit."""
+"""Reasoning effort to most tokens of the thought; None: no limit."""
 
 Budget = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
@@ -33,7 +33,7 @@ class ReasoningField(OpenWire):
 
 
 def from_effort(effort: str, field: str) -> Thinking:
-    """none and minimal switch the thought off; the others switch it on, with a budget."""
+    """Convert an effort: none and minimal turn thinking off, the others on, with the budget of EFFORT_BUDGETS."""
     if effort in ("none", "minimal"):
         return Thinking("off", field=field)
     level = "high" if effort in ("xhigh", "max") else effort
@@ -58,10 +58,14 @@ def from_switch(is_on: bool, field: str) -> Thinking:
 
 
 def agreed(asked: Iterator[Thinking | None], budget: int | None = None) -> Thinking | None:
-    """The one thing that all fields ask for. Raises InvalidRequest if two contradict each other.
+    """Merge the requests of all fields; the smallest budget counts.
 
     Args:
-        budget: of a field of its own, for whichever of them switches the thought on.
+        asked: Thinking of each field, None for a field that is not sent.
+        budget: Value of `thinking_budget`, which overrides the other budgets.
+
+    Raises:
+        InvalidRequest: Two fields contradict each other.
     """
     found = [thinking for thinking in asked if thinking is not None]
     for other in found[1:]:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, vLLM's, also under /v1."""
+"""POST /tokenize and POST /detokenize in vLLM's dialect, also under /v1."""
 
 import secrets
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""The wire models of tokenize and detokenize, vLLM's dialect."""
+"""The wire models of tokenize and detokenize in vLLM's dialect, and their conversion to ChatRequests."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ TEXT_RULES = FieldRules(neutral={"add_special_tokens": (True,)})
 
 
 class TokenizeTextBody(Wire):
-    """model: may be left out."""
+    """A raw prompt to tokenize. `model` is optional."""
 
     model: str | None = None
     prompt: str
@@ -28,10 +28,8 @@ class TokenizeTextBody(Wire):
 
 
 class TokenizeChatBody(Wire):
-    """The fields that most need; any field of a chat completion may be sent, and those that shape the prompt count.
-
-    model: may be left out.
-    """
+    """A conversation to tokenize. `model` is optional. Any other field of a chat completion is accepted, and those that
+    affect the prompt have an effect."""
 
     model: str | None = None
     messages: Annotated[list[WireMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -41,7 +39,7 @@ class TokenizeChatBody(Wire):
 
 
 class DetokenizeBody(Wire):
-    """model: may be left out."""
+    """Token ids to decode. `model` is optional."""
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
@@ -52,7 +50,7 @@ class TokenizeEcho:
     """The fields of the request's body that its answer depends on."""
 
     returns_texts: bool
-    """Whether the text of each token is wanted as well."""
+    """Whether to return the text of each token."""
 
 
 def parse_tokenize(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
@@ -64,7 +62,7 @@ def parse_tokenize(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
 
 
 def _parse_messages(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """As a chat completion is, which nothing is generated for."""
+    """Parse messages like a chat completion."""
     echo = _echo(raw.pop("return_token_strs", None))
     parsed = parse_chat(raw, rules)
     return ParsedRequest(parsed.request, parsed.route, False, echo, parsed.ignored)
@@ -88,7 +86,7 @@ def _echo(returns_texts: Any) -> TokenizeEcho:
 
 
 def parse_detokenize(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """See request_reader.Parser. The tokens are the request's raw prompt."""
+    """Parse a request to decode tokens, which become the raw prompt; see request_reader.Parser."""
     honoured, ignored = split_fields(raw, DetokenizeBody.model_fields, FieldRules(), rules.unknown_fields)
     try:
         body = DetokenizeBody.model_validate(honoured)

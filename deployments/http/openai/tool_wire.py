@@ -65,7 +65,7 @@ class AllowedChoice(OpenWire):
 
 
 def choice_form(value: Any) -> str | None:
-    """The tag of a tool choice, also in the Responses API; None for none that is known."""
+    """Return the tag of a tool choice, also for the Responses API; None for an unknown one."""
     if isinstance(value, str):
         return "mode" if value in ("none", "auto", "required") else None
     kind = value.get("type") if isinstance(value, dict) else None
@@ -99,7 +99,7 @@ LegacyChoice = Annotated[
 
 
 def tool_choice(choice: Any, tools: Sequence[Tool], field: str = "tool_choice") -> ToolChoice:
-    """The choice among these tools. Raises InvalidRequest if it forces or names what is not there."""
+    """Convert a wire choice. Raises InvalidRequest if it names an unknown tool, or requires a call without tools."""
     match choice:
         case None:
             chosen = ToolChoice()
@@ -116,7 +116,7 @@ def tool_choice(choice: Any, tools: Sequence[Tool], field: str = "tool_choice") 
 
 
 def check_choice(choice: ToolChoice, tools: Sequence[Tool], field: str = "tool_choice") -> ToolChoice:
-    """Returns the choice. Raises InvalidRequest for a name that no tool has, and for a forced call without tools."""
+    """Return the choice. Raises InvalidRequest if it names an unknown tool, or requires a call without tools."""
     names = {tool.name for tool in tools}
     for name in choice.names:
         if name not in names:
@@ -127,7 +127,7 @@ def check_choice(choice: ToolChoice, tools: Sequence[Tool], field: str = "tool_c
 
 
 def check_tools(tools: Sequence[Tool], field: str = "tools") -> tuple[Tool, ...]:
-    """Returns the tools. Raises InvalidRequest for two of one name."""
+    """Return the tools. Raises InvalidRequest if two have the same name."""
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         if tool.name in seen:

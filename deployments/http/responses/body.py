@@ -1,4 +1,4 @@
-"""The wire model of a request for a response, and the ChatRequest that it stands for."""
+"""The wire model of a request to the Responses API, and its conversion to a ChatRequest."""
 
 import json
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ FIELD_RULES = FieldRules(
     },
     informational=frozenset({"client_metadata", "prompt_cache_options", "prompt_cache_retention"}),
 )
-"""The fields that ResponsesBody does not have."""
+"""Rules for the fields that ResponsesBody does not have."""
 
 _INT32_MAX = 2**31 - 1
 
@@ -75,7 +75,7 @@ class TextConfig(Wire):
 
 
 class ReasoningConfig(Wire):
-    """A summary is whatever there is to read: the whole thought."""
+    """Reasoning settings. A requested summary is the whole thought."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -88,10 +88,10 @@ Label = Annotated[str, Field(max_length=512)]
 
 
 class ResponsesBody(Wire):
-    """`user`, `safety_identifier`, `prompt_cache_key` and `metadata` change no token.
+    """A request to the Responses API.
 
-    The first two name the client's end user, whose fair share of the engine the request takes. `cache_salt` is vLLM's
-    field, see ChatCompletionBody.
+    `user`, `safety_identifier`, `prompt_cache_key` and `metadata` change no token; the first two name the client for
+    fair scheduling. `cache_salt` is vLLM's field, see GenerationBody.
     """
 
     model: str
@@ -129,7 +129,7 @@ _HONOURED = frozenset(ResponsesBody.model_fields)
 
 
 def parse_responses(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """See request_reader.Parser. A request that needs stored items has no messages yet: its echo `is_open`."""
+    """Parse a request; see request_reader.Parser. A request that needs stored items has no messages yet (`is_open`)."""
     honoured, ignored = split_fields(raw, _HONOURED, FIELD_RULES, rules.unknown_fields)
     try:
         body = ResponsesBody.model_validate(honoured)
@@ -161,7 +161,7 @@ def _check_together(body: ResponsesBody) -> None:
 
 
 def request_fields(body: ResponsesBody, offered: OfferedTools) -> dict[str, Any]:
-    """How the fields of a ChatRequest follow from those of the wire that shape the answer."""
+    """Return the fields of a ChatRequest besides its messages. Raises InvalidRequest."""
     choice = tool_choice(body.tool_choice, offered)
     user = body.safety_identifier or body.user
     return {
@@ -171,7 +171,7 @@ def request_fields(body: ResponsesBody, offered: OfferedTools) -> dict[str, Any]
         "tools": offered.tools,
         "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        # an answer that must be calls holds no text that could have a format
+        # with a required tool call there is no text to which the format could apply
         "grammar": None if choice.mode == "required" else _grammar(body),
         "thinking": _thinking(body.reasoning),
         "tenant": body.cache_salt or "",
@@ -211,7 +211,7 @@ def _echo(body: ResponsesBody, raw: dict[str, Any], offered: OfferedTools, items
 
 
 def _settings(body: ResponsesBody, raw: dict[str, Any]) -> dict[str, Any]:
-    """The request's settings that the response repeats."""
+    """Return the settings of the request that the response repeats."""
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.ceiling,

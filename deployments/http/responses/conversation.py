@@ -1,4 +1,4 @@
-"""Items -> the canonical conversation that they stand for."""
+"""Converts items of the Responses API to the canonical conversation."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from engine.protocol import InvalidRequest
 def conversation(
     items: Iterable[Item], instructions: str | None, rules: ReadingRules
 ) -> tuple[tuple[Message, ...], Route]:
-    """The normalized messages of a request without references, and its route. Raises InvalidRequest."""
+    """Return the normalized messages of items without references, and their route. Raises InvalidRequest."""
     leading = [{"role": "system", "content": instructions}] if instructions else []
     messages = [*leading, *messages_of(items)]
     if not messages:
@@ -30,9 +30,9 @@ def conversation(
 
 
 def messages_of(items: Iterable[Item]) -> list[Message]:
-    """The messages of kept items and items of outputs, in order.
+    """Convert input and output items to messages, in order.
 
-    Reasoning, text and calls of the assistant that follow each other are one message.
+    Consecutive reasoning, text and calls of the assistant become one message.
     """
     messages: list[Message] = []
     turn = AssistantTurn()
@@ -59,7 +59,7 @@ class AssistantTurn:
         self._has_message = False
 
     def ends_before(self, item: Item) -> bool:
-        """Whether the item begins another message. Behind a call none may begin: the call's result would not follow."""
+        """Tell whether the item starts a new message; never after a call, which its result must follow."""
         return item["type"] != "function_call" and bool(self._texts) and not self._calls
 
     def add(self, item: Item) -> None:
@@ -74,7 +74,7 @@ class AssistantTurn:
 
     @property
     def messages(self) -> list[Message]:
-        """One message, or none if there is nothing to say."""
+        """One message; none without items."""
         if not (self._thoughts or self._calls or self._has_message):
             return []
         content = "\n\n".join(self._texts) if self._texts else None if self._calls else ""
@@ -87,7 +87,7 @@ class AssistantTurn:
 
 
 def full_name(name: str, namespace: str | None) -> str:
-    """The name by which the model knows a function of a namespace."""
+    """Return the name under which the model sees a function of a namespace."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
@@ -110,7 +110,7 @@ def _message_of(item: Item) -> Message:
 
 
 def _content(parts: str | Sequence[Item]) -> str | list[dict[str, Any]]:
-    """A single text and a list of nothing but this text are the same prompt."""
+    """Convert content; a list with a single text becomes this text, so that both give the same prompt."""
     if isinstance(parts, str):
         return parts
     canonical = [_part(part) for part in parts]

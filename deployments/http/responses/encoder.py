@@ -1,4 +1,4 @@
-"""ResponsesEncoder: an answer as a response, or as its events."""
+"""ResponsesEncoder: writes an answer as a response of the Responses API, or as its events."""
 
 import json
 import time
@@ -18,30 +18,30 @@ class ResponsesEcho:
     """The fields of the request's body that its answer and the store depend on."""
 
     settings: dict[str, Any]
-    """The fields of the response that repeat those of the request."""
+    """Fields of the response that repeat those of the request."""
     instructions: str | None = None
     items: bytes = b"[]"
-    """The kept input items as JSON, if they are stored or joined to stored ones."""
+    """Input items as JSON, if they are stored or joined with stored ones."""
     previous_response_id: str | None = None
     references: tuple[str, ...] = ()
-    """Ids of stored items that stand among the input items."""
+    """Ids of stored items that the input references."""
     stores: bool = True
     namespaces: tuple[tuple[str, str, str], ...] = ()
     """See OfferedTools."""
     shows_summary: bool = False
-    """Whether the thought is shown as the summary of its item, and not as its content."""
+    """Whether the thought is sent as the summary of its item instead of its content."""
     seals_reasoning: bool = False
-    """Whether reasoning items carry their thought as `encrypted_content`."""
+    """Whether reasoning items contain their thought as `encrypted_content`."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the conversation is only known once stored responses have been looked up."""
+        """Whether the conversation depends on stored responses."""
         return self.previous_response_id is not None or bool(self.references)
 
 
 @dataclass(frozen=True)
 class TextKind:
-    """How the events of an item that grows with each delta are called."""
+    """Types of an item with streamed text, of its part and of its events."""
 
     item_type: str
     part_type: str
@@ -66,7 +66,7 @@ SUMMARY = TextKind(
 
 
 class Events:
-    """Writes server-sent events and numbers them."""
+    """Writes numbered server-sent events."""
 
     def __init__(self) -> None:
         self._num_events = 0
@@ -81,7 +81,7 @@ class Events:
 
 
 class TextItem:
-    """An item that is being written: a message or a thought. Per delta only its text and a number are encoded."""
+    """A message or thought in progress. Per delta only its text and its sequence number are encoded."""
 
     def __init__(self, kind: TextKind, id: str, index: int, seals: bool, events: Events):
         self.kind = kind
@@ -116,7 +116,7 @@ class TextItem:
         )
 
     def item(self, status: str) -> Item:
-        """The item as far as it is there."""
+        """Return the item with the text so far."""
         return self._item(status, [self.kind.part("".join(self._pieces))])
 
     def _item(self, status: str, parts: list[Item]) -> Item:
@@ -130,12 +130,14 @@ class TextItem:
 
 
 class ResponsesEncoder:
-    """See AnswerEncoder. Text behind a call begins another message.
+    """See AnswerEncoder. Text after a call starts a new message.
 
     Args:
-        id: of the response.
+        echo: Fields of the request that the answer depends on.
+        id: Id of the response.
+        model: Name of the model.
         created: Unix time in seconds.
-        keep: called with the complete response; None where it is not stored.
+        keep: Called with the complete response to store it; None: it is not stored.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class ResponsesEncoder:
         return events + self._events.write(f"response.{response['status']}", response=response)
 
     def failed(self, failure: Failure) -> bytes:
-        """Both forms of error events: SDKs read the fields of the event, or raise for its `error`."""
+        """Return the last events, with the error in both forms that SDKs read: as fields and as `error`."""
         events = b"" if self._is_opened else self.opening()
         error = {"code": _error_code(failure), "message": _error_message(failure)}
         events += self._events.write("response.failed", response=self.response("failed", error=error))
@@ -193,7 +195,7 @@ class ResponsesEncoder:
         return self._end(answer)[1]
 
     def response(self, status: str, **fields: Any) -> dict[str, Any]:
-        """The response as far as it is there."""
+        """Return the response with the items so far."""
         output = list(self._output)
         if self._open is not None:
             output.append(self._open.item("in_progress" if status == "in_progress" else "incomplete"))
@@ -201,9 +203,9 @@ class ResponsesEncoder:
         return {**self._head, "status": status, "background": False, **self._echo.settings, **more, "output": output}
 
     def _end(self, answer: Answer) -> tuple[bytes, dict[str, Any]]:
-        """The events that end the last item, and the response, which is stored now.
+        """Store the response; return the events that end its last item, and the response itself.
 
-        A whole answer without text and calls has an empty message.
+        A completed answer without text and calls gets an empty message.
         """
         if answer.choices[0].finish_reason == "length":
             events = self._close("incomplete")
@@ -238,7 +240,7 @@ class ResponsesEncoder:
         return events
 
     def _call(self, call: ToolCall) -> bytes:
-        """All events of a call: it comes complete."""
+        """Return all events of a call, which is always complete."""
         events, write, index = self._close("completed"), self._events.write, len(self._output)
         namespace, name = self._namespaces.get(call.name, (None, call.name))
         id = output_id("function_call", self._id, index)
@@ -259,10 +261,10 @@ class ResponsesEncoder:
 
 
 def usage(answer: Answer) -> dict[str, Any]:
-    """The figures of an answer in the fields of responses."""
+    """Return the token counts of an answer in the fields of the Responses API."""
     return {
         "input_tokens": answer.num_prompt_tokens,
-        "input_tokens_details": {**prompt_details(answer), "cache_write_tokens": 0},  # none are billed
+        "input_tokens_details": {**prompt_details(answer), "cache_write_tokens": 0},  # writes are not billed
         "output_tokens": answer.num_tokens,
         "output_tokens_details": {
             "reasoning_tokens": answer.num_reasoning_tokens,
@@ -282,7 +284,7 @@ def _error_code(failure: Failure) -> str:
 
 
 def _error_message(failure: Failure) -> str:
-    """In a stream no header can say when to try again; Codex reads it in the message."""
+    """Return the message with the retry time, as a stream has no Retry-After header and Codex reads the message."""
     if failure.retry_after_s is None:
         return failure.message
     return f"{failure.message} Please try again in {failure.retry_after_s}s."

@@ -1,8 +1,7 @@
-"""POST /v1/responses, and what can be done with stored ones: get, delete, cancel, list their input items.
+"""POST /v1/responses, and the routes of stored responses: get, delete, cancel, list input items.
 
-Responses are stored in the memory of the node that made them. With several nodes a request that names a response of
-another node gets a 404 that says so: requests must then be routed by session, for example by `x-session-id`, which
-this face does not read.
+Responses are stored in the memory of the node that generated them; other nodes answer 404. With several nodes, a load
+balancer must therefore route requests by session, for example by `x-session-id`, which this module does not read.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ from deployments.http.responses.store import (
 from engine.protocol import InvalidRequest
 
 MAX_INLINE_BYTES = 64 * 2**10
-"""Bytes of a conversation that may be joined on the event loop."""
+"""Largest conversation that is joined on the event loop."""
 
 ID_PREFIX = "resp_"
 
@@ -47,7 +46,7 @@ PATH = "/v1/responses"
 EXAMPLE = {"model": "demo", "input": "What is 12 + 30?", "max_output_tokens": 64}
 
 MAX_PAGE = 100
-"""Input items of one page."""
+"""Most input items per page."""
 
 DEFAULT_PAGE = 20
 
@@ -60,13 +59,13 @@ class Responses:
             config.stored_responses_max, config.stored_responses_mb * 2**20, config.stored_responses_ttl_s
         )
         self._running: dict[str, tuple[str, ResponsesEncoder]] = {}
-        """Ids of the answers that are being made here -> their owners and encoders."""
+        """Id of each response in progress on this node to its owner and encoder."""
 
     def add_to(self, app: FastAPI) -> None:
         guard, describe = self._door.errors.guard, self._door.api.describe
         app.add_route(PATH, guard(self.create), ["POST"])
         describe(PATH, "POST", ResponsesBody, "Answer a conversation of items.", EXAMPLE)
-        app.add_route(PATH + "/{id}", guard(self.one), ["GET", "DELETE"])  # one route, for a whole Allow header
+        app.add_route(PATH + "/{id}", guard(self.one), ["GET", "DELETE"])  # one route for a complete Allow header
         describe(PATH + "/{id}", "GET", None, "Return a stored response.")
         describe(PATH + "/{id}", "DELETE", None, "Delete a stored response.")
         app.add_route(PATH + "/{id}/cancel", guard(self.cancel), ["POST"])
@@ -101,19 +100,19 @@ class Responses:
         return JSONResponse(encoder.response("in_progress"))
 
     async def cancel(self, request: Request) -> Response:
-        """A response that is complete is returned as it is. The client of a running one is told by an error."""
+        """Cancel a running response, whose client receives an error; return a complete one unchanged."""
         id, owner = request.path_params["id"], _owner(request)
         if (stored := self._store.get(owner, id)) is not None:
             return Response(stored.turns[-1].body, media_type="application/json")
         running_owner, encoder = self._running.get(id, (owner, None))
         if running_owner != owner or not id.startswith(ID_PREFIX) or not await self._door.backend.cancel(id):
             raise ResponseNotFound(id)
-        if encoder is None:  # it ran on another node
+        if encoder is None:  # another node generates it
             encoder = ResponsesEncoder(ResponsesEcho(_NO_SETTINGS), id, self._door.backend.model_name, int(time.time()))
         return JSONResponse(encoder.response("cancelled"))
 
     async def input_items(self, request: Request) -> Response:
-        """The items of the request itself, without those of the responses that it follows."""
+        """List the input items of the request itself, without those of previous responses."""
         id = request.path_params["id"]
         if (stored := self._store.get(_owner(request), id)) is None:
             raise ResponseNotFound(id)
@@ -135,7 +134,7 @@ class Responses:
         return encoder
 
     async def _joined(self, parsed: ParsedRequest, owner: str) -> tuple[ParsedRequest, tuple[Turn, ...]]:
-        """The request with the stored conversation that it goes on with, and the turns of that."""
+        """Return the request joined with the stored conversation that it continues, and the turns of the latter."""
         echo: ResponsesEcho = parsed.echo
         if not echo.is_open:
             return parsed, ()
@@ -155,7 +154,7 @@ class Responses:
         return replace(parsed, request=request, route=route, echo=replace(echo, items=items)), earlier
 
     def _holder(self, id: str, owner: str) -> StoredResponse:
-        """The response that the item with this id is a part of."""
+        """Return the stored response that contains the item with this id. Raises ResponseNotFound."""
         response_id = response_id_of(id)
         stored = None if response_id is None else self._store.get(owner, response_id)
         if stored is None:
@@ -164,13 +163,13 @@ class Responses:
 
 
 def _owner(request: Request) -> str:
-    """The name of the API key: what one key has stored does not exist for another one. '' on a server without keys."""
+    """Return the name of the API key, which owns the stored responses; '' on a server without keys."""
     key: KeyIdentity = request.state.key
     return key.name
 
 
 class EndingResponse(Response):
-    """Another response, and what is done when it is over."""
+    """Sends another response and then calls a function."""
 
     def __init__(self, response: Response, then: Callable[[], object]):
         super().__init__()
@@ -194,11 +193,17 @@ def _join(
     rules: ReadingRules,
     limit: int,
 ) -> tuple[bytes, tuple[Message, ...], Route]:
-    """The new input items as JSON, with references replaced, and the whole conversation.
+    """Join the new input with the stored conversation.
 
     Args:
-        referenced: id of a response -> its own turn.
-        limit: bytes of the new input items.
+        echo: Fields of the new request.
+        earlier: Turns of the previous response.
+        referenced: Response id to its own turn, for referenced items.
+        rules: Rules for normalizing.
+        limit: Most bytes of the referenced items.
+
+    Returns:
+        The new input items as JSON with references replaced, the messages of the whole conversation, and its route.
     """
     items: list[Item] = json.loads(echo.items)
     known = {item["id"]: item for id, turn in referenced.items() for item in turn.named_items(id)}
@@ -217,7 +222,7 @@ def _join(
 
 
 def _check_size(num_bytes: int, limit: int) -> None:
-    """One that is sent as a whole may not be larger either."""
+    """Raise InvalidRequest for a joined conversation that exceeds the limit of a request body."""
     if num_bytes > limit:
         raise InvalidRequest(
             f"The conversation has {num_bytes} bytes or more with what is stored; the limit is {limit} "
@@ -227,7 +232,7 @@ def _check_size(num_bytes: int, limit: int) -> None:
 
 
 def _page(items: list[Item], query: Mapping[str, str]) -> dict[str, Any]:
-    """One page of a list, newest first unless `order` is asc."""
+    """Return one page of the items, newest first unless `order` is asc. Raises InvalidRequest."""
     order, limit, after = query.get("order", "desc"), query.get("limit", str(DEFAULT_PAGE)), query.get("after")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"`order` is {shown(order)}: it must be asc or desc.", "order")

@@ -1,7 +1,7 @@
-"""The wire models of input items, and the plain items that are kept of them.
+"""The wire models of input items, and their conversion to plain items.
 
-A kept item is a dict in the fields of the Responses API without what says nothing: the content of a message is always
-a list of parts, a thought is readable text, and unknown keys are gone.
+A plain item is a dict in the fields of the Responses API: message content is always a list of parts, thoughts are
+readable text, and unknown keys are dropped.
 """
 
 import json
@@ -17,7 +17,7 @@ from deployments.http.wire import STRING_OR_ARRAY, OpenWire, choose, tag
 from engine.protocol import InvalidRequest
 
 Item = dict[str, Any]
-"""A kept item, or an item of an output."""
+"""A plain input item, or an output item."""
 
 MAX_ITEMS = 16_384
 """Input items of one request."""
@@ -29,7 +29,7 @@ MAX_NAME_CHARS = 256
 """Characters of a function's name or namespace in the history."""
 
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
-"""Type of an item -> how its id begins."""
+"""Type of an item to the prefix of its id."""
 
 _MADE_ID = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{32})i?[0-9]{1,6}")
 
@@ -117,7 +117,7 @@ class MessageItem(InputItem):
 
 
 def _json_text(value: Any) -> Any:
-    """Arguments that a client sends as an object instead of JSON text."""
+    """Convert arguments that a client sends as an object to JSON text."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
 
 
@@ -155,7 +155,8 @@ Thoughts = Annotated[list[ThoughtPart], Field(max_length=MAX_PARTS, fail_fast=Tr
 
 
 class ReasoningItem(InputItem):
-    """Its thought is what we have sealed, else its content, else its summary. Other servers' sealed text is dropped."""
+    """A thought: the text sealed by this server, else the content, else the summary. Text sealed by other servers is
+    dropped."""
 
     type: Literal["reasoning"]
     summary: Thoughts | None = None
@@ -180,7 +181,7 @@ ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "
 
 
 def _item_tag(item: Any) -> str | None:
-    """An item without a type is a message, or, with nothing but an id, a reference."""
+    """Return the tag of an item. Without a type it is a reference if it has an id and no role, else a message."""
     if not isinstance(item, dict):
         return "message"
     kind = item.get("type")
@@ -205,9 +206,10 @@ WireInput = Annotated[
 
 
 def kept_items(sent: str | Sequence[Any], media_kinds: frozenset[str]) -> list[Item]:
-    """The items of an `input`; a string is one user message, also an empty one.
+    """Convert an `input` to plain items; a string, also an empty one, is one user message.
 
-    Raises InvalidRequest for an image that the model cannot read, and for a broken sealed thought.
+    Raises:
+        InvalidRequest: The model does not read images, or a sealed thought is broken.
     """
     if isinstance(sent, str):
         return [MessageItem(role="user", content=sent).kept()]
@@ -245,23 +247,23 @@ def _check_media(item: Item, path: str, media_kinds: frozenset[str]) -> None:
 
 
 def references(items: Sequence[Item]) -> Iterator[tuple[int, str]]:
-    """(index, id) of each item that stands for a stored one."""
+    """Return (index, id) of each reference to a stored item."""
     return ((i, item["id"]) for i, item in enumerate(items) if item["type"] == "item_reference")
 
 
 def output_id(kind: str, response_id: str, index: int) -> str:
-    """The id of an item of an output. It tells of which response the item is a part."""
+    """Return the id of an output item, which contains the id of its response."""
     return f"{ID_PREFIXES[kind]}_{response_id.removeprefix('resp_')}{index}"
 
 
 def response_id_of(item_id: str) -> str | None:
-    """The response that an item with an id of ours is a part of; None for any other id."""
+    """Return the id of the response that an item belongs to; None for an id that this server did not create."""
     made = _MADE_ID.fullmatch(item_id)
     return None if made is None else f"resp_{made[1]}"
 
 
 def listed_items(items: Sequence[Item], response_id: str) -> list[Item]:
-    """The input items of a response as clients list them: each with an id and a status."""
+    """Return the input items of a response with ids and statuses, as clients list them."""
     hex_id = response_id.removeprefix("resp_")
     listed = []
     for i, item in enumerate(items):

@@ -1,11 +1,11 @@
-"""Sealed thoughts: the text of a reasoning item as `encrypted_content`, which clients send back as it is."""
+"""Sealed thoughts: the text of a reasoning item as `encrypted_content`, which clients send back unchanged."""
 
 import base64
 import binascii
 import zlib
 
 PREFIX = "orchard1."
-"""The version of the format. A text with another prefix was sealed by another server and is dropped."""
+"""Version of the format. Text with another prefix comes from another server and is dropped."""
 
 MAX_SEALED_BYTES = 2**20
 """UTF-8 bytes of one thought."""
@@ -15,7 +15,7 @@ MAX_SEALED_BYTES_PER_REQUEST = 2 * 2**20
 
 
 def seal(text: str) -> str:
-    """Return the text as an opaque string. It is not encrypted: the client has seen the thought or could have."""
+    """Encode the text as an opaque string. It is not encrypted, as the client may read the thought anyway."""
     return PREFIX + base64.urlsafe_b64encode(zlib.compress(text.encode())).decode()
 
 
@@ -26,10 +26,7 @@ class Unsealer:
         self._num_bytes_left = MAX_SEALED_BYTES_PER_REQUEST
 
     def open(self, sealed: str) -> str | None:
-        """Return the text, or None for what this server did not seal.
-
-        Raises ValueError for a text of ours that is broken or too large.
-        """
+        """Decode a sealed text; None if another server sealed it. Raises ValueError if it is broken or too large."""
         if not sealed.startswith(PREFIX):
             return None
         limit = min(MAX_SEALED_BYTES, self._num_bytes_left)

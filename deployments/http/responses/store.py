@@ -1,4 +1,4 @@
-"""ResponseStore: the responses that this node has made and keeps for a while, with the items they follow from.
+"""ResponseStore: recent responses of this node with their conversations, in memory.
 
 Responses of one conversation share their turns, so a conversation of n turns takes the memory of n turns.
 """
@@ -13,11 +13,16 @@ from deployments.http.errors import Refusal, shown
 from deployments.http.responses.items import Item, listed_items
 
 OVERHEAD_BYTES = 1024
-"""Approximate overhead of a turn besides its texts, bytes."""
+"""Approximate bytes of a turn in addition to its texts."""
 
 
 class ResponseNotFound(Refusal):
-    """id: of a response or of an item that was asked for. field: the client's field, None where the path names it."""
+    """A response or item is not stored.
+
+    Args:
+        id: The requested id.
+        field: The client's field; None if the id was part of the route.
+    """
 
     status, code = 404, "response_not_found"
 
@@ -40,10 +45,10 @@ class PreviousResponseNotFound(ResponseNotFound):
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """The part that one response has added to a conversation."""
+    """The part of a conversation that one response added."""
 
     items: bytes
-    """Its input items as JSON."""
+    """The input items as JSON."""
     body: bytes
     """The response as JSON."""
 
@@ -57,33 +62,35 @@ class Turn:
         yield from json.loads(self.body)["output"]
 
     def named_items(self, response_id: str) -> Iterator[Item]:
-        """All items with their ids, those of the input as clients list them."""
+        """Yield all items with their ids, input items as clients list them."""
         yield from listed_items(json.loads(self.items), response_id)
         yield from json.loads(self.body)["output"]
 
 
 @dataclass(frozen=True)
 class StoredResponse:
+    """A response with the conversation that it belongs to."""
+
     id: str
     owner: str
-    """Name of the API key that it was made with: for other keys it does not exist."""
+    """Name of the API key of its request; other keys cannot access it."""
     turns: tuple[Turn, ...]
-    """The conversation, its own turn last."""
+    """The conversation, with the response's own turn last."""
 
     @property
     def input_items(self) -> list[Item]:
-        """Its own input items, without those of earlier turns."""
+        """The input items of the response's own turn."""
         return listed_items(json.loads(self.turns[-1].items), self.id)
 
 
 class ResponseStore:
-    """Keeps responses up to three limits; the ones that were not used for longest are evicted first.
+    """Stores responses up to three limits; the least recently used ones are evicted first.
 
     Args:
-        max_responses: 0: nothing is stored.
-        max_bytes: of all turns.
-        ttl_s: seconds since the last use.
-        clock: monotonic seconds.
+        max_responses: Most responses; 0 disables the store.
+        max_bytes: Most bytes of all turns.
+        ttl_s: Lifetime since the last use.
+        clock: Monotonic seconds.
     """
 
     def __init__(self, max_responses: int, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic):
@@ -104,6 +111,7 @@ class ResponseStore:
         return self._max_responses > 0
 
     def add(self, response: StoredResponse) -> None:
+        """Store a response, evicting others if a limit is exceeded."""
         for turn in response.turns:
             self._num_uses[turn] += 1
             if self._num_uses[turn] == 1:
@@ -112,7 +120,7 @@ class ResponseStore:
         self._evict()
 
     def get(self, owner: str, id: str) -> StoredResponse | None:
-        """The response, if it is there and of this owner. It counts as used."""
+        """Return a response of this owner and mark it as used; None if there is none."""
         self._evict()
         _, response = self._stored.get(id, (0.0, None))
         if response is None or response.owner != owner:
@@ -122,7 +130,7 @@ class ResponseStore:
         return response
 
     def delete(self, owner: str, id: str) -> bool:
-        """False if there is none."""
+        """Delete a response of this owner; return False if there is none."""
         if self.get(owner, id) is None:
             return False
         self._remove(id)

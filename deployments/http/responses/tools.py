@@ -1,4 +1,4 @@
-"""The wire models of tools and tool choices of the Responses API, and what of them the model is offered."""
+"""The wire models of tools and tool choices of the Responses API, and the tools that the model is offered."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class FunctionTool(OpenWire):
 
 
 class NamespaceTool(OpenWire):
-    """Functions whose calls come back with the name of their namespace."""
+    """Functions whose calls are returned with the name of their namespace."""
 
     type: Literal["namespace"]
     name: ToolName
@@ -36,7 +36,7 @@ class NamespaceTool(OpenWire):
 
 
 class WebSearchTool(OpenWire):
-    """Accepted, since Codex always sends it, but never offered to the model: this server cannot search."""
+    """Web search: accepted because Codex always sends it, but never offered to the model."""
 
     type: str
 
@@ -70,7 +70,7 @@ class NamedChoice(OpenWire):
 
 
 class AllowedTool(OpenWire):
-    """A function, all functions of a namespace, or web_search, which is as if it were not there."""
+    """A function, all functions of a namespace, or web_search, which is ignored."""
 
     type: Literal["function", "namespace", "web_search"]
     name: str | None = None
@@ -101,13 +101,13 @@ class OfferedTools:
 
     tools: tuple[Tool, ...] = ()
     namespaces: tuple[tuple[str, str, str], ...] = ()
-    """For each function in a namespace: the name for the model, its namespace, its bare name."""
+    """For each function of a namespace: its name for the model, its namespace, its own name."""
     not_offered: tuple[str, ...] = ()
-    """Tools that are accepted without effect, as `tools[3] (web_search)`."""
+    """Tools that are accepted without effect, such as `tools[3] (web_search)`."""
 
 
 def offered_tools(sent: Sequence[Any]) -> OfferedTools:
-    """Raises InvalidRequest for two functions of one name."""
+    """Convert the tools of a request. Raises InvalidRequest if two functions have the same name."""
     tools: dict[str, Tool] = {}
     namespaces, not_offered = [], []
     for i, wire in enumerate(sent):
@@ -131,7 +131,7 @@ def _functions(wire: Any, path: str) -> Iterator[tuple[str, Tool, FunctionTool, 
 
 
 def tool_choice(sent: Any, offered: OfferedTools) -> ToolChoice:
-    """The choice among the offered tools. Raises InvalidRequest if it names or forces what is not there."""
+    """Convert a wire choice. Raises InvalidRequest if it names an unknown tool, or requires a call without tools."""
     choice = _choice(sent, offered)
     if choice.mode == "required" and not offered.tools and offered.not_offered:
         raise InvalidRequest(

@@ -1,9 +1,9 @@
-"""The memory budget: what every row will need is reserved, in bytes, before it starts. Pure.
+"""The memory budget: everything a row needs is reserved, in bytes, before it is admitted. Pure.
 
-A row reserves the slots that its prompt and (at most `reserve_tokens` of) its answer take, and more while it grows
-beyond that. Which rows share a decode group, and take the slots of the longest, is decided in grouping.py and paid for
-here. While a prompt is computed, the intermediate results of a chunk come on top. What the caches hold counts as it is,
-and is evicted when a row needs the memory.
+A row reserves slots for its prompt and at most `reserve_tokens` of its answer, and extends the reservation as it grows.
+grouping.py decides which rows share a decode group, in which every row takes the slots of the longest. A prompt in
+progress reserves the intermediate results of a chunk on top. Caches count with their current size and are evicted when
+a row needs the memory.
 """
 
 import sys
@@ -19,23 +19,23 @@ from engine.core.request import Request, RequestState
 from engine.protocol import EngineFailed
 
 MAX_STEP_SHARE = 0.25
-"""Largest part of what requests may use for the intermediate results of one chunk: behind long prompts chunks become
+"""Largest share of `for_requests` for the intermediate results of one chunk: late in long prompts chunks become
 smaller."""
 
 MIN_CHUNK_TOKENS = 16
 
 MIN_CHUNK_TOKENS_BESIDE = 64
-"""For chunks of so many tokens there is room when a prompt is admitted beside others; larger ones take what is free."""
+"""Admission beside other rows reserves the memory of a chunk of this many tokens; larger chunks use free memory."""
 
 HEADROOM_SHARE, MAX_HEADROOM = 0.125, 8 * 2**30
-"""Of the limit, what is kept free where the configuration does not say."""
+"""Default headroom: this share of the limit, at most MAX_HEADROOM bytes."""
 
 MIN_ROW_TOKENS = 16
-"""An engine whose memory holds no longer row does not start."""
+"""The engine refuses to start if its memory does not hold one row of this many tokens."""
 
 
 class Runner(Protocol):
-    """What the books need to know of core.batch.ModelRunner."""
+    """The attributes of core.batch.ModelRunner that the budget depends on."""
 
     costs: MemoryCosts
     memory_limit_bytes: int
@@ -43,67 +43,65 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Need:
-    """What a request asks for: num_rows rows of num_tokens, the first num_prompt of which are the prompt.
+    """The memory need of a request."""
 
-    sampling_bytes: of each row, for what it asks of its logits. image_bytes: of its pictures, as long as the prompt is
-    taken in; image_step_bytes: of computing the largest one.
-    """
-
-    num_rows: int
-    num_prompt: int
-    num_tokens: int
-    sampling_bytes: int = 0
-    image_bytes: int = 0
-    image_step_bytes: int = 0
+    num_rows: int  # One row per choice.
+    num_prompt: int  # Prompt tokens of each row.
+    num_tokens: int  # Prompt tokens and reserved answer tokens of each row.
+    sampling_bytes: int = 0  # Per row, for the sampling parameters that it uses.
+    image_bytes: int = 0  # Features of its images, during prefill.
+    image_step_bytes: int = 0  # Intermediate results of encoding its largest image.
 
 
 @dataclass(slots=True, eq=False)
 class PrefillReservation:
-    """What a prompt in progress needs beside its rows."""
+    """Memory reserved for a prompt in progress in addition to its rows."""
 
     row_ids: set[str]
     """The rows that share the prompt."""
     cache_bytes: int
-    """Its images, and a cache that several rows copy. That of a single row moves to its place layer by layer."""
+    """Its images, and a cache that several rows copy. The cache of a single row moves to the decode batch layer by
+    layer."""
     min_step_bytes: int
     """Intermediate results of its smallest chunk or its largest image."""
     step_bytes: int
-    """Intermediate results of its present chunk."""
+    """Intermediate results of its current chunk."""
 
 
 @dataclass(frozen=True)
 class Accounts:
-    """What the bytes of the limit are for; together they are the limit."""
+    """The limit's bytes by purpose; together they equal the limit."""
 
     weights_bytes: int
-    """Weights, and all else that is there without any request."""
+    """Weights, and everything else allocated without any request."""
     row_bytes: int
-    """Rows, in their decode groups, from their admission on."""
+    """Rows in their decode groups, from admission on."""
     prefill_bytes: int
     """Images of prompts in progress, and caches that several rows will copy."""
     transient_bytes: int
-    """The most that is needed within a step and given back with it."""
+    """The largest allocation within a step."""
     prefix_cache_bytes: int
-    """Snapshots, except what is lent to rows."""
+    """Snapshots, without keys and values that are lent to rows."""
     image_cache_bytes: int
-    """Features of images that are kept in case the images come back."""
+    """Image features that are cached for later requests."""
     unaccounted_bytes: int
     """Device memory in use that no other account explains."""
     free_bytes: int
-    """The rest; negative while evictions are under way."""
+    """The remainder; negative while evictions are in progress."""
 
 
 class MemoryBudget:
-    """Reserve device memory for rows and prompts, in bytes.
+    """Reserves device memory for rows and prompts, in bytes.
 
     Args:
         costs: Bytes of rows, prompts and images.
         limit_bytes: Memory of the engine, weights included.
         reserve_tokens: See MemoryConfig.reserve_tokens.
-        evictable: What the prefix cache and the cache of images hold.
+        evictable: The prefix cache and the cache of image features.
 
     Attributes:
         unaccounted_bytes: Device memory in use that no reservation explains, as found by `observe`; counts as used.
+        num_underestimates: How often `observe` found more memory in use than before.
     """
 
     def __init__(
@@ -123,7 +121,7 @@ class MemoryBudget:
         self.unaccounted_bytes = 0
         self.num_underestimates = 0
 
-    # What would be needed
+    # Memory needs
 
     @property
     def for_requests(self) -> int:
@@ -131,10 +129,13 @@ class MemoryBudget:
         return self.limit_bytes - self.costs.base_bytes
 
     def need(self, rows: Sequence[Request], whole: bool = False) -> Need:
-        """Return what a request's rows need.
+        """Return the memory need of a request's rows.
 
-        whole: with all of the answer, not only what is reserved of it at first. A row that lost its place to growth
-        asks for twice as much each time: with the same reserve it would soon lose it again.
+        Args:
+            rows: The request's rows.
+            whole: Whether to reserve the whole answer instead of `reserve_tokens`. Each preemption by growth doubles a
+                row's
+                reserve, because with the same one it would soon be preempted again.
         """
         row, images, costs = rows[0], rows[0].spec.images, self.costs
         left = row.sampling.max_tokens - len(row.output_token_ids)
@@ -149,19 +150,21 @@ class MemoryBudget:
         )
 
     def alone(self, need: Need) -> int:
-        """Bytes that a request needs at least, in an engine that has nothing else to do, also to begin again at the end
-        of its answer. More than for_requests: it can never run."""
+        """Return the least bytes that a request needs, with no other row in the engine.
+
+        This covers prefilling it again at the end of its answer. A request with more than `for_requests` can never run.
+        """
         end, sizes = need.num_tokens, [(need.num_rows, self.costs.slots(need.num_tokens))]
         books = self._books(need, chunk_tokens=0, end=end)
         return self._total(sizes, [books], need.num_rows * need.sampling_bytes)
 
     def max_tokens_alone(self, pinned_bytes: int = 0) -> int:
-        """Prompt and answer of the longest row that fits, when the prompt is nearly all of it."""
+        """Return the tokens of the longest row that fits with no other row, when nearly all of it is prompt."""
         overshoot, room = self.costs.overshoot, self.for_requests - pinned_bytes
         return _largest(0, 2**24, lambda n: self.alone(Need(1, n, n + overshoot)) <= room)
 
     def max_answer(self, need: Need, num_tokens: int, limit: int) -> int:
-        """How many of so many tokens of an answer fit behind the prompt; 0 if none does."""
+        """Return how many of `num_tokens` answer tokens fit after the prompt into `limit` bytes; 0 if none does."""
         overshoot = self.costs.overshoot
         return _largest(
             0,
@@ -170,9 +173,9 @@ class MemoryBudget:
         )
 
     def max_chunk(self, row: Request, wanted: int) -> int:
-        """Return how many of `wanted` tokens the next chunk of a row's prompt may take, at least MIN_CHUNK_TOKENS.
+        """Return how many of `wanted` tokens the row's next prefill chunk may have, at least MIN_CHUNK_TOKENS.
 
-        The chunk's intermediate results must fit into what is free now; they stay reserved until `end_chunk`.
+        The chunk's intermediate results must fit into free memory and stay reserved until `end_chunk`.
         """
         reservation, start = self._reservation_of(row.id), row.num_prefilled
         assert reservation is not None
@@ -182,20 +185,20 @@ class MemoryBudget:
         return num_tokens
 
     def chunk_shortfall_bytes(self, row: Request, wanted: int) -> int:
-        """Return how many bytes would have to be freed for `wanted` tokens in the next chunk, or for as many as may."""
+        """Return how many bytes to free for a chunk of `wanted` tokens, or for the largest chunk that is allowed."""
         end = row.num_prefilled + wanted
         return max(0, min(self.costs.chunk(wanted, end), int(self._step_limit)) - int(self._chunk_room))
 
     def reserve_burst(self, rows: Sequence[Request], num_tokens: int, end: int) -> int:
-        """Reserve memory for a forward of so many tokens of each row's prompt, until `end_chunk`.
+        """Reserve memory for a forward with a chunk of each row's prompt, until `end_chunk`.
 
         Args:
-            rows: one of each prompt.
-            num_tokens: of the longest chunk, to which the others are padded.
-            end: tokens of the longest prompt behind its chunk.
+            rows: One row per prompt.
+            num_tokens: Tokens of the longest chunk, to which the others are padded.
+            end: Prompt tokens up to the end of the chunk, of the longest prompt.
 
         Returns:
-            0, or how many bytes are missing; then nothing is reserved. `sys.maxsize` for what no eviction could change.
+            0, or the missing bytes if nothing was reserved; `sys.maxsize` if no eviction would help.
         """
         reservation, wanted = self._reservation_of(rows[0].id), self.costs.burst(len(rows), num_tokens, end)
         assert reservation is not None
@@ -210,22 +213,26 @@ class MemoryBudget:
     def _chunk_room(self) -> float:
         return min(self._step_bytes(self._prefills) + max(0, self.free_bytes), self._step_limit)
 
-    # Reserving and giving back
+    # Reserve and release
 
     def missing(self, rows: Sequence[Request], without: Collection[str] = (), growth_tokens: int = 0) -> int:
-        """Return how many bytes are not free for a request's rows and its prompt; 0 if all are.
+        """Return how many bytes to free for a request's rows and its prompt; 0 if they fit.
 
         Args:
-            without: rows that would leave.
-            growth_tokens: what each decoding row may give out before the prompt is computed. Rows that outgrow their
-                reserve by then count with what they will ask for.
+            rows: The request's rows.
+            without: Ids of rows to ignore, as if they had been dropped.
+            growth_tokens: Predicted tokens that each decoding row generates before the prompt is computed. Rows that
+                outgrow
+                their reservations by then count with the extended ones.
         """
-        return self._missing(self.need(rows), None, without, growth_tokens)[0]  # a group of their own takes the least
+        return self._missing(self.need(rows), None, without, growth_tokens)[0]  # a group of their own needs the least
 
     def group_shortfall_bytes(self, rows: Sequence[Request], growth_tokens: int = 0) -> int:
-        """Return how many bytes would have to be freed for a request's rows to decode among others; 0 if none would.
+        """Return how many bytes to free for a request's rows to join an existing decode group; 0 if none.
 
-        growth_tokens: see `missing`.
+        Args:
+            rows: The request's rows.
+            growth_tokens: See `missing`.
         """
         need = self.need(rows)
         group = self._choose(need)
@@ -233,13 +240,14 @@ class MemoryBudget:
         return 0 if group is None else self._missing(need, group, (), growth_tokens, evictable)[0]
 
     def reserve(self, rows: Sequence[Request], growth_tokens: int = 0) -> int:
-        """Reserve memory for a request's rows and its prompt, and tell the rows with whom they decode.
+        """Reserve memory for a request's rows and its prompt, and assign the rows to a decode group.
 
         Args:
-            growth_tokens: see `missing`. What rows will ask for is not reserved, but must be free or evictable.
+            rows: The request's rows.
+            growth_tokens: See `missing`. Growth is not reserved, but must be free or evictable.
 
         Returns:
-            0, or how many bytes are missing; then nothing is reserved. `sys.maxsize` for what no eviction could change.
+            0, or the missing bytes if nothing was reserved; `sys.maxsize` if no eviction would help.
         """
         need = self.need(rows)
         evictable = self._evictable.free_bytes
@@ -267,10 +275,16 @@ class MemoryBudget:
         growth_tokens: int = 0,
         evictable_bytes: int = 0,
     ) -> tuple[int, PrefillReservation]:
-        """Return how many bytes are missing for a request among the rows of a group, or in one of its own.
+        """Return the missing bytes and the prefill reservation of a request, in a given decode group or a new one.
 
-        Beside others its chunks shall not be smaller than they could be; alone, anything is better than to wait.
-        evictable_bytes: what foreseen growth may take from the caches later; nothing is evicted for it now.
+        Beside other rows a chunk of MIN_CHUNK_TOKENS_BESIDE must fit; with no other row the smallest chunk suffices.
+
+        Args:
+            need: The request's need.
+            group: The decode group to join; None for a new one.
+            without: Ids of rows to ignore.
+            growth_tokens: See `missing`.
+            evictable_bytes: Cached bytes that predicted growth may evict later; nothing is evicted for it now.
         """
         others = [row_id for row_id in self._sampling if row_id not in without]
         books = self._books(need, MIN_CHUNK_TOKENS_BESIDE if others else 0, need.num_prompt)
@@ -287,31 +301,34 @@ class MemoryBudget:
         return max(0, total(0) - limit, grown), books
 
     def _limit(self, is_alone: bool) -> int:
-        """Of what requests may reserve. Who is alone need not wait until something unknown is gone: it may stay, and
-        there is the headroom."""
+        """Return the bytes that requests may reserve.
+
+        With no other row running, unaccounted bytes are ignored: they may never be freed, and the headroom covers them.
+        """
         limit = self.for_requests - self._cached_bytes
         return limit if is_alone else limit - self.unaccounted_bytes
 
     def release_prefill(self, row: Request) -> None:
-        """Give back what the prompt of a row needed beside its rows: they have joined the decode batch."""
+        """Release the prefill reservation of a row's prompt; its rows have joined the decode batch."""
         self._prefills = [one for one in self._prefills if row.id not in one.row_ids]
 
     def end_chunk(self) -> None:
-        """Give back what no chunk needs now: the next one has not been chosen yet."""
+        """Reduce all prefill reservations to their smallest chunks until the next chunk is chosen."""
         for one in self._prefills:
             one.step_bytes = one.min_step_bytes
 
     def needs_more_slots(self, row: Request) -> bool:
-        """Whether the row may need more slots in the next step than it has reserved."""
+        """Return whether the row may need more slots in the next step than it has reserved."""
         return row.num_prompt_tokens + self.costs.overshoot > self.grouping.of(row.id).slots[row.id]
 
     def row_share(self, row: Request) -> float:
-        """Which part of what requests may use is reserved for it."""
+        """Return the share of `for_requests` that is reserved for the row."""
         row_bytes = self.costs.rows(1, self.grouping.of(row.id).slots[row.id]) + self._sampling[row.id]
         return row_bytes / max(self.for_requests, 1)
 
     def extend(self, row: Request) -> int:
-        """For a row that has used up its slots. Returns 0, or how many bytes are missing."""
+        """Reserve more slots for a row that has used up its own. Return 0, or the missing bytes if nothing was
+        reserved."""
         slots = self.costs.slots(self.need([row]).num_tokens)
         group = self.grouping.of(row.id)
         if slots > group.num_slots:
@@ -323,11 +340,11 @@ class MemoryBudget:
         return 0
 
     def merge_shortfall_bytes(self, merge: GroupMerge) -> int:
-        """Return how many bytes would have to be freed for two decode groups to become one; 0 if none would."""
+        """Return how many bytes to free for a merge of two decode groups; 0 if none."""
         return max(0, self._merged_bytes(merge) - self._limit(is_alone=False))
 
     def merge_bytes(self, merge: GroupMerge) -> int:
-        """Return how many bytes more are reserved when two decode groups have become one."""
+        """Return how many bytes more are reserved after a merge of two decode groups."""
         return self._merged_bytes(merge) - self.reserved_bytes
 
     def _merged_bytes(self, merge: GroupMerge) -> int:
@@ -337,7 +354,7 @@ class MemoryBudget:
         return self._total(sizes, self._prefills, self._sampling_bytes)
 
     def release(self, row_id: str) -> None:
-        """All of a row, and of its prompt with the last of its rows. Unknown ids are ignored."""
+        """Release a row's memory, and its prompt's with the last of its rows. Unknown ids are ignored."""
         for one in self._prefills:
             one.row_ids.discard(row_id)
         self._prefills = [one for one in self._prefills if one.row_ids]
@@ -345,16 +362,17 @@ class MemoryBudget:
         self._sampling.pop(row_id, None)
 
     def observe(self, active_bytes: int) -> None:
-        """What the device holds between two steps. What is not in the books counts as used, until it is gone."""
+        """Update unaccounted_bytes from the device memory in use between two steps."""
         accounts = self.accounts
         known = self.limit_bytes - accounts.free_bytes - accounts.unaccounted_bytes - accounts.transient_bytes
         self.num_underestimates += active_bytes > known + self.unaccounted_bytes
         self.unaccounted_bytes = max(0, active_bytes - known)
 
-    # Where the memory is
+    # Accounts
 
     @property
     def accounts(self) -> Accounts:
+        """The limit's bytes by purpose."""
         sizes = self._sizes(None, 0, 0)
         rows = self._row_bytes(sizes, self._sampling_bytes)
         prefills = sum(one.cache_bytes for one in self._prefills)
@@ -372,17 +390,17 @@ class MemoryBudget:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that are reserved for requests: rows, prefills and what a step needs for a while."""
+        """Bytes reserved for rows, prefills and the intermediate results of a step."""
         return self._total(self._sizes(None, 0, 0), self._prefills, self._sampling_bytes)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that neither requests nor caches take; negative while evictions are under way."""
+        """Bytes used by neither requests nor caches; negative while evictions are in progress."""
         used = self.costs.base_bytes + self.reserved_bytes + self._cached_bytes + self.unaccounted_bytes
         return self.limit_bytes - used
 
     def status(self) -> dict[str, int]:
-        """Return the accounts, which add up to `limit_bytes`, and a few sums and counts."""
+        """Return the accounts, which add up to `limit_bytes`, with sums and counts for the status page."""
         return asdict(self.accounts) | {
             "limit_bytes": self.limit_bytes,
             "reserved_bytes": self.reserved_bytes,
@@ -403,7 +421,13 @@ class MemoryBudget:
         return MAX_STEP_SHARE * self.for_requests
 
     def _books(self, need: Need, chunk_tokens: int, end: int) -> PrefillReservation:
-        """chunk_tokens: of the chunks that there shall be room for at least. end: the prompt's."""
+        """Return the reservation of a prompt that has not begun.
+
+        Args:
+            need: The request's need.
+            chunk_tokens: Tokens of the chunk that must fit, beyond the smallest one.
+            end: Prompt tokens at the end of that chunk.
+        """
         costs, num_tokens = self.costs, need.num_prompt
         smallest = costs.chunk(min(end, MIN_CHUNK_TOKENS), end)
         wanted = costs.chunk(min(num_tokens, chunk_tokens), end)
@@ -412,7 +436,15 @@ class MemoryBudget:
         return PrefillReservation(set(), need.image_bytes + shared_bytes, step, step)
 
     def _total(self, groups: Sequence[tuple[int, int]], prefills: Sequence[PrefillReservation], sampling: int) -> int:
-        """groups: (rows, slots) of each. One is rebuilt at a time, layer by layer, and one chunk computed at a time."""
+        """Return the bytes of all rows and prefills.
+
+        Only one group is rebuilt at a time, layer by layer, and only one chunk is computed at a time.
+
+        Args:
+            groups: (rows, slots) of each group.
+            prefills: Reservations of the prompts in progress.
+            sampling: Bytes for the rows' sampling parameters.
+        """
         costs = self.costs
         rows = self._row_bytes(groups, sampling)
         rebuilt = max((costs.layer(*group) for group in groups), default=0)
@@ -437,7 +469,15 @@ class MemoryBudget:
         without: Collection[str] = (),
         growth_tokens: int = 0,
     ) -> list[tuple[int, int]]:
-        """(rows, slots) of all groups, with so many more rows of so many slots in one of them, or in a new one."""
+        """Return (rows, slots) of all groups, with `num_rows` rows of `slots` slots added to one.
+
+        Args:
+            changed: The group to add them to; None for a new group.
+            num_rows: Rows to add; 0 only widens the group.
+            slots: Slots of each added row.
+            without: Ids of rows to ignore.
+            growth_tokens: See `missing`.
+        """
         sizes = []
         for one in self.grouping.groups.values():
             size = sum(row_id not in without for row_id in one.rows)
@@ -448,12 +488,13 @@ class MemoryBudget:
         return [*sizes, (num_rows, slots)] if changed is None and num_rows else sizes
 
     def _grown_slots(self, group: DecodeGroupPlan, num_tokens: int, without: Collection[str] = ()) -> int:
-        """Slots of a group without some of its rows when each of the others has given out so many more tokens."""
+        """Return a group's slots, ignoring some rows, after each of the others has generated `num_tokens` more
+        tokens."""
         rows = [row for row in group.rows.values() if row.id not in without]
         return max((self._row_slots(row, group.slots[row.id], num_tokens) for row in rows), default=0)
 
     def _row_slots(self, row: Request, slots: int, num_tokens: int) -> int:
-        """Slots that a row will have reserved when it has given out so many more tokens: see `extend`."""
+        """Return a row's reserved slots after it has generated `num_tokens` more tokens, see `extend`."""
         left = row.sampling.max_tokens - len(row.output_token_ids)
         end = row.num_prompt_tokens + min(num_tokens, left) + self.costs.overshoot
         if not num_tokens or end <= slots or row.state is not RequestState.RUNNING:
@@ -464,7 +505,11 @@ class MemoryBudget:
 
 
 def make_memory_budget(config: EngineConfig, runner: Runner, evictable: Evictable) -> MemoryBudget:
-    """Raises EngineFailed where the limit leaves nothing for requests."""
+    """Create the budget from the configured limits and the runner's costs.
+
+    Raises:
+        EngineFailed: The limit does not leave enough memory for a request of MIN_ROW_TOKENS.
+    """
     limits, costs = config.memory, runner.costs
     limit = runner.memory_limit_bytes if limits.limit_gb is None else int(limits.limit_gb * 2**30)
     headroom = min(limit * HEADROOM_SHARE, MAX_HEADROOM) if limits.headroom_gb is None else limits.headroom_gb * 2**30
@@ -478,7 +523,7 @@ def make_memory_budget(config: EngineConfig, runner: Runner, evictable: Evictabl
 
 
 def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The largest of low to high that fits, if all smaller ones do; low itself is not asked."""
+    """Return the largest value from low to high that fits; `fits` is monotonic, and low is assumed to fit."""
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

@@ -1,4 +1,4 @@
-"""What is held for later and no answer needs: snapshots, features of pictures. They leave when the room is needed."""
+"""Cached memory that no running request needs: snapshots and image features. Evicted on demand."""
 
 import sys
 from typing import Protocol
@@ -8,7 +8,7 @@ from engine.core.prefix_cache.cache import PrefixCache
 
 
 class Evictable(Protocol):
-    """Memory that no answer needs."""
+    """Cached memory that can be evicted."""
 
     @property
     def snapshot_bytes(self) -> int:
@@ -17,7 +17,7 @@ class Evictable(Protocol):
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of images' features."""
+        """Bytes of cached image features."""
         ...
 
     @property
@@ -26,16 +26,16 @@ class Evictable(Protocol):
         ...
 
     def free(self, num_bytes: int) -> bool:
-        """Evict so many bytes; False, with nothing evicted, where they cannot be had."""
+        """Evict `num_bytes`. Return False, with nothing evicted, if that is impossible."""
         ...
 
     def price(self, num_bytes: int) -> float:
-        """Return the seconds of computing that `free` is expected to cost."""
+        """Return the expected seconds of recomputation that `free` would cause."""
         ...
 
 
 class NothingEvictable:
-    """The memory of an engine without caches."""
+    """The evictable memory of an engine without caches."""
 
     snapshot_bytes = image_bytes = free_bytes = 0
 
@@ -47,7 +47,10 @@ class NothingEvictable:
 
 
 class EvictableMemory:
-    """Bytes as the budget counts them: a snapshot's buffers may be a little larger than its arrays."""
+    """Evicts snapshots and image features.
+
+    Bytes include allocation slack: a snapshot's buffers may be a little larger than its arrays.
+    """
 
     def __init__(self, cache: PrefixCache, runner: ModelRunner):
         self._cache = cache
@@ -68,24 +71,27 @@ class EvictableMemory:
 
     @property
     def pinned_bytes(self) -> int:
-        """That never leave."""
+        """Bytes that are never evicted."""
         return self._cache.pinned_bytes + self._cache.num_pinned * self._slack
 
     @property
     def free_bytes(self) -> int:
-        """That could leave now: not what is pinned, nor the keys and values that prompts in progress go on from."""
+        """Bytes that can be evicted now: neither pinned snapshots nor KV segments in use by prompts in progress."""
         return self.num_bytes - self._cache.unevictable_bytes - self._cache.num_pinned * self._slack
 
     def price(self, num_bytes: int) -> float:
-        """Return the seconds of computing that `free` is expected to cost; inf where so many bytes cannot be freed."""
+        """Return the expected seconds of recomputation that `free` would cause; inf if `num_bytes` cannot be freed."""
         if num_bytes > self.free_bytes:
             return float("inf")
         of_snapshots = self.free_bytes - self.image_bytes
         return self._cache.price(min(num_bytes, of_snapshots), self._slack)
 
     def free(self, num_bytes: int) -> bool:
-        """Frees so many bytes: snapshots first, the cheapest to compute again before others. Returns False, and frees
-        nothing, where they cannot be had."""
+        """Evict `num_bytes`: snapshots first, in the order of eviction.py, then image features.
+
+        Returns:
+            False, with nothing evicted, if that is impossible.
+        """
         if num_bytes > self.free_bytes:
             return False
         wanted = self.num_bytes - num_bytes
@@ -95,5 +101,6 @@ class EvictableMemory:
         return self.num_bytes <= wanted
 
     def free_all(self) -> None:
+        """Evict everything that can be evicted."""
         self._cache.evict(sys.maxsize)
         self._runner.free_caches()

@@ -1,4 +1,4 @@
-"""Which rows decode in one group, whose cache is as wide as its longest row, and which groups become one. Pure."""
+"""Which rows decode in one group, whose cache is as wide as its longest row, and which groups are merged. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,21 +10,21 @@ from engine.core.request import Request
 from engine.core.request_queue import USUAL_ANSWER
 
 MAX_WASTE_SHARE = 0.125
-"""Largest part of what requests may use that slots beyond the rows' own may take in one group."""
+"""Largest share of `request_bytes` that unused slots may take in one group."""
 
 
 class GroupMerge(NamedTuple):
     """One decode group takes over the rows of another."""
 
     source: int
-    """The group that ends."""
+    """The group that is dissolved."""
     target: int
-    """The group that has the rows of both from now on."""
+    """The group that takes over its rows."""
 
 
 @dataclass(slots=True, eq=False)
 class DecodeGroupPlan:
-    """Rows that decode together: each takes the slots of the one that may become the longest."""
+    """Rows that decode together: each takes the slots of the row with the largest reservation."""
 
     id: int
     rows: dict[str, Request] = field(default_factory=dict)
@@ -37,15 +37,16 @@ class DecodeGroupPlan:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row now."""
+        """Current number of tokens of each row."""
         return [row.num_prompt_tokens for row in self.rows.values()]
 
 
 class Grouping:
-    """Decides in which decode group each row is.
+    """Assigns rows to decode groups.
 
-    A step reads all weights once per group, so slots that attention reads in vain may weigh as much as the weights, but
-    no more; and no more than a part of the memory may stay empty for it.
+    A step reads all weights once per group, so wasted slots that attention reads may weigh as much as the weights, but
+    not
+    more, and unused reserved slots may take at most MAX_WASTE_SHARE of the memory.
 
     Args:
         costs: Bytes of rows and weights.
@@ -64,14 +65,16 @@ class Grouping:
         return len(self._of_row)
 
     def of(self, row_id: str) -> DecodeGroupPlan:
+        """Return a row's decode group."""
         return self._of_row[row_id]
 
     def choose(self, num_rows: int, length: int, slots: int) -> DecodeGroupPlan | None:
-        """Choose the group where so many rows would waste least; None for a group of their own.
+        """Choose the group in which new rows waste the fewest slots; None for a new group.
 
         Args:
-            length: tokens of each row now.
-            slots: slots that each row will reserve.
+            num_rows: New rows.
+            length: Current tokens of each.
+            slots: Slots that each reserves.
         """
         best = min(self.groups.values(), key=lambda group: _waste([*group.lengths, length]), default=None)
         if best is None:
@@ -80,7 +83,7 @@ class Grouping:
         return best if self._may_share(lengths, reserved) else None
 
     def put(self, group: DecodeGroupPlan | None, rows: Sequence[Request], slots: int) -> None:
-        """Add rows to a group, or to a new one, and tell them which (`Request.rectangle`)."""
+        """Add rows to a group, or to a new one, and set their `Request.rectangle`."""
         if group is None:
             group = DecodeGroupPlan(next(self._ids))
             self.groups[group.id] = group
@@ -89,7 +92,7 @@ class Grouping:
             group.rows[row.id], group.slots[row.id], self._of_row[row.id] = row, slots, group
 
     def remove(self, row_id: str) -> None:
-        """Unknown ids are ignored. The runner gives back what only the longest row has needed."""
+        """Remove a row; unknown ids are ignored. The runner frees slots that only the longest row needed."""
         group = self._of_row.pop(row_id, None)
         if group is None:
             return
@@ -98,7 +101,7 @@ class Grouping:
             del self.groups[group.id]
 
     def mergeable(self) -> list[GroupMerge]:
-        """Return which groups may become one, those that waste least first; the one with more rows stays."""
+        """Return possible merges, the least wasteful first; the group with more rows is the target."""
         pairs = []
         for one, other in combinations(self.groups.values(), 2):
             lengths, reserved = [*one.lengths, *other.lengths], [*one.slots.values(), *other.slots.values()]
@@ -108,13 +111,14 @@ class Grouping:
         return [merge for _, merge in sorted(pairs)]
 
     def gain_s(self, merge: GroupMerge, token_s: float, step_s: float) -> float:
-        """Predict the seconds that a merge saves until one of the groups would have ended, less those that it takes.
+        """Predict the seconds that a merge saves until one of the groups would have ended, less its own time.
 
-        All bytes are taken to be read and written as fast as the weights are read in a step of one row.
+        All bytes are assumed to be read and written at the rate at which a step of one row reads the weights.
 
         Args:
-            token_s: seconds of one token of a single row.
-            step_s: seconds of a step of a single row without drafts.
+            merge: The merge.
+            token_s: Seconds per token of a single row.
+            step_s: Seconds of a step of a single row without drafts.
         """
         costs, groups = self._costs, [self.groups[merge.source], self.groups[merge.target]]
         lengths = [length for group in groups for length in group.lengths]
@@ -133,16 +137,16 @@ class Grouping:
             target.rows[row.id], self._of_row[row.id] = row, target
 
     def _may_share(self, lengths: Sequence[int], slots: Sequence[int]) -> bool:
-        """Whether rows of these lengths, with so many slots reserved, may share a group."""
+        """Return whether rows of these lengths, with these reserved slots, may share a group."""
         is_read_soon = _waste(lengths) * self._costs.token_bytes <= self._costs.base_bytes
         return is_read_soon and _waste(slots) * self._costs.token_bytes <= self._max_empty_bytes
 
 
 def _waste(sizes: Sequence[int]) -> int:
-    """Slots that are not the rows' own when all take those of the longest."""
+    """Return the unused slots when all rows take those of the longest."""
     return max(sizes) * len(sizes) - sum(sizes)
 
 
 def _expected_tokens(rows: Iterable[Request]) -> int:
-    """Predict how many tokens the longest answer of these rows still has."""
+    """Predict the remaining tokens of the longest answer of these rows."""
     return max(min(USUAL_ANSWER, row.sampling.max_tokens - len(row.output_token_ids)) for row in rows)

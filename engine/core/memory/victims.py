@@ -1,4 +1,4 @@
-"""What makes room for a request that waits: less urgent rows and prompts, or rows of clients above their share."""
+"""Which rows and prompts in progress are preempted: less urgent ones, or rows of clients above their fair share."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from engine.core.request import Request, RequestState
 from engine.core.request_queue import Group
 
 MIN_RUN_PER_RECOMPUTE = 20.0
-"""A row keeps its place, whatever its client's share is, for so many times what computing it again would take: less
-than 5 % of the device's time is lost to fairness."""
+"""A row is not preempted for fairness before it has run for this many times the seconds of recomputing it: fairness
+costs less than 5 % of the device's time."""
 
 
 LATE_PART = 0.8
-"""After this part of queue_timeout_s a request may take places earlier: it would be refused soon."""
+"""After this share of queue_timeout_s a request may preempt rows earlier, because it would expire soon."""
 
 
 Victim = Request | Prefill
@@ -28,13 +28,16 @@ V = TypeVar("V", bound=Victim)
 
 
 class Preemption:
-    """Chooses the rows and prompts in progress whose places a waiting request may take.
+    """Chooses rows and prompts in progress to preempt for a queued request.
 
-    None are chosen unless rows and bytes will then suffice.
+    Nothing is chosen unless the freed rows and bytes suffice.
 
     Args:
-        running: the decoding rows by row id, in the order in which they joined; the scheduler's own mapping.
-        costs: predicts how long it would take to compute a row again.
+        config: The engine's configuration.
+        budget: The memory budget.
+        shares: Service that each client has received so far.
+        running: The decoding rows by row id, in the order of joining; the scheduler's own mapping.
+        costs: Predicts the seconds of recomputing a row.
     """
 
     def __init__(
@@ -54,23 +57,26 @@ class Preemption:
     def for_urgent(
         self, group: Group, now: float, num_rows: int, num_bytes: int, prefills: Sequence[Prefill]
     ) -> list[Victim]:
-        """The least urgent of those that are less urgent than the group, of those the latest; none if not enough.
+        """Choose among less urgent rows and prompts, the least urgent and latest first; empty if they do not suffice.
 
         Args:
-            num_rows: rows that are free without victims.
-            num_bytes: bytes that the evictable memory would give back for the request.
-            prefills: the prompts in progress.
+            group: The queued request.
+            now: Time on the scheduler's clock.
+            num_rows: Free rows.
+            num_bytes: Bytes that can be evicted for the request.
+            prefills: The prompts in progress.
         """
         prompts = [one for one in reversed(prefills) if self._may_give_up(one, group, now)]
         weaker = [one for one in [*prompts, *self._unprotected(now)] if _priority(one) > group.priority]
         return self._enough(group, sorted(weaker, key=_priority, reverse=True), num_rows, num_bytes)
 
     def _may_give_up(self, prefill: Prefill, group: Group, now: float) -> bool:
-        """Whether a more urgent request may take the place of a prompt in progress.
+        """Return whether a more urgent request may preempt a prompt in progress.
 
-        A prompt that keeps its place loses it to a request that has waited for as long as its own prompt takes, and as
-        the other takes to compute again; each time that this one has begun from nothing, for twice as long. So it gets
-        on under a stream of urgent requests, and does not begin again for ever.
+        A protected prompt is preempted only by a request that has waited for as long as its own prompt takes and as
+        recomputing
+        the protected one takes, doubled for each earlier restart: a stream of urgent requests cannot restart it for
+        ever.
         """
         if not prefill.entry.keeps_place:
             return True
@@ -79,9 +85,10 @@ class Preemption:
         return now - group.arrived_s >= max(own_s, recompute_s(row, self._costs)) * 2**row.num_restarts
 
     def for_share(self, group: Group, now: float, num_rows: int, num_bytes: int) -> list[Request]:
-        """Rows of clients that hold more than their share, in rows or in bytes, for one that holds less; the latest.
+        """Choose the latest rows of clients above their fair share, in rows or bytes, for a client below its own.
 
-        None if computing them again would take longer than the request has waited. Args: see `for_urgent`.
+        Empty if they do not suffice, or if recomputing them takes longer than the request has waited. Args: see
+        `for_urgent`.
         """
         num_clients = max(self._shares.num_active, 1)
         max_rows = max(1, self._config.max_running // num_clients)
@@ -107,9 +114,9 @@ class Preemption:
         return victims if lost_s <= now - group.arrived_s else []
 
     def for_growth(self, prefills: Sequence[Prefill]) -> Victim:
-        """The decoding row or the prompt in progress that is least urgent, and of these the one computed again soonest.
+        """Return the decoding row or prompt in progress that is least urgent and, among those, cheapest to recompute.
 
-        A row that grows may be chosen itself.
+        The growing row itself may be chosen.
         """
 
         def price(one: Victim) -> tuple[int, float]:
@@ -119,11 +126,11 @@ class Preemption:
         return min([*reversed(prefills), *reversed(list(self._running.values()))], key=price)
 
     def _unprotected(self, now: float) -> list[Request]:
-        """The latest first."""
+        """Return the rows that may be preempted now, the latest first."""
         return [row for row in reversed(list(self._running.values())) if row.keep_until_s <= now]
 
     def _enough(self, group: Group, candidates: Sequence[V], num_rows: int, num_bytes: int) -> list[V]:
-        """As many of the candidates, from the first, as it takes; none if all are not enough."""
+        """Return the shortest prefix of the candidates that suffices; empty if all together do not."""
 
         def suffice(num: int) -> bool:
             leaving = [row.id for one in candidates[:num] for row in _rows(one)]
@@ -138,7 +145,7 @@ class Preemption:
 
 
 def recompute_s(row: Request, costs: CostModel) -> float:
-    """Predict how long it would take to compute again what has been computed of a row."""
+    """Predict the seconds of recomputing what has been computed of a row, after its cached prefix."""
     end = row.num_prefilled if row.state is RequestState.PREFILL else row.num_prompt_tokens
     return costs.prompt_s(min(row.num_cached, end), end)
 

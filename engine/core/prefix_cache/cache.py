@@ -1,13 +1,13 @@
-"""Which snapshot serves which prompt, how much memory all of them may take, and which is evicted. Pure.
+"""Which snapshot serves which prompt, how much memory all snapshots may take, and which is evicted. Pure.
 
-Snapshots form trees: each holds the keys and values of the stretch behind its parent, and the recurrent state at its
-own end. One that is evicted gives its state back at once; its stretch stays, and counts, while a descendant needs it.
+Snapshots form trees: each holds the KV segment after its parent and the recurrent state at its own end. Evicting one
+frees its state at once; its KV segment stays, and counts, while a descendant needs it.
 
-Memory goes to the snapshots that save most seconds of computing per second and byte: `seconds` to compute one again
-behind the nearest in front of it that is in memory, times the rate at which its conversation has come back so far
-(reuse_forecast.py), over the bytes that its eviction frees (eviction.py). That is GDSF (Cherkasova, 1998) with a
-forecast in place of a count of uses. A snapshot that is worth less than what it would push out is not stored, as in
-TinyLFU (Einziger et al., 2017), but its conversation is remembered: when that comes back, it is worth more.
+Memory goes to the snapshots that save the most seconds of computing per second and byte: the seconds to recompute one
+after the nearest snapshot in memory before it, times the predicted rate of its reuse (reuse_forecast.py), divided by
+the bytes that its eviction frees (eviction.py). This is GDSF (Cherkasova, 1998) with a forecast in place of a use
+count. A snapshot worth less than those it would evict is not stored, as in TinyLFU (Einziger et al., 2017), but its
+conversation is remembered and gains value when it comes back.
 """
 
 import sys
@@ -29,30 +29,26 @@ from engine.protocol import CacheMiss
 MAX_RECENT_MISSES = 32
 
 MARGIN = 1.5
-"""How much more a new snapshot must be worth than those that are evicted for it."""
+"""Factor by which a new snapshot must be worth more than those evicted for it."""
 
 READ_BYTES_PER_SECOND = 1e9
-"""Assumed pace of reading a snapshot back from disk; it is not measured."""
+"""Assumed rate of reading from disk until `PrefixCache.read_seconds` is set."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """num_hits, num_misses: prompts that were served some tokens, or none; misses: the latter by reason.
+    """Counters since the start."""
 
-    num_unusable: snapshots that were there and could not be restored, or not be read back, or not in time.
-    num_outvalued: of the rejected, those that are worth less than what would have had to be evicted for them.
-    """
-
-    num_hits: int = 0
-    num_misses: int = 0
-    num_cached_tokens: int = 0
-    num_stored: int = 0
-    num_evicted: int = 0
-    num_rejected: int = 0
-    num_outvalued: int = 0
-    num_unusable: int = 0
-    num_integrity_errors: int = 0
-    misses: Counter[str] = field(default_factory=Counter)
+    num_hits: int = 0  # Prompts with a cached prefix.
+    num_misses: int = 0  # Prompts without one.
+    num_cached_tokens: int = 0  # Prompt tokens that were cached.
+    num_stored: int = 0  # Snapshots stored.
+    num_evicted: int = 0  # Snapshots evicted.
+    num_rejected: int = 0  # Snapshots that did not fit, were not finite, or could not be taken.
+    num_outvalued: int = 0  # Rejected snapshots that were worth less than those they would have evicted.
+    num_unusable: int = 0  # Stored snapshots that could not be restored, or not be read from disk in time.
+    num_integrity_errors: int = 0  # Failed integrity checks, each of which emptied the cache.
+    misses: Counter[str] = field(default_factory=Counter)  # Misses by reason.
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +59,23 @@ class NewBoundary:
     kind: SnapshotKind
     lineage: Lineage
     prompt: str
-    """Which prompt it is of; '' if that is not known."""
+    """Id of the row whose prompt it belongs to; '' if unknown."""
 
 
 class PrefixCache:
-    """`clock` gives monotonic seconds. num_bytes: of everything held, what outlives its entry included.
+    """Stores snapshots by prompt prefix, and evicts the least valuable ones.
 
-    room: what the engine's memory has for the snapshots now, at most max_bytes of which are used.
-    file_parent: whether a snapshot can be read from disk: None if not, else the digest of the one in front of it there,
-    '' for none.
-    seconds: to compute the tokens from start to end of a prompt. read_seconds: to read so many bytes back from disk.
+    Args:
+        max_bytes: Upper bound of its memory.
+        clock: Returns monotonic seconds.
+        seconds: Predicts the seconds of computing the tokens from start to end of a prompt.
+
+    Attributes:
+        num_bytes: Bytes of all snapshots, including KV segments that outlive their entries.
+        room: Returns the bytes that the engine has for snapshots now, at most max_bytes of which are used.
+        file_parent: Returns None if a snapshot cannot be read from disk, else the digest of its parent there ('' for
+            none).
+        read_seconds: Predicts the seconds of reading a number of bytes from disk.
     """
 
     def __init__(
@@ -91,15 +94,15 @@ class PrefixCache:
         self.recent_misses: deque[CacheMiss] = deque(maxlen=MAX_RECENT_MISSES)
         self._clock = clock
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # by digest, least recently used first
-        self._victims: OrderedDict[str, Entry] = OrderedDict()  # those in memory that are not pinned, in the same order
+        self._victims: OrderedDict[str, Entry] = OrderedDict()  # unpinned entries in memory, in the same order
         self._pinned: dict[str, Entry] = {}
         self._lengths: dict[str, Counter[int]] = {}  # tenant -> lengths of its entries
         self._lineages = Lineages()
-        self._loose: set[Held] = set()  # held, but no entry's any more
-        self._in_use: Counter[Held] = Counter()  # by prompts that were restored from them
+        self._loose: set[Held] = set()  # nodes that have outlived their entries
+        self._in_use: Counter[Held] = Counter()  # nodes referenced by prompts in progress
 
     def entries(self) -> Iterator[Entry]:
-        """The most recently used first."""
+        """Return all entries, the most recently used first."""
         return reversed(self._entries.values())
 
     def __len__(self) -> int:
@@ -117,9 +120,14 @@ class PrefixCache:
         return None if digest is None else self._entries.get(digest)
 
     def match(self, key: PromptKey, max_tokens: int, in_memory: bool = False) -> Entry | None:
-        """The longest stored prefix of at most so many tokens. Tokens and pictures are compared, not only digests.
+        """Return the longest stored prefix of at most `max_tokens` tokens; None without one.
 
-        in_memory: no entry that is on disk alone.
+        Tokens, images and tenant are compared, not only digests.
+
+        Args:
+            key: The prompt.
+            max_tokens: Largest number of tokens of the prefix.
+            in_memory: Whether to ignore entries that are only on disk.
         """
         lengths = sorted(length for length in self._lengths.get(key.tenant, ()) if length <= max_tokens)
         found = [self._entries[digest] for _, digest in key.digests(lengths) if digest in self._entries]
@@ -130,11 +138,12 @@ class PrefixCache:
         return None
 
     def ghost(self, key: PromptKey, min_tokens: int) -> Ghost | None:
-        """The longest prefix of at least so many tokens that has been here and has left; not all of the prompt."""
+        """Return the longest proper prefix of at least `min_tokens` tokens that was stored and evicted, cleared or
+        rejected."""
         return self._lineages.ghost(key, min_tokens, len(key) - 1)
 
     def path(self, entry: Entry) -> list[Entry]:
-        """The entry, then what is stored in front of it, up to the first that has left."""
+        """Return the entry and its stored ancestors, nearest first, up to the first that is missing."""
         path = []
         at: Entry | None = entry
         while at is not None:
@@ -143,7 +152,7 @@ class PrefixCache:
         return path
 
     def use(self, entry: Entry) -> Held:
-        """The snapshot for a prompt that goes on from it; `release` it when the prompt has been taken in."""
+        """Record a use by a prompt that continues the entry, and return its node; `release` it after the prefill."""
         self._lineages.used(entry, self._clock())
         entry.num_hits += 1
         entry.is_awaited = False
@@ -151,22 +160,23 @@ class PrefixCache:
         return self.hold(entry)
 
     def hold(self, entry: Entry) -> Held:
-        """Keeps the stretch of an entry, whatever becomes of it, until `release`."""
+        """Keep the KV segment of an entry, even if it is evicted, until `release`."""
         assert entry.held is not None
         entry.held.num_dependents += 1
         self._in_use[entry.held] += 1
         return entry.held
 
     def release(self, held: Held) -> None:
+        """Undo `hold`."""
         self._in_use[held] -= 1
         if self._in_use[held] <= 0:
             del self._in_use[held]
         self._release(held)
 
-    # Lending, see loans.py
+    # Loans, see loans.py
 
     def chain(self, entry: Entry) -> list[Held]:
-        """All whose stretches an entry needs, from the first token on."""
+        """Return all nodes whose KV segments an entry needs, from the first token on."""
         chain, held = [], entry.held
         while held is not None:
             chain.append(held)
@@ -174,9 +184,11 @@ class PrefixCache:
         return chain[::-1]
 
     def lendable(self, held: Held | None, also_system: bool = False) -> Iterator[Held]:
-        """Those at the end of a chain whose stretches nothing else needs, the last first.
+        """Yield the nodes at the end of a chain whose KV segments nothing else needs, the last first.
 
-        System parts, which other prompts will need, are left where they are unless also_system.
+        Args:
+            held: The last node of the chain.
+            also_system: Whether to include system prompts, which other prompts are likely to need.
         """
         num_dependents = 0
         while held is not None and held.num_dependents == num_dependents and held.lent_to is None:
@@ -186,24 +198,29 @@ class PrefixCache:
             held, num_dependents = held.parent, 1
 
     def lend(self, held: Held, row_id: str, num_bytes: int) -> None:
-        """Count a stretch, which takes so many bytes, as the row's."""
+        """Count a KV segment of `num_bytes` as the row's memory."""
         self.num_bytes -= held.stretch_bytes
         held.lent_to, held.lent_bytes, held.stretch_bytes = row_id, num_bytes, 0
 
     def take_back(self, held: Held) -> None:
-        """Count a stretch as the cache's: what it has, or what it will probably have soon."""
+        """Count a KV segment as the cache's memory again, with its actual bytes or those expected once it is copied
+        back."""
         num_bytes = held.lent_bytes if held.stretch.is_lent else held.stretch.num_bytes
         self.num_bytes += num_bytes - held.stretch_bytes
         held.lent_to, held.stretch_bytes = None, num_bytes
 
     def is_stored(self, held: Held) -> bool:
-        """Whether an entry or a snapshot behind it still needs its stretch."""
+        """Return whether an entry or a descendant still needs the node's KV segment."""
         return held in self._loose or (held.entry.held is held and self.get(held.entry.digest) is held.entry)
 
     def make_way_back(self, lent: Sequence[Held]) -> bool:
-        """Evict what is worth less than the snapshots that need these stretches of one chain, the first one first.
+        """Evict snapshots to copy lent KV segments of one chain back, if the snapshots that need them are worth more.
 
-        False, and nothing is evicted, if that is not enough.
+        Args:
+            lent: Nodes of one chain, the first one first.
+
+        Returns:
+            False, with nothing evicted, if their memory cannot be freed or is not worth it.
         """
         behind = self._entries_behind(lent[0])
         if not behind:
@@ -214,12 +231,12 @@ class PrefixCache:
         return self._make_way(sum(held.lent_bytes for held in lent), lent[0].parent, new, behind)
 
     def evict_behind(self, held: Held) -> None:
-        """Evict all that needs a stretch, which is not there any more."""
+        """Evict all entries that need the node's KV segment, which is lost."""
         for entry in sorted(self._entries_behind(held), key=lambda entry: -entry.num_tokens):
             self._evict(entry)
 
     def _entries_behind(self, held: Held) -> set[Entry]:
-        """Those in memory that need a stretch; its own entry is one of them."""
+        """Return the entries in memory that need a node's KV segment, its own included."""
         needs, behind = {held: True}, set[Entry]()
         for entry in (*self._victims.values(), *self._pinned.values()):
             seen, at = list[Held](), entry.held
@@ -233,25 +250,26 @@ class PrefixCache:
         return behind
 
     def fit(self, spared: Collection[Entry] = ()) -> None:
-        """Evict the least valuable but the spared while more is counted than there is room for."""
+        """Evict the least valuable entries, except `spared`, until the cache fits into its memory."""
         if self.missing_bytes > 0:
             for victim in self._plan(self.missing_bytes, spared=spared)[0]:
                 self._evict(victim.entry)
 
     @property
     def missing_bytes(self) -> int:
-        """How much more is counted than there is room for; negative while there is some."""
+        """Bytes by which the cache exceeds its memory; negative if it fits."""
         return self.num_bytes - min(self.max_bytes, self.room())
 
-    # What is stored
+    # Storing and evicting
 
     def pin(self, entry: Entry) -> None:
+        """Never evict an entry from now on."""
         if not entry.pinned and entry.held is not None:
             entry.pinned = True
             self._pinned[entry.digest] = self._victims.pop(entry.digest)
 
     def touch(self, entry: Entry) -> None:
-        """What is in front of a used snapshot is used, too: it leaves after it."""
+        """Mark an entry and its ancestors as used now."""
         now = self._clock()
         for one in self.path(entry):
             one.used_s = one.lineage.seen_s = now
@@ -260,7 +278,7 @@ class PrefixCache:
                 self._victims.move_to_end(one.digest)
 
     def add(self, entry: Entry) -> None:
-        """An entry without a snapshot in memory: one that was found on disk."""
+        """Add an entry whose snapshot is only on disk."""
         assert entry.held is None and entry.digest not in self._entries
         entry.lineage = self._lineages.started(entry.kind, entry.used_s)
         self._insert(entry)
@@ -268,20 +286,22 @@ class PrefixCache:
     def store(
         self, entry: Entry, snapshot: Snapshot, parent: Held | None, prompt: str = "", is_for_row: bool = False
     ) -> bool:
-        """Stores a snapshot, and evicts others for it where they are worth less; False when it is rejected.
+        """Store a snapshot, evicting less valuable ones; return False if it is rejected.
 
         Args:
-            entry: New, or one that was on disk alone, which is not rejected for its worth: a prompt waits for it.
-            parent: Whose stretch is in front of the snapshot's own.
+            entry: A new entry, or one that was only on disk; the latter is never rejected for its value.
+            snapshot: The snapshot.
+            parent: The node before the snapshot's own KV segment.
             prompt: See `make_way`.
-            is_for_row: The snapshot moves to a row that is about to continue it: the stretch counts as the row's
-                memory, to which it is lent next, and the state is stored even if there is no room for it.
+            is_for_row: Whether the snapshot moves to a row that is about to continue it: the KV segment counts as the
+                row's
+                memory, to which it is lent next, and the state is stored even if it does not fit.
         """
         assert entry.held is None and self._entries.get(entry.digest, entry) is entry
         stretch_bytes, state_bytes = 0 if is_for_row else snapshot.stretch_bytes, snapshot.state_bytes
         need, is_new = stretch_bytes + state_bytes, entry.digest not in self._entries
         if parent is not None:
-            parent.num_dependents += 1  # it shall not leave to make room
+            parent.num_dependents += 1  # the parent must not be evicted for its child
         if is_new:
             in_front = parent.entry if parent is not None else None
             entry.lineage = self._lineages.of_new(entry.key, entry.kind, in_front, prompt, self._clock())
@@ -308,15 +328,19 @@ class PrefixCache:
         kind: SnapshotKind = "turn",
         prompt: str = "",
     ) -> bool:
-        """Evicts what is worth less than a snapshot that is about to be taken; False, and nothing is evicted, if that
-        is not enough.
+        """Evict what is worth less than a snapshot that is about to be taken.
 
         Args:
-            num_bytes: Of the snapshot.
-            parent: Whose stretch is in front of its own.
-            key: What it is found by; None: it is worth more than anything.
-            kind: Of its boundary.
-            prompt: Which prompt it is of: what is rejected and then asked for by the same prompt is no other use.
+            num_bytes: Bytes of the snapshot.
+            parent: The node before its KV segment.
+            key: The tokens before its boundary; None if it is worth more than anything.
+            kind: Kind of its boundary.
+            prompt: Id of the row whose prompt it belongs to. A rejected snapshot that the same prompt asks for again
+                does not
+                count as reuse.
+
+        Returns:
+            False, with nothing evicted, if its memory cannot be freed or is not worth it.
         """
         if key is None:
             return self._make_way(num_bytes, parent, None)
@@ -325,16 +349,17 @@ class PrefixCache:
         return self._make_way(num_bytes, parent, NewBoundary(key, kind, lineage, prompt))
 
     def can_hold(self, num_bytes: int) -> bool:
-        """Whether there would be room for so many bytes more if all were evicted that can be."""
+        """Return whether `num_bytes` more would fit if everything evictable were evicted."""
         return self.unevictable_bytes + num_bytes <= min(self.max_bytes, self.room())
 
     def evict(self, num_bytes: int = 1, overhead_bytes: int = 0) -> bool:
-        """Evicts the least valuable until so many bytes are free; False if nothing can be evicted.
+        """Evict the least valuable entries until `num_bytes` are free; return False if nothing can be evicted.
 
-        One call orders a thousand entries in 7 ms and evicts all of them in 20 ms more, on one core of a server.
+        Ordering a thousand entries takes 7 ms, and evicting all of them 20 ms more, on one core of a server.
 
         Args:
-            overhead_bytes: What each snapshot takes beside its own bytes.
+            num_bytes: Bytes to free.
+            overhead_bytes: Bytes that each snapshot takes beside its own.
         """
         victims, _ = self._plan(num_bytes, overhead_bytes)
         for victim in victims:
@@ -342,52 +367,52 @@ class PrefixCache:
         return bool(victims)
 
     def price(self, num_bytes: int, overhead_bytes: int = 0) -> float:
-        """Return the seconds of computing that `evict` is expected to cost; inf if so many bytes cannot be freed.
+        """Return the expected seconds of recomputation that `evict` would cause; inf if `num_bytes` cannot be freed.
 
-        Each snapshot counts with the probability that it is used again.
+        Each snapshot counts with its probability of reuse.
         """
         victims, freed_bytes = self._plan(num_bytes, overhead_bytes)
         return sum(victim.lost_s * victim.probability for victim in victims) if freed_bytes >= num_bytes else inf
 
     @property
     def pinned_bytes(self) -> int:
-        """With the stretches in front of what is pinned."""
+        """Bytes of pinned snapshots and the KV segments before them."""
         return self._num_bytes_that_stay(())
 
     @property
     def unevictable_bytes(self) -> int:
-        """Those that are pinned, and the stretches that prompts are being computed behind."""
+        """Bytes of pinned snapshots, and of the KV segments that prompts in progress depend on."""
         return self._num_bytes_that_stay(self._in_use)
 
     def forget(self, entry: Entry) -> None:
-        """Out of the store, for a reason that is no ghost's: it must not serve again."""
+        """Remove an entry that must not be reused; it is not remembered as a ghost."""
         self._remove(entry)
 
     def prune(self) -> None:
-        """Forgets what was on disk alone and is there no more."""
+        """Remove entries that were only on disk and whose files have been removed."""
         for entry in [e for e in self._entries.values() if e.held is None and self.file_parent(e.digest) is None]:
             self._lineages.remember(entry, "evicted")
             self._remove(entry)
 
     def clear(self) -> tuple[int, int]:
-        """Everything but what is pinned, and what stands in front of it. Returns entries and bytes freed."""
+        """Remove everything but pinned entries and their ancestors. Return the entries and bytes freed."""
         kept = {one.digest for entry in self._pinned.values() for one in self.path(entry) if one.held is not None}
-        gone = [entry for entry in self._entries.values() if entry.digest not in kept]
+        removed = [entry for entry in self._entries.values() if entry.digest not in kept]
         before = self.num_bytes
-        for entry in gone:
+        for entry in removed:
             self._lineages.remember(entry, "cleared")
             self._remove(entry)
-        return len(gone), before - self.num_bytes
+        return len(removed), before - self.num_bytes
 
     def reset(self) -> None:
-        """Lets go of everything, whatever the books say."""
+        """Drop everything, including state that an integrity error has made inconsistent."""
         self.num_bytes = 0
-        for books in (self._entries, self._victims, self._pinned, self._lengths, self._loose, self._in_use):
-            books.clear()
+        for index in (self._entries, self._victims, self._pinned, self._lengths, self._loose, self._in_use):
+            index.clear()
         self._lineages.clear()
 
     def integrity_error(self) -> str | None:
-        """What is wrong with the books while no prompt is being taken in, or None."""
+        """Return the first inconsistency found while no prompt is being prefilled; None without one."""
         held = [entry.held for entry in self._entries.values() if entry.held is not None] + list(self._loose)
         num_bytes = sum(h.stretch_bytes + (h.state_bytes if h.snapshot is not None else 0) for h in held)
         if num_bytes != self.num_bytes:
@@ -404,8 +429,8 @@ class PrefixCache:
         in_lineages = sum(len(lineage.entries) for lineage in {entry.lineage for entry in self._entries.values()})
         if in_lineages != self.num_in_memory:
             return "a lineage has other snapshots than are in memory"
-        booked = {**self._victims, **self._pinned}
-        if booked != {digest: entry for digest, entry in self._entries.items() if entry.held is not None}:
+        listed = {**self._victims, **self._pinned}
+        if listed != {digest: entry for digest, entry in self._entries.items() if entry.held is not None}:
             return "the list of those that may leave is wrong"
         lengths = {tenant: Counter[int]() for tenant in self._lengths}
         for entry in self._entries.values():
@@ -418,7 +443,8 @@ class PrefixCache:
         self._lineages.stored(entry.digest)
 
     def _num_bytes_that_stay(self, in_use: Iterable[Held]) -> int:
-        """However many are evicted: the pinned, and the stretches in front of them and of what is in use."""
+        """Return the bytes that no eviction frees: pinned snapshots, and KV segments before them and before nodes in
+        use."""
         stays = {id(entry.held): entry.held.state_bytes for entry in self._pinned.values() if entry.held is not None}
         num_bytes, seen = sum(stays.values()), set[int]()
         for held in (*(entry.held for entry in self._pinned.values()), *in_use):
@@ -431,7 +457,14 @@ class PrefixCache:
     def _make_way(
         self, num_bytes: int, parent: Held | None, new: NewBoundary | None, behind: Collection[Entry] = ()
     ) -> bool:
-        """behind: entries in memory that are of no use without the new bytes."""
+        """Implement `make_way`.
+
+        Args:
+            num_bytes: Bytes to free.
+            parent: The node before the new KV segment.
+            new: The snapshot whose value is compared; None if it is worth more than anything.
+            behind: Entries in memory that are of no use without the new bytes.
+        """
         limit = min(self.max_bytes, self.room())
         in_use = self._in_use if parent is None else (parent, *self._in_use)
         if self._num_bytes_that_stay(in_use) + num_bytes > limit:
@@ -457,7 +490,7 @@ class PrefixCache:
         return True
 
     def _value(self, new: NewBoundary, in_front: Entry | None) -> float:
-        """Seconds of computing that a new snapshot is expected to save, per second."""
+        """Return the seconds of computing per second that a new snapshot is expected to save."""
         start = in_front.num_tokens if in_front is not None else 0
         return self.seconds(start, len(new.key)) * self._lineages.rate_of_new(new.lineage, new.kind, self._clock())
 
@@ -468,7 +501,8 @@ class PrefixCache:
         passed: Lineage | None = None,
         spared: Collection[Entry] = (),
     ) -> tuple[list[Victim], int]:
-        """The least valuable but the spared that have so many bytes together, or all; and how many those are."""
+        """Return the least valuable entries, except `spared`, that free `num_bytes`, or all of them; and the bytes
+        freed."""
         candidates = [entry for entry in self._victims.values() if entry not in spared]
         order = iter(EvictionOrder(candidates, self._lineages.forecast, self._cost, self._clock(), passed))
         victims, freed_bytes = list[Victim](), 0
@@ -478,7 +512,7 @@ class PrefixCache:
         return victims, freed_bytes
 
     def _cost(self, entry: Entry, start: int) -> float:
-        """Seconds to have the snapshot of an entry again behind one of so many tokens."""
+        """Return the seconds to recompute or read back an entry's snapshot after one of `start` tokens."""
         computed_s = self.seconds(start, entry.num_tokens)
         if entry.held is None or self.file_parent(entry.digest) is None:
             return computed_s
@@ -506,7 +540,7 @@ class PrefixCache:
         self.let_go(entry)
 
     def let_go(self, entry: Entry) -> None:
-        """Of the snapshot in memory; its file may still be there."""
+        """Drop the snapshot of an entry from memory; its file may remain."""
         self._victims.pop(entry.digest, None)
         self._pinned.pop(entry.digest, None)
         held, entry.held = entry.held, None
@@ -532,7 +566,7 @@ class PrefixCache:
 
 
 def _in_memory(held: Held | None) -> Entry | None:
-    """The nearest entry in memory, from a snapshot on towards the front."""
+    """Return the nearest entry with a snapshot in memory, from a node towards the first token."""
     while held is not None and held.snapshot is None:
         held = held.parent
     return held.entry if held is not None else None

@@ -1,4 +1,4 @@
-"""Snapshots that are on disk: written behind those in memory, read back when a prompt needs them."""
+"""The disk tier of the prefix cache: writes snapshots in the background and reads them back for prompts."""
 
 import logging
 import time
@@ -18,32 +18,42 @@ from engine.snapshot_store.files import SnapshotFiles, SnapshotLost, SnapshotMet
 log = logging.getLogger("orchard.engine")
 
 READ_TIMEOUT_S = 5.0
-"""A disk that takes longer hangs, or is slower than the device."""
+"""Shortest time limit of a read, in seconds; a slower disk hangs or is not worth waiting for."""
 PRUNE_EVERY = 64
 
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """A snapshot on its way from disk, with those in front of it that are on disk alone, too; the first one first."""
+    """A snapshot being read from disk, with those of its ancestors that are only on disk; the first ancestor comes
+    first."""
 
     pending: list[tuple[Entry, Future[dict[str, np.ndarray]]]]
-    """Entries that are not in memory yet, with their arrays."""
+    """Entries that are not in memory yet, with the futures of their arrays."""
     until_s: float
-    """It is not waited for any longer."""
+    """When waiting for it ends; monotonic seconds."""
     row_id: str | None
-    """The row whose reservation has room for the keys and values, None if the cache has to make room for them."""
+    """The row whose reservation covers the keys and values; None if the cache must have memory for them."""
     base: Held | None = None
-    """The snapshot in front of the next entry, kept until that is stored."""
+    """The node before the next entry, held until that is stored."""
     copying: Iterator[Snapshot | None] | None = None
-    """The next one, whose layers are copied to the device one after the other."""
+    """The import of the next entry, layer by layer."""
     num_bytes: int = 0
-    """Bytes that were copied to the device."""
+    """Bytes copied to the device."""
     copied_s: float = 0.0
     """Seconds of copying."""
 
 
 class DiskTier:
-    """`clock`: of the entries' times, monotonic seconds. Nothing here waits for the disk but `has_advanced`."""
+    """Connects the prefix cache to its files. Only `has_advanced` waits for the disk.
+
+    Args:
+        files: The files.
+        cache: The prefix cache; entries on disk are added to it.
+        loans: Tracks lent KV segments.
+        runner: Exports and imports snapshots.
+        clock: Returns monotonic seconds; the clock of the entries' times.
+        costs: Learns the rate of reading.
+    """
 
     def __init__(
         self,
@@ -60,15 +70,16 @@ class DiskTier:
         self._runner = runner
         self._clock = clock
         self._costs = costs
-        self._read_us = 0  # of the disk, up to the last reading
+        self._read_us = 0  # the files' read_us at the last reading
         self._num_saved = 0
-        self._waiting: dict[str, Entry] = {}  # by digest: see save_waiting
+        self._waiting: dict[str, Entry] = {}  # by digest, to be retried by save_waiting
         cache.file_parent = self._file_parent
         for meta in reversed(files.entries()):
             cache.add(self._entry(meta))
 
     def save(self, entry: Entry) -> None:
-        """Write an entry behind those in front of it that are not written. Never raises: memory has it."""
+        """Write an entry, and those of its ancestors that are not on disk. Never raises: the snapshot stays in
+        memory."""
         self._num_saved += 1
         if self._num_saved % PRUNE_EVERY == 0:
             self._cache.prune()
@@ -76,11 +87,11 @@ class DiskTier:
         self.save_waiting()
 
     def lacks(self, entry: Entry) -> bool:
-        """Whether there is no file of an entry."""
+        """Return whether an entry has no file."""
         return entry.digest not in self._files
 
     def save_waiting(self) -> None:
-        """Write entries that could not be written before: keys and values were lent to rows, or the queue was full."""
+        """Retry writes that were postponed because keys and values were lent or the write queue was full."""
         waiting, self._waiting = self._waiting, {}
         for entry in sorted(waiting.values(), key=lambda entry: entry.num_tokens):
             if entry.held is None or entry.held.snapshot is None or entry.digest in self._files:
@@ -92,24 +103,25 @@ class DiskTier:
                 log.exception("a snapshot of %d tokens is not written", entry.num_tokens)
 
     def touch(self, entry: Entry) -> None:
+        """Record a use of an entry's file."""
         self._files.touch(entry.digest)
 
     def read_s(self, num_bytes: int) -> float:
-        """Predict the seconds of reading so many bytes back."""
+        """Predict the seconds of reading `num_bytes` from disk."""
         return self._costs.read_s(num_bytes)
 
     def read(self, entry: Entry, row_id: str | None, timeout_s: float) -> Reading | None:
-        """Begin to read an entry that is on disk alone; `close` must follow.
+        """Start to read an entry that is only on disk; `close` must follow.
 
-        Of those in between only the stretch is read: their states are not needed.
+        Only the KV segments of its ancestors are read: their states are not needed.
 
         Args:
             entry: The entry.
             row_id: See Reading.
-            timeout_s: How long it is waited for, if that is longer than READ_TIMEOUT_S.
+            timeout_s: Time limit in seconds, if longer than READ_TIMEOUT_S.
 
         Returns:
-            None if something in front is missing; the entry is gone then.
+            None if an ancestor is missing; the entry is removed then.
         """
         missing = []
         at: Entry | None = entry
@@ -126,11 +138,10 @@ class DiskTier:
         return Reading(pending, self._clock() + max(timeout_s, READ_TIMEOUT_S), row_id, base)
 
     def has_advanced(self, reading: Reading, wait_s: float, copy_s: float) -> bool | None:
-        """Take into memory what has been read, for about `copy_s` seconds; wait for the disk at most `wait_s`.
+        """Import what has been read for about `copy_s` seconds, after waiting for the disk for at most `wait_s`.
 
         Returns:
-            True when all is in memory; None while there is more to come; False when some of it was lost, or there was
-            no room for it.
+            True when everything is in memory; None while more is pending; False if part of it was lost or did not fit.
         """
         until_s = self._clock() + copy_s
         while reading.pending:
@@ -141,10 +152,10 @@ class DiskTier:
             if reading.copying is None and not self._files.wait([future], wait_s):
                 return None
             if self._cache.get(entry.digest) is not entry or entry.parent != _digest_of(reading.base):
-                return False  # cleared, or stored behind something else since
+                return False  # cleared, or stored with another parent meanwhile
             try:
                 snapshot = self._copied(reading, entry, future, until_s)
-            except Exception as error:  # what is read back saves time, and an answer does not need it
+            except Exception as error:  # the prompt can be computed without the snapshot
                 log.warning("a snapshot of %d tokens could not be read back: %s", entry.num_tokens, error)
                 self._cache.counters.num_unusable += 1
                 if isinstance(error, SnapshotLost | ValueError):
@@ -160,7 +171,7 @@ class DiskTier:
     def _copied(
         self, reading: Reading, entry: Entry, future: Future[dict[str, np.ndarray]], until_s: float
     ) -> Snapshot | None:
-        """The snapshot once all its layers are copied, at least one of them now; None before."""
+        """Import layers until `until_s`, at least one; return the snapshot once all are copied, None before."""
         began_s = self._clock()
         if reading.copying is None:
             arrays, base = future.result(), reading.base
@@ -176,7 +187,7 @@ class DiskTier:
         return snapshot
 
     def _has_stored(self, reading: Reading, entry: Entry, snapshot: Snapshot) -> bool:
-        """Store the next snapshot of a reading; False if there is no room for it."""
+        """Store the next snapshot of a reading; return False if it does not fit."""
         is_last = len(reading.pending) == 1
         stretch_bytes, row_id = snapshot.stretch_bytes, reading.row_id
         if not self._cache.store(entry, snapshot, reading.base, is_for_row=row_id is not None):
@@ -190,7 +201,7 @@ class DiskTier:
         return True
 
     def _go_on_behind(self, reading: Reading, entry: Entry) -> None:
-        """The first of what a reading waits for is in memory: the next one comes behind it."""
+        """Continue a reading with the entry after this one, which is in memory."""
         before, reading.base = reading.base, self._cache.hold(entry)
         if before is not None:
             self._cache.release(before)
@@ -198,24 +209,28 @@ class DiskTier:
         reading.copying = None
 
     def _record(self, reading: Reading) -> None:
-        """Tell the cost model what reading has taken."""
+        """Record the time of a complete reading in the cost model."""
         before_us, self._read_us = self._read_us, self._files.status()["read_us"]
         self._costs.record_read(reading.num_bytes, 1e-6 * (self._read_us - before_us) + reading.copied_s)
 
     def close(self, reading: Reading) -> None:
-        """The reading is over, complete or given up."""
+        """Release the resources of a reading, complete or not."""
         if reading.base is not None:
             self._cache.release(reading.base)
             reading.base = None
 
     def forget(self, entry: Entry) -> None:
-        """Neither in memory nor on disk any more, nor what is behind it on disk alone."""
+        """Remove an entry from memory and disk, with its descendants on disk."""
         self._cache.forget(entry)
         self._files.discard(entry.digest)
         self._cache.prune()
 
     def clear(self) -> Future[int]:
-        """All files, also of what is pinned: that is taken in again at the next start. The future has their number."""
+        """Remove all files, also those of pinned prompts, which are prefilled again at the next start.
+
+        Returns:
+            The future of the number of removed files.
+        """
         future = self._files.clear()
         self._cache.prune()
         return future
@@ -224,7 +239,7 @@ class DiskTier:
         return self._files.status()
 
     def shut_down(self, timeout_s: float) -> None:
-        """Wait until what was saved is written, at most so long."""
+        """Wait at most `timeout_s` seconds for pending writes."""
         self._files.close(timeout_s)
 
     def _file_parent(self, digest: str) -> str | None:
@@ -232,7 +247,7 @@ class DiskTier:
         return meta.parent if meta is not None else None
 
     def _in_front_of(self, entry: Entry) -> Entry | None:
-        """None if nothing is, or if it is gone; another process may have written it."""
+        """Return an entry's parent, which another process may have written; None if it has none or it is missing."""
         if entry.parent is None:
             return None
         parent = self._cache.get(entry.parent)
@@ -242,7 +257,7 @@ class DiskTier:
         return parent
 
     def _has_saved(self, entry: Entry, snapshot: Snapshot) -> bool:
-        """Queue a snapshot; False if that is not possible now."""
+        """Queue a snapshot for writing; return False if that is not possible now."""
         key, parent = entry.key, self._cache.get(entry.parent)
         if snapshot.stretch.is_lent or (
             entry.parent is not None and (parent is None or entry.parent not in self._files)

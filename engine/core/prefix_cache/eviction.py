@@ -1,4 +1,5 @@
-"""In which order snapshots are evicted, what each eviction frees, and what it costs to compute again. Pure."""
+"""The order in which snapshots are evicted, the bytes that each eviction frees, and the cost of computing them again.
+Pure."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,29 +11,33 @@ from engine.core.prefix_cache.reuse_forecast import ReuseForecast, odds_key_of
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """An entry that may be evicted, if all that come before it in the order are."""
+    """An entry to evict, given that all entries before it in the order are evicted."""
 
     entry: Entry
     freed_bytes: int
     lost_s: float
-    """Seconds to have the snapshot again, from the nearest one in front of it that is in memory."""
+    """Seconds to recompute or read the snapshot again, from the nearest one before it that is in memory."""
     rate: float
-    """How many times per second it is expected to be used."""
+    """Expected uses per second."""
     probability: float
-    """How likely it is used again at all."""
+    """Probability that it is used again at all."""
 
 
 class EvictionOrder:
-    """Entries by lost seconds x rate / freed bytes, the smallest first; equals in the order in which they are given.
+    """Iterates over entries by lost_s * rate / freed_bytes, the smallest first; ties keep the given order.
 
-    Nothing is evicted here: what an eviction changes for the others is counted apart. A heap keeps the figures as they
-    were when it was built. Most evictions only make others more valuable, and an entry whose figure has grown is put
-    back when its turn comes; the one in front of the victim, whose stretch may be free now, is put in anew.
+    Nothing is evicted here: the effects of planned evictions are tracked separately. A heap holds the densities from
+    its
+    construction. Most evictions only make others more valuable: an entry whose density has grown is pushed back when it
+    is
+    popped, and the entry before a victim, whose KV segment may be freed with it now, is pushed anew.
 
     Args:
-        entries: Whose snapshots are in memory and not pinned.
-        cost: Seconds to have an entry's snapshot again, given the number of tokens that are in memory in front of it.
-        passed: A lineage whose entries all count as passed: a longer one is about to be stored.
+        entries: Entries with snapshots in memory that are not pinned.
+        forecast: Predicts reuse.
+        cost: Returns the seconds to restore an entry's snapshot, given the tokens in memory before it.
+        now: Monotonic seconds.
+        passed: A lineage of which a longer snapshot is about to be stored; its entries count as passed.
     """
 
     def __init__(
@@ -63,7 +68,7 @@ class EvictionOrder:
                 heappush(self._heap, (changed, rank, entry))
                 continue
             in_front = self._plan(entry)
-            if in_front is not None and in_front in self._rank:  # else it is pinned
+            if in_front is not None and in_front in self._rank:  # pinned entries are not
                 heappush(self._heap, (self._density(in_front), self._rank[in_front], in_front))
             yield victim
 
@@ -107,7 +112,7 @@ class EvictionOrder:
         return num_bytes
 
     def _plan(self, entry: Entry) -> Entry | None:
-        """Counts the eviction of an entry; returns the one in front of it."""
+        """Mark an entry as evicted and return the nearest entry before it whose freed bytes may have changed."""
         self._planned.add(entry)
         held = entry.held
         while held is not None and self._is_gone(held) and self._num_dependents(held) == 0:

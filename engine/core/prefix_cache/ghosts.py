@@ -1,4 +1,4 @@
-"""What is remembered of snapshots that are no longer stored, or were not worth storing."""
+"""Ghost entries: boundaries whose snapshots were evicted, cleared or rejected."""
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
@@ -13,33 +13,35 @@ MAX_GHOSTS = 1024
 
 @dataclass(slots=True, eq=False)
 class Ghost:
-    """A boundary of some prompt whose snapshot is not there."""
+    """A boundary whose snapshot is not stored."""
 
     kind: SnapshotKind
     num_tokens: int
     reason: Literal["evicted", "cleared"]
-    """A snapshot that was rejected because others are worth more counts as evicted."""
+    """A rejected snapshot counts as evicted."""
     lineage: Lineage
     given_up_as: OddsKey | None
-    """How it was counted as not used again; None once a prompt has come back to it."""
+    """The odds key under which it was counted as unused; None once a prompt has come back to it."""
     prompt: str
-    """Which prompt's snapshot was rejected; '' for one that was evicted."""
+    """Id of the row whose snapshot was rejected; '' for one that was evicted."""
 
 
 class Ghosts:
-    """The last MAX_GHOSTS of them, by digest."""
+    """The last MAX_GHOSTS ghosts by digest."""
 
     def __init__(self) -> None:
         self._ghosts: OrderedDict[str, Ghost] = OrderedDict()
         self._lengths: Counter[int] = Counter()
 
     def longest(self, key: PromptKey, min_tokens: int, max_tokens: int) -> Ghost | None:
-        """Return the longest prefix of the key with a number of tokens in this range, both ends included."""
+        """Return the longest ghost that is a prefix of the key with min_tokens to max_tokens tokens; None without
+        one."""
         lengths = sorted(length for length in self._lengths if min_tokens <= length <= max_tokens)
         found = [self._ghosts[digest] for _, digest in key.digests(lengths) if digest in self._ghosts]
         return found[-1] if found else None
 
     def add(self, digest: str, ghost: Ghost) -> None:
+        """Add a ghost and drop the oldest one beyond MAX_GHOSTS."""
         self.discard(digest)
         self._ghosts[digest] = ghost
         self._lengths[ghost.num_tokens] += 1
@@ -47,6 +49,7 @@ class Ghosts:
             self.discard(next(iter(self._ghosts)))
 
     def discard(self, digest: str) -> None:
+        """Remove a ghost; unknown digests are ignored."""
         ghost = self._ghosts.pop(digest, None)
         if ghost is None:
             return

@@ -1,4 +1,4 @@
-"""Which conversation each snapshot belongs to, across evictions, and what is learned from how it is used."""
+"""Assigns snapshots to conversations, across evictions, and learns from their use."""
 
 from typing import Literal
 
@@ -10,22 +10,26 @@ from engine.core.prefix_cache.reuse_forecast import ReuseForecast, odds_key, odd
 
 
 class Lineages:
-    """`now` is monotonic seconds, of the clock of the entries' times."""
+    """Tracks conversations. `now` is always monotonic seconds on the clock of the entries' times."""
 
     def __init__(self) -> None:
         self.forecast = ReuseForecast()
         self._ghosts = Ghosts()
 
     def ghost(self, key: PromptKey, min_tokens: int, max_tokens: int) -> Ghost | None:
-        """Return the longest prefix, with a number of tokens in this range, that is remembered and not stored."""
+        """Return the longest remembered prefix that is not stored, with min_tokens to max_tokens tokens; None without
+        one."""
         return self._ghosts.longest(key, min_tokens, max_tokens)
 
     def of_new(self, key: PromptKey, kind: SnapshotKind, in_front: Entry | None, prompt: str, now: float) -> Lineage:
-        """Return the lineage of the longest remembered prefix of a new snapshot, or a new one.
+        """Return the lineage of a new snapshot: that of its longest ghost, that of its parent, or a new one.
 
         Args:
-            in_front: The entry that the snapshot is computed behind, though it may have been evicted meanwhile.
-            prompt: Which prompt it is of. A ghost that this prompt has left itself is no earlier turn.
+            key: The tokens before its boundary.
+            kind: Kind of its boundary.
+            in_front: The entry that the snapshot is computed after, though it may have been evicted meanwhile.
+            prompt: Id of the row whose prompt it belongs to. A ghost of the same prompt does not count as a return.
+            now: Monotonic seconds.
         """
         num_in_front = in_front.num_tokens if in_front is not None else 0
         ghost = self._ghosts.longest(key, num_in_front + 1, len(key))
@@ -39,10 +43,11 @@ class Lineages:
         return self.started(kind, now)
 
     def started(self, kind: SnapshotKind, now: float) -> Lineage:
+        """Return a new lineage."""
         return Lineage(is_shared=kind == "system", used_s=now, seen_s=now)
 
     def rate_of_new(self, lineage: Lineage, kind: SnapshotKind, now: float) -> float:
-        """Return how often a snapshot is expected to be used if it is stored as the last of its lineage."""
+        """Return the expected uses per second of a snapshot stored as the last of its lineage."""
         return self.forecast.rate(lineage, _new_odds_key(lineage, kind), now)
 
     def used(self, entry: Entry, now: float) -> None:
@@ -60,7 +65,7 @@ class Lineages:
         self.forecast.returned(entry.lineage, now)
 
     def evicted(self, entry: Entry) -> None:
-        """Record that an entry is about to be evicted; it is still in its lineage."""
+        """Record that an entry, still in its lineage, is about to be evicted."""
         self._give_up(entry)
 
     def rejected(self, key: PromptKey, kind: SnapshotKind, lineage: Lineage, prompt: str) -> None:
@@ -70,19 +75,20 @@ class Lineages:
         self._ghosts.add(key.digest(), Ghost(kind, len(key), "evicted", lineage, odds, prompt))
 
     def remember(self, entry: Entry, reason: Literal["evicted", "cleared"]) -> None:
-        """Keep what is known of an entry that is no longer stored."""
+        """Keep a ghost of an entry that is no longer stored."""
         self._ghosts.add(
             entry.digest, Ghost(entry.kind, entry.num_tokens, reason, entry.lineage, entry.given_up_as, "")
         )
 
     def stored(self, digest: str) -> None:
+        """Remove the ghost of a boundary that is stored again."""
         self._ghosts.discard(digest)
 
     def clear(self) -> None:
         self._ghosts.clear()
 
     def _came_back(self, ghost: Ghost, in_front: Entry | None, now: float) -> None:
-        """A prompt would have used a snapshot that is not there."""
+        """Record that a prompt would have used a snapshot that is not stored."""
         if ghost.given_up_as is not None:
             self.forecast.regret(ghost.given_up_as)
             self.forecast.used(ghost.given_up_as)
@@ -91,17 +97,19 @@ class Lineages:
                 self.forecast.returned(ghost.lineage, now)
 
     def _give_up(self, entry: Entry) -> None:
-        """Count an entry, which is in its lineage, as one that is not used again."""
+        """Count an entry, which is in its lineage, as unused."""
         if entry.given_up_as is None:
             entry.given_up_as = odds_key_of(entry, entry.lineage.entries[-1])
             self.forecast.unused(entry.given_up_as)
 
     def _fork(self, entry: Entry) -> None:
-        """A prompt continues an entry that has longer ones of its lineage behind it.
+        """Record that a prompt continues an entry that is not the last of its lineage.
 
-        The first time, the prompts of this conversation go on from here, as they do where a template renders the end of
-        a prompt differently in the next one: the entries behind it are given up. If it has been continued before, it is
-        a prefix that several conversations have in common.
+        At first use, the conversation is assumed to continue from here, as with templates that render the end of a
+        prompt
+        differently in the next one: the entries after it are given up. An entry that was used before is a prefix shared
+        by
+        several conversations, and gets a lineage of its own.
         """
         lineage = entry.lineage
         at = lineage.entries.index(entry)

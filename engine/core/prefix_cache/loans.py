@@ -1,11 +1,11 @@
-"""Loans: keys and values of snapshots that are in the caches of the rows that continue them, and nowhere else.
+"""Loans: KV segments of snapshots that are only in the caches of the rows that continue them.
 
-A row that continues a conversation needs all its keys and values in its own cache. If nothing else needs the stretches
-at the end of the snapshot, they move there, and move back when the row ends, is aborted or is preempted: they are in
-memory once. What other prompts need as well, system prompts for example, is copied and stays.
+A row that continues a conversation needs all its keys and values in its own cache. KV segments at the end of the
+snapshot that nothing else needs move there, and are copied back when the row finishes, is aborted or is preempted:
+they exist once. KV segments that other prompts need as well, such as system prompts, are copied and stay.
 
-A loan begins with the admission of the row, whose reservation has room for all of its tokens: from then on the lent
-bytes count as the row's (`promise`). They move when the prompt begins (`lend`). The snapshots that it leaves at its
+A loan begins with the admission of the row, whose reservation covers all of its tokens: from then on the lent bytes
+count as the row's (`promise`). The arrays move when the prompt begins (`lend`). Snapshots that the row stores at its
 boundaries are lent from the beginning (`add`). A prompt that continues a lent snapshot gets a copy from the row
 (`call_in`).
 """
@@ -19,47 +19,49 @@ from engine.core.prefix_cache.node import Entry, Held, Stretch
 
 
 class Loans:
-    """Which stretches are lent to which row; the bytes are counted by the cache."""
+    """Tracks which KV segments are lent to which row; the cache counts their bytes."""
 
     def __init__(self, cache: PrefixCache, runner: ModelRunner):
         self._cache = cache
         self._runner = runner
         self._of_row: dict[str, list[Held]] = {}  # by row id, in the order of the tokens
-        self._leaving: list[tuple[Held, list[Held]]] = []  # first of a chain, and those that are written before it goes
+        self._leaving: list[tuple[Held, list[Held]]] = []  # a chain's first node, and nodes to write first
 
     @property
     def row_ids(self) -> list[str]:
-        """Those that something is lent or promised to."""
+        """Ids of the rows with lent or promised KV segments."""
         return list(self._of_row)
 
     def promise(self, row_id: str, entry: Entry) -> bool:
-        """Count what the row will probably continue as the row's, before it has begun; False if that is nothing."""
+        """Count the KV segments that the row will probably continue as the row's memory. Return whether there are
+        any."""
         if row_id in self._of_row:
             return True
         return bool(self._lend(row_id, entry))
 
     def cancel(self, row_id: str) -> None:
-        """Count as the cache's again what the row has been promised, and has not got.
+        """Count promised KV segments that have not moved to the row as the cache's memory again.
 
-        The row keeps what it has: it may be a row that was preempted, and that the runner has not dropped yet.
+        Segments that have moved stay lent: the row may have been preempted and not been dropped by the runner yet.
         """
         self._take_back_promised(row_id)
 
     def break_promise(self, row_id: str) -> None:
-        """The same for a row that was admitted: others are evicted if that is more than there is room for."""
+        """Revoke the promise to an admitted row, as `cancel`; evict other snapshots if the cache does not fit any
+        more."""
         if self._take_back_promised(row_id):
             self._cache.fit()
 
     def lend(self, row_id: str, entry: Entry) -> list[Stretch]:
-        """Return the stretches that move into the row's cache, which is about to continue this entry."""
+        """Lend an entry's KV segments to the row that is about to continue it; return the segments that move."""
         was_promised = self._take_back_promised(row_id)
         lent = self._lend(row_id, entry, was_promised and self._lacks_room(entry))
-        if was_promised:  # perhaps more than it gets: another prompt may continue the same snapshot by now
+        if was_promised:  # fewer may be lent: another prompt may have continued the same snapshot meanwhile
             self._cache.fit(spared=(entry,))
         return [held.stretch for held in lent]
 
     def _take_back_promised(self, row_id: str) -> bool:
-        """False if nothing was promised."""
+        """Count promised segments as the cache's again. Return whether there were any."""
         helds = self._pop(row_id)
         promised = [held for held in helds if not held.stretch.is_lent]
         for held in promised:
@@ -69,7 +71,8 @@ class Loans:
         return bool(promised)
 
     def _lacks_room(self, entry: Entry) -> bool:
-        """Whether the cache has no room for what is not lent of an entry: it was read from disk for the row alone."""
+        """Return whether the cache cannot hold the parts of an entry that are not lent: it was read from disk for this
+        row only."""
         lendable = sum(held.stretch_bytes for held in self._cache.lendable(entry.held))
         return self._cache.missing_bytes > lendable
 
@@ -83,17 +86,17 @@ class Loans:
         return lent
 
     def add(self, row_id: str, held: Held, num_bytes: int) -> None:
-        """A snapshot of the row's prompt whose own stretch, of about so many bytes, has never been anywhere else."""
+        """Lend a new snapshot's KV segment, of about `num_bytes`, which has only ever been in the row's cache."""
         self._cache.lend(held, row_id, num_bytes)
         self._of_row.setdefault(row_id, []).append(held)
 
     def may_add(self, row_id: str, base: Held | None) -> bool:
-        """Whether a stretch behind `base` would be the next of what is lent to the row."""
+        """Return whether a segment after `base` would extend the chain that is lent to the row."""
         lent = self._of_row.get(row_id)
         return not lent or (base is not None and lent[-1] in self._cache.chain(base.entry))
 
     def call_in(self, entry: Entry) -> bool:
-        """Copy what is lent of an entry's chain from the rows; False if there is no room for it."""
+        """Copy the lent KV segments of an entry's chain back from the rows. Return False if they do not fit."""
         lent = [held for held in self._cache.chain(entry) if held.stretch.is_lent]
         if not lent:
             return True
@@ -109,7 +112,7 @@ class Loans:
         return not any(held.stretch.is_lent for held in lent)
 
     def _fill(self, row_id: str, helds: Sequence[Held]) -> None:
-        """Copy stretches back from a row. If the runner raises, those that were not copied stay lent."""
+        """Copy KV segments back from a row. If the runner raises, segments that were not copied stay lent."""
         try:
             self._runner.fill(row_id, [held.stretch for held in helds])
         except Exception:
@@ -124,10 +127,15 @@ class Loans:
     def returning(
         self, row_ids: Iterable[str], is_to_write: Callable[[Entry], bool] = lambda entry: False
     ) -> dict[str, Sequence[Stretch]]:
-        """Make room for what is lent to rows that leave; return the stretches that are to be filled, by row id.
+        """Free memory for the KV segments of rows about to be dropped; return the segments to copy back, by row id.
 
-        What is worth less than what would have to be evicted for it is forgotten, from the end of the row on, once what
-        is to be written of it has been filled, too. `settle` must follow, and then `take_leaving`.
+        Segments that are worth less than what would be evicted for them are given up, from the end of the row on, once
+        those to
+        be written to disk have been copied back. `settle` and then `take_leaving` must follow.
+
+        Args:
+            row_ids: The rows.
+            is_to_write: Whether an entry is to be written to disk before it is evicted.
         """
         returning = {}
         for row_id in row_ids:
@@ -138,7 +146,7 @@ class Loans:
                 if not self._to_write(leaving, is_to_write):
                     self._cache.evict_behind(leaving.pop())
                     lent = [held for held in lent if self._cache.is_stored(held)]
-            for held in lent:  # counted at once: the next row needs other room
+            for held in lent:  # counted now, before the next row's segments are considered
                 self._cache.take_back(held)
             if lent:
                 self._of_row[row_id] = list(lent)
@@ -152,11 +160,11 @@ class Loans:
 
     @staticmethod
     def _to_write(leaving: Sequence[Held], is_to_write: Callable[[Entry], bool]) -> list[Held]:
-        """Those at the end of a chain that are written before they go."""
+        """Return the nodes at the end of a chain that are written to disk before they are evicted."""
         return [held for held in leaving if held.snapshot is not None and is_to_write(held.entry)]
 
     def take_leaving(self, write: Callable[[Entry], None]) -> None:
-        """Write what was filled of the chains that the cache has no room for, and evict them."""
+        """Write copied-back segments of chains that the cache has no memory for, and evict them."""
         leaving, self._leaving = self._leaving, []
         for first, to_write in leaving:
             for held in to_write:
@@ -166,7 +174,8 @@ class Loans:
                 self._cache.evict_behind(first)
 
     def settle(self, row_ids: Iterable[str]) -> None:
-        """The rows are gone, or have failed: what has not come back is lost, and so is all that is behind it."""
+        """End the loans of rows that were dropped or failed. Segments that were not copied back are lost, with all
+        their descendants."""
         self._settle([held for row_id in row_ids for held in self._pop(row_id)])
 
     def _settle(self, helds: Sequence[Held]) -> None:
@@ -177,5 +186,5 @@ class Loans:
                 self._cache.take_back(held)
 
     def _pop(self, row_id: str) -> list[Held]:
-        """Those of a row's loans that are still stored."""
+        """Remove a row's loans, and return those that are still stored."""
         return [held for held in self._of_row.pop(row_id, ()) if self._cache.is_stored(held)]

@@ -1,4 +1,4 @@
-"""Why a prompt was not served from the prefix cache as far as it could have been."""
+"""Explains why a prompt got fewer cached tokens than it could have."""
 
 from itertools import islice
 
@@ -9,7 +9,7 @@ from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import CacheMiss, CacheMissReason, PromptOrigin
 
 MAX_COMPARED = 256
-"""Entries looked at, the most recently used ones: a miss shall not cost more than it has to."""
+"""How many of the most recently used entries are compared, so that explaining a miss stays cheap."""
 
 NUM_TOKENS_SHOWN = 8
 
@@ -17,7 +17,19 @@ NUM_TOKENS_SHOWN = 8
 def explain(
     cache: PrefixCache, request_id: str, key: PromptKey, origin: PromptOrigin, num_cached: int, min_tokens: int
 ) -> CacheMiss | None:
-    """None if nothing tells that the prompt could have been served at least min_tokens more than `num_cached`."""
+    """Explain why a prompt was served only `num_cached` tokens from the cache.
+
+    Args:
+        cache: The prefix cache.
+        request_id: Id of the prompt's request.
+        key: The prompt.
+        origin: How the prompt was rendered.
+        num_cached: Tokens that were served.
+        min_tokens: Fewer additional tokens are not worth an explanation.
+
+    Returns:
+        None if no sign was found that at least min_tokens more could have been served.
+    """
     needed = num_cached + (min_tokens if num_cached else 1)
     served = {"request_id": request_id, "num_prompt_tokens": len(key), "num_cached": num_cached}
     if (ghost := cache.ghost(key, needed)) is not None:
@@ -29,19 +41,19 @@ def explain(
     ahead = slice(num_cached, needed)
     for entry in islice(cache.entries(), MAX_COMPARED):
         if num_cached and not np.array_equal(key.token_ids[ahead], entry.key.token_ids[ahead]):
-            continue  # what is soon over: most prompts that were served have nothing more in common with others
+            continue  # a cheap check first: most served prompts share no further tokens with other entries
         num_common = key.num_common(entry.key)
-        if num_common == len(key):  # it goes on where this prompt ends: nothing differs
+        if num_common == len(key):  # the entry extends this prompt: nothing differs
             continue
         if entry.key.tenant != key.tenant:
-            num_common = num_common if num_common == entry.num_tokens else 0  # all or nothing of what is not ours
+            num_common = num_common if num_common == entry.num_tokens else 0  # of other tenants, whole entries only
         if num_common > num_cached and (best is None or num_common > best[0]):
             best = num_common, entry
     if best is None:
         return None if num_cached else CacheMiss(**served, reason="cold")
     num_common, entry = best
     reason = _reason(key, entry, origin, num_common)
-    if reason == "text" and num_common < needed:  # another question: nothing to wonder about
+    if reason == "text" and num_common < needed:  # an ordinary new question
         return None
     return CacheMiss(
         **served,

@@ -1,4 +1,4 @@
-"""What the prefix cache stores about a boundary of a prompt: its snapshot, its entry, and the conversation it is in."""
+"""What the prefix cache stores per boundary of a prompt: its snapshot, its entry, and its conversation."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -9,7 +9,8 @@ from engine.protocol import PromptOrigin
 
 
 class Stretch(Protocol):
-    """The keys and values of the tokens between two snapshots, or their place in the cache of the row that has them."""
+    """A KV segment: the keys and values of the tokens between two snapshots, or a reference to the row that holds
+    them."""
 
     @property
     def num_bytes(self) -> int:
@@ -18,100 +19,107 @@ class Stretch(Protocol):
 
     @property
     def is_lent(self) -> bool:
-        """Whether its keys and values are in the cache of a row, or were lost with one."""
+        """Whether its keys and values are in the cache of a row, or were lost with that row."""
         ...
 
 
 class Snapshot(Protocol):
-    """The state behind a prefix: opaque here, and alive for as long as someone holds it."""
+    """The state after a prefix: opaque here, and alive while it is referenced."""
 
     @property
     def stretch(self) -> Stretch:
-        """The keys and values behind the parent snapshot."""
+        """The KV segment after the parent snapshot."""
         ...
 
     @property
     def stretch_bytes(self) -> int:
-        """Of its own stretch, without the parent's."""
+        """Bytes of its own KV segment, without the parent's."""
         ...
 
     @property
     def state_bytes(self) -> int:
-        """All the rest, which no descendant needs."""
+        """All other bytes, which no descendant needs."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """The bytes of a snapshot, which may outlive its entry."""
+    """A node of the snapshot tree with its memory, which may outlive its entry."""
 
     snapshot: Snapshot | None
-    """None once it is evicted and only its stretch is still needed."""
+    """None once it is evicted and only its KV segment is still needed."""
     stretch: Stretch
     """Keys and values between the parent and this snapshot."""
     parent: "Held | None"
-    """The snapshot in front of it, whose stretch it needs."""
+    """The node before it, whose KV segment it needs."""
     stretch_bytes: int
-    """Bytes of the keys and values that count as the cache's memory; 0 while they are lent to a row."""
+    """Bytes of its KV segment that count as the cache's memory; 0 while they are lent to a row."""
     state_bytes: int
     entry: "Entry"
-    """Its entry, which is no longer stored, or has another snapshot, where this one is None."""
+    """Its entry, which is no longer stored, or has another node, if `snapshot` is None."""
     num_dependents: int = 0
-    """Snapshots behind it, and prompts that were restored from it."""
+    """Child nodes, and prompts that were restored from it."""
     lent_to: str | None = None
-    """The row whose memory its keys and values count as, None if they count as the cache's."""
+    """The row whose memory its KV segment counts as; None if it counts as the cache's."""
     lent_bytes: int = 0
-    """Bytes of the keys and values while they are lent; partly an estimate."""
+    """Bytes of the KV segment while it is lent; may be an estimate."""
 
 
 @dataclass(slots=True, eq=False)
 class Lineage:
-    """A conversation: snapshots each of which continues the one before, and how often prompts came back to it.
+    """A conversation: a chain of snapshots, and how often prompts came back to it.
 
-    A snapshot that several conversations continue is a lineage of its own, which the snapshots behind it are not in.
+    A snapshot that several conversations continue is a lineage of its own, without the snapshots after it.
     """
 
     is_shared: bool = False
     """Whether several conversations continue its only snapshot."""
     is_abandoned: bool = False
-    """Whether the conversation has gone on from a shorter prefix, and left these snapshots behind."""
+    """Whether the conversation has continued from a shorter prefix, without these snapshots."""
     used_s: float = 0.0
-    """When a prompt last continued it, or its first snapshot was taken."""
+    """When a prompt last continued it, or its first snapshot was taken; monotonic seconds."""
     seen_s: float = 0.0
-    """When a prompt last continued it, or is known to be about to."""
+    """When a prompt last continued it or looked it up; monotonic seconds."""
     interval_s: float | None = None
     """Mean time between two uses; None before the second."""
     num_returns: int = 0
-    """Prompts that came back to it, whether or not its snapshots were still there."""
+    """Prompts that came back to it, whether or not its snapshots were still stored."""
     entries: list["Entry"] = field(default_factory=list)
-    """Those whose snapshots are in memory, the shortest first."""
+    """Entries with snapshots in memory, the shortest first."""
 
 
 OddsKey = tuple[SnapshotKind, str, int]
-"""Kind, stage (see reuse_forecast.Stage) and returns of its lineage: what is equally likely to be used again."""
+"""Kind, stage (see reuse_forecast.Stage) and returns of its lineage: snapshots with equal keys share a reuse
+probability."""
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A boundary of some prompt."""
+    """A cached boundary of a prompt."""
 
     digest: str
+    """Hex digest of `key`."""
     key: PromptKey
+    """All tokens before the boundary, with tenant and images."""
     kind: SnapshotKind
     parent: str | None
-    """Digest of the entry in front of it, as it is in memory, else on disk."""
+    """Digest of the entry before it, as in memory, else as on disk; None without one."""
     origin: PromptOrigin
+    """Origin of the prompt that stored it."""
     pinned: bool
+    """Whether it is never evicted."""
     created_s: float
+    """Monotonic seconds."""
     used_s: float
+    """Monotonic seconds."""
     held: Held | None = None
-    """None if its snapshot is on disk alone."""
+    """None if its snapshot is only on disk."""
     num_hits: int = 0
     is_awaited: bool = False
-    """Whether a row that has lost its place goes on from it."""
+    """Whether a preempted row or prompt will continue from it."""
     lineage: Lineage = field(default_factory=Lineage)
     given_up_as: OddsKey | None = None
-    """Set once it is counted as one that is not used again."""
+    """The odds key under which it was counted as unused; None before."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""What a prompt is found by: model, tenant, token ids, and the contents of its pictures."""
+"""The cache key of a prompt: model, tenant, token ids, and the contents of its images."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from engine.protocol import ImagePatches
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """The placeholders of one picture are token_ids[start:end]; they say nothing of what it shows."""
+    """One image in a prompt; its placeholders alone do not identify it."""
 
-    start: int
-    end: int
-    content_hash: str
+    start: int  # Index of its first placeholder token.
+    end: int  # Index after its last placeholder token.
+    content_hash: str  # See ImagePatches.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptKey:
-    """model: its fingerprint. token_ids: int32 [num_tokens]. media: in the order of the prompt."""
+    """The cache key of a prompt."""
 
-    model: str
-    tenant: str
-    token_ids: np.ndarray
-    media: tuple[Media, ...] = ()
+    model: str  # Fingerprint of the model.
+    tenant: str  # Only prompts of the same tenant share snapshots.
+    token_ids: np.ndarray  # int32 [num_tokens].
+    media: tuple[Media, ...] = ()  # Images in the order of the prompt.
 
     @classmethod
     def of(
@@ -36,11 +36,12 @@ class PromptKey:
         images: Sequence[ImagePatches],
         image_token_id: int | None,
     ) -> "PromptKey":
+        """Build the key of a prompt from its tokens and images."""
         places = np.flatnonzero(token_ids == image_token_id).tolist() if images else []
         media, first = [], 0
         for image in images:
             own = places[first : first + image.num_tokens]
-            if own:  # else the prompt does not fit its pictures, and its prefill will say so
+            if own:  # else prompt and images do not match, which the prefill reports
                 media.append(Media(own[0], own[-1] + 1, image.content_hash))
             first += image.num_tokens
         return cls(model, tenant, np.ascontiguousarray(token_ids, np.int32), tuple(media))
@@ -49,11 +50,15 @@ class PromptKey:
         return len(self.token_ids)
 
     def may_cut(self, num_tokens: int) -> bool:
-        """Whether a boundary there leaves every picture whole."""
+        """Return whether a boundary after `num_tokens` tokens splits no image."""
         return not any(media.start < num_tokens < media.end for media in self.media)
 
     def digests(self, lengths: Iterable[int]) -> Iterator[tuple[int, str]]:
-        """Of the prefixes of these lengths, ascending; those that would cut a picture are left out."""
+        """Yield (length, hex digest) of the prefixes of these lengths; lengths that would split an image are skipped.
+
+        Args:
+            lengths: Ascending numbers of tokens.
+        """
         state = blake2b(digest_size=20)
         for name in (self.model, self.tenant):
             encoded = name.encode(errors="surrogatepass")
@@ -61,10 +66,10 @@ class PromptKey:
         done, media = 0, list(self.media)
         for length in lengths:
             while media and media[0].end <= length:
-                picture = media.pop(0)
-                state.update(self.token_ids[done : picture.end].data)
-                state.update(picture.content_hash.encode())
-                done = picture.end
+                image = media.pop(0)
+                state.update(self.token_ids[done : image.end].data)
+                state.update(image.content_hash.encode())
+                done = image.end
             if length > len(self) or (media and media[0].start < length):
                 continue
             state.update(self.token_ids[done:length].data)
@@ -72,15 +77,17 @@ class PromptKey:
             yield length, state.copy().hexdigest()
 
     def digest(self) -> str:
+        """Return the hex digest of all tokens."""
         return next(digest for _, digest in self.digests([len(self)]))
 
     def prefix(self, num_tokens: int) -> "PromptKey":
+        """Return the key of the first `num_tokens` tokens."""
         assert self.may_cut(num_tokens)
         media = tuple(media for media in self.media if media.end <= num_tokens)
         return PromptKey(self.model, self.tenant, self.token_ids[:num_tokens], media)
 
     def num_common(self, other: "PromptKey") -> int:
-        """Tokens that both begin with, whatever their tenants; a picture that differs ends it."""
+        """Return the length of the common prefix, regardless of tenants; it ends before an image that differs."""
         length = min(len(self), len(other))
         differs = self.token_ids[:length] != other.token_ids[:length]
         common = int(differs.argmax()) if differs.any() else length
@@ -90,7 +97,7 @@ class PromptKey:
         return common
 
     def starts_with(self, other: "PromptKey") -> bool:
-        """Whether `other` is a prefix, of whatever tenant."""
+        """Return whether `other` is a prefix, regardless of tenants."""
         length = len(other)
         return (
             length <= len(self)

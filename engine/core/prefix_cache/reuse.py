@@ -1,9 +1,9 @@
-"""PrefixReuse: prompts in progress go on from what the prefix cache has, and leave snapshots at their boundaries.
+"""PrefixReuse: restores prompts from the prefix cache and stores snapshots at their boundaries.
 
-Each prompt looks into the cache when its first chunk is due. A prompt whose prefix is being computed by another one is
-told which (`source`), so that the scheduler lets that one reach the boundary instead of computing it twice. A snapshot
-is stored as soon as a chunk that succeeded ends at its boundary and its state is finite, so that a client that gives up
-and comes again finds what was done for it. If a later chunk of the prompt fails, all that it has stored is thrown away.
+Each prompt is looked up when its first chunk is due. If another prompt in progress is computing its prefix, `source_of`
+names that one, so that the scheduler advances it to the boundary instead of computing the prefix twice. A snapshot is
+stored as soon as a successful chunk ends at its boundary and its state is finite, so that a client that aborts and
+retries finds the finished part. If a later chunk of the prompt fails, all snapshots that it stored are discarded.
 """
 
 import logging
@@ -32,47 +32,49 @@ from engine.snapshot_store.files import SnapshotFiles
 log = logging.getLogger("orchard.engine")
 
 MIN_TOKENS_FROM_DISK = 64
-"""What a snapshot on disk must save over one in memory to be read."""
+"""A snapshot is read from disk only if it saves at least this many tokens over the best one in memory."""
 
 READ_PATIENCE = 4.0
-"""How many times the predicted seconds of reading a prompt waits for the disk, if computing does not take less."""
+"""A prompt waits for the disk for at most this many times the predicted seconds of reading, and no longer than
+computing takes."""
 
 MAX_UNUSED, PROBE_EVERY = 64, 16
-"""After so many answers that no prompt went on from only every 16th is kept, until one is used."""
+"""After MAX_UNUSED stored answers without any reuse only every PROBE_EVERY-th is stored, until one is reused."""
 
 KIND_ORDER = ("system", "turn", "prompt")
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """What a prompt in progress has to do with the prefix cache."""
+    """A prompt in progress and its use of the prefix cache."""
 
     row: Request
     """The first of the rows that share the prompt."""
     key: PromptKey
     max_tokens: int
-    """Longer prefixes could not be restored, or would leave nothing to compute."""
+    """Longest prefix to restore: longer ones failed, or would leave nothing to compute."""
     todo: list[Boundary] = field(default_factory=list)
-    """Boundaries in front of the prompt, the next one first."""
+    """Boundaries left to compute, the next one first."""
     base: Held | None = None
-    """The snapshot that it goes on from or has left last."""
+    """The node of the snapshot that it was restored from or stored last."""
     base_digest: str | None = None
     base_tokens: int = 0
     stored: list[Entry] = field(default_factory=list)
-    """What it has left so far."""
+    """Entries that it has stored."""
     reading: Reading | None = None
-    """The snapshot on disk that it waits for."""
+    """The snapshot on disk that it waits for; None if it waits for none."""
     in_memory: bool = False
-    """What is on disk could not be had."""
+    """Whether to use only snapshots in memory, because reading from disk failed or is not worth it."""
 
     @property
     def is_computing(self) -> bool:
-        """Whether the prompt has begun: its prefix has been looked up."""
+        """Whether the lookup of its prefix is complete."""
         return self.reading is None
 
 
 class AnswerStatistics:
-    """Whether answers are worth keeping: a template that renders them otherwise in the next turn never meets them."""
+    """Decides whether answers are stored: they are never reused if the template renders them differently in the next
+    turn."""
 
     def __init__(self, enabled: bool):
         self._enabled = enabled
@@ -81,21 +83,35 @@ class AnswerStatistics:
 
     @property
     def are_kept(self) -> bool:
-        """True for all answers while some are used again, else for every PROBE_EVERY-th."""
+        """Whether to store the next answer: every one while some are reused, else every PROBE_EVERY-th."""
         self._num_offered += 1
         return self._enabled and (self._num_unused < MAX_UNUSED or self._num_offered % PROBE_EVERY == 0)
 
     def stored(self) -> None:
+        """Record that an answer was stored."""
         self._num_unused += 1
 
     def used(self, kind: SnapshotKind) -> None:
-        """A prompt goes on from a snapshot of this kind."""
+        """Record that a prompt continues from a snapshot of this kind."""
         if kind == "answer":
             self._num_unused = 0
 
 
 class PrefixReuse:
-    """off: why nothing is cached, None if it is. `clock` gives monotonic seconds."""
+    """Connects prompts in progress to the prefix cache.
+
+    Args:
+        config: Options of the prefix cache.
+        runner: Takes and restores snapshots.
+        stats: Counters to update.
+        files: Files of the disk tier; None without one.
+        clock: Returns monotonic seconds.
+        costs: Learns the rate of reading from disk.
+
+    Attributes:
+        off: Why nothing is cached, None if snapshots are cached.
+        cache: The prefix cache.
+    """
 
     def __init__(
         self,
@@ -122,14 +138,15 @@ class PrefixReuse:
             self._disk = DiskTier(files, self.cache, self._loans, runner, clock, costs or CostModel())
 
     def begin(self, rows: Sequence[Request], wait_s: float = 0.0, copy_s: float = 0.0) -> bool:
-        """Restore the longest stored prefix of a prompt that has not begun; `rows` share it.
-
-        False while it is still read from disk: call again in the next step.
+        """Restore the longest stored prefix of a prompt that has not begun.
 
         Args:
-            rows: Of the prompt.
-            wait_s: How long the disk is waited for.
-            copy_s: How long what has been read is copied to the device, at most by one layer more.
+            rows: The rows that share the prompt.
+            wait_s: How long to wait for the disk, in seconds.
+            copy_s: How long to copy layers read from disk to the device, in seconds; at least one layer is copied.
+
+        Returns:
+            False while the prefix is still being read from disk: call again in the next step.
         """
         row = rows[0]
         if self.off is not None or row.spec.pooling is not None:
@@ -149,13 +166,16 @@ class PrefixReuse:
         num_cached = row.num_prefilled
         if not num_cached:
             self._loans.break_promise(row.id)
-        if not row.output_token_ids:  # else it has been here before it was preempted
+        if not row.output_token_ids:  # a preempted row was recorded before
             self._record(rows, current.key, num_cached)
         current.todo = self._boundaries(row, current.key, num_cached)
         return True
 
     def peek(self, spec: EngineRequest) -> int:
-        """How many tokens of a prompt are cached. They count as used: what is planned with them shall find them."""
+        """Return how many tokens of a prompt are cached.
+
+        They count as used, so that a plan based on them still finds them.
+        """
         if self.off is not None:
             return 0
         runner = self._runner
@@ -167,7 +187,7 @@ class PrefixReuse:
         return entry.num_tokens
 
     def num_cached(self, row: Request) -> int:
-        """Return how many tokens of a row's prompt the cache would serve now, without using them."""
+        """Return how many tokens of a row's prompt are cached now; does not count as a use."""
         if self.off is not None or row.spec.pooling is not None:
             return 0
         key, counters = self._key_of(row), self.cache.counters
@@ -178,7 +198,8 @@ class PrefixReuse:
         return row.cached_hint[1]
 
     def promise(self, rows: Sequence[Request]) -> bool:
-        """Count the keys and values that a request will take over from the cache as the request's; see loans.py."""
+        """Count the keys and values that a request will take over from the cache as the request's memory, see
+        loans.py."""
         row = rows[0]
         if not self._may_lend(rows) or self.num_cached(row) == 0:
             return False
@@ -187,7 +208,7 @@ class PrefixReuse:
         return entry is not None and self._loans.promise(row.id, entry)
 
     def cancel(self, rows: Sequence[Request]) -> None:
-        """The request is not admitted: what it was promised is the cache's again."""
+        """Revoke `promise` for a request that is not admitted."""
         self._loans.cancel(rows[0].id)
 
     def _may_lend(self, rows: Sequence[Request]) -> bool:
@@ -195,9 +216,9 @@ class PrefixReuse:
         return self.off is None and len(rows) == spec.num_choices == 1 and spec.sparse is None and spec.pooling is None
 
     def source_of(self, row: Request) -> Request | None:
-        """Return the first row of the prompt in progress that will leave the longest prefix of this row's prompt.
+        """Return the first row of the prompt in progress that will store the longest prefix of this row's prompt.
 
-        None if the cache has a prefix as long already, or no prompt in progress has one in common.
+        None if a prefix as long is cached already, or no prompt in progress shares one.
         """
         others = [one for one in self._sessions.values() if one.row is not row and one.is_computing and one.todo]
         if not others or self.off is not None or row.spec.pooling is not None or row.id in self._sessions:
@@ -214,7 +235,7 @@ class PrefixReuse:
         return source
 
     def _key_of(self, row: Request) -> PromptKey:
-        """The key of a row's prompt, which the row keeps until its prompt grows."""
+        """Return the key of a row's prompt, cached on the row until its prompt grows."""
         key = row.prompt_key
         if key is None or len(key) != row.num_prompt_tokens + row.num_skipped:
             runner, spec = self._runner, row.spec
@@ -225,19 +246,20 @@ class PrefixReuse:
 
     @staticmethod
     def _max_tokens(row: Request, key: PromptKey) -> int:
-        """The longest prefix that may be restored: the last token gives the logits, and a sparse plan has gaps."""
+        """Return the longest prefix to restore: the last token must be computed for its logits, and a sparse plan has
+        gaps."""
         most = len(key) if row.spec.sparse is None else row.num_dense_tokens
         return min(most, len(key) - 1)
 
     def clip(self, rows: Sequence[Request], max_tokens: int) -> int:
-        """A chunk ends at the next boundary."""
+        """Return the size of a chunk of at most `max_tokens` that ends no later than the next boundary."""
         current = self._sessions.get(rows[0].id)
         if current is None or not current.todo:
             return max_tokens
         return min(max_tokens, current.todo[0].num_tokens - rows[0].num_prefilled)
 
     def passed(self, rows: Sequence[Request]) -> None:
-        """After a chunk: takes the snapshot if it ended at a boundary. Never raises: the answer does not need it."""
+        """Take a snapshot if the last chunk ended at a boundary. Never raises: the answer does not depend on it."""
         current = self._sessions.get(rows[0].id)
         if current is None or not current.todo or current.todo[0].num_tokens != rows[0].num_prefilled:
             return
@@ -252,18 +274,18 @@ class PrefixReuse:
             current.todo.clear()
 
     def keep_answer(self, row: Request) -> None:
-        """Store the state behind a complete answer, which the runner still has. Never raises: it is only for later."""
+        """Store the state after a complete answer, whose row the runner still has. Never raises."""
         is_long = len(row.output_token_ids) >= self._config.min_tokens
         if is_long and self._may_keep(row) and self._answers.are_kept and self._has_kept(row, is_awaited=False):
             self._answers.stored()
 
     def keep_row(self, row: Request) -> None:
-        """Store the state of a decoding row that loses its place, which the runner still has. Never raises."""
+        """Store the state of a preempted decoding row, which the runner still has. Never raises."""
         if self._may_keep(row):
             self._has_kept(row, is_awaited=True)
 
     def keep_prompt(self, rows: Sequence[Request], num_tokens: int) -> None:
-        """Store the state of a prompt in progress that loses its place, behind so many tokens. Never raises."""
+        """Store the state of a preempted prompt after its first `num_tokens` tokens. Never raises."""
         current = self._sessions.get(rows[0].id)
         if current is None or not current.is_computing or rows[0].spec.sparse is not None:
             return
@@ -279,7 +301,8 @@ class PrefixReuse:
         return self.off is None and is_plain and not spec.pinned
 
     def _has_kept(self, row: Request, is_awaited: bool) -> bool:
-        """Whether the state of a decoding row was stored behind what the cache has of it in memory."""
+        """Store the state of a decoding row after its longest cached prefix in memory; return whether that
+        succeeded."""
         key = self._key_of(row)
         parent = self.cache.match(key, len(key), in_memory=True)
         base = None if parent is None else self.cache.hold(parent)
@@ -294,7 +317,10 @@ class PrefixReuse:
                 self.cache.release(base)
 
     def _has_stored_row(self, row: Request, key: PromptKey, base: Held | None, is_awaited: bool) -> bool:
-        """Its keys and values are lent to the row, which is about to be dropped, from the beginning."""
+        """Store a decoding row's state; return whether it was stored.
+
+        Its keys and values stay in the row's cache until the row, which is about to be dropped, returns them.
+        """
         costs, spec, runner = self._runner.costs, row.spec, self._runner
         num_new = len(key) + 1 - (0 if base is None else base.entry.num_tokens)
         stretch_bytes = num_new * costs.token_bytes
@@ -305,14 +331,14 @@ class PrefixReuse:
         if not self.cache.make_way(num_bytes, base, None if is_awaited else key, "answer", row.id):
             return False
         taken = runner.snapshot_row(row.id, None if base is None else base.stretch, lend=lend)
-        num_given = len(row.output_token_ids) - is_awaited  # the last one has not been computed yet
+        num_given = len(row.output_token_ids) - is_awaited  # a preempted row's last token is not computed yet
         if taken is None or not np.array_equal(taken.token_ids[:num_given], row.output_token_ids[:num_given]):
             return False
         ids = np.concatenate([spec.token_ids, taken.token_ids]).astype(np.int32)
         whole = PromptKey.of(runner.fingerprint, spec.tenant, ids, spec.images, runner.image_token_id)
         entry = self.cache.get(whole.digest())
         if entry is not None and entry.held is not None:
-            return False  # the same answer to the same prompt
+            return False  # stored before by an identical prompt and answer
         digest = None if base is None else base.entry.digest
         entry = self._store(whole, "answer", row, False, taken.snapshot, base, digest)
         if entry is None or entry.held is None:
@@ -323,27 +349,27 @@ class PrefixReuse:
         return True
 
     def end(self, row_ids: Iterable[str], failed: bool = False) -> None:
-        """End the sessions of these prompts, complete or given up. failed: what they have left must not serve."""
+        """End the sessions of these prompts. failed: discard the snapshots that they have stored."""
         for row_id in row_ids:
             if (session := self._sessions.pop(row_id, None)) is not None:
                 self._end(session, failed)
 
     def returning(self, row_ids: Iterable[str]) -> dict[str, Sequence[Stretch]]:
-        """Return what is lent to rows that the runner is about to drop, by row id; `settle` must follow."""
+        """Return the KV segments lent to rows that are about to be dropped, by row id; `settle` must follow."""
         if self._disk is None:
             return self._loans.returning(row_ids)
         return self._loans.returning(row_ids, self._disk.lacks)
 
     def settle(self, row_ids: Iterable[str]) -> None:
-        """The runner has dropped these rows or lost them: what they had of the cache's has come back, or is lost."""
+        """End the loans of rows that the runner has dropped or lost."""
         self._loans.settle(row_ids)
         if self._disk is not None:
             self._loans.take_leaving(self._disk.save)
             self._disk.save_waiting()
-        self.cache.fit()  # what was read from disk for a row may have no room beside it
+        self.cache.fit()  # segments read from disk for a row may not fit into the cache
 
     def write_behind(self) -> None:
-        """Write what could not be written at once."""
+        """Retry postponed writes to disk."""
         if self._disk is not None:
             self._disk.save_waiting()
 
@@ -359,9 +385,9 @@ class PrefixReuse:
             self._disk.close(session.reading)
 
     def check_integrity(self) -> None:
-        """While nothing is being taken in, for at most a thousandth of the time.
+        """Check the cache's consistency while no prompt is in progress, using at most a thousandth of the time.
 
-        A cache whose books are wrong is emptied: it might serve wrong tokens.
+        An inconsistent cache is emptied, because it might serve wrong tokens.
         """
         assert not self._sessions
         if (began_s := self._clock()) < self._next_check_s:
@@ -376,19 +402,20 @@ class PrefixReuse:
         self._next_check_s = now + 1000 * (now - began_s)
 
     def clear(self) -> CacheCleared:
-        """Of the memory; what is pinned stays."""
+        """Remove all snapshots from memory but pinned ones."""
         return CacheCleared(*self.cache.clear())
 
     def clear_files(self) -> Future[int] | None:
-        """The future of the number of files that are removed, None without a disk tier."""
+        """Remove all files; return the future of their number, None without a disk tier."""
         return self._disk.clear() if self._disk is not None else None
 
     def status(self) -> CacheStatus:
+        """Return the status of the prefix cache and its disk tier."""
         disk = self._disk.status() if self._disk is not None else None
         return cache_status(self.cache, self.off, self._clock(), disk)
 
     def close(self, timeout_s: float) -> None:
-        """Waits until what has been stored is written, and lets go of it on the thread that made it."""
+        """Wait at most `timeout_s` for pending writes, then release all snapshots on the device thread."""
         self.end(list(self._sessions))
         if self._disk is not None:
             self._write_lent()
@@ -396,7 +423,7 @@ class PrefixReuse:
         self.cache.reset()
 
     def _write_lent(self) -> None:
-        """Rows that are still decoding give back what they have of the cache's, so that it is written, too."""
+        """Copy lent KV segments back from decoding rows so that they are written to disk."""
         try:
             lent = self.returning(self._loans.row_ids)
             self._runner.drop(list(lent), lent)
@@ -405,7 +432,7 @@ class PrefixReuse:
             log.exception("the keys and values of running rows are not written")
 
     def _find(self, rows: Sequence[Request], current: Session, wait_s: float, copy_s: float) -> Entry | None:
-        """The longest stored prefix, in memory; None without one, or while it is still read from disk."""
+        """Return the longest stored prefix in memory; None without one, or while it is still being read from disk."""
         while True:
             if current.reading is not None and not self._has_read(current, current.reading, wait_s, copy_s):
                 return None
@@ -434,7 +461,7 @@ class PrefixReuse:
             current.reading = self._disk.read(entry, row_id, min(computed_s, READ_PATIENCE * read_s))
 
     def _call_in(self, entry: Entry) -> bool:
-        """Have all keys and values of an entry in the cache; False if rows have some that cannot be copied."""
+        """Copy an entry's lent keys and values back from rows; return False if that is impossible."""
         if not any(held.stretch.is_lent for held in self.cache.chain(entry)):
             return True
         try:
@@ -448,7 +475,7 @@ class PrefixReuse:
         return has_come_back
 
     def _has_read(self, current: Session, reading: Reading, wait_s: float, copy_s: float) -> bool:
-        """False while it is worth waiting for."""
+        """Return whether a reading is over, complete or not; False while it is worth waiting for."""
         assert self._disk is not None
         is_complete = self._disk.has_advanced(reading, wait_s, copy_s)
         if is_complete is None and self._clock() < reading.until_s:
@@ -462,10 +489,14 @@ class PrefixReuse:
         return True
 
     def _restore(self, rows: Sequence[Request], current: Session, entry: Entry) -> bool:
-        """False when that fails: this prompt does without it. Raises InvalidRequest: it is not the snapshot's fault."""
+        """Restore an entry; return False if that fails, in which case the prompt continues without it.
+
+        Raises:
+            InvalidRequest: The request is at fault, not the snapshot.
+        """
         assert entry.held is not None and entry.held.snapshot is not None
         if rows[0].spec.pinned and Boundary("system", entry.num_tokens) in rows[0].spec.boundaries:
-            self.cache.pin(entry)  # it is lent to no row from now on
+            self.cache.pin(entry)  # pinned entries are never lent
         try:
             lent = self._loans.lend(rows[0].id, entry) if self._may_lend(rows) else []
             self._runner.restore(rows, entry.held.snapshot, lent)
@@ -477,10 +508,10 @@ class PrefixReuse:
             log.exception("a snapshot of %d tokens could not be restored", entry.num_tokens)
             self.cache.counters.num_unusable += 1
             current.max_tokens = entry.num_tokens - 1
-            self._runner.drop([row.id for row in rows])  # what it has begun
+            self._runner.drop([row.id for row in rows])  # a partly restored prompt
             return False
         current.base, current.base_digest, current.base_tokens = self.cache.use(entry), entry.digest, entry.num_tokens
-        self.cache.fit()  # what was read for the row alone may have no room beside it
+        self.cache.fit()  # segments read for this row only may not fit into the cache
         self._answers.used(entry.kind)
         for row in rows:
             row.num_prefilled = entry.num_tokens
@@ -499,13 +530,13 @@ class PrefixReuse:
         for row in rows:
             row.num_cached = num_cached
         if spec.sparse is not None and not num_cached and not spec.sparse.num_dense:
-            return  # it asked for nothing
+            return  # nothing could have been cached
         self._stats.num_cached_tokens += num_cached
         counters.num_cached_tokens += num_cached
         counters.num_hits += num_cached > 0
         counters.num_misses += num_cached == 0
         if spec.sparse is not None and num_cached >= spec.sparse.num_dense:
-            return  # more than it was planned for
+            return  # as much as its plan allows
         miss = explain(self.cache, spec.request_id, key, spec.origin, num_cached, self._config.min_tokens)
         if miss is not None:
             self.cache.recent_misses.appendleft(miss)
@@ -513,11 +544,14 @@ class PrefixReuse:
                 counters.misses[miss.reason] += 1
 
     def _boundaries(self, row: Request, key: PromptKey, start: int) -> list[Boundary]:
-        """Where to take snapshots: not twice within min_tokens, nor where a picture would be cut. The end of the prompt
-        is not taken instead of the end of its turn: templates may render what is between them otherwise in the next.
+        """Return where to take snapshots: at least min_tokens apart, and never within an image.
+
+        The end of the prompt is skipped if it is less than min_tokens after the end of its turn: templates may render
+        the
+        tokens between them differently in the next prompt.
         """
         wanted, dense = [*row.spec.boundaries, Boundary("prompt", len(row.spec.token_ids) - 1)], row.num_dense_tokens
-        wanted = [b for b in wanted if b.num_tokens <= dense]  # behind it nobody else may go on
+        wanted = [b for b in wanted if b.num_tokens <= dense]  # later states depend on the plan
         wanted = [b for b in wanted if b.kind in self._config.boundaries or (row.spec.pinned and b.kind == "system")]
         turn = max((b.num_tokens for b in wanted if b.kind == "turn"), default=0)
         boundaries, last = [], start
@@ -534,7 +568,7 @@ class PrefixReuse:
         base, costs = current.base, self._runner.costs
         spec, key = current.row.spec, current.key.prefix(boundary.num_tokens)
         entry = self.cache.get(key.digest())
-        if entry is not None and entry.held is not None:  # another prompt has left it meanwhile
+        if entry is not None and entry.held is not None:  # stored meanwhile by another prompt
             if spec.pinned and boundary.kind == "system" and self._call_in(entry):
                 self.cache.pin(entry)
             return
@@ -544,7 +578,7 @@ class PrefixReuse:
         num_bytes = costs.state_bytes + (0 if lend else stretch_bytes)
         num_outvalued = self.cache.counters.num_outvalued
         if not self.cache.make_way(num_bytes, base, None if pinned else key, boundary.kind, current.row.id):
-            if self.cache.counters.num_outvalued == num_outvalued:  # there is no room, and those behind it are larger
+            if self.cache.counters.num_outvalued == num_outvalued:  # no memory, and later ones are larger
                 current.todo.clear()
             return
         snapshot = self._runner.snapshot(rows, base.stretch if base is not None else None, lend)
@@ -555,7 +589,7 @@ class PrefixReuse:
             return
         entry = self._store(key, boundary.kind, current.row, pinned, snapshot, base, current.base_digest)
         if entry is None:
-            current.todo.clear()  # those behind it are larger
+            current.todo.clear()  # later ones are larger
             return
         if lend and entry.held is not None:
             self._loans.add(current.row.id, entry.held, stretch_bytes)
@@ -574,9 +608,9 @@ class PrefixReuse:
         base: Held | None,
         base_digest: str | None,
     ) -> Entry | None:
-        """Store a snapshot of all of the key's tokens behind `base`; None if there is no room for it."""
+        """Store a snapshot of all tokens of the key after `base`; return None if it is rejected or already stored."""
         digest, now = key.digest(), self._clock()
-        entry = self.cache.get(digest)  # there already, if it is on disk and could not be read back
+        entry = self.cache.get(digest)  # exists if it is on disk and could not be read back
         if entry is not None and entry.held is not None:
             return None
         if entry is not None:

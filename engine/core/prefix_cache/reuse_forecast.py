@@ -1,4 +1,4 @@
-"""How soon, and how likely, a snapshot is used again: learned from what happened to others of its kind."""
+"""Forecasts when and how probably a snapshot is used again, learned from similar snapshots."""
 
 import math
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from engine.config import SnapshotKind
 from engine.core.prefix_cache.node import Entry, Lineage, OddsKey
 
 Stage = Literal["tip", "passed", "used", "shared"]
-"""tip: the end of its conversation. passed: the same prompt left a longer one behind it. used: the conversation has
-gone on from it, or past it. shared: several conversations go on from it."""
+"""tip: the last snapshot of its conversation. passed: the same prompt stored a longer one after it. used: the
+conversation has continued from it, or beyond it. shared: several conversations continue from it."""
 
 PRIOR: dict[Stage, tuple[float, float, float]] = {
     "tip": (0.5, 0.8, 0.9),
@@ -17,25 +17,25 @@ PRIOR: dict[Stage, tuple[float, float, float]] = {
     "used": (0.03, 0.03, 0.03),
     "shared": (0.5, 0.8, 0.9),
 }
-"""Probability of another use before anything is known: of lineages without a return, with one, and with more."""
+"""Prior probability of another use, for lineages without a return, with one, and with more."""
 PRIOR_WEIGHT = 4.0
-"""In observations."""
+"""Weight of the prior, in observations."""
 MAX_WEIGHT = 64.0
-"""Older observations fade, so that the probability follows at most about so many."""
+"""Total weight of observations; older ones fade."""
 
 FIRST_INTERVAL_S = 60.0
-"""Between two uses, before anything is known."""
+"""Assumed seconds between two uses, before anything is measured."""
 PAUSE_S = 600.0
-"""A conversation may pause for so long and come back as likely as before, however quick its turns were."""
+"""A conversation may pause for this long without becoming less likely to return, however short its turns were."""
 MEAN_WEIGHT = 0.05
-"""Of one interval in the mean of all lineages."""
+"""Weight of one interval in the mean of all lineages."""
 OWN_WEIGHT = 0.3
-"""Of an interval in the mean of its own lineage."""
+"""Weight of an interval in the mean of its own lineage."""
 
 
 @dataclass(slots=True)
 class Odds:
-    """Snapshots that were used again, and that were not, with fading weights."""
+    """Fading counts of snapshots that were used again and that were not."""
 
     num_used: float
     num_unused: float
@@ -45,6 +45,7 @@ class Odds:
         return self.num_used / (self.num_used + self.num_unused)
 
     def add(self, used: float, unused: float) -> None:
+        """Add observations; negative ones take earlier ones back."""
         self.num_used = max(0.0, self.num_used + used)
         self.num_unused = max(0.0, self.num_unused + unused)
         total = self.num_used + self.num_unused
@@ -54,23 +55,23 @@ class Odds:
 
 
 class ReuseForecast:
-    """Rates are uses per second. `now` is monotonic seconds, of the clock of the entries' times."""
+    """Predicts reuse. Rates are uses per second; `now` is monotonic seconds on the clock of the entries' times."""
 
     def __init__(self) -> None:
         self._odds: dict[OddsKey, Odds] = {}
-        self._log_interval: dict[bool, float] = {}  # geometric mean over lineages, of shared ones and of the others
+        self._log_interval: dict[bool, float] = {}  # is_shared -> mean of log seconds over these lineages
 
     def rate(self, lineage: Lineage, odds_key: OddsKey, now: float) -> float:
-        """Return how often a snapshot of the lineage is expected to be used."""
+        """Return the expected uses per second of a snapshot of the lineage."""
         return self._of(odds_key).probability / max(self._interval_s(lineage), now - lineage.seen_s)
 
     def probability(self, lineage: Lineage, odds_key: OddsKey, now: float) -> float:
-        """Return how likely a snapshot of the lineage is used again at all: less the longer it has not been."""
+        """Return the probability that a snapshot of the lineage is used again at all; it falls with its idle time."""
         expected_s, idle_s = max(self._interval_s(lineage), PAUSE_S), now - lineage.seen_s
         return self._of(odds_key).probability * min(1.0, expected_s / max(idle_s, 1e-3))
 
     def returned(self, lineage: Lineage, now: float) -> None:
-        """Record that a prompt continues a conversation, whether or not its last snapshot is still there."""
+        """Record that a prompt continues a conversation, whether or not its last snapshot is still stored."""
         log_s = math.log(max(now - lineage.used_s, 1e-3))
         mean = self._log_interval.get(lineage.is_shared, log_s)
         self._log_interval[lineage.is_shared] = mean + MEAN_WEIGHT * (log_s - mean)
@@ -80,15 +81,15 @@ class ReuseForecast:
         lineage.used_s = lineage.seen_s = now
 
     def used(self, odds_key: OddsKey) -> None:
-        """Record that a snapshot was used, or would have been if it had been there."""
+        """Record that a snapshot was used, or would have been used if it were stored."""
         self._of(odds_key).add(1, 0)
 
     def unused(self, odds_key: OddsKey) -> None:
-        """Record that a snapshot is given up unused."""
+        """Record that a snapshot counts as unused."""
         self._of(odds_key).add(0, 1)
 
     def regret(self, odds_key: OddsKey) -> None:
-        """Take `unused` back: the snapshot would have been of use."""
+        """Undo `unused`: the snapshot would have been used."""
         self._of(odds_key).add(0, -1)
 
     def _of(self, key: OddsKey) -> Odds:
@@ -106,11 +107,12 @@ class ReuseForecast:
 
 
 def odds_key_of(entry: Entry, tip: Entry | None) -> OddsKey:
-    """Return what an entry's odds are learned by. tip: the last entry of its lineage that is in memory."""
+    """Return the odds key of an entry. tip: the last entry of its lineage that is in memory."""
     return odds_key(entry.kind, _stage(entry, tip), entry.lineage)
 
 
 def odds_key(kind: SnapshotKind, stage: Stage, lineage: Lineage) -> OddsKey:
+    """Return the odds key of a snapshot of this kind and stage."""
     return kind, stage, min(lineage.num_returns, 2)
 
 

@@ -1,4 +1,4 @@
-"""The prefix cache as others see it."""
+"""The prefix cache's status for the API."""
 
 from hashlib import sha256
 from itertools import islice
@@ -11,6 +11,7 @@ MAX_ENTRIES_SHOWN = 256
 
 
 def cache_status(cache: PrefixCache, off: str | None, now: float, disk: dict[str, int] | None = None) -> CacheStatus:
+    """Return the figures and the MAX_ENTRIES_SHOWN most recently used entries."""
     counters = cache.counters
     return CacheStatus(
         off=off,

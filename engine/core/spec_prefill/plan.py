@@ -1,4 +1,4 @@
-"""What travels to a scorer and back, and the rules that a sparse plan must keep. Pure; every plan can be made again."""
+"""Requests to a scorer and their results, and the rules of a sparse plan. Pure; every plan is reproducible."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,70 +10,75 @@ from engine.core.spec_prefill.select import select
 from engine.protocol import Boundary, SparsePlan
 
 PLAN_VERSION = 1
-"""Raise it when equal requests and scores give another plan."""
+"""Must be increased when equal requests and scores lead to another plan."""
 
 CONTROL_FOLLOWERS = 2
-"""Tokens kept behind each control token: the role and the line break of a turn's head, the name of a tag."""
+"""Tokens kept after each control token: role and line break of a turn's header, or the name of a tag."""
 
 TAIL_TOKENS = 64
-"""Of the last turn, kept in front of its end: mostly the question."""
+"""Tokens kept at the end of the last turn, where the question usually is."""
 
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A prompt to be scored as a whole, of which the tokens behind the first num_dense are to be chosen from.
-
-    token_ids: int32 [num_prompt_tokens]. anchors: int32, ascending: tokens behind num_dense that are kept in any case,
-    see `find_anchors`. keep: part of the tokens behind num_dense. boundaries, tenant: of the EngineRequest; the scorer
-    reuses what it knows of a prefix as the engine does.
-    """
+    """A prompt to score; a sparse plan chooses among its tokens after the first num_dense."""
 
     request_id: str
+    """Id of the request, for log messages."""
     token_ids: np.ndarray
+    """Int32 [num_prompt_tokens]."""
     num_dense: int
+    """Tokens at the beginning that are all kept."""
     anchors: np.ndarray
+    """Int32, ascending: positions that are always kept, see `find_anchors`."""
     keep: float
+    """Share of the tokens after num_dense to keep."""
     boundaries: tuple[Boundary, ...] = ()
+    """Boundaries of the EngineRequest; the scorer caches its own state there."""
     tenant: str = ""
+    """Tenant of the EngineRequest."""
     limit_s: float | None = None
-    """Seconds that a plan saves: scoring that would take longer is refused. None: it is wanted in any case."""
+    """Seconds that a plan saves; scoring that would take longer is refused. None for no limit."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """num_scored: tokens that the draft read for it; the others it knew already. seconds: from request to plan."""
+    """The result of scoring a prompt."""
 
     plan: SparsePlan
+    """The sparse plan."""
     num_scored: int
+    """Tokens that the draft model read for it; the others were cached."""
     seconds: float
+    """From request to plan."""
 
 
 @dataclass(frozen=True)
 class ScorerStatus:
-    """A snapshot for `/v1/status`: gauges are of this moment, counters since the start. Bytes, tokens.
+    """A snapshot for `/v1/status`: gauges are current, counters count from the start."""
 
-    state: loading, ready, unavailable (the draft cannot score: error tells why), failed, stopped. num_refused: the
-    queue was full, the prompt too long, or it would have been late. num_reused_tokens: of scored prompts, read for
-    earlier ones.
-    """
-
-    state: str
-    draft_model: str
-    device: str = ""
-    num_running: int = 0
-    num_waiting: int = 0
-    num_scored: int = 0
-    num_scored_tokens: int = 0
-    num_reused_tokens: int = 0
-    num_cancelled: int = 0
-    num_refused: int = 0
-    num_failed: int = 0
-    memory: dict[str, int] = field(default_factory=dict)
-    error: str | None = None
+    state: str  # loading, ready, unavailable (the draft cannot score, see error), failed, or stopped.
+    draft_model: str  # As configured.
+    device: str = ""  # MLX's name of it; '' while loading.
+    num_running: int = 0  # Prompts being scored.
+    num_waiting: int = 0  # Prompts queued.
+    num_scored: int = 0  # Scored prompts.
+    num_scored_tokens: int = 0  # Tokens that the draft read.
+    num_reused_tokens: int = 0  # Tokens of scored prompts that it had read for earlier ones.
+    num_cancelled: int = 0  # Cancelled by the client.
+    num_refused: int = 0  # Refused: queue full, prompt too long, or not possible in time.
+    num_failed: int = 0  # Failed with an error.
+    memory: dict[str, int] = field(default_factory=dict)  # Bytes by purpose.
+    error: str | None = None  # Why it is not ready, None if it is.
 
 
 def make_plan(request: ScoreRequest, importance: np.ndarray) -> SparsePlan:
-    """importance: float32 [num_prompt_tokens]; not finite is worth nothing. Equal arguments give equal plans."""
+    """Make the sparse plan of a scored prompt. Equal arguments give equal plans.
+
+    Args:
+        request: The prompt.
+        importance: float32 [num_prompt_tokens]; values that are not finite count as 0.
+    """
     num_tokens, num_dense = len(request.token_ids), request.num_dense
     chosen = select(importance[num_dense:], request.keep) + num_dense
     last = np.array([num_tokens - 1])
@@ -83,6 +88,7 @@ def make_plan(request: ScoreRequest, importance: np.ndarray) -> SparsePlan:
 
 
 def fingerprint(token_ids: np.ndarray, positions: np.ndarray, num_dense: int) -> str:
+    """Return the hex digest of a plan and its prompt's tokens."""
     digest = sha256(f"plan {PLAN_VERSION} {len(token_ids)} {num_dense} {len(positions)}\0".encode())
     for array in (token_ids, positions):
         digest.update(np.ascontiguousarray(array, "<i4").data)
@@ -90,7 +96,7 @@ def fingerprint(token_ids: np.ndarray, positions: np.ndarray, num_dense: int) ->
 
 
 def why_unfit(plan: SparsePlan, token_ids: np.ndarray) -> str | None:
-    """Why a plan cannot be one for this prompt; None if it can."""
+    """Return why a plan does not fit this prompt, None if it does."""
     positions, num_tokens = plan.positions, len(token_ids)
     if positions.ndim != 1 or positions.dtype != np.int32 or not len(positions):
         return f"positions are {positions.dtype} of shape {positions.shape}; expected int32 [k] with k > 0"
@@ -106,7 +112,7 @@ def why_unfit(plan: SparsePlan, token_ids: np.ndarray) -> str | None:
 
 
 def num_contiguous(positions: np.ndarray) -> int:
-    """How many tokens are kept in front of the first one that is left out."""
+    """Return how many tokens are kept before the first skipped one."""
     gaps = np.flatnonzero(positions != np.arange(len(positions)))
     return int(gaps[0]) if len(gaps) else len(positions)
 
@@ -114,10 +120,20 @@ def num_contiguous(positions: np.ndarray) -> int:
 def find_anchors(
     token_ids: np.ndarray, control_token_ids: Sequence[int], boundaries: Sequence[Boundary], media: np.ndarray
 ) -> np.ndarray:
-    """int32, ascending: what no score may leave out.
+    """Return the positions that are always kept.
 
-    Control tokens with those that follow them, the tail of the last turn with all behind it, and `media` (positions of
-    picture tokens). First and last chunk are `select`'s business.
+    These are control tokens with those that follow, the end of the last turn with all tokens after it, and image
+    tokens.
+    `select` always keeps the first and the last chunk.
+
+    Args:
+        token_ids: int32 [num_prompt_tokens].
+        control_token_ids: The tokenizer's control tokens.
+        boundaries: Boundaries of the prompt.
+        media: Positions of image tokens.
+
+    Returns:
+        int32, ascending.
     """
     num_tokens = len(token_ids)
     control = np.flatnonzero(np.isin(token_ids, list(control_token_ids)))

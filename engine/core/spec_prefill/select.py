@@ -1,19 +1,26 @@
-"""Importance of tokens → which are kept. Pure and deterministic: equal scores are ordered by place."""
+"""Selects the tokens to keep by importance. Pure and deterministic: ties are broken by position."""
 
 import math
 
 import numpy as np
 
 CHUNK_TOKENS = 32
-"""Chosen together: what stands alone cannot be read."""
+"""Tokens are kept in chunks of this size, because isolated tokens lose their context."""
 
 
 def select(importance: np.ndarray, keep: float) -> np.ndarray:
-    """int64, ascending: the tokens of the chunks whose mean importance (float [num_tokens]) is best.
+    """Return the tokens of the chunks with the highest mean importance.
 
-    At least ceil(keep * num_tokens) tokens, in as few chunks as that takes, but no fewer than ceil(keep * chunks).
-    First and last chunk are always among them: one holds what attention sinks into, the other what is asked. What is
-    not finite counts as 0.
+    At least ceil(keep * num_tokens) tokens are kept, in as few chunks as possible, but at least ceil(keep * chunks)
+    chunks.
+    The first and the last chunk are always kept: one is the attention sink, the other holds the question.
+
+    Args:
+        importance: float [num_tokens]; values that are not finite count as 0.
+        keep: Share of the tokens to keep.
+
+    Returns:
+        int64, ascending indices.
     """
     num_tokens = len(importance)
     if num_tokens == 0:
@@ -34,5 +41,5 @@ def select(importance: np.ndarray, keep: float) -> np.ndarray:
 
 
 def _ceil(value: float) -> int:
-    """0.1 * 30 is 3, whatever binary fractions say."""
+    """Round up, ignoring floating-point errors: 0.1 * 30 becomes 3."""
     return math.ceil(value - 1e-9)

@@ -1,1 +1,1 @@
-"""What the libraries lack here, one file each: why, in which version, and when it can go."""
+"""Patches of the libraries, one file each: the reason, the version, and when it can be removed."""

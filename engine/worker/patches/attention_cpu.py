@@ -1,9 +1,9 @@
 """Attention over a prompt on x86 CPUs, with numpy's exponential.
 
-MLX 0.32.4 takes 16 ns for an exponential on x86, numpy 0.6 ns (with AVX-512), and long prompts are full of them: 7168
-tokens of the demo's draft take 2.6 instead of 7.4 s of CPU. Scores are made in blocks of queries, each over the keys
-that it may see. mlx_vlm's models call `scaled_dot_product_attention` by name, each in its module; those of the Qwen and
-Llama families get this one. It can go when MLX's CPU backend has a faster exponential on x86.
+MLX 0.32.4 takes 16 ns for an exponential on x86, numpy 0.6 ns (with AVX-512): 7168 tokens of the demo's draft take 2.6
+instead of 7.4 s of CPU. Scores are computed in blocks of queries, each over the keys that it may see. mlx_vlm's models
+call `scaled_dot_product_attention` by name, each in its module; `install` replaces it for the Qwen and Llama families.
+It can be removed when MLX's CPU backend has a faster exponential on x86.
 """
 
 import platform
@@ -22,7 +22,7 @@ from mlx_vlm.models.qwen3_vl import language as qwen3_vl
 MODULES = (llama, qwen2, qwen3, qwen3_5, qwen3_vl)
 
 MIN_QUERIES = 16
-"""Fewer are a decode step, which must not wait for the device in the middle of a forward."""
+"""Fewer queries are a decode step, which must not wait for the device within a forward."""
 
 BLOCK_QUERIES = 256
 
@@ -42,22 +42,29 @@ def _attention(
         end = min(start + BLOCK_QUERIES, num_queries)
         seen = num_keys - num_queries + end if is_causal else num_keys
         blocks.append(_block(queries[:, :, start:end] * scale, keys[:, :, :seen], values[:, :, :seen], is_causal))
-        mx.eval(blocks[-1])  # or it would hold on to its scores
+        mx.eval(blocks[-1])  # frees its scores
     return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2)
 
 
 def _block(q: mx.array, k: mx.array, v: mx.array, is_causal: bool) -> mx.array:
-    """q [B, heads, n, head_dim]; k, v [B, kv heads, m, head_dim], of which causal queries see all but the last ones."""
+    """Compute one block of queries.
+
+    Args:
+        q: [B, heads, n, head_dim].
+        k, v: [B, kv heads, m, head_dim]; with is_causal the last n keys are the queries' own.
+        is_causal: Whether query i sees only the keys up to its own.
+    """
     batch, num_heads, n, head_dim = q.shape
     grouped = q.reshape(batch, k.shape[1], -1, head_dim)
     scores = grouped @ k.swapaxes(-1, -2)
     mx.eval(scores)
-    _softmax(np.array(scores, copy=False), n if is_causal else 0)  # in place: nobody else has this array
+    _softmax(np.array(scores, copy=False), n if is_causal else 0)  # in place: the array has no other reference
     return (scores @ v).reshape(batch, num_heads, n, v.shape[-1])
 
 
 def _softmax(scores: np.ndarray, num_causal: int) -> None:
-    """In place, over the last axis. num_causal: so many queries in turn see no keys behind their own."""
+    """Apply softmax in place over the last axis. num_causal: queries per head that see no later keys; 0 for all
+    keys."""
     if num_causal:
         newest = scores.reshape(*scores.shape[:2], -1, num_causal, scores.shape[-1])[..., -num_causal:]
         np.copyto(newest, -np.inf, where=np.triu(np.ones((num_causal, num_causal), bool), 1))
@@ -67,12 +74,12 @@ def _softmax(scores: np.ndarray, num_causal: int) -> None:
 
 
 def install() -> None:
-    """Idempotent; for x86 alone."""
+    """Replace the attention of the supported models; x86 only. May be called several times."""
     if platform.machine() in ("x86_64", "AMD64"):
         for module in MODULES:
             vars(module)["scaled_dot_product_attention"] = _attention
 
 
 def max_queries() -> int:
-    """How many attention looks at at once: no bound where this is not installed."""
+    """Return how many queries attention computes at once; unbounded if the patch is not installed."""
     return BLOCK_QUERIES if vars(qwen3_5)["scaled_dot_product_attention"] is _attention else 2**31

@@ -1,10 +1,10 @@
 """The gated delta rule as one CUDA kernel.
 
-mlx_vlm 0.7.10 (models/qwen3_5/gated_delta.py) has it as one kernel on Metal only. Elsewhere a token is half a dozen
+mlx_vlm 0.7.10 (models/qwen3_5/gated_delta.py) has one kernel on Metal only. Elsewhere a token takes half a dozen
 operations per layer, and on CUDA, where each costs the host microseconds to launch, verifying four tokens took three
-times as long as decoding one, and 2048 tokens of a prompt 14 to 23 ms per layer (2 with the kernel). `install` puts
-the kernel in the place of the two functions that loop over tokens and of the one that takes a prompt in chunks; it can
-go when the library, or `mx.fast.gated_delta_update`, has one for CUDA that also returns the states in between.
+times as long as decoding one, and 2048 tokens of a prompt 14 to 23 ms per layer (2 with the kernel). `install` replaces
+the two functions that loop over tokens and the one that computes a prompt in chunks. It can be removed when the
+library, or `mx.fast.gated_delta_update`, has a CUDA kernel that also returns the intermediate states.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from mlx_vlm.models.qwen3_5 import gated_delta
 WARPS_PER_BLOCK = 4
 
 MAX_COMPILED_TOKENS = 16
-"""For each length up to this there is a kernel of its own; one takes all the longer ones."""
+"""Each length up to this has a kernel of its own; one kernel serves all longer ones."""
 
 SOURCE = """
     // One warp per value row: a state row S[dv] of Dk floats lies in its lanes' registers, N each. A token is loaded
@@ -70,7 +70,7 @@ SOURCE = """
 
 
 def supported(k: mx.array, v: mx.array, g: mx.array, state: mx.array | None) -> bool:
-    """The shapes and dtypes that the kernel is made for."""
+    """Return whether the kernel supports these shapes and dtypes."""
     fits = k.shape[-1] % 32 == 0 and v.shape[-1] % WARPS_PER_BLOCK == 0 and v.shape[-2] % k.shape[-2] == 0
     return fits and g.ndim == 3 and (state is None or state.dtype == mx.float32)
 
@@ -78,9 +78,17 @@ def supported(k: mx.array, v: mx.array, g: mx.array, state: mx.array | None) -> 
 def run(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array | None, num_states: int
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """q, k [B, T, Hk, Dk], v [B, T, Hv, Dv], g, beta [B, T, Hv], state float32 [B, Hv, Dv, Dk].
+    """Compute the delta rule.
 
-    Returns y [B, T, Hv, Dv], the last state, and the states [B, num_states, Hv, Dv, Dk] after the first tokens.
+    Args:
+        q, k: [B, T, Hk, Dk].
+        v: [B, T, Hv, Dv].
+        g, beta: [B, T, Hv].
+        state: float32 [B, Hv, Dv, Dk]; None for zeros.
+        num_states: How many intermediate states to return.
+
+    Returns:
+        y [B, T, Hv, Dv], the last state, and the states [B, num_states, Hv, Dv, Dk] after the first tokens.
     """
     batch, length, num_k_heads, k_dim = k.shape
     num_v_heads, v_dim = v.shape[2:]
@@ -107,7 +115,7 @@ def run(
 
 
 def install() -> None:
-    """Idempotent; for CUDA alone."""
+    """Replace the library's functions; CUDA only. May be called several times."""
     if getattr(gated_delta.gated_delta_ops, "is_ours", False):
         return
     ops, with_states = gated_delta.gated_delta_ops, gated_delta._gated_delta_with_states_ops

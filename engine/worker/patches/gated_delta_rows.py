@@ -1,8 +1,8 @@
 """Verification of a batch on the CPU by the factored delta rule.
 
-mlx_vlm 0.7.10 calls `gated_delta_update` by name in two modules; both get this one, which differs for our own caches
-alone, and there while they record. On GPUs one kernel per layer does it token by token (Metal: the library's, CUDA:
-gated_delta_cuda). It can go when the library lets a cache choose how its state is updated.
+mlx_vlm 0.7.10 calls `gated_delta_update` by name in two modules; both get this one, which differs only for this
+package's own caches while they record. On GPUs one kernel per layer works token by token (Metal: the library's, CUDA:
+gated_delta_cuda). It can be removed when the library lets a cache choose how its state is updated.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def _gated_delta_update(
 
 
 def install() -> None:
-    """Idempotent."""
+    """Replace the library's function. May be called several times."""
     RecurrentRows.is_factored = True
     for module in (language, speculative_verifier):
         vars(module)["gated_delta_update"] = _gated_delta_update

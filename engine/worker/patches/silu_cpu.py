@@ -1,11 +1,11 @@
 """SiLU on x86 CPUs by a rational function.
 
 MLX 0.32.4 takes 16 ns for an exponential on x86, as its compiled kernels call fmaf for each. tanh as a quotient of two
-polynomials needs none and is vectorized by the compiler that MLX calls: 3.3 ns for each SiLU, with an error of at most
-2e-7 times the number (the library's: 1.1e-7). Prompts of the demo model take 30 % less time. mlx_vlm calls `nn.silu` by
-its module and `swiglu` by name; `install` replaces both where the Qwen and Llama families call them. Few numbers, as in
-a decode step of few rows, take the library's functions: a larger graph costs them more than it saves. It can go when
-MLX's CPU backend has a faster exponential on x86.
+polynomials is vectorized by the compiler that MLX calls: 3.3 ns per SiLU, with a relative error of at most 2e-7 (the
+library's: 1.1e-7). Prompts of the demo model take 30 % less time. mlx_vlm calls `nn.silu` by its module and `swiglu` by
+name; `install` replaces both where the Qwen and Llama families call them. Small arrays, as in a decode step of few
+rows, use the library's functions: a larger graph costs more than it saves. It can be removed when MLX's CPU backend has
+a faster exponential on x86.
 """
 
 import platform
@@ -22,10 +22,10 @@ from mlx_vlm.models.qwen3_5 import language as qwen3_5
 from mlx_vlm.models.qwen3_5 import speculative_verifier as qwen3_5_verifier
 
 MIN_SIZE = 2**14
-"""Fewer numbers take the library's functions."""
+"""Smaller arrays use the library's functions."""
 
 HALF, SMALLEST, LARGEST = mx.array(0.5), mx.array(-9.0), mx.array(9.0)
-"""tanh of the latter two is -1 and 1 in float32; arguments beyond are taken for them."""
+"""tanh(SMALLEST) is -1 and tanh(LARGEST) is 1 in float32; larger arguments are clamped to them."""
 
 NUMERATOR = [
     mx.array(value)
@@ -35,8 +35,9 @@ DENOMINATOR = [
     mx.array(value)
     for value in (1.0, 0.46706525387748965, 0.02584211715037315, 3.2714422689520675e-4, 7.702965376813671e-7)
 ]
-"""Coefficients of y**0, y**2, ..: tanh(y) = y * numerator / denominator between the two. Fitted by least squares that
-were weighted anew until the largest error, 1.9e-8, was least. Arrays, made once: from numbers graphs make their own."""
+"""Coefficients of y**0, y**2, ...: tanh(y) = y * numerator / denominator between SMALLEST and LARGEST. Fitted by
+iteratively reweighted least squares to the smallest maximum error, 1.9e-8. Arrays, because graphs would create arrays
+from numbers each time."""
 
 _library_silu: Any = nn.silu
 _library_swiglu: Any = vars(qwen3_5)["swiglu"]
@@ -67,20 +68,22 @@ def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 @partial(mx.compile, shapeless=True)
 def _library_precise(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
-    """The library's own, whose `nn` is not the one that `install` puts into its module."""
+    """Compute the library's function with its original `nn`."""
     return (_library_silu(gate.astype(mx.float32)) * x.astype(mx.float32)).astype(h.dtype)
 
 
 def silu(x: mx.array) -> mx.array:
+    """Compute SiLU, for large arrays by the rational function."""
     return _silu(x) if _is_large(x) else _library_silu(x)
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """Compute SwiGLU, for large arrays by the rational function."""
     return _swiglu(gate, x) if _is_large(gate) and x.dtype == mx.float32 else _library_swiglu(gate, x)
 
 
 def precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
-    """SwiGLU of a gated norm."""
+    """Compute SwiGLU of a gated norm, for large arrays by the rational function."""
     return _swiglu(gate, x) if _is_large(gate) and x.dtype == h.dtype == mx.float32 else _library_precise(h, gate, x)
 
 
@@ -89,9 +92,9 @@ def _is_large(x: mx.array) -> bool:
 
 
 def install() -> None:
-    """Idempotent; for x86 alone.
+    """Replace the functions in the supported models; x86 only. May be called several times.
 
-    Not `nn.silu` itself: functions that the library compiles for any shape cannot call ours.
+    `nn.silu` itself is not replaced: functions that the library compiles for any shape cannot call this one.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return

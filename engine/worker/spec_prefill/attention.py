@@ -1,7 +1,7 @@
-"""What tokens attend to, read from the public modules of a model's layers: no patches, nothing is replaced.
+"""Reads what tokens attend to from the public modules of a model's layers, without patching them.
 
-Read are decoder blocks of the common shape (`input_layernorm`, `self_attn`, `post_attention_layernorm`, `mlp`) with
-rotary positions, with or without norms of queries and gates of outputs: Llama, Qwen2, Qwen3, Qwen3-VL, Qwen3.5.
+Supports decoder blocks of the common form (`input_layernorm`, `self_attn`, `post_attention_layernorm`, `mlp`) with
+rotary positions, with or without query and key norms and output gates: Llama, Qwen2, Qwen3, Qwen3-VL, Qwen3.5.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ from mlx_vlm.models.cache import ArraysCache, KVCache
 from engine.protocol import EngineFailed
 
 POOL = 13
-"""Scores are averaged over so many neighbours: one token alone says little of its surroundings."""
+"""Scores are averaged over this many neighbours, because a single token says little about its surroundings."""
 
 KEYS_AT_ONCE = 4096
-"""Keys of low precision are widened to float32 in pieces of so many tokens."""
+"""Keys of low precision are converted to float32 in pieces of this many tokens."""
 
 BLOCK_PARTS = ("self_attn", "input_layernorm", "post_attention_layernorm", "mlp")
 ATTENTION_PARTS = ("q_proj", "o_proj", "scale")
@@ -25,24 +25,28 @@ ATTENTION_PARTS = ("q_proj", "o_proj", "scale")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayer:
-    """One block with full attention. normalize: queries [1, n, heads, head_dim] -> the same, as keys are compared with.
-    rotate: queries [1, heads, n, head_dim] and the position of the first -> rotated queries.
-    """
+    """A block with full attention."""
 
-    index: int
-    block: Any
-    num_heads: int
-    normalize: Callable[[mx.array], mx.array]
+    index: int  # Index of the layer.
+    block: Any  # The library's module.
+    num_heads: int  # Query heads.
+    normalize: Callable[[mx.array], mx.array]  # Normalizes queries [1, n, heads, head_dim].
     rotate: Callable[[mx.array, int], mx.array]
+    """Rotates queries [1, heads, n, head_dim], given the position of the first."""
 
     def query(self, hidden: mx.array, position: int, head_dim: int) -> tuple[mx.array, mx.array | None]:
-        """Queries of the tokens from `position` on, and the gates of their outputs where q_proj makes them.
+        """Return the queries of the tokens from `position` on, and the gates of their outputs if q_proj computes them.
 
         Args:
             hidden: [1, n, hidden], the block's input.
+            position: Position of the first token.
+            head_dim: Size of the keys.
 
         Returns:
             Queries [1, heads, n, head_dim], and gates [1, n, heads * head_dim] or None.
+
+        Raises:
+            EngineFailed: q_proj has an unsupported shape.
         """
         attention, num_tokens = self.block.self_attn, hidden.shape[1]
         heads = attention.q_proj(self.block.input_layernorm(hidden)).reshape(1, num_tokens, self.num_heads, -1)
@@ -55,7 +59,8 @@ class AttentionLayer:
         return self.rotate(self.normalize(heads).transpose(0, 2, 1, 3), position), gate
 
     def output(self, hidden: mx.array, position: int, cache: KVCache) -> mx.array:
-        """Return the block's output [1, 1, hidden] for the newest token from our query and the cached keys."""
+        """Return the block's output [1, 1, hidden] for the newest token, from the query computed here and the cached
+        keys."""
         attention, block = self.block.self_attn, self.block
         keys, values = _cached(cache)
         query, gate = self.query(hidden, position, keys.shape[-1])
@@ -68,7 +73,8 @@ class AttentionLayer:
         return hidden + block.mlp(block.post_attention_layernorm(hidden))
 
     def weights(self, query: mx.array, cache: KVCache, num_keys: int) -> mx.array:
-        """Softmax over the first keys alone, float32 [heads, n, num_keys]; query [1, heads, n, head_dim]."""
+        """Return the softmax over the first `num_keys` keys, float32 [heads, n, num_keys]. query: [1, heads, n,
+        head_dim]."""
         keys, num_queries = _cached(cache)[0], query.shape[2]
         scaled = query[0].astype(mx.float32) * self.block.self_attn.scale
         grouped = scaled.reshape(keys.shape[1], -1, keys.shape[-1])
@@ -83,18 +89,19 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """One token's way through an attention layer: hidden states [1, 1, hidden] before and behind the block."""
+    """One token's pass through an attention layer."""
 
-    layer: AttentionLayer
-    cache: KVCache
-    before: mx.array
-    behind: mx.array
+    layer: AttentionLayer  # The layer.
+    cache: KVCache  # The layer's cache.
+    before: mx.array  # [1, 1, hidden], the block's input.
+    behind: mx.array  # [1, 1, hidden], the block's output.
 
 
 def attention_layers(blocks: Sequence[Any], cache: Sequence[Any]) -> list[AttentionLayer | None]:
-    """Per layer how its attention is read; None for one with a recurrent state, which attends to nothing.
+    """Return how each layer's attention is read; None for a layer with a recurrent state.
 
-    Raises EngineFailed naming the layer that cannot be read.
+    Raises:
+        EngineFailed: A layer cannot be read; the message names it.
     """
     layers = [
         _attention_layer(i, block, kind) for i, (block, kind) in enumerate(zip(blocks, map(type, cache), strict=True))
@@ -107,11 +114,13 @@ def attention_layers(blocks: Sequence[Any], cache: Sequence[Any]) -> list[Attent
 def importance(
     layers: Sequence[tuple[AttentionLayer, KVCache]], before: Sequence[mx.array], position: int, num_keys: int
 ) -> mx.array:
-    """The highest of all layers' and heads' smoothed attention to each key, not evaluated.
+    """Return the maximum over layers and heads of the smoothed attention to each key, lazy.
 
     Args:
-        layers: the attention layers with their caches.
-        before: of each, its input [1, n, hidden] for the tokens from `position` on.
+        layers: The attention layers with their caches.
+        before: Each layer's input [1, n, hidden] for the tokens from `position` on.
+        position: Position of the first of these tokens.
+        num_keys: Keys to consider, from the first.
 
     Returns:
         float32 [n, num_keys].
@@ -124,7 +133,7 @@ def importance(
 
 
 def pooled(weights: mx.array) -> mx.array:
-    """[..., n] -> means over POOL neighbours; at the edges over those that are there."""
+    """Return means over POOL neighbours along the last axis; at the edges over the existing ones."""
     n, reach = weights.shape[-1], POOL // 2
     ones = mx.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(reach, reach)])
     twos = ones[..., :-1] + ones[..., 1:]
@@ -136,13 +145,13 @@ def pooled(weights: mx.array) -> mx.array:
 
 
 def _cached(cache: KVCache) -> tuple[mx.array, mx.array]:
-    """Keys and values [1, kv heads, slots, head_dim] of a cache that is not empty."""
+    """Return keys and values [1, kv heads, slots, head_dim] of a non-empty cache."""
     keys: Any = cache.keys
     return keys, cache.values  # type: ignore[return-value]
 
 
 def _grouped(heads: mx.array, num_kv_heads: int) -> mx.array:
-    """[heads, n] -> [kv heads, heads per kv head, n]."""
+    """Reshape [heads, n] -> [kv heads, heads per kv head, n]."""
     return heads.reshape(num_kv_heads, -1, heads.shape[-1])
 
 
@@ -150,7 +159,7 @@ def _attention_layer(index: int, block: Any, kind: type) -> AttentionLayer | Non
     if kind is ArraysCache:
         return None
     name = f"layer {index} ({type(block).__name__})"
-    if kind is not KVCache:  # exactly: what derives from it stores otherwise
+    if kind is not KVCache:  # exact type: subclasses store their keys differently
         raise EngineFailed(f"{name} keeps its keys in a {kind.__name__}, where not all of them stay")
     for part in BLOCK_PARTS:
         if not hasattr(block, part):

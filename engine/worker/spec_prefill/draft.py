@@ -1,4 +1,4 @@
-"""The draft model: reads a prompt chunk by chunk, then looks ahead token by token and tells what it attended to."""
+"""The draft model: reads a prompt chunk by chunk, then generates a few tokens and reports what they attended to."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,22 +17,23 @@ from engine.worker.spec_prefill.attention import Seen, attention_layers, importa
 
 PROBE_TOKENS = 48
 TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
-"""Of the largest number that a layer adds, or of the largest logit; rounding of the sum itself is allowed for."""
+"""Relative to the largest value that a layer adds, or to the largest logit; rounding of the sum itself is allowed on
+top."""
 
 MAX_SCORES_BYTES = 2**28
-"""On the CPU attention holds its scores, float32 [heads, chunk, context]: chunks are smaller where they would pass."""
+"""On a CPU attention stores its scores, float32 [heads, chunk, context]; chunks are reduced to this limit."""
 
 SMALLEST_CHUNK = 16
 
 MAX_OBSERVED_BYTES = 2**25
-"""Limit of the attention weights, float32 [heads, steps, prompt], that are computed at once per layer."""
+"""Limit of the attention weights, float32 [heads, steps, prompt], computed at once per layer."""
 
 Block = Callable[[mx.array, Any], mx.array]
 """(hidden [1, 1, hidden], the layer's cache) -> hidden."""
 
 
 def draft_engine_config(config: SpecPrefillConfig, device: str) -> EngineConfig:
-    """What the loader is told; device: auto, cpu or gpu."""
+    """Return the loader's configuration of the draft. device: auto, cpu or gpu."""
     return EngineConfig.model_validate(
         {
             "model": draft_of(config.draft_model),
@@ -46,21 +47,29 @@ def draft_engine_config(config: SpecPrefillConfig, device: str) -> EngineConfig:
 
 
 def load_draft(config: EngineConfig) -> "Draft":
-    """On the calling thread, which must be the one that will use it. Raises EngineFailed, also if it cannot score."""
+    """Load the draft on the calling thread, which must be the one that will use it.
+
+    Raises:
+        EngineFailed: It cannot be loaded or cannot score.
+    """
     model = loader.load(config, lambda progress: None)
     memory.set_limits(config)
     try:
         return Draft(model)
-    except Exception as error:  # of whatever architecture the library knows
+    except Exception as error:  # the model may have any architecture
         reason = str(error) if isinstance(error, EngineFailed) else f"{type(error).__name__}: {error}"
         raise EngineFailed(f"this draft cannot score: {reason}") from error
 
 
 class Draft:
-    """One loaded model, without state of its own: each prompt brings its cache.
+    """A loaded draft model, without state per prompt: each prompt brings its own cache.
 
-    stop_token_ids: by its own configuration. bytes_per_token: of a cache, in all attention layers; state_bytes: of its
-    recurrent states. Raises EngineFailed, or whatever the library raises, for a model that cannot be read.
+    Raises EngineFailed, or whatever the library raises, for a model whose attention cannot be read.
+
+    Attributes:
+        stop_token_ids: From its own configuration.
+        bytes_per_token: Bytes per token of a cache, over all attention layers.
+        state_bytes: Bytes of a cache's recurrent states.
     """
 
     def __init__(self, model: loader.LoadedModel):
@@ -85,22 +94,22 @@ class Draft:
         mx.clear_cache()
 
     def compile_blocks(self, compiles: bool) -> None:
-        """From now on steps that look ahead run blocks with a recurrent state as compiled graphs, or do not."""
+        """Set whether look-ahead steps run blocks with a recurrent state as compiled graphs."""
         self._blocks = [
             compiled_block(block) if compiles and layer is None else plain_block(block)
             for block, layer in zip(self._lm.model.layers, self._layers, strict=True)
         ]
 
     def make_cache(self) -> RowCache:
-        """An empty one for one prompt."""
+        """Return an empty cache for one prompt."""
         return make_prompt_cache(self._lm)
 
     def cache_bytes(self, num_tokens: int) -> int:
-        """What a prompt's cache takes with so many tokens in it."""
+        """Return the bytes of a prompt's cache with `num_tokens` tokens."""
         return self.state_bytes + rounded(num_tokens) * self.bytes_per_token
 
     def chunk_tokens(self, start: int, wanted: int) -> int:
-        """How many of the tokens wanted from `start` on are read at once."""
+        """Return how many of the `wanted` tokens from `start` on to read in one forward."""
         if loader.on_gpu():
             return wanted
         heads = max(layer.num_heads for layer in self._layers if layer is not None)
@@ -108,7 +117,14 @@ class Draft:
         return min(wanted, max(fitting, SMALLEST_CHUNK))
 
     def extend(self, token_ids: np.ndarray, start: int, cache: RowCache, num_slots: int) -> None:
-        """Reads int32 [n], the tokens from `start` on, into the cache, evaluated, with room for num_slots in all."""
+        """Read a chunk into the cache, evaluated.
+
+        Args:
+            token_ids: int32 [n].
+            start: Position of the first token.
+            cache: The prompt's cache.
+            num_slots: Tokens to allocate slots for.
+        """
         self._forward(token_ids, start, cache, skip_logits=True)  # lazy: only the cache is ever evaluated
         for layer in cache:
             if isinstance(layer, KVCache):
@@ -116,10 +132,10 @@ class Draft:
         mx.eval([layer.state for layer in cache])
 
     def look_ahead(self, token_id: mx.array, cache: RowCache) -> tuple[mx.array, list[mx.array]]:
-        """Launch a step that reads one token, int32 [1, 1]; the device is not waited for.
+        """Launch a step that reads one token, int32 [1, 1], without waiting for the device.
 
         Returns:
-            The token that the draft would say next, int32 [1, 1], and what `observe` needs of this step.
+            The draft's next token, int32 [1, 1], and what `observe` needs of this step.
         """
         logits, seen = self.walk(token_id, cache)
         before = [one.before for one in seen]
@@ -128,10 +144,16 @@ class Draft:
         return following, before
 
     def observe(self, steps: Sequence[list[mx.array]], position: int, cache: RowCache, num_prompt: int) -> mx.array:
-        """The mean importance of the prompt's tokens to the tokens that steps have read, from `position` on.
+        """Return the mean importance of the prompt's tokens to the tokens that the steps have read, lazy.
+
+        Args:
+            steps: What `look_ahead` returned for each step.
+            position: Position of the first step's token.
+            cache: The prompt's cache.
+            num_prompt: Tokens of the prompt.
 
         Returns:
-            float32 [num_prompt], not evaluated.
+            float32 [num_prompt].
         """
         layers = [(layer, own) for layer, own in zip(self._layers, cache, strict=True) if layer is not None]
         row_bytes = 4 * num_prompt * max(layer.num_heads for layer, _ in layers)
@@ -146,10 +168,10 @@ class Draft:
         return total / len(steps)
 
     def walk(self, token_id: mx.array, cache: RowCache) -> tuple[mx.array, list[Seen]]:
-        """One token, int32 [1, 1], through the layers one by one.
+        """Compute one token, int32 [1, 1], layer by layer.
 
         Returns:
-            Logits [1, 1, vocab] and what was seen on the way, not evaluated.
+            Logits [1, 1, vocab] and a record of each attention layer, lazy.
         """
         model = self._lm.model
         hidden, seen = model.embed_tokens(token_id), []
@@ -161,10 +183,11 @@ class Draft:
         return self._lm.lm_head(hidden) if hasattr(self._lm, "lm_head") else model.embed_tokens.as_linear(hidden), seen
 
     def _check(self) -> RowCache:
-        """Proves on a probe that the walk is the model's own forward, and that what it reads are the queries and keys
-        that the layers use: their outputs can be computed again from them. Returns the probe's cache.
+        """Check with a probe that `walk` equals the model's own forward, and that the layers' outputs follow from the
+        queries and keys read here. Return the probe's cache.
 
-        Raises EngineFailed naming the layer and the error.
+        Raises:
+            EngineFailed: They differ; the message names the layer and the error.
         """
         ids = (np.arange(PROBE_TOKENS) * 7919 % self.vocab_size).astype(np.int32)
         last = PROBE_TOKENS - 1
@@ -182,7 +205,7 @@ class Draft:
         return walked
 
     def _compare(self, what: str, found: mx.array, expected: mx.array, scale: mx.array) -> None:
-        """Raises EngineFailed beyond the tolerance, relative to the largest of `scale`."""
+        """Raise EngineFailed if the error exceeds the tolerance relative to the largest value of `scale`."""
         error, size, largest = (
             np.abs(np.array(array.astype(mx.float32))).max() for array in (found - expected, scale, expected)
         )
@@ -191,7 +214,7 @@ class Draft:
             raise EngineFailed(f"{what}: they differ by {error:.3g}, the limit is {limit:.3g}")
 
     def _forward(self, token_ids: np.ndarray, start: int, cache: RowCache, **kwargs: Any) -> Any:
-        """The model's own; logits [1, n, vocab], not evaluated, None where it can do without."""
+        """Compute the model's own forward; return logits [1, n, vocab], lazy, None if they can be skipped."""
         tokens = mx.array(token_ids[None].astype(np.int32))
         if not self._explicit_positions:
             return self._lm(tokens, cache=cache).logits
@@ -201,13 +224,15 @@ class Draft:
 
 
 def plain_block(block: Any) -> Block:
+    """Return a function that computes a block for one token."""
     return lambda hidden, cache: block(hidden, mask=None, cache=cache)
 
 
 def compiled_block(block: Any) -> Block:
-    """A block with a recurrent state, for one token: all its shapes are fixed, so that it is traced but once.
+    """Return a function that computes a block with a recurrent state for one token, compiled once: all shapes are
+    fixed.
 
-    Three of four layers of a hybrid model are such ones; on CUDA building a step takes longer than computing it.
+    Three of four layers of a hybrid model are such blocks; on CUDA building a step takes longer than computing it.
     """
 
     @mx.compile
@@ -232,7 +257,7 @@ def _stop_token_ids(*configs: dict[str, Any]) -> frozenset[int]:
 
 
 def _measured(cache: RowCache) -> tuple[int, int]:
-    """Bytes per token in attention layers, and bytes of recurrent states."""
+    """Return bytes per token in attention layers, and bytes of recurrent states."""
     attention = [layer for layer in cache if isinstance(layer, KVCache)]
     per_token = sum(layer.nbytes // rounded(layer.offset) for layer in attention)
     return per_token, num_bytes(cache) - num_bytes(attention)

@@ -1,4 +1,4 @@
-"""What a draft can score, told without touching it."""
+"""The limits of a draft model, known without the device."""
 
 from dataclasses import dataclass
 
@@ -9,22 +9,25 @@ from engine.worker.kv_cache import rounded
 
 @dataclass(frozen=True)
 class Limits:
-    """For any thread. bytes_per_token, state_bytes: of a prompt's cache. budget: bytes of all prompts' caches and of
-    all snapshots. lookahead: tokens of the answer, which take room as those of the prompt do."""
+    """What a draft model can score. Usable from any thread."""
 
-    vocab_size: int
-    max_context_tokens: int
-    lookahead: int
-    bytes_per_token: int
-    state_bytes: int
-    budget: int
+    vocab_size: int  # Vocabulary of the draft.
+    max_context_tokens: int  # Context of the draft.
+    lookahead: int  # Answer tokens, which need slots as prompt tokens do.
+    bytes_per_token: int  # Bytes per token of a prompt's cache.
+    state_bytes: int  # Recurrent states of a prompt's cache.
+    budget: int  # Bytes of all prompts' caches and all snapshots.
 
     def num_bytes(self, num_prompt_tokens: int) -> int:
-        """Of a prompt's cache when it has been scored."""
+        """Return the bytes of a prompt's cache once it has been scored."""
         return self.state_bytes + rounded(num_prompt_tokens + self.lookahead) * self.bytes_per_token
 
     def check(self, request: ScoreRequest) -> None:
-        """Raises InvalidRequest for a prompt that this draft could never score; it has at least one token."""
+        """Check a prompt of at least one token.
+
+        Raises:
+            InvalidRequest: This draft could never score it.
+        """
         num_tokens, room = len(request.token_ids), self.max_context_tokens - self.lookahead
         if num_tokens > room:
             raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""What the draft has read already: snapshots behind prefixes of prompts, and the importance of the last few prompts."""
+"""The draft's cache: snapshots after prefixes of prompts, and the importance of the last few prompts."""
 
 import logging
 import time
@@ -20,8 +20,12 @@ MAX_IMPORTANCES = 8
 
 
 class DraftReuse:
-    """Snapshots are held by nobody while a prompt is read: what it goes on from has been copied into its own cache,
-    and what its own snapshots go on from is looked up again."""
+    """Caches the draft's snapshots and scores.
+
+    Prompts in progress hold no references to snapshots: a restored prefix is copied into the prompt's own cache, and
+    the
+    parents of its own snapshots are looked up again.
+    """
 
     def __init__(self, draft: Draft):
         self._draft = draft
@@ -33,21 +37,21 @@ class DraftReuse:
         return self._cache.num_bytes
 
     def limit(self, max_bytes: int) -> None:
-        """From now on; what has not been used for longest leaves first."""
+        """Set the bytes of all snapshots; the least recently used are removed first."""
         self._cache.max_bytes = max_bytes
         self._make_room(0)
 
     def touch(self, key: PromptKey, max_tokens: int) -> Entry | None:
-        """The longest prefix of at most so many tokens that is here; now it is the last to leave."""
+        """Return the longest cached prefix of at most `max_tokens` tokens and mark it as used; None without one."""
         entry = self._cache.match(key, max_tokens)
         if entry is not None:
             self._cache.touch(entry)
         return entry
 
     def restore(self, key: PromptKey, cache: RowCache, num_slots: int) -> int:
-        """Into an empty cache; returns how many tokens of the prompt it holds now, never the last one.
+        """Restore the longest cached prefix into an empty cache; return its number of tokens, never all of the prompt.
 
-        Raises what the library raises; then the snapshot is gone, and the next prompt does without it.
+        Raises whatever the library raises; the snapshot is removed then.
         """
         entry = self.touch(key, len(key) - 1)
         if entry is None:
@@ -61,7 +65,8 @@ class DraftReuse:
         return entry.num_tokens
 
     def store(self, key: PromptKey, kind: BoundaryKind, cache: RowCache) -> str | None:
-        """The state behind all tokens of `key`; returns its digest, None if it is here already or finds no room."""
+        """Store the state after all tokens of `key`; return its digest, None if it is stored already or does not
+        fit."""
         parent = self.touch(key, len(key))
         num_tokens = len(key) - (parent.num_tokens if parent is not None else 0)
         if num_tokens == 0 or not self._make_room(self._draft.cache_bytes(num_tokens)):
@@ -69,7 +74,7 @@ class DraftReuse:
         if not is_finite(cache):
             log.warning("the draft's state behind %d tokens is not finite", len(key))
             return None
-        held = parent.held if parent is not None else None  # None as well if it has left to make room
+        held = parent.held if parent is not None else None  # None if it was just evicted
         before = held.snapshot if held is not None else None
         snapshot = take(cache, None, len(key), before.stretch if isinstance(before, StateSnapshot) else None)
         digest, now = key.digest(), time.monotonic()
@@ -78,27 +83,30 @@ class DraftReuse:
         return digest if self._cache.store(entry, snapshot, held) else None
 
     def forget(self, digest: str) -> None:
+        """Remove a snapshot; unknown digests are ignored."""
         if (entry := self._cache.get(digest)) is not None:
             self._cache.forget(entry)
 
     def importance(self, key: PromptKey) -> np.ndarray | None:
-        """Of a prompt that has been scored lately: float32 [num_prompt_tokens]."""
+        """Return the importance float32 [num_prompt_tokens] of a recently scored prompt; None if unknown."""
         digest = key.digest()
         if digest in self._importances:
             self._importances.move_to_end(digest)
         return self._importances.get(digest)
 
     def remember(self, key: PromptKey, importance: np.ndarray) -> None:
+        """Keep the importance of a scored prompt."""
         self._importances[key.digest()] = importance
         while len(self._importances) > MAX_IMPORTANCES:
             self._importances.popitem(last=False)
 
     def clear(self) -> None:
+        """Remove everything."""
         self._cache.reset()
         self._importances.clear()
 
     def _make_room(self, num_bytes: int) -> bool:
-        """False when so many bytes can never be free."""
+        """Evict snapshots until `num_bytes` are free; return False if they do not fit at all."""
         if num_bytes > self._cache.max_bytes:
             return False
         while self._cache.num_bytes + num_bytes > self._cache.max_bytes:

@@ -1,8 +1,8 @@
-"""Scores prompts in turns on the device thread: one chunk of one prompt, or one look-ahead token, per step.
+"""Scores prompts in turns on the device thread: each step computes one chunk or one look-ahead token of one prompt.
 
-A plan that comes too late is work for nothing, and so is one that saves less time than it takes. So a prompt is
-refused when the draft, at the pace that it has shown, could not read all that is open within deadline_s, or within what
-the plan saves; it is given up when it turns out so; and a prompt in danger of being late goes first.
+A late plan is useless, and so is one that saves less time than it takes. A prompt is refused if the draft, at its
+measured speed, cannot read all open prompts within deadline_s, or within what the plan saves; it is aborted when that
+becomes certain later; and a prompt that is in danger of being late goes first.
 """
 
 import gc
@@ -29,38 +29,37 @@ from engine.worker.spec_prefill.reuse import DraftReuse
 log = logging.getLogger("orchard.scorer")
 
 DEVICE_SHARE = 0.1
-"""Of the device's memory, for weights and caches, where the configuration does not say."""
+"""Default share of the device's memory for weights and caches."""
 
 MIN_MEASURED_TOKENS = 64
-"""A forward of fewer says little: it takes its time in any case."""
+"""Smaller forwards are not measured, because their fixed time dominates."""
 
 MIN_TOKENS = 16
-"""A snapshot is taken where it saves at least so many tokens over the one before."""
+"""Fewest tokens between a snapshot and the one before it."""
 
 URGENT = 0.2
-"""Part of deadline_s: with less time to spare a prompt goes first."""
+"""Share of deadline_s: a prompt with less slack goes first."""
 
 LOOK_WEIGHT = 0.3
-"""Weight of one more prompt in the moving average of the seconds of a step that looks ahead."""
+"""Weight of the newest prompt in the moving average of seconds per look-ahead step."""
 
 MAX_COPIED_BYTES = 2**28
-"""A step that is launched while the one before runs copies the cache that it writes to: with a larger one it waits."""
+"""A step launched while the previous one runs copies the cache that it writes to. With larger caches it waits
+instead."""
 
 BENEFIT_OF_DOUBT = 1.25
-"""A prompt that has begun is given up when it would take so many times what is left."""
+"""A running prompt is aborted if it is predicted to need this many times its remaining time."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a job. importance: float32 [num_prompt_tokens]; None when it failed, error tells why. num_read: tokens of the
-    prompt that the draft has read for it. is_late: it could not have been done in time; is_too_slow: or not in the
-    time that the plan saves."""
+    """The result of a job."""
 
-    importance: np.ndarray | None = None
-    num_read: int = 0
-    error: str | None = None
-    is_late: bool = False
-    is_too_slow: bool = False
+    importance: np.ndarray | None = None  # float32 [num_prompt_tokens]; None if it failed.
+    num_read: int = 0  # Prompt tokens that the draft read for it.
+    error: str | None = None  # Why it failed, None if it did not.
+    is_late: bool = False  # Whether deadline_s cannot be met.
+    is_too_slow: bool = False  # Whether it takes longer than the plan saves.
 
 
 Publish = Callable[[str, Outcome], None]
@@ -68,37 +67,46 @@ Publish = Callable[[str, Outcome], None]
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A prompt on its way. num_bytes: of its cache when it is done. todo: boundaries in front of it, the next one
-    first. done: tokens of the prompt that need not be read any more, num_reused of them read for others. token: int32
-    [1, 1], the next that a step ahead reads, first the prompt's last; looked: what each step so far has left for
-    Draft.observe; looking_s: how long they have taken. stored: digests of the snapshots that it has left. until_s: when
-    it must be done, by the scorer's clock; limit_s: how long it may take in all.
-    """
+    """A prompt being scored."""
 
-    id: str
-    request: ScoreRequest
-    key: PromptKey
-    num_bytes: int
-    todo: list[Boundary]
-    token: mx.array
-    until_s: float
-    limit_s: float
-    digest: str
-    cache: RowCache = field(default_factory=list)
-    done: int = 0
-    num_reused: int = 0
-    looked: list[list[mx.array]] = field(default_factory=list)
-    looking_s: float = 0.0
-    stored: list[str] = field(default_factory=list)
+    id: str  # Unique key of the job.
+    request: ScoreRequest  # The prompt.
+    key: PromptKey  # Its cache key.
+    num_bytes: int  # Bytes of its cache at the end.
+    todo: list[Boundary]  # Boundaries left to compute, the next one first.
+    token: mx.array  # int32 [1, 1], input of the next look-ahead step; first the prompt's last token.
+    until_s: float  # When it must be done, on the scorer's clock.
+    limit_s: float  # Seconds that it may take in all.
+    digest: str  # Digest of its key; equal prompts are scored once.
+    cache: RowCache = field(default_factory=list)  # The draft's cache, empty before it begins.
+    done: int = 0  # Prompt tokens in the cache.
+    num_reused: int = 0  # Prompt tokens that were restored from a snapshot.
+    looked: list[list[mx.array]] = field(default_factory=list)  # What each look-ahead step returned for Draft.observe.
+    looking_s: float = 0.0  # Seconds of the look-ahead steps so far.
+    stored: list[str] = field(default_factory=list)  # Digests of the snapshots that it has stored.
 
 
 def load_scorer(config: SpecPrefillConfig, draft: EngineConfig, publish: Publish) -> "Scorer":
-    """Loads the draft on the calling thread. Raises EngineFailed with the reason."""
+    """Load the draft on the calling thread.
+
+    Raises:
+        EngineFailed: It cannot be loaded or cannot score.
+    """
     return Scorer(load_draft(draft), config, publish)
 
 
 class Scorer:
-    """`publish` gets each job's outcome, on the device thread. memory: bytes, as they were after the last step."""
+    """Runs the jobs on the device thread.
+
+    Args:
+        draft: The draft model.
+        config: Options of sparse prefill.
+        publish: Receives each job's outcome, on the device thread.
+        clock: Returns monotonic seconds.
+
+    Attributes:
+        memory: Bytes by purpose, after the last step.
+    """
 
     def __init__(
         self,
@@ -112,8 +120,8 @@ class Scorer:
         self._publish = publish
         self._clock = clock
         self._pace = Pace()
-        self._look_s = 0.0  # of a step that looks ahead, as the last ones took
-        self._running: deque[Job] = deque()  # whose turn is next first
+        self._look_s = 0.0  # moving average per look-ahead step
+        self._running: deque[Job] = deque()  # in the order of their turns
         self._waiting: deque[Job] = deque()
         self._reuse = DraftReuse(draft)
         self.device = str(mx.default_device())
@@ -140,8 +148,10 @@ class Scorer:
         return len(self._waiting)
 
     def add(self, job_id: str, request: ScoreRequest) -> None:
-        """A request that `limits` has let pass. One that has been scored lately is published at once, and so is one
-        that would be late."""
+        """Queue a request that `limits` accepts.
+
+        A prompt that was scored recently is published at once, and so is the refusal of one that would be late.
+        """
         key = PromptKey(self._draft.fingerprint, request.tenant, np.ascontiguousarray(request.token_ids, np.int32))
         if (importance := self._reuse.importance(key)) is not None:
             self._publish(job_id, Outcome(importance))
@@ -160,12 +170,13 @@ class Scorer:
             self._waiting.append(job)
 
     def abort(self, job_id: str) -> None:
-        """Nothing is published; its cache is free when this returns."""
+        """Abort a job: its cache is freed, and nothing is published."""
         self._running = deque(job for job in self._running if job.id != job_id)
         self._waiting = deque(job for job in self._waiting if job.id != job_id)
         self._account()
 
     def step(self) -> None:
+        """Compute one chunk or one look-ahead token of one job."""
         self._admit()
         self._give_up_late()
         if self._running:
@@ -173,7 +184,7 @@ class Scorer:
         self._account()
 
     def close(self) -> None:
-        """Gives everything back, on the thread that took it, which must not use MLX again."""
+        """Free everything on the device thread, which must not use MLX afterwards."""
         self._running.clear()
         self._waiting.clear()
         self._reuse.clear()
@@ -183,7 +194,7 @@ class Scorer:
         mx.clear_streams()
 
     def _account(self) -> None:
-        """Snapshots get half of the budget, and no more than the jobs leave."""
+        """Limit snapshots to half of the budget, and to what the jobs leave of it; update `memory`."""
         job_bytes = sum(job.num_bytes for job in self._running)
         self._reuse.limit(min(self.limits.budget // 2, self.limits.budget - job_bytes))
         self.memory = memory.usage() | {
@@ -194,8 +205,10 @@ class Scorer:
         }
 
     def _admit(self) -> None:
-        """First come, first served: nobody overtakes one that needs more bytes. A prompt that is being scored already
-        waits for what comes of it."""
+        """Start queued jobs in order: none overtakes a larger one.
+
+        A job whose prompt is being scored already waits for that result.
+        """
         free = self.limits.budget - sum(job.num_bytes for job in self._running)
         for job in list(self._waiting):
             if len(self._running) == self._config.max_running or job.num_bytes > free:
@@ -228,7 +241,7 @@ class Scorer:
                 self._publish(job.id, self._late(job, spent_s + needed_s, "at the pace that it goes"))
 
     def _next(self) -> Job:
-        """In turns, unless somebody is in danger of being late."""
+        """Return the job whose turn it is, or one that is in danger of being late."""
         now = self._clock()
         to_spare = [(job.until_s - now - self._seconds_left(job), i) for i, job in enumerate(self._running)]
         least_s, index = min(to_spare)
@@ -240,7 +253,7 @@ class Scorer:
             outcome = self._advance(job)
         except Exception as error:
             log.exception("prompt %s could not be scored", job.request.request_id)
-            job.cache.clear()  # whoever keeps the traceback keeps the job
+            job.cache.clear()  # the traceback keeps the job alive
             for digest in job.stored:
                 self._reuse.forget(digest)
             outcome = Outcome(error=f"{type(error).__name__}: {error}")
@@ -251,9 +264,9 @@ class Scorer:
             self._publish(job.id, outcome)
 
     def _advance(self, job: Job) -> Outcome | None:
-        """One step of the job; its outcome behind the last one."""
+        """Compute one step of the job; return its outcome after the last one, None before."""
         if not job.cache:
-            if (known := self._reuse.importance(job.key)) is not None:  # another has asked for the same meanwhile
+            if (known := self._reuse.importance(job.key)) is not None:  # scored for an equal prompt meanwhile
                 return Outcome(known)
             self._begin(job)
         if job.done < len(job.key) - 1:
@@ -267,7 +280,7 @@ class Scorer:
         job.todo = [boundary for boundary in job.todo if boundary.num_tokens >= job.done + MIN_TOKENS]
 
     def _read_chunk(self, job: Job) -> None:
-        """Chunks end at boundaries, and in front of the last token."""
+        """Read the next chunk. Chunks end at boundaries, and before the last token."""
         until = job.todo[0].num_tokens if job.todo else len(job.key) - 1
         end = min(job.done + self._draft.chunk_tokens(job.done, self._config.chunk_size), until)
         num_slots, began_s = len(job.key) + self._config.lookahead, self._clock()
@@ -281,7 +294,7 @@ class Scorer:
             job.stored += [] if digest is None else [digest]
 
     def _look_ahead(self, job: Job) -> Outcome | None:
-        """Launch a step, and read the token of the one before while it runs; wait for all behind the last."""
+        """Launch a step and read the previous step's token while it runs; wait for all steps after the last."""
         num_prompt, began_s = len(job.key), self._clock()
         before, is_first = job.token, not job.looked
         if job.num_bytes > MAX_COPIED_BYTES:
@@ -304,13 +317,17 @@ class Scorer:
         return Outcome(importance, num_prompt - job.num_reused)
 
     def _observed(self, job: Job) -> np.ndarray:
-        """The mean over all steps; waits for the device."""
+        """Return the mean importance over all steps; waits for the device."""
         num_prompt = len(job.key)
         return np.array(self._draft.observe(job.looked, num_prompt - 1, job.cache, num_prompt))
 
 
 def _budget(config: SpecPrefillConfig, draft: Draft) -> int:
-    """What the weights leave. Raises EngineFailed if that is nothing."""
+    """Return the bytes that the weights leave for caches.
+
+    Raises:
+        EngineFailed: The weights leave nothing.
+    """
     share = DEVICE_SHARE if config.memory_share is None else config.memory_share
     device_bytes, weights = memory.device_bytes(), draft.num_weight_bytes
     budget = int(share * device_bytes) - weights
@@ -323,9 +340,10 @@ def _budget(config: SpecPrefillConfig, draft: Draft) -> int:
 
 
 def boundaries(request: ScoreRequest) -> list[Boundary]:
-    """Where the draft's state is worth keeping, ascending: at the request's boundaries, and in front of the last token.
+    """Return where to snapshot the draft's state: at the request's boundaries, and before the last token, ascending.
 
-    Not the end of the prompt instead of the end of its turn: what is between them may be rendered otherwise next time.
+    The end of the prompt is skipped if it is too close to the end of its turn, because templates may render the tokens
+    between them differently in the next prompt.
     """
     prompt: BoundaryKind = "prompt"
     wanted = [*request.boundaries, Boundary(prompt, len(request.token_ids) - 1)]
