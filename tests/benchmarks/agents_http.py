@@ -3,9 +3,9 @@
     uv run python -m tests.benchmarks.agents_http --agents 4 --room 3 --turns 20
 
 Starts its own server with the demo model, whose memory is limited so that the rows of --room conversations fit at
-their end. All agents work at the same time: each sends its next turn as soon as it has its answer. They share a system
-prompt; a turn adds about --new tokens to what was said, and the answer takes --answer tokens. A request that is refused
-because the queue is full or late is sent again.
+their end; --disk adds a disk tier to its prefix cache. All agents work at the same time: each sends its next turn
+--think seconds after its answer. They share a system prompt; a turn adds about --new tokens to what was said, and the
+answer takes --answer tokens. A request that is refused because the queue is full or late is sent again.
 
 computed/new: prompt tokens that were not in the prefix cache, per prompt token that is new. New are the tokens behind
 the prompt of the turn before, so the last answer is new as well: a server that keeps answers gets below 1. First turns
@@ -18,6 +18,7 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,12 @@ class Agent:
     turns: list[Turn] = field(default_factory=list)
     num_retries: int = 0
 
-    async def work(self, client: httpx.AsyncClient, url: str, num_turns: int, new: int, answer: int) -> None:
-        for _ in range(num_turns):
-            reply = await self._ask(client, url, answer)
+    async def work(self, client: httpx.AsyncClient, url: str, args: argparse.Namespace) -> None:
+        for _ in range(args.turns):
+            reply = await self._ask(client, url, args.answer)
             self.messages.append({"role": "assistant", "content": reply})
-            self.messages.append({"role": "user", "content": words(self.rng, new)})
+            self.messages.append({"role": "user", "content": words(self.rng, args.new)})
+            await asyncio.sleep(args.think)
 
     async def _ask(self, client: httpx.AsyncClient, url: str, answer: int) -> str:
         body = {
@@ -158,7 +160,7 @@ def figures(agents: list[Agent]) -> dict[str, float]:
 async def run(base_url: str, agents: list[Agent], args: argparse.Namespace) -> None:
     async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
         url = f"{base_url}/v1/chat/completions"
-        await asyncio.gather(*(agent.work(client, url, args.turns, args.new, args.answer) for agent in agents))
+        await asyncio.gather(*(agent.work(client, url, args) for agent in agents))
 
 
 def main() -> int:
@@ -168,6 +170,8 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--new", type=int, default=100, help="words of a turn, about one token each")
     parser.add_argument("--answer", type=int, default=40, help="tokens of an answer")
+    parser.add_argument("--think", type=float, default=0.0, help="seconds between an answer and the next turn")
+    parser.add_argument("--disk", type=float, default=0.0, help="GB of the prefix cache's disk tier; 0 for none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     args = parser.parse_args()
@@ -178,9 +182,11 @@ def main() -> int:
         engine = config["applications"][0]["args"]["engine"]
         memory = {"limit_gb": limit, "headroom_gb": HEADROOM_GB, "reserve_tokens": args.answer}
         engine.update(memory=memory, vision_cache_mb=0)
+        if args.disk:
+            engine.setdefault("prefix_cache", {})["disk"] = {"path": disk_path, "max_gb": args.disk}
 
     agents = make_agents(args.agents, args.seed)
-    with serve_run(change) as server:
+    with tempfile.TemporaryDirectory() as disk_path, serve_run(change) as server:
         server.wait_complete()
         asyncio.run(run(server.base_url, agents, args))
         status = httpx.get(f"{server.base_url}/v1/status", timeout=60).json()
