@@ -1,7 +1,7 @@
 """A tiny model is trained and exported, and the engine computes what it computes; so it does with the demo model."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,10 +80,10 @@ def tiny_checkpoint(tiny: tuple[TrainableModel, list[float]], tmp_path_factory: 
 
 
 @pytest.fixture(scope="module")
-def drive_tiny(tiny_checkpoint: Path) -> Iterable[Callable[[EngineRequest], list[int]]]:
+def drive_tiny(tiny_checkpoint: Path) -> Callable[[EngineRequest], list[int]]:
     runner = load_runner(EngineConfig(model=str(tiny_checkpoint)), lambda progress: None)
-    yield lambda request: Driver(runner).run({0: [request]})[request.request_id]
-    runner.close()
+    # The runner is not closed: that ends MLX's streams on this thread, which other tests use.
+    return lambda request: Driver(runner).run({0: [request]})[request.request_id]
 
 
 def prompt_batch(token_ids: list[int], sample: Sample) -> tuple[Batch, int]:
