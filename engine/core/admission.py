@@ -244,10 +244,11 @@ class Admission:
     def _make_room_in_group(self, entry: Group) -> None:
         """Evict snapshots so that the rows fit into an existing decode group, if that saves more time than it costs.
 
-        Each further group reads all weights once more per step.
+        Each further group reads all weights once more per step, until the answers end.
         """
         missing, token_s = self._budget.group_shortfall_bytes(entry.rows, entry.growth_tokens), self._costs.token_s(1)
-        if missing and token_s is not None and self._evictable.price(missing) < token_s * USUAL_ANSWER:
+        num_tokens = min(USUAL_ANSWER, _num_tokens_left(entry.rows[0]))
+        if missing and token_s is not None and self._evictable.price(missing) < token_s * num_tokens:
             self._evictable.free(missing)
 
     def _seconds_until_room(self, head: Group) -> float:

@@ -298,7 +298,7 @@ class Scheduler:
     def _give_up_prefill(self, prefill: Prefill) -> None:
         """Preempt a prompt in progress: requeue it and keep the snapshots that it has stored."""
         rows, arrived_s = list(prefill.rows), prefill.entry.arrived_s
-        rows[0].num_restarts += not rows[0].num_cached
+        rows[0].num_restarts += rows[0].num_prefilled > 0 and not rows[0].num_cached
         self._stats.num_preempted += len(rows)
         self._put_back(rows, None if rows[0].output_token_ids else arrived_s)
 

@@ -5,9 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from engine.config import EngineConfig
 from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
@@ -36,11 +38,12 @@ def driver(budget: int, costs: MemoryCosts = COSTS, clock: Clock | None = None, 
     return driver
 
 
-class Spare:
-    """That anybody may have."""
+class Evictables:
+    """Cached bytes that may all be evicted, and the seconds that evicting any of them costs."""
 
-    def __init__(self, num_bytes: int = 0):
+    def __init__(self, num_bytes: int = 0, price_s: float = 0.0):
         self.free_bytes = num_bytes
+        self.price_s = price_s
 
     @property
     def snapshot_bytes(self) -> int:
@@ -57,18 +60,18 @@ class Spare:
         return True
 
     def price(self, num_bytes: int) -> float:
-        return 0.0 if num_bytes <= self.free_bytes else float("inf")
+        return self.price_s if num_bytes <= self.free_bytes else float("inf")
 
 
-def tight(budget: int, spare: Spare | None = None, clock: Clock | None = None, **config: Any) -> Scheduler:
+def tight(budget: int, spare: Evictables | None = None, clock: Clock | None = None, **config: Any) -> Scheduler:
     """A scheduler in which a token of a row costs ten bytes and nothing else costs any."""
-    spare = spare or Spare()
+    spare = spare or Evictables()
     costs = MemoryCosts(token_bytes=10, layer_share=0.0, slots_step=16, overshoot=3)
     books = MemoryBudget(costs, budget, config.pop("reserve_tokens", 1000), spare)
     return Scheduler(EngineConfig.model_validate(config), Stats(), clock or Clock(), books, spare)
 
 
-def let_in(scheduler: Scheduler, spec: EngineRequest) -> Request:
+def admit(scheduler: Scheduler, spec: EngineRequest) -> Request:
     row = Request(spec)
     scheduler.add([row])
     assert list(step_of(scheduler).prefill) == [row]
@@ -122,9 +125,9 @@ def test_what_snapshots_take_beyond_their_arrays_can_be_had_too():
 
 
 def test_a_row_that_grows_gets_what_has_left_for_it_before_anybody_new_does():
-    spare = Spare()
+    spare = Evictables()
     scheduler = tight(2000, spare, memory={"reserve_tokens": 16}, reserve_tokens=16)
-    row = let_in(scheduler, spec("row", 20, 200))
+    row = admit(scheduler, spec("row", 20, 200))
     while not scheduler.budget.needs_more_slots(row):
         scheduler.update_decode({row.id: RowOutput((7,))})
     spare.free_bytes = scheduler.budget.free_bytes
@@ -140,7 +143,7 @@ def test_a_row_that_grows_may_have_what_the_next_chunk_could_be_smaller_by():
     config = EngineConfig.model_validate({"prefill_chunk_tokens_busy": 16, "prefill_chunk_tokens": 2048})
     budget = MemoryBudget(costs, 12_000, 16)
     scheduler = Scheduler(config, Stats(), Clock(), budget)
-    row, new = let_in(scheduler, spec("row", 20, 200)), Request(spec("new", 600, 10))
+    row, new = admit(scheduler, spec("row", 20, 200)), Request(spec("new", 600, 10))
     scheduler.add([new])
     assert list(step_of(scheduler).prefill) == [new]
     scheduler.update_prefill([new], PrefillOutput(16))
@@ -168,7 +171,7 @@ def test_who_was_blocked_and_then_refused_ends_alone():
     """Its turn came while something ran, long ago; now nothing runs, and there is still no room."""
     clock = Clock()
     scheduler = tight(3000, clock=clock, max_running=4)
-    row = let_in(scheduler, spec("runs", 20, 100))
+    row = admit(scheduler, spec("runs", 20, 100))
     scheduler.add([Request(spec("never", 400, 10))])
     step_of(scheduler)
     clock.now += 100
@@ -177,14 +180,14 @@ def test_who_was_blocked_and_then_refused_ends_alone():
     step_of(scheduler)
     [(row_id, chunk)] = scheduler.take_ended().items()
     assert row_id == "never/0" and "bytes of memory are missing, of 3000" in (chunk.error or "")
-    let_in(scheduler, spec("next", 20, 10))
+    admit(scheduler, spec("next", 20, 10))
 
 
 def test_what_the_prefix_cache_holds_leaves_before_any_row_does():
-    clock, spare = Clock(), Spare()
+    clock, spare = Clock(), Evictables()
     scheduler = tight(20_000, spare, clock, max_running=8)
     for i in range(6):
-        let_in(scheduler, replace(spec(f"hog{i}", 28, 100), client="hog"))
+        admit(scheduler, replace(spec(f"hog{i}", 28, 100), client="hog"))
     scheduler.add([Request(replace(spec("new", 500, 100), client="other"))])
     spare.free_bytes = scheduler.budget.free_bytes
     work = step_of(scheduler)
@@ -192,10 +195,10 @@ def test_what_the_prefix_cache_holds_leaves_before_any_row_does():
 
 
 def test_one_place_and_what_is_spare_are_enough_where_neither_is():
-    clock, spare = Clock(), Spare()
+    clock, spare = Clock(), Evictables()
     scheduler = tight(4 * 480 + 1200, spare, clock, max_running=4)
     for i in range(4):
-        let_in(scheduler, replace(spec(f"hog{i}", 28, 15), client="hog"))
+        admit(scheduler, replace(spec(f"hog{i}", 28, 15), client="hog"))
     spare.free_bytes = scheduler.budget.free_bytes
     scheduler.add([Request(replace(spec("new", 100, 20), client="other"))])
     clock.now += 6
@@ -207,7 +210,7 @@ def test_who_holds_a_share_already_takes_nobody_s_place():
     scheduler = tight(10**6, clock=clock, max_running=6)
     for client, num_rows in (("most", 3), ("share", 2), ("little", 1)):
         for i in range(num_rows):
-            let_in(scheduler, replace(spec(f"{client}{i}"), client=client))
+            admit(scheduler, replace(spec(f"{client}{i}"), client=client))
     scheduler.add([Request(replace(spec("more"), client="share"))])
     clock.now += 6
     assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
@@ -217,8 +220,8 @@ def test_a_client_that_holds_most_of_the_memory_makes_room_for_others_and_not_fo
     for client, displaced in (("big", 0), ("other", 1)):
         clock = Clock()
         scheduler = tight(10_000, clock=clock, max_running=8)
-        let_in(scheduler, replace(spec("big", 700, 100), client="big"))
-        let_in(scheduler, replace(spec("small", 20, 20), client="other"))
+        admit(scheduler, replace(spec("big", 700, 100), client="big"))
+        admit(scheduler, replace(spec("small", 20, 20), client="other"))
         clock.now += 20  # 700 tokens take 0.7 s, as far as is known: the row has run for longer than 20 times that
         scheduler.add([Request(replace(spec("new", 300, 20), client=client))])
         clock.now += 6
@@ -229,8 +232,8 @@ def test_a_client_that_holds_most_of_the_memory_makes_room_for_others_and_not_fo
 def test_a_row_keeps_its_place_until_it_has_run_for_twenty_times_what_it_takes_to_compute_it_again():
     clock = Clock()
     scheduler = tight(10_000, clock=clock, max_running=8)
-    let_in(scheduler, replace(spec("big", 700, 100), client="big"))
-    let_in(scheduler, replace(spec("small", 20, 20), client="other"))
+    admit(scheduler, replace(spec("big", 700, 100), client="big"))
+    admit(scheduler, replace(spec("small", 20, 20), client="other"))
     scheduler.add([Request(replace(spec("new", 300, 20), client="other"))])
     for waited_s, num_preempted in ((13.9, 0), (14.1, 1)):
         clock.now = Clock.now + waited_s
@@ -254,9 +257,9 @@ def test_nobody_loses_a_place_where_that_would_not_be_enough():
     clock = Clock()
     scheduler = tight(24_000, clock=clock, max_running=8, scheduler={"ageing_s": 5})
     for i in range(6):
-        let_in(scheduler, replace(spec(f"hog{i}", 28, 100), client="hog"))
+        admit(scheduler, replace(spec(f"hog{i}", 28, 100), client="hog"))
     for i in range(2):
-        let_in(scheduler, replace(spec(f"fair{i}", 500, 100), client="fair"))
+        admit(scheduler, replace(spec(f"fair{i}", 500, 100), client="fair"))
     scheduler.add([Request(replace(spec("new", 1500, 100), client="new"))])
     clock.now += 6
     assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
@@ -303,7 +306,7 @@ def test_a_prompt_that_was_given_up_before_its_first_token_is_told_when_it_has_w
     scheduler = tight(
         2100, clock=clock, reserve_tokens=16, prefill_chunk_tokens_busy=16, scheduler={"queue_timeout_s": 10}
     )
-    row = let_in(scheduler, spec("row", 20, 150))
+    row = admit(scheduler, spec("row", 20, 150))
     new = Request(spec("new", 120, 10))
     scheduler.add([new])
     assert list(step_of(scheduler).prefill) == [new]
@@ -359,3 +362,23 @@ def test_a_row_pays_for_what_it_asks_of_its_logits():
             assert books._sampling_bytes == num_bytes
             books.release(row.id)
     assert books.reserved_bytes == 0
+
+
+@pytest.mark.parametrize(("max_tokens", "is_evicted"), [(40, False), (200, True)])
+def test_snapshots_are_evicted_for_a_shared_decode_group_only_for_long_answers(max_tokens, is_evicted):
+    """A decode group of its own reads the weights once more per token: 40 tokens of 1 s are worth less than the
+    snapshots, 200 are worth more."""
+    costs = MemoryCosts(base_bytes=100_000, token_bytes=10, layer_share=0.0, slots_step=16, overshoot=3)
+    model, cached = CostModel(), Evictables(price_s=100.0)
+    for _ in range(2):  # the first step after a change of rows is ignored
+        model.record_step(1, 0, 1.0, 1.0)
+    budget = MemoryBudget(costs, 200_000, 1000, cached)
+    scheduler = Scheduler(EngineConfig(max_running=2), Stats(), Clock(), budget, cached, model)
+    admit(scheduler, spec("long", 3000, 200))
+    short = Request(spec("short", 2800, max_tokens))
+    cached.free_bytes = num_cached = budget.free_bytes - 31_000
+    assert 0 < budget.group_shortfall_bytes([short]) <= num_cached
+    scheduler.add([short])
+    assert list(step_of(scheduler).prefill) == [short]
+    assert (cached.free_bytes < num_cached) is is_evicted
+    assert (short.rectangle == 0) is is_evicted

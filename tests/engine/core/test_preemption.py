@@ -82,6 +82,17 @@ def test_a_prompt_that_was_given_up_gives_way_when_the_urgent_has_waited_as_long
         scheduler.update_prefill(low, PrefillOutput(5000, None))
 
 
+def test_preempted_prompt_without_computed_tokens_counts_no_restart():
+    scheduler = scheduler_of("priority", max_running=1)
+    low, urgent = rows_of(spec("low", num_prompt=9000, priority=5)), rows_of(spec("urgent", priority=3))
+    scheduler.add(low)
+    assert list(step_of(scheduler).prefill) == low
+    scheduler.add(urgent)
+    work = step_of(scheduler)
+    assert work.drop == ["low/0"] and list(work.prefill) == urgent
+    assert low[0].num_restarts == 0
+
+
 @pytest.mark.parametrize(("policy", "priority"), [("priority", 4), ("priority", 5), ("fifo", 0), ("shortest_first", 0)])
 def test_nobody_is_preempted_for_an_equal_or_by_another_policy(policy, priority):
     scheduler = scheduler_of(policy)
