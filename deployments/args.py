@@ -1,20 +1,48 @@
 """AppArgs: the `args` section of serve_config.yaml. Imports neither Ray nor MLX, for checks before Ray starts."""
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from deployments.http.config import HttpConfig
+from deployments.http.openai.tool_wire import Tools, check_tools
 from engine.config import EngineConfig, Frozen, MediaConfig, SpecPrefillConfig
 from engine.demo import has_tokenizer_of_demo
+from engine.protocol import InvalidRequest
 
 DRAIN_TIMEOUT_S = 25.0
+
+_WIRE_TOOLS = TypeAdapter(Tools)
+
+
+def _with_tools_of_requests(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with the tools of pinned prompts normalized as those of requests are.
+
+    Raises:
+        ValueError: A request with these tools would be rejected.
+    """
+    pinned = []
+    for i, prompt in enumerate(config.prefix_cache.pinned):
+        field = f"prefix_cache.pinned.{i}.tools"
+        try:
+            wire = _WIRE_TOOLS.validate_python(list(prompt.tools))
+            tools = tuple(tool.definition for tool in check_tools([tool.function.tool() for tool in wire]))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"{'.'.join([field, *map(str, first['loc'])])}: {first['msg']}") from None
+        except InvalidRequest as error:
+            raise ValueError(f"{field}: {error}") from None
+        pinned.append(prompt.model_copy(update={"tools": tools}))
+    return config.model_copy(
+        update={"prefix_cache": config.prefix_cache.model_copy(update={"pinned": tuple(pinned)})} if pinned else {}
+    )
 
 
 class AppArgs(Frozen):
     """The arguments of build_app. Options that would have no effect are errors."""
 
-    engine: EngineConfig = Field(
+    engine: Annotated[EngineConfig, AfterValidator(_with_tools_of_requests)] = Field(
         default_factory=lambda: EngineConfig(), description="model and engine settings, the same on every node"
     )
     spec_prefill: SpecPrefillConfig = Field(
@@ -80,13 +108,7 @@ class AppArgs(Frozen):
         return mistakes
 
     def _other_mistakes(self) -> list[str]:
-        # The HTTP API refuses `tools` for now, so no request can begin with a prompt that has them.
-        mistakes = [
-            f"engine.prefix_cache.pinned.{i}.tools: has no effect, as requests with `tools` are refused, so that none "
-            "can match this prompt"
-            for i, prompt in enumerate(self.engine.prefix_cache.pinned)
-            if prompt.tools
-        ]
+        mistakes = []
         if self.http.needs_key and self.http.open:
             mistakes.append(
                 "http.open: has no effect, as http.api_keys, http.api_keys_file or http.api_keys_env is set and every "

@@ -1,8 +1,6 @@
 """PromptPlanner: turns a ChatRequest into an EngineRequest: token ids, sampling parameters, grammar. Both planners use
 it."""
 
-import hashlib
-import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +13,10 @@ from deployments.planning_threads import PlanningThreads
 from engine.config import EngineConfig
 from engine.processing.answer_constraint import answer_constraint
 from engine.processing.checkpoint import context_limit, read_config, refuse_code, resolve_checkpoint, vocab_size
-from engine.processing.conversation import DEFAULT_KWARGS
 from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.processing.pooling import choose_pooling
 from engine.processing.prompt_length import PromptLimit
+from engine.processing.prompt_origin import prompt_origin
 from engine.processing.tokenizer import ChatPrompt, ChatTokenizer, GenerationDefaults
 from engine.protocol import (
     ContextLengthExceeded,
@@ -292,26 +290,6 @@ def num_raw_bytes_of(prompt: str | Sequence[int] | None) -> int:
     if prompt is None:
         return 0
     return len(prompt) if isinstance(prompt, str) else 4 * len(prompt)
-
-
-def prompt_origin(template_kwargs: Mapping[str, Any]) -> PromptOrigin:
-    """Return digests of the template variables besides the messages; '' for defaults only.
-
-    The order of keys inside a value counts, since templates write them in that order.
-    """
-    chosen = {
-        name: template_kwargs[name]
-        for name in sorted(template_kwargs)
-        if name != "tools" and (name, template_kwargs[name]) not in DEFAULT_KWARGS.items()
-    }
-    return PromptOrigin(tools=_digest(template_kwargs.get("tools")), template_kwargs=_digest(chosen))
-
-
-def _digest(value: Any) -> str:
-    if not value:
-        return ""
-    text = json.dumps(value, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def sampling_params(

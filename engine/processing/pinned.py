@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.config import PinnedPrompt
+from engine.processing.prompt_origin import prompt_origin
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineFailed, EngineRequest, InvalidRequest, SamplingParams
 
@@ -23,6 +24,8 @@ def pinned_requests(prompts: Sequence[PinnedPrompt], tokenizer: ChatTokenizer) -
     requests = []
     for i, prompt in enumerate(prompts):
         messages = [{"role": "system", "content": read_system(prompt)}, {"role": "user", "content": "Hello"}]
+        if prompt.tools and tokenizer.tool_format is None:
+            raise EngineFailed(f"prefix_cache.pinned[{i}]: the model's chat template does not support tools")
         kwargs = {"tools": list(prompt.tools)} if prompt.tools else {}
         try:
             chat = tokenizer.chat_prompt(messages, template_kwargs=kwargs)
@@ -32,5 +35,15 @@ def pinned_requests(prompts: Sequence[PinnedPrompt], tokenizer: ChatTokenizer) -
         if not system:
             raise EngineFailed(f"prefix_cache.pinned[{i}]: this model's chat template has no system part to pin")
         ids = chat.token_ids[: system[0].num_tokens + 1]
-        requests.append(EngineRequest(f"pinned-{i}", ids, SamplingParams(1), (), boundaries=tuple(system), pinned=True))
+        requests.append(
+            EngineRequest(
+                f"pinned-{i}",
+                ids,
+                SamplingParams(1),
+                (),
+                boundaries=tuple(system),
+                pinned=True,
+                origin=prompt_origin(kwargs),
+            )
+        )
     return requests

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from deployments.chat import ChatRequest, PackedMessages, Thinking, Tool
-from deployments.planning import PromptPlanner, prompt_origin, sampling_params
+from deployments.planning import PromptPlanner, sampling_params
 from engine.config import EngineConfig, PrefixCacheConfig
+from engine.processing.prompt_origin import prompt_origin
 from engine.processing.tokenizer import GenerationDefaults
 from engine.protocol import (
     ContextLengthExceeded,

@@ -211,7 +211,7 @@ BAD = {
     ),
     "pinned tools": (
         text(args(engine={"prefix_cache": {"pinned": [{"system": "Hi.", "tools": [{"type": "function"}]}]}})),
-        ["args.engine.prefix_cache.pinned.0.tools: has no effect, as requests with `tools` are refused"],
+        ["args.engine: prefix_cache.pinned.0.tools.0.function: Field required"],
     ),
     "cache off": (
         text(args(engine={"prefix_cache": {"enabled": False, "min_tokens": 3}})),
