@@ -13,14 +13,7 @@ import ray
 from ray.serve import Application
 
 from deployments.args import AppArgs
-from deployments.draining import ENGINE_MARGIN_S, KILL_MARGIN_S
-from deployments.engine_client import PLAN_TIMEOUT_S
-from deployments.http.normalize import normalize
-from deployments.ingress import Ingress
-from deployments.mllm import MLLM
-from deployments.model_checks import check_model
-from deployments.model_replica import ModelReplica
-from deployments.policies import (
+from deployments.autoscaling import (
     HEAD_NODE,
     HEAD_SHARE,
     Resource,
@@ -28,8 +21,15 @@ from deployments.policies import (
     num_living_nodes,
     offers_nothing,
 )
-from deployments.ray_seams import check_ray
-from deployments.replica import node_id
+from deployments.draining import ENGINE_MARGIN_S, KILL_MARGIN_S
+from deployments.engine_client import PLAN_TIMEOUT_S
+from deployments.http.normalize import normalize
+from deployments.ingress import Ingress
+from deployments.mllm import MLLM
+from deployments.model_checks import check_model
+from deployments.model_replica import ModelReplica
+from deployments.process import node_id
+from deployments.ray_internals import check_ray
 from deployments.serve_run.effective import describe_args, sparse_prefill_line
 from deployments.serve_run.environment import is_prepared, not_in_effect
 from deployments.spec_prefill import SpecPrefillScorer
@@ -221,7 +221,7 @@ def _check_scorer_nodes(config: SpecPrefillConfig) -> int:
             "spec_prefill.enabled is true, but no node of this Ray cluster offers the resource 'mlx_scorer'. "
             "Start Ray on every node that is to score prompts with: "
             """ray start --resources='{"mlx": 1, "mlx_scorer": 1}' ..., """
-            "or switch it off with spec_prefill.enabled: false"
+            "or disable sparse prefill with spec_prefill.enabled: false"
         )
     if _is_among(nodes):
         refuse_code(_resolve_draft(config))
@@ -244,9 +244,9 @@ def _check_pinned(args: AppArgs) -> None:
             message = {"role": "system", "content": line + "\n"}
             if normalize([message], volatile_patterns=[pattern]) != (message,):
                 raise EngineFailed(
-                    f"engine.prefix_cache.pinned[{i}]: line {number} ({line.strip()[:80]!r}) is one that the pattern "
-                    f"'{pattern.pattern}' of http.volatile_patterns drops from every request, so that none could match "
-                    "this prompt. Remove the line or the pattern."
+                    f"engine.prefix_cache.pinned[{i}]: line {number} ({line.strip()[:80]!r}) matches the pattern "
+                    f"'{pattern.pattern}' of http.volatile_patterns, which removes it from every request, so that no "
+                    "request can match this prompt. Remove the line or the pattern."
                 )
 
 
@@ -273,7 +273,7 @@ def _one_per_node(resource: Resource, share: float, num_nodes: int, waits_for: s
             "upscale_delay_s": 1,
             "downscale_delay_s": 10,
             "policy": {
-                "policy_function": "deployments.policies:OnePerOfferingNode",
+                "policy_function": "deployments.autoscaling:OnePerOfferingNode",
                 "policy_kwargs": {"resource": resource, "waits_for": waits_for},
             },
         },

@@ -49,7 +49,7 @@ class AppArgs(Frozen):
         default_factory=lambda: SpecPrefillConfig(), description="sparse prefill of long prompts"
     )
     media: MediaConfig = Field(default_factory=lambda: MediaConfig(), description="limits on the images of a request")
-    http: HttpConfig = Field(default_factory=lambda: HttpConfig(), description="HTTP API")
+    http: HttpConfig = Field(default_factory=lambda: HttpConfig(), description="limits, keys and rules of the HTTP API")
     drain_timeout_s: float = Field(
         default=DRAIN_TIMEOUT_S,
         ge=0,
@@ -60,7 +60,7 @@ class AppArgs(Frozen):
     served_model_name: str | None = Field(
         default=None,
         min_length=1,
-        description="model name that clients send; default: 'demo', the directory's name, or the hub repository",
+        description="model name that clients send; null: 'demo', the directory's name, or the hub repository",
     )
 
     @property
@@ -77,7 +77,7 @@ class AppArgs(Frozen):
         if not self.spec_prefill.enabled:
             return "spec_prefill.enabled is false"
         if self.spec_prefill.draft_model is None and not has_tokenizer_of_demo(self.engine.model):
-            return f"no draft_model for {self.engine.model}"
+            return f"no draft_model is set for {self.engine.model}"
         return None
 
     @model_validator(mode="after")
@@ -91,15 +91,15 @@ class AppArgs(Frozen):
         changed = [name for name in config.changed() if name != "enabled"]
         if config.draft_model == "demo" and config.enabled and not has_tokenizer_of_demo(model):
             return [
-                f"spec_prefill.draft_model: the demo's draft cannot read the tokens of the model {model!r}; set it to "
-                "a small model with the same tokenizer, or leave it out: then sparse prefill is off for this model"
+                f"spec_prefill.draft_model: the demo's draft model does not have the tokenizer of {model!r}; set a "
+                "small model with the same tokenizer, or remove the option to disable sparse prefill for this model"
             ]
         if (off := self.sparse_prefill_off) is not None:
             remedy = " (set spec_prefill.draft_model)" if config.enabled else ""
             return [f"spec_prefill.{name}: has no effect, as {off}{remedy}" for name in changed]
         mistakes = []
         if config.draft_model in (None, "demo") and config.draft_revision is not None:
-            mistakes.append("spec_prefill.draft_revision: has no effect, as the demo model's draft has no revisions")
+            mistakes.append("spec_prefill.draft_revision: has no effect, as the demo's draft model has no revisions")
         if "threshold_tokens" in changed and config.threshold_tokens > config.max_tokens_scored:
             mistakes.append(
                 f"spec_prefill.threshold_tokens: {config.threshold_tokens} has no effect, as prompts of more than "

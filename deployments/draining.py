@@ -10,8 +10,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from deployments.args import DRAIN_TIMEOUT_S as DRAIN_TIMEOUT_S
-from deployments.ray_seams import stop_flag
-from deployments.replica import in_replica
+from deployments.process import in_replica
+from deployments.ray_internals import stop_flag
 
 log = logging.getLogger("ray.serve")
 
@@ -25,7 +25,7 @@ device step and free its memory. Must exceed ENGINE_MARGIN_S."""
 LOOKED_EVERY_S = 0.2
 
 
-def when_stopping(act: Callable[[], Awaitable[None]]) -> asyncio.Task[None] | None:
+def on_stop(act: Callable[[], Awaitable[None]]) -> asyncio.Task[None] | None:
     """Call `act` once when Serve begins to stop this replica.
 
     Returns:

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from deployments.chat import ChatRequest, Embeddings, EmbedRequest
 from deployments.engine_client import failure_of
 from deployments.engine_stream import EngineStream
+from deployments.protocol import ChatRequest, Embeddings, EmbedRequest
 from engine.protocol import EngineFailed, InvalidRequest
 
 FLOAT_BYTES = 4
@@ -63,8 +63,8 @@ async def read_embedding(stream: EngineStream) -> tuple[bytes, int]:
 def _check_dimensions(request: EmbedRequest, num_dimensions: int) -> None:
     if request.num_dimensions not in (None, num_dimensions):
         raise InvalidRequest(
-            f"`dimensions` is {request.num_dimensions}; the embeddings of this model have {num_dimensions}, and cannot "
-            "be shortened.",
+            f"`dimensions` is {request.num_dimensions}: it must be {num_dimensions}, as the embeddings of this model "
+            "cannot be shortened.",
             "dimensions",
         )
 

@@ -24,10 +24,10 @@ from typing import Any, Literal
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.chat import ChatRequest, EngineAnswer, Plan, Route, SilentEngine
 from deployments.engine_stream import RETRY_AFTER_S, SILENCE_LIMIT_S, ChunkReader, EngineStream
-from deployments.ray_seams import cancel_call, end_dispatch, running_nodes
-from deployments.replica_calls import Silent, cause_of, is_gone, telling_remote_cancels, why_silent, within
+from deployments.protocol import ChatRequest, EngineAnswer, Plan, Route, SilentEngine
+from deployments.ray_internals import cancel_call, end_dispatch, running_nodes
+from deployments.replica_calls import Silent, call_within, cause_of, is_replica_lost, telling_remote_cancels, why_silent
 from deployments.replica_choice import Choice, NoOtherReplica, NoReplicaYet, pin_to
 from engine.protocol import (
     GRAMMAR_FAILED,
@@ -83,7 +83,7 @@ class Refusals:
 
 
 @dataclass
-class Attempt:
+class PlacementAttempt:
     """One attempt to place a request on an engine."""
 
     choice: Choice
@@ -97,17 +97,17 @@ class Attempt:
     """Unique id of the engine's replica; '' before the reservation."""
     stage: Literal["reserve", "plan", "engine"] = "reserve"
 
-    def after(self, error: Exception, last: frozenset[str]) -> "Attempt | None":
+    def after(self, error: Exception, last: frozenset[str]) -> "PlacementAttempt | None":
         """Return the attempt that follows this failed one; None if the error is final.
 
         Args:
             last: Unique ids of replicas to choose last.
         """
-        lost = is_gone(error)
+        lost = is_replica_lost(error)
         refused = isinstance(error, Unavailable | Overloaded) and not isinstance(error, QueueTimeout | TooLate)
         if not (lost or (refused and self.replica_id)):
             return None
-        left = Attempt(Choice(last=last), self.reserve_s, self.plan_s)
+        left = PlacementAttempt(Choice(last=last), self.reserve_s, self.plan_s)
         if self.replica_id and lost and self.stage == "plan":  # the planner was lost, this engine is a last resort
             left.choice, left.pin_wait_s = Choice(last=last | {self.replica_id}), max(self.reserve_s, 0.0)
         elif self.replica_id:
@@ -161,7 +161,7 @@ class EngineClient:
 
         Raises InvalidRequest, Overloaded, Unavailable, EngineFailed, Cancelled.
         """
-        attempt = Attempt(Choice(last=self._refusals.recent()), self._reserve_timeout_s, self._plan_timeout_s)
+        attempt = PlacementAttempt(Choice(last=self._refusals.recent()), self._reserve_timeout_s, self._plan_timeout_s)
         try:
             return await self._attempt(request, route, attempt)
         except Exception as error:
@@ -169,7 +169,7 @@ class EngineClient:
         again = self._after(first, attempt)
         if again is None:
             raise self._answer_to(first) from None
-        log.warning("request %s: trying another replica: %r", request.request_id, first)
+        log.warning("request %s: retrying on another replica after %r", request.request_id, first)
         try:
             return await self._attempt(request, route, again)
         except NoOtherReplica:
@@ -186,7 +186,7 @@ class EngineClient:
         planner = self._planners[route].options(method_name=method)
         try:
             with telling_remote_cancels():
-                return await within(self._plan_timeout_s, planner.remote(*args))
+                return await call_within(self._plan_timeout_s, planner.remote(*args))
         except TimeoutError:
             late = f"The request could not be prepared within {self._plan_timeout_s:g} s."
             raise Unavailable(late, RETRY_AFTER_S) from None
@@ -205,14 +205,14 @@ class EngineClient:
         handle = self._questions.options(method_name=method, session_id=pin_to(node_id))
         try:
             with telling_remote_cancels():
-                return await within(self._ask_timeout_s, handle.remote())
+                return await call_within(self._ask_timeout_s, handle.remote())
         except TimeoutError:
             return SilentEngine(node_id, f"no answer within {self._ask_timeout_s:g} s")
         except Exception as error:
             log.warning("the engine on node %s did not answer %s: %s", node_id, method, error)
             return SilentEngine(node_id, why_silent(error))
 
-    def _after(self, error: Exception, attempt: Attempt) -> Attempt | None:
+    def _after(self, error: Exception, attempt: PlacementAttempt) -> PlacementAttempt | None:
         """Record a failed engine. Returns the attempt that follows; None if the error is final."""
         again = attempt.after(error, self._refusals.recent())
         if again is not None and attempt.replica_id:
@@ -221,7 +221,7 @@ class EngineClient:
             self._refusals.note(attempt.replica_id, last_s)
         return again
 
-    async def _attempt(self, request: ChatRequest, route: Route, attempt: Attempt) -> EngineStream:
+    async def _attempt(self, request: ChatRequest, route: Route, attempt: PlacementAttempt) -> EngineStream:
         with telling_remote_cancels():
             async with AsyncExitStack() as resources:
                 selection = await self._reserve(resources, attempt)
@@ -251,7 +251,7 @@ class EngineClient:
                 note_loss = partial(self._refusals.note, attempt.replica_id, LOSS_S)
                 return EngineStream(plan, node_id, first, reader, resources.pop_all(), note_loss)
 
-    async def _reserve(self, resources: AsyncExitStack, attempt: Attempt) -> Any | None:
+    async def _reserve(self, resources: AsyncExitStack, attempt: PlacementAttempt) -> Any | None:
         """Reserve a slot of an engine; None in Serve's local testing mode, which has no reservations."""
         began = self._clock()
         try:
@@ -263,22 +263,22 @@ class EngineClient:
         except NoReplicaYet:
             raise TooLate("No engine is ready: the model is being loaded.", RETRY_AFTER_S) from None
         except TimeoutError:
-            late = f"No engine took the request within {self._reserve_timeout_s:g} s."
+            late = f"No engine accepted the request within {self._reserve_timeout_s:g} s."
             raise TooLate(late, RETRY_AFTER_S) from None
         finally:
             attempt.reserve_s -= self._clock() - began
         attempt.replica_id, attempt.stage = selection.replica_id, "plan"
         return selection
 
-    async def _plan(self, request: ChatRequest, route: Route, selection: Any | None, attempt: Attempt) -> Plan:
+    async def _plan(self, request: ChatRequest, route: Route, selection: Any | None, attempt: PlacementAttempt) -> Plan:
         planner = self._planners[route]
         began = self._clock()
         try:
             if selection is None:
-                plan = await within(attempt.plan_s, planner.remote(request))
+                plan = await call_within(attempt.plan_s, planner.remote(request))
             else:
                 planner = planner.options(session_id=pin_to(selection.node_id, attempt.pin_wait_s))
-                planning = within(max(attempt.plan_s, 0), planner.remote(request))
+                planning = call_within(max(attempt.plan_s, 0), planner.remote(request))
                 plan = await while_running(planner, selection.node_id, asyncio.ensure_future(planning))
         except TimeoutError:
             late = f"The request could not be prepared within {self._plan_timeout_s:g} s."
@@ -286,7 +286,7 @@ class EngineClient:
         finally:
             attempt.plan_s -= self._clock() - began
         if self._checkpoint and plan.request.checkpoint not in ("", self._checkpoint):
-            other = "The model is being replaced: the prompt was prepared for another one. Please send it again."
+            other = "The model is being replaced: the prompt was tokenized for another one. Please send it again."
             raise Unavailable(other, RETRY_AFTER_S)
         return plan
 
@@ -296,13 +296,13 @@ class EngineClient:
         if isinstance(error, BackPressureError):
             num_waiting, limit, *_ = error.args
             return Overloaded(
-                f"{num_waiting} requests wait in Serve for a replica; the limit is {limit}, the deployment's "
+                f"{num_waiting} requests are queued in Serve for a replica; the limit is {limit}, the deployment's "
                 "max_queued_requests.",
                 self._room_in_s(),
             )
         if isinstance(error, TooLate):
             return Unavailable(*error.args)
-        if is_gone(error) or isinstance(error, DeploymentUnavailableError):
+        if is_replica_lost(error) or isinstance(error, DeploymentUnavailableError):
             lost = "The engine was lost before the first token. Please send the request again."
             return Unavailable(lost, RETRY_AFTER_S)
         return error
@@ -337,7 +337,7 @@ async def while_running(
             elif has_been_there:
                 missing_s += period_s
                 if missing_s >= grace_s:
-                    raise Silent(f"node {node_id} has left, and with it the replica that had the request")
+                    raise Silent(f"node {node_id} has had no replica for {grace_s:g} s; its call is given up")
         return work.result()
     finally:
         if not work.done():
@@ -351,7 +351,7 @@ def failure_of(chunk: TokenChunk, request: EngineRequest) -> OrchardError | None
         return Cancelled(chunk.error or "The request was cancelled.")
     if chunk.finish_reason is not FinishReason.ERROR:
         return None
-    message = chunk.error or "The engine gave up the request."
+    message = chunk.error or "The engine ended the request with an error."
     if message.startswith(GRAMMAR_FAILED) and request.grammar is not None:
-        return InvalidRequest(f"The answer cannot be constrained any further: {message}.", request.grammar.field)
+        return InvalidRequest(f"The answer cannot be constrained further: {message}.", request.grammar.field)
     return EngineFailed(message) if chunk.retry_after_s is None else Unavailable(message, chunk.retry_after_s)

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
-from deployments.chat import Plan
-from deployments.replica_calls import Silent, cause_of, is_gone, telling_remote_cancels
+from deployments.protocol import Plan
+from deployments.replica_calls import Silent, cause_of, is_replica_lost, telling_remote_cancels
 from engine.protocol import TokenChunk, Unavailable
 
 log = logging.getLogger("ray.serve")
@@ -72,7 +72,7 @@ class ChunkReader:
             return await anext(self._chunks, None)
         except asyncio.CancelledError:
             if self._is_silent and task.uncancel() <= num_cancels:
-                raise Silent(f"nothing came from the engine for {self._limit_s:g} s") from None
+                raise Silent(f"the engine sent nothing for {self._limit_s:g} s") from None
             raise
         finally:
             self._reader = None
@@ -127,8 +127,8 @@ class EngineStream:
         except Exception as error:
             self._is_at_end = True
             cause = cause_of(error)
-            if is_gone(cause):
-                log.warning("request %s: its engine was lost: %s", self.plan.request.request_id, cause)
+            if is_replica_lost(cause):
+                log.warning("request %s: the engine was lost: %s", self.plan.request.request_id, cause)
                 self._note_loss()
                 lost = "The engine was lost in the middle of the answer. Please send the request again."
                 raise Unavailable(lost, RETRY_AFTER_S) from error
@@ -144,7 +144,8 @@ class EngineStream:
         if done:
             self._closing.result()
         else:
-            log.warning("request %s: its engine does not confirm the end", self.plan.request.request_id)
+            unconfirmed = "request %s: the engine has not confirmed its end within %g s"
+            log.warning(unconfirmed, self.plan.request.request_id, CLOSE_TIMEOUT_S)
 
     async def _close(self) -> None:
         if self._num_open <= 0 and not self._is_at_end:
@@ -163,4 +164,5 @@ class EngineStream:
                     while await self._rest.next() is not None:
                         pass
         except Exception as error:
-            log.info("request %s: its stream did not end by itself: %r", self.plan.request.request_id, error)
+            unended = "request %s: the stream did not end after its last choice: %r"
+            log.info(unended, self.plan.request.request_id, error)

@@ -57,34 +57,34 @@ class Pace:
             self._num_ended -= self._ends.popleft()[1]
 
 
-class Entry:
+class InFlightRequest:
     """One request, from its headers to the end of its response. It counts for no choices until its body is parsed.
 
     Attributes:
         ids: Ids by which the request can be cancelled.
         address: The client in terms of max_share_per_address; None: exempt.
         num_choices: Choices that it counts for; 0 until its body is parsed.
-        is_understood: Whether its body is parsed.
-        must_end: Done when the request is to end early, with the error for the client.
+        is_parsed: Whether its body is parsed.
+        cancelled: Done when the request is to end early, with the error for the client.
     """
 
     def __init__(self, request_id: str, address: str | None = None):
         self.ids = {request_id}
         self.address = address
         self.num_choices = 0
-        self.is_understood = False
-        self.must_end: asyncio.Future[OrchardError] = asyncio.get_running_loop().create_future()
+        self.is_parsed = False
+        self.cancelled: asyncio.Future[OrchardError] = asyncio.get_running_loop().create_future()
         self._is_answered = False
 
-    def answered(self) -> None:
+    def mark_complete(self) -> None:
         """Mark the answer as complete; it can no longer be cancelled."""
         self._is_answered = True
 
     def end(self, error: OrchardError) -> bool:
         """End the request with an error. Returns False if it is complete or ending already."""
-        if self._is_answered or self.must_end.done():
+        if self._is_answered or self.cancelled.done():
             return False
-        self.must_end.set_result(error)
+        self.cancelled.set_result(error)
         return True
 
 
@@ -110,7 +110,7 @@ class InFlight:
         self.max_choices = max_choices
         self._max_share_per_address = max_share_per_address
         self._pace = Pace(clock)
-        self._entries: set[Entry] = set()
+        self._entries: set[InFlightRequest] = set()
         self._num_choices = self._num_refused = 0
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -126,10 +126,10 @@ class InFlight:
         return self._pace.seconds_until(1)
 
     @contextmanager
-    def enter(self, request_id: str, address: str | None = None) -> Iterator[Entry]:
+    def enter(self, request_id: str, address: str | None = None) -> Iterator[InFlightRequest]:
         """Enter a request of which only the headers have arrived.
 
-        It counts for its choices only after its body is parsed (`understood`), but is refused at once if not even one
+        It counts for its choices only after its body is parsed (`set_choices`), but is refused at once if not even one
         more choice fits.
 
         Args:
@@ -143,7 +143,7 @@ class InFlight:
         self._check_room(1, address)
         if not self._entries:
             self._pace.begin()
-        entry = Entry(request_id, address)
+        entry = InFlightRequest(request_id, address)
         self._entries.add(entry)
         self._is_empty.clear()
         try:
@@ -151,12 +151,12 @@ class InFlight:
         finally:
             self._entries.remove(entry)
             self._num_choices -= entry.num_choices
-            if entry.is_understood:
+            if entry.is_parsed:
                 self._pace.ended(entry.num_choices)
             if not self._entries:
                 self._is_empty.set()
 
-    def understood(self, entry: Entry, completion_id: str, num_choices: int) -> None:
+    def set_choices(self, entry: InFlightRequest, completion_id: str, num_choices: int) -> None:
         """Count an entered request for the choices that its parsed body asks for.
 
         Raises:
@@ -169,7 +169,7 @@ class InFlight:
         self._num_choices += num_choices
         entry.num_choices = num_choices
         entry.ids.add(completion_id)
-        entry.is_understood = True
+        entry.is_parsed = True
 
     def _check_room(self, num_choices: int, address: str | None) -> None:
         if self.is_draining:
@@ -179,8 +179,8 @@ class InFlight:
         num_over = self._num_choices + num_choices - limit
         if num_over > 0:
             self._refuse(
-                f"{self._num_choices} answers are being made or waited for, and {num_choices} more were asked for; the "
-                f"limit is {limit}, max_running + max_queue of all engines.",
+                f"{self._num_choices} choices are in flight, and {num_choices} more were requested; the limit is "
+                f"{limit}, max_running + max_queue of all engines.",
                 num_over,
             )
         share = self._max_share_per_address
@@ -188,9 +188,8 @@ class InFlight:
         num_over = num_same + num_choices - int(share * limit)
         if share < 1 and num_same and num_over > 0:
             self._refuse(
-                f"{num_same} answers for this address are being made or waited for, and {num_choices} more were asked "
-                f"for; the limit for one address is {int(share * limit)}, {share:g} of {limit} "
-                "(http.max_share_per_address).",
+                f"{num_same} choices for this address are in flight, and {num_choices} more were requested; the limit "
+                f"for one address is {int(share * limit)}, {share:g} of {limit} (http.max_share_per_address).",
                 num_over,
             )
 
@@ -212,7 +211,7 @@ class InFlight:
         if self._draining is None:
             self._draining = asyncio.ensure_future(self._end_all_after(timeout_s))
             for entry in self._entries:
-                if not entry.is_understood:
+                if not entry.is_parsed:
                     self._num_refused += entry.end(_not_taken())
         await asyncio.shield(self._draining)
 
@@ -227,7 +226,7 @@ class InFlight:
             "is_draining": self.is_draining,
         }
 
-    def _named(self, request_id: str) -> list[Entry]:
+    def _named(self, request_id: str) -> list[InFlightRequest]:
         return [entry for entry in self._entries if request_id in entry.ids]
 
     async def _end_all_after(self, timeout_s: float) -> None:
@@ -236,7 +235,7 @@ class InFlight:
                 await self._is_empty.wait()
         except TimeoutError:
             late = Unavailable(
-                f"The server is shutting down; the answer took longer than {timeout_s:g} s. "
+                f"The server is shutting down; the request did not finish within {timeout_s:g} s. "
                 "Please send the request again.",
                 STOPPED_RETRY_S,
             )
@@ -246,4 +245,4 @@ class InFlight:
 
 
 def _not_taken() -> Unavailable:
-    return Unavailable("The server is shutting down: it takes no new requests.", STOPPED_RETRY_S)
+    return Unavailable("The server is shutting down: it accepts no new requests.", STOPPED_RETRY_S)

@@ -14,8 +14,9 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.chat import ChatRequest, Embeddings, EmbedRequest, Route, TextDelta, TextLogprobs, ToolCall
-from deployments.draining import DRAIN_TIMEOUT_S, when_stopping
+from deployments.autoscaling import nodes_offering
+from deployments.cached_call import CachedCall
+from deployments.draining import DRAIN_TIMEOUT_S, on_stop
 from deployments.embedding import embed_all, read_embedding
 from deployments.engine_client import PLAN_TIMEOUT_S, EngineClient, failure_of
 from deployments.engine_stream import EngineStream
@@ -25,10 +26,9 @@ from deployments.http.config import HttpConfig
 from deployments.http_proxy import HOOK, is_guarded
 from deployments.in_flight import InFlight
 from deployments.planning import thinks
-from deployments.policies import nodes_offering
-from deployments.replica import in_replica, replica_info
+from deployments.process import in_replica, replica_info
+from deployments.protocol import ChatRequest, Embeddings, EmbedRequest, Route, TextDelta, TextLogprobs, ToolCall
 from deployments.replica_calls import ask_replicas
-from deployments.shared_answer import SharedAnswer
 from engine.config import EngineConfig
 from engine.processing.answer_parser import NOTHING, AnswerParser, AnswerRules
 from engine.processing.checkpoint import context_limit, media_kinds, read_config, resolve_checkpoint
@@ -178,14 +178,14 @@ class Ingress:
             checkpoint=checkpoint_fingerprint(model_dir),
         )
         self._drain_timeout_s = drain_timeout_s
-        self._stopping = when_stopping(self.drain)
+        self._stopping = on_stop(self.drain)
         self._counting = asyncio.ensure_future(self._count_engines()) if in_replica() else None
         self._ingresses = own_deployment()
         self._engines = engine
         self._graph = {"engines": engine, "text": text, "mllm": mllm, "spec_prefill": scorer}
         self._ready_until = float("-inf")
-        self._status = SharedAnswer(self._ask_status, STATUS_SHARED_S)
-        self._engine_readiness = SharedAnswer(self._ask_readiness, STATUS_SHARED_S)
+        self._status = CachedCall(self._ask_status, STATUS_SHARED_S)
+        self._engine_readiness = CachedCall(self._ask_readiness, STATUS_SHARED_S)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         late_system = self._tokenizer.keeps_late_system
@@ -236,7 +236,7 @@ class Ingress:
         if here or True in said:
             return True
         if num_silent := said.count(None):
-            raise Unavailable(f"{num_silent} of {len(said)} nodes that may know the request did not answer.")
+            raise Unavailable(f"{num_silent} of {len(said)} ingresses that may have the request did not answer.")
         return False
 
     async def cancel_here(self, request_id: str) -> bool:
@@ -245,7 +245,8 @@ class Ingress:
     async def drain(self) -> None:
         """Refuse new requests and wait until the running ones end, at the latest after drain_timeout_s."""
         num_in_flight = self.in_flight.status()["num_in_flight"]
-        log.info("draining: %d answers are in flight, they get %g s", num_in_flight, self._drain_timeout_s)
+        draining = "draining: %d choices are in flight and get up to %g s to finish"
+        log.info(draining, num_in_flight, self._drain_timeout_s)
         await self.in_flight.drain(self._drain_timeout_s)
         log.info("drained")
 
@@ -300,7 +301,7 @@ class Ingress:
                 is_known = True
             except Exception as error:
                 if is_known:  # said once, not as long as it lasts
-                    assumed = "the engines cannot be counted (%r); it is assumed that there are still %d"
+                    assumed = "the engines cannot be counted (%r); the last known number stays in use: %d"
                     log.warning(assumed, error, self._num_engines)
                 is_known = False
             await asyncio.sleep(ENGINES_COUNTED_EVERY_S)

@@ -7,9 +7,9 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.chat import MEDIA_KINDS, ChatRequest, Message, Plan, Route
 from deployments.planning import PromptPlanner
-from deployments.replica import log_refusals_in_one_line, node_id, replica_info
+from deployments.process import log_refusals_in_one_line, node_id, replica_info
+from deployments.protocol import MEDIA_KINDS, ChatRequest, Message, Plan, Route
 from deployments.sparse_planner import PromptFacts, SparsePlanner
 from engine.config import EngineConfig, MediaConfig, SpecPrefillConfig
 from engine.processing.images import ImagePreprocessor
@@ -65,7 +65,7 @@ class MLLM:
     async def _images(self, request: ChatRequest) -> AsyncIterator[tuple[ImagePatches, ...]]:
         sources = list(image_sources(request.messages))
         if self._loader is None:
-            raise InvalidRequest("this model sees no images", sources[0].field if sources else "messages")
+            raise InvalidRequest("this model does not accept images", sources[0].field if sources else "messages")
         async with self._loader.load(sources) as images:
             yield images
 
@@ -87,7 +87,7 @@ def image_sources(messages: Sequence[Message]) -> Iterator[ImageSource]:
             if kind == "image":
                 yield _source(part, field)
             elif kind is not None:
-                raise InvalidRequest(f"{kind} is not supported; a message may hold text and images", field)
+                raise InvalidRequest(f"{kind} is not supported; a message may contain text and images", field)
 
 
 def _source(part: dict[str, Any], field: str) -> ImageSource:
@@ -98,4 +98,4 @@ def _source(part: dict[str, Any], field: str) -> ImageSource:
         if isinstance(url, str):
             path = f"{field}.{key}.url" if isinstance(value, dict) else f"{field}.{key}"
             return ImageSource(path, url, isinstance(value, dict) and value.get("detail") == "low")
-    raise InvalidRequest("an image needs a URL", f"{field}.image_url")
+    raise InvalidRequest("an image requires a URL", f"{field}.image_url")

@@ -42,7 +42,7 @@ def _check_text_only(args: AppArgs) -> None:
     without += ["engine.vision_cache_mb"] if "vision_cache_mb" in args.engine.changed() else []
     if without:
         raise EngineFailed(
-            f"{', '.join(without)}: has no effect, as the model {args.engine.model!r} reads text alone here. Remove it."
+            f"{', '.join(without)}: has no effect, as the model {args.engine.model!r} accepts only text. Remove it."
         )
 
 
@@ -52,5 +52,5 @@ def _check_system_policy(args: AppArgs, model_dir: Path) -> None:
     if ChatTokenizer(model_dir).keeps_late_system:
         raise EngineFailed(
             f"http.system_policy: {args.http.system_policy!r} has no effect: the chat template of the model "
-            f"{args.engine.model!r} takes system messages wherever they are, and keeps them there. Remove it."
+            f"{args.engine.model!r} accepts system messages at any position and keeps them there. Remove it."
         )

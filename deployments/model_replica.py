@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from ray import serve
 
-from deployments.chat import EngineAnswer
-from deployments.draining import DRAIN_TIMEOUT_S, when_stopping
-from deployments.replica import log_refusals_in_one_line, replica_info
+from deployments.draining import DRAIN_TIMEOUT_S, on_stop
+from deployments.process import log_refusals_in_one_line, replica_info
+from deployments.protocol import EngineAnswer
 from engine.config import EngineConfig
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.fingerprint import checkpoint_fingerprint
@@ -47,7 +47,7 @@ class ModelReplica:
         model_dir = await asyncio.to_thread(resolve_checkpoint, config.model, config.revision, weights=False)
         self._checkpoint = await asyncio.to_thread(checkpoint_fingerprint, model_dir)
         log.info("%s is loaded", config.model)
-        self._stopping = when_stopping(lambda: self._engine.drain(drain_timeout_s))
+        self._stopping = on_stop(lambda: self._engine.drain(drain_timeout_s))
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:
         """Yield one chunk per step, and heartbeats; see AsyncEngine.generate. Closing the generator frees the rows.
@@ -56,7 +56,7 @@ class ModelReplica:
             Unavailable: The prompt was tokenized for another checkpoint, or see AsyncEngine.generate.
         """
         if request.checkpoint not in ("", self._checkpoint):
-            other = "The model is being replaced: the prompt was prepared for another one. Please send it again."
+            other = "The model is being replaced: the prompt was tokenized for another one. Please send it again."
             raise Unavailable(other, OTHER_MODEL_RETRY_S)
         chunks: Any = self._engine.generate(request, HEARTBEAT_PERIOD_S)
         async with aclosing(chunks):

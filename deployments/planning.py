@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from deployments.chat import ChatRequest, Message, PackedMessages, Thinking
 from deployments.planning_threads import PlanningThreads
+from deployments.protocol import ChatRequest, Message, PackedMessages, Thinking
 from engine.config import EngineConfig
 from engine.processing.answer_constraint import answer_constraint
 from engine.processing.checkpoint import context_limit, read_config, refuse_code, resolve_checkpoint, vocab_size
@@ -118,7 +118,7 @@ class PromptPlanner:
         try:
             pooling = choose_pooling(self._embedding, self.model_dir)
         except EngineFailed as error:
-            raise InvalidRequest(f"This model gives no embeddings here: {error}", "model") from None
+            raise InvalidRequest(f"This model does not support embeddings: {error}", "model") from None
 
         def work(is_wanted: Callable[[], bool]) -> np.ndarray:
             limit = PromptLimit(self._max_context_tokens, is_wanted=is_wanted, num_output_tokens=0)
@@ -189,8 +189,8 @@ class PromptPlanner:
     def _check_token_ids(self, token_ids: Sequence[int], field: str | None) -> None:
         for i, token_id in enumerate(token_ids):
             if not 0 <= token_id < self._vocab_size:
-                limit = f"this model's tokens are 0 to {self._vocab_size - 1}"
-                raise InvalidRequest(f"The token at place {i} is {token_id}; {limit}.", field)
+                limit = f"this model's token ids are 0 to {self._vocab_size - 1}"
+                raise InvalidRequest(f"The token id at index {i} is {token_id}; {limit}.", field)
 
     def _prompt(
         self,
@@ -215,7 +215,7 @@ class PromptPlanner:
         for i, token_id in enumerate(request.stop_token_ids):
             if token_id >= self._vocab_size:
                 raise InvalidRequest(
-                    f"stop_token_ids[{i}] is {token_id}; this model's tokens are 0 to {self._vocab_size - 1}",
+                    f"stop_token_ids[{i}] is {token_id}; this model's token ids are 0 to {self._vocab_size - 1}",
                     f"stop_token_ids[{i}]",
                 )
         own = () if request.ignore_eos else self.tokenizer.stop_token_ids
@@ -246,7 +246,7 @@ class AnswerForm:
             if is_thinking and thinking.effort is not None and tokenizer.reasoning.takes_effort:
                 kwargs["reasoning_effort"] = thinking.effort
         if request.tools and tokenizer.tool_format is None:
-            raise InvalidRequest("The model's chat template has no place for `tools`.", "tools")
+            raise InvalidRequest("The model's chat template does not support `tools`.", "tools")
         if shown := [tool.definition for tool in request.tools if not tool.is_deferred]:
             kwargs["tools"] = shown
         grammar, thought = answer_constraint(
@@ -269,11 +269,12 @@ def thinks(request: ChatRequest, tokenizer: ChatTokenizer) -> bool:
     field = "thinking" if thinking is None else thinking.field
     if reasoning is None:
         if mode == "on":
-            raise InvalidRequest(f"`{field}` switches thinking on, but this model's chat template cannot think.", field)
+            unable = f"`{field}` enables thinking, but this model's chat template does not support thinking."
+            raise InvalidRequest(unable, field)
         return False
     if reasoning.always:
         if mode == "off":
-            raise InvalidRequest(f"`{field}` switches thinking off, but this model thinks before each answer.", field)
+            raise InvalidRequest(f"`{field}` disables thinking, but this model always thinks before it answers.", field)
         return True
     return mode in ("on", "auto")
 

@@ -11,7 +11,7 @@ from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTas
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.ray_seams import answer_of, cancel_call, replica_calls
+from deployments.ray_internals import answer_of, cancel_call, replica_calls
 from deployments.replica_choice import NoReplica
 from engine.protocol import OrchardError
 
@@ -27,17 +27,25 @@ class Silent(Exception):
 
 
 class NoAnswer(TimeoutError):
-    """The timeout of `within` has passed, as opposed to a TimeoutError of the call itself."""
+    """The timeout of `call_within` has passed, as opposed to a TimeoutError of the call itself."""
 
 
-GONE = (RayActorError, NodeDiedError, ObjectLostError, ReplicaUnavailableError, CancelledThere, Silent, NoReplica)
+LOST_REPLICA_ERRORS = (
+    RayActorError,
+    NodeDiedError,
+    ObjectLostError,
+    ReplicaUnavailableError,
+    CancelledThere,
+    Silent,
+    NoReplica,
+)
 """Errors of a call to a replica that is dead or unreachable."""
 
 RESET_BY_PEER = ("stream removed", "rst_stream", "connection reset", "socket closed")
 """Phrases in the details of gRPC's UNKNOWN and INTERNAL that mean that the peer's process ended during the call."""
 
 
-async def within(timeout_s: float, response: Any) -> Any:
+async def call_within(timeout_s: float, response: Any) -> Any:
     """Await a handle's call, and cancel it after timeout_s or with the caller.
 
     Raises:
@@ -80,7 +88,7 @@ async def _answer(call: Any, timeout_s: float, method: str) -> Any | None:
             async with asyncio.timeout(timeout_s):
                 return await answer_of(call)
     except Exception as error:
-        log.warning("a replica gave no answer to %s: %r", method, cause_of(error))
+        log.warning("a replica did not answer %s: %r", method, cause_of(error))
         return None
 
 
@@ -103,7 +111,7 @@ def cause_of(error: Exception) -> Exception:
     return error
 
 
-def is_gone(error: Exception) -> bool:
+def is_replica_lost(error: Exception) -> bool:
     """Tell whether the replica or the connection to it is lost, as opposed to an error of the replica's own code."""
     if isinstance(error, grpc.aio.AioRpcError):
         code = error.code()
@@ -111,7 +119,7 @@ def is_gone(error: Exception) -> bool:
             details = (error.details() or "").lower()
             return any(phrase in details for phrase in RESET_BY_PEER)
         return code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)  # a peer cancels when it shuts down
-    return isinstance(error, GONE)
+    return isinstance(error, LOST_REPLICA_ERRORS)
 
 
 def why_silent(error: Exception) -> str:
@@ -122,5 +130,6 @@ def why_silent(error: Exception) -> str:
     if isinstance(error, NoReplica):
         return str(error)
     if isinstance(error, BackPressureError):
-        return "too many requests are waiting for it"
-    return "it is gone" if is_gone(error) or isinstance(error, DeploymentUnavailableError) else "it could not answer"
+        return "too many requests are queued for the engine"
+    is_lost = is_replica_lost(error) or isinstance(error, DeploymentUnavailableError)
+    return "the engine was lost" if is_lost else "the engine failed to answer"

@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.ray_seams import cancel_call, end_dispatch
-from deployments.replica import node_id
-from deployments.replica_calls import NoAnswer, cause_of, is_gone, within
+from deployments.process import node_id
+from deployments.ray_internals import cancel_call, end_dispatch
+from deployments.replica_calls import NoAnswer, call_within, cause_of, is_replica_lost
 from deployments.replica_choice import pin_to
 from engine.core.spec_prefill.plan import Scored, ScoreRequest
 from engine.protocol import (
@@ -63,9 +63,9 @@ class ScorerClient:
         """Look up the prompt's cached prefix in the engine on this node. Raises NoPlan."""
         with _no_plan_without("engine"):
             try:
-                return await within(ENGINE_TIMEOUT_S, self._engine.remote(request.without_pixels()))
+                return await call_within(ENGINE_TIMEOUT_S, self._engine.remote(request.without_pixels()))
             except NoAnswer:
-                raise _unavailable(f"the engine gave no answer within {ENGINE_TIMEOUT_S:g} s") from None
+                raise _unavailable(f"the engine did not answer within {ENGINE_TIMEOUT_S:g} s") from None
 
     async def score(self, request: ScoreRequest, node_id: str | None = None) -> Answer:
         """Score a prompt and return its plan.
@@ -107,7 +107,7 @@ class ScorerClient:
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise _unavailable(f"no scorer took the prompt within {RESERVE_TIMEOUT_S:g} s") from None
+            raise _unavailable(f"no scorer accepted the prompt within {RESERVE_TIMEOUT_S:g} s") from None
 
 
 def _unavailable(why: str) -> NoPlan:
@@ -132,7 +132,7 @@ def _no_plan_without(who: Literal["engine", "scorer"]) -> Iterator[None]:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise _unavailable(f"the {who} is gone") from None  # Ray says so when the call was cancelled over there
+        raise _unavailable(f"the {who} was lost") from None  # Ray says so when the call was cancelled over there
     except Exception as error:
         cause = cause_of(error)
         if isinstance(cause, InvalidRequest):
@@ -142,9 +142,9 @@ def _no_plan_without(who: Literal["engine", "scorer"]) -> Iterator[None]:
         if isinstance(cause, Overloaded):
             raise NoPlan("busy", f"busy: {cause.message}", is_failure=True) from cause
         if isinstance(cause, BackPressureError):
-            raise NoPlan("busy", f"busy: too many prompts are waiting for {_ONE[who]}", is_failure=True) from cause
-        if is_gone(cause) or isinstance(cause, DeploymentUnavailableError | RequestCancelledError):
-            raise _unavailable(f"the {who} is gone") from cause
+            raise NoPlan("busy", f"busy: too many prompts are queued for {_ONE[who]}", is_failure=True) from cause
+        if is_replica_lost(cause) or isinstance(cause, DeploymentUnavailableError | RequestCancelledError):
+            raise _unavailable(f"the {who} was lost") from cause
         if isinstance(cause, EngineFailed):
             raise _unavailable(f"the {who} has failed or is not ready, see /v1/status") from cause
         if isinstance(cause, OrchardError | TimeoutError):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from ray.serve.handle import DeploymentHandle
 
-from deployments.chat import ChatRequest, SpecPrefillReport
+from deployments.protocol import ChatRequest, SpecPrefillReport
 from deployments.scorer_client import NoPlan, ScorerClient
 from engine.config import SpecPrefillConfig
 from engine.core.spec_prefill.plan import ScoreRequest, find_anchors, why_unfit
@@ -83,10 +83,10 @@ class SparsePlanner:
             return engine_request, None
         if request.spec_prefill is False:
             return engine_request, None
-        attempt = Attempt(self._config, self._facts, self._client, request, engine_request)
+        attempt = SparsePlanning(self._config, self._facts, self._client, request, engine_request)
         try:
             plan = await attempt.plan()
-        except NotWanted:
+        except BelowThreshold:
             return engine_request, None
         except NoPlan as why:
             return engine_request, self._densely(attempt, why)
@@ -107,11 +107,13 @@ class SparsePlanner:
             return None
         return {"sparse": self._num_sparse, "replanned": self._num_replanned, "dense": dict(self._dense)}
 
-    def _densely(self, attempt: "Attempt", why: NoPlan, unforeseen: Exception | None = None) -> SpecPrefillReport:
+    def _densely(
+        self, attempt: "SparsePlanning", why: NoPlan, unforeseen: Exception | None = None
+    ) -> SpecPrefillReport:
         self._dense[why.category] += 1
         log.log(
             logging.WARNING if why.is_failure else logging.INFO,
-            "request %s: its prompt is taken in densely: %s%s",
+            "request %s: the prompt is prefilled densely: %s%s",
             attempt.request_id,
             why.reason,
             f" ({type(why.__cause__).__name__}: {why.__cause__})" if why.__cause__ is not None else "",
@@ -120,11 +122,11 @@ class SparsePlanner:
         return attempt.report(why.reason)
 
 
-class NotWanted(Exception):
+class BelowThreshold(Exception):
     """The request does not ask for a sparse prefill, and its prompt is below the configured threshold."""
 
 
-class Attempt:
+class SparsePlanning:
     """The planning of one prompt.
 
     Attributes:
@@ -156,7 +158,7 @@ class Attempt:
         self._began = time.monotonic()
 
     async def plan(self) -> SparsePlan:
-        """Get a plan within deadline_s. Raises NoPlan, NotWanted."""
+        """Get a plan within deadline_s. Raises NoPlan, BelowThreshold."""
         self._check_wanted()
         self._check_enough(self._num_system)
         deadline = asyncio.timeout(self._config.deadline_s)
@@ -166,14 +168,14 @@ class Attempt:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            reason = f"deadline of {self._config.deadline_s:g} s"
+            reason = f"deadline: no plan within {self._config.deadline_s:g} s"
             raise NoPlan("deadline", reason, is_failure=True) from None
 
     def report(self, dense_because: str | None = None) -> SpecPrefillReport:
         return SpecPrefillReport(self._num_scored, time.monotonic() - self._began, dense_because)
 
     def _check_wanted(self) -> None:
-        """Check everything that needs no call to another replica. Raises NoPlan, NotWanted."""
+        """Check everything that needs no call to another replica. Raises NoPlan, BelowThreshold."""
         request, limit = self._request, self._config.max_tokens_scored
         self._check_threshold(len(request.token_ids), "tokens")
         if not self._asked:
@@ -187,26 +189,28 @@ class Attempt:
             raise NoPlan("too_long", reason)
 
     def _check_enough(self, num_dense: int) -> None:
-        """Check that enough tokens follow the dense prefix. Raises NoPlan, NotWanted.
+        """Check that enough tokens follow the dense prefix. Raises NoPlan, BelowThreshold.
 
         Args:
             num_dense: Tokens at the start of the prompt that are computed in any case.
         """
         num_behind = len(self._request.token_ids) - num_dense
-        if self._is_scored and not self._asked and num_behind < self._config.threshold_tokens:
-            raise NoPlan("cached", f"{num_dense} tokens of the prompt are cached by now")
-        self._check_threshold(num_behind, "tokens to choose from")
+        threshold = self._config.threshold_tokens
+        if self._is_scored and not self._asked and num_behind < threshold:
+            reason = f"cached: {num_behind} tokens after the dense prefix of {num_dense}, the threshold is {threshold}"
+            raise NoPlan("cached", reason)
+        self._check_threshold(num_behind, "tokens after the dense prefix")
         if num_behind < MIN_CHUNKS * CHUNK_TOKENS:
             least = MIN_CHUNKS * CHUNK_TOKENS
-            raise NoPlan("too_short", f"too short: {num_behind} tokens to choose from, at least {least} are needed")
+            raise NoPlan("too_short", f"too short: {num_behind} tokens after the dense prefix, the minimum is {least}")
 
     def _check_threshold(self, num_tokens: int, what: str) -> None:
-        """Compare with threshold_tokens. Raises NotWanted, or NoPlan for a request with `specprefill_keep_pct`."""
+        """Compare with threshold_tokens. Raises BelowThreshold, or NoPlan for a request with `specprefill_keep_pct`."""
         threshold = self._config.threshold_tokens
         if self._asked or num_tokens >= threshold:
             return
         if not self._asked_keep:
-            raise NotWanted
+            raise BelowThreshold
         reason = f"below threshold_tokens: {num_tokens} {what}, the threshold is {threshold}"
         raise NoPlan("below_threshold", reason)
 
@@ -257,12 +261,13 @@ class Attempt:
         plan = scored.plan
         unfit = why_unfit(plan, request.token_ids)
         if unfit is None and plan.num_dense != num_dense:
-            unfit = f"{plan.num_dense} tokens are dense instead of {num_dense}"
+            unfit = f"it has {plan.num_dense} dense tokens instead of {num_dense}"
         if unfit is not None:
-            raise NoPlan("unfit", f"the plan is unfit: {unfit}", is_failure=True)
+            raise NoPlan("unfit", f"the plan is invalid: {unfit}", is_failure=True)
         num_left_out, num_behind = len(request.token_ids) - len(plan.positions), len(request.token_ids) - num_dense
         if num_left_out / num_behind < MIN_LEFT_OUT:
-            raise NoPlan("nothing", f"little to leave out: {num_left_out} of {num_behind} tokens")
+            least = f"the minimum is {MIN_LEFT_OUT:.0%}"
+            raise NoPlan("nothing", f"too few tokens to skip: {num_left_out} of {num_behind}, {least}")
         return plan
 
     def _anchors(self, num_dense: int) -> np.ndarray:

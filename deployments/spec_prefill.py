@@ -8,8 +8,8 @@ from typing import Any
 import ray
 from ray import serve
 
-from deployments.policies import nodes_offering
-from deployments.replica import log_refusals_in_one_line, node_id, replica_info
+from deployments.autoscaling import nodes_offering
+from deployments.process import log_refusals_in_one_line, node_id, replica_info
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.core.spec_prefill.plan import Scored, ScoreRequest
 from engine.protocol import EngineFailed
@@ -35,7 +35,7 @@ class SpecPrefillScorer:
             log.info("the draft model %s is loaded", config.draft_model or "demo")
         except EngineFailed as error:
             log.error(
-                "prompts are taken in densely, as the draft model %s is unavailable: %s",
+                "prompts are prefilled densely, as the draft model %s is unavailable: %s",
                 config.draft_model or "demo",
                 error,
             )

@@ -6,9 +6,9 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.chat import ChatRequest, Plan, Route
 from deployments.planning import PromptPlanner
-from deployments.replica import log_refusals_in_one_line, node_id, replica_info
+from deployments.process import log_refusals_in_one_line, node_id, replica_info
+from deployments.protocol import ChatRequest, Plan, Route
 from deployments.sparse_planner import PromptFacts, SparsePlanner
 from engine.config import EngineConfig, SpecPrefillConfig
 

@@ -27,8 +27,10 @@ from engine.protocol import (
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the command line."""
-    parser = argparse.ArgumentParser("python -m engine", description="Answers one prompt, or chats without one.")
-    parser.add_argument("prompt", nargs="?", help="default: a chat, one line per turn, until end of input")
+    parser = argparse.ArgumentParser(
+        "python -m engine", description="Answer one prompt, or start a chat if none is given."
+    )
+    parser.add_argument("prompt", nargs="?", help="default: start a chat, one line per turn, until end of input")
     parser.add_argument("--image", action="append", default=[], type=Path, help="an image for the (first) prompt")
     parser.add_argument("--model", default="demo", help="'demo', a local directory, or a hub repository")
     parser.add_argument("--max-tokens", type=int, help="default: the rest of the model's context")
@@ -39,14 +41,14 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop", action="append", default=[], help="text that ends the answer")
     parser.add_argument("--system", help="system message")
-    parser.add_argument("--think", action="store_true", help="let the model think first, if it supports that")
+    parser.add_argument("--think", action="store_true", help="enable thinking if the model supports it")
     parser.add_argument("--verbose", action="store_true", help="log what the engine does")
     options = parser.parse_args(argv)
     limits = {"max_tokens": (1, 2**31), "temperature": (0, 2), "top_p": (1e-9, 1), "top_k": (0, 2**31), "min_p": (0, 1)}
     for name, (low, high) in limits.items():
         value = getattr(options, name)
         if value is not None and not low <= value <= high:
-            parser.error(f"--{name.replace('_', '-')}: {value} is not within {low} and {high}")
+            parser.error(f"--{name.replace('_', '-')} is {value}; it must be between {low} and {high}")
     return options
 
 

@@ -122,7 +122,7 @@ class AsyncEngine:
             Unavailable: The engine is not ready, draining, or short of memory.
         """
         core = self._admit(request)
-        request = core.fitted(request)
+        request = core.clamp_max_tokens(request)
         key = f"{request.request_id}#{next(self._serial)}"
         stream = self._streams[key] = TokenStream(request.num_choices)
         self._keys[request.request_id] = key
@@ -210,7 +210,8 @@ class AsyncEngine:
             raise EngineFailed(error)
         failed = self._core.stats.failed_steps_in_a_row if self._core else 0
         if failed >= self.config.max_failed_steps:
-            raise EngineFailed(f"{failed} steps in a row failed, the limit is {self.config.max_failed_steps}")
+            limit = self.config.max_failed_steps
+            raise EngineFailed(f"{failed} consecutive steps failed; the limit is {limit} (max_failed_steps)")
 
     async def cached_prefix(self, request: EngineRequest) -> CachedPrefix:
         """Return the cached prefix of a prompt, for planning a sparse prefill.
@@ -245,8 +246,8 @@ class AsyncEngine:
             async with asyncio.timeout(CLEAR_TIMEOUT_S):
                 return replace(cleared, num_files=await asyncio.wrap_future(num_files))
         except (SnapshotLost, TimeoutError) as error:
-            reason = str(error) or f"not within {CLEAR_TIMEOUT_S:.0f} s"
-            raise EngineFailed(f"the memory is cleared, but the files could not be removed: {reason}") from None
+            reason = str(error) or f"their removal takes longer than {CLEAR_TIMEOUT_S:.0f} s"
+            raise EngineFailed(f"the cache in memory is cleared, but files could not be removed: {reason}") from None
 
     async def drain(self, timeout_s: float) -> None:
         """Reject new requests, and wait until open ones have finished.
@@ -296,8 +297,8 @@ class AsyncEngine:
         limit = self.config.max_running + self.config.max_queue
         if num_open + request.num_choices > limit:
             raise Overloaded(
-                f"{num_open} answers are open and {request.num_choices} more were asked for, the limit is {limit} "
-                f"({self.config.max_running} running, {self.config.max_queue} waiting)",
+                f"{num_open} choices are open and the request has {request.num_choices}; the limit is {limit} "
+                f"(max_running {self.config.max_running} + max_queue {self.config.max_queue})",
                 retry_after_s=self._core.scheduler.expected_wait_s() or RETRY_AFTER_S,
             )
         self._check_pixels(request, self._core)
@@ -308,8 +309,8 @@ class AsyncEngine:
         held, limit = sum(self._pixel_bytes.values()), self.config.image_memory_mb * 2**20
         if held and held + request.num_pixel_bytes > limit:
             raise Overloaded(
-                f"the images of open requests hold {held} bytes and this request's images {request.num_pixel_bytes}; "
-                f"the limit is {limit} (image_memory_mb)",
+                f"the images of open requests take {held} bytes and those of this request {request.num_pixel_bytes}; "
+                f"the limit is {limit} bytes (image_memory_mb)",
                 retry_after_s=core.scheduler.expected_wait_s() or RETRY_AFTER_S,
             )
 
@@ -349,7 +350,7 @@ class AsyncEngine:
             self._state = "warming" if self._core is not None else self._state
             for i, request in enumerate(requests):
                 await self._take_in(request)
-                log.info("pinned prompt %d of %d is taken in: %d tokens", i + 1, len(requests), len(request.token_ids))
+                log.info("pinned prompt %d of %d is prefilled: %d tokens", i + 1, len(requests), len(request.token_ids))
         if self._core is not None:  # the engine may have failed meanwhile
             self._state = "ready"
             self._ready.set_result(None)
@@ -364,10 +365,11 @@ class AsyncEngine:
         status = await self.cache_status()
         if not any(entry.pinned and entry.num_tokens == len(request.token_ids) - 1 for entry in status.entries):
             refused = (
-                f"{status.num_rejected} snapshots were refused; the cache may hold {status.max_bytes} bytes (max_gb)"
+                f"{status.num_rejected} snapshots were rejected; the limit of the cache is {status.max_bytes} bytes "
+                "(prefix_cache.max_gb)"
             )
             reason = chunks[-1].error or status.off or refused
-            raise EngineFailed(f"{request.request_id}, {len(request.token_ids)} tokens, cannot be pinned: {reason}")
+            raise EngineFailed(f"{request.request_id} ({len(request.token_ids)} tokens) cannot be pinned: {reason}")
 
     # On the device thread.
 
@@ -386,8 +388,8 @@ class AsyncEngine:
         try:
             self._call(_set_result, answer, question(core))
         except Exception as error:  # must not end the device thread
-            log.exception("a question could not be answered")
-            self._call(_set_error, answer, EngineFailed(f"the engine could not tell: {type(error).__name__}"))
+            log.exception("a call on the device thread failed")
+            self._call(_set_error, answer, EngineFailed(f"a call on the device thread failed: {type(error).__name__}"))
 
     def _set_progress(self, progress: float) -> None:
         self._progress = progress
@@ -443,8 +445,8 @@ class AsyncEngine:
             elif not self._drains:
                 shortage = self._host_memory.shortage()
                 if shortage is not None and self._unavailable is None:
-                    log.error("%s: new requests are turned away", shortage)
-                    self._thread.submit(lambda core: core.relieve())
+                    log.error("new requests are rejected: %s", shortage)
+                    self._thread.submit(lambda core: core.free_evictable())
                 self._unavailable = shortage
 
     def _watched(self) -> str | None:
@@ -454,11 +456,11 @@ class AsyncEngine:
         work = self._core.progress.work  # read before its age: work that begins meanwhile is younger
         age_s, limit_s = self._thread.step_age_s, work.limit_s(self.config.step_timeout_s)
         predicted = f", predicted {work.predicted_s:.2g} s" if work.predicted_s else ""
-        so_far = f"{work.name} has lasted {age_s:.1f} s{predicted}"
+        so_far = f"{work.name} has been running for {age_s:.1f} s{predicted}"
         if work.is_late(age_s) and work is not self._late:
             self._late = work
             log.warning(so_far)
-        return f"{so_far}, the limit is {limit_s:g} s" if age_s > limit_s else None
+        return f"{so_far}; the limit is {limit_s:g} s" if age_s > limit_s else None
 
     def _ended(self, error: BaseException | None) -> None:
         if self._state in ("failed", "stopped"):

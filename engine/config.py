@@ -1,8 +1,8 @@
 """All options of the engine and of media loading: defaults, units and bounds. Unknown keys are rejected."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 BoundaryKind = Literal["system", "turn", "prompt"]
 SnapshotKind = Literal["system", "turn", "prompt", "answer"]
@@ -17,6 +17,17 @@ MIN_KEEP = 0.1
 """Smallest share of a sparse prompt's scored tokens to keep."""
 
 
+def _boolean_to_on_off(value: Any) -> Any:
+    """Convert booleans to "on" and "off", since YAML 1.1 reads these words as booleans unless they are quoted."""
+    if not isinstance(value, bool):
+        return value
+    return "on" if value else "off"
+
+
+BooleanToOnOff = BeforeValidator(_boolean_to_on_off)
+"""For fields that have the choice "on" or "off": `compile: off` in YAML means "off"."""
+
+
 class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -26,12 +37,15 @@ class Frozen(BaseModel):
 
 
 class MTPConfig(Frozen):
-    max_draft_tokens: int = Field(default=3, ge=1, le=8, description="draft tokens per step and row")
-    max_rows: int = Field(default=4, ge=1, le=1024, description="no drafting with more rows in the batch")
+    max_draft_tokens: int = Field(default=3, ge=1, le=8, description="draft tokens per row and step")
+    max_rows: int = Field(default=4, ge=1, le=1024, description="largest batch, in rows, for which tokens are drafted")
 
 
 class SchedulerConfig(Frozen):
-    policy: Literal["fifo", "shortest_first", "priority"] = Field(default="fifo", description="order of the queue")
+    policy: Literal["fifo", "shortest_first", "priority"] = Field(
+        default="fifo",
+        description="order of the queue: by arrival, by prompt length, or by the field `priority` of requests",
+    )
     ageing_s: float = Field(
         default=5.0,
         gt=0,
@@ -45,10 +59,10 @@ class SchedulerConfig(Frozen):
     queue_timeout_s: float = Field(
         default=300.0, gt=0, description="seconds in the queue after which a request is rejected (503)"
     )
-    fairness: Literal["client", "off"] = Field(
+    fairness: Annotated[Literal["client", "off"], BooleanToOnOff] = Field(
         default="client",
         description="client: the queued client with the fewest tokens so far is served next, and rows of a client "
-        "above its fair share may be preempted",
+        "above its fair share may be preempted; off: clients are treated as one",
     )
 
 
@@ -58,11 +72,11 @@ class MemoryConfig(Frozen):
     limit_gb: float | None = Field(
         default=None,
         gt=0,
-        description="GiB that the engine may use; default: the GPU's recommended limit or its memory; on a CPU 0.8 of "
+        description="GiB that the engine may use; null: the GPU's recommended limit or its memory, on a CPU 0.8 of "
         "the machine's memory",
     )
     headroom_gb: float | None = Field(
-        default=None, ge=0, description="GiB of limit_gb that stay free; default: an eighth of it, at most 8"
+        default=None, ge=0, description="GiB of limit_gb that stay free; null: an eighth of it, at most 8"
     )
     reserve_tokens: int = Field(
         default=4096,
@@ -72,44 +86,52 @@ class MemoryConfig(Frozen):
     min_available_gb: float | None = Field(
         default=None,
         ge=0,
-        description="GiB of the machine's memory; with less available, new requests are rejected (503); default: 7 % "
-        "of it; 0: never",
+        description="GiB of the machine's memory; with less available, new requests are rejected (503); null: 7 % "
+        "of it; 0: no limit",
     )
 
 
 class GrammarConfig(Frozen):
-    compile_timeout_s: float = Field(default=5.0, gt=0, description="to compile one grammar, off the device thread")
-    max_bytes: int = Field(default=256 * 2**10, ge=1024, description="bytes of a schema, regex or grammar as text")
+    compile_timeout_s: float = Field(
+        default=5.0, gt=0, description="seconds for compiling one grammar; requests that need more are rejected (400)"
+    )
+    max_bytes: int = Field(
+        default=256 * 2**10, ge=1024, description="largest JSON schema, regex or grammar, in bytes of its text"
+    )
 
 
 class PinnedPrompt(Frozen):
     """A system prompt that is prefilled at start and never evicted. Exactly one of system and system_file is set."""
 
-    system: str | None = Field(default=None, min_length=1, description="the text of the system message")
-    system_file: str | None = Field(default=None, description="a UTF-8 file with the text of the system message")
-    tools: tuple[dict[str, Any], ...] = Field(default=(), description="tool definitions sent with it")
+    system: str | None = Field(default=None, min_length=1, description="text of the system message")
+    system_file: str | None = Field(default=None, description="UTF-8 file with the text of the system message")
+    tools: tuple[dict[str, Any], ...] = Field(default=(), description="tool definitions that clients send with it")
 
     @model_validator(mode="after")
     def _one_source(self) -> "PinnedPrompt":
         if (self.system is None) == (self.system_file is None):
-            raise ValueError("a pinned prompt has either system or system_file")
+            raise ValueError("a pinned prompt must have exactly one of system and system_file")
         return self
 
 
 class DiskCacheConfig(Frozen):
     path: str = Field(description="directory of the snapshots; created if missing")
-    max_gb: float = Field(default=20.0, gt=0, description="GiB; the least recently used files are removed first")
+    max_gb: float = Field(default=20.0, gt=0, description="GiB of files; the least recently used are removed first")
 
 
 class PrefixCacheConfig(Frozen):
-    enabled: bool = Field(default=True, description="cache the state after prefixes of prompts")
+    enabled: bool = Field(
+        default=True, description="cache the state at the boundaries of prompts, for prompts that begin alike"
+    )
     max_gb: float | None = Field(
         default=None,
         gt=0,
-        description="GiB of memory for snapshots; default: all memory that no row or prompt needs now",
+        description="GiB of memory for snapshots; null: all memory that no row or prompt needs now",
     )
     boundaries: tuple[BoundaryKind, ...] = Field(
-        default=("system", "turn", "prompt"), description="where snapshots are taken, see engine.protocol.Boundary"
+        default=("system", "turn", "prompt"),
+        description="where snapshots of a prompt are taken: after the system part with its tools, after the last turn "
+        "before the answer, and at the end of the prompt",
     )
     min_tokens: int = Field(
         default=16, ge=1, description="smallest number of tokens between a snapshot and the one before it"
@@ -117,8 +139,14 @@ class PrefixCacheConfig(Frozen):
     answers: bool = Field(
         default=True, description="cache the state after answers, from which a conversation's next turn continues"
     )
-    pinned: tuple[PinnedPrompt, ...] = Field(default=(), description="prefilled at start and never evicted")
-    disk: DiskCacheConfig | None = Field(default=None, description="snapshots that survive a restart; default: none")
+    pinned: tuple[PinnedPrompt, ...] = Field(
+        default=(),
+        description="system prompts that are prefilled at start and never evicted; each has either system or "
+        "system_file, and text and tools must be exactly those that clients send",
+    )
+    disk: DiskCacheConfig | None = Field(
+        default=None, description="directory for snapshots that survive a restart, on each node; null: none"
+    )
 
     @model_validator(mode="after")
     def _effective(self) -> "PrefixCacheConfig":
@@ -127,7 +155,7 @@ class PrefixCacheConfig(Frozen):
             raise ValueError(f"prefix_cache.enabled is false: {' and '.join(changed)} would have no effect")
         if not self.boundaries and not self.pinned and changed != ["boundaries"]:
             raise ValueError(
-                "prefix_cache.boundaries is empty and nothing is pinned, so that nothing is kept: "
+                "prefix_cache.boundaries is empty and no prompt is pinned, so that no snapshot is taken: "
                 f"{' and '.join(name for name in changed if name != 'boundaries')} would have no effect"
             )
         return self
@@ -136,58 +164,67 @@ class PrefixCacheConfig(Frozen):
 class EmbeddingConfig(Frozen):
     pooling: Literal["auto"] | Pooling = Field(
         default="auto",
-        description="hidden state used as embedding: of the last token, or the mean of all; auto: as in the "
+        description="hidden state used as embedding: that of the last token, or the mean of all; auto: as in the "
         "checkpoint's sentence-transformers configuration, else last",
     )
 
 
 class EngineConfig(Frozen):
     model: str = Field(
-        default="demo", description="'demo' (shipped with Orchard), a local directory, or a hub repository"
+        default="demo", description="'demo' (part of Orchard), a directory with an MLX model, or a hub repository"
     )
-    revision: str | None = Field(default=None, description="branch, tag or commit of a hub repository")
-    device: Literal["auto", "cpu", "gpu"] = Field(default="auto", description="auto: the GPU if MLX has one")
+    revision: str | None = Field(
+        default=None, description="branch, tag or commit of the hub repository; null: its default branch"
+    )
+    device: Literal["auto", "cpu", "gpu"] = Field(
+        default="auto", description="device of the model; auto: the GPU if MLX has one"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="of the weights; auto: float32 on the CPU, bfloat16 on a GPU"
+        default="auto", description="dtype of the weights; auto: float32 on the CPU, bfloat16 on a GPU"
     )
     max_context_tokens: int | None = Field(
-        default=None, ge=16, description="tokens of prompt and answer together; default: the model's own limit"
+        default=None, ge=16, description="most tokens of prompt and answer together; null: the model's own limit"
     )
-    max_running: int = Field(default=32, ge=1, le=1024, description="rows in the decode batch")
-    max_queue: int = Field(default=256, ge=0, description="queued requests; further ones are rejected (429)")
+    max_running: int = Field(default=32, ge=1, le=1024, description="most rows in the decode batch")
+    max_queue: int = Field(default=256, ge=0, description="most queued requests; further ones are rejected (429)")
     prefill_chunk_tokens: int = Field(
         default=2048, ge=16, description="most prompt tokens per step while no row decodes"
     )
     prefill_chunk_tokens_busy: int = Field(
         default=256, ge=16, description="most prompt tokens per step while rows decode"
     )
-    mtp: Literal["auto", "off"] | MTPConfig = Field(
+    mtp: Annotated[Literal["auto", "off"] | MTPConfig, BooleanToOnOff] = Field(
         default="auto",
-        description="speculative decoding with the MTP head; auto: as many draft tokens as are measured to be fastest",
+        description="speculative decoding with the MTP head; auto: as many draft tokens as are measured to be fastest; "
+        "off: none; a mapping: always up to these limits",
     )
     mtp_head: str | None = Field(
-        default=None, description="directory or hub repository of a split MTP head; default: the checkpoint's own"
+        default=None, description="directory or hub repository of a split MTP head; null: the checkpoint's own"
     )
-    mtp_exact: MTPExact = Field(
+    mtp_exact: Annotated[MTPExact, BooleanToOnOff] = Field(
         default="auto",
         description="verify drafts with kernels that round like those for one token; auto: on Metal, with one row in "
-        "the batch, where it is free; on: always, reading the weights once per row",
+        "the batch, where it is free; on: always, reading the weights once per row; off: never",
     )
-    compile: Literal["auto", "on", "off"] = Field(
-        default="auto", description="decode as a compiled graph; auto: on CUDA, where the host limits the speed"
+    compile: Annotated[Literal["auto", "on", "off"], BooleanToOnOff] = Field(
+        default="auto", description="decode as a compiled graph; auto: only on CUDA, where the host limits the speed"
     )
-    scheduler: SchedulerConfig = SchedulerConfig()
-    grammar: GrammarConfig = GrammarConfig()
-    prefix_cache: PrefixCacheConfig = PrefixCacheConfig()
-    memory: MemoryConfig = MemoryConfig()
-    embedding: EmbeddingConfig = EmbeddingConfig()
+    scheduler: SchedulerConfig = Field(default=SchedulerConfig(), description="order and fairness of the queue")
+    grammar: GrammarConfig = Field(default=GrammarConfig(), description="limits on structured output")
+    prefix_cache: PrefixCacheConfig = Field(
+        default=PrefixCacheConfig(), description="cached state of prompts and answers, see GET /v1/cache"
+    )
+    memory: MemoryConfig = Field(
+        default=MemoryConfig(), description="memory budget of the engine, see `admission` in GET /v1/status"
+    )
+    embedding: EmbeddingConfig = Field(default=EmbeddingConfig(), description="embeddings of texts")
     vision_cache_mb: int = Field(default=256, ge=0, description="MiB of image features cached for repeated images")
     image_memory_mb: int = Field(
         default=1024,
         ge=64,
         description="MiB of host memory for the pixels of all open requests; further images are rejected (429)",
     )
-    mlx_cache_mb: int = Field(default=2048, ge=0, description="freed buffers that MLX may keep for reuse")
+    mlx_cache_mb: int = Field(default=2048, ge=0, description="MiB of freed buffers that MLX may keep for reuse")
     step_timeout_s: float = Field(
         default=120.0,
         gt=0,
@@ -222,9 +259,11 @@ class SpecPrefillConfig(Frozen):
         default=None,
         min_length=1,
         description="draft model with the target's tokenizer: 'demo' (the demo model's draft), a directory or a hub "
-        "repository; default: demo for the demo model; for other models none, which turns sparse prefill off",
+        "repository; null: demo for the demo model; for other models none, which turns sparse prefill off",
     )
-    draft_revision: str | None = Field(default=None, description="branch, tag or commit of a hub repository")
+    draft_revision: str | None = Field(
+        default=None, description="branch, tag or commit of the draft's hub repository; null: its default branch"
+    )
     threshold_tokens: int = Field(
         default=8192,
         ge=1,
@@ -236,13 +275,23 @@ class SpecPrefillConfig(Frozen):
     chunk_size: int = Field(
         default=2048, ge=16, description="tokens per forward of the draft; requests can be cancelled between two"
     )
-    lookahead: int = Field(default=16, ge=1, le=64, description="answer tokens that the draft generates")
-    max_tokens_scored: int = Field(default=65536, ge=64, description="longer prompts are prefilled densely")
+    lookahead: int = Field(
+        default=16,
+        ge=1,
+        le=64,
+        description="answer tokens that the draft generates to see which parts of the prompt they attend to",
+    )
+    max_tokens_scored: int = Field(default=65536, ge=64, description="longer prompts, in tokens, are prefilled densely")
     max_running: int = Field(default=4, ge=1, le=16, description="prompts scored concurrently, chunk by chunk")
-    max_queue: int = Field(default=8, ge=0, le=32, description="queued prompts; further ones are prefilled densely")
-    deadline_s: float = Field(default=30.0, gt=0, description="a prompt not scored by then is prefilled densely")
+    max_queue: int = Field(
+        default=8, ge=0, le=32, description="most queued prompts; further ones are prefilled densely"
+    )
+    deadline_s: float = Field(
+        default=30.0, gt=0, description="seconds after which a prompt not yet scored is prefilled densely"
+    )
     device: Literal["auto", "cpu", "gpu"] = Field(
-        default="auto", description="auto: the CPU on a node with an engine, else the GPU if MLX has one"
+        default="auto",
+        description="device of the draft; auto: the CPU on a node with an engine, else the GPU if MLX has one",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="dtype of the draft's weights; auto: float32 on the CPU, bfloat16 on a GPU"
@@ -251,39 +300,45 @@ class SpecPrefillConfig(Frozen):
         default=None,
         gt=0,
         le=0.9,
-        description="share of the device's memory for weights and caches; default: 0.1; required on a GPU that an "
+        description="share of the device's memory for weights and caches; null: 0.1; required on a GPU that an "
         "engine uses as well",
     )
-    mlx_cache_mb: int = Field(default=512, ge=0, description="freed buffers that MLX may keep for reuse")
+    mlx_cache_mb: int = Field(default=512, ge=0, description="MiB of freed buffers that MLX may keep for reuse")
 
 
 class MediaConfig(Frozen):
-    max_images: int = Field(default=16, ge=1, description="images in one request")
-    max_bytes: int = Field(default=20 * 2**20, ge=1024, description="bytes of one encoded image")
-    max_pixels: int = Field(default=40_000_000, ge=1024, description="pixels of one decoded image, width times height")
+    max_images: int = Field(default=16, ge=1, description="most images in one request")
+    max_bytes: int = Field(default=20 * 2**20, ge=1024, description="largest encoded image in bytes")
+    max_pixels: int = Field(
+        default=40_000_000, ge=1024, description="largest decoded image in pixels, width times height"
+    )
     max_image_tokens: int | None = Field(
         default=None,
         ge=4,
-        description="larger images are resized to this many tokens; default: as recommended by the model's image "
+        description="larger images are resized to this many tokens; null: as recommended by the model's image "
         "processor, limited so that four of the largest images fit into one request (60 MiB after resizing)",
     )
     decode_cpu_s: float = Field(
         default=10.0, gt=0, description="CPU seconds for decoding one image; images that need more are rejected (400)"
     )
     decode_memory_mb: int = Field(
-        default=1024, ge=64, description="memory for decoding one image; images that need more are rejected (400)"
+        default=1024,
+        ge=64,
+        description="MiB of memory for decoding one image; images that need more are rejected (400)",
     )
     decode_budget_mb: int = Field(
         default=256,
         ge=1,
         description="MiB of images decoded concurrently on a node, at 4 bytes per pixel; others wait",
     )
-    fetch_timeout_s: float = Field(default=10.0, gt=0, description="one download, redirects included")
-    max_redirects: int = Field(default=3, ge=0)
+    fetch_timeout_s: float = Field(
+        default=10.0, gt=0, description="seconds for downloading one image, redirects included"
+    )
+    max_redirects: int = Field(default=3, ge=0, description="most redirects that a download follows")
     allow_http: bool = Field(
         default=True,
         description="fetch http: URLs as well; false: only https:, which cannot be read or changed in transit",
     )
     allowed_private_hosts: tuple[str, ...] = Field(
-        default=(), description="private host names or addresses that may be fetched"
+        default=(), description="private host names or addresses from which images may be fetched"
     )

@@ -36,7 +36,7 @@ def lock_device(kind: str, share_device: bool, timeout_s: float | None = None) -
         raise EngineFailed(_refusal(kind, held.holder)) from None
     except OSError as error:
         raise EngineFailed(
-            f"the lock of the GPU cannot be taken ({error}); make the directory writable, or set engine.share_device: "
+            f"the GPU lock cannot be acquired ({error}); make the directory writable, or set engine.share_device: "
             "true if no other engine uses this GPU"
         ) from None
 

@@ -107,7 +107,7 @@ class DeviceThread(Generic[W]):
             finally:
                 worker.close()
         except BaseException as e:
-            log.exception("the device thread ends")
+            log.exception("the device thread failed")
             error = e
         self._step_began = None
         self._on_end(error)

@@ -16,7 +16,7 @@ from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer_match import why_different
 from engine.protocol import EngineFailed, InvalidRequest, OrchardError, Overloaded, ScoringTooSlow
 from engine.worker.spec_prefill.draft import draft_engine_config
-from engine.worker.spec_prefill.scorer import Outcome, Publish, Scorer, load_scorer
+from engine.worker.spec_prefill.scorer import Publish, Scorer, ScoreResult, load_scorer
 
 STEP_TIMEOUT_S = 120.0
 """Seconds of a step after which the scorer is unhealthy."""
@@ -140,7 +140,7 @@ class AsyncDraftScorer:
             raise EngineFailed(self._error or self._state)
         age_s = self._thread.step_age_s
         if age_s > STEP_TIMEOUT_S:
-            raise EngineFailed(f"a step has lasted {age_s:.0f} s, the limit is {STEP_TIMEOUT_S:.0f} s")
+            raise EngineFailed(f"a step has been running for {age_s:.0f} s; the limit is {STEP_TIMEOUT_S:.0f} s")
 
     async def shutdown(self, timeout_s: float = 30.0) -> None:
         """Stop after the running step; open prompts fail."""
@@ -161,8 +161,8 @@ class AsyncDraftScorer:
             self._scorer.limits.check(request)
             if len(self._open) >= limit:
                 raise Overloaded(
-                    f"{len(self._open)} prompts are being scored, the limit is {limit} "
-                    f"({self.config.max_running} running, {self.config.max_queue} waiting)",
+                    f"{len(self._open)} prompts are being scored or queued; the limit is {limit} "
+                    f"(max_running {self.config.max_running} + max_queue {self.config.max_queue})",
                     retry_after_s=1.0,
                 )
         except OrchardError:
@@ -177,10 +177,10 @@ class AsyncDraftScorer:
             resolve_checkpoint(model.model, model.revision, weights=False) for model in (self._target, draft)
         )
         if (difference := why_different(target_dir, draft_dir)) is not None:
-            raise EngineFailed(f"this draft cannot score for {self._target.model}: {difference}")
+            raise EngineFailed(f"the draft model cannot score prompts of {self._target.model}: {difference}")
         return self._make_scorer(self.config, draft, self._publish)
 
-    def _publish(self, key: str, outcome: Outcome) -> None:
+    def _publish(self, key: str, outcome: ScoreResult) -> None:
         self._call(self._deliver, key, outcome)
 
     def _on_ready(self, scorer: Scorer) -> None:
@@ -195,7 +195,7 @@ class AsyncDraftScorer:
 
     # On the event loop.
 
-    def _deliver(self, key: str, outcome: Outcome) -> None:
+    def _deliver(self, key: str, outcome: ScoreResult) -> None:
         future = self._open.get(key)
         if future is None or future.done():
             return
@@ -235,8 +235,8 @@ def choose_device(config: SpecPrefillConfig, beside_engine: bool) -> str:
     """
     if beside_engine and config.device == "gpu" and config.memory_share is None:
         raise EngineFailed(
-            "device: gpu is configured for the draft, and the engine uses the same GPU from another process; neither "
-            "sees what the other takes: set memory_share to the draft's part of the GPU's memory, or device to cpu"
+            "device: gpu is configured for the draft, but the engine uses the same GPU from another process; neither "
+            "sees the other's memory: set memory_share to the draft's share of the GPU's memory, or device to cpu"
         )
     return "cpu" if beside_engine and config.device == "auto" else config.device
 
@@ -250,7 +250,8 @@ def check_request(request: ScoreRequest, max_tokens: int) -> None:
     num_tokens = len(request.token_ids)
     if not 1 <= num_tokens <= max_tokens:
         raise InvalidRequest(
-            f"the prompt has {num_tokens} tokens; between 1 and {max_tokens} (max_tokens_scored) are scored", "messages"
+            f"the prompt has {num_tokens} tokens; it must have 1 to {max_tokens} (max_tokens_scored) to be scored",
+            "messages",
         )
     if not 0 <= request.num_dense <= num_tokens:
         raise InvalidRequest(f"num_dense is {request.num_dense}; it must be between 0 and {num_tokens}", "num_dense")

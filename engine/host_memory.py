@@ -1,6 +1,7 @@
 """Available memory of the machine, or of the container that the process runs in."""
 
 import logging
+import math
 from pathlib import Path
 
 import psutil
@@ -37,14 +38,15 @@ class HostMemory:
         try:
             available = self.available()
         except Exception:  # the caller watches more than the memory
-            log.exception("how much memory the machine has left could not be read")
+            log.exception("the available memory of the machine could not be read")
             return None
-        self._is_short = available < self._min_available * (RECOVERED if self._is_short else 1)
+        needed = math.ceil(self._min_available * (RECOVERED if self._is_short else 1))
+        self._is_short = available < needed
         if not self._is_short:
             return None
         return (
             f"the machine is short of memory: {available} bytes are available, "
-            f"new requests need {self._min_available} (memory.min_available_gb)"
+            f"new requests need {needed} (memory.min_available_gb)"
         )
 
     def available(self) -> int:

@@ -59,7 +59,7 @@ class ContextLengthExceeded(InvalidRequest):
         prompt, output, limit, is_lower_bound = self.args
         least = "at least " if is_lower_bound else ""
         return (
-            f"This model's context holds {limit} tokens, but the request needs {least}{prompt + output}: "
+            f"This model's maximum context length is {limit} tokens, but the request needs {least}{prompt + output}: "
             f"{least}{prompt} in the prompt and {output} for the answer."
         )
 
@@ -84,7 +84,7 @@ class MemoryExceeded(ContextLengthExceeded):
         prompt, output, max_tokens, num_bytes, max_bytes = self.args
         return (
             f"The request needs {num_bytes} bytes of memory: {prompt} tokens in the prompt, {output} for the answer. "
-            f"This engine has {max_bytes} bytes for requests, which hold {max_tokens} tokens in one row."
+            f"This engine has {max_bytes} bytes for requests, enough for one row of {max_tokens} tokens."
         )
 
 
@@ -413,7 +413,7 @@ class CachedPrefix:
 
 
 @dataclass(frozen=True)
-class CacheEntry:
+class CacheEntryStatus:
     """One snapshot of the prefix cache."""
 
     kind: SnapshotKind  # Kind of its boundary.
@@ -473,7 +473,7 @@ class CacheStatus:
     """Snapshots that could not be restored, or not be read from disk in time; their prompts were computed."""
     num_integrity_errors: int = 0  # Failed integrity checks, each of which emptied the cache.
     misses: dict[str, int] = field(default_factory=dict)  # num_misses by reason.
-    entries: tuple[CacheEntry, ...] = ()  # The most recently used first.
+    entries: tuple[CacheEntryStatus, ...] = ()  # The most recently used first.
     recent_misses: tuple[CacheMiss, ...] = ()
     """The newest first; prompts that could have got more cached tokens are included."""
     disk: dict[str, int] | None = None  # Figures of the disk tier, None without one.

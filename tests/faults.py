@@ -119,7 +119,7 @@ class Faulty:
 
 
 def names_in(args: Iterable[Any]) -> set[str]:
-    """The requests and rows that a call's arguments speak of: row ids, Requests, EngineRequests, Newcomers, lists."""
+    """The requests and rows that a call's arguments speak of: row ids, Requests, EngineRequests, JoiningRows, lists."""
     names = set()
     for arg in args:
         if isinstance(arg, str):

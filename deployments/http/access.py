@@ -30,8 +30,8 @@ class HostNotAllowed(Refusal):
     @property
     def message(self) -> str:
         return (
-            f"The Host header names {shown(self.args[0])}, which this server does not answer for: it answers for "
-            "loopback names, IP addresses and the names in http.allowed_hosts."
+            f"The Host header is {shown(self.args[0])}: this server accepts loopback names, IP addresses and the names "
+            "in http.allowed_hosts."
         )
 
 
@@ -43,8 +43,8 @@ class OriginNotAllowed(Refusal):
     @property
     def message(self) -> str:
         return (
-            f"Web pages of {shown(self.args[0])} may not send requests to this server: it takes them from its own "
-            "pages and from the origins in http.allowed_origins."
+            f"The Origin header is {shown(self.args[0])}: this server accepts requests of its own web pages and of the "
+            "origins in http.allowed_origins."
         )
 
 
@@ -67,7 +67,7 @@ class KeyRequired(Refusal):
 
     @property
     def message(self) -> str:
-        return "This server needs one of its API keys, as `Authorization: Bearer KEY` or `x-api-key: KEY`."
+        return "This server requires a valid API key, as `Authorization: Bearer KEY` or `x-api-key: KEY`."
 
 
 class AdministratorOnly(Refusal):
@@ -78,8 +78,8 @@ class AdministratorOnly(Refusal):
     @property
     def message(self) -> str:
         return (
-            f"{self.args[0]} is an administrative request: it needs an API key that is administrative, or, on a server "
-            "without API keys, to come from the same machine and not through a gateway."
+            f"{self.args[0]} is an administrative request: it requires an administrative API key or, on a server "
+            "without API keys, a connection from the same machine without a gateway."
         )
 
 

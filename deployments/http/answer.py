@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from deployments.chat import Generation, SpecPrefillReport, TextDelta, TextLogprobs, ToolCall
 from deployments.http.errors import Failure
+from deployments.protocol import Generation, SpecPrefillReport, TextDelta, TextLogprobs, ToolCall
 from engine.protocol import EngineFailed
 
 FINISH_REASONS = ("stop", "length", "tool_calls")
@@ -66,7 +66,7 @@ class Answer:
             choice.deltas.append(delta)
         if delta.finish_reason is not None:
             if delta.finish_reason not in FINISH_REASONS:
-                raise EngineFailed(f"the generation ended with {delta.finish_reason}")
+                raise EngineFailed(f"the generation ended with the unknown finish reason {delta.finish_reason}")
             choice.finish_reason, choice.stop_sequence = delta.finish_reason, delta.stop_sequence
 
     def check_complete(self) -> None:

@@ -13,7 +13,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.chat import Generation
 from deployments.http.answer import Answer, AnswerEncoder
 from deployments.http.api_keys import KeyIdentity
 from deployments.http.client_address import address_group, client_host
@@ -21,7 +20,8 @@ from deployments.http.errors import CLIENT_LEFT, ErrorMap
 from deployments.http.event_stream import EventStream
 from deployments.http.rate_limits import RateLimits
 from deployments.http.unread_bodies import UnreadBodies, read_body
-from deployments.in_flight import Entry, InFlight
+from deployments.in_flight import InFlight, InFlightRequest
+from deployments.protocol import Generation
 from engine.protocol import OrchardError
 
 logger = logging.getLogger("orchard.http")
@@ -97,8 +97,8 @@ class AnswerResponse(Response):
             try:
                 response = await self._answered(entry, Request(scope, receive), stream)
             except (ClientDisconnect, OSError):
-                logger.info("request %s: the client left", self._request_id)
-                entry.answered()
+                logger.info("request %s: the client disconnected", self._request_id)
+                entry.mark_complete()
                 if stream.is_open:
                     return
                 response = Response(status_code=CLIENT_LEFT)
@@ -107,21 +107,21 @@ class AnswerResponse(Response):
             else:
                 await stream.end()
 
-    async def _answered(self, entry: Entry, request: Request, stream: EventStream) -> Response | None:
+    async def _answered(self, entry: InFlightRequest, request: Request, stream: EventStream) -> Response | None:
         """Read, admit and answer the request. Returns the response to send; None if it was streamed."""
         try:
-            job = await unless(self._read(request), entry.must_end)
+            job = await run_until(self._read(request), entry.cancelled)
             self._limits.check(request.state.key, job.num_choices)
-            self._in_flight.understood(entry, job.id, job.num_choices)
+            self._in_flight.set_choices(entry, job.id, job.num_choices)
         except (ClientDisconnect, OSError):
             raise
         except Exception as error:
             return self._refused(entry, error, request.scope)
         stream.headers.update(job.headers)
-        left = asyncio.ensure_future(_left(request.receive))
+        left = asyncio.ensure_future(wait_disconnected(request.receive))
         try:
             with self._limits.enter(request.state.key, job.num_choices):
-                return await unless(self._work(job, entry, stream, request.scope), entry.must_end, left)
+                return await run_until(self._work(job, entry, stream, request.scope), entry.cancelled, left)
         except OrchardError as error:  # a cancellation, with its reason; the work answers its own errors itself
             logger.info("request %s was ended: %s", self._request_id, error)
             return await self._failed(job, entry, error, stream, request.scope)
@@ -135,7 +135,7 @@ class AnswerResponse(Response):
             raise ClientDisconnect
         return await self._understand(body)
 
-    async def _work(self, job: Job, entry: Entry, stream: EventStream, scope: Scope) -> Response | None:
+    async def _work(self, job: Job, entry: InFlightRequest, stream: EventStream, scope: Scope) -> Response | None:
         """Generate the answer, with comments while a stream is silent. Returns as `_answered`."""
         if not job.stream:
             return await self._generate(job, entry, stream, scope)
@@ -146,7 +146,7 @@ class AnswerResponse(Response):
             comments.cancel()
             await asyncio.gather(comments, return_exceptions=True)
 
-    async def _generate(self, job: Job, entry: Entry, stream: EventStream, scope: Scope) -> Response | None:
+    async def _generate(self, job: Job, entry: InFlightRequest, stream: EventStream, scope: Scope) -> Response | None:
         key: KeyIdentity = scope["state"]["key"]
         try:
             generation = await job.start(key)
@@ -165,18 +165,18 @@ class AnswerResponse(Response):
             await self._close(generation)
 
     async def _whole(
-        self, job: Job, generation: Generation, answer: Answer, entry: Entry, stream: EventStream
+        self, job: Job, generation: Generation, answer: Answer, entry: InFlightRequest, stream: EventStream
     ) -> Response:
         async for delta in generation:
             answer.add(delta)
         answer.check_complete()
         content = job.encoder.body(answer)
         body = content if isinstance(content, bytes) else json.dumps(content)
-        entry.answered()
+        entry.mark_complete()
         return Response(body, headers=dict(job.headers), media_type="application/json")
 
     async def _send_events(
-        self, job: Job, generation: Generation, answer: Answer, entry: Entry, stream: EventStream
+        self, job: Job, generation: Generation, answer: Answer, entry: InFlightRequest, stream: EventStream
     ) -> None:
         """Relay the answer as events. Raises what the generation raises."""
         if opening := job.encoder.opening(generation):
@@ -187,31 +187,31 @@ class AnswerResponse(Response):
                 await stream.send(sent)
         answer.check_complete()
         closing = job.encoder.closing(answer)
-        entry.answered()
+        entry.mark_complete()
         await stream.send(closing)
 
     async def _failed(
-        self, job: Job, entry: Entry, error: Exception, stream: EventStream, scope: Scope
+        self, job: Job, entry: InFlightRequest, error: Exception, stream: EventStream, scope: Scope
     ) -> Response | None:
         """Answer with an error: as a response, or as the last event of an open stream."""
         if not stream.is_open:
             return self._refused(entry, error, scope)
-        entry.answered()
+        entry.mark_complete()
         await stream.send(job.encoder.failed(self._errors.failure(error, self._request_id)))
         return None
 
-    def _refused(self, entry: Entry, error: Exception, scope: Scope) -> Response:
-        entry.answered()
+    def _refused(self, entry: InFlightRequest, error: Exception, scope: Scope) -> Response:
+        entry.mark_complete()
         return self._errors.response(error, self._request_id, scope)
 
     async def _close(self, generation: Generation) -> None:
         try:
             await generation.aclose()
         except Exception:
-            logger.exception("request %s: its generation could not be closed", self._request_id)
+            logger.exception("request %s: the generation could not be closed", self._request_id)
 
 
-async def unless(work: Coroutine[Any, Any, T], *ends: asyncio.Future[Any]) -> T:
+async def run_until(work: Coroutine[Any, Any, T], *ends: asyncio.Future[Any]) -> T:
     """Run `work` until it returns or one of `ends` is done; then, or if the caller is cancelled, cancel it.
 
     A cancelled `work` is awaited until its clean-up is done.
@@ -234,7 +234,7 @@ async def unless(work: Coroutine[Any, Any, T], *ends: asyncio.Future[Any]) -> T:
     return worker.result()
 
 
-async def _left(receive: Receive) -> ClientDisconnect:
+async def wait_disconnected(receive: Receive) -> ClientDisconnect:
     """Wait until the client disconnects. The whole body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass

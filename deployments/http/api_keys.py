@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
-from deployments.chat import ChatRequest
 from deployments.http.config import ApiKey, HttpConfig
+from deployments.protocol import ChatRequest
 from engine.config import Frozen
 from engine.protocol import OrchardError
 
@@ -146,9 +146,9 @@ def _of_file(path: str) -> list[_Key]:
         raw = yaml.safe_load(_read_private(Path(path).expanduser(), place))
     except yaml.MarkedYAMLError as error:  # its text would quote the file
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
-        raise ApiKeysError(f"{place} is no valid YAML{line}: {error.problem}") from None
+        raise ApiKeysError(f"{place} is not valid YAML{line}: {error.problem}") from None
     except yaml.YAMLError:
-        raise ApiKeysError(f"{place} is no valid YAML") from None
+        raise ApiKeysError(f"{place} is not valid YAML") from None
     try:
         entries = _Entries.validate_python(raw)
     except ValidationError as error:
@@ -156,7 +156,7 @@ def _of_file(path: str) -> list[_Key]:
         where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"])
         raise ApiKeysError(f"{place}: {where or 'the file'}: {_mistake(first)}") from None
     if not entries:
-        raise ApiKeysError(f"{place} holds no keys")
+        raise ApiKeysError(f"{place} contains no keys")
     return [(f"{place}: [{i}]", entry.hash, entry.identity) for i, entry in enumerate(entries)]
 
 
@@ -183,7 +183,7 @@ def _mistake(finding: Any) -> str:
         case "list_type":
             return "expected a list of keys, each with `hash` and `name`"
         case "extra_forbidden":
-            return f"there is no such field; there are {', '.join(ApiKeyEntry.model_fields)}"
+            return f"unknown field; the fields are {', '.join(ApiKeyEntry.model_fields)}"
         case "missing":
             return "is missing"
     return finding["msg"]
@@ -196,9 +196,9 @@ def _of_variable(name: str) -> Iterator[_Key]:
     for i, key in enumerate(os.environ[name].split(",")):
         key = key.strip()
         if not key:
-            raise ApiKeysError(f"{place}: key {i + 1} is empty; it holds plain keys, separated by commas")
+            raise ApiKeysError(f"{place}: key {i + 1} is empty; the variable must list plain keys, separated by commas")
         if not (key.isascii() and key.isprintable()) or " " in key:
-            raise ApiKeysError(f"{place}: key {i + 1} has characters that no HTTP header can carry")
+            raise ApiKeysError(f"{place}: key {i + 1} has characters that an HTTP header cannot contain")
         yield f"{place}, key {i + 1}", f"sha256:{hashlib.sha256(key.encode()).hexdigest()}", _bare(f"{name}[{i}]")
 
 
@@ -207,7 +207,7 @@ def _check_unique(keys: list[_Key]) -> None:
     for place, hash_, identity in keys:
         for unique, what in ((hash_, "hash"), (f"name {identity.name}", f"name {json.dumps(identity.name)}")):
             if unique in places:
-                raise ApiKeysError(f"{place} has the same {what} as {places[unique]}: each key may be there once")
+                raise ApiKeysError(f"{place} has the same {what} as {places[unique]}: hashes and names must be unique")
             places[unique] = place
 
 

@@ -5,22 +5,22 @@ from collections.abc import Mapping
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
-from deployments.chat import Backend
 from deployments.http.access import Access, AccessRules
 from deployments.http.anthropic.messages import Messages
 from deployments.http.config import HttpConfig
-from deployments.http.door import Door
+from deployments.http.context import HttpContext
 from deployments.http.errors import Converter, ErrorMap
 from deployments.http.openai.chat import ChatCompletions
 from deployments.http.openai.completions import Completions
-from deployments.http.openai.embeddings import EmbeddingsFace
+from deployments.http.openai.embeddings import EmbeddingsEndpoint
 from deployments.http.openai.models import Models
 from deployments.http.openai.tokenization import Tokenization
 from deployments.http.openapi import OpenApi
 from deployments.http.operations import Operations
 from deployments.http.proxy_limits import ProxyLimits, TellProxy
 from deployments.http.request_id import RequestId
-from deployments.http.responses.face import Responses
+from deployments.http.responses.endpoints import Responses
+from deployments.protocol import Backend
 
 
 def create_app(
@@ -44,23 +44,23 @@ def create_app(
         is_behind_proxy: Whether Serve's HTTP proxy adds the request id to responses, see RequestId.
     """
     errors = ErrorMap(converters)
-    door = Door(backend, config, media_kinds, keeps_late_system, errors)
+    context = HttpContext(backend, config, media_kinds, keeps_late_system, errors)
     app = FastAPI(openapi_url=None, redirect_slashes=False)
-    faces = (
-        ChatCompletions(door),
-        Completions(door),
-        EmbeddingsFace(door),
-        Tokenization(door),
-        Responses(door),
-        Messages(door),
-        Models(door),
-        Operations(door),
-        OpenApi(door),
+    endpoints = (
+        ChatCompletions(context),
+        Completions(context),
+        EmbeddingsEndpoint(context),
+        Tokenization(context),
+        Responses(context),
+        Messages(context),
+        Models(context),
+        Operations(context),
+        OpenApi(context),
     )
-    for face in faces:
-        face.add_to(app)
+    for endpoint in endpoints:
+        endpoint.add_to(app)
     app.add_exception_handler(HTTPException, errors.handle_http_exception)
-    app.add_middleware(Access, rules=AccessRules(config), errors=errors, limits=door.limits)
+    app.add_middleware(Access, rules=AccessRules(config), errors=errors, limits=context.limits)
     app.add_middleware(RequestId, is_behind_proxy=is_behind_proxy)
     app.add_middleware(TellProxy, limits=ProxyLimits(config.body_limits, config.send_timeout_s))
     return app

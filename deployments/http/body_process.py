@@ -144,8 +144,8 @@ def _answer_to(body: bytes, dialect: Any, rules: ReadingRules, max_memory_bytes:
         answer = error.with_traceback(None)
     except MemoryError:
         answer = InvalidRequest(
-            f"The request body of {len(body)} bytes takes more than {max_memory_bytes} bytes of memory to read, "
-            "which is the limit."
+            f"Parsing the request body of {len(body)} bytes takes more memory than the limit of {max_memory_bytes} "
+            "bytes."
         )
     except Exception as error:
         answer = EngineFailed(f"a request body could not be read: {error!r}")

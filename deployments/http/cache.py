@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
-from deployments.chat import EngineAnswer, SilentEngine
+from deployments.protocol import EngineAnswer, SilentEngine
 from engine.protocol import CacheCleared, CacheMiss, CacheMissReason, CacheStatus
 
 Spell = Callable[[int], bytes]
@@ -86,27 +86,28 @@ def _figures(status: CacheStatus) -> dict[str, int]:
 
 def explanation(miss: CacheMiss, spell: Spell) -> str:
     """Explain in a sentence why no more of the prompt was cached, quoting tokens with control characters escaped."""
-    served = f"{miss.num_cached} of {miss.num_prompt_tokens} tokens were served; " if miss.num_cached else ""
+    served = f"{miss.num_cached} of {miss.num_prompt_tokens} tokens were cached; " if miss.num_cached else ""
     return served + _unserved(miss, spell)
 
 
 def _unserved(miss: CacheMiss, spell: Spell) -> str:
-    stored = f"a stored {miss.boundary or 'prompt'} boundary"
-    lost = f"{stored} would have served {miss.boundary_tokens} of {miss.num_prompt_tokens} tokens, but"
+    snapshot = f"a snapshot at a {miss.boundary or 'prompt'} boundary"
+    lost = f"{snapshot} covered {miss.boundary_tokens} of {miss.num_prompt_tokens} tokens, but"
     common = (
-        f"{miss.num_common} of {miss.num_prompt_tokens} tokens are those of {stored} ({miss.boundary_tokens} tokens);"
+        f"the first {miss.num_common} of {miss.num_prompt_tokens} tokens match {snapshot} "
+        f"({miss.boundary_tokens} tokens);"
     )
     match miss.reason:
         case "cold":
-            return f"nothing is stored that this prompt of {miss.num_prompt_tokens} tokens begins with"
+            return f"no snapshot matches the start of this prompt of {miss.num_prompt_tokens} tokens"
         case "evicted":
-            return f"{lost} it was evicted to make room for others"
+            return f"{lost} it was evicted to free memory"
         case "cleared":
             return f"{lost} it was cleared"
         case "tenant":
-            return f"{lost} it belongs to another cache_salt"
+            return f"{lost} it belongs to another tenant (cache_salt or API key)"
         case "image":
-            return f"{common} the pictures differ at token {miss.num_common}"
+            return f"{common} the images differ at token {miss.num_common}"
         case "tools":
             return f"{common} the tools differ"
         case "template_kwargs":
@@ -119,7 +120,7 @@ def _difference(miss: CacheMiss, spell: Spell) -> str:
     ours, theirs = quoted(miss.prompt_token_ids, spell), quoted(miss.stored_token_ids, spell)
     if miss.prompt_token_ids:
         return f"the text differs at token {miss.num_common}: {ours} instead of {theirs}"
-    return f"the prompt ends there, and what is stored goes on with {theirs}"
+    return f"the prompt ends there, and the snapshot continues with {theirs}"
 
 
 def quoted(token_ids: Sequence[int], spell: Spell) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from deployments.chat import MEDIA_KINDS, Route
+from deployments.protocol import MEDIA_KINDS, Route
 from engine.protocol import InvalidRequest
 
 
@@ -22,7 +22,7 @@ def reject_unsupported_media(messages: Iterable[Mapping[str, Any]], kinds: froze
     for kind, path in find_media(messages):
         if kind not in kinds:
             accepted = ", ".join(["text", *sorted(kinds)])
-            raise InvalidRequest(f"`{path}` is of the kind {kind}, but this model reads only: {accepted}.", path)
+            raise InvalidRequest(f"`{path}` is {kind} input, but this model accepts only: {accepted}.", path)
 
 
 def find_media(messages: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,7 @@ class HttpConfig(Frozen):
     """The section `http` of the arguments."""
 
     max_body_bytes: int = Field(
-        default=32 * 2**20, ge=1024, description="bytes of one request body, images as data: URLs included"
+        default=32 * 2**20, ge=1024, description="largest request body in bytes, images as data: URLs included"
     )
     system_policy: SystemPolicy = Field(
         default="hoist",
@@ -38,7 +38,8 @@ class HttpConfig(Frozen):
     )
     volatile_patterns: tuple[re.Pattern[str], ...] = Field(
         default=DEFAULT_VOLATILE_PATTERNS,
-        description="regular expressions of system message lines to remove because they change with each request",
+        description="regular expressions of system message lines to remove because they change with each request and "
+        "would invalidate the prefix cache; a list replaces the default, [] removes nothing",
     )
     open: bool = Field(default=False, description="allow listening on non-loopback addresses without API keys")
     api_keys: tuple[ApiKey, ...] = Field(
@@ -49,12 +50,13 @@ class HttpConfig(Frozen):
     api_keys_file: str | None = Field(
         default=None,
         pattern=r"^[/~]",
-        description="file with more keys, a YAML or JSON list of ApiKeyEntry (see api_keys.py), on every node with an "
-        "ingress; its mode must deny access to other users",
+        description="file with more keys and their limits, on every node with an ingress; its mode must deny access to "
+        "other users; for its format see Security in deployments/README.md",
     )
     api_keys_env: EnvironmentVariable | None = Field(
         default=None,
-        description="environment variable with more administrative keys, plain and separated by commas",
+        description="name of an environment variable, set where Ray is started, with more administrative keys, plain "
+        "and separated by commas",
     )
     allowed_hosts: tuple[HostName, ...] = Field(
         default=(),
@@ -66,15 +68,15 @@ class HttpConfig(Frozen):
         description="origins of web pages (scheme://host:port) that may send requests, besides the server's own",
     )
     max_unread_bodies: int = Field(
-        default=64, ge=1, le=65536, description="request bodies that may be arriving at the same time, per node"
+        default=64, ge=1, le=65536, description="most request bodies that may be arriving at the same time, per node"
     )
     max_unread_bytes: int = Field(
-        default=512 * 2**20, ge=1024, description="bytes of all request bodies that are arriving, per node"
+        default=512 * 2**20, ge=1024, description="most bytes of all request bodies that are arriving, per node"
     )
     min_body_bytes_per_s: int = Field(
         default=64 * 2**10,
         ge=1,
-        description="least rate of an arriving request body in bytes per second; a slower one is refused (408)",
+        description="lowest rate of an arriving request body in bytes per second; slower ones are rejected (408)",
     )
     body_grace_s: float = Field(
         default=5.0, gt=0, le=3600, description="seconds in which a body may be slower than min_body_bytes_per_s"
@@ -103,7 +105,7 @@ class HttpConfig(Frozen):
         default=1000,
         ge=0,
         le=1_000_000,
-        description="responses of /v1/responses that a node stores for previous_response_id and GET; 0: none",
+        description="most responses of /v1/responses that a node stores for previous_response_id and GET; 0: none",
     )
     stored_responses_mb: int = Field(
         default=256, ge=1, le=65536, description="MiB of memory for stored responses and their inputs, per node"

@@ -79,7 +79,7 @@ class ModelNotFound(Refusal):
     @property
     def message(self) -> str:
         asked, served = self.args
-        return f"The model {shown(asked)} does not exist here: this server serves {json.dumps(served)}."
+        return f"The model {shown(asked)} does not exist: this server serves {json.dumps(served)}."
 
 
 class BodyTooLarge(Refusal):
@@ -102,8 +102,8 @@ class BodyTooSlow(Refusal):
     def message(self) -> str:
         num_bytes, age_s, min_bytes_per_s = self.args
         return (
-            f"The request body arrived too slowly: {num_bytes} bytes in {age_s:.1f} s; the least is {min_bytes_per_s} "
-            "bytes per second (http.min_body_bytes_per_s)."
+            f"The request body arrived too slowly: {num_bytes} bytes in {age_s:.1f} s; the minimum is "
+            f"{min_bytes_per_s} bytes per second (http.min_body_bytes_per_s)."
         )
 
 
@@ -114,7 +114,7 @@ class RequestNotFound(Refusal):
 
     @property
     def message(self) -> str:
-        return f"There is no request {shown(self.args[0])} here: it has ended, or never came."
+        return f"The request {shown(self.args[0])} was not found: it has ended, or this server has not received it."
 
 
 class NotReady(EngineFailed):
@@ -256,7 +256,7 @@ class ErrorMap:
     async def handle_http_exception(self, request: Request, error: Exception) -> Response:
         """Answer unknown routes and methods, which the framework raises outside of any endpoint."""
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
-            detail = f"There is no route {request.method[:16]} {request.url.path[:256]}."
+            detail = f"The route {request.method[:16]} {request.url.path[:256]} does not exist."
             error = HTTPException(error.status_code, detail, error.headers)
         return self.response(error, request.state.request_id, request.scope)
 
@@ -284,7 +284,7 @@ def _of_orchard_error(error: OrchardError, request_id: str) -> Failure | None:
         case Unavailable():
             return Failure(503, error.message, "server_error", None, "unavailable", _seconds(error.retry_after_s))
         case EngineFailed():
-            message = f"The engine failed while it worked on request {request_id}."
+            message = f"The engine failed while processing request {request_id}."
             return Failure(500, message, "server_error", None, "engine_failed")
     return None
 
@@ -332,9 +332,9 @@ _RULES = {
 def from_validation(error: ValidationError) -> InvalidRequest:
     """Convert the first finding of a validation, with the path as the client would write it."""
     if error.error_count() > MAX_FINDINGS:
-        num_wrong = error.error_count()
         return InvalidRequest(
-            f"The request body has {num_wrong} fields that are unknown or wrong, too many to name one."
+            f"The request body has {error.error_count()} unknown or invalid fields, too many to name one: the limit is "
+            f"{MAX_FINDINGS}."
         )
     first = error.errors(include_url=False, include_context=False)[0]
     kind, value, path = first["type"], first["input"], _path(first["loc"])

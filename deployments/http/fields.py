@@ -94,7 +94,7 @@ def _check_neutral(name: str, value: Any, harmless: tuple[Any, ...]) -> None:
     if any(_same_json(value, other) for other in harmless):
         return
     allowed = " or ".join(["null", *map(json.dumps, harmless)])
-    raise InvalidRequest(f"`{name}` is not supported: it is {shown(value)}, and may only be {allowed}.", name)
+    raise InvalidRequest(f"`{name}` is {shown(value)}, which is not supported: it must be {allowed}.", name)
 
 
 def _check_size(name: str, value: Any) -> None:
@@ -119,7 +119,7 @@ class IgnoredFields:
         for name in names:
             if name in self._counts or len(self._counts) < MAX_COUNTED_NAMES:
                 if name not in self._counts and _IDENTIFIER.fullmatch(name):
-                    logger.info("clients send the unknown field %s: it is ignored", name)
+                    logger.info("the unknown field %s in a request is ignored", name)
                 self._counts[name] += 1
 
     def status(self) -> dict[str, int]:

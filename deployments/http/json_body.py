@@ -21,12 +21,12 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body.decode(), parse_constant=_refuse_number, parse_float=_finite)
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"The request body is not UTF-8: byte {error.start} begins no character.") from None
+        raise InvalidRequest(f"The request body is not UTF-8: byte {error.start} is invalid.") from None
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise InvalidRequest(f"The request body is not valid JSON: {error.msg} at {where}.") from None
     except ValueError:
-        raise InvalidRequest("The request body holds an integer with more than 4300 digits.") from None
+        raise InvalidRequest("The request body contains an integer with more than 4300 digits.") from None
     if not isinstance(value, dict):
         raise InvalidRequest("The request body must be a JSON object.")
     if _SURROGATE_ESCAPE.search(body):
@@ -35,13 +35,13 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
 
 
 def _refuse_number(name: str) -> NoReturn:
-    raise InvalidRequest(f"The request body holds {name}: numbers must be finite.")
+    raise InvalidRequest(f"The request body contains {name}: numbers must be finite.")
 
 
 def _finite(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
-        raise InvalidRequest(f"The request body holds {digits[:32]}, which is beyond the range of a 64-bit float.")
+        raise InvalidRequest(f"The request body contains {digits[:32]}, which is beyond the range of a 64-bit float.")
     return number
 
 
@@ -50,8 +50,8 @@ def _refuse_lone_surrogates(body: dict[str, Any]) -> None:
     while pending:
         path, value = pending.pop()
         if isinstance(value, str) and _SURROGATE.search(value):
-            where = f"`{path}`" if path else "The name of a field"
-            raise InvalidRequest(f"{where} holds half of a surrogate pair, which is no character.", path or None)
+            where = f"`{path}`" if path else "A field name"
+            raise InvalidRequest(f"{where} contains an unpaired surrogate, which is not a character.", path or None)
         if isinstance(value, dict):
             for key, inner in value.items():
                 pending += [(path, key), (f"{path}.{key}" if path else key, inner)]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from deployments.chat import Message
+from deployments.protocol import Message
 from engine.protocol import InvalidRequest
 
 SystemPolicy = Literal["hoist", "inline", "error"]
@@ -140,7 +140,8 @@ def _place_system_messages(messages: list[Message], policy: SystemPolicy) -> lis
             rest.append(message)
         elif policy == "error":
             path = f"messages[{i}].role"
-            raise InvalidRequest(f"`{path}` is a system message: here they may only stand at the start.", path)
+            late = f"`{path}` is that of a system message: system messages are only allowed at the start."
+            raise InvalidRequest(late, path)
         elif message["content"] or _extras(message):  # one that says nothing vanishes
             if policy == "hoist":
                 head.append(message)

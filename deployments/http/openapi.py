@@ -14,22 +14,22 @@ from deployments.http.errors import error_dialect
 from deployments.http.openapi_page import CONTENT_SECURITY_POLICY, docs_page
 
 if TYPE_CHECKING:
-    from deployments.http.door import Door
+    from deployments.http.context import HttpContext
 
 REF_TEMPLATE = "#/components/schemas/{model}"
 
 ERROR_STATUSES = {
     "400": "A field is wrong or not supported: `param` names it.",
     "401": "An API key is needed.",
-    "403": "The Host, the origin or the key may not do this.",
-    "404": "There is no such model, request or route.",
+    "403": "The Host, the origin or the API key is not allowed to do this.",
+    "404": "The model, the request or the route does not exist.",
     "408": "The request body arrived too slowly.",
     "413": "The request body is too large.",
     "415": "The Content-Type is not application/json.",
-    "429": "Too many requests: Retry-After says when to come back.",
+    "429": "Too many requests: Retry-After says when to retry.",
     "499": "The request was cancelled.",
     "500": "The server failed.",
-    "503": "No request can be served now: Retry-After says when to come back.",
+    "503": "No request can be served now: Retry-After says when to retry.",
 }
 
 OPENAI_ERROR = {
@@ -196,19 +196,19 @@ def _responses(operation: Operation, streams: bool) -> dict[str, Any]:
 class OpenApi:
     """Serves the document, and a page of it without external resources."""
 
-    def __init__(self, door: "Door"):
-        self._door = door
+    def __init__(self, context: "HttpContext"):
+        self._context = context
 
     def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._door.errors.guard, self._door.api.describe
+        guard, describe = self._context.errors.guard, self._context.api.describe
         app.add_route("/openapi.json", guard(self.document), ["GET"])
         describe("/openapi.json", "GET", None, "This document.")
         app.add_route("/docs", guard(self.page), ["GET"])
         describe("/docs", "GET", None, "This document as a page.")
 
     async def document(self, request: Request) -> Response:
-        return JSONResponse(self._door.api.document)
+        return JSONResponse(self._context.api.document)
 
     async def page(self, request: Request) -> Response:
         headers = {"Content-Security-Policy": CONTENT_SECURITY_POLICY, "X-Content-Type-Options": "nosniff"}
-        return HTMLResponse(docs_page(self._door.api.document), headers=headers)
+        return HTMLResponse(docs_page(self._context.api.document), headers=headers)

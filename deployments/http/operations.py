@@ -7,16 +7,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from deployments.http.access import AdministratorOnly
-from deployments.http.door import Door
+from deployments.http.context import HttpContext
 from deployments.http.redaction import administrative_view, public_view
 
 
 class Operations:
-    def __init__(self, door: Door):
-        self._door = door
+    def __init__(self, context: HttpContext):
+        self._context = context
 
     def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._door.errors.guard, self._door.api.describe
+        guard, describe = self._context.errors.guard, self._context.api.describe
         app.add_route("/v1/status", guard(self.status), ["GET"])
         describe("/v1/status", "GET", None, "Show the engines, the planners, the ingresses and the configuration.")
         app.add_route("/v1/cache", guard(self.cache), ["GET", "DELETE"])  # one route, for a whole Allow header
@@ -31,21 +31,21 @@ class Operations:
         return JSONResponse({"status": "live"})
 
     async def ready(self, request: Request) -> Response:
-        reason = await self._door.backend.not_ready()
+        reason = await self._context.backend.not_ready()
         if reason is None:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "not ready", "reason": reason}, 503)
 
     async def status(self, request: Request) -> Response:
-        here = {"bodies": self._door.bodies.status(), "ignored_fields": self._door.ignored.status()}
-        return _page(request, {**await self._door.backend.status(), **here})
+        here = {"bodies": self._context.bodies.status(), "ignored_fields": self._context.ignored.status()}
+        return _page(request, {**await self._context.backend.status(), **here})
 
     async def cache(self, request: Request) -> Response:
         if request.method == "DELETE":
             if not request.state.is_administrative:
                 raise AdministratorOnly("DELETE /v1/cache")
-            return JSONResponse(await self._door.backend.clear_cache())
-        return _page(request, await self._door.backend.cache_status())
+            return JSONResponse(await self._context.backend.clear_cache())
+        return _page(request, await self._context.backend.cache_status())
 
 
 def _page(request: Request, page: dict[str, Any]) -> Response:

@@ -4,13 +4,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deployments.chat import Generation, SpecPrefillReport, TextDelta
 from deployments.http.answer import Answer
 from deployments.http.answer_response import Job
 from deployments.http.api_keys import KeyIdentity
-from deployments.http.door import Door
+from deployments.http.context import HttpContext
 from deployments.http.errors import Failure
 from deployments.http.request_reader import ParsedRequest
+from deployments.protocol import Generation, SpecPrefillReport, TextDelta
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,18 @@ Work = Callable[[KeyIdentity], Awaitable[PlainBody]]
 """Computes the body for the identity of the request's API key."""
 
 
-def plain_job(door: Door, parsed: ParsedRequest, id: str, work: Work, num_choices: int = 1) -> Job:
+def plain_job(context: HttpContext, parsed: ParsedRequest, id: str, work: Work, num_choices: int = 1) -> Job:
     """Create the job of a request that `work` answers; it is cancelled when the client disconnects.
 
     Args:
-        door: Shared state of the endpoints.
+        context: Shared state of the endpoints.
         parsed: The request.
         id: Id of the answer.
         work: Computes the body.
         num_choices: Choices in flight that the request counts for.
     """
     answer = PlainAnswer(work, num_choices)
-    job = door.job(parsed, id, lambda parsed, id: answer)
+    job = context.job(parsed, id, lambda parsed, id: answer)
     return replace(job, start=answer.start, stream=False, num_choices=num_choices)
 
 

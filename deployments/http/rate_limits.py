@@ -136,7 +136,7 @@ class KeyUse:
             )
         num_over = self._num_rows + num_choices - self._max_rows
         if num_over > 0:
-            found = f"{self._num_rows} choices are in flight, and {num_choices} more were asked for"
+            found = f"{self._num_rows} choices are in flight, and {num_choices} more were requested"
             wait_s = self._pace.seconds_until(num_over)
             raise RateLimited(self._name, "max_rows", self._max_rows, found, wait_s)
 

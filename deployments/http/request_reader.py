@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from deployments.chat import ChatRequest, PackedMessages, Route
 from deployments.http.errors import ModelNotFound
 from deployments.http.json_body import parse_json_object
 from deployments.http.normalize import DEFAULT_VOLATILE_PATTERNS, SystemPolicy
+from deployments.protocol import ChatRequest, PackedMessages, Route
 
 MAX_INLINE_BYTES = 256 * 2**10
 """Largest body that is parsed on the event loop."""

@@ -90,19 +90,19 @@ class ProxyGuard:
             log.exception("request %s failed in the HTTP proxy", request_id)
         if not exchange.is_started:
             error = exchange.error or Unavailable(
-                "The process that worked on the request was lost. Please send the request again.", RETRY_S
+                "The process that handled the request was lost. Please send the request again.", RETRY_S
             )
             await self._errors.response(error, request_id, scope)(scope, receive, exchange.send)
 
     async def _wait_for_ingress(self, path: str) -> None:
         """Wait up to BRIDGE_S for an ingress for this path. Raises Unavailable."""
         if self._routes.is_starting(path):
-            raise Unavailable("The server is starting: it takes no requests yet.", START_RETRY_S)
+            raise Unavailable("The server is starting: it accepts no requests yet.", START_RETRY_S)
         waited_s = 0.0
         while self._routes.has_no_replica(path):
             if waited_s >= self._bridge_s:
                 raise Unavailable(
-                    f"The server is being deployed: no ingress was there to take the request within {waited_s:.0f} s.",
+                    f"The server is being deployed: no ingress was available within {waited_s:.0f} s.",
                     START_RETRY_S,
                 )
             await asyncio.sleep(POLL_S)

@@ -77,7 +77,7 @@ def finds_cluster(note: Path | None = None) -> bool:
                 "is still running here. Wait until it is up, or run `ray stop` first."
             ) from None
         note.unlink(missing_ok=True)
-        say(f"The Ray cluster at {address}, noted in {note}, is gone ({error}): starting without it.")
+        say(f"The Ray cluster at {address}, noted in {note}, no longer runs ({error}): starting without it.")
         return False
 
 

@@ -78,12 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _read(path: str) -> OrchardConfig:
     if not Path(path).exists():
-        raise ConfigError(path, ["there is no such file; a checkout of Orchard has one: serve_config.yaml"])
+        raise ConfigError(path, ["the file does not exist; a checkout of Orchard contains one: serve_config.yaml"])
     config = read_config(path)
     if config is None:
-        raise ConfigError(path, ["none of its applications is Orchard (import_path: deployments.app:build_app)"])
+        raise ConfigError(path, ["applications: none is Orchard (import_path: deployments.app:build_app)"])
     if len(config.raw["applications"]) > 1:
-        raise ConfigError(path, ["applications: `orchard serve` serves Orchard alone; use `serve run` for several"])
+        raise ConfigError(path, ["applications: `orchard serve` serves only Orchard; use `serve run` for several"])
     return config
 
 

@@ -36,7 +36,7 @@ _FROM_DRAIN = "is derived from args.drain_timeout_s"
 TOP_KEYS: Reasons = {
     "proxy_location": None,
     "http_options": None,
-    "grpc_options": "has no effect: Orchard answers over HTTP alone",
+    "grpc_options": "has no effect: Orchard serves only HTTP",
     "controller_options": None,
     "logging_config": None,
     "tracing_config": None,
@@ -47,7 +47,7 @@ HTTP_KEYS: Reasons = {
     "host": None,
     "port": None,
     "root_path": None,
-    "request_timeout_s": "it would also cut answers that are streaming well; the limits of a request are in args",
+    "request_timeout_s": "it would also abort answers that stream normally; the limits of requests are in args",
     "keep_alive_timeout_s": None,
     "ssl_keyfile": None,
     "ssl_certfile": None,
@@ -71,7 +71,7 @@ DEPLOYMENT_KEYS: Reasons = {
     "name": None,
     "num_replicas": f"the number of replicas {_FROM_CLUSTER}",
     "max_ongoing_requests": None,  # of the planners alone, see _check_deployment
-    "max_queued_requests": "Serve must not refuse requests: the ingress does, by args.engine.max_queue",
+    "max_queued_requests": "Serve must not refuse requests: the ingress limits them with args.engine.max_queue",
     "backpressure_config": "has no effect: Serve refuses no requests",
     "user_config": "has no effect: settings are in args",
     "autoscaling_config": f"the number of replicas {_FROM_CLUSTER}",
@@ -87,7 +87,7 @@ DEPLOYMENT_KEYS: Reasons = {
     "logging_config": None,
     "request_router_config": "is derived: requests go to the engine whose node prepares them",
     "gang_scheduling_config": _FROM_NODES,
-    "deployment_actors": "has no effect: Orchard has none",
+    "deployment_actors": "has no effect: Orchard has no deployment actors",
     "rolling_update_percentage": None,
     "max_surge_percent": "has no effect: a second engine does not fit on a node",
 }
@@ -110,7 +110,7 @@ class ConfigError(Exception):
         self.lines = lines
 
     def __str__(self) -> str:
-        return f"{self.path} is wrong:\n" + "\n".join(f"  {line}" for line in self.lines)
+        return f"{self.path} is invalid:\n" + "\n".join(f"  {line}" for line in self.lines)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def read_config(path: str | Path) -> OrchardConfig | None:
     except (OSError, UnicodeError) as error:
         raise ConfigError(str(path), [f"the file cannot be read: {error}"]) from None
     except yaml.YAMLError as error:
-        raise ConfigError(str(path), [f"this is no valid YAML: {' '.join(str(error).split())}"]) from None
+        raise ConfigError(str(path), [f"the file is not valid YAML: {' '.join(str(error).split())}"]) from None
     if not isinstance(raw, dict):
         raise ConfigError(str(path), [f"expected keys such as `applications`, found {_kind(raw)}"])
     if not any(_is_ours(application) for application in _listed(raw)):
@@ -181,10 +181,10 @@ def mistakes_in(raw: dict[str, Any]) -> Iterator[str]:
     yield from _key_mistakes(raw, top, "")
     yield from _logging_mistakes(raw, "")
     if raw.get("proxy_location") == "Disabled":
-        yield "proxy_location: Disabled leaves Orchard without HTTP; use EveryNode or HeadOnly"
+        yield "proxy_location: Disabled starts no HTTP proxy, which Orchard requires; use EveryNode or HeadOnly"
     if len(ours) > 1:
         names = ", ".join(str(application.get("name", "default")) for application in ours)
-        yield f"applications: {len(ours)} of them are Orchard ({names}), but a node has room for one engine"
+        yield f"applications: {len(ours)} entries are Orchard ({names}), but only one engine fits on a node"
     for i, application in enumerate(raw["applications"]):
         path = f"applications.{i}" if len(raw["applications"]) > 1 else "application"
         if not isinstance(application, dict):
@@ -250,10 +250,10 @@ def _deployment_mistakes(deployment: Any, args: dict[str, Any]) -> Iterator[str]
         return
     name = deployment["name"]
     if name not in DEPLOYMENTS:
-        yield f"deployments.{name}: there is no such deployment; there are {', '.join(DEPLOYMENTS)}"
+        yield f"deployments.{name}: unknown deployment; the deployments are {', '.join(DEPLOYMENTS)}"
         return
     if name == "SpecPrefillScorer" and (reason := _sparse_prefill_off(args)) is not None:
-        yield f"deployments.SpecPrefillScorer: there is none, as {reason}"
+        yield f"deployments.SpecPrefillScorer: does not exist, as {reason}"
     keys: Reasons = DEPLOYMENT_KEYS
     if name not in PLANNERS:
         derived = "is derived from max_running and max_queue in args: the engine decides which requests wait"
@@ -273,18 +273,18 @@ def _http_mistakes(raw: dict[str, Any], has_keys_or_is_open: bool) -> Iterator[s
     options = raw.get("http_options")
     if not isinstance(options, dict):
         found = "is missing" if options is None else f"expected keys such as `host`, found {_kind(options)}"
-        yield f"http_options: {found}; without a host Ray would serve on all addresses (0.0.0.0): set host: 127.0.0.1"
+        yield f"http_options: {found}; without a host Ray would listen on all addresses (0.0.0.0): set host: 127.0.0.1"
         return
     yield from _key_mistakes(options, HTTP_KEYS, "http_options.")
     host = options.get("host")
     if not isinstance(host, str) or not host:
         found = "is missing" if host is None else f"expected an address, found {_kind(host)}"
-        yield f"http_options.host: {found}; Ray would serve on all addresses (0.0.0.0): set host: 127.0.0.1"
+        yield f"http_options.host: {found}; Ray would listen on all addresses (0.0.0.0): set host: 127.0.0.1"
     elif not is_loopback(host) and not has_keys_or_is_open:
         yield (
             f"http_options.host: {host} can be reached by other machines. Set args.http.api_keys (a list of "
-            "'sha256:<hash of a key>'), api_keys_file or api_keys_env there, or args.http.open: true if everybody who "
-            "reaches it may use the server"
+            "'sha256:<hash of a key>'), api_keys_file or api_keys_env there, or args.http.open: true if every client "
+            "that can reach the server may use it"
         )
     port = options.get("port", DEFAULT_HTTP_PORT)
     if isinstance(port, bool) or not str(port).isdigit() or not 1 <= int(port) <= 65535:
@@ -303,7 +303,7 @@ def _keys_or_open(ours: list[dict[str, Any]]) -> bool:
 def _key_mistakes(values: dict[str, Any], keys: Reasons, prefix: str) -> Iterator[str]:
     for key in values:
         if key not in keys:
-            yield f"{prefix}{key}: there is no such key; there are {', '.join(k for k, why in keys.items() if not why)}"
+            yield f"{prefix}{key}: unknown key; the keys are {', '.join(k for k, why in keys.items() if not why)}"
         elif (reason := keys[key]) is not None:
             yield (
                 f"{prefix}{key}: may not be set: it {reason}"
@@ -324,7 +324,7 @@ def _lines_of(error: ValidationError, prefix: str) -> Iterator[str]:
     for e in error.errors():
         key = ".".join((*([prefix] if prefix else []), *map(str, e["loc"])))
         if e["type"] == "extra_forbidden":
-            yield f"{key}: there is no such key"
+            yield f"{key}: unknown key"
         elif e["type"] == "value_error":
             separator = ": " if e["loc"] else "."  # lines of AppArgs' own checks start with the key below args
             yield from (f"{key}{separator}{line}" for line in e["msg"].removeprefix("Value error, ").split("\n"))

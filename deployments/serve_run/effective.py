@@ -26,8 +26,8 @@ def describe(config: OrchardConfig, environment: list[str]) -> str:
 def describe_args(args: AppArgs, environment: list[str]) -> str:
     """Describe the effective configuration if only `args` are known: in `serve deploy`, or without the hook."""
     http = (
-        "not checked: the configuration outside of `args` is known to `orchard serve` alone, and to `serve run` if "
-        "orchard_launch.pth is in effect. Make sure that http_options.host is not open to others without API keys"
+        "not checked: only `orchard serve`, and `serve run` if orchard_launch.pth is in effect, read the configuration "
+        "outside of `args`. Make sure that http_options.host is not reachable from other machines without API keys"
     )
     return _as_text([("http", http), *_lines_of_args(args), *_environment_lines(environment)])
 
@@ -36,7 +36,8 @@ def sparse_prefill_line(args: AppArgs) -> str:
     if (reason := args.sparse_prefill_off) is not None:
         return f"off: {reason}"
     config = args.spec_prefill
-    return f"on: draft_model {config.draft_model or 'demo'}, prompts with {config.threshold_tokens} uncached tokens"
+    prompts = f"prompts with at least {config.threshold_tokens} uncached tokens"
+    return f"on: draft_model {config.draft_model or 'demo'}, {prompts}"
 
 
 def url_of(config: OrchardConfig) -> str:
@@ -67,16 +68,16 @@ def _lines_of_args(args: AppArgs) -> Iterator[tuple[str, str]]:
     yield "model", f"{engine.model}, served as {args.model_name!r}; device {engine.device}, dtype {engine.dtype}"
     yield "spec_prefill", sparse_prefill_line(args)
     yield "prefix_cache", _prefix_cache_line(args)
-    yield "stopping", f"running answers get {args.drain_timeout_s:g} s"
+    yield "stopping", f"running requests get up to {args.drain_timeout_s:g} s to finish"
     changed = [f"{name}={value}" for name, value in _changed(args) if name not in ("engine.model",)]
-    yield "changed", ", ".join(changed) or "nothing: every other option has its default"
+    yield "changed", ", ".join(changed) or "none: every other option has its default"
 
 
 def _prefix_cache_line(args: AppArgs) -> str:
     config = args.engine.prefix_cache
     if not config.enabled:
         return "off"
-    size = "all memory that no row or prompt needs" if config.max_gb is None else f"{config.max_gb:g} GiB"
+    size = "all memory that rows and prefills do not need" if config.max_gb is None else f"{config.max_gb:g} GiB"
     disk = f"{config.disk.max_gb:g} GiB in {config.disk.path}" if config.disk is not None else "no disk"
     return f"{size}, {disk}, {len(config.pinned)} pinned prompts"
 

@@ -35,11 +35,11 @@ DEFAULTS = (
         "0",
         "under `uv run` Ray packs the working directory and starts every worker through uv, which is slower",
     ),
-    EnvironmentDefault("RAY_USAGE_STATS_ENABLED", "0", "Ray reports usage statistics to its makers"),
+    EnvironmentDefault("RAY_USAGE_STATS_ENABLED", "0", "Ray reports usage statistics to its developers"),
     EnvironmentDefault(
         "RAY_AUTH_MODE",
         "token",
-        "every process that reaches Ray's ports can run code here, not just those that hold ~/.ray/auth_token",
+        "every process that reaches Ray's ports can run code here, not only those that have ~/.ray/auth_token",
     ),
     EnvironmentDefault(
         "RAY_worker_niceness",
@@ -47,7 +47,7 @@ DEFAULTS = (
         "engine, ingress and proxies run at nice 15, so that any busy program on the machine slows them down",
     ),
     EnvironmentDefault(
-        "RAY_SERVE_PROXY_USE_GRPC", "1", "a token costs twice the CPU time between the ingress and the HTTP proxy"
+        "RAY_SERVE_PROXY_USE_GRPC", "1", "each token takes twice the CPU time between the ingress and the HTTP proxy"
     ),
     EnvironmentDefault(
         # build_graph also sets it for the replicas, where plans with images depend on it.
@@ -58,8 +58,8 @@ DEFAULTS = (
     EnvironmentDefault(
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH",
         "deployments.http_proxy.guard:middlewares",
-        "the HTTP proxies neither bound bodies and connections nor end clients that do not read; during a start they "
-        "answer 404 or hold requests",
+        "the HTTP proxies do not limit request bodies and connections, nor disconnect clients that do not read; during "
+        "a start they answer 404 or queue requests",
     ),
     EnvironmentDefault(
         "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S",
@@ -78,7 +78,7 @@ DEFAULTS = (
     EnvironmentDefault(
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",
         "1",
-        "`ray start` refuses a second Mac, and the head offers itself to others as 127.0.0.1",
+        "`ray start` refuses a second Mac, and the head node advertises the address 127.0.0.1",
         platform="darwin",
     ),
     EnvironmentDefault(

@@ -43,7 +43,7 @@ def take_port(host: str, port: int) -> ProcessLock | None:
         lock = ProcessLock(lock_path(f"port-{port}"))
     except LockHeld as held:
         raise PortTaken(
-            f"port {port} belongs to an Orchard server in {held.holder}. Stop it first, or choose another "
+            f"port {port} is reserved by an Orchard server in {held.holder}. Stop it first, or choose another "
             "http_options.port."
         ) from None
     except OSError:
@@ -67,7 +67,7 @@ def check_port(host: str, port: int) -> None:
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     raise PortTaken(_refusal(host, port)) from None
-                reason = "is no address of this machine" if error.errno == errno.EADDRNOTAVAIL else str(error)
+                reason = "is not an address of this machine" if error.errno == errno.EADDRNOTAVAIL else str(error)
                 raise PortTaken(f"{host}:{port} cannot be served: {host} {reason}.") from None
     # On macOS SO_REUSEADDR lets a wildcard address and a specific one be bound beside each other.
     with contextlib.suppress(OSError), socket.create_connection((_connectable(host), port), CONNECT_S):
@@ -78,7 +78,7 @@ def _addresses(host: str, port: int) -> list[tuple[int, tuple]]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
-        raise PortTaken(f"{host}:{port} cannot be served: {host} is no host name or address ({error}).") from None
+        raise PortTaken(f"{host}:{port} cannot be served: {host} is not a host name or address ({error}).") from None
     return [(family, address) for family, _, _, _, address in found[:1]]  # as Ray's proxy does
 
 

@@ -15,7 +15,7 @@ from deployments.serve_run.watch import Watcher, reason_in
 from engine.protocol import OrchardError
 
 RESOURCES = {"mlx": 1.0, "mlx_scorer": 1.0}
-"""Resources of the node of a new cluster, see deployments/policies.py."""
+"""Resources of the node of a new cluster, see deployments/autoscaling.py."""
 
 NAMESPACE = "serve"
 """Ray namespace in which Serve's own commands look for its controller."""
@@ -77,7 +77,7 @@ class Server:
             self._say("the HTTP proxies are up")
         except (RayActorError, TimeoutError) as error:
             # Serve replaces a proxy that died; the watcher says that Orchard is ready only when one is healthy.
-            self._say(f"a HTTP proxy is not up yet: {type(error).__name__}")
+            self._say(f"an HTTP proxy is not up yet: {type(error).__name__}")
 
     def _start_ray(self) -> None:
         runtime_env = self._config.application.get("runtime_env")

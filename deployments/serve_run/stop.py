@@ -57,7 +57,7 @@ class GracefulStop:
         """Interrupt the main thread once: on a second signal, or on the one that the drain thread sends."""
         _live_on()
         if self._is_interrupted:
-            os.write(2, b"\nThe server is being shut down already.\n\n")  # the thread may be in the middle of a `write`
+            os.write(2, b"\nThe server is already shutting down.\n\n")  # the thread may be in the middle of a `write`
             return
         self._is_interrupted = True
         raise KeyboardInterrupt
@@ -66,7 +66,7 @@ class GracefulStop:
         try:
             self._drain()
         except Exception as error:
-            say(f"The answers that were running could not be waited for: {type(error).__name__}: {error}")
+            say(f"The running requests could not be drained: {type(error).__name__}: {error}")
         main = threading.main_thread().ident
         assert main is not None
         if not self._is_interrupted:
@@ -89,7 +89,7 @@ def drain_applications(timeouts_s: Mapping[str, float]) -> None:
     from ray import serve
 
     longest_s = max(timeouts_s.values(), default=0.0)
-    say(f"Stopping: answers that are running get up to {longest_s:g} s. Once more, and they end now.")
+    say(f"Stopping: running requests get up to {longest_s:g} s to finish. Repeat the signal to end them now.")
     deadline = time.monotonic() + longest_s + CLOSE_MARGIN_S
     draining = {}
     for name in timeouts_s:

@@ -62,14 +62,14 @@ class Watch:
             return f"Application '{self._name}' could not be started:\n{reasons_of(application)}"
         if asked_at - self._in_order_at <= NOT_RUNNING_S:
             return None
-        state = "is not there any more" if application is None else f"is {status}:\n{reasons_of(application)}"
+        state = "no longer exists" if application is None else f"is {status}:\n{reasons_of(application)}"
         return f"Application '{self._name}' has not been running for {NOT_RUNNING_S:.0f} s and {state}"
 
     def hear_nothing(self, now: float) -> str | None:
         """Judge Serve's silence. Returns the reason to give up; None to continue, also before Serve's first answer."""
         if self._answered_at is None or now - self._answered_at <= NO_ANSWER_S:
             return None
-        return f"Serve has not answered for {NO_ANSWER_S:.0f} s: its controller, or Ray's head, is gone."
+        return f"Serve has not answered for {NO_ANSWER_S:.0f} s: its controller or Ray's head node was lost."
 
 
 class Watcher:

@@ -11,7 +11,7 @@ from engine.core.memory.grouping import GroupMerge
 from engine.core.memory.victims import Preemption, Victim
 from engine.core.prefill_scheduler import PrefillScheduler, Prefixes
 from engine.core.request import Request
-from engine.core.request_queue import USUAL_ANSWER, Group, RequestQueue
+from engine.core.request_queue import USUAL_ANSWER, QueueEntry, RequestQueue
 
 SHORT_PART = 0.4
 """A queued prompt is admitted beside busy prefills if it takes at most this share of the shortest one's remaining
@@ -84,7 +84,7 @@ class Admission:
     def _num_free_rows(self) -> int:
         return self._config.max_running - len(self._running) - self._prefills.num_rows
 
-    def next_entry(self) -> Group | None:
+    def next_entry(self) -> QueueEntry | None:
         """Return the head of the queue if the prompts in progress leave time in this step, else a much shorter request
         or None."""
         if not self._queue:
@@ -98,7 +98,7 @@ class Admission:
         limit_s = SHORT_PART * min(map(self._prefills.remaining_s, in_progress))
         return next((entry for entry in order if self._prompt_s(entry, limit_s) <= limit_s), None)
 
-    def has_reserved(self, entry: Group, may_wait: bool = True) -> bool:
+    def reserve(self, entry: QueueEntry, may_wait: bool = True) -> bool:
         """Reserve memory for a request's rows, evicting snapshots where that suffices.
 
         Args:
@@ -113,19 +113,19 @@ class Admission:
         if len(rows) > self._num_free_rows:
             return False
         growth = entry.growth_tokens = self._growth_tokens(self._prompt_s(entry, 0.0), rows[0].num_prompt_tokens)
-        if budget.missing(rows, growth_tokens=growth) or budget.group_shortfall_bytes(rows, growth):
+        if budget.shortfall_bytes(rows, growth_tokens=growth) or budget.group_shortfall_bytes(rows, growth):
             self._prefixes.promise(rows)
-        self._make_room_in_group(entry)
+        self._evict_for_group(entry)
         missing = budget.reserve(rows, growth)
         if not missing:
             return True
         may_evict = not may_wait or self._may_evict(entry, missing)
-        if may_evict and self._evictable.free(missing) and not budget.reserve(rows, growth):
+        if may_evict and self._evictable.evict(missing) and not budget.reserve(rows, growth):
             return True
         self._prefixes.cancel(rows)
         return False
 
-    def displacing(self, head: Group) -> tuple[Group, Sequence[Victim]]:
+    def choose_victims(self, head: QueueEntry) -> tuple[QueueEntry, Sequence[Victim]]:
         """Return the request that may preempt others, and the rows and prompts to preempt; none if they would not
         suffice.
 
@@ -134,16 +134,16 @@ class Admission:
         once it has waited for ageing_s, preempts rows of clients above their fair share.
         """
         limits, now = self._config.scheduler, self._clock()
-        num_rows, num_bytes = self._num_free_rows, self._evictable.free_bytes
+        num_rows, num_bytes = self._num_free_rows, self._evictable.evictable_bytes
         if limits.policy == "priority":
             urgent = self._queue.most_urgent
             in_progress = self._prefills.in_progress
-            return urgent, self._preemption.for_urgent(urgent, now, num_rows, num_bytes, in_progress)
+            return urgent, self._preemption.choose_for_priority(urgent, now, num_rows, num_bytes, in_progress)
         if limits.fairness != "off" and self._queue.waited_s(head) >= limits.ageing_s:
-            return head, self._preemption.for_share(head, now, num_rows, num_bytes)
+            return head, self._preemption.choose_for_fairness(head, now, num_rows, num_bytes)
         return head, []
 
-    def passing(self, head: Group) -> Group | None:
+    def choose_backfill(self, head: QueueEntry) -> QueueEntry | None:
         """Return a request that fits although the head does not: any during ageing_s, then only those that finish
         before
         the head can start.
@@ -161,7 +161,7 @@ class Admission:
         for entry in self._queue.order()[: 1 + MAX_PASSING]:
             if entry is head or (is_aged and self._seconds_to_end(entry) > room_s):
                 continue
-            if self.has_reserved(entry):
+            if self.reserve(entry):
                 return entry
         return None
 
@@ -181,21 +181,21 @@ class Admission:
         self._merge_again_s = now + MERGE_PERIOD_S
         for merge in budget.grouping.mergeable():
             gain_s = budget.grouping.gain_s(merge, token_s, step_s)
-            if gain_s > 0 and self._has_room_for(merge, gain_s):
+            if gain_s > 0 and self._fits_merge(merge, gain_s):
                 budget.grouping.merge(merge)
                 return merge
         return None
 
-    def _has_room_for(self, merge: GroupMerge, gain_s: float) -> bool:
+    def _fits_merge(self, merge: GroupMerge, gain_s: float) -> bool:
         """Free memory for a merge if it saves more time than the snapshots evicted for it are worth.
 
         Free memory that the merge uses up counts as evicted, too: the next request would have used it.
         """
         extra, missing = self._budget.merge_bytes(merge), self._budget.merge_shortfall_bytes(merge)
-        evicted = max(missing, min(extra, self._evictable.free_bytes))
+        evicted = max(missing, min(extra, self._evictable.evictable_bytes))
         if evicted and self._evictable.price(evicted) >= gain_s:
             return False
-        return not missing or (self._evictable.free(missing) and not self._budget.merge_shortfall_bytes(merge))
+        return not missing or (self._evictable.evict(missing) and not self._budget.merge_shortfall_bytes(merge))
 
     def _growth_tokens(self, prompt_s: float, num_prompt_tokens: int) -> int:
         """Predict the tokens that each decoding row generates until this prompt and those in progress are computed.
@@ -217,7 +217,7 @@ class Admission:
         num_steps = max(seconds / config.scheduler.max_stall_s, num_tokens / config.prefill_chunk_tokens_busy)
         return ceil(num_steps * max(1.0, step_s / token_s))
 
-    def _prompt_s(self, entry: Group, limit_s: float) -> float:
+    def _prompt_s(self, entry: QueueEntry, limit_s: float) -> float:
         """Predict the prefill seconds of a queued request; its cached prefix is looked up only if the limit depends on
         it."""
         row = entry.rows[0]
@@ -226,7 +226,7 @@ class Admission:
             return seconds
         return self._costs.prompt_s(min(self._prefixes.num_cached(row), row.num_prompt_tokens), row.num_prompt_tokens)
 
-    def _may_evict(self, entry: Group, num_bytes: int) -> bool:
+    def _may_evict(self, entry: QueueEntry, num_bytes: int) -> bool:
         """Return whether a request has waited for as long as recomputing the snapshots evicted for it would take.
 
         It waits at most PATIENCE times its own prompt's seconds, and not at all when the engine is otherwise idle.
@@ -236,12 +236,12 @@ class Admission:
         waited_s = self._queue.waited_s(entry)
         if waited_s >= PATIENCE * self._prompt_s(entry, 0.0):
             return True
-        if waited_s < entry.weigh_again_s:
+        if waited_s < entry.reconsider_eviction_s:
             return False
-        entry.weigh_again_s = MIN_WEIGH_S + WEIGH_GROWTH * waited_s
+        entry.reconsider_eviction_s = MIN_WEIGH_S + WEIGH_GROWTH * waited_s
         return self._evictable.price(num_bytes) <= waited_s
 
-    def _make_room_in_group(self, entry: Group) -> None:
+    def _evict_for_group(self, entry: QueueEntry) -> None:
         """Evict snapshots so that the rows fit into an existing decode group, if that saves more time than it costs.
 
         Each further group reads all weights once more per step, until the answers end.
@@ -249,9 +249,9 @@ class Admission:
         missing, token_s = self._budget.group_shortfall_bytes(entry.rows, entry.growth_tokens), self._costs.token_s(1)
         num_tokens = min(USUAL_ANSWER, _num_tokens_left(entry.rows[0]))
         if missing and token_s is not None and self._evictable.price(missing) < token_s * num_tokens:
-            self._evictable.free(missing)
+            self._evictable.evict(missing)
 
-    def _seconds_until_room(self, head: Group) -> float:
+    def _seconds_until_room(self, head: QueueEntry) -> float:
         """Predict when enough rows will have finished, at max_tokens each, for the head to fit.
 
         Returns:
@@ -267,11 +267,11 @@ class Admission:
         leaving: list[str] = []
         for end_s, row_id in sorted(ends):
             leaving.append(row_id)
-            if self._budget.missing(head.rows, leaving, head.growth_tokens) <= self._evictable.free_bytes:
+            if self._budget.shortfall_bytes(head.rows, leaving, head.growth_tokens) <= self._evictable.evictable_bytes:
                 return end_s
         return 0.0
 
-    def _seconds_to_end(self, entry: Group) -> float:
+    def _seconds_to_end(self, entry: QueueEntry) -> float:
         """Predict the seconds from a request's admission to its last token."""
         row, token_s = entry.rows[0], self._costs.token_s(len(self._running) + len(entry.rows))
         if token_s is None:

@@ -8,14 +8,14 @@ import numpy as np
 
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.grouping import GroupMerge
-from engine.core.prefix_cache.node import Snapshot, Stretch
+from engine.core.prefix_cache.node import KVSegment, Snapshot
 from engine.core.request import Request
 from engine.protocol import TokenLogprobs
 
 NO_TOKEN = -1
 """Stands for a token where the logits are not finite."""
 
-STRETCH_ARRAYS = "attention."
+SEGMENT_ARRAYS = "attention."
 """Prefix of the names of keys and values in an exported snapshot."""
 
 
@@ -190,9 +190,9 @@ class ModelRunner(Protocol):
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         """Compute at most the next `max_tokens` tokens of the prompt that `rows` share.
 
-        With its last token the rows join the decode batch, in the group `row.rectangle`; a row with `pooling` gets its
-        embedding instead and does not join. As long as `next_image` returns an image, the rest of that image is encoded
-        instead.
+        With its last token the rows join the decode batch, in the group `row.decode_group`; a row with `pooling` gets
+        its embedding instead and does not join. As long as `next_image` returns an image, the rest of that image is
+        encoded instead.
         """
         ...
 
@@ -218,7 +218,7 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def restore(self, rows: Sequence[Request], snapshot: Snapshot, lend: Sequence[Stretch] = ()) -> None:
+    def restore(self, rows: Sequence[Request], snapshot: Snapshot, lend: Sequence[KVSegment] = ()) -> None:
         """Begin the prompt that `rows` share with the state after its first tokens; it must not have begun.
 
         Args:
@@ -230,7 +230,7 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def snapshot(self, rows: Sequence[Request], parent: Stretch | None, lend: bool = False) -> Snapshot | None:
+    def snapshot(self, rows: Sequence[Request], parent: KVSegment | None, lend: bool = False) -> Snapshot | None:
         """Take a snapshot of the prompt in progress that `rows` share.
 
         Args:
@@ -255,7 +255,7 @@ class ModelRunner(Protocol):
         ...
 
     def snapshot_row(
-        self, row_id: str, parent: Stretch | None = None, cuts: Sequence[int] = (), lend: bool = False
+        self, row_id: str, parent: KVSegment | None = None, cuts: Sequence[int] = (), lend: bool = False
     ) -> RowSnapshot | None:
         """Take a snapshot of a decoding row, without effect on it or others. Call it before `drop`.
 
@@ -287,12 +287,12 @@ class ModelRunner(Protocol):
         """Return the arrays that `import_snapshot` needs besides the parent, in host memory, without a copy where
         possible.
 
-        Names of keys and values begin with STRETCH_ARRAYS.
+        Names of keys and values begin with SEGMENT_ARRAYS.
         """
         ...
 
     def import_snapshot(
-        self, arrays: dict[str, np.ndarray], num_tokens: int, parent: Stretch | None, with_state: bool = True
+        self, arrays: dict[str, np.ndarray], num_tokens: int, parent: KVSegment | None, with_state: bool = True
     ) -> Iterator[Snapshot | None]:
         """Copy a snapshot of the first num_tokens tokens to the device, layer by layer.
 
@@ -310,16 +310,16 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def fill(self, row_id: str, stretches: Sequence[Stretch]) -> None:
+    def fill(self, row_id: str, segments: Sequence[KVSegment]) -> None:
         """Copy keys and values that are lent to a row back into their KV segments; the row continues.
 
         Args:
             row_id: The row.
-            stretches: Parts of the row's prompt, in order. Segments that are not in the row's cache stay lent.
+            segments: Parts of the row's prompt, in order. Segments that are not in the row's cache stay lent.
         """
         ...
 
-    def drop(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[Stretch]] | None = None) -> None:
+    def drop(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[KVSegment]] | None = None) -> None:
         """Free the memory of these rows; unknown ids are ignored. A shared prompt is freed with the last of its rows.
 
         Args:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.core.batch import ChunkTime, StepTime
-from engine.core.least_squares import fitted
+from engine.core.least_squares import fit_non_negative
 from engine.core.step_costs import StepCosts
 from engine.protocol import PrefillCost
 
@@ -60,7 +60,7 @@ class LearnedCost:
         self._rows.append(features / seconds)
         differs = abs(self.seconds(self._rows[-1]) - 1.0) > REFIT_ERROR
         if differs or self._num_recorded % REFIT_PERIOD == 0:
-            self.coefficients = fitted(np.array(self._rows))
+            self.coefficients = fit_non_negative(np.array(self._rows))
 
 
 GUESSED_READ_BYTES_PER_S, GUESSED_READ_BYTES = 1e9, 2.0**26

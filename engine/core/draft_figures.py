@@ -44,7 +44,7 @@ class Acceptance:
             else:
                 self._unseen[depth] += 1
 
-    def expected_tokens(self, hope_beyond: int | None = None) -> list[float]:
+    def expected_tokens(self, optimistic_beyond: int | None = None) -> list[float]:
         """Return the expected tokens per row and step with 0, 1, 2, ... drafts.
 
         Args:
@@ -52,7 +52,7 @@ class Acceptance:
         """
         expected, before, all_hold = [1.0], ASSUMED_ACCEPTANCE / DEPTH_DECAY, 1.0
         for depth, mean in enumerate(self._mean):
-            is_hoped = hope_beyond is not None and depth >= hope_beyond
+            is_hoped = optimistic_beyond is not None and depth >= optimistic_beyond
             assumed = 1.0 if is_hoped else DEPTH_DECAY * before
             weight = self._worth(depth) if is_hoped else self._weight[depth]
             before = (weight * (mean or 0.0) + ASSUMED_ROWS * assumed) / (weight + ASSUMED_ROWS)

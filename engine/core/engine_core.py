@@ -13,7 +13,7 @@ from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
 from engine.core.memory.grouping import GroupMerge
-from engine.core.prefix_cache.reuse import PrefixReuse
+from engine.core.prefix_cache.sessions import PrefixCacheSessions
 from engine.core.progress import Progress
 from engine.core.request import Matcher, Request, RequestState
 from engine.core.scheduler import RETRY_S, Chunks, Scheduler
@@ -35,7 +35,7 @@ take."""
 Publish = Callable[[Chunks], None]
 
 
-def _nothing(core: "EngineCore") -> None:
+def _no_callback(core: "EngineCore") -> None:
     """Do nothing: the default for `poll`."""
 
 
@@ -62,7 +62,7 @@ class EngineCore:
         publish: Publish,
         clock: Callable[[], float] = time.monotonic,
         files: SnapshotFiles | None = None,
-        poll: Callable[["EngineCore"], None] = _nothing,
+        poll: Callable[["EngineCore"], None] = _no_callback,
     ):
         self.stats = Stats()
         self.progress = Progress(("decode", time.num_rows, time.num_drafts) for time in runner.step_times)
@@ -70,7 +70,7 @@ class EngineCore:
         no_drafts = str(runner.capabilities.get("mtp", "the runner cannot draft"))
         self.costs = CostModel(runner.max_draft_tokens, runner.step_times, runner.chunk_times)
         self._speculation = SpeculationController(config.mtp, runner.max_draft_tokens, self.costs, no_drafts)
-        self.prefix = PrefixReuse(config.prefix_cache, runner, self.stats, files, clock, self.costs)
+        self.prefix = PrefixCacheSessions(config.prefix_cache, runner, self.stats, files, clock, self.costs)
         self._spare = EvictableMemory(self.prefix.cache, runner)
         self.budget = make_memory_budget(config, runner, self._spare)
         self.prefix.cache.room = lambda: self.budget.free_bytes + self.prefix.cache.num_bytes
@@ -118,11 +118,11 @@ class EngineCore:
 
     def step(self) -> None:
         """Decode once for all rows, then prefill chunks of prompts. Tokens are published as soon as they are known."""
-        self._drop_gone()
+        self._drop_finished()
         num_draft_tokens = self._speculation.num_draft_tokens(self.scheduler.num_decoding)
         work = self.scheduler.schedule(num_draft_tokens)
-        self._keep_displaced()
-        if ended := self.scheduler.take_ended():
+        self._snapshot_preempted()
+        if ended := self.scheduler.take_expired():
             self._publish(ended)
         if work.drop:
             self._drop(work.drop)
@@ -144,26 +144,26 @@ class EngineCore:
         finally:
             self.runner.close()
 
-    def fitted(self, request: EngineRequest) -> EngineRequest:
+    def clamp_max_tokens(self, request: EngineRequest) -> EngineRequest:
         """Lower max_tokens, which is a ceiling, to what the memory holds. Safe to call from any thread.
 
         Raises:
             MemoryExceeded: The request would not fit even with no other request in the engine.
         """
-        budget, limit = self.budget, self.budget.for_requests - self.pinned_bytes
+        budget, limit = self.budget, self.budget.request_bytes - self.pinned_bytes
         rows = [Request(request, index) for index in range(request.num_choices)]
         whole = budget.need(rows, whole=True)
-        if budget.alone(whole) <= limit:
+        if budget.min_bytes(whole) <= limit:
             return request
         num_prompt, num_output = whole.num_prompt, request.sampling.max_tokens
-        if request.pooling is None and (num_fitting := budget.max_answer(whole, num_output, limit)):
+        if request.pooling is None and (num_fitting := budget.max_answer_tokens(whole, num_output, limit)):
             return replace(request, sampling=replace(request.sampling, max_tokens=num_fitting))
-        num_tokens = budget.max_tokens_alone(self.pinned_bytes)
-        raise MemoryExceeded(num_prompt, num_output, num_tokens, budget.alone(whole), limit)
+        num_tokens = budget.max_row_tokens(self.pinned_bytes)
+        raise MemoryExceeded(num_prompt, num_output, num_tokens, budget.min_bytes(whole), limit)
 
-    def relieve(self) -> None:
+    def free_evictable(self) -> None:
         """Evict all evictable memory, because the machine is short of memory."""
-        self._spare.free_all()
+        self._spare.evict_all()
 
     def _read_figures(self) -> None:
         """Refresh the status figures: periodically while busy, and once before the thread sleeps."""
@@ -184,7 +184,7 @@ class EngineCore:
 
     def _memory(self) -> dict[str, int]:
         cache = self.prefix.cache
-        max_bytes = cache.max_bytes if self.prefix.off is None else 0
+        max_bytes = cache.max_bytes if self.prefix.off_reason is None else 0
         cache_bytes = {"prefix_cache_bytes": cache.num_bytes, "prefix_cache_max_bytes": max_bytes}
         return self.runner.memory() | cache_bytes
 
@@ -192,12 +192,12 @@ class EngineCore:
         """Return the rows of the prompt to advance next, after pending aborts and new requests have been applied."""
         self._poll(self)
         self.progress.end()
-        self._drop_gone()
+        self._drop_finished()
         return self.scheduler.next_prompt()
 
-    def _drop_gone(self) -> None:
+    def _drop_finished(self) -> None:
         """Drop finished rows from the runner before their memory is reserved for others."""
-        if gone := self.scheduler.take_gone():
+        if gone := self.scheduler.take_finished():
             self._drop(gone)
 
     def _drop(self, row_ids: list[str]) -> None:
@@ -216,7 +216,7 @@ class EngineCore:
         try:
             self.runner.drop(row_ids)
         except Exception:
-            log.exception("dropping %s failed again: their memory counts as used", ", ".join(row_ids))
+            log.exception("dropping %s failed again: their memory is not freed", ", ".join(row_ids))
 
     def _fail_rows(self, error: str) -> Chunks:
         self.stats.failed_steps_in_a_row += 1
@@ -249,7 +249,7 @@ class EngineCore:
         self.costs.record_step(num_rows, num_draft_tokens, num_tokens / max(len(outputs), 1), seconds)
         self._speculation.record(outputs.values())
         self._publish(chunks)
-        self._keep_answers()
+        self._snapshot_completed()
 
     def _prefill(self, rows: Sequence[Request], in_flight_s: float) -> None:
         """Compute the next piece of a prompt: of its next image, or a chunk that ends at the next boundary.
@@ -278,7 +278,7 @@ class EngineCore:
             if not self.scheduler.num_decoding:  # no decode step follows that would reset the counter
                 self.stats.failed_steps_in_a_row = 0
             self._publish(published)
-            self._keep_answers()
+            self._snapshot_completed()
 
     def _encode(self, rows: Sequence[Request], image: ImageLeft, began_s: float, in_flight_s: float) -> None:
         """Compute the next piece of an image; rows decode before the following piece."""
@@ -296,7 +296,7 @@ class EngineCore:
         self, rows: Sequence[Request], chunks: Sequence[PromptChunk], began_s: float, in_flight_s: float
     ) -> Chunks:
         """Compute the next chunk of a prompt, and chunks of others in the same forward; return first tokens."""
-        self._take_in_hand(chunks)
+        self._track_chunks(chunks)
         chunk_began_s, published = self._clock(), Chunks()
         if not (outputs := self._forward(rows, chunks)):
             return published
@@ -304,7 +304,7 @@ class EngineCore:
         for chunk, output in zip(chunks, outputs, strict=True):
             prompt = rows if chunk.row is rows[0] else [chunk.row]
             published |= self.scheduler.update_prefill(prompt, output)
-            self.prefix.passed(prompt)
+            self.prefix.snapshot_boundary(prompt)
             if output.first is not None:
                 self.prefix.end([chunk.row.id])
         self.stats.num_bursts += len(chunks) > 1
@@ -316,12 +316,12 @@ class EngineCore:
         seconds = self._clock() - began_s
         return max(seconds - in_flight_s, MIN_CHUNK_PART * seconds)
 
-    def _take_in_hand(self, chunks: Sequence[PromptChunk]) -> None:
+    def _track_chunks(self, chunks: Sequence[PromptChunk]) -> None:
         num_rows, num_tokens = len(chunks), max(chunk.num_tokens for chunk in chunks)
         start = max(chunk.row.num_prefilled for chunk in chunks)
         name = f"a chunk of {num_tokens} tokens" if num_rows == 1 else f"{num_rows} chunks of {num_tokens} tokens"
         seconds = self.costs.chunk_s(num_tokens, start, num_rows)
-        self.progress.begin(f"{name} behind {start}", seconds, ("prefill", num_rows, num_tokens.bit_length()))
+        self.progress.begin(f"{name} at position {start}", seconds, ("prefill", num_rows, num_tokens.bit_length()))
 
     def _forward(self, rows: Sequence[Request], chunks: Sequence[PromptChunk]) -> Sequence[PrefillOutput]:
         """Compute the chunks. If a shared forward fails, return nothing: each prompt is then computed alone in the next
@@ -341,11 +341,11 @@ class EngineCore:
         others = [
             PromptChunk(other[0], self.prefix.clip(other, _num_left(other)))
             for other in self.scheduler.prefills.companions(first)
-            if self._has_begun(other)
+            if self._begin_prompt(other)
         ]
         return self.scheduler.prefills.burst(first, others) if others else [first]
 
-    def _has_begun(self, rows: Sequence[Request]) -> bool:
+    def _begin_prompt(self, rows: Sequence[Request]) -> bool:
         """Begin a prompt after its cached prefix, unless another prompt in progress will soon cache a longer one."""
         if self.prefix.source_of(rows[0]) is not None:
             return False
@@ -363,22 +363,22 @@ class EngineCore:
         The rows may have joined the decode batch already.
         """
         row_ids = [row.id for row in rows]
-        log.error("prefill of %s failed together, each is computed alone", ", ".join(row_ids), exc_info=error)
+        log.error("the shared prefill of %s failed; each prompt is prefilled alone", ", ".join(row_ids), exc_info=error)
         self.stats.num_failed_bursts += 1
         self.scheduler.prefills.end_step()
         self.prefix.end(row_ids, failed=True)
         self._drop(row_ids)
         self.scheduler.prefills.compute_alone(rows)
 
-    def _keep_answers(self) -> None:
+    def _snapshot_completed(self) -> None:
         """Snapshot the state after answers that have just finished; the runner still has their rows."""
         for row in self.scheduler.take_completed():
             self.prefix.keep_answer(row)
             self._decoded_s = None  # the snapshot must not count as decode time
 
-    def _keep_displaced(self) -> None:
+    def _snapshot_preempted(self) -> None:
         """Publish what the step in flight gives preempted rows, then snapshot their states."""
-        if not (displaced := self.scheduler.take_displaced()):
+        if not (displaced := self.scheduler.take_preempted()):
             return
         self._decoded_s = None  # the following work must not count as decode time
         decoding = [rows[0] for rows, num_computed in displaced if not num_computed]
@@ -389,8 +389,8 @@ class EngineCore:
                 log.exception("decode step failed with %d rows", self.scheduler.num_decoding + len(decoding))
                 self._publish(self._fail_rows(f"decode step failed: {type(error).__name__}"))
                 return
-            self._publish(self.scheduler.update_displaced(outputs, decoding))
-            self._keep_answers()
+            self._publish(self.scheduler.update_preempted(outputs, decoding))
+            self._snapshot_completed()
         for rows, num_computed in displaced:
             if num_computed:
                 self.prefix.keep_prompt(rows, num_computed)
@@ -414,7 +414,7 @@ class EngineCore:
         try:
             self.runner.probe()
         except Exception:
-            log.exception("the device does not work")
+            log.exception("the probe forward failed: the device does not work")
             return False
         return True
 

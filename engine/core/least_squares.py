@@ -11,7 +11,7 @@ RIDGE = 1e-3
 """Regularization relative to the measurements: decides between coefficients that they cannot tell apart."""
 
 
-def fitted(rows: np.ndarray) -> np.ndarray:
+def fit_non_negative(rows: np.ndarray) -> np.ndarray:
     """Fit non-negative coefficients such that rows @ coefficients is near 1.
 
     Args:

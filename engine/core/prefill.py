@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from engine.core.cost_model import CostModel
 from engine.core.request import Request
-from engine.core.request_queue import Group
+from engine.core.request_queue import QueueEntry
 
 OLDEST_SHARE = 1 / 3
 """Share of the prefill time that the oldest prompt in progress gets while shorter ones are computed first."""
@@ -22,7 +22,7 @@ FIXED_PARTS = 20
 class Prefill:
     """A prompt in progress, shared by the rows of its request's choices."""
 
-    entry: Group
+    entry: QueueEntry
     num_expected: int = 0
     """Tokens that the prefix cache would have served when the prompt was admitted."""
     is_waiting: bool = False
@@ -37,7 +37,7 @@ class Prefill:
         return self.entry.rows
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         return self.rows[0].num_prefilled > 0
 
     @property

@@ -19,7 +19,7 @@ from engine.core.prefill import (
     StepBudget,
 )
 from engine.core.request import Request
-from engine.core.request_queue import Group
+from engine.core.request_queue import QueueEntry
 
 MIN_PREFILL_TOKENS = 16
 """Fewest prompt tokens per step while rows decode, whatever else the step computes."""
@@ -121,9 +121,9 @@ class PrefillScheduler:
 
     # The prompts in progress
 
-    def add(self, group: Group) -> None:
+    def add(self, entry: QueueEntry) -> None:
         """Begin the prompt of a request with reserved memory."""
-        self.in_progress.append(Prefill(group, self._prefixes.num_cached(group.rows[0])))
+        self.in_progress.append(Prefill(entry, self._prefixes.num_cached(entry.rows[0])))
 
     def remove(self, row: Request) -> None:
         """Remove one row; its prompt ends with the last of its rows."""
@@ -132,7 +132,7 @@ class PrefillScheduler:
         if not prefill.rows:
             self.in_progress.remove(prefill)
 
-    def complete(self, row: Request) -> Group:
+    def complete(self, row: Request) -> QueueEntry:
         """Remove the computed prompt of a row and return its request."""
         prefill = self.of(row)
         self.in_progress.remove(prefill)
@@ -181,14 +181,14 @@ class PrefillScheduler:
         self._step.seconds = min(self._step.seconds, self._config.scheduler.max_stall_s)
 
     @property
-    def has_begun_step(self) -> bool:
+    def has_started_step(self) -> bool:
         """Whether a chunk has been computed in this step."""
         return self._step.num_chunks > 0
 
     @property
     def is_step_over(self) -> bool:
         step = self._step
-        return step.num_tokens <= 0 or (self.has_begun_step and step.seconds <= 0)
+        return step.num_tokens <= 0 or (self.has_started_step and step.seconds <= 0)
 
     @property
     def fills_step(self) -> bool:
@@ -212,7 +212,7 @@ class PrefillScheduler:
         if not (ready := self._ready()):
             return None
         chosen = self._order.choose(ready, self._full_step_s)
-        if not chosen.has_begun and (source := self._prefixes.source_of(chosen.rows[0])) is not None:
+        if not chosen.has_started and (source := self._prefixes.source_of(chosen.rows[0])) is not None:
             first = next((prefill for prefill in self.in_progress if source in prefill.rows), chosen)
             is_soon = self._order.images_s(first) <= self._order.remaining_s(chosen)
             return first if is_soon else chosen
@@ -301,7 +301,7 @@ class PrefillScheduler:
         missing = self._budget.chunk_shortfall_bytes(row, wanted)
         start, end = row.num_prefilled, row.num_prompt_tokens
         saved_s = self._costs.prompt_s(start, end, num_tokens) - self._costs.prompt_s(start, end, wanted)
-        if missing and self._evictable.price(missing) < saved_s and self._evictable.free(missing):
+        if missing and self._evictable.price(missing) < saved_s and self._evictable.evict(missing):
             return self._budget.max_chunk(row, wanted)
         return num_tokens
 
@@ -317,7 +317,7 @@ class PrefillScheduler:
             return []
         others = [one for one in self._ready() if one is not chosen and self._may_burst(one)]
         for one in others:
-            if not one.has_begun:  # a longer prefix may be cached by now
+            if not one.has_started:  # a longer prefix may be cached by now
                 one.num_expected = self._prefixes.num_cached(one.rows[0])
         others.sort(key=lambda one: one.end - one.start)
         spans = [(mine := _span(first)), *(_expected_span(one, mine.num_left) for one in others)]
@@ -332,7 +332,7 @@ class PrefillScheduler:
         chunks = [first, *sorted(others, key=lambda chunk: chunk.num_tokens)]
         spans = [_span(chunk) for chunk in chunks]
         num = num_together(spans, self._costs, self._step.num_tokens, self._step.seconds)
-        while num > 1 and not self._has_reserved_burst(chunks[:num], spans[:num]):
+        while num > 1 and not self._reserve_burst(chunks[:num], spans[:num]):
             num -= 1
         return chunks[:num]
 
@@ -340,9 +340,9 @@ class PrefillScheduler:
         """Return whether the prompt may share a forward now: it must not wait for another prompt's prefix."""
         if not self._has_bursts or prefill.is_alone or not may_burst(prefill.rows):
             return False
-        return prefill.has_begun or self._prefixes.source_of(prefill.rows[0]) is None
+        return prefill.has_started or self._prefixes.source_of(prefill.rows[0]) is None
 
-    def _has_reserved_burst(self, chunks: Sequence[PromptChunk], spans: Sequence[Span]) -> bool:
+    def _reserve_burst(self, chunks: Sequence[PromptChunk], spans: Sequence[Span]) -> bool:
         """Reserve memory for the forward, evicting snapshots where that costs less time than the forward saves."""
         rows, longest = [chunk.row for chunk in chunks], max(span.num_tokens for span in spans)
         end = longest + max(span.start for span in spans)
@@ -350,7 +350,7 @@ class PrefillScheduler:
         one_by_one_s = sum(self._costs.chunk_s(span.num_tokens, span.start) for span in spans)
         if not missing or self._evictable.price(missing) > one_by_one_s - burst_s(spans, self._costs):
             return not missing
-        return self._evictable.free(missing) and not self._budget.reserve_burst(rows, longest, end)
+        return self._evictable.evict(missing) and not self._budget.reserve_burst(rows, longest, end)
 
 
 def _rounded_down(num_tokens: int) -> int:

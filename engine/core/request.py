@@ -61,9 +61,9 @@ class Request:
     """Generated tokens, without a stop token."""
     keep_until_s: float = 0.0
     """The running row is not preempted before this time, on the scheduler's clock."""
-    rectangle: int = 0
+    decode_group: int = 0
     """Id of its decode group, see core/memory/grouping.py."""
-    num_outgrown: int = 0
+    num_growth_preemptions: int = 0
     """How often it was preempted because a row outgrew its reservation."""
     num_restarts: int = 0
     """How often its prompt was preempted after it had begun without a cached prefix."""

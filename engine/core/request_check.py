@@ -14,19 +14,19 @@ def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int,
     """
     num_prompt_tokens, sampling = len(request.token_ids), request.sampling
     if not num_prompt_tokens:
-        raise InvalidRequest("the prompt has 0 tokens, it needs at least 1", "messages")
+        raise InvalidRequest("the prompt has 0 tokens; it must have at least 1", "messages")
     for token_id in (int(request.token_ids.min()), int(request.token_ids.max())):
         if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"token id {token_id} is not within 0 and {vocab_size - 1}", "messages")
+            raise InvalidRequest(f"token id {token_id} is not between 0 and {vocab_size - 1}", "messages")
     for token_id in request.stop_token_ids:
         if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"stop token id {token_id} is not within 0 and {vocab_size - 1}", "stop_token_ids")
+            raise InvalidRequest(f"stop token id {token_id} is not between 0 and {vocab_size - 1}", "stop_token_ids")
     for token_id, _ in sampling.logit_bias:
         if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"logit_bias: token id {token_id} is not within 0 and {vocab_size - 1}", "logit_bias")
+            raise InvalidRequest(f"logit_bias: token id {token_id} is not between 0 and {vocab_size - 1}", "logit_bias")
     if request.grammar is not None and sampling.min_tokens:
         raise InvalidRequest(
-            f"min_tokens is {sampling.min_tokens}: with a grammar it must be 0, as all that matches may be shorter",
+            f"min_tokens is {sampling.min_tokens}; it must be 0 with a grammar, whose matches may all be shorter",
             "min_tokens",
         )
     _check_thought(request.thought, vocab_size)
@@ -36,8 +36,8 @@ def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int,
         )
     if request.priority and config.scheduler.policy != "priority":
         raise InvalidRequest(
-            f"priority is {request.priority}, but the scheduler's policy is {config.scheduler.policy}, which knows "
-            "only priority 0",
+            f"priority is {request.priority}; it must be 0, as scheduler.policy is {config.scheduler.policy} and not "
+            "priority",
             "priority",
         )
     if num_prompt_tokens + request.num_output_tokens > max_context_tokens:
@@ -53,23 +53,25 @@ def check_pooling(request: EngineRequest, no_pooling: str | None) -> None:
     if request.pooling is None:
         return
     if no_pooling is not None:
-        raise InvalidRequest(f"this model gives no embeddings: {no_pooling}", "model")
+        raise InvalidRequest(f"this model cannot compute embeddings: {no_pooling}", "model")
     asked = {"n": request.num_choices > 1, "grammar": request.grammar, "images": request.images}
     for field, is_asked in {**asked, "sparse": request.sparse}.items():
         if is_asked:
-            raise InvalidRequest(f"an embedding is made of one dense prompt of text: {field} may not be given", field)
+            raise InvalidRequest(
+                f"an embedding is computed from one text by dense prefill; {field} must not be set", field
+            )
 
 
 def _check_thought(thought: ThoughtSpec | None, vocab_size: int) -> None:
     if thought is None:
         return
     if thought.budget is not None and thought.budget < 0:
-        raise InvalidRequest(f"the thought's budget is {thought.budget}; it must be at least 0", "thought")
+        raise InvalidRequest(f"the thinking budget is {thought.budget}; it must be at least 0", "thought")
     for token_id in (*thought.opening_ids, *thought.closing_ids):
         if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"the thought: token id {token_id} is not within 0 and {vocab_size - 1}", "thought")
+            raise InvalidRequest(f"the thought: token id {token_id} is not between 0 and {vocab_size - 1}", "thought")
     if thought.end_id not in thought.closing_ids:
-        raise InvalidRequest(f"the thought ends with token {thought.end_id}, which its closing lacks", "thought")
+        raise InvalidRequest(f"the thought ends with token {thought.end_id}, which is not in closing_ids", "thought")
 
 
 def check_plan(request: EngineRequest, no_sparse: str | None) -> None:
@@ -82,4 +84,4 @@ def check_plan(request: EngineRequest, no_sparse: str | None) -> None:
         return
     reason = no_sparse or why_unfit(request.sparse, request.token_ids)
     if reason is not None:
-        raise InvalidRequest(f"the sparse plan cannot be carried out: {reason}", "sparse")
+        raise InvalidRequest(f"the prefill plan cannot be executed: {reason}", "sparse")

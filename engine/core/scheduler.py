@@ -7,7 +7,6 @@ from dataclasses import replace
 from engine.config import EngineConfig
 from engine.core.admission import Admission
 from engine.core.batch import NO_TOKEN, PrefillOutput, RowOutput, SchedulerOutput
-from engine.core.client_shares import ClientShares
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
@@ -16,8 +15,9 @@ from engine.core.memory.victims import Preemption, Victim
 from engine.core.prefill import Prefill
 from engine.core.prefill_scheduler import NoPrefixes, PrefillScheduler, Prefixes
 from engine.core.request import Request, RequestState
-from engine.core.request_queue import Group, RequestQueue
+from engine.core.request_queue import QueueEntry, RequestQueue
 from engine.core.stats import Stats
+from engine.core.virtual_token_counter import VirtualTokenCounter
 from engine.protocol import FinishReason, QueuedRequest, TokenChunk
 
 MAX_SHOWN = 32
@@ -65,7 +65,7 @@ class Scheduler:
         self._clock = clock
         self._evictable = evictable or NothingEvictable()
         self.budget = budget or MemoryBudget(MemoryCosts(), 0, config.memory.reserve_tokens)
-        self._shares = ClientShares()
+        self._shares = VirtualTokenCounter()
         self._queue = RequestQueue(config.scheduler, self._shares, clock)
         self._rows: dict[str, list[Request]] = {}  # request id -> its unfinished rows
         self._running: dict[str, Request] = {}  # row id -> decoding row, in the order of joining
@@ -85,11 +85,11 @@ class Scheduler:
             prefixes,
             self._preemption,
         )
-        self._gone: list[str] = []  # finished rows that the runner has not dropped yet
+        self._finished: list[str] = []  # finished rows that the runner has not dropped yet
         self._drop: list[str] = []  # preempted rows, dropped at the beginning of the next step
-        self._ended: Chunks = {}  # final chunks of rows that expired or ran out of memory
+        self._expired: Chunks = {}  # final chunks of rows that expired or ran out of memory
         self._completed: list[Request] = []  # rows with complete answers that the runner has not dropped yet
-        self._displaced: list[tuple[list[Request], int]] = []  # see take_displaced
+        self._preempted: list[tuple[list[Request], int]] = []  # see take_displaced
 
     @property
     def num_waiting(self) -> int:
@@ -107,22 +107,22 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue or self._running or self._gone or self._drop or self.prefills.in_progress)
+        return bool(self._queue or self._running or self._finished or self._drop or self.prefills.in_progress)
 
     def queue(self) -> tuple[QueuedRequest, ...]:
         """Return the first MAX_SHOWN queued requests in the order in which they would be admitted now."""
         budget = self.budget
         return tuple(
             QueuedRequest(
-                group.rows[0].spec.request_id,
+                entry.rows[0].spec.request_id,
                 position,
-                len(group.rows),
-                budget.alone(budget.need(group.rows)),
-                self._queue.waited_s(group),
+                len(entry.rows),
+                budget.min_bytes(budget.need(entry.rows)),
+                self._queue.waited_s(entry),
                 self._queue.expected_wait_s(position),
-                group.has_begun,
+                entry.has_output,
             )
-            for position, group in enumerate(self._queue.order()[:MAX_SHOWN], 1)
+            for position, entry in enumerate(self._queue.order()[:MAX_SHOWN], 1)
         )
 
     def expected_wait_s(self) -> float | None:
@@ -150,11 +150,11 @@ class Scheduler:
         """
         assert row.state is RequestState.RUNNING
         self._stats.num_preempted += 1
-        self._put_back([row])
+        self._requeue([row])
 
-    def take_gone(self) -> list[str]:
+    def take_finished(self) -> list[str]:
         """Return the rows that have finished since the last call; the runner must drop them before it computes."""
-        gone, self._gone = self._gone, []
+        gone, self._finished = self._finished, []
         self._release(gone)
         return gone
 
@@ -164,12 +164,12 @@ class Scheduler:
         Args:
             num_draft_tokens: Draft tokens that each decoding row verifies in this step.
         """
-        gone = self.take_gone()  # rows that a failed step has finished since the caller's own call
+        gone = self.take_finished()  # rows that a failed step has finished since the caller's own call
         self.budget.end_chunk()
         self._expire()
         self.prefills.begin_step(num_draft_tokens)
         merge = None
-        if self._extend():
+        if self._extend_rows():
             self._admit(may_preempt=True)
             merge = self._admission.merge_of_groups()
         drop, self._drop = self._drop, []
@@ -180,7 +180,7 @@ class Scheduler:
         left."""
         if self.prefills.is_step_over:
             return ()
-        if self.prefills.has_begun_step:
+        if self.prefills.has_started_step:
             self._admit(may_preempt=False)
         prefill = self.prefills.choose()
         return () if prefill is None else tuple(prefill.rows)
@@ -190,18 +190,18 @@ class Scheduler:
         completed, self._completed = self._completed, []
         return completed
 
-    def take_displaced(self) -> list[tuple[list[Request], int]]:
+    def take_preempted(self) -> list[tuple[list[Request], int]]:
         """Return the rows preempted since the last call; the runner still has them.
 
         Returns:
             A prompt in progress as all of its rows with the number of computed tokens; a decoding row alone, with 0.
         """
-        displaced, self._displaced = self._displaced, []
+        displaced, self._preempted = self._preempted, []
         return displaced
 
-    def take_ended(self) -> Chunks:
+    def take_expired(self) -> Chunks:
         """Return the final chunks of rows that expired in the queue or ran out of memory since the last call."""
-        ended, self._ended = self._ended, {}
+        ended, self._expired = self._expired, {}
         return ended
 
     def update_decode(self, outputs: Mapping[str, RowOutput]) -> Chunks:
@@ -211,7 +211,7 @@ class Scheduler:
             row_id: self._take(row, outputs[row_id]) for row_id, row in list(self._running.items()) if row_id in outputs
         }
 
-    def update_displaced(self, outputs: Mapping[str, RowOutput], rows: Sequence[Request]) -> Chunks:
+    def update_preempted(self, outputs: Mapping[str, RowOutput], rows: Sequence[Request]) -> Chunks:
         """Give preempted rows the tokens of the step in flight; some rows may finish with them."""
         chunks = {row.id: self._take(row, outputs[row.id]) for row in rows if row.id in outputs}
         for row in rows:  # generated tokens are charged as output, not again as prompt
@@ -234,7 +234,7 @@ class Scheduler:
 
     def _join(self, rows: Sequence[Request]) -> None:
         self.budget.release_prefill(rows[0])
-        keeps_place, now = self.prefills.complete(rows[0]).keeps_place, self._clock()
+        keeps_place, now = self.prefills.complete(rows[0]).is_protected, self._clock()
         for row in rows:
             if row.num_skipped and not row.output_token_ids:
                 self._stats.num_sparse += 1
@@ -255,18 +255,18 @@ class Scheduler:
         return self._fail(list(rows), error, retry_after_s)
 
     def _expire(self) -> None:
-        for group in self._queue.expired():
+        for entry in self._queue.expired():
             limit_s = self._config.scheduler.queue_timeout_s
             error = (
-                f"waited {self._queue.waited_s(group):.0f} s for a place, the limit is {limit_s:g} s (queue_timeout_s)"
+                f"waited {self._queue.waited_s(entry):.0f} s in the queue; the limit is {limit_s:g} s (queue_timeout_s)"
             )
-            for row in list(group.rows):
+            for row in list(entry.rows):
                 self._stats.num_expired += 1
                 self._remove(row)
                 chunk = TokenChunk((), FinishReason.EXPIRED, error, row.index)
-                self._ended[row.id] = replace(chunk, retry_after_s=self.expected_wait_s() or RETRY_S)
+                self._expired[row.id] = replace(chunk, retry_after_s=self.expected_wait_s() or RETRY_S)
 
-    def _extend(self) -> bool:
+    def _extend_rows(self) -> bool:
         """Extend the reservations of rows that have used theirs up, the oldest row first, preempting others if needed.
 
         Returns:
@@ -274,56 +274,58 @@ class Scheduler:
         """
         keeps = True
         for row in list(self._running.values()):
-            while row.id in self._running and self.budget.needs_more_slots(row) and not self._has_grown(row):
+            while row.id in self._running and self.budget.needs_more_slots(row) and not self._extend_row(row):
                 if len(self._running) == 1 and not self.prefills.in_progress:
-                    self._ended |= self._out_of_memory([row], self.budget.extend(row))
+                    self._expired |= self._fail_out_of_memory([row], self.budget.extend(row))
                 else:
-                    victim = self._preemption.for_growth(self.prefills.in_progress)
+                    victim = self._preemption.choose_for_growth(self.prefills.in_progress)
                     keeps &= not isinstance(victim, Prefill)
                     if isinstance(victim, Request):
-                        victim.num_outgrown += 1
-                    self._displace(victim)
+                        victim.num_growth_preemptions += 1
+                    self._preempt(victim)
         return keeps
 
-    def _displace(self, victim: Victim) -> None:
+    def _preempt(self, victim: Victim) -> None:
         if isinstance(victim, Prefill):
-            self._give_up_prefill(victim)
+            self._preempt_prefill(victim)
         else:
             self.preempt(victim)
 
-    def _has_grown(self, row: Request) -> bool:
+    def _extend_row(self, row: Request) -> bool:
         missing = self.budget.extend(row)
-        return not missing or (self._evictable.free(missing) and not self.budget.extend(row))
+        return not missing or (self._evictable.evict(missing) and not self.budget.extend(row))
 
-    def _give_up_prefill(self, prefill: Prefill) -> None:
+    def _preempt_prefill(self, prefill: Prefill) -> None:
         """Preempt a prompt in progress: requeue it and keep the snapshots that it has stored."""
         rows, arrived_s = list(prefill.rows), prefill.entry.arrived_s
         rows[0].num_restarts += rows[0].num_prefilled > 0 and not rows[0].num_cached
         self._stats.num_preempted += len(rows)
-        self._put_back(rows, None if rows[0].output_token_ids else arrived_s)
+        self._requeue(rows, None if rows[0].output_token_ids else arrived_s)
 
-    def _put_back(self, rows: Sequence[Request], arrived_s: float | None = None) -> None:
+    def _requeue(self, rows: Sequence[Request], arrived_s: float | None = None) -> None:
         """Requeue preempted rows. Their memory is released now, so the runner must drop them first in the next step."""
         is_decoding, num_computed = rows[0].state is RequestState.RUNNING, rows[0].num_prefilled
         if is_decoding or num_computed:
-            self._displaced.append((list(rows), 0 if is_decoding else num_computed))
+            self._preempted.append((list(rows), 0 if is_decoding else num_computed))
         for row in rows:
             has_run = row.state is RequestState.RUNNING
             row.num_charged = max(row.num_charged, row.num_prompt_tokens if has_run else row.num_prefilled)
-            self._leave(row)
+            self._remove_running(row)
             row.state, row.num_prefilled = RequestState.WAITING, 0
-        row_ids = [self._gone.pop() for _ in rows]
+        row_ids = [self._finished.pop() for _ in rows]
         self._release(row_ids)
         self._drop += row_ids
-        self._queue.put_back(rows, arrived_s)
+        self._queue.requeue(rows, arrived_s)
 
     def _release(self, row_ids: Sequence[str]) -> None:
         for row_id in row_ids:
             self.budget.release(row_id)
 
-    def _out_of_memory(self, rows: list[Request], missing: int) -> Chunks:
+    def _fail_out_of_memory(self, rows: list[Request], missing: int) -> Chunks:
         """Fail the only request in the engine: its memory was checked on arrival and should have sufficed."""
-        return self._fail(rows, f"{missing} bytes of memory are missing, of {self.budget.limit_bytes} in all", RETRY_S)
+        limit = self.budget.limit_bytes
+        error = f"the request needs {missing} more bytes of memory; the budget is {limit} bytes"
+        return self._fail(rows, error, RETRY_S)
 
     def _admit(self, may_preempt: bool) -> None:
         """Admit queued requests while the prompts in progress leave time in the step, or if their prompts are shorter.
@@ -333,30 +335,30 @@ class Scheduler:
         """
         admission = self._admission
         while (entry := admission.next_entry()) is not None:
-            if not admission.has_reserved(entry):
+            if not admission.reserve(entry):
                 if may_preempt and admission.is_idle:
-                    self._ended |= self._out_of_memory(list(entry.rows), self.budget.missing(entry.rows))
+                    self._expired |= self._fail_out_of_memory(list(entry.rows), self.budget.shortfall_bytes(entry.rows))
                     return
-                entry = self._displacing_or_passing(entry) if may_preempt else None
+                entry = self._preempt_or_backfill(entry) if may_preempt else None
             if entry is None:
                 return
-            self._let_in(entry)
-            if self._displaced:  # preempted rows cannot be admitted again before the runner has dropped them
+            self._start_prefill(entry)
+            if self._preempted:  # preempted rows cannot be admitted again before the runner has dropped them
                 return
 
-    def _displacing_or_passing(self, head: Group) -> Group | None:
+    def _preempt_or_backfill(self, head: QueueEntry) -> QueueEntry | None:
         """Return a request with reserved memory when the head does not fit: after preemption, or one that backfills."""
-        entry, victims = self._admission.displacing(head)
+        entry, victims = self._admission.choose_victims(head)
         for victim in victims:
-            self._displace(victim)
-        if victims and self._admission.has_reserved(entry, may_wait=False):
+            self._preempt(victim)
+        if victims and self._admission.reserve(entry, may_wait=False):
             return entry
-        return None if victims else self._admission.passing(head)
+        return None if victims else self._admission.choose_backfill(head)
 
-    def _let_in(self, entry: Group) -> None:
+    def _start_prefill(self, entry: QueueEntry) -> None:
         """Admit a request whose memory is reserved, and begin its prefill."""
-        self._queue.let_in(entry)
-        entry.keeps_place |= self._queue.waited_s(entry) >= self._config.scheduler.ageing_s
+        self._queue.remove_admitted(entry)
+        entry.is_protected |= self._queue.waited_s(entry) >= self._config.scheduler.ageing_s
         for row in entry.rows:
             row.state = RequestState.PREFILL
         self.prefills.add(entry)
@@ -373,7 +375,7 @@ class Scheduler:
         self._shares.charge(row.spec.client, num_output_tokens=len(new))
         self._stats.num_drafted += output.num_drafted
         self._stats.num_accepted += num_accepted
-        error = "the model gave no finite logits" if reason is FinishReason.ERROR else None
+        error = "the highest logit is not finite" if reason is FinishReason.ERROR else None
         if reason is not None:
             self._finish(row, is_failed=error is not None)
         figures = output.num_drafted, num_accepted, row.num_cached, row.num_skipped
@@ -388,7 +390,7 @@ class Scheduler:
 
     def _finish_embedding(self, row: Request, output: RowOutput) -> TokenChunk:
         if output.embedding is None:
-            return self._fail([row], "the model gave no finite hidden states")[row.id]
+            return self._fail([row], "the hidden states contain NaN or inf")[row.id]
         self._stats.num_finished += 1
         self._remove(row)
         return TokenChunk((), FinishReason.STOP, index=row.index, embedding=output.embedding)
@@ -404,7 +406,7 @@ class Scheduler:
         }
 
     def _remove(self, row: Request) -> None:
-        self._leave(row)
+        self._remove_running(row)
         row.state = RequestState.FINISHED
         self._shares.closed(row.spec.client)
         rows = self._rows[row.spec.request_id]
@@ -412,12 +414,12 @@ class Scheduler:
         if not rows:
             del self._rows[row.spec.request_id]
 
-    def _leave(self, row: Request) -> None:
+    def _remove_running(self, row: Request) -> None:
         """Remove a row from the queue, the prompts in progress or the decode batch."""
         if row.state is RequestState.WAITING:
             self._queue.remove(row)
             return
-        self._gone.append(row.id)
+        self._finished.append(row.id)
         if row.state is RequestState.RUNNING:
             del self._running[row.id]
         else:

@@ -122,7 +122,7 @@ class Watchdog:
         if pays:
             return False
         log.warning(
-            "MTP: %d of %d draft tokens were accepted in %d rounds, fewer than %.0f %%; the next look is in %d rounds",
+            "MTP: %d of %d draft tokens were accepted in %d rounds, fewer than %.0f %%; the next check is in %d rounds",
             accepted,
             drafted,
             WATCHDOG_ROUNDS,
@@ -204,7 +204,7 @@ class SpeculationController:
         if self._mode == "off":
             status["reason"] = self._reason
         elif self._mode == "auto" and pause:
-            status["reason"] = f"hardly any draft was accepted; the next is tried in {pause} rounds"
+            status["reason"] = f"drafting is paused for {pause} rounds: few drafts were accepted, or a step failed"
         return status | {
             "acceptance": round(self._num_accepted / drafted, 4) if drafted else None,
             "acceptance_by_depth": [None if mean is None else round(mean, 4) for mean in self._acceptance.by_depth],
@@ -232,7 +232,7 @@ class SpeculationController:
             self._use(best)
         losses = seconds * rates[self._best] - expected
         if self._trials.is_due:
-            hoped = self._acceptance.expected_tokens(hope_beyond=self._best)
+            hoped = self._acceptance.expected_tokens(optimistic_beyond=self._best)
             hoped_rates = hoped / seconds * np.exp(HOPE * steps.doubt(num_rows, self._best))
             k = int(hoped_rates.argmax())
             if hoped_rates[k] > MIN_GAIN * rates[self._best]:

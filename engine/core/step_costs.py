@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.core.batch import StepTime
-from engine.core.least_squares import fitted
+from engine.core.least_squares import fit_non_negative
 
 SIZES = 2 ** np.arange(8)
 """Numbers of rows at which the correction is stored; between them it is interpolated in log2(rows)."""
@@ -110,7 +110,9 @@ def _features(num_rows: int, num_drafts: int) -> np.ndarray:
 def _fit(step_times: Sequence[StepTime]) -> np.ndarray:
     if not step_times:
         return GUESSED_S * np.array([1.0, 0.0, 0.0, 0.0, GUESSED_DRAFT, 0.0])
-    return fitted(np.array([_features(t.num_rows, t.num_drafts) / max(t.seconds, SHORTEST_S) for t in step_times]))
+    return fit_non_negative(
+        np.array([_features(t.num_rows, t.num_drafts) / max(t.seconds, SHORTEST_S) for t in step_times])
+    )
 
 
 def _covariance(num_choices: int) -> np.ndarray:

@@ -43,7 +43,7 @@ def answer_constraint(
     if tools:
         grammar = _with_tools(tokenizer, tools, choice_mode, choice_names, parallel, grammar)
     elif choice_mode == "required":
-        raise InvalidRequest("tool_choice demands a call, but there are no tools", "tool_choice")
+        raise InvalidRequest("tool_choice requires a tool call, but the request has no tools", "tool_choice")
     return grammar, _thought(tokenizer.reasoning, grammar, is_thinking, budget)
 
 
@@ -57,7 +57,9 @@ def _with_tools(
 ) -> GrammarSpec | None:
     tool_format = tokenizer.tool_format
     if tool_format is None:
-        raise InvalidRequest("the model's chat template takes no tools, or its form of calls is not known", "tools")
+        raise InvalidRequest(
+            "the model's chat template does not support tools, or the format of its tool calls is unknown", "tools"
+        )
     check_names([tool["function"]["name"] for tool in tools], names)
     if mode == "none":
         return grammar or _without_calls(tool_format)
@@ -74,8 +76,8 @@ def _with_tools(
 def _without_calls(tool_format: ToolFormat) -> GrammarSpec:
     if tool_format.starts_answer:
         raise InvalidRequest(
-            f"tool_choice is 'none': a call in the model's format ({tool_format.name}) begins like any text, so it "
-            "cannot be forbidden; send no tools instead",
+            f"tool_choice is 'none', but tool calls in the model's format ({tool_format.name}) begin like other text "
+            "and cannot be forbidden; send no tools instead",
             "tool_choice",
         )
     return no_call_grammar(tool_format.openings)
@@ -109,5 +111,9 @@ def _thought(
         return None
     if reasoning.end_id is None:
         field = "reasoning_effort" if grammar is None else grammar.field
-        raise InvalidRequest("this model's thoughts end with no token of their own, so that they cannot be led", field)
+        raise InvalidRequest(
+            "the end of this model's thinking is not a single token, so that neither a thinking budget nor a grammar "
+            "of the answer can be enforced",
+            field,
+        )
     return ThoughtSpec(reasoning.end_id, reasoning.closing_ids, budget, reasoning.opening_ids)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Hold:
+class BudgetLease:
     """The bytes that one task has acquired from a budget."""
 
     def __init__(self, budget: "ByteBudget", num_bytes: int):
@@ -37,9 +37,9 @@ class ByteBudget:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def hold(self, num_bytes: int) -> AsyncIterator[Hold]:
+    async def hold(self, num_bytes: int) -> AsyncIterator[BudgetLease]:
         """Acquire num_bytes for the context, at most the whole budget."""
-        hold = Hold(self, await self._acquire(min(num_bytes, self.max_bytes)))
+        hold = BudgetLease(self, await self._acquire(min(num_bytes, self.max_bytes)))
         try:
             yield hold
         finally:

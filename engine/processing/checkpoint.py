@@ -63,10 +63,10 @@ def _local_directory(model: str) -> Path | None:
     if path.is_dir():
         return path.resolve()
     if path.exists():
-        raise EngineFailed(f"model {model!r} is a file; expected the directory that holds config.json")
+        raise EngineFailed(f"model {model!r} is a file; expected the directory that contains config.json")
     if model[0] in "./~" or "\\" in model or model.count("/") > 1:
         raise EngineFailed(
-            f"model {model!r}: there is no directory {path.absolute()}, and no hub repository is so named"
+            f"model {model!r}: there is no directory {path.absolute()}, and this is not the name of a hub repository"
         )
     return None
 
@@ -77,7 +77,7 @@ def _download(repository: str, revision: str | None, patterns: tuple[str, ...]) 
     except huggingface_hub.errors.HFValidationError as error:
         reason = f"it is neither a directory nor the name of a hub repository ({error})"
     except Exception as error:  # whatever the hub's client raises: offline, gated, no such revision, no disk
-        reason = f"no such directory, and the hub could not give it ({error})"
+        reason = f"no such directory, and the download from the hub failed ({error})"
     at = f" at revision {revision!r}" if revision is not None else ""
     raise EngineFailed(f"model {repository!r}{at}: {reason}")
 
@@ -111,7 +111,7 @@ def refuse_code(model_dir: Path) -> None:
         if found is not None:
             raise EngineFailed(
                 f"{path}: {found!r} names Python code inside the checkpoint. Orchard runs no code from checkpoints; "
-                f"take a model that the installed libraries know, or remove the key if they do."
+                f"use a model that the installed libraries support, or remove the key if they support this one."
             )
 
 
@@ -143,7 +143,7 @@ def choose_context(max_context_tokens: int | None, config: dict[str, Any]) -> in
     if max_context_tokens is None:
         return limit
     if max_context_tokens > limit:
-        raise EngineFailed(f"max_context_tokens: {max_context_tokens} is more than the model's own limit of {limit}")
+        raise EngineFailed(f"max_context_tokens is {max_context_tokens}; the model's limit is {limit}")
     return max_context_tokens
 
 
@@ -153,7 +153,7 @@ def vocab_size(config: dict[str, Any]) -> int:
         size = section.get("vocab_size") if isinstance(section, dict) else None
         if isinstance(size, int) and size > 0:
             return size
-    raise EngineFailed("config.json: vocab_size is missing or no positive integer")
+    raise EngineFailed("config.json: vocab_size is missing or not a positive integer")
 
 
 def media_kinds(model_dir: Path, config: dict[str, Any]) -> frozenset[str]:
@@ -206,14 +206,14 @@ def _check_safetensors(path: Path) -> None:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(size - 8, MAX_HEADER_BYTES):
-                raise ValueError(f"its header would have {length} bytes")
+                raise ValueError(f"the header length is {length} bytes; the limit is {min(size - 8, MAX_HEADER_BYTES)}")
             tensors = json.loads(file.read(length))
         ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
         expected = 8 + length + max(ends, default=0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
-        raise EngineFailed(f"{path}: this is no safetensors file that can be read ({error})") from None
+        raise EngineFailed(f"{path}: this is not a readable safetensors file ({error})") from None
     if size < expected:
-        raise EngineFailed(f"{path}: the file has {size} bytes, its header announces {expected}: is it incomplete?")
+        raise EngineFailed(f"{path}: the file has {size} bytes, but its header declares {expected}; is it incomplete?")
 
 
 MAX_HEADER_BYTES = 100_000_000

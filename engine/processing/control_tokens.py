@@ -1,4 +1,4 @@
-"""ControlTokens: a tokenizer's control strings; Quarantine: escapes them in a client's text.
+"""ControlTokens: a tokenizer's control strings; ControlTokenEscaper: escapes them in a client's text.
 
 A client's text never becomes a control token. Strings such as `<|im_end|>` in messages are replaced by sentinels while
 the template renders; afterwards the text between the sentinels is tokenized as usual and the strings as plain text.
@@ -50,7 +50,7 @@ class ControlTokens:
         return [id_ for char in content for id_ in encode_inside(encode, char)]  # the vocabulary has it as a word
 
 
-class Quarantine:
+class ControlTokenEscaper:
     """Replaces the control strings of one request by sentinels while its template renders.
 
     Args:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from engine.processing.control_tokens import Quarantine
+from engine.processing.control_tokens import ControlTokenEscaper
 from engine.processing.json_shape import MAX_JSON_VALUES, check_json_shape
 from engine.protocol import InvalidRequest
 
@@ -51,7 +51,7 @@ class Conversation:
     """Copies, with text parts joined if the template does not accept parts."""
     kwargs: dict[str, Any]
     """Template variables."""
-    quarantine: Quarantine
+    quarantine: ControlTokenEscaper
     """The control strings that are escaped in both."""
 
     @property
@@ -62,7 +62,7 @@ class Conversation:
 def convert(
     messages: Sequence[Mapping[str, Any]],
     template_kwargs: Mapping[str, Any],
-    quarantine: Quarantine,
+    quarantine: ControlTokenEscaper,
     forms: TemplateForms,
 ) -> Conversation:
     """Convert a conversation to the form of the template. Raises InvalidRequest naming the invalid field."""
@@ -75,7 +75,9 @@ def convert(
     return Conversation(converted, kwargs, quarantine)
 
 
-def _convert(message: Mapping[str, Any], path: str, quarantine: Quarantine, forms: TemplateForms) -> dict[str, Any]:
+def _convert(
+    message: Mapping[str, Any], path: str, quarantine: ControlTokenEscaper, forms: TemplateForms
+) -> dict[str, Any]:
     converted = {k: quarantine.value(v) for k, v in message.items() if k not in ("content", "tool_calls")}
     if (content := message.get("content")) is not None:
         # An assistant's <think> and <tool_call> are left to the template, but its special tokens are escaped.
@@ -92,7 +94,7 @@ def _convert(message: Mapping[str, Any], path: str, quarantine: Quarantine, form
 
 
 def _convert_content(
-    content: Any, path: str, quarantine: Quarantine, pattern: re.Pattern[str], accepts_parts: bool
+    content: Any, path: str, quarantine: ControlTokenEscaper, pattern: re.Pattern[str], accepts_parts: bool
 ) -> Any:
     if isinstance(content, str):
         return quarantine.text(content, pattern)

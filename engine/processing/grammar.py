@@ -97,7 +97,7 @@ class GrammarCompiler:
         try:
             self._pending[key] = self._executor.submit(self._compile, spec, key)
         except RuntimeError:
-            raise EngineFailed("the grammar was not compiled: the engine stops") from None
+            raise EngineFailed("the grammar was not compiled: the engine is shutting down") from None
         finally:
             threading.stack_size(before)
         return self._pending[key]
@@ -112,14 +112,14 @@ class GrammarCompiler:
                 raise self._busy()
             raise _invalid(spec, f"the grammar takes longer than {self._config.compile_timeout_s:g} s to compile")
         if waiting.cancelled():
-            raise EngineFailed("the grammar was not compiled: the engine stops")
+            raise EngineFailed("the grammar was not compiled: the engine is shutting down")
         try:
             return waiting.result()
         except ValueError as error:
             raise _invalid(spec, str(error)) from None
 
     def _busy(self) -> Overloaded:
-        message = f"{len(self._pending)} grammars wait to be compiled; {COMPILE_THREADS} are compiled at a time"
+        message = f"{len(self._pending)} grammars are queued for compilation; {COMPILE_THREADS} are compiled at a time"
         return Overloaded(message, self._config.compile_timeout_s)
 
     def _compile(self, spec: GrammarSpec, key: Key) -> LLMatcher:
@@ -200,7 +200,7 @@ class GrammarMatcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(f"the grammar cannot go on: {_first_words(self._matcher.get_error())}")
+            raise ValueError(f"llguidance cannot continue: {_first_words(self._matcher.get_error())}")
 
 
 def _load_tokenizer(model_dir: Path, vocab_size: int, stop_token_ids: Sequence[int]) -> LLTokenizer:

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import httpx
 
 from engine.config import MediaConfig
-from engine.processing.byte_budget import Hold
+from engine.processing.byte_budget import BudgetLease
 from engine.processing.public_addresses import Resolver, is_public
 from engine.protocol import InvalidRequest
 
@@ -28,7 +28,7 @@ class ImageFetcher:
         self._tls = httpx.create_ssl_context(trust_env=False)
         self._headers = {"User-Agent": user_agent(), "Accept": "image/*", "Accept-Encoding": "identity"}
 
-    async def fetch(self, url: str, hold: Hold) -> bytearray:
+    async def fetch(self, url: str, hold: BudgetLease) -> bytearray:
         """Download an http: or https: URL.
 
         Args:
@@ -49,26 +49,26 @@ class ImageFetcher:
         hold.shrink(len(content))
         return content
 
-    async def _follow(self, url: str, hold: Hold) -> bytearray:
+    async def _follow(self, url: str, hold: BudgetLease) -> bytearray:
         target = self._permitted(parse_url(url))
         for _ in range(self._config.max_redirects + 1):
             content = await self._get(target, hold)
             if isinstance(content, bytearray):
                 return content
             target = self._permitted(parse_url(content.url, target))
-        raise InvalidRequest(f"the image is behind more than {self._config.max_redirects} redirects")
+        raise InvalidRequest(f"the image's URL has more than {self._config.max_redirects} redirects, the limit")
 
     def _permitted(self, url: httpx.URL) -> httpx.URL:
         if url.scheme == "http" and not self._config.allow_http:
-            raise InvalidRequest("http: URLs are not fetched here (media.allow_http is false); use an https: URL")
+            raise InvalidRequest("http: URLs are not fetched (media.allow_http is false); use an https: URL")
         if url.port is not None and url.port not in PORTS and url.port < FIRST_FREE_PORT:
             raise InvalidRequest(
-                f"the image's URL has port {url.port}; images are fetched from the ports 80, 443 and from "
-                f"{FIRST_FREE_PORT} on"
+                f"the image's URL has port {url.port}; images are fetched from ports 80, 443 and {FIRST_FREE_PORT} "
+                "or higher"
             )
         return url
 
-    async def _get(self, url: httpx.URL, hold: Hold) -> "bytearray | _Redirect":
+    async def _get(self, url: httpx.URL, hold: BudgetLease) -> "bytearray | _Redirect":
         """Follow one hop: resolve the name once, check every address, and connect to a checked address."""
         addresses = await self._checked_addresses(url)
         for address in addresses[:-1]:
@@ -89,7 +89,7 @@ class ImageFetcher:
                     raise InvalidRequest(f"the host {host!r} is not public; images are fetched from public hosts only")
         return addresses
 
-    async def _get_from(self, url: httpx.URL, address: str, hold: Hold) -> "bytearray | _Redirect":
+    async def _get_from(self, url: httpx.URL, address: str, hold: BudgetLease) -> "bytearray | _Redirect":
         # Host header, SNI and the certificate's name are those of the URL. A bare transport has no cookies, proxies and
         # redirects. Each hop has its own, so that a connection is never reused for another name at the same address.
         timeout = httpx.Timeout(self._config.fetch_timeout_s, connect=self._config.fetch_timeout_s / 2)
@@ -105,15 +105,16 @@ class ImageFetcher:
                 if response.status_code in REDIRECTS and "location" in response.headers:
                     return _Redirect(response.headers["location"])
                 if response.status_code != 200:
-                    raise InvalidRequest(f"the image's server answered {response.status_code}; expected 200")
+                    raise InvalidRequest(f"the image's server returned status {response.status_code}; expected 200")
                 return await self._read(response, hold)
             finally:
                 await response.aclose()
 
-    async def _read(self, response: httpx.Response, hold: Hold) -> bytearray:
+    async def _read(self, response: httpx.Response, hold: BudgetLease) -> bytearray:
         limit = self._config.max_bytes
-        if response.headers.get("content-encoding", "identity") != "identity":
-            raise InvalidRequest("the image's server compressed its answer although asked not to")
+        encoding = response.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise InvalidRequest(f"the image's server sent the content-encoding {encoding[:64]!r}; expected identity")
         declared = response.headers.get("content-length", "")
         if declared.isascii() and declared.isdigit():
             if int(declared[:20]) > limit:
@@ -143,7 +144,7 @@ def parse_url(url: str, base: httpx.URL | None = None) -> httpx.URL:
     if len(url) > MAX_URL_CHARS:
         raise InvalidRequest(f"the image's URL has {len(url)} characters; the limit is {MAX_URL_CHARS}")
     if re.search(r"[\x00-\x20\x7f-\xa0\\]", url):
-        raise InvalidRequest("the image's URL holds blanks, control characters or backslashes")
+        raise InvalidRequest("the image's URL contains spaces, control characters or backslashes")
     try:
         parsed = base.join(url) if base else httpx.URL(url)
     except httpx.InvalidURL:
@@ -151,9 +152,9 @@ def parse_url(url: str, base: httpx.URL | None = None) -> httpx.URL:
     if parsed.scheme not in ("http", "https"):
         raise InvalidRequest(f"the image redirects to a {parsed.scheme}: URL; only http: and https: are fetched")
     if parsed.userinfo:
-        raise InvalidRequest("the image's URL holds credentials; they are not sent")
+        raise InvalidRequest("the image's URL contains credentials, which are not supported")
     if not parsed.host or "%" in parsed.host:
-        raise InvalidRequest("the image's URL names no valid host")
+        raise InvalidRequest("the image's URL has no valid host")
     if parsed.port is not None and not 1 <= parsed.port <= 65535:
         raise InvalidRequest(f"the image's URL has port {parsed.port}; ports are 1 to 65535")
     return parsed

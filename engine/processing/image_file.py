@@ -85,7 +85,7 @@ def check_sides(width: int, height: int) -> None:
     """Raise ImageRefused for an empty or extremely narrow image, which processors of Qwen2-VL do not support."""
     if min(width, height) < 1 or max(width, height) > MAX_SIDE_RATIO * min(width, height):
         raise ImageRefused(
-            f"the image has {width} x {height} pixels; its longer side may have {MAX_SIDE_RATIO} times the shorter one"
+            f"the image has {width} x {height} pixels; the longer side may be at most {MAX_SIDE_RATIO} times the other"
         )
 
 

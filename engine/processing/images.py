@@ -27,7 +27,7 @@ class ImagePreprocessor:
 
     def __init__(self, model_dir: Path):
         if not self.supported(model_dir):
-            raise EngineFailed(f"{model_dir}: images need a processor of the Qwen2-VL family")
+            raise EngineFailed(f"{model_dir}: images require an image processor of the Qwen2-VL family")
         # Takes a second, so only processes that read images import it.
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

@@ -111,7 +111,7 @@ def _problems(root: dict[str, Any]) -> Iterator[Problem]:
         for keyword, value in list(schema.items()) if isinstance(schema, dict) else ():
             reason = _problem_of(keyword, value, schema, is_root=schema is root)
             if keyword == "$ref" and not reason and unquote(value[1:]) not in places:
-                reason = f"which is {_shortened(value)} and points at no part of it"
+                reason = f"which is {_shortened(value)} and does not refer to a part of the schema"
             if keyword == "multipleOf" and not reason:
                 reason = _uncountable_multiple(value, multiples)
             if reason:
@@ -126,9 +126,9 @@ def _problem_of(keyword: str, value: Any, schema: Mapping[str, Any], is_root: bo
     if keyword == "$ref" and not (isinstance(value, str) and (value == "#" or value.startswith("#/"))):
         return f"which is {_shortened(value)}; only references into the schema itself (#/...) are supported"
     if keyword == "format" and value not in FORMATS:
-        return f"which is {_shortened(value)}; supported are {', '.join(sorted(FORMATS))}"
+        return f"which is {_shortened(value)}; the supported formats are {', '.join(sorted(FORMATS))}"
     if keyword in BOUNDS and (number := _inexact_number(value)) is not None:
-        return f"which holds {number}; numbers are supported up to 2**53 = {MAX_EXACT_NUMBER}"
+        return f"which contains {number}; numbers are supported up to 2**53 = {MAX_EXACT_NUMBER}"
     if keyword == "minProperties":
         return _uncountable_properties(value, schema)
     return _lost_tuple(keyword, schema)
@@ -167,7 +167,7 @@ def _uncountable_multiple(value: Any, others: list[Fraction]) -> str | None:
     # llguidance intersects schemas with 32-bit numbers and without an overflow check.
     fits = len(scaled) == 1 or common * max(scaled) < 2**32
     if Fraction(common, 10**places).numerator > MAX_MULTIPLE or not fits:
-        return f"which is {value}; with the other ones in the schema it counts too many remainders"
+        return f"which is {value}; this cannot be enforced together with the other `multipleOf` values of the schema"
     others.append(multiples[-1])
     return None
 

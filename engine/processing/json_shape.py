@@ -51,9 +51,9 @@ def check_json_shape(
         else:
             num_strings += 1  # at most the value and its key
         if depth > max_depth:
-            raise InvalidRequest(f"{subject} nests deeper than {max_depth} levels.", field)
+            raise InvalidRequest(f"{subject} is nested deeper than {max_depth} levels.", field)
         if num_values > max_values or num_strings > 2 * max_values:
-            raise InvalidRequest(f"{subject} holds more than {max_values} values.", field)
+            raise InvalidRequest(f"{subject} has more than {max_values} values.", field)
         if depth < 0:
             break  # parsers fail at this bracket
     return num_values

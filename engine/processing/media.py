@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from engine.config import MediaConfig
-from engine.processing.byte_budget import ByteBudget, Hold
+from engine.processing.byte_budget import BudgetLease, ByteBudget
 from engine.processing.image_fetch import ImageFetcher
 from engine.processing.image_worker import WorkerSettings
 from engine.processing.image_workers import ImageWorkers
@@ -117,7 +117,7 @@ class _RequestImages:
         self._resources = resources
         self._turn = asyncio.Lock()
         self._max_bytes = min(num_images * loader.grid.max_tokens * loader.grid.token_bytes, MAX_REQUEST_BYTES)
-        self._hold: Hold | None = None
+        self._hold: BudgetLease | None = None
         self._num_bytes = 0
 
     async def cut(self, read: Callable[[], bytes | bytearray], is_base64: bool, has_low_detail: bool) -> ImagePatches:
@@ -165,7 +165,7 @@ def check_data_url(url: str, max_bytes: int) -> int:
     if not start or "base64" not in parameters:
         raise InvalidRequest("the data: URL is not of the form data:image/...;base64,...")
     if not media_type.startswith("image/"):
-        raise InvalidRequest(f"the data: URL holds {media_type[:64]!r}; expected an image")
+        raise InvalidRequest(f"the data: URL has the media type {media_type[:64]!r}; expected image/...")
     num_padding = url.count("=", max(start, len(url) - 2))
     if (num_bytes := (len(url) - start) * 3 // 4 - num_padding) > max_bytes:
         raise InvalidRequest(f"the image has {num_bytes} bytes; the limit is {max_bytes}")

@@ -48,7 +48,7 @@ class PatchNormalization:
                 merge_size=int(given("merge_size", 2)),
             )
         except (TypeError, ValueError) as error:
-            raise EngineFailed(f"the checkpoint's image processor has a value that is no number ({error})") from None
+            raise EngineFailed(f"the checkpoint's image processor has a value that is not a number ({error})") from None
 
 
 def _per_channel(value: float | list[float] | tuple[float, ...]) -> tuple[float, ...]:

@@ -24,15 +24,15 @@ def choose_pooling(config: EmbeddingConfig, model_dir: Path) -> Pooling:
     dense = sorted(path.name for path in model_dir.glob("*_Dense"))
     if dense:
         raise EngineFailed(
-            f"the checkpoint has layers behind its pooling ({dense[0]}), which are not run; set embedding.pooling to "
+            f"the checkpoint has layers after its pooling ({dense[0]}), which are not run; set embedding.pooling to "
             "last or mean to get embeddings without them"
         )
     modes = _modes(read_optional_json(model_dir / POOLING_FILE))
     unsupported = [mode for mode in modes if mode not in SUPPORTED]
     if unsupported or len(modes) > 1:
         raise EngineFailed(
-            f"the checkpoint's {POOLING_FILE} asks for the pooling {' and '.join(modes)}; only one of "
-            f"{' and '.join(SUPPORTED)} can be computed: set embedding.pooling to last or mean"
+            f"the checkpoint's {POOLING_FILE} selects the pooling {' and '.join(modes)}; exactly one of "
+            f"{' and '.join(SUPPORTED)} is supported: set embedding.pooling to last or mean"
         )
     return SUPPORTED[modes[0]] if modes else "last"
 

@@ -23,7 +23,7 @@ _CHUNK_CHARS = 2**20
 _PLAIN = frozenset(string.printable) - frozenset(string.whitespace)
 
 
-class NotWanted(Exception):
+class ClientDisconnected(Exception):
     """The client of a prompt has disconnected."""
 
 
@@ -53,10 +53,10 @@ class PromptLimit:
 
         Raises:
             ContextLengthExceeded: The text is too long.
-            NotWanted: The client has disconnected.
+            ClientDisconnected: The client has disconnected.
         """
         if not self.is_wanted():
-            raise NotWanted
+            raise ClientDisconnected
         if num_tokens > self.max_text_tokens:
             num_prompt_tokens = num_tokens + self.num_image_tokens
             limits = self.num_output_tokens, self.max_context_tokens

@@ -59,7 +59,7 @@ class ThoughtRules:
         if state.phase is Phase.ENDED:
             return state
         if state.forced and token_id != state.forced[0]:
-            raise ValueError(f"token {token_id} came in place of {state.forced[0]}, which is forced")
+            raise ValueError(f"token {token_id} was sampled, but token {state.forced[0]} is forced")
         if token_id in self._stop_token_ids:
             return State(Phase.ENDED)
         if state.forced:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from engine.processing.answer_parser import AnswerParser, AnswerRules
 from engine.processing.boundaries import Messages, RenderedPrompt, find_boundaries
 from engine.processing.checkpoint import read_config, read_optional_json
-from engine.processing.control_tokens import ControlTokens, Quarantine, any_of, encode_inside
+from engine.processing.control_tokens import ControlTokenEscaper, ControlTokens, any_of, encode_inside
 from engine.processing.conversation import DEFAULT_KWARGS, Conversation, TemplateForms, convert
 from engine.processing.detokenizer import Detokenizer, TokenBytes, TokenDecoder
 from engine.processing.prompt_length import MAX_CHARS_PER_TOKEN, PromptLimit, TokenBound, count_windows
@@ -131,7 +131,7 @@ class ChatTokenizer:
         """Render and tokenize the prompt for the model's next turn.
 
         Args:
-            messages: Canonical messages, see `deployments.chat.Message`; not modified.
+            messages: Canonical messages, see `deployments.protocol.Message`; not modified.
             template_kwargs: Template variables, such as `tools`; `enable_thinking` defaults to false.
             image_tokens: Placeholders of each image, in order of appearance.
             limit: Ends the work as soon as the prompt is certainly too long or no longer needed.
@@ -143,7 +143,7 @@ class ChatTokenizer:
 
         Raises:
             InvalidRequest: The conversation is invalid, or the template refuses it with this message.
-            ContextLengthExceeded, NotWanted: See PromptLimit.check.
+            ContextLengthExceeded, ClientDisconnected: See PromptLimit.check.
         """
         conversation = self._convert(messages, template_kwargs, limit)
         _, ids = self._encode_conversation(conversation, limit, continue_final_message)
@@ -178,10 +178,10 @@ class ChatTokenizer:
 
         Raises:
             InvalidRequest: The text is not valid Unicode.
-            ContextLengthExceeded, NotWanted: See PromptLimit.check.
+            ContextLengthExceeded, ClientDisconnected: See PromptLimit.check.
         """
         media = {token for token, id_ in self._control.ids.items() if id_ in self._media_token_ids}
-        quarantine = Quarantine(self._control)
+        quarantine = ControlTokenEscaper(self._control)
         held = quarantine.text(text, any_of(media))
         pieces = quarantine.split(held)
         if limit is not None:
@@ -225,7 +225,7 @@ class ChatTokenizer:
             if limit is not None:
                 limit.check(num_held if num_held > MIN_CONTROL_STRINGS else 0)
 
-        return convert(messages, template_kwargs, Quarantine(self._control, check), self._forms)
+        return convert(messages, template_kwargs, ControlTokenEscaper(self._control, check), self._forms)
 
     def _encode_conversation(
         self, conversation: Conversation, limit: PromptLimit | None, continue_final_message: bool
@@ -268,7 +268,7 @@ class ChatTokenizer:
             )
         except TEMPLATE_ERRORS as error:
             reason = restore(str(error)) or type(error).__name__
-            raise InvalidRequest(f"The model's chat template refuses this conversation: {reason}", "messages") from None
+            raise InvalidRequest(f"The model's chat template rejects this conversation: {reason}", "messages") from None
         return str(rendered)
 
     def _render_unfinished(self, conversation: Conversation) -> str:
@@ -294,15 +294,15 @@ class ChatTokenizer:
             [encoded] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return encoded.ids
         except (TypeError, UnicodeError):
-            raise InvalidRequest("the text is not valid Unicode: it holds half of a surrogate pair") from None
+            raise InvalidRequest("the text is not valid Unicode: it contains an unpaired surrogate") from None
 
-    def _encode_beginning(self, quarantine: Quarantine, text: str) -> np.ndarray:
+    def _encode_beginning(self, quarantine: ControlTokenEscaper, text: str) -> np.ndarray:
         return self._encode_known(tuple(quarantine.split(text)))
 
     def _encode_pieces(
         self, pieces: Sequence[str], add_special_tokens: bool = False, limit: PromptLimit | None = None
     ) -> list[int]:
-        """Encode text and control strings in turn, see `Quarantine.split`."""
+        """Encode text and control strings in turn, see `ControlTokenEscaper.split`."""
         ids = self._encode(pieces[0], add_special_tokens)
         for held, piece in zip(pieces[1::2], pieces[2::2], strict=True):
             if limit is not None:

@@ -73,6 +73,6 @@ def _added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 def _first_difference(probe: str, target: list[int], draft: list[int]) -> str:
     at = next((i for i, (a, b) in enumerate(zip(target, draft, strict=False)) if a != b), min(len(target), len(draft)))
     return (
-        f"{probe[:40]!r}... is {len(target)} tokens in the target's tokenizer and {len(draft)} in the draft's; from "
-        f"token {at} on {target[at : at + 4]} and {draft[at : at + 4]}"
+        f"{probe[:40]!r}... is {len(target)} tokens in the target's tokenizer and {len(draft)} in the draft's; they "
+        f"differ at token {at}: {target[at : at + 4]} and {draft[at : at + 4]}"
     )

@@ -125,7 +125,7 @@ def parse_with(module: str, text: str, types: ToolTypes) -> list[ParsedToolCall]
 
 def _object_call(found: Any, types: ToolTypes) -> ParsedToolCall:
     if not isinstance(found, Mapping):
-        raise ValueError("a call is an object")
+        raise ValueError("a call must be an object")
     inner = found["function"] if isinstance(found.get("function"), Mapping) else found
     return _checked(inner.get("name"), inner.get("arguments", inner.get("parameters", {})), types)
 
@@ -135,7 +135,7 @@ def _checked(name: Any, arguments: Any, types: ToolTypes) -> ParsedToolCall:
         arguments = parse_json(arguments) if arguments.strip() else {}
     arguments = {} if arguments is None else arguments
     if not isinstance(name, str) or not name.strip() or not isinstance(arguments, Mapping):
-        raise ValueError("a call has a name and an object of arguments")
+        raise ValueError("a call must have a name and an object of arguments")
     return types.call(name.strip(), arguments)
 
 

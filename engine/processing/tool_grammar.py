@@ -223,12 +223,12 @@ class _Function:
     def _enforceable(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         known = TOP_LEVEL | ANNOTATIONS | ROOT_ANNOTATIONS
         if "$ref" in parameters:
-            raise self._refused("`$ref` is not supported at the top; give `properties`")
+            raise self._refused("`$ref` is not supported at the top level; use `properties`")
         if parameters.get("type", "object") != "object":
             raise self._refused(f"`type` is {parameters['type']!r}; it must be 'object'")
-        for key, kind in (("properties", dict), ("required", list)):
+        for key, kind, expected in (("properties", dict, "an object"), ("required", list, "an array")):
             if not isinstance(parameters.get(key, kind()), kind):
-                raise self._refused(f"`{key}` is {parameters[key]!r}; expected a {kind.__name__}")
+                raise self._refused(f"`{key}` is {parameters[key]!r}; expected {expected}")
         try:
             if not self._strict:
                 return lenient_schema({key: value for key, value in parameters.items() if key in known})
@@ -245,7 +245,7 @@ class _Function:
         kinds = list(self._alternatives(schema, frozenset()))
         raw = [kind for kind in kinds if _is_raw(kind)]
         if self._strict and (limit := next((key for kind in raw for key in RAW_LIMITS if key in kind), None)):
-            raise self._refused(f"the schema uses `{limit}` in the parameter {name!r}, whose text has no limits")
+            raise self._refused(f"the schema uses `{limit}` in the parameter {name!r}, whose text cannot be limited")
         if raw:
             return "RAW"
         if not any(isinstance(value, str) for kind in kinds for value in _constants(kind) or ()):
@@ -254,7 +254,7 @@ class _Function:
         others = [self._json(kind) for kind in kinds if _constants(kind) is None]
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
         if unspeakable := [text for text in texts if "</parameter>" in text]:
-            raise self._refused(f"{unspeakable[0]!r} cannot be a value of {name!r}: it would end the parameter")
+            raise self._refused(f"{unspeakable[0]!r} cannot be a value of {name!r}: it contains </parameter>")
         return f"({' | '.join([*map(_literal, texts), *others])}) END"
 
     def _alternatives(self, schema: Any, seen: frozenset[str]) -> Iterator[Any]:
@@ -311,7 +311,7 @@ def _move_references(root: dict[str, Any]) -> None:
 
 def _checked_name(name: str, path: str) -> str:
     if not NAME.fullmatch(name):
-        raise InvalidRequest(f"`{path}`: {name!r} cannot be called; a name holds no space, '<' or '>'", path)
+        raise InvalidRequest(f"`{path}`: {name!r} is not a valid name; it must not contain spaces, '<' or '>'", path)
     return name
 
 

@@ -167,7 +167,7 @@ class WorkerProcess:
 
     def _connection(self) -> socket.socket:
         if self._socket is None:
-            raise ConnectionError("killed before it was started")
+            raise ConnectionError("the image worker was killed before it was started")
         self._socket.settimeout(WATCH_PERIOD_S)
         return self._socket
 

@@ -138,7 +138,7 @@ class SnapshotDirectory:
             with open_snapshot(self._path_of(meta.digest)) as file:
                 head = read_head(file)
                 if head.fingerprint != self._fingerprint or not head.meta.says_the_same_as(meta):
-                    raise ForeignFile("another one has taken its place")
+                    raise ForeignFile("another snapshot has replaced it")
                 arrays = read_arrays(file, head, prefix)
             self._counts["num_read"] += 1
             self._counts["read_bytes"] += sum(array.nbytes for array in arrays.values())
@@ -181,7 +181,7 @@ class SnapshotDirectory:
         self._counts["num_errors"] += 1
         if kind not in self._complaints:
             self._complaints.add(kind)
-            log.warning("%s: cannot %s snapshots (%s); counted from now on", self._path, what, error)
+            log.warning("%s: cannot %s snapshots (%s); further such errors are only counted", self._path, what, error)
 
     def status(self) -> dict[str, int]:
         """Return gauges and counters. num_files counts this model's files; num_bytes counts all models' and is limited
@@ -214,7 +214,7 @@ class SnapshotDirectory:
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         mode = stat.S_IMODE(self._path.stat().st_mode)
         if mode & 0o022:
-            log.warning("%s has mode %o: whoever may write there may change answers", self._path, mode)
+            log.warning("%s has mode %o: every user with write permission can change answers", self._path, mode)
         with self._temporary("0" * 32):
             pass
 
@@ -240,7 +240,7 @@ class SnapshotDirectory:
             with open_snapshot(self._path_of(digest)) as opened:
                 head = read_head(opened)
             if head.meta.digest != digest:
-                raise TornFile(f"it says that it is {head.meta.digest}")
+                raise TornFile(f"its header names snapshot {head.meta.digest}")
         except (ForeignFile, PermissionError):
             return file
         except TornFile:
@@ -300,7 +300,7 @@ class SnapshotDirectory:
     def _write(self, meta: SnapshotMeta, arrays: dict[str, np.ndarray], used_ns: int) -> None:
         path = self._path_of(meta.digest)
         if path.name in self._foreign:
-            raise FileExistsError(errno.EEXIST, "something else than a file has its name", str(path))
+            raise FileExistsError(errno.EEXIST, "its name is used by something other than a regular file", str(path))
         with self._temporary(meta.digest) as file:
             write_snapshot(file, meta, self._fingerprint, arrays)
             os.utime(file.fileno(), ns=(used_ns, used_ns))

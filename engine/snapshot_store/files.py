@@ -151,7 +151,7 @@ class SnapshotFiles:
         if write is not None:
             answer.set_result({name: array for name, array in write.arrays.items() if name.startswith(prefix)})
         else:
-            answer.set_exception(SnapshotLost(f"snapshot {digest} is not there"))
+            answer.set_exception(SnapshotLost(f"snapshot {digest} does not exist"))
         return answer
 
     def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> bool:

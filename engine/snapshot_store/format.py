@@ -95,7 +95,7 @@ class SnapshotMeta:
             raise ValueError(f"token_ids: expected int32 [num_tokens], not {self.token_ids.dtype}")
         if not 0 <= self.parent_tokens < self.num_tokens or bool(self.parent) != bool(self.parent_tokens):
             raise ValueError(
-                f"parent {self.parent!r} has {self.parent_tokens} tokens, the snapshot behind it {self.num_tokens}"
+                f"parent {self.parent!r} has {self.parent_tokens} tokens; it must have fewer than {self.num_tokens}"
             )
         if self.kind not in get_args(SnapshotKind):
             raise ValueError(f"kind {self.kind!r}: expected one of {get_args(SnapshotKind)}")
@@ -163,7 +163,7 @@ def read_head(file: io.FileIO) -> SnapshotHead:
     try:
         return _head_of(file, tensors, len(header))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise TornFile(f"its header makes no sense ({error!r})") from None
+        raise TornFile(f"its header is invalid ({error!r})") from None
 
 
 def read_arrays(file: io.FileIO, head: SnapshotHead, prefix: str = "") -> dict[str, np.ndarray]:
@@ -257,7 +257,7 @@ def _head_of(file: io.FileIO, entries: dict[str, dict[str, Any]], data_at: int) 
     data_bytes = max(tensor["data_offsets"][1] for tensor in tensors.values())
     file_bytes = os.fstat(file.fileno()).st_size
     if file_bytes != data_at + data_bytes:
-        raise TornFile(f"it has {file_bytes} bytes instead of {data_at + data_bytes}")
+        raise TornFile(f"it has {file_bytes} bytes; its header declares {data_at + data_bytes}")
     start, end = tensors[TOKEN_IDS]["data_offsets"]
     token_ids = os.pread(file.fileno(), end - start, data_at + start)
     crc32 = json.loads(metadata["crc32"])
@@ -279,7 +279,7 @@ def _array_of(data: np.ndarray, tensor: dict[str, Any]) -> np.ndarray:
     try:
         return data.view(DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
     except (KeyError, TypeError, ValueError) as error:
-        raise TornFile(f"its header makes no sense ({error!r})") from None
+        raise TornFile(f"its header is invalid ({error!r})") from None
 
 
 def _write_all(file: io.FileIO, rest: memoryview) -> None:
@@ -297,5 +297,5 @@ def _read_into(file: io.FileIO, rest: memoryview) -> None:
     while rest:
         count = file.readinto(rest)
         if not count:
-            raise TornFile("it ends too early")
+            raise TornFile("it is truncated")
         rest = rest[count:]

@@ -57,12 +57,12 @@ class BlasInfo:
 def preload() -> BlasInfo:
     """Load OpenBLAS once; later calls return the same result. Never raises: `reason` says why it was not loaded."""
     if sys.platform == "darwin":
-        return BlasInfo("accelerate", "", "macOS has its own")
+        return BlasInfo("accelerate", "", "MLX uses Accelerate on macOS")
     if _is_installed("mlx-cuda-13") or _is_installed("mlx-cuda-12"):
         return BlasInfo("mlx bundled", "", "MLX's CUDA backend is installed")
     if "mlx.core" in sys.modules:
-        logger.warning("MLX was imported before engine.worker: its float32 products on the CPU stay slow")
-        return BlasInfo("mlx bundled", "", "too late: MLX was imported before")
+        logger.warning("MLX was imported before engine.worker: its float32 products on the CPU remain slow")
+        return BlasInfo("mlx bundled", "", "MLX was imported before engine.worker")
     try:
         return _load_wheel()
     except (OSError, LookupError, subprocess.SubprocessError, PackageNotFoundError) as error:
@@ -113,7 +113,7 @@ def _load_wheel() -> BlasInfo:
             copy = Path(private) / "libopenblas.so"
             _make_copy(original, copy)
             set_num_threads = _load(copy)  # stays mapped after the file is removed
-        logger.warning("Every process copies OpenBLAS anew, because the user's cache cannot be used: %s", error)
+        logger.warning("Each process makes its own copy of OpenBLAS because the user's cache cannot be used: %s", error)
         return BlasInfo("openblas wheel", str(copy), f"{reason}, not cached: {error}", set_num_threads)
 
 
@@ -121,7 +121,10 @@ def _load_system(why_not_wheel: str) -> BlasInfo:
     try:
         set_num_threads = _load(Path("libopenblas.so.0"))
     except OSError:
-        logger.warning("MLX's float32 products on the CPU stay 20 to 40 times slower than need be: %s", why_not_wheel)
+        logger.warning(
+            "MLX's float32 products on the CPU are 20 to 40 times slower, as OpenBLAS cannot be loaded: %s",
+            why_not_wheel,
+        )
         return BlasInfo("mlx bundled", "", why_not_wheel)
     return BlasInfo("system", "libopenblas.so.0", why_not_wheel, set_num_threads)
 

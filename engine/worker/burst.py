@@ -12,10 +12,10 @@ import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.cache import ArraysCache, KVCache
 
-from engine.worker.kv_cache import Cursor, RowCache
+from engine.worker.kv_cache import Cursor, SequenceCache
+from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
 from engine.worker.prefill import Prompt
-from engine.worker.view import View
 
 
 class BurstKeysValues:
@@ -107,8 +107,8 @@ class BurstStates:
 class BurstPrefill:
     """Advances several prompts in one forward. Requires a model with explicit positions."""
 
-    def __init__(self, view: View, head: MTPHead | None):
-        self._view = view
+    def __init__(self, language_model: LanguageModel, head: MTPHead | None):
+        self._language_model = language_model
         self._head = head
 
     def advance(self, prompts: Sequence[Prompt], lengths: Sequence[int], padding_id: int = 0) -> mx.array | None:
@@ -128,12 +128,12 @@ class BurstPrefill:
         token_ids = _padded([prompt.token_ids[start:end] for prompt, start, end in spans], padding_id)
         positions = [_padded([p.positions[axis, 0, start:end] for p, start, end in spans]) for axis in range(3)]
         layers = _layers([prompt.cache for prompt in prompts], lengths)
-        hidden = self._view.states(mx.array(token_ids), layers, np.stack(positions))
+        hidden = self._language_model.states(mx.array(token_ids), layers, np.stack(positions))
         for prompt, end in zip(prompts, ends, strict=True):
             prompt.done = end
         last = mx.take_along_axis(hidden, mx.array(list(lengths), mx.int32)[:, None, None] - 1, axis=1)
         complete = [i for i, prompt in enumerate(prompts) if prompt.done == len(prompt.token_ids)]
-        logits = self._view.logits(last[mx.array(complete)]) if complete else None
+        logits = self._language_model.logits(last[mx.array(complete)]) if complete else None
         if self._head is not None:
             self._prime(self._head, prompts, starts, hidden)
             for i, prompt in enumerate(prompts):
@@ -159,7 +159,7 @@ class BurstPrefill:
         head(mx.array(behind), before, _layers(caches, lengths), first[:, None] + mx.arange(max(lengths)))
 
 
-def _layers(caches: Sequence[RowCache], lengths: Sequence[int]) -> list[Any]:
+def _layers(caches: Sequence[SequenceCache], lengths: Sequence[int]) -> list[Any]:
     """Combine the prompts' caches, layer by layer."""
     return [
         BurstKeysValues(layers, lengths) if isinstance(layers[0], KVCache) else BurstStates(layers, lengths)

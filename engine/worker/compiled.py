@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from engine.worker.kv_cache import RowsCache
+from engine.worker.kv_cache import BatchCache
 
 MAX_SHAPES = 64  # cached graphs, of about 1 MB each
 
@@ -27,7 +27,7 @@ class CompiledForward:
         self._graphs: OrderedDict[tuple[int, ...], Callable[..., Any]] = OrderedDict()
 
     def __call__(
-        self, token_ids: mx.array, cache: RowsCache, start: mx.array, extent: int, positions: mx.array, record: bool
+        self, token_ids: mx.array, cache: BatchCache, start: mx.array, extent: int, positions: mx.array, record: bool
     ) -> tuple[mx.array, mx.array | None]:
         num_slots = cache.reserve(extent)
         state = cache.state
@@ -38,7 +38,7 @@ class CompiledForward:
         cache.load(state, recorded)
         return logits, hidden
 
-    def _graph(self, cache: RowsCache, num_slots: int, shape: tuple[int, ...], record: bool) -> Callable[..., Any]:
+    def _graph(self, cache: BatchCache, num_slots: int, shape: tuple[int, ...], record: bool) -> Callable[..., Any]:
         key = (*shape, num_slots, record)
         graph = self._graphs.pop(key, None) or self._compile(cache, num_slots, record)
         self._graphs[key] = graph
@@ -46,11 +46,13 @@ class CompiledForward:
             self._graphs.popitem(last=False)
         return graph
 
-    def _compile(self, like: RowsCache, num_slots: int, record: bool) -> Callable[..., Any]:
-        empty = like.like([mx.zeros(0)] * len(like.state))  # structure only: the graph must not keep arrays alive
+    def _compile(self, like: BatchCache, num_slots: int, record: bool) -> Callable[..., Any]:
+        empty = like.with_arrays(
+            [mx.zeros(0)] * len(like.state)
+        )  # structure only: the graph must not keep arrays alive
 
         def run(token_ids: mx.array, positions: mx.array, start: mx.array, *state: mx.array) -> Any:
-            cache = empty.like(state)
+            cache = empty.with_arrays(state)
             layers = cache.at(start, num_slots, record=record)
             logits, hidden = self._forward(token_ids, layers, positions)
             return logits, hidden, cache.state, cache.recorded

@@ -73,14 +73,14 @@ def _read(path: Path) -> MemoryCosts | None:
     try:
         values = json.loads(path.read_text())
         if values.keys() != {field.name for field in fields(MemoryCosts)}:
-            raise ValueError("it has other fields")
+            raise ValueError("the file has other fields than MemoryCosts")
         if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values()):
-            raise ValueError("its values are not numbers")
+            raise ValueError("the values are not numbers")
         return MemoryCosts(**values)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        log.warning("memory costs in %s are measured again: %s", path, error)
+        log.warning("memory costs in %s cannot be used and are measured again: %s", path, error)
         return None
 
 
@@ -94,4 +94,4 @@ def _write(path: Path, costs: MemoryCosts) -> None:
         for old in sorted(path.parent.glob("*.json"), key=lambda p: p.stat().st_mtime)[:-MAX_FILES]:
             old.unlink(missing_ok=True)
     except OSError as error:
-        log.warning("memory costs could not be kept in %s: %s", path, error)
+        log.warning("memory costs could not be written to %s: %s", path, error)

@@ -27,13 +27,13 @@ from mlx_vlm.models.cache import KVCache
 from engine.core.batch import NO_TOKEN, RowOutput, RowSnapshot
 from engine.core.request import Request
 from engine.worker.compiled import CompiledForward
-from engine.worker.kv_cache import KVRows, RowCache, RowsCache
+from engine.worker.kv_cache import BatchCache, BatchKVLayer, SequenceCache
+from engine.worker.language_model import LanguageModel
 from engine.worker.logprobs import Logprobs, logprobs_of
-from engine.worker.mtp import Drafter, Feed, MTPHead
-from engine.worker.processors import Processors, advance, match
+from engine.worker.mtp import Drafter, MTPHead, PendingHiddenStates
+from engine.worker.processors import LogitsProcessors, advance_matcher, apply_grammar_masks
 from engine.worker.sampler import Sampler
-from engine.worker.snapshot import LentStretches, Stretch, fill, is_finite, take
-from engine.worker.view import View
+from engine.worker.snapshot import KVSegment, LentSegments, fill, is_finite, take
 
 EVAL_STEPS = 64  # lazy cache updates are evaluated at least every EVAL_STEPS steps
 
@@ -47,7 +47,7 @@ class Row:
     offset: int  # Logical minus physical position of its tokens.
     output_ids: list[int]  # Tokens after the request's own prompt; all but the last are in the cache.
     error: str | None = None  # Why the row cannot continue, None if it can.
-    has_left: bool = False  # Pending output of this row is discarded.
+    is_removed: bool = False  # Pending output of this row is discarded.
 
     @property
     def output_offset(self) -> int:
@@ -56,18 +56,18 @@ class Row:
 
 
 @dataclass(slots=True)
-class Newcomer:
+class JoiningRow:
     """A row that joins the decode batch: a complete prompt with its first token, which has been published."""
 
     request: Request
     """The row's request."""
-    cache: RowCache
+    cache: SequenceCache
     """The prompt's cache."""
     next_position: int
     """Logical position of the first token."""
     token_id: int
     """The first token."""
-    head_cache: RowCache | None = None
+    head_cache: SequenceCache | None = None
     """The MTP head's cache; None without a head."""
     hidden: mx.array | None = None
     """Last hidden state [1, 1, hidden] of the prompt; None without a head."""
@@ -76,7 +76,7 @@ class Newcomer:
 
 
 @dataclass(slots=True, eq=False)
-class Launched:
+class PendingStep:
     """A launched step whose outputs have not been used yet."""
 
     rows: list[Row]
@@ -95,7 +95,7 @@ class Launched:
     """Set by the first `read`."""
 
     @classmethod
-    def merged(cls, launched: Sequence["Launched"]) -> "Launched":
+    def merged(cls, launched: Sequence["PendingStep"]) -> "PendingStep":
         """Return one step with the outputs of all these steps. Waits for the device."""
         outputs = [one.read() for one in launched]
         rows, num_drafts = [row for one in launched for row in one.rows], max(one.num_drafts for one in launched)
@@ -115,46 +115,46 @@ class Launched:
             logprobs = {} if self.logprobs is None else self.logprobs.read([len(ids) for ids in new])
             self.outputs = {}
             for i, (row, ids) in enumerate(zip(self.rows, new, strict=True)):
-                if row.has_left:
+                if row.is_removed:
                     continue
                 row.num_cached += len(ids)
                 row.output_ids += ids
-                row.error = row.error or advance(row.request, ids)
+                row.error = row.error or advance_matcher(row.request, ids)
                 figures = self.num_drafts, accepted[i]
                 self.outputs[row.request.id] = RowOutput(ids, logprobs.get(i, ()), *figures, row.error)
         return self.outputs
 
 
 class DecodeGroup:
-    """Rows with one cache. When `join` raises, nothing has changed; when `keep` raises, the rows are lost."""
+    """Rows with one cache. When `join` raises, nothing has changed; when `select` raises, the rows are lost."""
 
     def __init__(
         self,
-        view: View,
+        language_model: LanguageModel,
         head: MTPHead | None,
         vocab_size: int,
-        first: Newcomer,
+        first: JoiningRow,
         compiled: CompiledForward | None = None,
     ):
-        self._view = view
+        self._language_model = language_model
         self._compiled = compiled
         self._head = head
         self._vocab_size = vocab_size
         self.rows = [_row(first)]
-        self._cache = RowsCache.of(first.cache, as_offset=not view.explicit_positions)
+        self._cache = BatchCache.of(first.cache, as_offset=not language_model.explicit_positions)
         self._drafter = self._drafter_of(first)
         self._processors = _processors([first], vocab_size)
         self._lengths = mx.array([self.rows[0].num_cached], mx.int32)
         self._newest = mx.array([first.token_id], mx.int32)
-        self._launched: Launched | None = None
+        self._launched: PendingStep | None = None
         self._steps = 0
         self._rows_changed()
         mx.eval(self._cache.state)  # pending work of the new row must not delay a step of all rows
 
-    def _drafter_of(self, new: Newcomer) -> Drafter | None:
+    def _drafter_of(self, new: JoiningRow) -> Drafter | None:
         if self._head is None or new.head_cache is None or new.hidden is None:
             return None
-        return Drafter.of(self._head, new.head_cache, Feed.of(new.token_id, new.hidden))
+        return Drafter.of(self._head, new.head_cache, PendingHiddenStates.of(new.token_id, new.hidden))
 
     def _rows_changed(self) -> None:
         """Rebuild everything that depends only on the rows' requests."""
@@ -165,7 +165,7 @@ class DecodeGroup:
         self._stops = _stop_tokens([row.request.spec.stop_token_ids for row in self.rows])
         self._has_matchers = any(row.request.matcher is not None for row in self.rows)
 
-    def join(self, new: Sequence[Newcomer]) -> None:
+    def join(self, new: Sequence[JoiningRow]) -> None:
         """Add rows, all at once because each join rewrites all rows of the group."""
         processors = self._processors.joined(_processors(new, self._vocab_size))
         rows = [_row(one) for one in new]
@@ -175,7 +175,7 @@ class DecodeGroup:
         try:
             self._drafter_joined(new)
         except Exception:
-            self._cache.keep(list(range(len(self.rows))), self._cache.num_slots)
+            self._cache.select(list(range(len(self.rows))), self._cache.num_slots)
             raise
         self._processors, self._lengths, self._newest = processors, lengths, newest
         self.rows = [*self.rows, *rows]
@@ -189,7 +189,7 @@ class DecodeGroup:
         row is removed. When it raises, the rows of both groups are lost.
         """
         launched = [one._launched for one in (self, other) if one._launched is not None]
-        self._launched = Launched.merged(launched) if launched else None
+        self._launched = PendingStep.merged(launched) if launched else None
         processors = self._processors.joined(other._processors)
         self._cache.join([other._cache.layers], move=True)
         if self._drafter is not None and other._drafter is not None:
@@ -202,72 +202,72 @@ class DecodeGroup:
         self.rows = [*self.rows, *other.rows]
         self._rows_changed()
 
-    def _drafter_joined(self, new: Sequence[Newcomer]) -> None:
+    def _drafter_joined(self, new: Sequence[JoiningRow]) -> None:
         caches = [one.head_cache for one in new if one.head_cache is not None]
-        feeds = [Feed.of(one.token_id, one.hidden) for one in new if one.hidden is not None]
+        feeds = [PendingHiddenStates.of(one.token_id, one.hidden) for one in new if one.hidden is not None]
         if self._drafter is not None and len(caches) == len(feeds) == len(new):
             self._drafter.join(caches, feeds, all(one.moves for one in new))
         else:
             self._drafter = None
 
-    def fill(self, index: int, stretches: Sequence[Stretch]) -> None:
+    def fill(self, index: int, segments: Sequence[KVSegment]) -> None:
         """Copy KV segments lent to the row at `index` back; the row stays."""
         layers = [*self._cache.layers, *([] if self._drafter is None else self._drafter.layers)]
-        num_layers = sum(isinstance(layer, KVRows) for layer in layers)
-        if num_layers == len(stretches[0].ends):  # the MTP head's layers may have been dropped
-            fill(stretches, layers, index)
+        num_layers = sum(isinstance(layer, BatchKVLayer) for layer in layers)
+        if num_layers == len(segments[0].ends):  # the MTP head's layers may have been dropped
+            fill(segments, layers, index)
 
-    def leave(self, stay: list[int], lent: Mapping[int, Sequence[Stretch]]) -> None:
+    def remove(self, stay: list[int], lent: Mapping[int, Sequence[KVSegment]]) -> None:
         """Remove all rows but those at the indices `stay`.
 
         Args:
             stay: Indices of the rows to keep.
             lent: KV segments to copy back, by index of the removed row.
         """
-        calls = [LentStretches(stretches, index).fill for index, stretches in lent.items()]
+        calls = [LentSegments(segments, index).fill for index, segments in lent.items()]
         if stay:
-            self.keep(stay, calls)
+            self.select(stay, calls)
             return
-        self._cache.keep([], 0, calls)
+        self._cache.select([], 0, calls)
         if self._drafter is not None:
-            self._drafter.keep([], 0, calls)
+            self._drafter.select([], 0, calls)
 
-    def keep(self, stay: list[int], leaving: Sequence[Callable[[Any], None]] = ()) -> None:
-        """Keep only the rows at these indices. leaving: see RowsCache.keep."""
+    def select(self, stay: list[int], leaving: Sequence[Callable[[Any], None]] = ()) -> None:
+        """Keep only the rows at these indices. leaving: see BatchCache.select."""
         rows = [self.rows[i] for i in stay]
         num_slots = max(row.num_cached for row in rows) + self._num_in_flight + 1
-        processors = self._processors.kept(stay)
+        processors = self._processors.select(stay)
         index = mx.array(stay, mx.int32)
         lengths, newest = self._lengths[index], self._newest[index]
-        self._cache.keep(stay, num_slots, leaving)
+        self._cache.select(stay, num_slots, leaving)
         if self._drafter is not None:
-            self._drafter.keep(stay, num_slots, leaving)
+            self._drafter.select(stay, num_slots, leaving)
         self._processors, self._lengths, self._newest = processors, lengths, newest
         for row in self.rows:
-            row.has_left = row not in rows
+            row.is_removed = row not in rows
         self.rows = rows
         self._rows_changed()
 
-    def start_step(self, num_drafts: int) -> "Launched":
+    def start_step(self, num_drafts: int) -> "PendingStep":
         """Launch the next forward; return the step before it, which is to be read."""
-        if self._launched is None or all(row.has_left for row in self._launched.rows):
+        if self._launched is None or all(row.is_removed for row in self._launched.rows):
             self._launched = None
             self._launched = self._launch(num_drafts)
         before = self._launched
         self._launched = self._launch(num_drafts)
         return before
 
-    def finish_step(self, before: "Launched") -> dict[str, RowOutput]:
+    def finish_step(self, before: "PendingStep") -> dict[str, RowOutput]:
         """Return the new tokens of every row that is still in the group."""
         outputs = before.read()
-        return {row.request.id: outputs[row.request.id] for row in before.rows if not row.has_left}
+        return {row.request.id: outputs[row.request.id] for row in before.rows if not row.is_removed}
 
     def pending(self) -> dict[str, RowOutput]:
         """Wait for the launched step and return its outputs by row id; `finish_step` returns them again."""
         return {} if self._launched is None else self._launched.read()
 
     def snapshot(
-        self, index: int, parent: Stretch | None, cuts: Sequence[int], lend: bool = False
+        self, index: int, parent: KVSegment | None, cuts: Sequence[int], lend: bool = False
     ) -> RowSnapshot | None:
         """Take a snapshot of one row, with the step in flight; see ModelRunner.snapshot_row. Waits for the device.
 
@@ -305,7 +305,7 @@ class DecodeGroup:
         """The most tokens that a launched, unread step can add to a row."""
         return 0 if self._launched is None or self._launched.outputs is not None else self._launched.num_drafts + 1
 
-    def _launch(self, num_drafts: int) -> Launched:
+    def _launch(self, num_drafts: int) -> PendingStep:
         if self._drafter is None:
             num_drafts = 0
         longest = max(row.num_cached for row in self.rows) + self._num_in_flight
@@ -324,13 +324,13 @@ class DecodeGroup:
         num_kept = None if num_accepted is None else mx.minimum(num_accepted + 1, self._most_kept(tokens, positions))
         logprobs = logprobs_of([row.request for row in self.rows], logits, sampled)
         self._commit(sampled, hidden, num_kept, longest)
-        return self._start(Launched(list(self.rows), num_drafts, sampled, num_kept, num_accepted, logprobs))
+        return self._start(PendingStep(list(self.rows), num_drafts, sampled, num_kept, num_accepted, logprobs))
 
     def _draft(self, num_drafts: int, positions: mx.array, noise: mx.array | None, longest: int) -> mx.array:
         assert self._drafter is not None
 
         def choose(hidden: mx.array, i: int) -> mx.array:
-            logits = self._view.logits(hidden)
+            logits = self._language_model.logits(hidden)
             logits = self._processors(logits, self._newest[:, None], positions[:, i : i + 1])
             return mx.maximum(self._sampler(logits, None if noise is None else noise[:, i : i + 1]), 0)
 
@@ -345,7 +345,7 @@ class DecodeGroup:
         uniform = self._uniform_length()  # without a mask attention sees the whole extent, which must be exact then
         extent = (longest if uniform is None else uniform) + num_new
         cache = self._cache.at(self._lengths, extent, uniform, record=num_new > 1)
-        return self._view.decode(tokens, cache, positions)
+        return self._language_model.decode(tokens, cache, positions)
 
     def _uniform_length(self) -> int | None:
         """Return the number of cached tokens if the host knows that it is the same for all rows, else None."""
@@ -365,7 +365,7 @@ class DecodeGroup:
             self._launched.read()
         drafts = np.array(tokens)[:, 1:].tolist()
         errors = {i: row.error for i, row in enumerate(self.rows) if row.error is not None}
-        logits = match([row.request for row in self.rows], logits, drafts, errors)
+        logits = apply_grammar_masks([row.request for row in self.rows], logits, drafts, errors)
         for i, error in errors.items():
             self.rows[i].error = error
         return logits
@@ -400,9 +400,9 @@ class DecodeGroup:
         assert self._drafter is not None and hidden is not None
         self._cache.commit(num_kept)
         self._newest = mx.take_along_axis(sampled, (num_kept - 1)[:, None], axis=1)[:, 0]
-        self._drafter.feed = Feed(mx.maximum(sampled, 0), hidden, num_kept, sampled.shape[1])
+        self._drafter.feed = PendingHiddenStates(mx.maximum(sampled, 0), hidden, num_kept, sampled.shape[1])
 
-    def _start(self, launched: Launched) -> Launched:
+    def _start(self, launched: PendingStep) -> PendingStep:
         arrays = [launched.tokens, self._newest, self._lengths, *self._processors.state]
         if launched.num_kept is not None:
             arrays.append(launched.num_kept)
@@ -419,13 +419,13 @@ class DecodeGroup:
         return launched
 
 
-def _row(new: Newcomer) -> Row:
+def _row(new: JoiningRow) -> Row:
     num_cached = new.request.num_prompt_tokens
     return Row(new.request, num_cached, new.next_position - num_cached, [*new.request.output_token_ids, new.token_id])
 
 
-def _processors(new: Sequence[Newcomer], vocab_size: int) -> Processors:
-    processors = Processors.of([one.request for one in new], vocab_size)
+def _processors(new: Sequence[JoiningRow], vocab_size: int) -> LogitsProcessors:
+    processors = LogitsProcessors.of([one.request for one in new], vocab_size)
     tokens = mx.array([[one.token_id] for one in new], mx.int32)
     processors.commit(tokens, mx.ones(len(new), mx.int32))
     return processors

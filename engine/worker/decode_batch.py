@@ -9,21 +9,21 @@ from collections.abc import Mapping, Sequence
 
 from engine.core.batch import RowOutput, RowSnapshot
 from engine.worker.compiled import CompiledForward
-from engine.worker.decode import DecodeGroup, Newcomer
+from engine.worker.decode import DecodeGroup, JoiningRow
+from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
-from engine.worker.snapshot import Stretch
-from engine.worker.view import View
+from engine.worker.snapshot import KVSegment
 
 
 class DecodeBatch:
     """Holds the decode groups by id."""
 
-    def __init__(self, view: View, head: MTPHead | None, vocab_size: int, compiled: bool = False):
-        self._view = view
-        self._compiled = CompiledForward(view.decode) if compiled else None
+    def __init__(self, language_model: LanguageModel, head: MTPHead | None, vocab_size: int, compiled: bool = False):
+        self._language_model = language_model
+        self._compiled = CompiledForward(language_model.decode) if compiled else None
         self._head = head
         self._vocab_size = vocab_size
-        self._groups: dict[int, DecodeGroup] = {}  # by `Request.rectangle`
+        self._groups: dict[int, DecodeGroup] = {}  # by `Request.decode_group`
 
     def clear(self) -> None:
         """Drop all rows."""
@@ -33,19 +33,19 @@ class DecodeBatch:
     def num_bytes(self) -> int:
         return sum(group.num_bytes for group in self._groups.values())
 
-    def join(self, *new: Newcomer) -> None:
+    def join(self, *new: JoiningRow) -> None:
         """Add rows to their decode groups, those of one group at once.
 
         When it raises, no other row has changed; some of the new rows may have joined and must be removed.
         """
-        by_group: dict[int, list[Newcomer]] = defaultdict(list)
+        by_group: dict[int, list[JoiningRow]] = defaultdict(list)
         for one in new:
-            by_group[one.request.rectangle].append(one)
+            by_group[one.request.decode_group].append(one)
         for number, (first, *others) in by_group.items():
             if number in self._groups:
                 self._groups[number].join([first, *others])
                 continue
-            group = DecodeGroup(self._view, self._head, self._vocab_size, first, self._compiled)
+            group = DecodeGroup(self._language_model, self._head, self._vocab_size, first, self._compiled)
             if others and first.moves:  # the group has taken these layers, and is about to replace them
                 first.cache.clear()
                 (first.head_cache or []).clear()
@@ -73,7 +73,7 @@ class DecodeBatch:
         return outputs
 
     def snapshot(
-        self, row_id: str, parent: Stretch | None, cuts: Sequence[int], lend: bool = False
+        self, row_id: str, parent: KVSegment | None, cuts: Sequence[int], lend: bool = False
     ) -> RowSnapshot | None:
         """Take a snapshot of a row, see ModelRunner.snapshot_row."""
         for group in self._groups.values():
@@ -82,14 +82,14 @@ class DecodeBatch:
                     return group.snapshot(i, parent, cuts, lend)
         return None
 
-    def fill(self, row_id: str, stretches: Sequence[Stretch]) -> None:
+    def fill(self, row_id: str, segments: Sequence[KVSegment]) -> None:
         """Copy KV segments lent to a row back; the row stays. Unknown ids are ignored."""
         for group in self._groups.values():
             for i, row in enumerate(group.rows):
                 if row.request.id == row_id:
-                    group.fill(i, stretches)
+                    group.fill(i, segments)
 
-    def leave(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[Stretch]] | None = None) -> None:
+    def remove(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[KVSegment]] | None = None) -> None:
         """Remove rows, without effect on others.
 
         Args:
@@ -100,11 +100,11 @@ class DecodeBatch:
         for number, group in list(self._groups.items()):
             stay = [i for i, row in enumerate(group.rows) if row.request.id not in removed]
             ids = [row.request.id for row in group.rows]
-            lent_here = {ids.index(row_id): stretches for row_id, stretches in lent.items() if row_id in ids}
+            lent_here = {ids.index(row_id): segments for row_id, segments in lent.items() if row_id in ids}
             if not stay:
                 del self._groups[number]
             if len(stay) < len(ids) and (stay or lent_here):
-                group.leave(stay, lent_here)
+                group.remove(stay, lent_here)
 
     def step(self, num_drafts: int) -> dict[str, RowOutput]:
         """Step every group once; all groups are launched before any is waited for."""

@@ -15,7 +15,7 @@ from mlx_vlm.models.cache import ArraysCache, KVCache
 
 from engine.worker.delta_rule import Factors
 
-RowCache = list[Any]
+SequenceCache = list[Any]
 """One row's caches, one of the library's per layer: KVCache (attention) or ArraysCache (recurrent state)."""
 
 SLOTS_STEP = 256  # slots are allocated in multiples of this number
@@ -48,7 +48,7 @@ class Cursor:
         return seen[:, None]
 
 
-class KVRows:
+class BatchKVLayer:
     """One attention layer of all rows. keys, values: [B, heads, slots, head_dim]."""
 
     def __init__(self, keys: mx.array, values: mx.array, cursor: Cursor):
@@ -91,16 +91,16 @@ class KVRows:
         cache.offset = num_tokens
         return cache
 
-    def with_rows(self, rows: Sequence[Any]) -> "KVRows":
+    def append(self, rows: Sequence[Any]) -> "BatchKVLayer":
         keys, values = zip(*(row.state[:2] for row in rows), strict=True)
-        return KVRows(_stacked([self.keys, *keys]), _stacked([self.values, *values]), self.cursor)
+        return BatchKVLayer(_stacked([self.keys, *keys]), _stacked([self.values, *values]), self.cursor)
 
-    def kept(self, rows: mx.array, num_slots: int) -> "KVRows":
+    def select(self, rows: mx.array, num_slots: int) -> "BatchKVLayer":
         slots = min(rounded(num_slots), self.keys.shape[2])
-        return KVRows(self.keys[rows, :, :slots], self.values[rows, :, :slots], self.cursor)
+        return BatchKVLayer(self.keys[rows, :, :slots], self.values[rows, :, :slots], self.cursor)
 
 
-class RecurrentRows:
+class BatchRecurrentLayer:
     """One recurrent layer of all rows, with slots (convolution window, state) [B, ...]. Implements ArraysCache.
 
     While `recording`, it keeps what `commit` needs to return to the state after any token of the forward: all states
@@ -188,15 +188,15 @@ class RecurrentRows:
         cache.cache = [mx.contiguous(slot[index : index + 1]) for slot in self.slots]
         return cache
 
-    def with_rows(self, rows: Sequence[Any]) -> "RecurrentRows":
-        others = [row.slots if isinstance(row, RecurrentRows) else row.cache for row in rows]
-        return RecurrentRows([mx.concatenate(list(slots)) for slots in zip(self.slots, *others, strict=True)])
+    def append(self, rows: Sequence[Any]) -> "BatchRecurrentLayer":
+        others = [row.slots if isinstance(row, BatchRecurrentLayer) else row.cache for row in rows]
+        return BatchRecurrentLayer([mx.concatenate(list(slots)) for slots in zip(self.slots, *others, strict=True)])
 
-    def kept(self, rows: mx.array, num_slots: int) -> "RecurrentRows":
-        return RecurrentRows([slot[rows] for slot in self.slots])
+    def select(self, rows: mx.array, num_slots: int) -> "BatchRecurrentLayer":
+        return BatchRecurrentLayer([slot[rows] for slot in self.slots])
 
 
-class RowsCache:
+class BatchCache:
     """All layers of a decode group. They are rebuilt one by one, so that at most one layer exists twice."""
 
     def __init__(self, layers: list[Any], cursor: Cursor):
@@ -204,7 +204,7 @@ class RowsCache:
         self.cursor = cursor
 
     @classmethod
-    def of(cls, row: RowCache, as_offset: bool = False) -> "RowsCache":
+    def of(cls, row: SequenceCache, as_offset: bool = False) -> "BatchCache":
         """Create a group of one row, which takes over the row's arrays.
 
         Raises:
@@ -213,11 +213,11 @@ class RowsCache:
         cursor = Cursor(mx.zeros(1, mx.int32), 0, None, as_offset)
         return cls([_rows_of(i, layer, cursor) for i, layer in enumerate(row)], cursor)
 
-    def row(self, index: int, num_tokens: int) -> RowCache:
+    def row(self, index: int, num_tokens: int) -> SequenceCache:
         """Return one row's caches with `num_tokens` tokens: lazy slices that later writes do not affect."""
         return [layer.row(index, num_tokens) for layer in self.layers]
 
-    def join(self, rows: Sequence[RowCache], move: bool = False) -> None:
+    def join(self, rows: Sequence[SequenceCache], move: bool = False) -> None:
         """Add rows, evaluated. When it raises, the rows are as before.
 
         Args:
@@ -227,16 +227,16 @@ class RowsCache:
         before, done = self.num_rows, 0
         try:
             for done, mine in enumerate(self.layers):
-                self._put(done, mine.with_rows([row[done] for row in rows]))
+                self._put(done, mine.append([row[done] for row in rows]))
                 if move:
                     for row in rows:
                         row[done] = None
         except Exception:
             for i in range(done):
-                self.layers[i] = self.layers[i].kept(mx.arange(before), self.num_slots)
+                self.layers[i] = self.layers[i].select(mx.arange(before), self.num_slots)
             raise
 
-    def keep(self, rows: list[int], num_slots: int, leaving: Sequence[Callable[[Any], None]] = ()) -> None:
+    def select(self, rows: list[int], num_slots: int, leaving: Sequence[Callable[[Any], None]] = ()) -> None:
         """Keep these rows in this order, with `num_slots` slots each. When it raises, all rows are lost.
 
         Args:
@@ -248,7 +248,7 @@ class RowsCache:
         for i, layer in enumerate(self.layers):
             for call in leaving:
                 call(layer)
-            self._put(i, layer.kept(index, num_slots) if rows else None)
+            self._put(i, layer.select(index, num_slots) if rows else None)
 
     def _put(self, i: int, layer: Any) -> None:
         if layer is not None:
@@ -262,7 +262,7 @@ class RowsCache:
     @property
     def num_slots(self) -> int:
         """Slots of the attention layers; 0 without one."""
-        return max((layer.keys.shape[2] for layer in self.layers if isinstance(layer, KVRows)), default=0)
+        return max((layer.keys.shape[2] for layer in self.layers if isinstance(layer, BatchKVLayer)), default=0)
 
     def at(self, start: mx.array, extent: int, uniform_start: int | None = None, record: bool = False) -> list[Any]:
         """Return the layers, prepared for a forward that writes at `start`; see Cursor. record: `commit` will
@@ -270,20 +270,20 @@ class RowsCache:
         self.reserve(extent)
         self.cursor.start, self.cursor.extent, self.cursor.uniform_start = start, extent, uniform_start
         for layer in self.layers:
-            if isinstance(layer, RecurrentRows):
+            if isinstance(layer, BatchRecurrentLayer):
                 layer.recording = record
         return self.layers
 
     def commit(self, num_kept: mx.array) -> None:
         """Return recurrent layers to the state after `num_kept` int32 [B] tokens of the recorded forward."""
         for layer in self.layers:
-            if isinstance(layer, RecurrentRows):
+            if isinstance(layer, BatchRecurrentLayer):
                 layer.commit(num_kept)
 
     def reserve(self, num_slots: int) -> int:
         """Allocate at least `num_slots` slots per row; return how many slots there are."""
         for layer in self.layers:
-            if isinstance(layer, KVRows) and layer.keys.shape[2] < num_slots:
+            if isinstance(layer, BatchKVLayer) and layer.keys.shape[2] < num_slots:
                 layer.keys, layer.values = _with_slots(layer.keys, num_slots), _with_slots(layer.values, num_slots)
                 mx.eval(layer.state)
         return self.num_slots or rounded(num_slots)
@@ -291,7 +291,7 @@ class RowsCache:
     @property
     def recorded(self) -> list[mx.array]:
         """The arrays that the last forward recorded for `commit`."""
-        layers = [layer for layer in self.layers if isinstance(layer, RecurrentRows)]
+        layers = [layer for layer in self.layers if isinstance(layer, BatchRecurrentLayer)]
         return [array for layer in layers for array in layer.recorded]
 
     def load(self, state: Sequence[mx.array], recorded: Sequence[mx.array]) -> None:
@@ -300,17 +300,17 @@ class RowsCache:
         for layer in self.layers:
             layer.load(arrays, records)
 
-    def like(self, state: Sequence[mx.array]) -> "RowsCache":
+    def with_arrays(self, state: Sequence[mx.array]) -> "BatchCache":
         """Return another cache of the same structure with these arrays."""
         cursor = Cursor(self.cursor.start, 0, None, self.cursor.as_offset)
         arrays = iter(state)
         layers = [
-            KVRows(next(arrays), next(arrays), cursor)
-            if isinstance(layer, KVRows)
-            else RecurrentRows([next(arrays) for _ in layer.slots])
+            BatchKVLayer(next(arrays), next(arrays), cursor)
+            if isinstance(layer, BatchKVLayer)
+            else BatchRecurrentLayer([next(arrays) for _ in layer.slots])
             for layer in self.layers
         ]
-        return RowsCache(layers, cursor)
+        return BatchCache(layers, cursor)
 
     @property
     def state(self) -> list[mx.array]:
@@ -326,12 +326,12 @@ def num_bytes(cache: Sequence[Any]) -> int:
     return sum(layer.nbytes for layer in cache)
 
 
-def _rows_of(i: int, layer: Any, cursor: Cursor) -> KVRows | RecurrentRows:
+def _rows_of(i: int, layer: Any, cursor: Cursor) -> BatchKVLayer | BatchRecurrentLayer:
     kind: Any = type(layer)  # exact types: subclasses store their state differently
     if kind is KVCache:
-        return KVRows(layer.keys, layer.values, cursor)
+        return BatchKVLayer(layer.keys, layer.values, cursor)
     if kind is ArraysCache and all(slot is not None for slot in layer.cache):
-        return RecurrentRows(layer.cache)
+        return BatchRecurrentLayer(layer.cache)
     raise TypeError(f"layer {i}: {type(layer).__name__} cannot be batched")
 
 

@@ -70,7 +70,7 @@ def measure(
 
 
 def _exact(snapshot: StateSnapshot, max_drafts: int) -> MemoryCosts:
-    ends, layers = snapshot.stretch.ends, snapshot.stretch.keys_values
+    ends, layers = snapshot.segment.ends, snapshot.segment.keys_values
     slots = [(k.nbytes + v.nbytes) // max(end, 1) for (k, v), end in zip(layers, ends, strict=True)]
     states = [sum(slot.nbytes for slot in state) for state in snapshot.states]
     hidden = 0 if snapshot.hidden is None else snapshot.hidden.nbytes

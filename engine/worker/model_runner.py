@@ -20,14 +20,14 @@ from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.user_cache import user_cache
 from engine.worker import blas, cost_cache, loader, memory, memory_costs
 from engine.worker.burst import BurstPrefill
-from engine.worker.decode import Newcomer
+from engine.worker.decode import JoiningRow
 from engine.worker.decode_batch import DecodeBatch
+from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
 from engine.worker.patches import attention_cpu, gated_delta_chunks, gated_delta_cuda, gated_delta_rows, silu_cpu
 from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, Prompt, first_tokens
-from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays, why_not
-from engine.worker.view import View
+from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays, unsupported_reason
 from engine.worker.vision import VisionEncoder
 
 WARM_UP_TOKENS = 16
@@ -77,21 +77,23 @@ class MLXRunner:
         elif mx.cuda.is_available():
             gated_delta_cuda.install()
         self._model = model
-        self._view = View(model.module.language_model, config.mtp_exact)
-        self._head = MTPHead(model.mtp_head, self._view) if model.mtp_head is not None else None
+        self._language_model = LanguageModel(model.module.language_model, config.mtp_exact)
+        self._head = MTPHead(model.mtp_head, self._language_model) if model.mtp_head is not None else None
         self._vision = self._make_vision(model, config)
-        self._prefill = Prefill(self._view, self._head, self._vision, model.config.get("image_token_id"))
-        self._burst = BurstPrefill(self._view, self._head)
-        compiled = use_compiled(config, self._view)
-        self._batch = DecodeBatch(self._view, self._head, model.vocab_size, compiled)
+        self._prefill = Prefill(self._language_model, self._head, self._vision, model.config.get("image_token_id"))
+        self._burst = BurstPrefill(self._language_model, self._head)
+        compiled = use_compiled(config, self._language_model)
+        self._batch = DecodeBatch(self._language_model, self._head, model.vocab_size, compiled)
         self._prompts: dict[str, Prompt] = {}  # by the ids of the rows that share it
         self.max_context_tokens = model.max_context_tokens
         self.vocab_size = model.vocab_size
         self.max_draft_tokens = 0 if self._head is None else max_draft_tokens(config)
         self.image_token_id = self._prefill.image_token_id
-        self.no_snapshots = why_not(self._view.make_cache())
-        self.no_sparse = None if self._view.explicit_positions else "this model takes no explicit positions"
-        self.no_pooling = self._view.why_no_states()
+        self.no_snapshots = unsupported_reason(self._language_model.make_cache())
+        self.no_sparse = (
+            None if self._language_model.explicit_positions else "this model does not accept explicit positions"
+        )
+        self.no_pooling = self._language_model.states_unsupported_reason()
         self.no_bursts = self.no_sparse or self.no_snapshots or ("the decode step is compiled" if compiled else None)
         self.device_bytes = memory.device_bytes()
         self.memory_limit_bytes = memory.default_limit_bytes()
@@ -106,9 +108,9 @@ class MLXRunner:
             "device": str(mx.default_device()),
             "dtype": model.dtype,
             "blas": blas.preload().source,
-            "explicit_positions": self._view.explicit_positions,
+            "explicit_positions": self._language_model.explicit_positions,
             "mtp": model.mtp_status,
-            "mtp_exact": _exactness(self._view),
+            "mtp_exact": _exactness(self._language_model),
             "compiled": compiled,
         }
 
@@ -119,7 +121,7 @@ class MLXRunner:
             self._vision.probe(WARM_UP_IMAGE_SIDE)
         if self._a_snapshot is not None:
             self._prefill.learn_slots(self._a_snapshot)
-            heads = int(getattr(self._view.lm.args, "num_attention_heads", 0))
+            heads = int(getattr(self._language_model.lm.args, "num_attention_heads", 0))
             facts = (self.max_draft_tokens, self.capabilities["compiled"], self.capabilities["blas"])
             key, a_snapshot = cost_cache.costs_key(self.fingerprint, *facts), self._a_snapshot
             self.costs = cost_cache.load_or_measure(
@@ -178,7 +180,7 @@ class MLXRunner:
         snapshot = self._a_snapshot
         if snapshot is None or num_rows > self._max_running:
             return False
-        num_bytes = num_rows * (self.max_draft_tokens + 2) * (snapshot.state_bytes + snapshot.stretch_bytes)
+        num_bytes = num_rows * (self.max_draft_tokens + 2) * (snapshot.state_bytes + snapshot.segment_bytes)
         return num_bytes < WARM_UP_SHARE * (self.memory_limit_bytes - self.active_bytes)
 
     def decode(self, num_draft_tokens: int = 0) -> dict[str, RowOutput]:
@@ -242,12 +244,12 @@ class MLXRunner:
         assert self._a_snapshot is not None
         return import_arrays(arrays, self._a_snapshot, num_tokens, parent, with_state)
 
-    def fill(self, row_id: str, stretches: Sequence[Any]) -> None:
+    def fill(self, row_id: str, segments: Sequence[Any]) -> None:
         prompt = self._prompts.get(row_id)
         if prompt is not None:
-            fill(stretches, prompt.layers)
+            fill(segments, prompt.layers)
         else:
-            self._batch.fill(row_id, stretches)
+            self._batch.fill(row_id, segments)
 
     def drop(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[Any]] | None = None) -> None:
         lent = lent or {}
@@ -256,7 +258,7 @@ class MLXRunner:
             if prompt is not None and row_id in lent:
                 layers, prompt.cache, prompt.head_cache = prompt.layers, [], None
                 fill(lent[row_id], layers, release=True)
-        self._batch.leave(row_ids, lent)
+        self._batch.remove(row_ids, lent)
 
     def reset(self) -> None:
         self._batch.clear()
@@ -288,7 +290,7 @@ class MLXRunner:
     def probe(self) -> None:
         """Compute one token independent of all rows. Raises what the device raises."""
         row = Request(EngineRequest("probe", np.zeros(1, np.int32), SamplingParams(1), ()))
-        row.rectangle = -1
+        row.decode_group = -1
         try:
             self.prefill([row], 1)
         finally:
@@ -298,7 +300,7 @@ class MLXRunner:
         """Free everything on the device thread, which must not use MLX afterwards."""
         self._prompts.clear()
         self._batch.clear()
-        del self._model, self._view, self._head, self._prefill, self._vision, self._batch
+        del self._model, self._language_model, self._head, self._prefill, self._vision, self._batch
         self._a_snapshot = None
         gc.collect()
         mx.clear_cache()
@@ -319,7 +321,7 @@ class MLXRunner:
         first = first_tokens(rows, logits, self.vocab_size)
         self._forget_prompt(rows)
         moves = len(rows) == 1
-        self._join(*([_newcomer(row, prompt, one, moves)] for row, one in zip(rows, first, strict=True)))
+        self._join(*([_joining_row(row, prompt, one, moves)] for row, one in zip(rows, first, strict=True)))
         return PrefillOutput(num_tokens, {row.id: output for row, output in zip(rows, first, strict=True)})
 
     def _prompt_of(self, rows: Sequence[Request]) -> Prompt:
@@ -341,7 +343,7 @@ class MLXRunner:
         first = first_tokens(rows, logits, self.vocab_size)
         self._forget_prompt(rows)
         joining = zip(rows, [prompts[i] for i in complete], first, strict=True)
-        self._join([_newcomer(*one, moves=True) for one in joining])
+        self._join([_joining_row(*one, moves=True) for one in joining])
         for i, row, output in zip(complete, rows, first, strict=True):
             outputs[i].first = {row.id: output}
         return outputs
@@ -357,13 +359,13 @@ class MLXRunner:
         for row in rows:
             self._prompts.pop(row.id, None)
 
-    def _join(self, *together: Sequence[Newcomer]) -> None:
+    def _join(self, *together: Sequence[JoiningRow]) -> None:
         """Add rows to the decode batch, either all or none; rows in one sequence join a group together."""
         try:
             for new in together:
                 self._batch.join(*new)
         except Exception:
-            self._batch.leave([one.request.id for new in together for one in new])
+            self._batch.remove([one.request.id for new in together for one in new])
             raise
 
     @staticmethod
@@ -374,16 +376,16 @@ class MLXRunner:
         return VisionEncoder(model.module, normalization, config.vision_cache_mb * 2**20)
 
 
-def _newcomer(row: Request, prompt: Prompt, first: RowOutput, moves: bool) -> Newcomer:
-    """Return a joining row for a complete prompt. moves: see Newcomer."""
+def _joining_row(row: Request, prompt: Prompt, first: RowOutput, moves: bool) -> JoiningRow:
+    """Return a joining row for a complete prompt. moves: see JoiningRow."""
     token_id, position = first.token_ids[0], prompt.next_position
-    return Newcomer(row, prompt.cache, position, token_id, prompt.head_cache, prompt.hidden, moves)
+    return JoiningRow(row, prompt.cache, position, token_id, prompt.head_cache, prompt.hidden, moves)
 
 
-def _exactness(view: View) -> str:
+def _exactness(language_model: LanguageModel) -> str:
     """Return the configured mode of exact verification and its effect on this device, for the status page."""
-    one, more = view.verifies_exactly(1), view.verifies_exactly(2)
-    return f"{view.exact}: {'always' if more else 'with one row' if one else 'never'}"
+    one, more = language_model.verifies_exactly(1), language_model.verifies_exactly(2)
+    return f"{language_model.exact}: {'always' if more else 'with one row' if one else 'never'}"
 
 
 def max_draft_tokens(config: EngineConfig) -> int:
@@ -391,7 +393,7 @@ def max_draft_tokens(config: EngineConfig) -> int:
     return config.mtp.max_draft_tokens if isinstance(config.mtp, MTPConfig) else AUTO_DRAFT_TOKENS
 
 
-def use_compiled(config: EngineConfig, view: View) -> bool:
+def use_compiled(config: EngineConfig, language_model: LanguageModel) -> bool:
     """Return whether decoding is compiled. auto: only on CUDA.
 
     On a CPU each shape costs seconds of a C++ compiler; on Metal compilation has not been measured.
@@ -400,7 +402,7 @@ def use_compiled(config: EngineConfig, view: View) -> bool:
         EngineFailed: compile is on, but the model does not support it.
     """
     if config.compile == "auto":
-        return view.explicit_positions and mx.cuda.is_available() and loader.on_gpu()
-    if config.compile == "on" and not view.explicit_positions:
-        raise EngineFailed("compile: on is configured, but this model takes no explicit positions; use auto or off")
+        return language_model.explicit_positions and mx.cuda.is_available() and loader.on_gpu()
+    if config.compile == "on" and not language_model.explicit_positions:
+        raise EngineFailed("compile is on, but this model does not accept explicit positions; use auto or off")
     return config.compile == "on"

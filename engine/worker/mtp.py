@@ -2,7 +2,7 @@
 
 It reads pairs (token x[p+1], hidden state h[p]) for p = 0, 1, 2, ... and needs all of them: a head that has not read
 the prompt cannot copy from it. Prompts are fed to it chunk by chunk with their prefill. Pairs from decoding wait in a
-`Feed` until the next draft, also through steps without drafts.
+`PendingHiddenStates` until the next draft, also through steps without drafts.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ import numpy as np
 from mlx_vlm.models.base import create_attention_mask
 from mlx_vlm.models.cache import KVCache
 
-from engine.worker.kv_cache import RowCache, RowsCache
-from engine.worker.view import View
+from engine.worker.kv_cache import BatchCache, SequenceCache
+from engine.worker.language_model import LanguageModel
 
 FEED_CHUNK = 128  # pairs per forward when the head catches up
 FEED_LIMIT = 128  # pending pairs per row: hidden states take as much memory as an attention layer's keys and values
@@ -26,11 +26,11 @@ class MTPHead:
     """The MTP head, which shares embedding and output layer with the target. `module`: mlx_vlm's
     Qwen3_5MTPDraftModel."""
 
-    def __init__(self, module: Any, view: View):
+    def __init__(self, module: Any, language_model: LanguageModel):
         self._module = module
-        self._view = view
+        self._language_model = language_model
 
-    def make_cache(self) -> RowCache:
+    def make_cache(self) -> SequenceCache:
         """Return an empty cache for one row, with arrays of 0 slots: a prompt of one token has no pair to begin
         with."""
         cache = [KVCache() for _ in self._module.layers]
@@ -40,7 +40,7 @@ class MTPHead:
             entry.keys = entry.values = mx.zeros(shape, attention.k_norm.weight.dtype)
         return cache
 
-    def prime(self, next_token_ids: mx.array, hidden: mx.array, cache: RowCache) -> None:
+    def prime(self, next_token_ids: mx.array, hidden: mx.array, cache: SequenceCache) -> None:
         """Launch a chunk of one prompt.
 
         Args:
@@ -62,10 +62,10 @@ class MTPHead:
             positions: int32 [B, L].
 
         Returns:
-            Hidden states [B, L, hidden] for `View.logits`.
+            Hidden states [B, L, hidden] for `LanguageModel.logits`.
         """
         head = self._module
-        pair = [head.pre_fc_norm_embedding(self._view.embed(token_ids)), head.pre_fc_norm_hidden(hidden)]
+        pair = [head.pre_fc_norm_embedding(self._language_model.embed(token_ids)), head.pre_fc_norm_hidden(hidden)]
         x = head.fc(mx.concatenate(pair, axis=-1))
         mask = create_attention_mask(x, cache[0])
         for layer, layer_cache in zip(head.layers, cache, strict=True):
@@ -74,7 +74,7 @@ class MTPHead:
 
 
 @dataclass(slots=True, eq=False)
-class Feed:
+class PendingHiddenStates:
     """Pairs that the head has not read yet, left-justified."""
 
     token_ids: mx.array  # int32 [B, W].
@@ -83,20 +83,20 @@ class Feed:
     bound: int  # On the host: at least max(count), at most W.
 
     @classmethod
-    def of(cls, token_id: int, hidden: mx.array) -> "Feed":
+    def of(cls, token_id: int, hidden: mx.array) -> "PendingHiddenStates":
         """Return the first token after a prompt with the prompt's last hidden state [1, 1, hidden]."""
         return cls(mx.array([[token_id]], mx.int32), hidden, mx.array([1], mx.int32), 1)
 
-    def joined(self, other: "Feed") -> "Feed":
+    def joined(self, other: "PendingHiddenStates") -> "PendingHiddenStates":
         width = max(self.bound, other.bound)
         ids = mx.concatenate([_to_width(self.token_ids, width), _to_width(other.token_ids, width)])
         hidden = mx.concatenate([_to_width(self.hidden, width), _to_width(other.hidden, width)])
-        return Feed(ids, hidden, mx.concatenate([self.count, other.count]), width)
+        return PendingHiddenStates(ids, hidden, mx.concatenate([self.count, other.count]), width)
 
-    def kept(self, rows: mx.array) -> "Feed":
-        return Feed(self.token_ids[rows], self.hidden[rows], self.count[rows], self.bound)
+    def select(self, rows: mx.array) -> "PendingHiddenStates":
+        return PendingHiddenStates(self.token_ids[rows], self.hidden[rows], self.count[rows], self.bound)
 
-    def with_step(self, token_ids: mx.array, hidden: mx.array) -> "Feed":
+    def with_step(self, token_ids: mx.array, hidden: mx.array) -> "PendingHiddenStates":
         """Append one pair per row: token_ids [B, 1], hidden [B, 1, hidden]."""
         width = self.token_ids.shape[1]
         if self.bound == width:
@@ -105,7 +105,7 @@ class Feed:
         ids = mx.put_along_axis(_to_width(self.token_ids, width), at, token_ids, axis=1)
         at = mx.broadcast_to(at[..., None], hidden.shape)
         rows = mx.put_along_axis(_to_width(self.hidden, width), at, hidden, axis=1)
-        return Feed(ids, rows, self.count + 1, self.bound + 1)
+        return PendingHiddenStates(ids, rows, self.count + 1, self.bound + 1)
 
     @property
     def state(self) -> list[mx.array]:
@@ -119,25 +119,25 @@ class Feed:
 class Drafter:
     """The head's part of a decode group: its cache and pending pairs, in the order of the target's rows."""
 
-    def __init__(self, head: MTPHead, cache: RowsCache, feed: Feed):
+    def __init__(self, head: MTPHead, cache: BatchCache, feed: PendingHiddenStates):
         self._head = head
         self._cache = cache
         self.feed = feed
 
     @classmethod
-    def of(cls, head: MTPHead, cache: RowCache, feed: Feed) -> "Drafter":
-        return cls(head, RowsCache.of(cache), feed)
+    def of(cls, head: MTPHead, cache: SequenceCache, feed: PendingHiddenStates) -> "Drafter":
+        return cls(head, BatchCache.of(cache), feed)
 
-    def join(self, caches: Sequence[RowCache], feeds: Sequence[Feed], move: bool = False) -> None:
-        """Add rows. When it raises, the rows are as before. move: see RowsCache.join."""
-        joined = reduce(Feed.joined, feeds, self.feed)
+    def join(self, caches: Sequence[SequenceCache], feeds: Sequence[PendingHiddenStates], move: bool = False) -> None:
+        """Add rows. When it raises, the rows are as before. move: see BatchCache.join."""
+        joined = reduce(PendingHiddenStates.joined, feeds, self.feed)
         self._cache.join(caches, move)
         self.feed = joined
 
-    def keep(self, rows: list[int], num_slots: int, leaving: Sequence[Callable[[Any], None]] = ()) -> None:
-        """Keep these rows. When it raises, all rows are lost. leaving: see RowsCache.keep."""
-        feed = self.feed.kept(mx.array(rows, mx.int32))
-        self._cache.keep(rows, num_slots, leaving)
+    def select(self, rows: list[int], num_slots: int, leaving: Sequence[Callable[[Any], None]] = ()) -> None:
+        """Keep these rows. When it raises, all rows are lost. leaving: see BatchCache.select."""
+        feed = self.feed.select(mx.array(rows, mx.int32))
+        self._cache.select(rows, num_slots, leaving)
         self.feed = feed
 
     @property
@@ -168,7 +168,7 @@ class Drafter:
             drafts.append(choose(hidden, i))
         return mx.concatenate(drafts, axis=1)
 
-    def row(self, index: int, num_tokens: int) -> tuple[RowCache, mx.array]:
+    def row(self, index: int, num_tokens: int) -> tuple[SequenceCache, mx.array]:
         """Return one row's state as after a prompt of `num_tokens` tokens. Waits for the device.
 
         Pending pairs but the last are fed to a copy of the row's cache; the group does not change.
@@ -188,7 +188,7 @@ class Drafter:
         """Store the tokens [B, 1] and hidden states of a step without drafts as pending. lengths: after the step."""
         if self.feed.bound >= FEED_LIMIT:
             self._catch_up(lengths - 1, extent)
-            self.feed = Feed(token_ids, hidden, mx.ones_like(lengths), 1)
+            self.feed = PendingHiddenStates(token_ids, hidden, mx.ones_like(lengths), 1)
             mx.async_eval(self._cache.state)
         else:
             self.feed = self.feed.with_step(token_ids, hidden)

@@ -87,7 +87,7 @@ def check_values(head: Any) -> None:
 def _search(mtp_head: str | None, model_dir: Path, model_config: dict[str, Any]) -> tuple[Path | None, str]:
     family = model_config.get("model_type")
     if family not in FAMILIES:
-        return None, f"family {family} has no MTP head here"
+        return None, f"MTP heads of model_type {family} are not supported"
     if mtp_head is not None:
         return _resolve(mtp_head), READY
     if detect_mtp_splitter(model_dir) is not None:
@@ -98,7 +98,7 @@ def _search(mtp_head: str | None, model_dir: Path, model_config: dict[str, Any])
         return None, missing
     found = read_optional_json(sibling / "config.json").get("model_type")
     if found != SPLIT_TYPE:
-        return None, f"{missing}; {sibling} holds model_type {found!r}, expected {SPLIT_TYPE!r}"
+        return None, f"{missing}; {sibling} has model_type {found!r}, expected {SPLIT_TYPE!r}"
     return sibling, READY
 
 
@@ -146,7 +146,7 @@ def _identity(text_config: Any) -> dict[str, Any]:
 def _check_fit(head: dict[str, Any], target: dict[str, Any], head_dir: Path) -> None:
     wrong = [f"{key} is {head[key]}, expected {target[key]}" for key in target if head[key] != target[key]]
     if wrong:
-        raise EngineFailed(f"the MTP head in {head_dir} belongs to another model: {'; '.join(wrong)}")
+        raise EngineFailed(f"the MTP head in {head_dir} does not fit the model: {'; '.join(wrong)}")
 
 
 def _check_norms(gains: dict[str, mx.array], head_dir: Path) -> None:
@@ -155,13 +155,13 @@ def _check_norms(gains: dict[str, mx.array], head_dir: Path) -> None:
         if share > MAX_SHARE_NOT_POSITIVE:
             raise EngineFailed(
                 f"the MTP head in {head_dir}: {share:.0%} of {name} are not positive, expected at most "
-                f"{MAX_SHARE_NOT_POSITIVE:.0%}: it holds gain - 1 in a file or under names that promise the gain"
+                f"{MAX_SHARE_NOT_POSITIVE:.0%}: its norms contain gain - 1, but its files or names indicate the gain"
             )
     share = sum(_count(g > 1) for g in gains.values()) / sum(g.size for g in gains.values())
     if share > MAX_SHARE_ABOVE_ONE:
         raise EngineFailed(
             f"the MTP head in {head_dir}: {share:.0%} of the gains in its norms are above 1, expected at most "
-            f"{MAX_SHARE_ABOVE_ONE:.0%}: it holds the gain in a file or under names that promise gain - 1"
+            f"{MAX_SHARE_ABOVE_ONE:.0%}: its norms contain the gain, but its files or names indicate gain - 1"
         )
 
 

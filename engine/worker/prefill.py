@@ -14,14 +14,14 @@ from mlx_vlm.models.cache import KVCache
 from engine.core.batch import ImageLeft, RowOutput
 from engine.core.request import Request
 from engine.protocol import ImagePatches, InvalidRequest
-from engine.worker.kv_cache import RowCache, num_bytes, slots_like
+from engine.worker.kv_cache import SequenceCache, num_bytes, slots_like
+from engine.worker.language_model import LanguageModel
 from engine.worker.logprobs import logprobs_of
 from engine.worker.mtp import MTPHead
 from engine.worker.pooling import PooledStates
-from engine.worker.processors import Processors, advance, match
+from engine.worker.processors import LogitsProcessors, advance_matcher, apply_grammar_masks
 from engine.worker.sampler import Sampler
-from engine.worker.snapshot import KeysValues, StateSnapshot, Stretch, is_finite, restore, take
-from engine.worker.view import View
+from engine.worker.snapshot import KeysValues, KVSegment, StateSnapshot, is_finite, restore, take
 from engine.worker.vision import ImageEncoding, VisionEncoder
 
 
@@ -33,7 +33,7 @@ class Prompt:
     """Int32 [L], the computed tokens."""
     successors: np.ndarray
     """Int32 [L], the token after each of them in the whole prompt, computed or not; 0 for the last."""
-    cache: RowCache
+    cache: SequenceCache
     """The target's cache."""
     positions: np.ndarray
     """Int32 [3, 1, L]: time, height, width."""
@@ -41,7 +41,7 @@ class Prompt:
     """Logical position of the first generated token."""
     image_index: np.ndarray
     """Int32 [n], indices of the image tokens among token_ids."""
-    head_cache: RowCache | None = None
+    head_cache: SequenceCache | None = None
     """The MTP head's cache; None without a head."""
     hidden: mx.array | None = None
     """Last hidden state [1, 1, hidden], which the head has not read yet; None without a head."""
@@ -61,7 +61,7 @@ class Prompt:
     """The image being encoded."""
 
     @property
-    def layers(self) -> RowCache:
+    def layers(self) -> SequenceCache:
         """Layers of the target's cache, then of the MTP head's."""
         return [*self.cache, *(self.head_cache or [])]
 
@@ -74,14 +74,20 @@ class Prefill:
     """Begins and advances prompts.
 
     Args:
-        view: The language model.
+        language_model: The language model.
         head: The MTP head, None without one.
         vision: The vision encoder, None for a text model.
         image_token_id: The placeholder of images.
     """
 
-    def __init__(self, view: View, head: MTPHead | None, vision: VisionEncoder | None, image_token_id: int | None):
-        self._view = view
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        head: MTPHead | None,
+        vision: VisionEncoder | None,
+        image_token_id: int | None,
+    ):
+        self._language_model = language_model
         self._head = head
         self._vision = vision
         self.image_token_id = image_token_id
@@ -103,7 +109,10 @@ class Prefill:
             _check_images(index, computed)
             ids, successors, positions = ids[computed], successors[computed], positions[..., computed]
             index = np.searchsorted(computed, index).astype(np.int32)
-        cache, head_cache = self._view.make_cache(), self._head.make_cache() if self._head is not None else None
+        cache, head_cache = (
+            self._language_model.make_cache(),
+            self._head.make_cache() if self._head is not None else None,
+        )
         self._make_room([*cache, *(head_cache or [])], len(ids))
         prompt = Prompt(ids, successors, cache, positions, next_position, index, head_cache)
         prompt.pooled = None if request.spec.pooling is None else PooledStates(request.spec.pooling)
@@ -111,9 +120,9 @@ class Prefill:
 
     def learn_slots(self, snapshot: StateSnapshot) -> None:
         """Allocate all slots of later prompts at once: the library's caches grow by copying."""
-        self._slots_like = [(keys[..., :1, :], values[..., :1, :]) for keys, values in snapshot.stretch.keys_values]
+        self._slots_like = [(keys[..., :1, :], values[..., :1, :]) for keys, values in snapshot.segment.keys_values]
 
-    def _make_room(self, cache: RowCache, num_tokens: int) -> None:
+    def _make_room(self, cache: SequenceCache, num_tokens: int) -> None:
         attention = [layer for layer in cache if isinstance(layer, KVCache)]
         for layer, (keys, values) in zip(attention, self._slots_like, strict=bool(self._slots_like)):
             layer.keys, layer.values = slots_like(keys, num_tokens), slots_like(values, num_tokens)
@@ -123,7 +132,7 @@ class Prefill:
         prompt: Prompt,
         snapshot: StateSnapshot,
         images: tuple[ImagePatches, ...],
-        lend: Sequence[Stretch] = (),
+        lend: Sequence[KVSegment] = (),
     ) -> None:
         """Restore a snapshot into a prompt that has just begun. lend: see snapshot.restore."""
         done = snapshot.num_tokens
@@ -137,7 +146,7 @@ class Prefill:
                 break
             prompt.num_images_restored += 1
 
-    def snapshot(self, prompt: Prompt, parent: Stretch | None, lend: bool = False) -> StateSnapshot | None:
+    def snapshot(self, prompt: Prompt, parent: KVSegment | None, lend: bool = False) -> StateSnapshot | None:
         """Take a snapshot of a prompt between two chunks; None if its state is not finite.
 
         Args:
@@ -152,11 +161,11 @@ class Prefill:
 
     def _image_index(self, ids: np.ndarray, images: tuple[ImagePatches, ...]) -> np.ndarray:
         if self._vision is None:
-            raise InvalidRequest("this model sees no images", "messages")
+            raise InvalidRequest("this model does not support images", "messages")
         index = np.flatnonzero(ids == self.image_token_id).astype(np.int32)
         expected = sum(image.num_tokens for image in images)
         if len(index) != expected:
-            raise InvalidRequest(f"{len(index)} image tokens in the prompt, {expected} in its images", "messages")
+            raise InvalidRequest(f"the prompt has {len(index)} image tokens, its images have {expected}", "messages")
         return index
 
     def next_image(self, prompt: Prompt, images: tuple[ImagePatches, ...]) -> ImageLeft | None:
@@ -188,9 +197,9 @@ class Prefill:
         prompt.done = end
         logits = None
         if end < len(prompt.token_ids):
-            hidden = self._view.extend(token_ids, embeds, prompt.cache, positions)
+            hidden = self._language_model.extend(token_ids, embeds, prompt.cache, positions)
         else:
-            logits, hidden = self._view.extend_to_end(token_ids, embeds, prompt.cache, positions)
+            logits, hidden = self._language_model.extend_to_end(token_ids, embeds, prompt.cache, positions)
         if self._head is not None and hidden is not None:
             self._prime(self._head, prompt, hidden)
         if logits is None:  # wait once per chunk, so that the cost model can measure it
@@ -202,7 +211,7 @@ class Prefill:
         start = prompt.done
         end = prompt.done = min(start + max_tokens, len(prompt.token_ids))
         token_ids = mx.array(prompt.token_ids[None, start:end].astype(np.int32))
-        pooled.add(self._view.states(token_ids, prompt.cache, prompt.positions[..., start:end]))
+        pooled.add(self._language_model.states(token_ids, prompt.cache, prompt.positions[..., start:end]))
         mx.eval([layer.state for layer in prompt.cache])
         return end - start, end == len(prompt.token_ids)
 
@@ -223,7 +232,7 @@ class Prefill:
         first, last = np.searchsorted(prompt.image_index, (start, end))
         if first == last:
             return None
-        embeds = self._view.embed(token_ids)
+        embeds = self._language_model.embed(token_ids)
         assert prompt.all_features is not None
         skipped = prompt.num_image_tokens_restored
         features = prompt.all_features[int(first) - skipped : int(last) - skipped]
@@ -232,29 +241,29 @@ class Prefill:
 
     def _positions(self, ids: np.ndarray, images: tuple[ImagePatches, ...]) -> tuple[np.ndarray, int]:
         grids = mx.array([image.grid_thw for image in images], mx.int32)
-        positions, deltas = self._view.lm.get_rope_index(mx.array(ids[None].astype(np.int32)), grids)
+        positions, deltas = self._language_model.lm.get_rope_index(mx.array(ids[None].astype(np.int32)), grids)
         return np.array(positions, np.int32), len(ids) + int(np.array(deltas).reshape(-1)[0])
 
 
 def _check_images(image_index: np.ndarray, computed: np.ndarray) -> None:
     num_missing = len(image_index) - int(np.isin(image_index, computed).sum())
     if num_missing:
-        raise InvalidRequest(f"the sparse plan leaves out {num_missing} of {len(image_index)} image tokens", "messages")
+        raise InvalidRequest(f"the prefill plan omits {num_missing} of {len(image_index)} image tokens", "messages")
 
 
 def first_tokens(rows: Sequence[Request], logits: mx.array, vocab_size: int) -> list[RowOutput]:
     """Sample the first token of each of the rows. logits: [1 or rows, 1, vocab], of each prompt's last position."""
     logits = mx.broadcast_to(logits, (len(rows), 1, logits.shape[-1]))
     positions = mx.array([[len(row.output_token_ids)] for row in rows], mx.int32)
-    shaped = Processors.of(rows, vocab_size)(logits, positions, positions)  # no drafts: the tokens do not matter
+    shaped = LogitsProcessors.of(rows, vocab_size)(logits, positions, positions)  # no drafts: the tokens do not matter
     errors: dict[int, str] = {}
-    shaped = match(rows, shaped, [()] * len(rows), errors)
+    shaped = apply_grammar_masks(rows, shaped, [()] * len(rows), errors)
     sampler = Sampler([row.sampling for row in rows])
     tokens = sampler(shaped, sampler.noise(positions, logits.shape[-1]))
     logprobs = logprobs_of(rows, logits, tokens)
     read = {} if logprobs is None else logprobs.read([1] * len(rows))
     outputs = []
     for i, (row, token_id) in enumerate(zip(rows, np.array(tokens)[:, 0].tolist(), strict=True)):
-        error = errors.get(i) or advance(row, (token_id,))
+        error = errors.get(i) or advance_matcher(row, (token_id,))
         outputs.append(RowOutput((token_id,), read.get(i, ()), error=error))
     return outputs

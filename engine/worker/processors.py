@@ -15,7 +15,7 @@ from engine.core.request import Request
 from engine.protocol import GRAMMAR_FAILED, SamplingParams
 
 
-class Processors:
+class LogitsProcessors:
     """The logits processors of a fixed set of rows. Parameters that no row uses cost nothing."""
 
     def __init__(self, rows: Sequence[Request], vocab_size: int, penalties: "Penalties | None"):
@@ -30,17 +30,17 @@ class Processors:
             self._min_tokens = mx.array([rows[i].sampling.min_tokens for i in self._delayed])[:, None, None]
 
     @classmethod
-    def of(cls, rows: Sequence[Request], vocab_size: int) -> "Processors":
+    def of(cls, rows: Sequence[Request], vocab_size: int) -> "LogitsProcessors":
         """Create the processors with the history that the host knows: all of `output_token_ids`."""
         return cls(rows, vocab_size, Penalties.of(rows, vocab_size))
 
-    def joined(self, other: "Processors") -> "Processors":
+    def joined(self, other: "LogitsProcessors") -> "LogitsProcessors":
         penalties = Penalties.joined(self._penalties, other._penalties, len(self._rows))
-        return Processors([*self._rows, *other._rows], self._vocab_size, penalties)
+        return LogitsProcessors([*self._rows, *other._rows], self._vocab_size, penalties)
 
-    def kept(self, rows: list[int]) -> "Processors":
-        penalties = self._penalties.kept(rows) if self._penalties is not None else None
-        return Processors([self._rows[i] for i in rows], self._vocab_size, penalties)
+    def select(self, rows: list[int]) -> "LogitsProcessors":
+        penalties = self._penalties.select(rows) if self._penalties is not None else None
+        return LogitsProcessors([self._rows[i] for i in rows], self._vocab_size, penalties)
 
     def __call__(self, logits: mx.array, tokens: mx.array, positions: mx.array) -> mx.array:
         """Process logits.
@@ -142,7 +142,7 @@ class Penalties:
             mx.concatenate([mine.in_prompt, moved.in_prompt]),
         )
 
-    def kept(self, rows: list[int]) -> "Penalties | None":
+    def select(self, rows: list[int]) -> "Penalties | None":
         stay = [(new, self.rows.index(old)) for new, old in enumerate(rows) if old in self.rows]
         if not stay:
             return None
@@ -173,7 +173,7 @@ class Penalties:
         return mx.stack(steps, axis=1)
 
 
-def match(
+def apply_grammar_masks(
     rows: Sequence[Request], logits: mx.array, drafts: Sequence[Sequence[int]], errors: dict[int, str]
 ) -> mx.array:
     """Mask what the rows' grammars forbid after each of their drafts.
@@ -205,7 +205,7 @@ def match(
     return _masked(logits, at, masks) if at else logits
 
 
-def advance(row: Request, token_ids: tuple[int, ...]) -> str | None:
+def advance_matcher(row: Request, token_ids: tuple[int, ...]) -> str | None:
     """Advance the row's matcher by sampled tokens; return why it failed, or None."""
     if row.matcher is None or NO_TOKEN in token_ids:
         return None

@@ -19,8 +19,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.cache import ArraysCache, KVCache
 
-from engine.core.batch import STRETCH_ARRAYS
-from engine.worker.kv_cache import RowCache, rounded
+from engine.core.batch import SEGMENT_ARRAYS
+from engine.worker.kv_cache import SequenceCache, rounded
 
 SMALL_BYTES = 2**22
 """Smaller arrays are copied: the 16 KiB that a slice may keep alive are less than half a percent of larger ones."""
@@ -29,10 +29,10 @@ KeysValues = tuple[mx.array, mx.array]
 
 
 @dataclass(slots=True, eq=False)
-class Stretch:
+class KVSegment:
     """A KV segment: the keys and values of the tokens between two snapshots."""
 
-    parent: "Stretch | None"
+    parent: "KVSegment | None"
     """The segment before it; None for the first."""
     layers: list[KeysValues | None]
     """Per attention layer keys and values [1, heads, n, head_dim]; None while they are in a row's cache. The MTP head's
@@ -41,7 +41,7 @@ class Stretch:
     """Per attention layer the slots of a row up to the end of this segment."""
 
     @classmethod
-    def lent(cls, parent: "Stretch | None", ends: tuple[int, ...]) -> "Stretch":
+    def lent(cls, parent: "KVSegment | None", ends: tuple[int, ...]) -> "KVSegment":
         """Return a segment whose keys and values are in a row's cache."""
         return cls(parent, [None] * len(ends), ends)
 
@@ -66,10 +66,10 @@ class Stretch:
     def num_bytes(self) -> int:
         return sum(keys.nbytes + values.nbytes for keys, values in filter(None, self.layers))
 
-    def chain(self) -> list["Stretch"]:
+    def chain(self) -> list["KVSegment"]:
         """Return all segments from the first token on, this one last."""
-        chain: list[Stretch] = []
-        at: Stretch | None = self
+        chain: list[KVSegment] = []
+        at: KVSegment | None = self
         while at is not None:
             chain.append(at)
             at = at.parent
@@ -81,13 +81,13 @@ class StateSnapshot:
     """Implements core.Snapshot."""
 
     num_tokens: int  # Tokens before its boundary.
-    stretch: Stretch  # Its own KV segment.
+    segment: KVSegment  # Its own KV segment.
     states: tuple[tuple[mx.array, ...], ...]  # Slots of each recurrent layer.
     hidden: mx.array | None  # [1, 1, hidden], the last one, which the MTP head has not read yet; None without a head.
 
     @property
-    def stretch_bytes(self) -> int:
-        return self.stretch.num_bytes
+    def segment_bytes(self) -> int:
+        return self.segment.num_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -96,7 +96,7 @@ class StateSnapshot:
         )
 
 
-def why_not(cache: RowCache) -> str | None:
+def unsupported_reason(cache: SequenceCache) -> str | None:
     """Return why a row with such layers cannot be cached, None if it can."""
     for i, layer in enumerate(cache):
         kind: Any = type(layer)  # exact types: subclasses store their state differently
@@ -105,7 +105,7 @@ def why_not(cache: RowCache) -> str | None:
     return None
 
 
-def is_finite(cache: RowCache) -> bool:
+def is_finite(cache: SequenceCache) -> bool:
     """Return whether a row's state is free of NaN and inf: recurrent states, and the newest keys and values.
 
     A value that is not finite anywhere in a prompt reaches the newest position of a deeper layer. Waits for the device.
@@ -119,10 +119,10 @@ def is_finite(cache: RowCache) -> bool:
 
 
 def take(
-    cache: RowCache,
+    cache: SequenceCache,
     hidden: mx.array | None,
     num_tokens: int,
-    parent: Stretch | None,
+    parent: KVSegment | None,
     cuts: Sequence[int] = (),
     num_lent: int = 0,
 ) -> StateSnapshot:
@@ -141,45 +141,47 @@ def take(
     """
     attention = [layer for layer in cache if isinstance(layer, KVCache)]
     if num_lent:
-        stretch = Stretch.lent(parent, tuple(layer.offset for layer in attention))
+        segment = KVSegment.lent(parent, tuple(layer.offset for layer in attention))
         for i, layer in enumerate(attention[num_lent:], num_lent):
-            stretch.layers[i] = _between(layer.keys, layer.values, stretch.starts[i], stretch.ends[i])
-        mx.eval(list(filter(None, stretch.layers)))
+            segment.layers[i] = _between(layer.keys, layer.values, segment.starts[i], segment.ends[i])
+        mx.eval(list(filter(None, segment.layers)))
     else:
-        stretch = _stretches(attention, num_tokens, parent, cuts)
+        segment = _segments(attention, num_tokens, parent, cuts)
     states: Any = tuple(tuple(map(_own, layer.cache)) for layer in cache if isinstance(layer, ArraysCache))
     hidden = _own(hidden) if hidden is not None else None
     mx.eval(states, [] if hidden is None else hidden)
-    return StateSnapshot(num_tokens, stretch, states, hidden)
+    return StateSnapshot(num_tokens, segment, states, hidden)
 
 
-def _stretches(attention: Sequence[KVCache], num_tokens: int, parent: Stretch | None, cuts: Sequence[int]) -> Stretch:
+def _segments(
+    attention: Sequence[KVCache], num_tokens: int, parent: KVSegment | None, cuts: Sequence[int]
+) -> KVSegment:
     """Return the last of the KV segments after `parent`, evaluated; see `take`."""
     lags = [num_tokens - layer.offset for layer in attention]  # the head has read one pair less than there are tokens
     start = parent.ends[0] + lags[0] if parent is not None and attention else 0
     if cuts and any(end <= begin for begin, end in pairwise((start, *cuts, num_tokens))):
-        raise ValueError(f"cuts: expected rising numbers between {start} and {num_tokens}, found {list(cuts)}")
-    stretch = parent
+        raise ValueError(f"cuts: expected ascending numbers between {start} and {num_tokens}, found {list(cuts)}")
+    segment = parent
     for num_end in (*cuts, num_tokens):
         ends = tuple(num_end - lag for lag in lags)
-        stretch = Stretch.lent(stretch, ends)
+        segment = KVSegment.lent(segment, ends)
         for i, layer in enumerate(attention):
-            stretch.layers[i] = _between(layer.keys, layer.values, stretch.starts[i], ends[i])
-        mx.eval(stretch.layers)
-    assert stretch is not None
-    return stretch
+            segment.layers[i] = _between(layer.keys, layer.values, segment.starts[i], ends[i])
+        mx.eval(segment.layers)
+    assert segment is not None
+    return segment
 
 
-class LentStretches:
+class LentSegments:
     """KV segments lent to one row, to be copied back one attention layer after the other.
 
     Args:
-        stretches: The segments, in order.
+        segments: The segments, in order.
         index: Which row of the layers' arrays.
     """
 
-    def __init__(self, stretches: Sequence[Stretch], index: int = 0):
-        self._stretches = stretches
+    def __init__(self, segments: Sequence[KVSegment], index: int = 0):
+        self._segments = segments
         self._index = index
         self._num_layers = 0
 
@@ -189,30 +191,30 @@ class LentStretches:
             return
         i, row = self._num_layers, slice(self._index, self._index + 1)
         self._num_layers += 1
-        lent = [stretch for stretch in self._stretches if stretch.layers[i] is None]
-        for stretch in lent:
-            stretch.layers[i] = _between(layer.keys[row], layer.values[row], stretch.starts[i], stretch.ends[i])
-        mx.eval([stretch.layers[i] for stretch in lent])
+        lent = [segment for segment in self._segments if segment.layers[i] is None]
+        for segment in lent:
+            segment.layers[i] = _between(layer.keys[row], layer.values[row], segment.starts[i], segment.ends[i])
+        mx.eval([segment.layers[i] for segment in lent])
 
 
-def fill(stretches: Sequence[Stretch], layers: list[Any], index: int = 0, release: bool = False) -> None:
+def fill(segments: Sequence[KVSegment], layers: list[Any], index: int = 0, release: bool = False) -> None:
     """Copy lent keys and values out of a row's cache. On an error all segments stay as they were.
 
     Args:
-        stretches: Segments lent to the row, in order.
+        segments: Segments lent to the row, in order.
         layers: The caches of all layers, which may hold several rows.
         index: Which of these rows.
         release: Whether to free each layer once it is copied.
     """
-    lent, before = LentStretches(stretches, index), [list(stretch.layers) for stretch in stretches]
+    lent, before = LentSegments(segments, index), [list(segment.layers) for segment in segments]
     try:
         for i, layer in enumerate(layers):
             lent.fill(layer)
             if release:
                 layers[i] = None
     except Exception:
-        for stretch, own in zip(stretches, before, strict=True):
-            stretch.layers[:] = own
+        for segment, own in zip(segments, before, strict=True):
+            segment.layers[:] = own
         raise
 
 
@@ -229,7 +231,7 @@ def _own(array: Any) -> mx.array:
     return array * 1 if array.nbytes < SMALL_BYTES else array
 
 
-def restore(snapshot: StateSnapshot, cache: RowCache, num_slots: int, lend: Iterable[Stretch] = ()) -> None:
+def restore(snapshot: StateSnapshot, cache: SequenceCache, num_slots: int, lend: Iterable[KVSegment] = ()) -> None:
     """Copy a snapshot into the empty caches of a row, evaluated.
 
     Args:
@@ -239,11 +241,11 @@ def restore(snapshot: StateSnapshot, cache: RowCache, num_slots: int, lend: Iter
         lend: Segments of the snapshot whose keys and values move into the row's cache, layer by layer. They are lost if
             this raises.
     """
-    chain, lent = [stretch.keys_values for stretch in snapshot.stretch.chain()], set(lend)
+    chain, lent = [segment.keys_values for segment in snapshot.segment.chain()], set(lend)
     attention = [layer for layer in cache if isinstance(layer, KVCache)]
     recurrent = [layer for layer in cache if isinstance(layer, ArraysCache)]
     slots = rounded(num_slots)
-    for i, (layer, end) in enumerate(zip(attention, snapshot.stretch.ends, strict=True)):
+    for i, (layer, end) in enumerate(zip(attention, snapshot.segment.ends, strict=True)):
         parts = [layers.pop(0) for layers in chain]
         layer.keys = _joined([keys for keys, _ in parts], slots - end)
         layer.values = _joined([values for _, values in parts], slots - end)
@@ -251,8 +253,8 @@ def restore(snapshot: StateSnapshot, cache: RowCache, num_slots: int, lend: Iter
         del parts
         if lent:
             mx.eval(layer.keys, layer.values)
-            for stretch in lent:
-                stretch.layers[i] = None
+            for segment in lent:
+                segment.layers[i] = None
     for layer, state in zip(recurrent, snapshot.states, strict=True):
         layer.cache = list(state)
     mx.eval([layer.state for layer in cache])
@@ -267,8 +269,8 @@ def _joined(parts: Sequence[mx.array], missing: int) -> mx.array:
 def export(snapshot: StateSnapshot) -> dict[str, np.ndarray]:
     """Return a snapshot's arrays in host memory, without a copy where the device shares it; see `import_arrays`."""
     arrays: dict[str, mx.array] = {}
-    for i, (keys, values) in enumerate(snapshot.stretch.keys_values):
-        arrays |= {f"{STRETCH_ARRAYS}{i}.keys": keys, f"{STRETCH_ARRAYS}{i}.values": values}
+    for i, (keys, values) in enumerate(snapshot.segment.keys_values):
+        arrays |= {f"{SEGMENT_ARRAYS}{i}.keys": keys, f"{SEGMENT_ARRAYS}{i}.values": values}
     for i, state in enumerate(snapshot.states):
         arrays |= {f"recurrent.{i}.{j}": array for j, array in enumerate(state)}
     if snapshot.hidden is not None:
@@ -280,7 +282,7 @@ def import_arrays(
     arrays: dict[str, np.ndarray],
     like: StateSnapshot,
     num_tokens: int,
-    parent: Stretch | None,
+    parent: KVSegment | None,
     with_state: bool = True,
 ) -> Iterator[StateSnapshot | None]:
     """Copy exported arrays back to the device; see ModelRunner.import_snapshot.
@@ -293,20 +295,20 @@ def import_arrays(
         with_state: Whether to import recurrent states.
     """
     reader = _Reader(arrays)
-    starts = parent.ends if parent is not None else (0,) * len(like.stretch.ends)
-    lag = [like.num_tokens - end for end in like.stretch.ends]  # the head has read one pair less than there are tokens
+    starts = parent.ends if parent is not None else (0,) * len(like.segment.ends)
+    lag = [like.num_tokens - end for end in like.segment.ends]  # the head has read one pair less than there are tokens
     ends = tuple(num_tokens - missing for missing in lag)
-    stretch = Stretch.lent(parent, ends)
-    for i, ((keys, values), start, end) in enumerate(zip(like.stretch.keys_values, starts, ends, strict=True)):
-        stretch.layers[i] = (
-            reader.take(f"{STRETCH_ARRAYS}{i}.keys", keys, length=end - start),
-            reader.take(f"{STRETCH_ARRAYS}{i}.values", values, length=end - start),
+    segment = KVSegment.lent(parent, ends)
+    for i, ((keys, values), start, end) in enumerate(zip(like.segment.keys_values, starts, ends, strict=True)):
+        segment.layers[i] = (
+            reader.take(f"{SEGMENT_ARRAYS}{i}.keys", keys, length=end - start),
+            reader.take(f"{SEGMENT_ARRAYS}{i}.values", values, length=end - start),
         )
-        mx.eval(stretch.layers[i])
+        mx.eval(segment.layers[i])
         yield None
     states, hidden = reader.take_state(like) if with_state else ((), None)
     reader.check_all_taken()
-    yield StateSnapshot(num_tokens, stretch, states, hidden)
+    yield StateSnapshot(num_tokens, segment, states, hidden)
 
 
 class _Reader:
@@ -336,7 +338,7 @@ class _Reader:
 
     def check_all_taken(self) -> None:
         if self._arrays:
-            raise ValueError(f"arrays that this model does not have: {', '.join(sorted(self._arrays))}")
+            raise ValueError(f"the snapshot has arrays that the model does not have: {', '.join(sorted(self._arrays))}")
 
 
 def _to_host(array: mx.array) -> np.ndarray:

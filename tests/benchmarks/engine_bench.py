@@ -41,7 +41,7 @@ from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker import blas, loader
-from engine.worker.decode import Newcomer
+from engine.worker.decode import JoiningRow
 from engine.worker.model_runner import MLXRunner
 from engine.worker.prefill import Prompt, first_tokens
 from tests.benchmarks.measure import Spread, heading, percentile, provenance, table
@@ -251,7 +251,7 @@ class GatedRunner(MLXRunner):
         prompt, first = self._kept[row.id]
         head_cache = None if prompt.head_cache is None else [*prompt.head_cache]
         token_id, position = first[0].token_ids[0], prompt.next_position
-        self._join([Newcomer(row, [*prompt.cache], position, token_id, head_cache, prompt.hidden)])
+        self._join([JoiningRow(row, [*prompt.cache], position, token_id, head_cache, prompt.hidden)])
         return PrefillOutput(row.num_prompt_tokens, {row.id: first[0]})
 
 

@@ -35,7 +35,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.request import Request
 from engine.core.scheduler import Chunks
 from engine.protocol import EngineRequest, SamplingParams
-from engine.worker.kv_cache import RowCache
+from engine.worker.kv_cache import SequenceCache
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.ranking import best_first
 from engine.worker.spec_prefill.draft import Draft
@@ -188,7 +188,7 @@ def waits(runner: MLXRunner) -> Iterator[None]:
 
         return run
 
-    view, head = runner._view, runner._head
+    view, head = runner._language_model, runner._head
     assert head is not None
     with patch.object(view, "extend", waiting(view.extend)), patch.object(head, "prime", waiting(head.prime)):
         yield
@@ -243,7 +243,7 @@ def scoring(draft_shape: str, rounds: int) -> None:
     mx.clear_cache()
 
 
-def look_waiting(draft: Draft, last_id: np.ndarray, cache: RowCache) -> None:
+def look_waiting(draft: Draft, last_id: np.ndarray, cache: SequenceCache) -> None:
     token, total = mx.array(last_id[None]), mx.zeros(SCORED_TOKENS)
     for i in range(LOOK_AHEAD):
         token, states = draft.look_ahead(token, cache)
@@ -252,7 +252,7 @@ def look_waiting(draft: Draft, last_id: np.ndarray, cache: RowCache) -> None:
         token.item()
 
 
-def look_ahead(draft: Draft, last_id: np.ndarray, cache: RowCache) -> None:
+def look_ahead(draft: Draft, last_id: np.ndarray, cache: SequenceCache) -> None:
     """As the scorer does it: the token of a step is read while the next one runs."""
     token, steps = mx.array(last_id[None]), list[list[mx.array]]()
     for _ in range(LOOK_AHEAD):

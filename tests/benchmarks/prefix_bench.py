@@ -132,7 +132,7 @@ def snapshot_costs(shape: str, tokens: list[int], rounds: int) -> None:
                     times[name].append(value)
         figures = ", ".join(f"{name} {Spread.of(values):.2f}" for name, values in times.items())
         print(
-            f"{shape}, {length} tokens: {figures} ms; {snapshot.stretch_bytes / 2**20:.1f} MiB of keys and values, "
+            f"{shape}, {length} tokens: {figures} ms; {snapshot.segment_bytes / 2**20:.1f} MiB of keys and values, "
             f"{snapshot.state_bytes / 2**20:.1f} MiB of states; memory grew by {grown / 2**20:.1f} MiB"
         )
 

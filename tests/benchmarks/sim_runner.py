@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import STRETCH_ARRAYS, ChunkTime, PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
+from engine.core.batch import SEGMENT_ARRAYS, ChunkTime, PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
 from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request, RequestState
@@ -159,10 +159,10 @@ MACHINES = {machine.name: machine for machine in (MAC_27B, MAC_35B_A3B, MAC_4B, 
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Stretch:
+class KVSegment:
     """Keys and values of the tokens behind those of `parent`."""
 
-    parent: "Stretch | None"
+    parent: "KVSegment | None"
     end: int
     """Tokens up to here."""
     own_bytes: int
@@ -183,7 +183,7 @@ class ClockSnapshot:
     """A core Snapshot of the prompt's first tokens."""
 
     token_ids: np.ndarray
-    stretch: Stretch
+    segment: KVSegment
     state_bytes: int
 
     @property
@@ -191,8 +191,8 @@ class ClockSnapshot:
         return len(self.token_ids)
 
     @property
-    def stretch_bytes(self) -> int:
-        return self.stretch.num_bytes
+    def segment_bytes(self) -> int:
+        return self.segment.num_bytes
 
 
 @dataclass(slots=True)
@@ -279,7 +279,7 @@ class ClockRunner:
 
     def merge_groups(self, source: int, target: int) -> None:
         """All rows of the merged group are written anew."""
-        rows = [row for row in self._rows.values() if row.rectangle == target]
+        rows = [row for row in self._rows.values() if row.decode_group == target]
         longest = max((row.num_prompt_tokens for row in rows), default=0)
         self.clock.advance(self.machine.copy_seconds(len(rows) * self._size(longest)))
 
@@ -317,11 +317,11 @@ class ClockRunner:
         return [self._taken_in([chunk.row], prompt, chunk.num_tokens) for chunk, prompt in taken]
 
     def restore(self, rows: Sequence[Request], snapshot: Any, lend: Sequence[Any] = ()) -> None:
-        row, stretch = rows[0], snapshot.stretch
+        row, segment = rows[0], snapshot.segment
         assert row.id not in self._prompts
-        while stretch is not None:
-            assert not stretch.is_lent, "the keys and values of a snapshot are in another row's cache"
-            stretch = stretch.parent
+        while segment is not None:
+            assert not segment.is_lent, "the keys and values of a snapshot are in another row's cache"
+            segment = segment.parent
         for one in lend:
             self._snapshot_bytes -= one.num_bytes
             one.counted[0] = 0
@@ -337,17 +337,17 @@ class ClockRunner:
     def _snapshot(self, token_ids: np.ndarray, parent: Any, lend: bool, with_state: bool = True) -> ClockSnapshot:
         num_before = 0 if parent is None else parent.end
         own_bytes = (len(token_ids) - num_before) * self.costs.token_bytes
-        stretch = Stretch(parent, len(token_ids), own_bytes, [0 if lend else own_bytes])
-        snapshot = ClockSnapshot(token_ids, stretch, self.costs.state_bytes if with_state else 0)
-        self._hold(stretch, stretch.counted)
+        segment = KVSegment(parent, len(token_ids), own_bytes, [0 if lend else own_bytes])
+        snapshot = ClockSnapshot(token_ids, segment, self.costs.state_bytes if with_state else 0)
+        self._hold(segment, segment.counted)
         self._hold(snapshot, [snapshot.state_bytes])
-        self.clock.advance(self.machine.copy_seconds(stretch.num_bytes + snapshot.state_bytes))
+        self.clock.advance(self.machine.copy_seconds(segment.num_bytes + snapshot.state_bytes))
         return snapshot
 
-    def fill(self, row_id: str, stretches: Sequence[Any]) -> None:
+    def fill(self, row_id: str, segments: Sequence[Any]) -> None:
         if row_id not in self._rows and row_id not in self._prompts:
             return
-        for one in stretches:
+        for one in segments:
             assert one.is_lent, "the keys and values are in the cache already"
             one.counted[0] = one.own_bytes
             self._snapshot_bytes += one.own_bytes
@@ -370,15 +370,15 @@ class ClockRunner:
 
     def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:
         """The arrays have the size of the real ones, and no memory."""
-        assert not snapshot.stretch.is_lent, "the keys and values are in a row's cache"
-        sizes = {f"{STRETCH_ARRAYS}0": snapshot.stretch.num_bytes, "state": snapshot.state_bytes}
+        assert not snapshot.segment.is_lent, "the keys and values are in a row's cache"
+        sizes = {f"{SEGMENT_ARRAYS}0": snapshot.segment.num_bytes, "state": snapshot.state_bytes}
         sized = {name: np.broadcast_to(np.uint8(0), num_bytes) for name, num_bytes in sizes.items()}
-        return sized | {f"{STRETCH_ARRAYS}tokens": snapshot.token_ids}
+        return sized | {f"{SEGMENT_ARRAYS}tokens": snapshot.token_ids}
 
     def import_snapshot(
         self, arrays: dict[str, np.ndarray], num_tokens: int, parent: Any, with_state: bool = True
     ) -> Iterator[ClockSnapshot | None]:
-        num_layers, tokens = round(1 / self.costs.layer_share), arrays[f"{STRETCH_ARRAYS}tokens"]
+        num_layers, tokens = round(1 / self.costs.layer_share), arrays[f"{SEGMENT_ARRAYS}tokens"]
         assert len(tokens) == num_tokens
         num_bytes = (num_tokens - (0 if parent is None else parent.end)) * self.costs.token_bytes
         for _ in range(num_layers - 1):
@@ -441,8 +441,8 @@ class ClockRunner:
         """(rows, tokens of the longest) of each decode group."""
         groups: dict[int, tuple[int, int]] = {}
         for row in self._rows.values():
-            num_rows, longest = groups.get(row.rectangle, (0, 0))
-            groups[row.rectangle] = num_rows + 1, max(longest, row.num_prompt_tokens)
+            num_rows, longest = groups.get(row.decode_group, (0, 0))
+            groups[row.decode_group] = num_rows + 1, max(longest, row.num_prompt_tokens)
         return list(groups.values())
 
     def _output(self, row: Request, num_drafts: int) -> RowOutput:
@@ -678,7 +678,7 @@ class Simulation:
         )
         self._open[request_id], self._by_request[request_id] = (ask, then), ask
         self.runner.answers[request_id] = [*ask.answer, STOP]
-        self.core.add_request(self.core.fitted(request))
+        self.core.add_request(self.core.clamp_max_tokens(request))
 
     def _published(self, chunks: Chunks) -> None:
         for row_id, chunk in chunks.items():

@@ -67,7 +67,7 @@ def test_two_runs_give_the_same_figures():
     assert first == second
 
 
-def test_agent_sends_what_the_engine_has_answered():
+def test_turn_of_an_agent_begins_with_its_previous_prompt_and_answer():
     sim = run(H200_27B, Together(turns=3, num_agents=1))
     turns = sorted(sim.asks, key=lambda ask: ask.turn)
     assert [len(ask.token_ids) for ask in turns] == [60_000, 62_500, 65_000]
@@ -77,7 +77,7 @@ def test_agent_sends_what_the_engine_has_answered():
         assert np.array_equal(after.token_ids[: len(history)], history)
 
 
-def test_agent_alone_computes_only_what_is_new():
+def test_agent_alone_computes_only_the_new_tokens_of_each_turn():
     found = figures(H200_27B, Circle(turns=3, num_agents=1))
     assert found["computed_per_new"] == pytest.approx(2000 / 2500, abs=0.01), "the answer's 500 tokens are kept"
     assert found["lost_s"] < 0.1, "of the generation prompt"
@@ -90,7 +90,7 @@ def test_chunk_takes_longer_behind_more_tokens_and_a_step_with_more_rows():
     assert MAC_27B.step_seconds([(2, 60_000), (2, 60_000)], 0) > MAC_27B.step_seconds([(4, 60_000)], 0)
 
 
-def test_request_that_expires_is_sent_again_as_often_as_its_client_does():
+def test_expired_request_is_sent_again_only_as_often_as_its_client_retries():
     sim = Simulation(MAC_27B, {"scheduler": {"queue_timeout_s": 10}})
     answer = sim.tokens(10).tolist()
     first = Ask("first", "a", sim.tokens(30_000), answer)
@@ -102,7 +102,7 @@ def test_request_that_expires_is_sent_again_as_often_as_its_client_does():
     assert not impatient.is_answered and math.isnan(impatient.first_s)
 
 
-def test_client_that_goes_away_frees_its_rows():
+def test_aborted_request_frees_its_memory_within_two_seconds():
     sim = Simulation(MAC_27B, {})
     ask = Ask("thinker", "a", sim.tokens(1_000), sim.tokens(30_000).tolist())
     sim.ask_at(0.0, ask)

@@ -63,7 +63,7 @@ def test_an_answer_has_its_pieces_times_and_usage():
     assert (result.num_prompt_tokens, result.num_output_tokens) == (5, 3)
 
 
-def test_errors_are_seen_in_the_status_in_the_stream_and_at_its_end():
+def test_refusals_error_events_and_broken_streams_are_read_as_errors():
     refused = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 4\r\n\r\nbusy"
     assert answer(Exchange(0, reads=[(1.0, refused)])).error == "HTTP 429: busy"
     failed = HEAD + chunk(b'data: {"error":{"message":"lost"}}\n\ndata: [DONE]\n\n')
@@ -116,7 +116,7 @@ def answer_of(due: float, times: tuple[float, ...], num_output_tokens: int, erro
     return Answer(due, due, [(at, "x") for at in times], 4, num_output_tokens, "stop", error)
 
 
-def test_loopback_addresses_are_known():
+def test_loopback_urls_are_recognised():
     assert all(is_loopback(f"http://{host}:8000/v1") for host in ("127.0.0.1", "localhost", "[::1]"))
     assert not any(is_loopback(f"http://{host}/v1") for host in ("example.com", "0.0.0.0", "10.0.0.1"))
 
@@ -146,7 +146,7 @@ def test_the_engine_is_charged_only_for_the_time_in_which_all_streams_run():
     assert cost["net_us"] == pytest.approx((0.3 - 0.03 - 0.03) / 6 * 1e6)
 
 
-def test_latencies_are_per_token_and_every_token_must_have_come():
+def test_latencies_are_per_token_and_a_missing_token_is_an_error():
     assert latencies_ms({7: [1.0, 2.0]}, {"7": [1.5, 2.25]}) == [500.0, 250.0]
     with pytest.raises(ValueError):
         latencies_ms({7: [1.0, 2.0]}, {"7": [1.5]})

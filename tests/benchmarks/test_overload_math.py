@@ -22,7 +22,7 @@ def refused(due: float, at: float) -> Exchange:
     return Exchange(due, due + 0.001, [(at, REFUSAL[:20]), (at, REFUSAL[20:])])
 
 
-def test_arrivals_come_by_chance_at_the_rate_that_was_asked_for_and_are_the_same_again():
+def test_arrivals_are_random_at_the_requested_rate_and_the_same_for_a_seed():
     due_s = arrivals(random.Random(1), rate=10, seconds=100)
     assert due_s == sorted(due_s) == arrivals(random.Random(1), rate=10, seconds=100)
     assert len(due_s) == pytest.approx(1000, rel=0.1) and due_s[0] > 0 and due_s[-1] < 100
@@ -30,14 +30,14 @@ def test_arrivals_come_by_chance_at_the_rate_that_was_asked_for_and_are_the_same
     assert max(gaps) > 0.4 and min(gaps) < 0.01, "they are not regular"
 
 
-def test_tokens_count_where_they_came():
+def test_tokens_of_an_answer_count_in_the_interval_of_their_arrival():
     answer = Answer(0.0, 0.0, [(1.0, "a"), (2.0, "b"), (3.0, "c"), (4.0, "d")], 5, 8, "stop", None)
     assert tokens_between([answer], 0, 10) == 8
     assert tokens_between([answer, answer], 2.0, 4.0) == 8, "the end does not count"
     assert tokens_between([Answer(0.0, 0.0, [], 5, 0, "stop", None)], 0, 10) == 0
 
 
-def test_goodput_is_of_answers_that_were_completed_between_ramp_and_end():
+def test_goodput_counts_tokens_of_completed_answers_after_the_ramp():
     broken_off = answered(10.0, 12.0, 13.0, end=b"")
     result = figures("1 x", [answered(10.0, 11.0, 13.0), broken_off, refused(11.0, 11.05)], ramp_s=2.0, seconds=6.0)
     assert result.goodput == 4 / 4.0, "the second half of eight tokens, in four seconds"
@@ -46,7 +46,7 @@ def test_goodput_is_of_answers_that_were_completed_between_ramp_and_end():
     assert (refusal.status, refusal.retry_after) == (429, "3") and refusal.seconds == pytest.approx(0.05)
 
 
-def test_a_server_that_fails_or_does_not_answer_has_refused_nothing():
+def test_failed_and_silent_exchanges_are_errors_and_no_refusals():
     failed = Exchange(0.0, 0.0, [(1.0, b"HTTP/1.1 500 Internal Server Error\r\n\r\n{}")])
     silent = Exchange(0.0, 0.0, [(1.0, REFUSAL)], error="no end within 120 s")
     result = figures("4 x", [failed, silent], ramp_s=1.0, seconds=2.0)

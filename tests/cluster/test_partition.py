@@ -181,7 +181,7 @@ def engine_of(status: dict[str, Any], node: Node) -> dict[str, Any]:
     return found["engine"]
 
 
-def test_either_node_answers_over_http_and_with_the_same_words(nodes: TwoNodes):
+def test_both_nodes_give_the_same_answers_over_http(nodes: TwoNodes):
     picture = about("What is in the image?", image_part(shape("red", "circle")))
     for messages in (QUESTION, picture):
         asked = [
@@ -205,7 +205,7 @@ def test_a_request_at_one_node_is_cancelled_at_the_other(nodes: TwoNodes):
     assert answer.error is not None and answer.error["code"] == "request_cancelled"
 
 
-def test_when_a_node_is_cut_off_its_streams_end_and_the_other_goes_on(nodes: TwoNodes):
+def test_streams_of_a_cut_off_node_end_and_the_other_node_keeps_answering(nodes: TwoNodes):
     """Last of all: the node does not come back."""
     streams = [nodes.near.ask(QUESTION, stream=True, **LONG) for _ in range(6)]
     running = nodes.near.asked[-6:]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import ray
 
-from deployments.chat import ChatRequest, Route
 from deployments.engine_client import EngineClient
+from deployments.protocol import ChatRequest, Route
 from engine.protocol import EngineFailed, FinishReason
 from tests.e2e.pictures import about, image_part, shape
 
@@ -45,7 +45,7 @@ def questions(name: str, count: int) -> list[tuple[ChatRequest, Route]]:
     return [(ChatRequest(f"{name}-{i}", QUESTION, temperature=0), Route.TEXT) for i in range(count)]
 
 
-def test_there_is_one_replica_of_each_deployment_on_each_node(cluster: Any):
+def test_each_deployment_has_one_replica_on_each_node(cluster: Any):
     nodes = cluster.living_nodes()
     assert len(nodes) == 3
     for deployment in ("ModelReplica", "TextMTP", "MLLM", "Ingress"):
@@ -54,7 +54,7 @@ def test_there_is_one_replica_of_each_deployment_on_each_node(cluster: Any):
         assert not any(replica["has_mlx"] for replica in cluster.replicas(deployment)), deployment
 
 
-def test_every_ingress_knows_the_others(cluster: Any):
+def test_status_of_an_ingress_shows_the_ingress_of_every_node(cluster: Any):
     ingress = cluster.handle("Ingress")
     shown = ingress.status.remote().result(timeout_s=30)["ingress"]
     assert sorted(replica["node_id"] for replica in shown) == cluster.living_nodes()
@@ -72,7 +72,7 @@ def test_a_hundred_requests_are_planned_where_they_are_answered(cluster: Any):
     assert len({tokens for _, _, tokens in answers[70:]}) == 1
 
 
-def test_a_lost_node_costs_its_own_streams_only_and_a_new_one_joins(cluster: Any):
+def test_lost_node_fails_only_its_own_streams_and_an_added_node_gets_requests(cluster: Any):
     async def while_a_node_dies() -> tuple[str, list[tuple[str, str]]]:
         engine = client(cluster)
         requests = [ChatRequest(f"long-{i}", QUESTION, temperature=0, **LONG) for i in range(9)]

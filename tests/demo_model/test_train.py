@@ -151,12 +151,12 @@ def test_a_tiny_draft_is_trained_and_loaded(tmp_path):
 
 
 @pytest.mark.parametrize(("config", "folder"), [(PICO, DEMO_MODEL), (DRAFT, DEMO_MODEL / "draft")])
-def test_the_demo_model_is_of_this_shape(config, folder):
+def test_demo_checkpoints_have_the_config_and_the_logits_of_the_training_code(config, folder):
     assert checkpoint_config(config) == json.loads((folder / "config.json").read_text())
     assert_same_logits(load_checkpoint(config, folder), folder, sums(Draws("logits")))
 
 
-def test_an_exported_checkpoint_is_the_one_that_was_loaded(tmp_path):
+def test_exported_checkpoint_equals_the_loaded_checkpoint(tmp_path):
     export_checkpoint(load_checkpoint(PICO, DEMO_MODEL), tmp_path)
     names = {file.name for file in tmp_path.iterdir()}
     assert names == {file.name for file in DEMO_MODEL.iterdir() if file.is_file()} - {"README.md"}
@@ -189,7 +189,7 @@ def test_a_batch_depends_on_its_seed_and_step_alone():
     assert np.array_equal(one.token_ids, same.token_ids) and not np.array_equal(one.token_ids, other.token_ids)
 
 
-def test_other_processes_draw_the_same_batches():
+def test_worker_processes_draw_the_same_batches():
     stage = replace(TINY_STAGE, steps=3)
     for here, there in zip(stage_batches(stage), stage_batches(stage, num_workers=1), strict=True):
         assert np.array_equal(here.token_ids, there.token_ids) and here.spans == there.spans

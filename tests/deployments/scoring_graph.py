@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from ray.exceptions import RayTaskError
 
-from deployments.chat import ChatRequest, SpecPrefillReport
+from deployments.protocol import ChatRequest, SpecPrefillReport
 from deployments.sparse_planner import PromptFacts, SparsePlanner
 from engine.config import SpecPrefillConfig
 from engine.core.spec_prefill.plan import Scored, ScoreRequest, make_plan

@@ -14,7 +14,7 @@ with warnings.catch_warnings():  # see tests/deployments/conftest.py
     from ray import serve
 
 from deployments.app import SAME_LOOP
-from deployments.draining import when_stopping
+from deployments.draining import on_stop
 from deployments.ingress import own_deployment
 from deployments.replica_calls import ask_replicas
 
@@ -26,7 +26,7 @@ SILENCE_S = 2.0
 class Waiting:
     def __init__(self) -> None:
         self._is_waiting, self._is_stopped = asyncio.Event(), asyncio.Event()
-        self._stopping = when_stopping(self._stop)
+        self._stopping = on_stop(self._stop)
 
     async def _stop(self) -> None:
         self._is_stopped.set()
@@ -66,7 +66,7 @@ class Asking:
 
 def main() -> str:
     ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
-    assert when_stopping(nothing) is None, "this process is no replica, though Ray is there"
+    assert on_stop(nothing) is None, "this process is no replica, though Ray is there"
     serve.start(proxy_location="Disabled")
     asking: Any = serve.run(Asking.bind(), name="asking", route_prefix=None)
     said = asking.ask.remote().result(timeout_s=TIMEOUT_S)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from ray.serve.request_router import RequestRouter
 
 from deployments import app
@@ -65,15 +65,15 @@ def deployments_of(application: Any) -> dict[str, Any]:
         ({"drain_timeout_s": float("nan")}, "drain_timeout_s"),
     ],
 )
-def test_a_wrong_key_or_value_is_refused_by_name(args: dict[str, Any], key: str):
+def test_unknown_key_or_invalid_value_is_refused_by_name(args: dict[str, Any], key: str):
     with pytest.raises(ValidationError) as error:
         AppArgs.model_validate(args)
     assert [".".join(map(str, e["loc"])) for e in error.value.errors()] == [key]
 
 
-def test_a_ray_without_a_name_that_the_replicas_need_is_refused_when_the_app_is_built(monkeypatch: pytest.MonkeyPatch):
+def test_ray_without_a_required_attribute_is_refused_when_the_app_is_built(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(RequestRouter, "_probe_queue_lens")
-    with pytest.raises(EngineFailed, match=r"Ray [\d.]+ is not a Ray .* RequestRouter: _probe_queue_lens$"):
+    with pytest.raises(EngineFailed, match=r"does not support Ray [\d.]+: .* RequestRouter: _probe_queue_lens$"):
         build_app(AppArgs())
 
 
@@ -98,32 +98,22 @@ def test_the_shipped_config_names_our_app_with_valid_arguments():
     (application,) = yaml.safe_load(SHIPPED_CONFIG.read_text())["applications"]
     assert application["import_path"] == "deployments.app:build_app"
     assert AppArgs.model_validate(application["args"]) == SHIPPED
-    # those that are always there: Serve refuses options of others
-    assert {d["name"] for d in application["deployments"]} == set(deployments_of(build_app(AppArgs())))
+    # Serve refuses options of deployments that are not in the graph, as SpecPrefillScorer may be
+    assert {d["name"] for d in application["deployments"]} <= set(deployments_of(build_app(AppArgs())))
 
 
-KNOB = re.compile(r"^( +)# ( *(?:[a-z_]+:|- '))", re.MULTILINE)
+COMMENTED_OUT = re.compile(r"^( +)# ( *[a-z_]+:)", re.MULTILINE)
 
 
-def left_out(given: BaseModel, path: str = "") -> list[str]:
-    """Fields of a configuration that its YAML does not name."""
-    missing = []
-    for name, value in given:
-        if name not in given.model_fields_set:
-            missing.append(f"{path}{name}")
-        elif isinstance(value, BaseModel):
-            missing += left_out(value, f"{path}{name}.")
-    return missing
+def test_commented_options_of_the_shipped_config_show_the_defaults():
+    """deployments/OPTIONS.md lists all options: see serve_run/test_options_reference.py."""
+    shown, num_shown = COMMENTED_OUT.subn(r"\1\2", SHIPPED_CONFIG.read_text())
+    (application,) = yaml.safe_load(shown)["applications"]
+    assert num_shown > 20
+    assert AppArgs.model_validate(application["args"]) == SHIPPED
 
 
-def test_the_shipped_config_shows_every_knob_with_its_default():
-    (application,) = yaml.safe_load(KNOB.sub(r"\1\2", SHIPPED_CONFIG.read_text()))["applications"]
-    shown = AppArgs.model_validate(application["args"])
-    assert shown == SHIPPED
-    assert left_out(shown) == []
-
-
-def test_there_is_one_of_each_per_node(monkeypatch: pytest.MonkeyPatch):
+def test_each_deployment_has_at_most_one_replica_per_node(monkeypatch: pytest.MonkeyPatch):
     fake_cluster(monkeypatch, ["a", "b", "c"])
     deployments = deployments_of(build_app(AppArgs()))
     assert set(deployments) == {"Ingress", "TextMTP", "MLLM", "ModelReplica"}
@@ -137,7 +127,7 @@ def test_there_is_one_of_each_per_node(monkeypatch: pytest.MonkeyPatch):
     assert sum(shares) <= 1 < 2 * ENGINE_SHARE
 
 
-def test_the_ingress_and_the_engine_rather_than_serve_say_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch):
+def test_ongoing_request_limit_of_serve_is_above_those_of_ingress_and_engine(monkeypatch: pytest.MonkeyPatch):
     """In the largest cluster each ingress lets in what all engines take, so that one engine may see as much."""
     fake_cluster(monkeypatch, ["a"])
     deployments = deployments_of(build_app(AppArgs.model_validate({"engine": {"max_running": 3, "max_queue": 5}})))
@@ -147,20 +137,18 @@ def test_the_ingress_and_the_engine_rather_than_serve_say_when_there_are_too_man
     assert autoscaling.max_replicas == MAX_NODES
 
 
-def test_nobody_who_was_let_in_is_turned_away_by_serve():
+def test_deployments_have_no_queue_limit_in_serve():
     for deployment in deployments_of(build_app(scoring())).values():
         assert deployment._deployment_config.max_queued_requests == -1, deployment.name
 
 
-def test_the_shipped_config_does_not_undo_what_follows_from_its_args():
+def test_shipped_config_does_not_override_options_derived_from_its_args():
     (application,) = yaml.safe_load(SHIPPED_CONFIG.read_text())["applications"]
     for deployment in application["deployments"]:
-        planning = {"TextMTP": MAX_PLANNING["text"], "MLLM": MAX_PLANNING["mllm"]}.get(deployment["name"])
-        assert deployment.get("max_ongoing_requests") == planning
-        assert not {"max_queued_requests", "graceful_shutdown_timeout_s"} & set(deployment)
+        assert set(deployment) <= {"name", "logging_config"}
 
 
-def test_serve_kills_nothing_before_the_answers_that_run_have_had_their_time():
+def test_shutdown_timeouts_of_serve_are_longer_than_the_drain_timeout():
     for drain_timeout_s in (0, 25, 600):
         args = scoring().model_copy(update={"drain_timeout_s": drain_timeout_s})
         deployments = deployments_of(build_app(args))
@@ -178,7 +166,7 @@ def scoring(**spec_prefill: Any) -> AppArgs:
     return AppArgs.model_validate({"spec_prefill": {"enabled": True, **spec_prefill}})
 
 
-def test_there_is_a_scorer_on_each_node_that_offers_one(monkeypatch: pytest.MonkeyPatch):
+def test_scorer_deployment_places_a_replica_on_each_node_with_its_resource(monkeypatch: pytest.MonkeyPatch):
     fake_cluster(monkeypatch, ["a", "b", "c"], scorers=("c", "d"))
     deployments = deployments_of(build_app(scoring()))
     assert set(deployments) == {"Ingress", "TextMTP", "MLLM", "ModelReplica", "SpecPrefillScorer"}
@@ -194,27 +182,27 @@ def test_there_is_a_scorer_on_each_node_that_offers_one(monkeypatch: pytest.Monk
         autoscaling = deployment._deployment_config.autoscaling_config
         assert autoscaling.initial_replicas == num_nodes
         assert autoscaling.policy.policy_kwargs == {"resource": resource, "waits_for": waits_for}
-        assert autoscaling.policy.policy_function == "deployments.policies:OnePerOfferingNode"
+        assert autoscaling.policy.policy_function == "deployments.autoscaling:OnePerOfferingNode"
 
 
-def test_the_scorer_rather_than_serve_says_when_there_are_too_many_prompts():
+def test_ongoing_request_limit_of_serve_is_above_that_of_the_scorer():
     scorer = deployments_of(build_app(scoring(max_running=3, max_queue=5)))["SpecPrefillScorer"]
     assert scorer.max_ongoing_requests > 8
 
 
-def test_planning_may_last_beyond_the_deadline_of_a_score():
+def test_plan_timeout_is_longer_than_the_scoring_deadline():
     arguments: Any = build_app(scoring(deadline_s=500))._bound_deployment.init_args
     scorer, plan_timeout_s, _ = arguments[-3:]
     assert scorer._bound_deployment.name == "SpecPrefillScorer"
     assert plan_timeout_s >= 560
 
 
-def test_where_nothing_is_scored_no_time_is_given_to_it():
+def test_plan_timeout_without_a_scorer_is_the_default():
     arguments: Any = build_app(AppArgs())._bound_deployment.init_args
     assert arguments[-2] == PLAN_TIMEOUT_S
 
 
-def test_there_is_room_at_the_engine_for_what_planners_ask_while_they_hold_its_slots():
+def test_engine_slots_include_the_cache_queries_of_all_planners():
     without, sparse = deployments_of(build_app(AppArgs())), deployments_of(build_app(scoring()))
     planning = sum(sparse[name].max_ongoing_requests for name in ("TextMTP", "MLLM"))
     assert planning == 64 + 32
@@ -223,7 +211,7 @@ def test_there_is_room_at_the_engine_for_what_planners_ask_while_they_hold_its_s
     assert {name: sparse[name].max_ongoing_requests for name in room} == room
 
 
-def test_a_cluster_without_a_place_for_scorers_is_told_how_to_offer_one_or_do_without(monkeypatch: pytest.MonkeyPatch):
+def test_missing_scorer_resource_is_refused_with_instructions(monkeypatch: pytest.MonkeyPatch):
     fake_cluster(monkeypatch, ["a"])
     reason = refusal(scoring())
     assert """ray start --resources='{"mlx": 1, "mlx_scorer": 1}'""" in reason
@@ -231,9 +219,7 @@ def test_a_cluster_without_a_place_for_scorers_is_told_how_to_offer_one_or_do_wi
     build_app(AppArgs())
 
 
-def test_a_draft_that_is_not_there_or_brings_code_is_found_out_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_missing_draft_model_or_draft_with_own_code_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     fake_cluster(monkeypatch, ["a"], scorers=("a",))
     build_app(scoring())
     assert "no-such-draft" in refusal(scoring(draft_model="./no-such-draft"))
@@ -243,17 +229,17 @@ def test_a_draft_that_is_not_there_or_brings_code_is_found_out_before_anything_s
     build_app(scoring(draft_model=str(tmp_path)))
 
 
-def test_the_draft_of_the_demo_model_is_beside_it():
+def test_default_draft_model_is_the_draft_of_the_demo_model():
     assert app._resolve_draft(SpecPrefillConfig()) == DEMO_MODEL / "draft"
 
 
-def test_a_cluster_without_mlx_is_told_how_to_offer_it(monkeypatch: pytest.MonkeyPatch):
+def test_missing_mlx_resource_is_refused_with_instructions(monkeypatch: pytest.MonkeyPatch):
     fake_cluster(monkeypatch, [])
     with pytest.raises(EngineFailed, match=r"""ray start --resources='\{"mlx": 1\}'"""):
         build_app(AppArgs())
 
 
-def test_a_missing_model_is_found_out_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
+def test_missing_model_ends_the_start_on_a_node_that_holds_models(monkeypatch: pytest.MonkeyPatch):
     args = AppArgs.model_validate({"engine": {"model": "./no-such-model"}})
     fake_cluster(monkeypatch, ["a"])
     with pytest.raises(EngineFailed, match="no-such-model"):
@@ -284,22 +270,20 @@ def refusal(args: AppArgs) -> str:
         ("You are helpful.\n\n", {"volatile_patterns": ["^$"]}, "line 2 ('')", "'^$'"),
     ],
 )
-def test_a_pinned_prompt_that_no_request_can_match_ends_the_start(
-    system: str, http: dict[str, Any], line: str, pattern: str
-):
+def test_pinned_prompt_with_a_volatile_line_ends_the_start(system: str, http: dict[str, Any], line: str, pattern: str):
     reason = refusal(pinning({"system": "Be brief."}, {"system": system}, **http))
     assert "engine.prefix_cache.pinned[1]" in reason
     assert line in reason
     assert pattern in reason
 
 
-def test_a_pinned_prompt_may_hold_what_no_pattern_drops():
+def test_pinned_prompt_without_volatile_lines_is_accepted():
     build_app(pinning({"system": f"It is called {BILLING}"}))
     build_app(pinning({"system": BILLING}, volatile_patterns=[]))
     build_app(pinning({"system": "You are helpful.\n"}, volatile_patterns=["^$"], system_policy="error"))
 
 
-def test_a_pinned_file_is_read_where_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_pinned_prompt_file_is_checked_only_on_nodes_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     good, volatile, binary = tmp_path / "good.txt", tmp_path / "volatile.txt", tmp_path / "binary.txt"
     good.write_text("Du bist höflich.\n", encoding="utf-8")
     volatile.write_text(f"Du bist höflich.\n{BILLING}\n", encoding="utf-8")
@@ -315,14 +299,16 @@ def test_a_pinned_file_is_read_where_the_model_is(tmp_path: Path, monkeypatch: p
     assert "pinned[1]: line 1" in refusal(pinning({"system_file": str(binary)}, {"system": BILLING}))
 
 
-def test_a_pinned_file_may_lie_under_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_path_of_a_pinned_prompt_file_may_begin_with_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "prompt.txt").write_text(BILLING)
     fake_cluster(monkeypatch, ["a"])
     assert "pinned[0]: line 1" in refusal(pinning({"system_file": "~/prompt.txt"}))
 
 
-def test_the_options_of_the_file_take_the_place_of_ours():
+def test_deployment_options_of_the_config_file_override_the_defaults():
     overrides = {"MLLM": {"max_ongoing_requests": 7}, "ModelReplica": {"health_check_period_s": 9}}
     deployments = deployments_of(build_graph(AppArgs(), overrides))
     assert deployments["MLLM"].max_ongoing_requests == 7
@@ -332,7 +318,7 @@ def test_the_options_of_the_file_take_the_place_of_ours():
     assert scorer["SpecPrefillScorer"]._deployment_config.health_check_timeout_s == 4
 
 
-def test_a_cluster_of_one_node_that_offers_nothing_gets_one_of_each_on_its_head(monkeypatch: pytest.MonkeyPatch):
+def test_single_node_cluster_without_resources_gets_all_deployments_on_its_head(monkeypatch: pytest.MonkeyPatch):
     """As `serve run` starts it. Ray's own resource of the head is all that the replicas ask for."""
     nodes = [{"NodeID": "head", "Alive": True, "Resources": {"CPU": 2.0, "node:__internal_head__": 1.0}}]
     monkeypatch.setattr(app.ray, "is_initialized", lambda: True)
@@ -347,7 +333,7 @@ def test_a_cluster_of_one_node_that_offers_nothing_gets_one_of_each_on_its_head(
         assert deployment._deployment_config.autoscaling_config.initial_replicas == (0 if starts_late else 1)
 
 
-def test_a_cluster_of_several_nodes_must_say_which_of_them_hold_the_model(monkeypatch: pytest.MonkeyPatch):
+def test_cluster_of_several_nodes_without_the_mlx_resource_is_refused(monkeypatch: pytest.MonkeyPatch):
     nodes = [{"NodeID": name, "Alive": True, "Resources": {"CPU": 2.0}} for name in "ab"]
     monkeypatch.setattr(app.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(app.ray, "nodes", lambda: nodes)
@@ -355,7 +341,9 @@ def test_a_cluster_of_several_nodes_must_say_which_of_them_hold_the_model(monkey
 
 
 @pytest.mark.parametrize("mode", [None, "disabled"])
-def test_several_nodes_without_tokens_are_refused(monkeypatch: pytest.MonkeyPatch, mode: str | None):
+def test_cluster_of_several_nodes_without_token_authentication_is_refused(
+    monkeypatch: pytest.MonkeyPatch, mode: str | None
+):
     monkeypatch.delenv("RAY_AUTH_MODE")
     if mode is not None:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
@@ -365,7 +353,7 @@ def test_several_nodes_without_tokens_are_refused(monkeypatch: pytest.MonkeyPatc
     build_app(AppArgs())
 
 
-def test_plans_with_images_reach_the_engine_without_anything_in_the_environment(monkeypatch: pytest.MonkeyPatch):
+def test_grpc_message_limit_has_a_default_large_enough_for_plans_with_images(monkeypatch: pytest.MonkeyPatch):
     name = "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"
     for value, expected in ((None, str(64 * 2**20)), ("99", "99")):
         monkeypatch.delenv(name, raising=False)
@@ -375,7 +363,7 @@ def test_plans_with_images_reach_the_engine_without_anything_in_the_environment(
             assert deployment.ray_actor_options["runtime_env"]["env_vars"][name] == expected
 
 
-def test_what_is_not_in_effect_of_the_environment_is_shown_and_in_the_status(
+def test_variable_not_in_effect_is_printed_and_part_of_the_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     build_app(AppArgs())
@@ -384,13 +372,13 @@ def test_what_is_not_in_effect_of_the_environment_is_shown_and_in_the_status(
     arguments: Any = build_app(AppArgs())._bound_deployment.init_args
     shown = capsys.readouterr().err
     assert "RAY_worker_niceness=0 is not in effect: engine, ingress and proxies run at nice 15" in shown
-    assert "the configuration outside of `args` is known to `orchard serve` alone" in shown
+    assert "not checked: only `orchard serve`, and `serve run` if orchard_launch.pth is in effect, read" in shown
     effective = arguments[3]["effective"]
     assert effective["spec_prefill"] == "off: spec_prefill.enabled is false"
     assert [line.partition("=")[0] for line in effective["environment"]] == ["RAY_worker_niceness"]
 
 
-def test_another_model_without_a_draft_of_its_own_is_served_without_sparse_prefill(
+def test_other_model_without_its_own_draft_is_served_without_sparse_prefill(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     model = Path(shutil.copytree(DEMO_MODEL / "draft", tmp_path / "model"))
@@ -402,4 +390,4 @@ def test_another_model_without_a_draft_of_its_own_is_served_without_sparse_prefi
     assert "SpecPrefillScorer" not in deployments
     assert deployments["TextMTP"].init_args[1].enabled is False
     arguments: Any = graph._bound_deployment.init_args
-    assert arguments[3]["effective"]["spec_prefill"] == f"off: no draft_model for {model}"
+    assert arguments[3]["effective"]["spec_prefill"] == f"off: no draft_model is set for {model}"

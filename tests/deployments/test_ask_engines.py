@@ -9,8 +9,8 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
-from deployments.chat import EngineAnswer, SilentEngine
 from deployments.engine_client import EngineClient
+from deployments.protocol import EngineAnswer, SilentEngine
 from engine.protocol import EngineFailed
 from tests.deployments.test_engine_client import Planned, run, task_error
 
@@ -39,7 +39,7 @@ def here(node_id: str) -> EngineAnswer[str]:
     return EngineAnswer(node_id, f"replica on {node_id}", "well")
 
 
-def test_the_engine_of_every_node_is_asked_and_answers_for_itself():
+def test_engine_of_every_node_is_asked():
     engines = Engines({"a": here("a"), "b": here("b")})
     assert run(engines.ask) == ([here("a"), here("b")], [])
     assert engines.log == ["cache_status node:a", "cache_status node:b"]
@@ -49,24 +49,27 @@ def test_the_engine_of_every_node_is_asked_and_answers_for_itself():
     ("outcome", "reason"),
     [
         (60.0, "no answer within 0.05 s"),
-        (ActorDiedError(), "it is gone"),
+        (ActorDiedError(), "the engine was lost"),
         (task_error(EngineFailed("the engine is not ready: it is loading")), "the engine is not ready: it is loading"),
-        (BackPressureError(num_queued_requests=9, max_queued_requests=8), "too many requests are waiting for it"),
-        (task_error(ZeroDivisionError("secret")), "it could not answer"),
+        (
+            BackPressureError(num_queued_requests=9, max_queued_requests=8),
+            "too many requests are queued for the engine",
+        ),
+        (task_error(ZeroDivisionError("secret")), "the engine failed to answer"),
     ],
 )
-def test_an_engine_that_does_not_answer_is_named_and_costs_no_other_answer(outcome: Any, reason: str):
+def test_silent_engine_is_named_and_the_other_engines_answer(outcome: Any, reason: str):
     engines = Engines({"a": here("a"), "b": outcome, "c": here("c")})
     assert run(engines.ask) == ([here("a"), here("c")], [SilentEngine("b", reason)])
     assert ("cancel plan" in engines.log) == isinstance(outcome, float), "nobody waits for it any more"
 
 
-def test_an_engine_that_shuts_down_and_cancels_the_question_is_named_as_well():
+def test_engine_that_cancels_the_call_at_shutdown_is_named_as_silent():
     engines = Engines({"a": here("a"), "b": asyncio.CancelledError()})
-    assert run(engines.ask) == ([here("a")], [SilentEngine("b", "it is gone")])
+    assert run(engines.ask) == ([here("a")], [SilentEngine("b", "the engine was lost")])
 
 
-def test_several_silent_engines_are_waited_for_at_once():
+def test_silent_engines_are_waited_for_concurrently():
     began = time.monotonic()
     _, silent = run(lambda: Engines(dict.fromkeys("abcdef", 60.0)).ask(0.5))
     assert [engine.node_id for engine in silent] == list("abcdef")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from deployments import draining
-from deployments.draining import when_stopping
+from deployments.draining import on_stop
 from engine.protocol import EngineFailed
 
 ROOT = Path(__file__).parent.parent.parent
@@ -46,7 +46,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, actor: Any) -> None:
     monkeypatch.setattr("ray._private.worker.global_worker", worker)
 
 
-def test_real_replicas_hear_that_serve_stops_them_and_who_of_them_answers():
+def test_replicas_of_a_real_ray_answer_broadcasts_and_notice_their_shutdown():
     temp_dir = tempfile.mkdtemp(prefix="orc-", dir="/tmp")  # socket paths must stay short
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     env = {**inherited, "RAY_TMPDIR": temp_dir, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -69,14 +69,14 @@ def test_real_replicas_hear_that_serve_stops_them_and_who_of_them_answers():
     assert "heard that it is stopped" in said, complaints[-4000:]
 
 
-def test_it_is_done_once_when_serve_stops_the_replica(replica: FakeReplica):
+def test_drain_action_runs_once_when_serve_stops_the_replica(replica: FakeReplica):
     async def go() -> list[str]:
         done: list[str] = []
 
         async def act() -> None:
             done.append("drained")
 
-        task = when_stopping(act)
+        task = on_stop(act)
         assert task is not None
         await asyncio.sleep(0.02)
         assert done == []
@@ -88,13 +88,13 @@ def test_it_is_done_once_when_serve_stops_the_replica(replica: FakeReplica):
     assert asyncio.run(go()) == ["drained"]
 
 
-def test_what_goes_wrong_with_it_is_in_the_log(replica: FakeReplica, caplog: pytest.LogCaptureFixture):
+def test_failure_of_the_drain_action_is_logged(replica: FakeReplica, caplog: pytest.LogCaptureFixture):
     async def go() -> None:
         async def act() -> None:
             raise ZeroDivisionError("oops")
 
         replica._shutting_down = True
-        task = when_stopping(act)
+        task = on_stop(act)
         assert task is not None
         await task
 
@@ -102,8 +102,8 @@ def test_what_goes_wrong_with_it_is_in_the_log(replica: FakeReplica, caplog: pyt
     assert "could not be drained" in caplog.text and "oops" in caplog.text
 
 
-def test_without_a_replica_nothing_is_watched():
-    assert when_stopping(nothing) is None
+def test_drain_action_is_not_scheduled_outside_a_replica():
+    assert on_stop(nothing) is None
 
 
 @pytest.mark.parametrize(
@@ -111,9 +111,9 @@ def test_without_a_replica_nothing_is_watched():
     [None, SimpleNamespace(), SimpleNamespace(_replica_impl=SimpleNamespace(_shutting_down="maybe"))],
 )
 @pytest.mark.usefixtures("replica")
-def test_a_ray_that_does_it_in_another_way_is_found_out_when_the_replica_starts(
+def test_ray_without_the_expected_shutdown_flag_fails_the_start_of_the_replica(
     actor: Any, monkeypatch: pytest.MonkeyPatch
 ):
     pretend(monkeypatch, actor)
-    with pytest.raises(EngineFailed, match=r"Ray [\d.]+ does not say"):
-        when_stopping(nothing)
+    with pytest.raises(EngineFailed, match=r"does not support Ray [\d.]+: the replica has no flag"):
+        on_stop(nothing)

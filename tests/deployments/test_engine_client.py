@@ -16,11 +16,11 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 
 from deployments import engine_client, engine_stream
-from deployments.chat import ChatRequest, Plan, Route
 from deployments.engine_client import EngineClient, failure_of
 from deployments.engine_stream import EngineStream
 from deployments.model_replica import ModelReplica
-from deployments.replica_calls import is_gone
+from deployments.protocol import ChatRequest, Plan, Route
+from deployments.replica_calls import is_replica_lost
 from deployments.replica_choice import Choice, NoOtherReplica, NoReplica, NoReplicaYet
 from deployments.routing import NodeRouter
 from deployments.text import TextMTP
@@ -254,13 +254,13 @@ def test_pixels_are_dropped_as_soon_as_the_engine_has_them():
         Graph(streams=[[LAST]], plans=[asyncio.CancelledError(), PLAN]),
     ],
 )
-def test_a_replica_that_dies_before_the_first_token_is_replaced_once(scenario: Graph):
+def test_request_moves_to_another_replica_when_a_replica_dies_before_the_first_token(scenario: Graph):
     assert answer(scenario) == [3]
     assert [pin.partition("@")[0] for pin in scenario.pins] == ["node:node-0", "node:node-1"]
     assert scenario.log.count("release") == scenario.log.count("reserve") == 2
 
 
-def test_it_is_not_replaced_twice():
+def test_request_fails_after_a_second_replica_loss_before_the_first_token():
     graph = Graph(streams=[[ActorDiedError()]])
     with pytest.raises(Unavailable, match=r"before the first token\. Please send the request again") as error:
         answer(graph)
@@ -270,7 +270,7 @@ def test_it_is_not_replaced_twice():
 
 
 @pytest.mark.parametrize("loss", [ActorUnavailableError("away", None), asyncio.CancelledError()])
-def test_a_replica_that_dies_later_ends_the_stream_with_a_clear_error(loss: BaseException):
+def test_replica_that_dies_after_the_first_token_ends_the_stream_as_unavailable(loss: BaseException):
     graph = Graph(streams=[[TokenChunk((1,)), loss]])
     with pytest.raises(Unavailable, match="in the middle of the answer") as error:
         answer(graph)
@@ -289,7 +289,7 @@ def test_a_replica_that_dies_later_ends_the_stream_with_a_clear_error(loss: Base
         (Unavailable("short of memory", 3.0), 1),
     ],
 )
-def test_errors_of_ours_arrive_as_they_were_raised(error: Exception, num_engines: int):
+def test_engine_errors_keep_their_type_and_arguments_through_ray(error: Exception, num_engines: int):
     for graph in (Graph(plans=[task_error(error)]), Graph(streams=[[task_error(error)]])):
         graph.num_engines = num_engines
         with pytest.raises(type(error)) as raised:
@@ -299,7 +299,7 @@ def test_errors_of_ours_arrive_as_they_were_raised(error: Exception, num_engines
         assert graph.log.count("reserve") == graph.log.count("release") == 1
 
 
-def test_a_full_queue_means_to_come_back_when_there_is_room():
+def test_full_queue_error_has_the_expected_time_until_a_free_slot():
     async def go() -> None:
         full = Graph(reserve=[BackPressureError(num_queued_requests=9, max_queued_requests=8)])
         await full.client(room_in_s=lambda: 17.5).start(REQUEST, Route.TEXT)
@@ -317,7 +317,7 @@ def test_a_full_queue_means_to_come_back_when_there_is_room():
         (TokenChunk((), FinishReason.ABORT), Cancelled("The request was cancelled.")),
     ],
 )
-def test_an_answer_that_fails_with_its_first_chunk_has_never_begun(first: TokenChunk, error: Exception):
+def test_failure_in_the_first_chunk_is_raised_by_the_start_of_the_request(first: TokenChunk, error: Exception):
     graph = Graph(streams=[[first]], num_engines=1)
     with pytest.raises(type(error)) as raised:
         answer(graph)
@@ -325,11 +325,11 @@ def test_an_answer_that_fails_with_its_first_chunk_has_never_begun(first: TokenC
     assert graph.log == ["reserve", "plan", "dispatch", "cancel", "release"]
 
 
-def test_waiting_for_a_replica_has_an_end():
+def test_reservation_of_a_replica_has_a_time_limit():
     async def go() -> None:
         await Graph(reserve=[60.0]).client(reserve_timeout_s=0.05).start(REQUEST, Route.TEXT)
 
-    with pytest.raises(Unavailable, match=r"No engine took the request within 0\.05 s"):
+    with pytest.raises(Unavailable, match=r"No engine accepted the request within 0\.05 s"):
         run(go)
 
 
@@ -341,7 +341,7 @@ def test_waiting_for_a_replica_has_an_end():
         (Graph(streams=[[60.0, LAST]]), ["reserve", "plan", "dispatch", "cancel", "release"]),
     ],
 )
-def test_a_client_that_leaves_before_the_first_token_leaves_nothing_behind(graph: Graph, expected: list[str]):
+def test_request_cancelled_before_the_first_token_releases_plan_and_slot(graph: Graph, expected: list[str]):
     async def go() -> None:
         task = asyncio.ensure_future(graph.client().start(REQUEST, Route.TEXT))
         await asyncio.sleep(0.02)
@@ -353,7 +353,7 @@ def test_a_client_that_leaves_before_the_first_token_leaves_nothing_behind(graph
     assert graph.log == expected
 
 
-def test_a_client_that_leaves_in_the_middle_frees_the_row_and_the_slot():
+def test_stream_cancelled_midway_cancels_the_engine_call_and_releases_its_slot():
     graph = Graph(streams=[[TokenChunk((1,)), 60.0, LAST]])
 
     async def go() -> None:
@@ -368,7 +368,7 @@ def test_a_client_that_leaves_in_the_middle_frees_the_row_and_the_slot():
     assert graph.log[-2:] == ["cancel", "release"]
 
 
-def test_a_stream_that_is_never_read_can_be_closed_twice():
+def test_unread_stream_can_be_closed_twice():
     graph = Graph()
 
     async def go() -> None:
@@ -379,7 +379,7 @@ def test_a_stream_that_is_never_read_can_be_closed_twice():
     assert graph.log == ["reserve", "plan", "dispatch", "cancel", "release"]
 
 
-def test_tokens_of_the_prefix_cache_are_those_that_the_first_chunk_tells_of():
+def test_num_cached_tokens_of_a_stream_comes_from_its_first_chunk():
     async def go() -> int:
         graph = Graph(streams=[[TokenChunk((1,), num_cached=9), TokenChunk((2,)), LAST]])
         return (await graph.client().start(REQUEST, Route.TEXT)).num_cached_tokens
@@ -387,7 +387,7 @@ def test_tokens_of_the_prefix_cache_are_those_that_the_first_chunk_tells_of():
     assert run(go) == 9
 
 
-def test_tokens_that_were_left_out_are_those_that_the_first_chunk_tells_of():
+def test_num_skipped_tokens_of_a_stream_comes_from_its_first_chunk():
     async def go() -> int:
         graph = Graph(streams=[[TokenChunk((1,), num_skipped=7), TokenChunk((2,)), LAST]])
         return (await graph.client().start(REQUEST, Route.TEXT)).num_skipped_tokens
@@ -395,7 +395,7 @@ def test_tokens_that_were_left_out_are_those_that_the_first_chunk_tells_of():
     assert run(go) == 7
 
 
-def test_planning_may_take_as_long_as_it_is_told():
+def test_planning_has_a_time_limit():
     async def go() -> None:
         await Graph(plans=[60.0]).client(plan_timeout_s=0.05).start(REQUEST, Route.TEXT)
 
@@ -403,7 +403,7 @@ def test_planning_may_take_as_long_as_it_is_told():
         run(go)
 
 
-def test_an_error_that_nobody_foresaw_stays_itself():
+def test_unexpected_error_keeps_its_type():
     with pytest.raises(ZeroDivisionError):
         answer(Graph(plans=[task_error(ZeroDivisionError("oops"))]))
 
@@ -414,7 +414,7 @@ REFUSALS = [Overloaded("full", 3.0), Unavailable("short of memory", 3.0)]
 
 
 @pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
-def test_what_an_engine_or_its_planner_refuses_is_tried_once_elsewhere(error: Exception):
+def test_request_refused_by_an_engine_or_planner_is_tried_on_another_node(error: Exception):
     refused = TokenChunk((), FinishReason.ERROR, "it drains", retry_after_s=3.0)
     for graph in (
         Graph(streams=[[LAST]], plans=[task_error(error), PLAN]),
@@ -428,7 +428,7 @@ def test_what_an_engine_or_its_planner_refuses_is_tried_once_elsewhere(error: Ex
 
 
 @pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
-def test_what_is_refused_twice_is_refused(error: Exception):
+def test_request_refused_by_two_engines_fails_with_the_refusal(error: Exception):
     graph = Graph(streams=[[task_error(error)]], num_engines=3)
     with pytest.raises(type(error)) as raised:
         answer(graph)
@@ -436,14 +436,14 @@ def test_what_is_refused_twice_is_refused(error: Exception):
     assert graph.log.count("reserve") == graph.log.count("release") == 2
 
 
-def test_an_engine_that_was_lost_is_not_chosen_again_but_a_new_one_is_waited_for():
+def test_lost_engine_is_excluded_and_its_replacement_is_waited_for():
     graph = Graph(streams=[[ActorDiedError()], [LAST]], num_engines=1)
     assert answer(graph) == [3]
     assert graph.choices[1] == Choice(frozenset({"engine-0"}))
     assert graph.pins == ["node:node-0", "node:node-1"]
 
 
-def test_without_a_planner_on_its_node_another_engine_comes_first_and_the_same_one_waits_for_its_planner():
+def test_engine_without_a_planner_on_its_node_is_tried_last_and_then_waits_for_the_planner():
     missing = NoReplica("node node-0 has had no replica of TextMTP for 2 s")
     two = Graph(streams=[[LAST]], plans=[missing, PLAN])
     assert answer(two) == [3]
@@ -454,7 +454,7 @@ def test_without_a_planner_on_its_node_another_engine_comes_first_and_the_same_o
     assert short == "node:node-0" and long.startswith("node:node-0@") and 20 < float(long.partition("@")[2]) <= 30
 
 
-def test_an_engine_that_has_refused_or_was_lost_is_chosen_last_for_a_while():
+def test_engine_that_refused_or_was_lost_is_chosen_last_for_a_while():
     now = [0.0]
     graph = Graph(
         streams=[[task_error(Overloaded("full", 3.0))], [LAST], [LAST], [ActorDiedError()], [LAST], [LAST], [LAST]]
@@ -470,7 +470,7 @@ def test_an_engine_that_has_refused_or_was_lost_is_chosen_last_for_a_while():
     assert run(go) == [set(), set(), {"engine-0"}, set(), set(), {"engine-0"}, set()]
 
 
-def test_a_request_that_was_sent_again_gets_what_it_would_have_got():
+def test_retried_request_gets_the_tokens_of_an_undisturbed_request():
     undisturbed = Graph()
     for disturbed in (
         Graph(streams=[[ActorDiedError()], *undisturbed.streams]),
@@ -479,7 +479,7 @@ def test_a_request_that_was_sent_again_gets_what_it_would_have_got():
         assert answer(disturbed) == answer(Graph()) == [1, 2, 3]
 
 
-def test_nothing_is_sent_again_once_a_token_was_passed_on():
+def test_request_is_not_retried_after_its_first_token():
     for error in (*REFUSALS, ActorDiedError()):
         graph = Graph(streams=[[TokenChunk((1,)), task_error(error)], [LAST]])
         with pytest.raises((Overloaded, Unavailable)):
@@ -487,18 +487,18 @@ def test_nothing_is_sent_again_once_a_token_was_passed_on():
         assert graph.log.count("dispatch") == 1
 
 
-def test_both_attempts_together_wait_no_longer_than_one_may():
+def test_both_attempts_share_the_time_limit_of_the_reservation():
     async def go() -> None:
         graph = Graph(reserve=[0.3, 60.0], streams=[[ActorDiedError()]])
         began = asyncio.get_running_loop().time()
-        with pytest.raises(Unavailable, match=r"No engine took the request within 0\.5 s"):
+        with pytest.raises(Unavailable, match=r"No engine accepted the request within 0\.5 s"):
             await graph.client(reserve_timeout_s=0.5).start(REQUEST, Route.TEXT)
         assert asyncio.get_running_loop().time() - began < 0.75
 
     run(go)
 
 
-def test_while_no_engine_has_ever_been_ready_a_request_is_told_so_at_once():
+def test_request_before_the_first_ready_engine_fails_at_once():
     async def go() -> None:
         graph = Graph(reserve=[NoReplicaYet("no replica of ModelReplica has been running yet")])
         with pytest.raises(Unavailable, match="the model is being loaded") as error:
@@ -538,7 +538,7 @@ class RoutedGraph(Graph):
         return Response([0.05, LAST], self.log)
 
 
-def test_an_engine_that_refuses_at_once_does_not_attract_the_requests_of_others():
+def test_engine_that_refuses_at_once_does_not_attract_most_requests():
     async def go() -> tuple[int, int]:
         graph = RoutedGraph()
         client = graph.client()
@@ -560,7 +560,7 @@ def test_an_engine_that_refuses_at_once_does_not_attract_the_requests_of_others(
 # --- engines that fall silent --------------------------------------------------------------------------------------
 
 
-def test_heartbeats_keep_a_stream_and_are_not_seen():
+def test_heartbeats_keep_a_stream_alive_and_are_not_passed_on():
     beats: list[Item] = [item for _ in range(4) for item in (0.2, HEARTBEAT)]
 
     async def go() -> list[TokenChunk]:
@@ -582,7 +582,7 @@ def test_an_engine_that_falls_silent_before_the_first_token_is_replaced():
     assert graph.log.count("release") == 2
 
 
-def test_an_engine_that_falls_silent_later_ends_the_stream_and_is_chosen_last():
+def test_engine_silent_after_the_first_token_ends_the_stream_and_is_chosen_last():
     async def go() -> Graph:
         graph = Graph(streams=[[TokenChunk((1,)), HEARTBEAT, 60.0], [LAST]])
         client = graph.client(silence_limit_s=0.1)
@@ -607,7 +607,7 @@ def test_a_client_that_reads_slowly_does_not_make_the_engine_silent():
     assert run(go) == [1, 2, 3]
 
 
-def test_a_client_that_leaves_a_silent_engine_is_not_taken_for_its_loss():
+def test_cancelled_request_to_a_silent_engine_is_not_retried():
     async def go() -> None:
         graph = Graph(streams=[[60.0]])
         task = asyncio.ensure_future(graph.client(silence_limit_s=0.2).start(REQUEST, Route.TEXT))
@@ -632,9 +632,11 @@ def test_a_client_that_leaves_a_silent_engine_is_not_taken_for_its_loss():
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "message larger than max", False),
     ],
 )
-def test_which_errors_of_grpc_mean_that_the_peer_is_gone(code: grpc.StatusCode, details: str, gone: bool):
+def test_grpc_errors_of_a_lost_peer_are_retried_and_other_grpc_errors_are_raised(
+    code: grpc.StatusCode, details: str, gone: bool
+):
     error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
-    assert is_gone(error) is gone
+    assert is_replica_lost(error) is gone
     graph = Graph(streams=[[error], [LAST]])
     if gone:
         assert answer(graph) == [3]
@@ -643,7 +645,7 @@ def test_which_errors_of_grpc_mean_that_the_peer_is_gone(code: grpc.StatusCode, 
             answer(graph)
 
 
-def test_a_plan_is_not_waited_for_when_its_node_has_left():
+def test_plan_is_not_waited_for_when_its_node_is_lost():
     nodes = {"node-0", "node-1"}
 
     async def go() -> list[int]:
@@ -657,7 +659,7 @@ def test_a_plan_is_not_waited_for_when_its_node_has_left():
         assert run(go) == [3]
 
 
-def test_a_planner_that_serve_stops_may_end_what_it_has_begun():
+def test_planner_stopped_by_serve_may_finish_a_plan_in_the_grace_period():
     async def go() -> Any:
         async def late() -> str:
             await asyncio.sleep(0.2)
@@ -697,7 +699,7 @@ def test_a_stream_that_does_not_end_after_its_last_chunk_is_cancelled(monkeypatc
     assert graph.log == ["reserve", "plan", "dispatch", "cancel", "release"]
 
 
-def test_a_clean_up_that_hangs_holds_nobody_for_ever(monkeypatch: pytest.MonkeyPatch):
+def test_hanging_release_of_a_slot_does_not_block_the_close_of_a_stream(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine_stream, "CLOSE_TIMEOUT_S", 0.05)
 
     async def go() -> bool:
@@ -724,7 +726,7 @@ def test_a_clean_up_that_hangs_holds_nobody_for_ever(monkeypatch: pytest.MonkeyP
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_for_another_checkpoint_is_refused_before_anything_is_sent():
+def test_plan_for_another_checkpoint_is_refused_before_the_dispatch():
     other = replace(PLAN, request=replace(PLAN.request, checkpoint="new"))
     same = replace(PLAN, request=replace(PLAN.request, checkpoint="old"))
 
@@ -747,7 +749,7 @@ def local_graph() -> Iterator[tuple[Any, Any]]:
     engine.options(method_name="__del__").remote().result()  # as Serve does; the local mode forgets it
 
 
-def test_a_real_engine_answers_in_serves_local_testing_mode(local_graph: tuple[Any, Any]):
+def test_real_engine_answers_in_the_local_testing_mode_of_serve(local_graph: tuple[Any, Any]):
     engine, text = local_graph
 
     async def go() -> tuple[Plan, list[TokenChunk]]:
@@ -760,7 +762,7 @@ def test_a_real_engine_answers_in_serves_local_testing_mode(local_graph: tuple[A
     assert len(chunks[0].token_ids) == 1
 
 
-def test_refusals_pass_through_serve(local_graph: tuple[Any, Any]):
+def test_invalid_request_error_passes_through_serve(local_graph: tuple[Any, Any]):
     engine, text = local_graph
 
     async def go() -> None:
@@ -771,7 +773,7 @@ def test_refusals_pass_through_serve(local_graph: tuple[Any, Any]):
         run(go)
 
 
-def test_a_grammar_that_passes_the_limits_of_its_library_is_the_fault_of_the_request():
+def test_grammar_beyond_the_limits_of_its_library_is_an_invalid_request():
     request = replace(PLAN.request, grammar=GrammarSpec("regex", "(ab){1000000}", "structured_outputs.regex"))
     error = failure_of(TokenChunk((), FinishReason.ERROR, f"{GRAMMAR_FAILED}too many expressions"), request)
     assert isinstance(error, InvalidRequest)

@@ -82,7 +82,7 @@ def test_a_replica_that_is_lost_before_the_first_token_is_replaced(bench: Bench,
 
 
 @before_the_first_token
-def test_a_replica_that_is_lost_again_is_told_to_the_client(bench: Bench, kind: str, seam: str):
+def test_request_whose_retry_loses_its_replica_as_well_is_a_503(bench: Bench, kind: str, seam: str):
     async def test() -> None:
         fault = bench.faults.arm(seam, Failing(GONE), times=inf)
         client = await bench.answered(bench.ask(kind, stream=True))
@@ -95,7 +95,7 @@ def test_a_replica_that_is_lost_again_is_told_to_the_client(bench: Bench, kind: 
 
 
 @before_the_first_token
-def test_what_nobody_foresaw_tells_the_client_nothing_of_its_inside(bench: Bench, kind: str, seam: str):
+def test_unexpected_error_is_a_500_without_internal_details(bench: Bench, kind: str, seam: str):
     async def test() -> None:
         fault = bench.faults.arm(seam, Failing(as_ray_raises(LIBRARY) if "plan" in seam else LIBRARY))
         client = await bench.answered(bench.ask(kind))
@@ -106,7 +106,7 @@ def test_what_nobody_foresaw_tells_the_client_nothing_of_its_inside(bench: Bench
     bench.run(test)
 
 
-def test_a_full_deployment_is_a_full_queue(bench: Bench):
+def test_full_deployment_is_reported_as_an_overloaded_queue(bench: Bench):
     async def test() -> None:
         error = BackPressureError(num_queued_requests=9, max_queued_requests=8)
         bench.faults.arm("reserve engine", Failing(error))
@@ -121,12 +121,12 @@ def test_a_full_deployment_is_a_full_queue(bench: Bench):
 @pytest.mark.parametrize(
     ("kind", "seam", "told"),
     [
-        ("text", "reserve engine", "No engine took the request within 0.5 s"),
+        ("text", "reserve engine", "No engine accepted the request within 0.5 s"),
         ("text", "text.plan", "could not be prepared within 0.5 s"),
         ("picture", "mllm.plan", "could not be prepared within 0.5 s"),
     ],
 )
-def test_what_hangs_before_the_first_token_is_waited_for_as_long_as_the_ingress_may(
+def test_hanging_reservation_or_planning_is_a_503_after_the_timeout_of_the_ingress(
     bench: Bench, kind: str, seam: str, told: str
 ):
     async def test() -> None:
@@ -141,7 +141,7 @@ def test_what_hangs_before_the_first_token_is_waited_for_as_long_as_the_ingress_
 
 
 @streamed_or_not
-def test_no_prompt_or_answer_passes_between_two_models_while_one_replaces_the_other(
+def test_requests_are_refused_while_planner_and_engine_have_different_models(
     bench: Bench, tmp_path: Path, stream: bool
 ):
     """As `serve deploy` has it: the ingress is the old one, and the replicas behind it become the new ones."""
@@ -179,7 +179,7 @@ SCORING_FAILS = [
 
 
 @pytest.mark.parametrize(("seam", "error"), SCORING_FAILS, ids=[f"{s} {type(e).__name__}" for s, e in SCORING_FAILS])
-def test_a_prompt_that_cannot_be_scored_is_answered_densely(bench: Bench, seam: str, error: Exception):
+def test_prompt_whose_scoring_fails_is_answered_densely(bench: Bench, seam: str, error: Exception):
     async def test() -> None:
         fault = bench.faults.arm(seam, Failing(error if error is GONE else as_ray_raises(error)))
         await assert_dense(bench, await bench.answered(bench.ask("long")))
@@ -190,7 +190,7 @@ def test_a_prompt_that_cannot_be_scored_is_answered_densely(bench: Bench, seam: 
 
 
 @pytest.mark.parametrize("seam", ["engine.cached_prefix", "reserve scorer", "scorer.score"])
-def test_a_scorer_that_hangs_is_not_waited_for(bench: Bench, seam: str, monkeypatch: pytest.MonkeyPatch):
+def test_prompt_whose_scoring_hangs_is_answered_densely(bench: Bench, seam: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scorer_client, "ENGINE_TIMEOUT_S", HASTY_S)
     monkeypatch.setattr(scorer_client, "RESERVE_TIMEOUT_S", HASTY_S)
 
@@ -217,7 +217,7 @@ HANDS = {**POINTS, "engine's cache": ("long", "engine.cached_prefix"), "score": 
 
 
 @pytest.mark.parametrize(("kind", "seam"), HANDS.values(), ids=HANDS)
-def test_a_request_can_be_cancelled_wherever_it_is(bench: Bench, kind: str, seam: str):
+def test_request_can_be_cancelled_at_every_stage_before_the_first_token(bench: Bench, kind: str, seam: str):
     async def test() -> None:
         async with bench.num_freed(seam in IN_ENGINE):
             client = bench.ask(kind, stream=True, **ENDLESS)
@@ -234,7 +234,7 @@ def test_a_request_can_be_cancelled_wherever_it_is(bench: Bench, kind: str, seam
 
 
 @pytest.mark.parametrize(("kind", "seam"), HANDS.values(), ids=HANDS)
-def test_a_client_that_leaves_before_the_first_token_leaves_nothing(bench: Bench, kind: str, seam: str):
+def test_client_that_disconnects_before_the_first_token_frees_all_resources(bench: Bench, kind: str, seam: str):
     async def test() -> None:
         async with bench.num_freed(seam in IN_ENGINE):
             client = bench.ask(kind, stream=True, **ENDLESS)
@@ -264,7 +264,7 @@ async def stalled(bench: Bench, client: Client, seam: str, call: int = 1) -> Non
 
 
 @streamed_or_not
-def test_a_replica_that_is_lost_in_the_middle_ends_the_answer_with_an_error(bench: Bench, stream: bool):
+def test_replica_lost_midway_ends_the_answer_with_a_retryable_error(bench: Bench, stream: bool):
     async def test() -> None:
         bench.faults.arm("chunk", Failing(GONE), call=2)
         client = await bench.answered(bench.ask("text", stream=stream))
@@ -277,7 +277,7 @@ def test_a_replica_that_is_lost_in_the_middle_ends_the_answer_with_an_error(benc
 
 
 @streamed_or_not
-def test_what_nobody_foresaw_in_the_middle_ends_the_answer_with_an_error(bench: Bench, stream: bool):
+def test_unexpected_error_midway_ends_the_answer_without_internal_details(bench: Bench, stream: bool):
     async def test() -> None:
         bench.faults.arm("chunk", Failing(LIBRARY), call=2)
         client = await bench.answered(bench.ask("text", stream=stream))
@@ -291,7 +291,7 @@ def test_what_nobody_foresaw_in_the_middle_ends_the_answer_with_an_error(bench: 
 
 @streamed_or_not
 @pytest.mark.parametrize("n", [1, 3])
-def test_an_answer_can_be_cancelled_in_the_middle_with_all_its_choices(bench: Bench, n: int, stream: bool):
+def test_running_answer_can_be_cancelled_with_all_its_choices(bench: Bench, n: int, stream: bool):
     async def test() -> None:
         async with bench.num_freed(n):
             client = bench.ask("text", stream=stream, n=n, **ENDLESS)
@@ -308,7 +308,7 @@ def test_an_answer_can_be_cancelled_in_the_middle_with_all_its_choices(bench: Be
 
 @streamed_or_not
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_leaves_in_the_middle_leaves_nothing(bench: Bench, n: int, stream: bool):
+def test_client_that_disconnects_midway_frees_all_resources(bench: Bench, n: int, stream: bool):
     async def test() -> None:
         async with bench.num_freed(n):
             client = bench.ask("text", stream=stream, n=n, **ENDLESS)
@@ -322,7 +322,9 @@ def test_a_client_that_leaves_in_the_middle_leaves_nothing(bench: Bench, n: int,
 
 @streamed_or_not
 @pytest.mark.parametrize("seam", ["prefill", "decode"])
-def test_an_engine_whose_step_fails_says_so_and_goes_on(bench: Bench, seam: str, stream: bool):
+def test_failed_engine_step_ends_its_request_with_an_error_and_the_engine_recovers(
+    bench: Bench, seam: str, stream: bool
+):
     """The step that decodes fails when the client has the first token."""
 
     async def test() -> None:
@@ -342,7 +344,7 @@ def test_an_engine_whose_step_fails_says_so_and_goes_on(bench: Bench, seam: str,
 
 
 @pytest.mark.parametrize(("seam", "stream"), [("prefill", False), ("decode", True)])
-def test_an_engine_whose_step_hangs_is_told_to_the_client(path: Path, seam: str, stream: bool):
+def test_hanging_engine_step_ends_running_and_new_requests_with_a_503(path: Path, seam: str, stream: bool):
     with pytest.MonkeyPatch.context() as monkeypatch, Hanging() as hang:
         bench = Bench(path, monkeypatch, step_timeout_s=1.0)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.in_flight import MAX_RETRY_S, MIN_RETRY_S, Entry, InFlight, Pace
+from deployments.in_flight import MAX_RETRY_S, MIN_RETRY_S, InFlight, InFlightRequest, Pace
 from engine.protocol import Cancelled, InvalidRequest, Overloaded, Unavailable
 
 
@@ -34,17 +34,19 @@ def room(limit: int = 4, max_choices: int = 4, clock: Clock | None = None) -> In
 
 
 @contextmanager
-def running(requests: InFlight, completion_id: str, num_choices: int = 1, request_id: str = "") -> Iterator[Entry]:
+def running(
+    requests: InFlight, completion_id: str, num_choices: int = 1, request_id: str = ""
+) -> Iterator[InFlightRequest]:
     """A request whose body has been read."""
     with requests.enter(request_id) as entry:
-        requests.understood(entry, completion_id, num_choices)
+        requests.set_choices(entry, completion_id, num_choices)
         yield entry
 
 
 # --- how long until there is room ----------------------------------------------------------------------------------
 
 
-def test_as_many_end_as_have_ended_lately():
+def test_retry_time_follows_the_recent_rate_of_finished_choices():
     clock = Clock()
     pace = Pace(clock)
     for _ in range(5):
@@ -54,7 +56,7 @@ def test_as_many_end_as_have_ended_lately():
     assert pace.seconds_until(20) == pytest.approx(20)
 
 
-def test_what_ended_long_ago_plays_no_part():
+def test_choices_finished_long_ago_do_not_count_in_the_rate():
     clock = Clock()
     pace = Pace(clock)
     pace.ended(1000)
@@ -64,7 +66,7 @@ def test_what_ended_long_ago_plays_no_part():
     assert pace.seconds_until(1) == pytest.approx(10)
 
 
-def test_no_more_is_kept_of_what_has_ended_than_plays_a_part():
+def test_number_of_recorded_ends_is_bounded_by_the_averaging_window():
     """However long the house is never empty, and nobody is refused."""
     clock = Clock()
     pace = Pace(clock)
@@ -75,7 +77,7 @@ def test_no_more_is_kept_of_what_has_ended_than_plays_a_part():
     assert pace.seconds_until(50) == pytest.approx(5, rel=0.01)
 
 
-def test_where_none_has_ended_one_is_expected_after_as_long_a_time_again():
+def test_retry_time_before_the_first_end_is_the_time_waited_so_far_per_choice():
     clock = Clock()
     pace = Pace(clock)
     clock.now += 8
@@ -83,7 +85,7 @@ def test_where_none_has_ended_one_is_expected_after_as_long_a_time_again():
     assert pace.seconds_until(2) == pytest.approx(16)
 
 
-def test_an_empty_house_forgets_how_fast_it_was():
+def test_rate_of_finished_choices_starts_anew_after_the_server_was_idle():
     clock = Clock()
     pace = Pace(clock)
     clock.now += 3
@@ -107,19 +109,19 @@ def test_the_time_until_there_is_room_is_between_a_second_and_a_minute(ends: lis
 # --- how many there may be -----------------------------------------------------------------------------------------
 
 
-def test_one_more_than_there_is_room_for_is_refused_until_one_has_ended():
+def test_choice_beyond_the_limit_is_refused_until_running_choices_finish():
     async def go() -> None:
         clock = Clock()
         requests = room(4, clock=clock)
         with running(requests, "a"), running(requests, "b", 2):
             clock.now += 6
             with requests.enter("c") as entry:
-                with pytest.raises(Overloaded, match=r"3 answers .* 2 more .* the limit is 4, max_running") as refused:
-                    requests.understood(entry, "c", 2)
+                with pytest.raises(Overloaded, match=r"3 choices .* 2 more .* the limit is 4, max_running") as refused:
+                    requests.set_choices(entry, "c", 2)
                 assert refused.value.retry_after_s == pytest.approx(6)
                 with (
                     running(requests, "d"),
-                    pytest.raises(Overloaded, match=r"4 answers .* 1 more .* the limit is 4, max"),
+                    pytest.raises(Overloaded, match=r"4 choices .* 1 more .* the limit is 4, max"),
                 ):
                     requests.enter("e").__enter__()
             assert requests.status() == {"num_in_flight": 3, "num_refused": 2, "is_draining": False}
@@ -130,7 +132,7 @@ def test_one_more_than_there_is_room_for_is_refused_until_one_has_ended():
     run(go())
 
 
-def test_room_grows_and_shrinks_with_the_engines():
+def test_capacity_follows_the_limit_of_the_engines():
     async def go() -> None:
         limit = 1
         requests = InFlight(lambda: limit, 1)
@@ -146,48 +148,48 @@ def test_room_grows_and_shrinks_with_the_engines():
     run(go())
 
 
-def test_a_request_takes_its_place_only_when_its_body_has_been_read():
+def test_request_counts_as_in_flight_only_after_its_body_has_been_read():
     async def go() -> None:
         requests = room(1)
         with requests.enter("slow") as slow:
             with running(requests, "quick"), pytest.raises(Overloaded):
-                requests.understood(slow, "slow", 1)
-            requests.understood(slow, "slow", 1)
+                requests.set_choices(slow, "slow", 1)
+            requests.set_choices(slow, "slow", 1)
             assert requests.status()["num_in_flight"] == 1
 
     run(go())
 
 
-def test_one_address_gets_no_more_than_its_share_of_the_room():
+def test_client_address_is_limited_to_its_share_of_the_capacity():
     async def go() -> None:
         requests = InFlight(lambda: 8, 8, Clock(), max_share_per_address=0.25)
         with requests.enter("a", "10.0.0.1") as entry:
-            requests.understood(entry, "a", 2)
+            requests.set_choices(entry, "a", 2)
             with pytest.raises(
-                Overloaded, match=r"2 answers for this address .* is 2, 0.25 of 8 \(http.max_share_per_addr"
+                Overloaded, match=r"2 choices for this address .* is 2, 0.25 of 8 \(http.max_share_per_addr"
             ):
                 requests.enter("b", "10.0.0.1").__enter__()
             with requests.enter("c", "10.0.0.2") as other:
-                requests.understood(other, "c", 4)  # the first request of an address may be larger than its share
+                requests.set_choices(other, "c", 4)  # the first request of an address may be larger than its share
             with running(requests, "local", 6):
                 assert requests.status() == {"num_in_flight": 8, "num_refused": 1, "is_draining": False}
 
     run(go())
 
 
-def test_what_could_never_have_room_is_not_told_to_come_back():
+def test_request_for_more_choices_than_max_running_is_invalid():
     async def go() -> None:
         requests = room(limit=100, max_choices=4)
         with (
             requests.enter("a") as entry,
             pytest.raises(InvalidRequest, match=r"n is 5; it must be between 1 and 4 \(max_running\)"),
         ):
-            requests.understood(entry, "a", 5)
+            requests.set_choices(entry, "a", 5)
 
     run(go())
 
 
-def test_a_request_that_fails_gives_its_room_back():
+def test_failed_request_frees_its_capacity():
     async def go() -> None:
         requests = room(4)
         with pytest.raises(ZeroDivisionError), running(requests, "a", 4):
@@ -200,7 +202,7 @@ def test_a_request_that_fails_gives_its_room_back():
     run(go())
 
 
-def test_the_time_until_there_is_room_follows_from_the_answers_that_ended():
+def test_retry_time_counts_finished_answers_and_no_refused_requests():
     """Not from requests that were refused when they had been read."""
 
     async def go() -> None:
@@ -217,7 +219,7 @@ def test_the_time_until_there_is_room_follows_from_the_answers_that_ended():
     run(go())
 
 
-def test_an_hour_without_requests_says_nothing_of_those_that_come_then():
+def test_idle_hour_does_not_count_in_the_retry_time():
     async def go() -> None:
         clock = Clock()
         requests = room(1, clock=clock)
@@ -234,7 +236,7 @@ def test_an_hour_without_requests_says_nothing_of_those_that_come_then():
 # --- how one is ended ----------------------------------------------------------------------------------------------
 
 
-def test_all_requests_with_an_id_are_cancelled_and_no_other():
+def test_cancel_by_id_ends_all_requests_with_the_id_and_no_other_request():
     async def go() -> None:
         requests = room()
         with (
@@ -243,24 +245,24 @@ def test_all_requests_with_an_id_are_cancelled_and_no_other():
             running(requests, "3", request_id="y") as three,
         ):
             assert requests.cancel("x")
-            assert isinstance(one.must_end.result(), Cancelled)
-            assert isinstance(two.must_end.result(), Cancelled)
-            assert not three.must_end.done()
-            assert requests.cancel("3") and three.must_end.done()
+            assert isinstance(one.cancelled.result(), Cancelled)
+            assert isinstance(two.cancelled.result(), Cancelled)
+            assert not three.cancelled.done()
+            assert requests.cancel("3") and three.cancelled.done()
 
     run(go())
 
 
-def test_what_is_unknown_cancelled_answered_or_over_cannot_be_cancelled():
+def test_unknown_cancelled_answered_or_finished_request_cannot_be_cancelled():
     async def go() -> None:
         requests = room()
         with running(requests, "a"), running(requests, "b") as answered:
             assert not requests.cancel("c")
             assert requests.cancel("a")
             assert not requests.cancel("a")
-            answered.answered()
+            answered.mark_complete()
             assert not requests.cancel("b")
-            assert not answered.must_end.done()
+            assert not answered.cancelled.done()
         assert not requests.cancel("a")
 
     run(go())
@@ -269,7 +271,7 @@ def test_what_is_unknown_cancelled_answered_or_over_cannot_be_cancelled():
 # --- how all are ended ---------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_drains_lets_nothing_in_and_is_done_with_the_last_answer():
+def test_draining_server_refuses_requests_and_is_drained_with_its_last_answer():
     async def go() -> None:
         requests = room()
         with running(requests, "a") as entry:
@@ -279,44 +281,44 @@ def test_a_server_that_drains_lets_nothing_in_and_is_done_with_the_last_answer()
                 requests.enter("b").__enter__()
             assert refused.value.retry_after_s >= 1
             assert requests.status() == {"num_in_flight": 1, "num_refused": 1, "is_draining": True}
-            assert not entry.must_end.done() and not draining.done()
+            assert not entry.cancelled.done() and not draining.done()
         await draining
 
     run(go())
 
 
-def test_a_server_that_drains_does_not_wait_for_who_is_still_sending():
+def test_drain_ends_requests_whose_body_is_still_being_sent():
     async def go() -> None:
         requests = room()
         with requests.enter("sending") as entry:
             draining = asyncio.ensure_future(requests.drain(60))
-            error = await entry.must_end
-            assert isinstance(error, Unavailable) and "takes no new requests" in error.message
+            error = await entry.cancelled
+            assert isinstance(error, Unavailable) and "accepts no new requests" in error.message
             with pytest.raises(Unavailable):
-                requests.understood(entry, "just there", 1)
+                requests.set_choices(entry, "just there", 1)
         await draining
         assert requests.status()["num_refused"] == 2
 
     run(go())
 
 
-def test_an_answer_that_takes_longer_than_the_drain_is_ended_and_told_why():
+def test_answer_that_outlasts_the_drain_is_ended_with_the_reason():
     async def go() -> None:
         requests = room()
         draining = None
         with running(requests, "a") as entry, running(requests, "b") as answered:
-            answered.answered()
+            answered.mark_complete()
             draining = asyncio.ensure_future(requests.drain(0.05))
-            error = await entry.must_end
+            error = await entry.cancelled
             assert isinstance(error, Unavailable)
-            assert "shutting down; the answer took longer than 0.05 s" in error.message
-            assert not draining.done() and not answered.must_end.done()
+            assert "shutting down; the request did not finish within 0.05 s" in error.message
+            assert not draining.done() and not answered.cancelled.done()
         await draining
 
     run(go())
 
 
-def test_who_drains_again_waits_with_the_first():
+def test_repeated_drain_waits_for_the_first_drain():
     async def go() -> None:
         requests = room()
         with running(requests, "a") as entry:
@@ -326,12 +328,12 @@ def test_who_drains_again_waits_with_the_first():
             third = asyncio.ensure_future(requests.drain(0))
             await asyncio.sleep(0.02)
             third.cancel()
-            assert not second.done() and not entry.must_end.done()
+            assert not second.done() and not entry.cancelled.done()
         await first
         await second
 
     run(go())
 
 
-def test_a_server_that_has_nothing_to_do_is_drained_at_once():
+def test_idle_server_is_drained_at_once():
     run(room().drain(60))

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from ray import serve
 
 from deployments import ingress
-from deployments.chat import ChatRequest, EngineAnswer, Route, SpecPrefillReport, TextDelta
 from deployments.http.app import create_app
 from deployments.http.config import HttpConfig
 from deployments.in_flight import InFlight
 from deployments.ingress import Ingress, TextGeneration, answer_rules, engine_node_ids
+from deployments.protocol import ChatRequest, EngineAnswer, Route, SpecPrefillReport, TextDelta
 from engine.config import EngineConfig
 from engine.processing.answer_parser import AnswerRules
 from engine.processing.checkpoint import DEMO_MODEL
@@ -97,7 +97,7 @@ def test_tokens_become_text_and_are_counted(reason: FinishReason):
     assert stream.is_closed
 
 
-def test_markup_is_text_behind_a_raw_prompt():
+def test_markup_in_the_answer_to_a_raw_prompt_stays_text():
     text = "<think>\nHm.\n</think>\n\nYes <tool_call>"
     rules = answer_rules(ChatRequest("r", (), raw_prompt="x"), TOKENIZER)
     assert text_of(deltas(FakeStream(chunks_of(text)), rules=rules)) == text
@@ -123,7 +123,7 @@ def test_a_stop_string_ends_the_engines_stream_at_once():
     ],
 )
 @pytest.mark.parametrize("num_choices", [1, 2])
-def test_what_the_engine_cannot_finish_is_an_error(
+def test_choice_that_the_engine_ends_with_an_error_raises_and_closes_the_stream(
     reason: FinishReason, retry_after_s: float | None, error: Exception, num_choices: int
 ):
     failed = TokenChunk((), reason, "out of memory", index=num_choices - 1, retry_after_s=retry_after_s)
@@ -142,7 +142,7 @@ def test_each_choice_has_its_own_detokenizer():
     assert [sum(d.num_tokens for d in got if d.index == i) for i in range(3)] == [len(ids_of(t)) for t in texts]
 
 
-def test_a_choice_ends_at_its_stop_string_while_the_others_go_on():
+def test_choice_ends_at_its_stop_string_while_other_choices_go_on():
     texts = ["1, 2, 3, 4, 5, 6, 7, 8, 9", "a, 3, b, c, d, e", "one and two and three and four and five and six"]
     stream = FakeStream(interleaved(*(chunks_of(text, index=i) for i, text in enumerate(texts))), 3)
     got = deltas(stream, (", 3",))
@@ -163,7 +163,7 @@ def test_the_stream_is_closed_when_the_last_choice_reaches_its_stop_string():
     assert stream.is_closed
 
 
-def test_what_the_engine_says_of_a_choice_that_is_over_is_nobodys_business():
+def test_late_chunks_of_a_finished_choice_are_ignored():
     late = [TokenChunk((5, 6), num_drafted=9, num_accepted=9), TokenChunk((), FinishReason.ERROR, "late")]
     stream = FakeStream([*chunks_of("x STOP")[:-1], *late, *chunks_of("y", index=1)], 2)
     got = deltas(stream, ("STOP",))
@@ -171,12 +171,12 @@ def test_what_the_engine_says_of_a_choice_that_is_over_is_nobodys_business():
     assert sum(delta.num_drafted + delta.num_accepted for delta in got) == 0
 
 
-def test_draft_tokens_are_passed_on():
+def test_counts_of_drafted_and_accepted_tokens_are_passed_on():
     chunks = [TokenChunk(tuple(ids_of("one two")), num_drafted=3, num_accepted=2), TokenChunk((), FinishReason.STOP)]
     assert [(delta.num_drafted, delta.num_accepted) for delta in deltas(FakeStream(chunks))] == [(3, 2), (0, 0)]
 
 
-def test_a_client_that_leaves_closes_the_stream_of_all_choices():
+def test_closed_generation_closes_the_stream_of_all_choices():
     stream: Any = FakeStream(interleaved(chunks_of("one two", index=0), chunks_of("three four", index=1)), 2)
 
     async def go() -> None:
@@ -195,7 +195,7 @@ def with_logprobs(ids: list[int], reason: FinishReason | None = None, index: int
     return TokenChunk(tuple(ids), reason, index=index, logprobs=found)
 
 
-def test_logprobs_come_with_their_tokens_also_when_the_text_is_held_back():
+def test_logprobs_are_sent_with_their_tokens_even_when_the_text_is_withheld():
     ids = ids_of("🙂 EN") + ids_of("D")
     stream = FakeStream([with_logprobs([token]) for token in ids] + [TokenChunk((), FinishReason.LENGTH)])
     got = deltas(stream, ("ENDE",))
@@ -323,7 +323,7 @@ def cut(ids: list[int], size: int, index: int) -> list[TokenChunk]:
     return [with_logprobs(piece, None, index) for piece in pieces[:-1]] + [ended]
 
 
-def test_without_logprobs_asked_for_none_are_made():
+def test_answer_has_no_logprobs_unless_requested():
     chunks = chunks_of("Once upon a time")
     assert post(chunks).json()["choices"][0]["logprobs"] is None
     assert '"logprobs": {' not in post(chunks, stream=True).text
@@ -360,7 +360,7 @@ def ingress_before(engine: Any, scorer: Any = None) -> Any:
     return serve.run(Ingress.bind(*arguments), name=engine.name, _local_testing_mode=True)
 
 
-def test_the_cache_of_the_engines_is_shown_with_the_text_of_the_models_own_tokens_and_emptied():
+def test_cache_status_shows_entries_and_token_text_and_clearing_removes_the_entries():
     deployed = ingress_before(CachingEngine)
     body = deployed.cache_status.remote().result(timeout_s=20)
     assert body["totals"]["entries"] == 3
@@ -380,7 +380,7 @@ class Scorer:
 @pytest.mark.parametrize(
     ("scorer", "shown"), [(None, None), (Scorer, [{"node_id": "n", "scorer": {"state": "unavailable"}}])]
 )
-def test_the_status_shows_the_scorers_or_that_there_are_none_by_configuration(
+def test_status_shows_the_scorers_or_null_without_a_configured_scorer(
     scorer: Any, shown: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(ingress, "replica_info", dict)
@@ -388,13 +388,13 @@ def test_the_status_shows_the_scorers_or_that_there_are_none_by_configuration(
     assert body["spec_prefill"] == shown
 
 
-def test_an_engine_that_cannot_tell_of_its_cache_is_missing():
+def test_engine_without_a_cache_status_is_listed_as_missing():
     body = ingress_before(SilentReplica).cache_status.remote().result(timeout_s=20)
     assert body["missing"] == [{"node_id": "", "reason": "the engine is not ready: it is loading"}]
     assert (body["engines"], body["totals"]["entries"]) == ([], 0)
 
 
-def test_every_node_that_offers_mlx_is_to_have_an_engine(monkeypatch: pytest.MonkeyPatch):
+def test_engine_nodes_are_the_nodes_that_offer_the_mlx_resource(monkeypatch: pytest.MonkeyPatch):
     assert asyncio.run(engine_node_ids()) == [""]
     monkeypatch.setattr(ingress.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ingress, "nodes_offering", {"mlx": ["a", "b"]}.__getitem__)

@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentBroadcastResponse
 
 from deployments import ingress
 from deployments.http.config import HttpConfig
-from deployments.in_flight import Entry
+from deployments.in_flight import InFlightRequest
 from deployments.ingress import Ingress
 from engine.config import EngineConfig
 from engine.protocol import Overloaded, Unavailable
@@ -89,10 +89,10 @@ async def make_ingress(monkeypatch: pytest.MonkeyPatch, ingresses: Replicas | No
 
 
 @contextmanager
-def running(here: Any, num_choices: int = 1) -> Iterator[Entry]:
+def running(here: Any, num_choices: int = 1) -> Iterator[InFlightRequest]:
     """A request with the id `mine`."""
     with here.in_flight.enter("mine") as entry:
-        here.in_flight.understood(entry, "completion", num_choices)
+        here.in_flight.set_choices(entry, "completion", num_choices)
         yield entry
 
 
@@ -100,9 +100,7 @@ def running(here: Any, num_choices: int = 1) -> Iterator[Entry]:
     ("says", "found"),
     [([False, True], True), ([False, True, SILENT], True), ([False, ActorDiedError(), True], True), ([False], False)],
 )
-def test_a_request_that_is_not_here_is_cancelled_wherever_it_is(
-    says: list[Any], found: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_request_of_another_ingress_is_cancelled_there(says: list[Any], found: bool, monkeypatch: pytest.MonkeyPatch):
     ingresses = Replicas(says)
 
     async def go() -> bool:
@@ -113,7 +111,7 @@ def test_a_request_that_is_not_here_is_cancelled_wherever_it_is(
 
 
 @pytest.mark.parametrize("says", [[False], [True], [SILENT], TimeoutError()])
-def test_a_request_that_is_here_is_cancelled_here_and_wherever_else_it_is(
+def test_local_request_is_cancelled_and_the_cancel_is_sent_to_all_ingresses(
     says: list[Any] | Exception, monkeypatch: pytest.MonkeyPatch
 ):
     ingresses = Replicas(says)
@@ -121,7 +119,7 @@ def test_a_request_that_is_here_is_cancelled_here_and_wherever_else_it_is(
     async def go() -> tuple[bool, bool]:
         here = await make_ingress(monkeypatch, ingresses)
         with here.in_flight.enter("mine") as entry:
-            return await here.cancel("mine"), entry.must_end.done()
+            return await here.cancel("mine"), entry.cancelled.done()
 
     assert asyncio.run(go()) == (True, True)
     assert ingresses.asked == [("cancel_here", "mine")]
@@ -130,25 +128,25 @@ def test_a_request_that_is_here_is_cancelled_here_and_wherever_else_it_is(
 @pytest.mark.parametrize(
     ("says", "told"),
     [
-        ([False, False, SILENT], "1 of 3 nodes"),
-        ([False, ActorDiedError(), SILENT], "2 of 3 nodes"),
-        ([False, asyncio.CancelledError()], "1 of 2 nodes"),
-        ([], "1 of 1 nodes"),
-        (TimeoutError(), "1 of 1 nodes"),
-        (DeploymentUnavailableError(ORCHARD), "1 of 1 nodes"),
+        ([False, False, SILENT], "1 of 3 ingresses"),
+        ([False, ActorDiedError(), SILENT], "2 of 3 ingresses"),
+        ([False, asyncio.CancelledError()], "1 of 2 ingresses"),
+        ([], "1 of 1 ingresses"),
+        (TimeoutError(), "1 of 1 ingresses"),
+        (DeploymentUnavailableError(ORCHARD), "1 of 1 ingresses"),
     ],
 )
-def test_whether_a_request_is_known_is_not_said_while_somebody_does_not_answer(
+def test_cancel_of_a_request_found_nowhere_is_unavailable_while_an_ingress_is_silent(
     says: Any, told: str, monkeypatch: pytest.MonkeyPatch
 ):
     async def go() -> None:
         await (await make_ingress(monkeypatch, Replicas(says))).cancel("mine")
 
-    with pytest.raises(Unavailable, match=f"{told} that may know the request did not answer"):
+    with pytest.raises(Unavailable, match=f"{told} that may have the request did not answer"):
         asyncio.run(go())
 
 
-def test_a_request_is_cancelled_here_for_whoever_asks(monkeypatch: pytest.MonkeyPatch):
+def test_cancel_here_ends_only_a_known_local_request(monkeypatch: pytest.MonkeyPatch):
     async def go() -> tuple[bool, bool]:
         here = await make_ingress(monkeypatch)
         with here.in_flight.enter("mine"):
@@ -157,7 +155,7 @@ def test_a_request_is_cancelled_here_for_whoever_asks(monkeypatch: pytest.Monkey
     assert asyncio.run(go()) == (True, False)
 
 
-def test_the_status_shows_every_ingress_this_one_first(monkeypatch: pytest.MonkeyPatch):
+def test_status_shows_every_answering_ingress_and_the_local_ingress_first(monkeypatch: pytest.MonkeyPatch):
     there = {"replica_id": "there", "num_in_flight": 5, "num_refused": 6, "is_draining": True}
     stale = {"replica_id": "here", "num_in_flight": 9, "num_refused": 9, "is_draining": True}
     monkeypatch.setattr(ingress, "status_of_all", no_replicas)
@@ -190,9 +188,7 @@ def engine(state: str, error: str | None = None) -> dict[str, Any]:
         (DeploymentUnavailableError(ORCHARD), "No engine is ready: the model is being loaded."),
     ],
 )
-def test_one_engine_that_is_ready_is_enough_whoever_is_silent(
-    says: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch
-):
+def test_server_is_ready_with_a_single_ready_engine(says: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch):
     async def go() -> Any:
         here = await make_ingress(monkeypatch)
         here._engines = Replicas(says)
@@ -201,7 +197,7 @@ def test_one_engine_that_is_ready_is_enough_whoever_is_silent(
     assert asyncio.run(go()) == reason
 
 
-def test_nobody_waits_for_a_silent_engine_while_another_is_ready(monkeypatch: pytest.MonkeyPatch):
+def test_readiness_does_not_wait_for_a_silent_engine_while_another_engine_is_ready(monkeypatch: pytest.MonkeyPatch):
     async def go() -> float:
         here = await make_ingress(monkeypatch)
         monkeypatch.setattr(ingress, "STATUS_TIMEOUT_S", SILENT)
@@ -213,7 +209,7 @@ def test_nobody_waits_for_a_silent_engine_while_another_is_ready(monkeypatch: py
     assert asyncio.run(go()) < SILENT / 4
 
 
-def test_all_who_ask_for_the_status_or_for_readiness_at_once_share_one_question(monkeypatch: pytest.MonkeyPatch):
+def test_concurrent_status_and_readiness_calls_share_a_query_to_the_replicas(monkeypatch: pytest.MonkeyPatch):
     async def go() -> None:
         ingresses, engines = Replicas([]), Replicas([engine("failed", "it broke")])
         monkeypatch.setattr(ingress, "status_of_all", no_replicas)
@@ -229,7 +225,7 @@ def test_all_who_ask_for_the_status_or_for_readiness_at_once_share_one_question(
     asyncio.run(go())
 
 
-def test_the_status_is_asked_for_anew_when_an_answer_has_begun_or_ended(monkeypatch: pytest.MonkeyPatch):
+def test_status_is_queried_anew_after_the_start_or_end_of_an_answer(monkeypatch: pytest.MonkeyPatch):
     async def go() -> int:
         ingresses = Replicas([])
         monkeypatch.setattr(ingress, "status_of_all", no_replicas)
@@ -250,7 +246,7 @@ def test_the_status_is_asked_for_anew_when_an_answer_has_begun_or_ended(monkeypa
     assert asyncio.run(go()) == 3
 
 
-def test_the_status_of_all_replicas_lacks_only_those_that_are_silent():
+def test_status_of_all_replicas_lacks_only_silent_replicas():
     async def go() -> list[dict[str, Any]]:
         handle: Any = Replicas([engine("ready"), SILENT, engine("failed")])
         with pytest.MonkeyPatch.context() as patch:
@@ -260,7 +256,7 @@ def test_the_status_of_all_replicas_lacks_only_those_that_are_silent():
     assert asyncio.run(go()) == [engine("ready"), engine("failed")]
 
 
-def test_an_ingress_lets_in_what_all_engines_run_and_queue(monkeypatch: pytest.MonkeyPatch):
+def test_ingress_admits_as_many_choices_as_all_engines_run_and_queue(monkeypatch: pytest.MonkeyPatch):
     nodes = ["a"]
 
     async def known() -> list[str]:
@@ -285,7 +281,7 @@ def test_an_ingress_lets_in_what_all_engines_run_and_queue(monkeypatch: pytest.M
     asyncio.run(go())
 
 
-def test_engines_that_cannot_be_counted_are_as_many_as_before_and_that_is_said_once_per_outage(
+def test_engine_count_is_kept_when_ray_is_unreachable_and_logged_once_per_outage(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     num_asked = 0
@@ -315,22 +311,22 @@ def test_engines_that_cannot_be_counted_are_as_many_as_before_and_that_is_said_o
     assert all(record.exc_info is None and record.levelno == logging.WARNING for record in caplog.records)
 
 
-def test_an_ingress_that_drains_is_not_ready_and_ends_what_takes_too_long(monkeypatch: pytest.MonkeyPatch):
+def test_draining_ingress_is_not_ready_and_ends_answers_after_the_timeout(monkeypatch: pytest.MonkeyPatch):
     async def go() -> None:
         here = await make_ingress(monkeypatch)
         with running(here) as entry:
             draining = asyncio.ensure_future(here.drain())
-            error = await entry.must_end
-            assert "took longer than 0.05 s" in error.message
+            error = await entry.cancelled
+            assert "did not finish within 0.05 s" in error.message
             assert await here.not_ready() == "The server is shutting down."
         await draining
 
     asyncio.run(go())
 
 
-def test_an_ingress_drains_when_serve_stops_it(monkeypatch: pytest.MonkeyPatch):
+def test_ingress_drains_when_serve_stops_its_replica(monkeypatch: pytest.MonkeyPatch):
     acts: list[Any] = []
-    monkeypatch.setattr(ingress, "when_stopping", acts.append)
+    monkeypatch.setattr(ingress, "on_stop", acts.append)
 
     async def go() -> bool:
         here = await make_ingress(monkeypatch)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from deployments.chat import ChatRequest, Plan, Route
 from deployments.mllm import MLLM, image_sources
+from deployments.protocol import ChatRequest, Plan, Route
 from engine.config import EngineConfig, MediaConfig, SpecPrefillConfig
 from engine.processing import media
 from engine.processing.checkpoint import DEMO_MODEL
@@ -43,7 +43,7 @@ def plan(*messages: dict[str, Any], config: EngineConfig = CONFIG[0], limits: Me
     return asyncio.run(go())
 
 
-def test_placeholders_stand_for_each_picture_in_order():
+def test_placeholder_tokens_stand_for_each_image_in_order():
     planned = plan(user(picture(data_url((64, 64))), picture(data_url((128, 64), "blue")), TEXT))
     images = planned.request.images
     assert planned.route == Route.MLLM
@@ -52,7 +52,7 @@ def test_placeholders_stand_for_each_picture_in_order():
     assert len({image.content_hash for image in images}) == 2
 
 
-def test_pictures_of_all_turns_and_of_tool_results_are_found_in_order():
+def test_images_of_all_turns_and_of_tool_results_are_found_in_order():
     messages = [
         user({"type": "image_url", "image_url": "a"}, TEXT),
         {"role": "assistant", "content": "Yes."},
@@ -69,30 +69,30 @@ def test_pictures_of_all_turns_and_of_tool_results_are_found_in_order():
 
 
 @pytest.mark.parametrize("kind, type_", [("video", "video_url"), ("audio", "input_audio"), ("file", "file")])
-def test_other_media_are_refused_by_kind_and_place(kind: str, type_: str):
+def test_unsupported_media_are_refused_by_kind_and_path(kind: str, type_: str):
     with pytest.raises(InvalidRequest, match=f"^{kind} is not supported") as error:
         plan(user(TEXT, {"type": type_, type_: {}}))
     assert error.value.field == "messages[0].content[1]"
 
 
-def test_a_picture_without_a_url_is_refused_by_place():
+def test_image_without_a_url_is_refused_by_path():
     with pytest.raises(InvalidRequest) as error:
         plan(user({"type": "image_url", "image_url": {"detail": "high"}}))
     assert error.value.field == "messages[0].content[0].image_url"
 
 
-def test_a_picture_that_cannot_be_read_is_refused_by_place():
+def test_undecodable_image_is_refused_by_path():
     with pytest.raises(InvalidRequest, match="decoded") as error:
         plan(user(TEXT, picture("data:image/png;base64,AAAA")))
     assert error.value.field == "messages[0].content[1].image_url.url"
 
 
-def test_more_pictures_than_allowed_are_refused():
+def test_more_images_than_allowed_are_refused():
     with pytest.raises(InvalidRequest, match="4 images; the limit is 3"):
         plan(user(*[picture(data_url())] * 4))
 
 
-def test_pictures_that_would_not_fit_in_one_message_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_images_beyond_the_byte_limit_of_a_request_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(media, "MAX_REQUEST_BYTES", 20_000)
     limits = MediaConfig(max_image_tokens=4)
     plan(user(picture(data_url((64, 64)))), limits=limits)
@@ -101,15 +101,15 @@ def test_pictures_that_would_not_fit_in_one_message_are_refused(monkeypatch: pyt
     assert error.value.field == "messages[0].content[1].image_url.url"
 
 
-def test_a_model_without_eyes_refuses_pictures(tmp_path: Path):
+def test_image_for_a_text_only_model_is_refused(tmp_path: Path):
     for file in DEMO_MODEL.iterdir():
         if file.name != "preprocessor_config.json" and file.is_file():
             (tmp_path / file.name).symlink_to(file)
-    with pytest.raises(InvalidRequest, match="sees no images"):
+    with pytest.raises(InvalidRequest, match="does not accept images"):
         plan(user(picture(data_url())), config=EngineConfig(model=str(tmp_path)))
 
 
-def test_a_hostile_image_is_refused_by_place_and_the_status_counts_it():
+def test_hostile_image_is_refused_by_path_and_counted_in_the_status():
     async def go() -> dict[str, Any]:
         make: Any = MLLM.func_or_class
         planner = make(*CONFIG, SpecPrefillConfig())

@@ -28,7 +28,7 @@ def refusal(**sections: Any) -> str:
     return str(error.value)
 
 
-def test_the_demo_model_and_its_draft_are_right(model: Path):
+def test_demo_model_and_its_draft_pass_the_check(model: Path):
     check_model(AppArgs())
     check_model(AppArgs.model_validate({"engine": {"model": str(model)}}))
 
@@ -52,20 +52,20 @@ def empty(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (cut, "its header announces"),
-        (no_header, "this is no safetensors file that can be read (its header would have"),
-        (no_json, "this is no safetensors file that can be read"),
-        (empty, "this is no safetensors file that can be read"),
+        (cut, "its header declares"),
+        (no_header, "this is not a readable safetensors file (the header length is"),
+        (no_json, "this is not a readable safetensors file"),
+        (empty, "this is not a readable safetensors file"),
         (Path.unlink, "there are no weights"),
     ],
 )
-def test_weights_that_cannot_be_read_are_named(model: Path, damage: Callable[[Path], None], reason: str):
+def test_unreadable_weights_are_named_with_the_reason(model: Path, damage: Callable[[Path], None], reason: str):
     damage(model / "model.safetensors")
     refused = refusal(engine={"model": str(model)})
     assert reason in refused and str(model) in refused
 
 
-def test_a_file_that_the_index_names_must_be_there(model: Path):
+def test_missing_weight_file_of_the_index_is_named(model: Path):
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     refused = refusal(engine={"model": str(model)})
@@ -74,8 +74,8 @@ def test_a_file_that_the_index_names_must_be_there(model: Path):
     assert "weight_map" in refusal(engine={"model": str(model)})
 
 
-def test_a_context_beyond_the_models_is_named():
-    assert "max_context_tokens: 99999999 is more than" in refusal(engine={"max_context_tokens": 99_999_999})
+def test_context_beyond_that_of_the_model_is_refused():
+    assert "max_context_tokens is 99999999; the model's limit is" in refusal(engine={"max_context_tokens": 99_999_999})
 
 
 def test_options_for_images_have_no_effect_with_a_model_that_reads_text(model: Path):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from deployments import model_replica
-from deployments.chat import ChatRequest, EngineAnswer
 from deployments.engine_stream import SILENCE_LIMIT_S
 from deployments.model_replica import ModelReplica
 from deployments.planning import PromptPlanner
+from deployments.protocol import ChatRequest, EngineAnswer
 from engine import async_engine
 from engine.config import EngineConfig
 from engine.protocol import (
@@ -92,15 +92,15 @@ def ask(question: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
     return asyncio.run(go())
 
 
-def test_the_state_of_the_cache_comes_with_the_place_of_the_engine():
+def test_cache_status_comes_with_node_and_replica_id():
     assert ask(lambda replica: replica.cache_status()) == EngineAnswer("n", "r", STATUS)
 
 
-def test_what_was_cleared_comes_with_the_place_of_the_engine():
+def test_clear_cache_result_comes_with_node_and_replica_id():
     assert ask(lambda replica: replica.clear_cache()) == EngineAnswer("n", "r", CLEARED)
 
 
-def test_the_engine_is_asked_what_it_has_of_a_prompt():
+def test_cached_prefix_of_a_prompt_comes_from_the_engine():
     request = EngineRequest("r", np.zeros(3, np.int32), SamplingParams(8), (2,))
     assert ask(lambda replica: replica.cached_prefix(request)) == CachedPrefix(3)
 
@@ -109,19 +109,19 @@ async def chunks_of(replica: Any, request: EngineRequest) -> list[TokenChunk]:
     return [chunk async for chunk in replica.generate(request)]
 
 
-def test_the_engine_says_that_it_is_alive_and_what_it_says_is_passed_on():
+def test_heartbeats_and_chunks_of_the_engine_are_passed_on():
     request = EngineRequest("r", np.zeros(3, np.int32), SamplingParams(8), (2,))
     assert ask(lambda replica: chunks_of(replica, request)) == [HEARTBEAT, TokenChunk((1,), FinishReason.STOP)]
 
 
-def test_a_prompt_that_was_made_for_another_checkpoint_is_refused_for_a_while():
+def test_prompt_of_another_checkpoint_is_refused_with_a_retry_after():
     request = EngineRequest("r", np.zeros(3, np.int32), SamplingParams(8), (2,), checkpoint="another")
     with pytest.raises(Unavailable, match="The model is being replaced") as error:
         ask(lambda replica: chunks_of(replica, request))
     assert error.value.retry_after_s >= 1
 
 
-def test_a_prompt_that_was_made_for_this_checkpoint_is_not_refused():
+def test_prompt_of_the_same_checkpoint_is_answered():
     planner = PromptPlanner(EngineConfig())
     message = {"role": "user", "content": "What is 12 + 30?"}
 
@@ -133,7 +133,7 @@ def test_a_prompt_that_was_made_for_this_checkpoint_is_not_refused():
     assert ask(go)[-1].finish_reason is FinishReason.STOP
 
 
-def test_an_engine_that_has_failed_says_so(engine: type[CachingEngine]):
+def test_cache_calls_to_a_failed_engine_raise_its_error(engine: type[CachingEngine]):
     engine.error = EngineFailed("the engine is not ready: it is loading")
     with pytest.raises(EngineFailed, match="it is loading"):
         ask(lambda replica: replica.cache_status())
@@ -141,11 +141,11 @@ def test_an_engine_that_has_failed_says_so(engine: type[CachingEngine]):
         ask(lambda replica: replica.clear_cache())
 
 
-def test_an_engine_whose_replica_is_stopped_gets_as_long_as_the_configuration_says(
+def test_stopped_replica_drains_its_engine_for_the_configured_time(
     engine: type[CachingEngine], monkeypatch: pytest.MonkeyPatch
 ):
     acts: list[Callable[[], Coroutine[Any, Any, None]]] = []
-    monkeypatch.setattr(model_replica, "when_stopping", acts.append)
+    monkeypatch.setattr(model_replica, "on_stop", acts.append)
 
     async def go() -> None:
         replica: Any = Replica.__new__(Replica)

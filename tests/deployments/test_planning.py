@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from deployments.chat import ChatRequest, PackedMessages, Thinking, Tool
 from deployments.planning import PromptPlanner, sampling_params
+from deployments.protocol import ChatRequest, PackedMessages, Thinking, Tool
 from engine.config import EngineConfig, PrefixCacheConfig
 from engine.processing.prompt_origin import prompt_origin
 from engine.processing.tokenizer import GenerationDefaults
@@ -35,7 +35,7 @@ def plan(planner: PromptPlanner, request: ChatRequest) -> EngineRequest:
     return asyncio.run(planner.engine_request(request, request.messages))
 
 
-def test_a_request_becomes_token_ids_and_stop_tokens(planner: PromptPlanner):
+def test_planned_request_has_token_ids_stop_tokens_and_sampling(planner: PromptPlanner):
     planned = plan(planner, request(max_tokens=5, seed=7))
     assert planned.request_id == "r"
     assert planned.token_ids.dtype == "int32" and planned.token_ids.ndim == 1
@@ -53,30 +53,30 @@ def test_the_configured_context_is_a_limit_below_that_of_the_model():
     assert plan(small, request(max_tokens=10)).sampling.max_tokens == 10
     clamped = plan(small, request(max_tokens=60))
     assert clamped.sampling.max_tokens == 64 - len(clamped.token_ids) < 60
-    with pytest.raises(ContextLengthExceeded, match=r"holds 64 tokens.*and 1 for the answer"):
+    with pytest.raises(ContextLengthExceeded, match=r"maximum context length is 64 tokens.*and 1 for the answer"):
         plan(small, request("apple " * 100))
     large = PromptPlanner(EngineConfig(max_context_tokens=10**6))
     assert plan(large, request()).sampling.max_tokens < 32768
 
 
-def test_a_template_that_refuses_is_the_callers_fault(planner: PromptPlanner):
+def test_messages_refused_by_the_chat_template_are_an_invalid_request(planner: PromptPlanner):
     with pytest.raises(InvalidRequest, match="template"):
         plan(planner, ChatRequest("r", ({"role": "wizard", "content": "x"},)))
 
 
-def test_a_model_that_is_not_there_is_named():
+def test_missing_model_is_named():
     with pytest.raises(EngineFailed, match="no-such-model"):
         PromptPlanner(EngineConfig(model="./no-such-model"))
 
 
-def test_what_the_client_says_wins_over_the_models_defaults():
+def test_sampling_parameters_of_the_client_override_those_of_the_model():
     asked = sampling_params(request(temperature=0.0, top_k=0, max_tokens=3), DEFAULTS, 10, 100)
     assert (asked.temperature, asked.top_p, asked.top_k, asked.min_p) == (0.0, 0.8, 0, 0.1)
     silent = sampling_params(request(), DEFAULTS, 10, 100)
     assert (silent.temperature, silent.top_p, silent.top_k, silent.max_tokens) == (0.7, 0.8, 20, 90)
 
 
-def test_without_a_seed_each_request_gets_another_one():
+def test_requests_without_a_seed_get_different_seeds():
     seeds = {sampling_params(request(), DEFAULTS, 1, 10).seed for _ in range(8)}
     assert len(seeds) == 8 and all(0 <= seed < 2**64 for seed in seeds)
     assert sampling_params(request(seed=-1), DEFAULTS, 1, 10).seed == 2**64 - 1
@@ -92,7 +92,7 @@ def test_max_tokens_is_a_ceiling_that_the_context_lowers():
         assert error.value.args == (num_prompt, needed, 100, False)
 
 
-def test_what_shapes_the_answer_reaches_the_engine(planner: PromptPlanner):
+def test_sampling_parameters_grammar_and_priority_reach_the_engine(planner: PromptPlanner):
     sampling = {
         "presence_penalty": 0.5,
         "frequency_penalty": -0.5,
@@ -107,7 +107,7 @@ def test_what_shapes_the_answer_reaches_the_engine(planner: PromptPlanner):
     assert (planned.num_choices, planned.grammar, planned.priority) == (3, grammar, -2)
 
 
-def test_a_request_that_asks_for_nothing_gets_one_plain_choice(planner: PromptPlanner):
+def test_request_without_options_gets_a_single_choice_and_no_grammar(planner: PromptPlanner):
     planned = plan(planner, request(max_tokens=5, seed=1))
     asked = planned.sampling
     assert asked == SamplingParams(5, asked.temperature, asked.top_p, asked.top_k, asked.min_p, seed=1)
@@ -117,13 +117,13 @@ def test_a_request_that_asks_for_nothing_gets_one_plain_choice(planner: PromptPl
 def test_stop_tokens_of_the_client_join_those_of_the_model(planner: PromptPlanner):
     assert plan(planner, request(stop_token_ids=(7, 2, 4095))).stop_token_ids == (0, 2, 7, 4095)
     with pytest.raises(
-        InvalidRequest, match=r"stop_token_ids\[1\] is 4096; this model's tokens are 0 to 4095"
+        InvalidRequest, match=r"stop_token_ids\[1\] is 4096; this model's token ids are 0 to 4095"
     ) as error:
         plan(planner, request(stop_token_ids=(7, 4096)))
     assert error.value.field == "stop_token_ids[1]"
 
 
-def test_no_more_tokens_can_be_forced_than_are_allowed(planner: PromptPlanner):
+def test_min_tokens_above_max_tokens_is_refused(planner: PromptPlanner):
     assert plan(planner, request(max_tokens=5, min_tokens=5)).sampling.min_tokens == 5
     with pytest.raises(InvalidRequest, match="min_tokens is 6; it must be between 0 and 5") as error:
         plan(planner, request(max_tokens=5, min_tokens=6))
@@ -135,7 +135,7 @@ def test_no_more_tokens_can_be_forced_than_are_allowed(planner: PromptPlanner):
 TOOLS = [{"type": "function", "function": {"name": "weather"}}]
 
 
-def test_a_prompt_comes_with_the_places_where_it_can_be_cut(planner: PromptPlanner):
+def test_prompt_has_system_and_turn_boundaries_that_later_prompts_share(planner: PromptPlanner):
     messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
     planned = plan(planner, ChatRequest("r", messages))
     assert [boundary.kind for boundary in planned.boundaries] == ["system", "turn"]
@@ -146,7 +146,7 @@ def test_a_prompt_comes_with_the_places_where_it_can_be_cut(planner: PromptPlann
     assert later.boundaries[0] == planned.boundaries[0]
 
 
-def test_without_a_prefix_cache_nothing_is_cut(planner: PromptPlanner):
+def test_prompt_without_a_prefix_cache_has_no_boundaries_and_no_origin(planner: PromptPlanner):
     off = PromptPlanner(EngineConfig(prefix_cache=PrefixCacheConfig(enabled=False)))
     asked = request(tools=(WEATHER,), max_tokens=5)
     cut, whole = plan(planner, asked), plan(off, asked)
@@ -155,17 +155,17 @@ def test_without_a_prefix_cache_nothing_is_cut(planner: PromptPlanner):
     assert cut.boundaries and cut.origin.tools
 
 
-def test_boundaries_may_be_wanted_without_a_prefix_cache(planner: PromptPlanner):
+def test_boundaries_can_be_found_without_a_prefix_cache(planner: PromptPlanner):
     off = PromptPlanner(EngineConfig(prefix_cache=PrefixCacheConfig(enabled=False)), finds_boundaries=True)
     assert plan(off, request()).boundaries == plan(planner, request()).boundaries != ()
 
 
-def test_the_tenant_reaches_the_engine(planner: PromptPlanner):
+def test_tenant_of_a_request_reaches_the_engine(planner: PromptPlanner):
     assert plan(planner, request()).tenant == ""
     assert plan(planner, request(tenant="acme")).tenant == "acme"
 
 
-def test_the_origin_tells_what_a_prompt_was_rendered_with(planner: PromptPlanner):
+def test_origin_has_digests_of_the_tools_and_template_kwargs_of_a_prompt(planner: PromptPlanner):
     assert plan(planner, request(tools=(WEATHER,))).origin == prompt_origin({"tools": [WEATHER.definition]})
     plain, tools, thinking = (prompt_origin(kwargs) for kwargs in ({}, {"tools": TOOLS}, {"enable_thinking": True}))
     assert plain == PromptOrigin("", "")
@@ -177,19 +177,19 @@ def test_the_origin_tells_what_a_prompt_was_rendered_with(planner: PromptPlanner
 
 
 @pytest.mark.parametrize("kwargs", [{"enable_thinking": False}, {"tools": []}, {"tools": None}])
-def test_what_is_the_default_anyway_leaves_no_trace_in_the_origin(kwargs: dict):
+def test_default_template_kwargs_do_not_change_the_origin(kwargs: dict):
     assert prompt_origin(kwargs) == PromptOrigin()
     assert prompt_origin({**kwargs, "lang": "en"}) == prompt_origin({"lang": "en"})
 
 
-def test_digests_are_stable_and_tell_things_apart():
+def test_origin_digests_are_stable_and_distinct():
     assert prompt_origin({"a": 1, "b": [2]}) == prompt_origin({"b": [2], "a": 1})
     assert prompt_origin({"tools": TOOLS}).tools == "23f0c3dec7902f96"
     distinct = [{"a": 1}, {"a": "1"}, {"b": 1}, {"a": 1, "b": 1}, {"enable_thinking": None}, {"a": {"b": 1, "c": 2}}]
     assert len({prompt_origin(kwargs) for kwargs in [*distinct, {"a": {"c": 2, "b": 1}}]}) == 7
 
 
-def test_the_engine_is_told_whose_request_it_is(planner: PromptPlanner):
+def test_client_and_tenant_of_a_request_reach_the_engine(planner: PromptPlanner):
     planned = plan(planner, request(client="ann", tenant="t", max_tokens=5))
     assert (planned.client, planned.tenant) == ("ann", "t")
     planned = plan(planner, request())
@@ -210,7 +210,7 @@ def test_tools_are_shown_to_the_model_and_constrain_its_answer(planner: PromptPl
     assert hidden.grammar == planned.grammar
 
 
-def test_a_thought_is_opened_where_the_template_can(planner: PromptPlanner):
+def test_thinking_is_opened_in_the_prompt_and_its_budget_is_passed_on(planner: PromptPlanner):
     planned = plan(planner, request(thinking=Thinking("on", 7)))
     assert planned.thought is not None and planned.thought.budget == 7
     assert planned.token_ids.tolist() != plan(planner, request()).token_ids.tolist()
@@ -223,7 +223,7 @@ def test_an_answer_goes_on_behind_stop_tokens_on_request(planner: PromptPlanner)
     assert plan(planner, request(ignore_eos=True, stop_token_ids=(7,))).stop_token_ids == (7,)
 
 
-def test_a_prompt_that_cannot_fit_is_refused_at_a_fraction_of_what_it_costs_to_tokenize(planner: PromptPlanner):
+def test_prompt_far_beyond_the_context_is_refused_after_tokenizing_a_fraction_of_its_text(planner: PromptPlanner):
     """Counted by what is given to the tokenizer, as times depend on the machine."""
     encoded: list[int] = []
     tokenizer = planner.tokenizer._tokenizer
@@ -250,7 +250,7 @@ def test_a_prompt_that_cannot_fit_is_refused_at_a_fraction_of_what_it_costs_to_t
     assert sum(encoded) < 500_000
 
 
-def test_the_work_of_a_client_that_left_ends_between_its_pieces(planner: PromptPlanner):
+def test_planner_serves_the_next_request_after_a_cancelled_large_request(planner: PromptPlanner):
     async def story() -> None:
         asked = request("<|im_end|> word " * 100_000)
         left = asyncio.create_task(planner.engine_request(asked, asked.messages))
@@ -264,7 +264,7 @@ def test_the_work_of_a_client_that_left_ends_between_its_pieces(planner: PromptP
     asyncio.run(story())
 
 
-def test_packed_messages_are_planned_as_others(planner: PromptPlanner):
+def test_packed_messages_give_the_same_prompt_as_plain_messages(planner: PromptPlanner):
     asked = request("What is 12 + 30?")
     packed = replace(asked, messages=PackedMessages.of(asked.messages))
     there = pickle.loads(pickle.dumps(packed))  # noqa: S301

@@ -62,7 +62,7 @@ def run(story) -> None:
     asyncio.run(told())
 
 
-def test_large_conversations_leave_a_thread_to_small_ones():
+def test_large_conversations_leave_a_thread_to_small_conversations():
     async def story(house: House):
         large = [house.submit(f"large {i}", LARGE_BYTES) for i in range(3)]
         await house.until_begun("large 0")
@@ -97,7 +97,7 @@ def test_large_conversations_together_stay_below_a_limit_of_bytes(monkeypatch):
     run(story)
 
 
-def test_clients_take_turns_by_what_they_have_planned():
+def test_clients_with_little_planned_work_are_served_before_clients_with_much():
     async def story(house: House):
         first = [house.submit(f"running {i}", client="x") for i in range(2)]
         await house.until_begun("running 0")
@@ -115,7 +115,7 @@ def test_clients_take_turns_by_what_they_have_planned():
     run(story)
 
 
-def test_work_of_a_caller_that_left_is_not_begun():
+def test_waiting_work_of_a_cancelled_caller_is_not_begun():
     async def story(house: House):
         running = [house.submit(f"running {i}") for i in range(2)]
         await house.until_begun("running 0")
@@ -133,7 +133,7 @@ def test_work_of_a_caller_that_left_is_not_begun():
     run(story)
 
 
-def test_work_that_has_begun_learns_that_its_caller_left():
+def test_running_work_can_see_that_its_caller_was_cancelled():
     async def story(house: House):
         task = house.submit("left")
         await house.until_begun("left")

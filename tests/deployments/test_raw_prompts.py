@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 from ray import serve
 
-from deployments.chat import ChatRequest, Tool
 from deployments.http.config import HttpConfig
 from deployments.ingress import Ingress, naming_prompt
 from deployments.mllm import MLLM
 from deployments.model_replica import ModelReplica
 from deployments.planning import PromptPlanner
+from deployments.protocol import ChatRequest, Tool
 from deployments.text import TextMTP
 from engine.config import EmbeddingConfig, EngineConfig, MediaConfig, PrefixCacheConfig, SpecPrefillConfig
 from engine.protocol import ContextLengthExceeded, InvalidRequest
@@ -38,7 +38,7 @@ def plan(planner: PromptPlanner, request: ChatRequest) -> Any:
     return asyncio.run(planner.engine_request(request, request.messages))
 
 
-def test_a_raw_prompt_is_tokenized_as_it_stands_and_no_template_renders_it(planner):
+def test_raw_prompt_is_tokenized_without_the_chat_template(planner):
     text = "<|im_start|>user\nHi<|im_end|>\n"
     planned = plan(planner, raw(text, max_tokens=5))
     assert planned.token_ids.tolist() == planner.tokenizer.encode_text(text).tolist()
@@ -49,15 +49,15 @@ def test_a_raw_prompt_is_tokenized_as_it_stands_and_no_template_renders_it(plann
 
 
 @pytest.mark.parametrize("caches", [True, False])
-def test_a_raw_prompt_needs_tokens_of_this_model_and_room(caches):
+def test_raw_prompt_that_is_empty_out_of_vocabulary_or_too_long_is_refused(caches):
     small = PromptPlanner(EngineConfig(max_context_tokens=64, prefix_cache=PrefixCacheConfig(enabled=caches)))
     for prompt in ("", ()):
         with pytest.raises(InvalidRequest, match="has 0 tokens"):
             plan(small, raw(prompt))
-    with pytest.raises(InvalidRequest, match="The token at place 1 is 4096; this model's tokens are 0 to 4095"):
+    with pytest.raises(InvalidRequest, match="The token id at index 1 is 4096; this model's token ids are 0 to 4095"):
         plan(small, raw((5, 4096)))
     for prompt in ("apple " * 100, "apple " * 200_000, (5,) * 64):
-        with pytest.raises(ContextLengthExceeded, match="holds 64 tokens"):
+        with pytest.raises(ContextLengthExceeded, match="maximum context length is 64 tokens"):
             plan(small, raw(prompt))
     assert len(plan(small, raw((5,) * 63)).token_ids) == 63
 
@@ -70,7 +70,7 @@ def test_an_embedding_may_take_the_whole_context():
         asyncio.run(small.embedding_request(raw((5,) * 65, is_embedding=True)))
 
 
-def test_tokens_are_counted_as_the_prompt_would_be_rendered(planner):
+def test_token_count_is_the_length_of_the_rendered_prompt(planner):
     tool = Tool("get_weather", "The weather of a city", {"type": "object", "properties": {"city": {"type": "string"}}})
     plain, with_tool = ChatRequest("r", (USER,)), ChatRequest("r", (USER,), tools=(tool,), max_tokens=1, min_tokens=9)
     same_prompt = ChatRequest("r", (USER,), tools=(tool,))
@@ -80,25 +80,25 @@ def test_tokens_are_counted_as_the_prompt_would_be_rendered(planner):
     assert asyncio.run(planner.count_tokens(with_tool, (USER,))) > asyncio.run(planner.count_tokens(plain, (USER,)))
 
 
-def test_a_prompt_that_is_too_long_is_counted_all_the_same_if_that_is_little_work():
+def test_prompt_beyond_the_context_is_counted_unless_the_work_is_too_large():
     small = PromptPlanner(EngineConfig(max_context_tokens=64))
     assert asyncio.run(small.count_tokens(raw((5,) * 100), ())) == 100
     with pytest.raises(ContextLengthExceeded):
         asyncio.run(small.count_tokens(raw("apple " * 200_000), ()))
 
 
-def test_tokens_become_text(planner):
+def test_token_ids_are_detokenized_and_ids_out_of_vocabulary_are_refused(planner):
     ids = planner.tokenizer.encode_text("Once 🙂<|im_end|>").tolist()
     assert asyncio.run(planner.text_of(ids, "tokens")) == "Once 🙂<|im_end|>"
     assert asyncio.run(planner.text_of((), "tokens")) == ""
     texts = asyncio.run(planner.token_texts(ids))
     assert len(texts) == len(ids) and texts[-1] == "<|im_end|>"
-    with pytest.raises(InvalidRequest, match="place 0 is 5000") as error:
+    with pytest.raises(InvalidRequest, match="index 0 is 5000") as error:
         asyncio.run(planner.text_of((5000,), "tokens"))
     assert error.value.field == "tokens"
 
 
-def test_errors_about_a_raw_prompt_name_the_clients_field():
+def test_errors_about_a_raw_prompt_name_the_field_of_the_client():
     def field_of(request: ChatRequest, error: InvalidRequest) -> str | None:
         with pytest.raises(InvalidRequest) as raised, naming_prompt(request):
             raise error
@@ -168,7 +168,7 @@ def test_a_completion_of_a_rendered_prompt_is_the_chat_completion(talk):
     talk(test)
 
 
-def test_embeddings_are_of_length_one_and_the_same_in_any_company(talk):
+def test_embeddings_have_unit_length_and_do_not_depend_on_concurrent_requests(talk):
     async def test(client: httpx.AsyncClient) -> None:
         texts = [f"The number {i} is a number. " * (i + 1) for i in range(6)]
 
@@ -192,7 +192,7 @@ def test_embeddings_are_of_length_one_and_the_same_in_any_company(talk):
     talk(test)
 
 
-def test_what_the_engine_cannot_embed_is_refused_by_field(talk):
+def test_prompt_that_cannot_be_embedded_or_completed_is_refused_by_field(talk):
     async def test(client: httpx.AsyncClient) -> None:
         async def error_of(**fields: Any) -> tuple[int, str]:
             answer = await client.post("/v1/embeddings", json={"model": "demo", **fields})
@@ -209,7 +209,7 @@ def test_what_the_engine_cannot_embed_is_refused_by_field(talk):
     talk(test)
 
 
-def test_the_tokens_of_an_image_are_counted():
+def test_token_count_and_token_ids_include_the_tokens_of_an_image():
     buffer = io.BytesIO()
     Image.new("RGB", (128, 64), "red").save(buffer, "PNG")
     url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

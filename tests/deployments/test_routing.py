@@ -78,7 +78,7 @@ async def stop(router: Any) -> None:
     await asyncio.gather(*router._routing_tasks, return_exceptions=True)
 
 
-def test_three_concurrent_calls_of_one_request_do_not_starve():
+def test_concurrent_pinned_calls_of_a_request_do_not_starve():
     async def go() -> list[str]:
         router = make_router(NodeRouter)
         calls = [call(router, f"node:node-{i}") for i in range(3)]
@@ -95,7 +95,7 @@ class PlainRouter(RequestRouter):
         return [candidate_replicas]
 
 
-def test_ray_itself_still_lets_concurrent_calls_starve():
+def test_plain_ray_router_still_lets_concurrent_calls_starve():
     """If it does not, there is one reason less for NodeRouter to let each request choose by itself."""
 
     async def go() -> None:
@@ -112,7 +112,7 @@ def test_ray_itself_still_lets_concurrent_calls_starve():
 
 
 @pytest.mark.parametrize("local_default", [True, False])
-def test_a_named_node_is_kept_to_even_when_another_is_idle(local_default: bool):
+def test_request_pinned_to_a_busy_node_stays_on_the_node(local_default: bool):
     async def go() -> set[str]:
         busy = FakeReplica("b", "node-1", queue_len=3)
         router = make_router(NodeRouter, [FakeReplica("a", "node-0"), busy], local_default=local_default)
@@ -122,7 +122,7 @@ def test_a_named_node_is_kept_to_even_when_another_is_idle(local_default: bool):
     assert asyncio.run(go()) == {"node-1"}
 
 
-def test_a_named_node_without_a_replica_is_waited_for():
+def test_request_pinned_to_a_node_waits_for_its_replica():
     async def go() -> str:
         router = make_router(NodeRouter, [FakeReplica("a", "node-0")])
         waiting = call(router, "node:node-9")
@@ -134,7 +134,7 @@ def test_a_named_node_without_a_replica_is_waited_for():
     assert asyncio.run(go()) == "node-9"
 
 
-def test_planners_stay_on_the_callers_node():
+def test_requests_to_planners_stay_on_the_node_of_the_caller():
     async def go() -> set[str]:
         router = make_router(NodeRouter, node_id="node-2", local_default=True)
         return {replica.node_id for replica in await asyncio.gather(*[call(router, "", f"id-{i}") for i in range(30)])}
@@ -142,7 +142,7 @@ def test_planners_stay_on_the_callers_node():
     assert asyncio.run(go()) == {"node-2"}
 
 
-def test_a_scorer_on_the_callers_node_comes_first_even_when_another_has_less_to_do():
+def test_local_scorer_is_preferred_to_a_less_loaded_scorer():
     async def go() -> str:
         replicas = [FakeReplica("a", "node-0", 0), FakeReplica("b", "node-1", 3)]
         router = make_router(NodeRouter, replicas, "node-1", local_first=True)
@@ -155,7 +155,7 @@ def test_a_scorer_on_the_callers_node_comes_first_even_when_another_has_less_to_
 @pytest.mark.parametrize(
     "replicas", [[("a", "node-0", 2), ("b", "node-1", 1)], [("b", "node-1", 1), ("c", "node-2", 4)]]
 )
-def test_without_a_scorer_of_its_own_that_has_room_a_node_goes_to_the_least_loaded(replicas: list):
+def test_least_loaded_scorer_is_chosen_without_a_local_scorer_with_free_slots(replicas: list):
     async def go() -> str:
         router = make_router(NodeRouter, [FakeReplica(*args) for args in replicas], "node-2", local_first=True)
         await asyncio.sleep(0.1)
@@ -164,7 +164,7 @@ def test_without_a_scorer_of_its_own_that_has_room_a_node_goes_to_the_least_load
     assert asyncio.run(go()) == "node-1"
 
 
-def test_the_least_loaded_engine_comes_first():
+def test_least_loaded_engine_is_chosen():
     async def go() -> str:
         loads = {"a": 2, "b": 1, "c": 3}
         replicas = [FakeReplica(name, f"node-{name}", load) for name, load in loads.items()]
@@ -175,7 +175,7 @@ def test_the_least_loaded_engine_comes_first():
     assert asyncio.run(go()) == "node-b"
 
 
-def test_equal_engines_share_requests_evenly_and_a_key_always_picks_the_same():
+def test_equally_loaded_engines_share_requests_evenly_and_consistently_by_key():
     replicas: list[Any] = [FakeReplica(*args) for args in THREE]
     loads = {replica.replica_id: 0 for replica in replicas}
     first = collections.Counter(by_load(replicas, loads, f"key-{i}")[0].node_id for i in range(600))
@@ -184,7 +184,7 @@ def test_equal_engines_share_requests_evenly_and_a_key_always_picks_the_same():
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_requests_for_a_node_without_a_replica_stop_no_others(num_replicas: int):
+def test_requests_waiting_for_a_node_without_replica_do_not_block_other_requests(num_replicas: int):
     async def go() -> set[str]:
         router = make_router(NodeRouter, [FakeReplica(*args) for args in THREE[:num_replicas]])
         waiting = [call(router, pin_to("gone", 60), f"pinned-{i}") for i in range(20 * num_replicas)]
@@ -202,7 +202,7 @@ def test_requests_for_a_node_without_a_replica_stop_no_others(num_replicas: int)
     assert asyncio.run(go()) <= {"node-0", "node-1"}
 
 
-def test_requests_for_a_node_that_stays_without_a_replica_fail_all_at_the_same_time():
+def test_requests_pinned_to_a_node_without_replica_time_out_concurrently():
     async def go() -> tuple[list[Any], float]:
         router = make_router(NodeRouter, [FakeReplica("a", "node-0")])
         began = time.monotonic()
@@ -218,7 +218,7 @@ def test_requests_for_a_node_that_stays_without_a_replica_fail_all_at_the_same_t
     assert took_s < 5, "not one after the other"
 
 
-def test_a_pin_waits_for_a_replica_no_longer_than_it_says(monkeypatch: pytest.MonkeyPatch):
+def test_pinned_request_waits_for_a_replica_up_to_its_own_time_limit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(routing, "PIN_WAIT_S", 0.05)
 
     async def go() -> str:
@@ -233,7 +233,7 @@ def test_a_pin_waits_for_a_replica_no_longer_than_it_says(monkeypatch: pytest.Mo
     assert asyncio.run(go()) == "node-9"
 
 
-def test_while_no_replica_has_ever_run_requests_fail_at_once():
+def test_requests_before_the_first_replica_fail_at_once():
     async def go() -> None:
         router = make_router(NodeRouter, [], first_wait_s=0.0)
         for session_id in ("", "node:node-0"):
@@ -244,7 +244,7 @@ def test_while_no_replica_has_ever_run_requests_fail_at_once():
     asyncio.run(go())
 
 
-def test_the_first_replicas_may_come_a_moment_after_the_router_is_made():
+def test_new_router_waits_a_moment_for_its_first_replicas():
     async def go() -> str:
         router = make_router(NodeRouter, [], first_wait_s=30.0)
         waiting = call(router)
@@ -255,7 +255,7 @@ def test_the_first_replicas_may_come_a_moment_after_the_router_is_made():
     assert asyncio.run(go()) == "node-0"
 
 
-def test_replicas_that_are_replaced_are_waited_for():
+def test_request_waits_while_replicas_are_replaced():
     async def go() -> str:
         router = make_router(NodeRouter, [FakeReplica("a", "node-0")], first_wait_s=0.0)
         router.update_replicas([])
@@ -268,7 +268,7 @@ def test_replicas_that_are_replaced_are_waited_for():
     assert asyncio.run(go()) == "b"
 
 
-def test_an_excluded_replica_is_not_chosen_and_a_new_one_is_waited_for_or_not():
+def test_excluded_replica_is_not_chosen_and_waiting_for_another_replica_is_optional():
     async def go() -> None:
         router = make_router(NodeRouter, [FakeReplica("a", "node-0", 0), FakeReplica("b", "node-1", 3)])
         assert (await call(router, choice=Choice(frozenset("a")))).node_id == "node-1"
@@ -283,7 +283,7 @@ def test_an_excluded_replica_is_not_chosen_and_a_new_one_is_waited_for_or_not():
     asyncio.run(go())
 
 
-def test_a_replica_that_has_refused_comes_last_although_it_has_the_least_to_do():
+def test_replica_marked_as_last_is_chosen_last_despite_the_least_load():
     async def go() -> list[str]:
         router = make_router(NodeRouter, [FakeReplica("a", "node-0", 0), FakeReplica("b", "node-1", 3)])
         chosen = [await call(router, choice=Choice(last=frozenset(last))) for last in ("", "a", "ab")]
@@ -292,7 +292,7 @@ def test_a_replica_that_has_refused_comes_last_although_it_has_the_least_to_do()
     assert asyncio.run(go()) == ["node-0", "node-1", "node-0"]
 
 
-def test_a_replica_whose_load_is_not_known_comes_last_and_costs_no_request_its_silence():
+def test_replica_with_unknown_load_is_chosen_last_and_does_not_delay_requests():
     async def go() -> None:
         silent = SilentReplica("silent", "node-9")
         router = make_router(NodeRouter, [silent, FakeReplica("a", "node-0", 3)])
@@ -306,7 +306,7 @@ def test_a_replica_whose_load_is_not_known_comes_last_and_costs_no_request_its_s
     asyncio.run(go())
 
 
-def test_an_idle_replica_of_which_nothing_was_heard_for_a_while_is_asked_before_a_busy_one_is_chosen():
+def test_idle_replica_with_a_stale_load_is_probed_before_a_busy_replica_is_chosen():
     async def go() -> str:
         idle, busy = FakeReplica("idle", "node-0", 0), FakeReplica("busy", "node-1", 3)
         router = make_router(NodeRouter, [idle, busy])
@@ -317,7 +317,7 @@ def test_an_idle_replica_of_which_nothing_was_heard_for_a_while_is_asked_before_
     assert asyncio.run(go()) == "node-0"
 
 
-def test_requests_that_wait_for_a_full_replica_do_not_all_ask_for_its_load():
+def test_requests_waiting_for_a_full_replica_share_probes_of_its_load():
     async def go() -> tuple[int, int]:
         full = FakeReplica("a", "node-0", queue_len=4)
         router = make_router(NodeRouter, [full])
@@ -348,7 +348,7 @@ class Unreachable:
         return SimpleNamespace(remote=remote)
 
 
-def test_slots_of_a_replica_that_cannot_be_reached_are_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+def test_reservation_and_release_at_an_unreachable_replica_time_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(routing, "SLOT_TIMEOUT_S", 0.05)
     cancelled: list[Any] = []
     monkeypatch.setattr("ray.cancel", cancelled.append)
@@ -367,7 +367,7 @@ def test_slots_of_a_replica_that_cannot_be_reached_are_not_waited_for(monkeypatc
     assert actor.sent == ["reserve_slot", "release_slot", "release_slot"] and len(cancelled) == 1
 
 
-def test_the_router_makes_replicas_with_deadlines(monkeypatch: pytest.MonkeyPatch):
+def test_router_creates_bounded_replicas(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(BoundedReplica, "__init__", lambda self, info: None)
 
     async def go() -> type:
@@ -384,7 +384,7 @@ sys.stdout.write(config._serialized_request_router_cls.hex())
 """
 
 
-def test_a_router_that_serve_has_pickled_understands_its_callers_and_they_understand_it():
+def test_router_pickled_by_serve_works_with_choices_and_errors_of_its_callers():
     """Serve pickles the router's module by value, so that its classes are copies in the processes that use it."""
     command = [sys.executable, "-W", "ignore", "-c", PICKLED]
     root = Path(__file__).parents[2]

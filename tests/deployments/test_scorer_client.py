@@ -34,7 +34,7 @@ from tests.deployments.scoring_graph import (
 )
 
 SECRET = "/secret/path of node 10.0.0.1"
-LATE = "scoring 9000 tokens would take about 40 s beside 3 other prompts; the limit is 30 s (deadline_s)"
+LATE = "scoring 9000 tokens would take about 40 s with 3 other prompts in progress; the limit is 30 s (deadline_s)"
 GONE = DeploymentUnavailableError(DeploymentID(name="SpecPrefillScorer", app_name="orchard"))
 
 
@@ -45,14 +45,14 @@ GONE = DeploymentUnavailableError(DeploymentID(name="SpecPrefillScorer", app_nam
         (
             {"reserve": [BackPressureError(num_queued_requests=9, max_queued_requests=8)]},
             "busy",
-            "busy: too many prompts are waiting for a scorer",
+            "busy: too many prompts are queued for a scorer",
         ),
-        ({"reserve": [60.0]}, "unavailable", "unavailable: no scorer took the prompt within 0.1 s"),
-        ({"reserve": [GONE]}, "unavailable", "unavailable: the scorer is gone"),
-        ({"scorer": [ActorDiedError()]}, "unavailable", "unavailable: the scorer is gone"),
-        ({"scorer": [RequestCancelledError("r")]}, "unavailable", "unavailable: the scorer is gone"),
-        ({"scorer": [asyncio.CancelledError()]}, "unavailable", "unavailable: the scorer is gone"),
-        ({"reserve": [asyncio.CancelledError()]}, "unavailable", "unavailable: the scorer is gone"),
+        ({"reserve": [60.0]}, "unavailable", "unavailable: no scorer accepted the prompt within 0.1 s"),
+        ({"reserve": [GONE]}, "unavailable", "unavailable: the scorer was lost"),
+        ({"scorer": [ActorDiedError()]}, "unavailable", "unavailable: the scorer was lost"),
+        ({"scorer": [RequestCancelledError("r")]}, "unavailable", "unavailable: the scorer was lost"),
+        ({"scorer": [asyncio.CancelledError()]}, "unavailable", "unavailable: the scorer was lost"),
+        ({"reserve": [asyncio.CancelledError()]}, "unavailable", "unavailable: the scorer was lost"),
         (
             {"scorer": [task_error(EngineFailed(SECRET))]},
             "unavailable",
@@ -61,21 +61,21 @@ GONE = DeploymentUnavailableError(DeploymentID(name="SpecPrefillScorer", app_nam
         ({"scorer": [task_error(OrchardError(SECRET))]}, "failed", "failed"),
         ({"scorer": [task_error(ZeroDivisionError(SECRET))]}, "failed", "failed"),
         ({"scorer": [lambda request: None]}, "failed", "failed"),
-        ({"scorer": [60.0]}, "deadline", "deadline of 0.3 s"),
-        ({"engine": [60.0]}, "deadline", "deadline of 0.3 s"),
-        ({"engine": [ActorDiedError()]}, "unavailable", "unavailable: the engine is gone"),
-        ({"engine": [asyncio.CancelledError()]}, "unavailable", "unavailable: the engine is gone"),
-        ({"engine": [CachedPrefix(0), asyncio.CancelledError()]}, "unavailable", "unavailable: the engine is gone"),
+        ({"scorer": [60.0]}, "deadline", "deadline: no plan within 0.3 s"),
+        ({"engine": [60.0]}, "deadline", "deadline: no plan within 0.3 s"),
+        ({"engine": [ActorDiedError()]}, "unavailable", "unavailable: the engine was lost"),
+        ({"engine": [asyncio.CancelledError()]}, "unavailable", "unavailable: the engine was lost"),
+        ({"engine": [CachedPrefix(0), asyncio.CancelledError()]}, "unavailable", "unavailable: the engine was lost"),
         (
             {"engine": [task_error(EngineFailed(SECRET))]},
             "unavailable",
             "unavailable: the engine has failed or is not ready, see /v1/status",
         ),
         ({"engine": [ZeroDivisionError(SECRET)]}, "failed", "failed"),
-        ({"engine": [CachedPrefix(0), 60.0]}, "deadline", "deadline of 0.3 s"),
+        ({"engine": [CachedPrefix(0), 60.0]}, "deadline", "deadline: no plan within 0.3 s"),
     ],
 )
-def test_whatever_fails_makes_the_prompt_dense_with_a_reason_and_a_warning(
+def test_every_scoring_failure_makes_the_prompt_dense_with_a_reason_and_a_warning(
     broken: dict[str, Any],
     category: str,
     reason: str,
@@ -87,34 +87,36 @@ def test_whatever_fails_makes_the_prompt_dense_with_a_reason_and_a_warning(
     assert dense_because(graph, deadline_s=0.3) == (category, reason)
     (record,) = [record for record in caplog.records if record.name == "ray.serve"]
     assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith(f"request r: its prompt is taken in densely: {reason}")
+    assert record.getMessage().startswith(f"request r: the prompt is prefilled densely: {reason}")
     assert graph.log.count("release") == sum(entry.startswith("reserve") for entry in graph.log)
 
 
-def test_what_was_not_foreseen_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture):
+def test_unexpected_scorer_error_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture):
     dense_because(Graph(scorer=[ZeroDivisionError(SECRET)]))
     assert "ZeroDivisionError" in caplog.text and SECRET in caplog.text
 
 
-def test_what_is_known_of_a_failure_is_in_the_log(caplog: pytest.LogCaptureFixture):
+def test_known_scorer_error_is_logged_without_a_traceback(caplog: pytest.LogCaptureFixture):
     dense_because(Graph(scorer=[task_error(EngineFailed(SECRET))]))
     assert SECRET in caplog.text and "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("error", [TimeoutError(SECRET), task_error(TimeoutError(SECRET))])
 @pytest.mark.parametrize("who", ["scorer", "reserve", "engine"])
-def test_only_our_own_time_limits_are_reported_as_such(who: str, error: Exception, caplog: pytest.LogCaptureFixture):
+def test_timeout_raised_by_a_callee_is_reported_as_a_failure(
+    who: str, error: Exception, caplog: pytest.LogCaptureFixture
+):
     broken: dict[str, Any] = {who: [error]}
     assert dense_because(Graph(**broken)) == ("failed", "failed")
     assert f"TimeoutError: {SECRET}" in caplog.text
 
 
-def test_a_timeout_without_words_is_logged_by_its_name(caplog: pytest.LogCaptureFixture):
+def test_timeout_without_a_message_is_logged_by_its_type(caplog: pytest.LogCaptureFixture):
     assert dense_because(Graph(scorer=[TimeoutError()])) == ("failed", "failed")
     assert "TimeoutError" in caplog.text
 
 
-def test_what_the_draft_cannot_score_is_told_in_the_scorers_words_and_is_no_failure(caplog: pytest.LogCaptureFixture):
+def test_prompt_that_the_draft_cannot_score_is_dense_with_the_message_of_the_scorer(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, "ray.serve")
     told = "the prompt has 1000 tokens; the draft's context is 512"
     assert dense_because(Graph(scorer=[task_error(InvalidRequest(told))])) == ("unfit_prompt", told)
@@ -122,15 +124,15 @@ def test_what_the_draft_cannot_score_is_told_in_the_scorers_words_and_is_no_fail
     assert record.levelno == logging.INFO
 
 
-def test_an_engine_that_gives_no_answer_does_not_hold_a_prompt_until_the_deadline(monkeypatch: pytest.MonkeyPatch):
+def test_silent_engine_delays_a_prompt_only_until_the_engine_timeout(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scorer_client, "ENGINE_TIMEOUT_S", 0.1)
     graph = Graph(engine=[60.0])
-    assert dense_because(graph) == ("unavailable", "unavailable: the engine gave no answer within 0.1 s")
+    assert dense_because(graph) == ("unavailable", "unavailable: the engine did not answer within 0.1 s")
     assert graph.cancelled == ["ask"]
 
 
 @pytest.mark.parametrize(("broken", "cancelled"), [({"scorer": [60.0]}, "score"), ({"engine": [60.0]}, "ask")])
-def test_at_the_deadline_what_is_under_way_is_cancelled(broken: dict[str, Any], cancelled: str):
+def test_running_scorer_or_engine_call_is_cancelled_at_the_deadline(broken: dict[str, Any], cancelled: str):
     graph = Graph(**broken)
     dense_because(graph, deadline_s=0.1)
     assert graph.cancelled == [cancelled]
@@ -145,7 +147,7 @@ def test_at_the_deadline_what_is_under_way_is_cancelled(broken: dict[str, Any], 
         ({"engine": [CachedPrefix(0), 60.0]}, ["ask", "reserve anywhere", "score", "release", "ask"], ["ask"]),
     ],
 )
-def test_a_client_that_leaves_stops_the_scoring(broken: dict[str, Any], log: list[str], cancelled: list[str]):
+def test_cancelled_request_stops_its_scoring(broken: dict[str, Any], log: list[str], cancelled: list[str]):
     graph = Graph(**broken)
     planner = graph.planner()
 
@@ -161,7 +163,7 @@ def test_a_client_that_leaves_stops_the_scoring(broken: dict[str, Any], log: lis
     assert planner.status() == {"sparse": 0, "replanned": 0, "dense": {}}
 
 
-def test_a_client_that_leaves_before_its_prompt_is_sent_to_the_scorer_leaves_no_slot():
+def test_request_cancelled_before_its_dispatch_to_the_scorer_releases_its_slot():
     graph, selection = Graph(), Selection("node-7")
 
     class Unsent(Response):
@@ -196,7 +198,7 @@ def test_a_client_that_leaves_before_its_prompt_is_sent_to_the_scorer_leaves_no_
     assert selection.released == ["slot"]
 
 
-def test_in_serves_local_testing_mode_which_cannot_choose_the_scorer_is_called_all_the_same():
+def test_scorer_is_called_in_the_local_testing_mode_of_serve():
     class Local(Handle):
         def options(self, **options: Any) -> "Local":
             return Local(self.graph, self.name, self.chosen | options)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.chat import ChatRequest, Message, Tool
+from deployments.protocol import ChatRequest, Message, Tool
 from deployments.sparse_planner import PromptFacts, SparsePlanner
 from engine.config import SpecPrefillConfig
 from engine.core.spec_prefill.plan import ScoreRequest, fingerprint
@@ -46,7 +46,7 @@ from tests.deployments.scoring_graph import (
 # --- a sparse prompt -----------------------------------------------------------------------------------------------
 
 
-def test_a_long_prompt_is_taken_in_by_the_plan_of_the_scorer():
+def test_long_prompt_gets_the_sparse_prefill_plan_of_the_scorer():
     graph, given = Graph(), prompt()
     planner = graph.planner()
     planned, report = plan(planner, asking(), given)
@@ -60,7 +60,7 @@ def test_a_long_prompt_is_taken_in_by_the_plan_of_the_scorer():
     assert graph.cancelled == []
 
 
-def test_the_scorer_is_told_all_that_a_plan_depends_on():
+def test_score_request_has_tokens_keep_dense_prefix_anchors_and_tenant():
     graph = Graph(engine=[CachedPrefix(200)])
     given = prompt(tenant="acme")
     given.token_ids[[40, 300]] = CONTROL
@@ -77,7 +77,7 @@ def test_the_scorer_is_told_all_that_a_plan_depends_on():
 COST = PrefillCost(chunk_s=0.5, token_s=0.01, pair_s=0.0)
 
 
-def test_scorer_is_told_how_many_seconds_a_plan_saves():
+def test_score_request_has_the_seconds_saved_as_its_limit():
     graph = Graph(engine=[CachedPrefix(200, cost=COST)])
     plan(graph.planner(), asking())
     (request,) = graph.to_score
@@ -85,43 +85,43 @@ def test_scorer_is_told_how_many_seconds_a_plan_saves():
     assert request.limit_s == pytest.approx(0.01 * (num_behind - int(0.3 * num_behind)))
 
 
-def test_plan_that_is_asked_for_need_not_save_anything():
+def test_requested_sparse_prefill_has_no_scoring_limit():
     graph = Graph(engine=[CachedPrefix(200, cost=COST)])
     plan(graph.planner(), ASKED)
     assert graph.to_score[0].limit_s is None
 
 
 def test_prompt_whose_plan_would_save_less_than_scoring_takes_is_dense():
-    too_slow = task_error(ScoringTooSlow("scoring 9 tokens would take about 2 s; the plan would save 1 s"))
+    too_slow = task_error(ScoringTooSlow("scoring 9 tokens would take about 2 s; the plan would save only 1 s"))
     category, reason = dense_because(Graph(engine=[CachedPrefix(0, cost=COST)], scorer=[too_slow]), asking())
     assert category == "no_gain"
-    assert reason == "no gain: scoring 9 tokens would take about 2 s; the plan would save 1 s"
+    assert reason == "no gain: scoring 9 tokens would take about 2 s; the plan would save only 1 s"
 
 
 @pytest.mark.parametrize(("num_cached", "num_dense"), [(0, NUM_SYSTEM), (99, NUM_SYSTEM), (101, 101)])
-def test_the_system_part_is_dense_whatever_is_cached(num_cached: int, num_dense: int):
+def test_system_part_is_always_dense(num_cached: int, num_dense: int):
     planned, _ = plan(Graph(engine=[CachedPrefix(num_cached)]).planner())
     assert planned.sparse is not None and planned.sparse.num_dense == num_dense
 
 
-def test_without_a_system_part_only_what_is_cached_is_dense():
+def test_prompt_without_system_part_and_cached_prefix_has_no_dense_tokens():
     planned, _ = plan(Graph().planner(), ASKED, prompt(boundaries=()))
     assert planned.sparse is not None and planned.sparse.num_dense == 0
 
 
 @pytest.mark.parametrize(("asked", "keep"), [(None, 0.3), (0.1, 0.1), (0.9, 0.9)])
-def test_a_request_may_say_how_much_is_kept(asked: float | None, keep: float):
+def test_keep_of_a_request_overrides_the_configured_keep(asked: float | None, keep: float):
     graph = Graph()
     plan(graph.planner(), asking(spec_prefill=True, spec_prefill_keep=asked))
     assert graph.to_score[0].keep == keep
 
 
-def test_a_short_prompt_is_scored_when_that_is_asked_for():
+def test_short_prompt_is_sparse_on_request():
     planned, _ = plan(Graph().planner(), ASKED, prompt(400))
     assert planned.sparse is not None
 
 
-def test_pictures_are_kept_when_a_sparse_prompt_with_some_is_asked_for():
+def test_image_tokens_are_kept_in_a_requested_sparse_prefill():
     graph = Graph()
     image = ImagePatches(np.ones((16, 3, 16, 16), np.uint8), (1, 4, 4), 4, "hash")
     given = prompt(images=(image,))
@@ -133,7 +133,7 @@ def test_pictures_are_kept_when_a_sparse_prompt_with_some_is_asked_for():
     assert [(i.content_hash, i.num_tokens, i.patches.size) for i in asked.images] == [("hash", 4, 0)], "no pixels"
 
 
-def test_tools_and_grammars_are_no_hindrance_when_a_sparse_prompt_is_asked_for():
+def test_prompt_with_tools_and_grammar_is_sparse_on_request():
     request = replace(ASKED, tools=(Tool("f"),))
     planned, _ = plan(Graph().planner(), request, prompt(grammar=GrammarSpec("json_object")))
     assert planned.sparse is not None
@@ -150,13 +150,13 @@ def test_tools_and_grammars_are_no_hindrance_when_a_sparse_prompt_is_asked_for()
         (asking(), THRESHOLD + NUM_SYSTEM - 1),
     ],
 )
-def test_where_nobody_wants_a_plan_nobody_is_asked(request_: ChatRequest, num_tokens: int):
+def test_unwanted_sparse_prefill_makes_no_call_to_engine_or_scorer(request_: ChatRequest, num_tokens: int):
     graph = Graph()
     assert is_left_alone(graph, request_, prompt(num_tokens))
     assert graph.log == []
 
 
-def test_the_threshold_counts_what_is_not_cached():
+def test_threshold_counts_only_uncached_tokens():
     assert is_left_alone(Graph(engine=[CachedPrefix(NUM_TOKENS - THRESHOLD + 1)]), asking())
     planned, _ = plan(Graph(engine=[CachedPrefix(NUM_TOKENS - THRESHOLD)]).planner(), asking())
     assert planned.sparse is not None
@@ -166,11 +166,11 @@ def test_the_threshold_counts_what_is_not_cached():
     ("num_tokens", "num_cached", "told", "log"),
     [
         (THRESHOLD - 1, 0, "499 tokens", []),
-        (THRESHOLD + NUM_SYSTEM - 1, 0, "499 tokens to choose from", []),
-        (NUM_TOKENS, 600, "400 tokens to choose from", ["ask"]),
+        (THRESHOLD + NUM_SYSTEM - 1, 0, "499 tokens after the dense prefix", []),
+        (NUM_TOKENS, 600, "400 tokens after the dense prefix", ["ask"]),
     ],
 )
-def test_who_says_how_much_is_kept_is_told_that_the_prompt_is_below_the_threshold(
+def test_prompt_below_the_threshold_with_an_explicit_keep_is_dense_with_the_reason(
     num_tokens: int, num_cached: int, told: str, log: list[str], caplog: pytest.LogCaptureFixture
 ):
     graph = Graph(engine=[CachedPrefix(num_cached)])
@@ -197,20 +197,20 @@ def saying(message: Message) -> ChatRequest:
         (asking(), {"images": (IMAGE,)}, "media"),
     ],
 )
-def test_long_prompts_with_tools_grammar_or_media_are_dense_unless_asked(request_: Any, options: Any, reason: str):
+def test_long_prompts_with_tools_grammar_or_media_are_dense_by_default(request_: Any, options: Any, reason: str):
     graph = Graph()
     assert dense_because(graph, request_, prompt(**options)) == (reason, reason)
     assert graph.log == []
     assert is_left_alone(graph, request_, prompt(THRESHOLD - 1, **options)), "a short one is none of our business"
 
 
-def test_no_tools_are_no_tools():
+def test_empty_list_of_tool_calls_does_not_make_a_prompt_dense():
     request = saying({"role": "assistant", "content": "42", "tool_calls": []})
     planned, _ = plan(Graph().planner(), request)
     assert planned.sparse is not None
 
 
-def test_to_keep_everything_is_to_be_dense():
+def test_keep_of_1_makes_a_prompt_dense_without_scoring():
     graph = Graph()
     assert dense_because(graph, asking(spec_prefill=True, spec_prefill_keep=1.0)) == ("keep", "keep is 1")
     assert dense_because(graph, ASKED, keep=1.0) == ("keep", "keep is 1")
@@ -224,19 +224,19 @@ def test_a_prompt_that_is_too_long_to_score_names_both_numbers(caplog: pytest.Lo
         category, reason = dense_because(graph, request, prompt(2001))
         assert category == "too_long" and "2001" in reason and "2000" in reason
     assert graph.log == []
-    assert "request r: its prompt is taken in densely: too long" in caplog.text
+    assert "request r: the prompt is prefilled densely: too long" in caplog.text
     planned, _ = plan(graph.planner(), ASKED, prompt(2000))
     assert planned.sparse is not None
 
 
-def test_what_the_engine_cannot_carry_out_is_dense_in_its_words():
+def test_prompt_unsupported_by_the_engine_is_dense_with_the_reason_of_the_engine():
     graph = Graph(engine=[CachedPrefix(0, "this model has no positions")])
     assert dense_because(graph) == ("unsupported", "this model has no positions")
     assert graph.log == ["ask"]
 
 
 @pytest.mark.parametrize(("num_tokens", "num_cached"), [(NUM_SYSTEM + 127, 0), (NUM_TOKENS, NUM_TOKENS - 127)])
-def test_there_must_be_something_to_choose_from(num_tokens: int, num_cached: int):
+def test_prompt_with_fewer_than_128_tokens_to_choose_from_is_dense(num_tokens: int, num_cached: int):
     category, reason = dense_because(Graph(engine=[CachedPrefix(num_cached)]), ASKED, prompt(num_tokens))
     assert category == "too_short" and "127" in reason and "128" in reason
     enough = prompt(NUM_TOKENS + 1, boundaries=(Boundary("system", NUM_SYSTEM),))
@@ -255,11 +255,12 @@ def leaving_out(num_tokens: int) -> Graph:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 89])
-def test_a_plan_that_leaves_out_hardly_anything_is_not_worth_it(num_tokens: int):
-    assert dense_because(leaving_out(num_tokens)) == ("nothing", f"little to leave out: {num_tokens} of 900 tokens")
+def test_plan_that_skips_less_than_a_tenth_is_discarded(num_tokens: int):
+    reason = f"too few tokens to skip: {num_tokens} of 900, the minimum is 10%"
+    assert dense_because(leaving_out(num_tokens)) == ("nothing", reason)
 
 
-def test_a_plan_that_leaves_out_a_tenth_is_worth_it():
+def test_plan_that_skips_a_tenth_is_followed():
     planned, _ = plan(leaving_out(90).planner())
     assert planned.sparse is not None
 
@@ -277,7 +278,9 @@ def without_end(plan: SparsePlan) -> SparsePlan:
         (lambda request: plan_of(replace(request, num_dense=NUM_SYSTEM + 1)), "instead of 100"),
     ],
 )
-def test_a_plan_for_another_prompt_is_not_followed(spoil: Callable[[ScoreRequest], SparsePlan], told: str):
+def test_plan_that_does_not_fit_the_prompt_is_discarded_with_the_reason(
+    spoil: Callable[[ScoreRequest], SparsePlan], told: str
+):
     category, reason = dense_because(Graph(scorer=[lambda request: scored(request, spoil(request))]))
     assert category == "unfit" and told in reason
 
@@ -285,7 +288,7 @@ def test_a_plan_for_another_prompt_is_not_followed(spoil: Callable[[ScoreRequest
 # --- where scoring is switched off ---------------------------------------------------------------------------------
 
 
-def test_where_it_is_switched_off_nothing_is_sparse_and_asking_is_refused_by_name():
+def test_disabled_sparse_prefill_leaves_prompts_dense_and_refuses_explicit_requests():
     planner = SparsePlanner(SpecPrefillConfig(), PromptFacts(frozenset()))
     for request in (asking(), asking(spec_prefill=False)):
         given = prompt()
@@ -301,7 +304,7 @@ def test_where_it_is_switched_off_nothing_is_sparse_and_asking_is_refused_by_nam
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 300), (300, 0), (300, 400)])
-def test_a_prefix_that_has_changed_meanwhile_makes_another_plan_by_the_same_scorer(before: int, after: int):
+def test_changed_cached_prefix_makes_the_same_scorer_plan_once_more(before: int, after: int):
     graph = Graph(engine=[CachedPrefix(before), CachedPrefix(after), CachedPrefix(999)])
     planner = graph.planner()
     planned, report = plan(planner)
@@ -313,13 +316,13 @@ def test_a_prefix_that_has_changed_meanwhile_makes_another_plan_by_the_same_scor
     assert planner.status() == {"sparse": 1, "replanned": 1, "dense": {}}
 
 
-def test_a_prefix_that_has_changed_within_the_system_part_changes_nothing():
+def test_changed_cached_prefix_within_the_system_part_makes_no_second_plan():
     planner = Graph(engine=[CachedPrefix(0), CachedPrefix(NUM_SYSTEM)]).planner()
     plan(planner)
     assert planner.status() == {"sparse": 1, "replanned": 0, "dense": {}}
 
 
-def test_a_prompt_that_is_mostly_cached_by_the_time_it_is_scored_is_dense_unless_asked():
+def test_prompt_mostly_cached_after_its_scoring_is_dense_unless_sparse_on_request():
     cached = [CachedPrefix(0), CachedPrefix(600)]
     category, reason = dense_because(Graph(engine=list(cached)), asking())
     assert category == "cached" and "600" in reason
@@ -327,7 +330,7 @@ def test_a_prompt_that_is_mostly_cached_by_the_time_it_is_scored_is_dense_unless
     assert planned.sparse is not None and planned.sparse.num_dense == 600
 
 
-def test_a_second_score_that_fails_makes_the_prompt_dense():
+def test_failed_second_scoring_makes_the_prompt_dense():
     graph = Graph(engine=[CachedPrefix(0), CachedPrefix(300)], scorer=[scored, task_error(Overloaded("full", 1.0))])
     planner = graph.planner()
     _, report = plan(planner)
@@ -335,7 +338,7 @@ def test_a_second_score_that_fails_makes_the_prompt_dense():
     assert planner.status() == {"sparse": 0, "replanned": 1, "dense": {"busy": 1}}
 
 
-def test_the_counters_add_up_over_requests():
+def test_counters_of_sparse_and_dense_prompts_add_up_over_requests():
     graph = Graph(scorer=[scored, task_error(Overloaded("full", 1.0)), task_error(Overloaded("full", 1.0)), scored])
     planner = graph.planner()
     for _ in range(4):

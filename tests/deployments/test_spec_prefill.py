@@ -11,10 +11,10 @@ import pytest
 from ray import serve
 
 from deployments import spec_prefill
-from deployments.chat import ChatRequest, Plan, Route
 from deployments.engine_client import EngineClient
 from deployments.mllm import MLLM
 from deployments.model_replica import ModelReplica
+from deployments.protocol import ChatRequest, Plan, Route
 from deployments.spec_prefill import SpecPrefillScorer
 from deployments.text import TextMTP
 from engine.config import EngineConfig, MediaConfig, SpecPrefillConfig
@@ -57,7 +57,7 @@ def to_score(num_tokens: int = 600, **options: Any) -> ScoreRequest:
     return ScoreRequest("r", token_ids, **given)
 
 
-def test_a_prompt_becomes_a_plan_and_the_status_tells_of_it():
+def test_scored_prompt_becomes_a_plan_and_is_counted_in_the_status():
     async def use(replica: Any) -> tuple[Scored, dict[str, Any]]:
         scored = await replica.score(to_score())
         await replica.check_health()
@@ -71,12 +71,12 @@ def test_a_prompt_becomes_a_plan_and_the_status_tells_of_it():
     assert (scorer["state"], scorer["num_scored"], scorer["num_scored_tokens"]) == ("ready", 1, scored.num_scored)
 
 
-def test_what_cannot_be_scored_is_refused():
+def test_prompt_beyond_max_tokens_scored_is_refused():
     with pytest.raises(InvalidRequest, match="max_tokens_scored"):
         with_scorer(CONFIG.model_copy(update={"max_tokens_scored": 599}), lambda replica: replica.score(to_score()))
 
 
-def test_a_score_that_nobody_waits_for_is_given_up():
+def test_cancelled_scoring_is_stopped_and_the_scorer_stays_usable():
     async def use(replica: Any) -> tuple[dict[str, Any], Scored]:
         long = asyncio.ensure_future(replica.score(to_score(20_000)))
         await asyncio.sleep(0.05)
@@ -99,7 +99,7 @@ def broken_draft(tmp_path: Path) -> SpecPrefillConfig:
     return CONFIG.model_copy(update={"draft_model": str(tmp_path / "draft")})
 
 
-def test_a_draft_that_cannot_be_loaded_leaves_the_replica_up_and_says_why(
+def test_unloadable_draft_leaves_the_replica_healthy_and_its_scorer_unavailable(
     broken_draft: SpecPrefillConfig, caplog: pytest.LogCaptureFixture
 ):
     async def use(replica: Any) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def answer(front: Any, route: Route = Route.TEXT, **fields: Any) -> Answered:
     return front.answer.remote(request, route).result(timeout_s=60)
 
 
-def test_a_long_prompt_goes_through_the_graph_sparsely(front: Any):
+def test_long_prompt_is_answered_sparsely_through_the_graph(front: Any):
     plan, num_skipped, finish_reason = answer(front, tenant="first")
     assert plan.request.sparse is not None and plan.spec_prefill is not None
     assert num_skipped == len(plan.request.token_ids) - len(plan.request.sparse.positions) > 256
@@ -181,7 +181,7 @@ def test_a_long_prompt_goes_through_the_graph_sparsely(front: Any):
     assert finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
-def test_a_request_that_wants_none_of_it_is_taken_in_whole_and_its_prefix_counts_for_the_next(front: Any):
+def test_request_without_sparse_prefill_is_dense_and_its_prefix_is_cached(front: Any):
     whole, num_skipped, _ = answer(front, tenant="second", spec_prefill=False)
     assert (whole.request.sparse, whole.spec_prefill, num_skipped) == (None, None, 0)
     again, _, _ = answer(front, tenant="second", spec_prefill=True)
@@ -189,7 +189,7 @@ def test_a_request_that_wants_none_of_it_is_taken_in_whole_and_its_prefix_counts
     assert again.spec_prefill.dense_because.startswith("too short")
 
 
-def test_a_prompt_with_a_picture_is_sparse_when_that_is_asked_for(front: Any):
+def test_prompt_with_an_image_is_sparse_only_on_request(front: Any):
     messages = tuple(about(f"{FILLER} What is in the image?", image_part(shape("blue", "square"))))
     unasked, num_skipped, _ = answer(front, Route.MLLM, messages=messages, tenant="third")
     assert unasked.spec_prefill is not None and unasked.spec_prefill.dense_because == "media" and num_skipped == 0

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from deployments.chat import ChatRequest, Route
+from deployments.protocol import ChatRequest, Route
 from deployments.text import TextMTP
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.protocol import InvalidRequest
@@ -18,7 +18,7 @@ def test_a_text_request_is_planned():
     assert (plan.planner_node, plan.spec_prefill) == ("", None)
 
 
-def test_a_sparse_prompt_is_refused_where_there_is_no_scorer():
+def test_requested_sparse_prefill_without_a_scorer_is_refused():
     planner: Any = TextMTP.func_or_class
     request = ChatRequest("r", ({"role": "user", "content": "Hello!"},), spec_prefill=True)
     with pytest.raises(InvalidRequest, match=r"spec_prefill\.enabled: false"):

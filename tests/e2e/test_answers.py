@@ -54,7 +54,7 @@ def test_earlier_turns_are_remembered(client: openai.OpenAI):
     assert "blue" in ask(client, turns)
 
 
-def test_a_stop_string_ends_the_answer_and_is_not_in_it(client: openai.OpenAI):
+def test_stop_string_ends_the_answer_and_is_left_out_of_the_text(client: openai.OpenAI):
     answer = ask(client, question("Count from 1 to 9."), stop=[" 5"])
     assert answer == "1, 2, 3, 4,"
 
@@ -66,13 +66,13 @@ def test_max_tokens_ends_the_answer_with_length(client: openai.OpenAI):
 
 
 @pytest.mark.parametrize("encoding", ["png", "jpeg", "webp"])
-def test_a_picture_is_seen_in_every_encoding(client: openai.OpenAI, encoding: str):
+def test_image_is_recognised_in_every_encoding(client: openai.OpenAI, encoding: str):
     part = image_part(shape("red", "circle"), encoding)
     answer = ask(client, about("What is in the image?", part))
     assert "red circle" in answer
 
 
-def test_the_answer_changes_with_the_picture(client: openai.OpenAI):
+def test_answer_changes_with_the_image(client: openai.OpenAI):
     answers = [
         ask(client, about("What is in the image?", image_part(shape(color, kind))))
         for color, kind in (("blue", "square"), ("green", "circle"), ("blue", "square"))
@@ -82,7 +82,7 @@ def test_the_answer_changes_with_the_picture(client: openai.OpenAI):
     assert answers[0] == answers[2]
 
 
-def test_two_pictures_are_told_apart_by_their_order(client: openai.OpenAI):
+def test_two_images_are_described_in_their_order(client: openai.OpenAI):
     circle, square = image_part(shape("red", "circle")), image_part(shape("blue", "square"))
     answer = ask(client, about("What is in each image?", circle, square))
     assert answer.index("red circle") < answer.index("blue square")
@@ -96,12 +96,12 @@ def test_max_tokens_beyond_the_context_is_a_ceiling(client: openai.OpenAI):
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(client: openai.OpenAI):
-    with pytest.raises(openai.BadRequestError, match=r"holds 32768 tokens.*and 1 for the answer") as refused:
+    with pytest.raises(openai.BadRequestError, match=r"length is 32768 tokens.*and 1 for the answer") as refused:
         client.chat.completions.create(model="demo", messages=question("apple " * 40_000))
     assert refused.value.code == "context_length_exceeded"
 
 
-def test_a_broken_picture_is_refused_by_its_place(client: openai.OpenAI):
+def test_broken_image_is_refused_by_its_path(client: openai.OpenAI):
     broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     with pytest.raises(openai.BadRequestError, match="could not be decoded") as refused:
         ask(client, about("What is it?", broken))
@@ -109,7 +109,7 @@ def test_a_broken_picture_is_refused_by_its_place(client: openai.OpenAI):
 
 
 @pytest.mark.parametrize("kind", ["video", "audio", "file"])
-def test_other_media_are_refused_by_their_kind(http: httpx.Client, kind: str):
+def test_unsupported_media_are_refused_by_their_kind(http: httpx.Client, kind: str):
     part = {"type": "file", "file": {}} if kind == "file" else {"type": f"{kind}_url", f"{kind}_url": {"url": "x"}}
     answer = http.post("/v1/chat/completions", json={"model": "demo", "messages": about("What is it?", part)})
     assert answer.status_code == 400

@@ -25,7 +25,7 @@ def test_an_unknown_key_is_named_before_ray_starts():
 
     with serve_run(misspell) as server:
         output = ended(server, 60)
-    assert "args.engine.modle: there is no such key" in output
+    assert "args.engine.modle: unknown key" in output
     assert re.search(r"args\.engine\.max_running: .*greater than or equal to 1, not 0", output)
     assert "Traceback" not in output
 
@@ -43,7 +43,7 @@ def broken_weights(config: dict[str, Any], directory: Path) -> None:
 def test_weights_that_cannot_be_read_end_the_server_with_the_reason(tmp_path: Path):
     with serve_run(lambda config: broken_weights(config, tmp_path)) as server:
         reason = reason_of(server)
-    assert "model.safetensors: this is no safetensors file that can be read" in reason
+    assert "model.safetensors: this is not a readable safetensors file" in reason
     assert reason.count("model.safetensors") == 1  # found out once, before any replica is started
 
 

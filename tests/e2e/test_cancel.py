@@ -77,7 +77,7 @@ def test_a_stream_is_cancelled_by_the_id_of_its_completion(http: httpx.Client, i
     assert wait_until_idle(http, SOON_S)["num_aborted"] == idle["num_aborted"] + 1
 
 
-def test_an_answer_of_several_choices_is_cancelled_by_the_id_that_its_client_gave_it(
+def test_answer_of_several_choices_is_cancelled_by_the_request_id_of_its_client(
     http: httpx.Client, pool: ThreadPoolExecutor, idle: dict[str, Any]
 ):
     answer = send(pool, http, "mine/1", n=4)
@@ -90,7 +90,7 @@ def test_an_answer_of_several_choices_is_cancelled_by_the_id_that_its_client_gav
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_is_being_taken_in_is_cancelled(
+def test_request_is_cancelled_during_its_prefill(
     http: httpx.Client, pool: ThreadPoolExecutor, idle: dict[str, Any], stream: bool
 ):
     answer = send(pool, http, "long", text=PROMPT, stream=stream, cache_salt=f"cancel-{stream}", specprefill=False)
@@ -101,7 +101,7 @@ def test_a_prompt_that_is_being_taken_in_is_cancelled(
 
 
 @pytest.mark.usefixtures("idle")
-def test_a_request_that_waits_is_cancelled_and_the_one_before_it_goes_on(http: httpx.Client, pool: ThreadPoolExecutor):
+def test_queued_request_is_cancelled_and_the_running_request_goes_on(http: httpx.Client, pool: ThreadPoolExecutor):
     running = send(pool, http, "running", n=32)
     until(http, lambda status: status["num_running"] == 32)
     waiting = send(pool, http, "waiting")
@@ -115,7 +115,7 @@ def test_a_request_that_waits_is_cancelled_and_the_one_before_it_goes_on(http: h
 
 
 @pytest.mark.usefixtures("idle")
-def test_all_requests_with_an_id_are_cancelled(http: httpx.Client, pool: ThreadPoolExecutor):
+def test_all_requests_with_the_same_id_are_cancelled(http: httpx.Client, pool: ThreadPoolExecutor):
     answers = [send(pool, http, "twice") for _ in range(2)]
     until(http, lambda status: status["num_running"] == 2)
     assert cancel(http, "twice").status_code == 200
@@ -134,7 +134,7 @@ def half_sent(base_url: str, request_id: str, body: bytes) -> tuple[HTTPConnecti
     return connection, body[len(body) // 10 :]
 
 
-def test_a_request_that_is_still_being_sent_is_cancelled(http: httpx.Client, base_url: str, idle: dict[str, Any]):
+def test_request_is_cancelled_while_its_body_is_being_sent(http: httpx.Client, base_url: str, idle: dict[str, Any]):
     connection, _ = half_sent(base_url, "half", json.dumps(body()).encode())
     deadline = time.monotonic() + SOON_S
     while (bodies := http.get("/v1/status").json()["bodies"])["num_unread"] != 1:
@@ -146,9 +146,7 @@ def test_a_request_that_is_still_being_sent_is_cancelled(http: httpx.Client, bas
 
 
 @pytest.mark.usefixtures("idle")
-def test_a_full_house_is_told_to_a_client_while_it_sends_and_its_connection_can_be_used_again(
-    http: httpx.Client, base_url: str
-):
+def test_full_server_refuses_a_half_sent_request_and_its_connection_stays_usable(http: httpx.Client, base_url: str):
     config = http.get("/v1/status").json()["config"]["engine"]
     num_choices, num_requests = config["max_running"], 1 + config["max_queue"] // config["max_running"]
     with ThreadPoolExecutor(num_requests) as pool:
@@ -170,7 +168,7 @@ def test_a_full_house_is_told_to_a_client_while_it_sends_and_its_connection_can_
             assert_cancelled(answer.result(SOON_S))
 
 
-def test_an_answer_that_is_over_and_one_that_never_was_cannot_be_cancelled(http: httpx.Client):
+def test_finished_or_unknown_request_cannot_be_cancelled(http: httpx.Client):
     short = {"model": "demo", "messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}
     over = http.post("/v1/chat/completions", json=short, headers={"x-request-id": "over"})
     assert over.status_code == 200

@@ -216,7 +216,7 @@ async def check_resumed_answers(load: Load, replies: dict[str, Reply]) -> None:
 
 
 @pytest.mark.parametrize("number", range(NUM_KILLS))
-def test_an_engine_that_is_killed_under_load_is_replaced_and_every_request_is_answered(
+def test_engine_killed_under_load_is_replaced_and_every_request_is_answered(
     small_server: ServeRun, http: httpx.Client, number: int
 ):
     asyncio.run(kill_under_load(small_server, http, f"kill {number}"))
@@ -250,7 +250,7 @@ async def overfill(server: ServeRun, http: httpx.Client) -> None:
     assert num_refused[1] - num_refused[0] == len(refused.asks)
 
 
-def test_with_a_full_queue_all_that_is_more_is_refused_and_all_that_was_accepted_is_answered(
+def test_full_queue_refuses_excess_requests_and_answers_all_accepted_requests(
     small_server: ServeRun, http: httpx.Client
 ):
     """It has as many places as ever, although requests were lost with engines before."""

@@ -63,9 +63,7 @@ def miss_of(http: httpx.Client, answer: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_prompt_that_comes_again_is_served_from_the_cache_with_the_same_answer(
-    client: openai.OpenAI, http: httpx.Client
-):
+def test_repeated_prompt_is_served_from_the_cache_with_the_same_answer(client: openai.OpenAI, http: httpx.Client):
     messages = conversation(f"You are {somebody()}, a baker from Oakdale.")
     before = http.get("/v1/status").json()["engines"][0]["engine"]["num_cached_tokens"]
     first, second = ask(client, messages), ask(client, messages)
@@ -85,7 +83,7 @@ def test_sampled_choices_are_the_same_with_and_without_the_cache(client: openai.
     assert 0 < num_cached(second) < second.usage.prompt_tokens, "the prompt is counted once, for all choices"
 
 
-def test_the_usage_of_a_stream_tells_of_cached_tokens_as_well(client: openai.OpenAI):
+def test_usage_of_a_stream_has_the_cached_tokens(client: openai.OpenAI):
     messages = conversation(f"You are {somebody()}, a baker from Oakdale.")
     whole = [ask(client, messages), ask(client, messages)][-1]
     *chunks, last = ask(client, messages, stream=True, stream_options={"include_usage": True})
@@ -93,7 +91,7 @@ def test_the_usage_of_a_stream_tells_of_cached_tokens_as_well(client: openai.Ope
     assert num_cached(last) == num_cached(whole) > 0
 
 
-def test_the_next_turn_of_a_conversation_goes_on_from_the_last_one(client: openai.OpenAI):
+def test_next_turn_of_a_conversation_uses_the_cached_prefix_of_the_previous_turn(client: openai.OpenAI):
     messages = conversation(f"You are {somebody()}, a baker from Oakdale.")
     first = ask(client, messages)
     messages += [{"role": "assistant", "content": content(first)}, {"role": "user", "content": "Where do you live?"}]
@@ -101,7 +99,7 @@ def test_the_next_turn_of_a_conversation_goes_on_from_the_last_one(client: opena
     assert num_cached(second) >= first.usage.prompt_tokens - GENERATION_PROMPT
 
 
-def test_another_question_behind_the_same_system_part_is_served_that_part(client: openai.OpenAI):
+def test_question_after_a_cached_system_prompt_uses_the_cached_system_part(client: openai.OpenAI):
     system = f"You are {somebody()}, a baker from Oakdale."
     alone = ask(client, conversation(system, "Where do you live?"))
     other = ask(client, conversation(system, "What is your name?"))
@@ -109,7 +107,7 @@ def test_another_question_behind_the_same_system_part_is_served_that_part(client
     assert 0 < other.usage.prompt_tokens - num_cached(other) < 32
 
 
-def test_requests_share_prefixes_with_those_of_the_same_cache_salt_alone(client: openai.OpenAI, http: httpx.Client):
+def test_requests_share_cached_prefixes_only_within_a_cache_salt(client: openai.OpenAI, http: httpx.Client):
     messages = conversation(f"You are {somebody()}, a baker from Oakdale.")
     ann, bob = somebody(), somebody()
     first = salted(client, messages, ann)
@@ -124,7 +122,7 @@ def test_requests_share_prefixes_with_those_of_the_same_cache_salt_alone(client:
         assert salt not in http.get("/v1/cache").text
 
 
-def test_the_cache_lists_what_it_holds_and_explains_a_changed_system_text(client: openai.OpenAI, http: httpx.Client):
+def test_cache_page_lists_entries_and_explains_a_changed_system_text(client: openai.OpenAI, http: httpx.Client):
     name = somebody()
     stored = ask(client, conversation(f"You are {name}, a blue baker from Oakdale."))
     changed = ask(client, conversation(f"You are {name}, a red baker from Oakdale."))
@@ -145,7 +143,7 @@ def test_the_cache_lists_what_it_holds_and_explains_a_changed_system_text(client
     assert "instead of ' blue baker" in miss["explanation"]
 
 
-def test_clearing_the_cache_empties_it_and_the_next_miss_says_so(client: openai.OpenAI, http: httpx.Client):
+def test_clearing_the_cache_removes_all_entries_and_explains_the_next_miss(client: openai.OpenAI, http: httpx.Client):
     messages = conversation(f"You are {somebody()}, a baker from Oakdale.")
     first = [ask(client, messages), ask(client, messages)][-1]
     assert num_cached(first) > 0
@@ -163,7 +161,7 @@ def test_clearing_the_cache_empties_it_and_the_next_miss_says_so(client: openai.
     assert num_cached(ask(client, messages)) > 0
 
 
-def test_the_same_picture_is_served_from_the_cache_and_another_one_is_not(client: openai.OpenAI, http: httpx.Client):
+def test_same_image_is_served_from_the_cache_and_another_image_is_a_miss(client: openai.OpenAI, http: httpx.Client):
     size = 136  # of pictures that no other test sends
     square, circle = (image_part(shape(*what, size)) for what in (("blue", "square"), ("green", "circle")))
     question = "What is in the image?"
@@ -177,17 +175,17 @@ def test_the_same_picture_is_served_from_the_cache_and_another_one_is_not(client
     assert "green circle" in content(other)
     miss = miss_of(http, other)
     assert miss["reason"] == "image"
-    assert f"the pictures differ at token {miss['num_common']}" in miss["explanation"]
+    assert f"the images differ at token {miss['num_common']}" in miss["explanation"]
 
 
-def test_other_methods_on_the_cache_are_refused_in_the_dialect(http: httpx.Client):
+def test_unsupported_method_on_the_cache_is_a_405_in_the_openai_error_format(http: httpx.Client):
     answer = http.post("/v1/cache")
     assert answer.status_code == 405
     assert "POST /v1/cache" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("salt", ["", "a\nb", "x" * 129])
-def test_a_salt_that_is_none_is_refused_by_name(client: openai.OpenAI, salt: str):
+def test_invalid_cache_salt_is_refused_by_name(client: openai.OpenAI, salt: str):
     with pytest.raises(openai.BadRequestError) as refused:
         salted(client, conversation("Be brief."), salt)
     assert refused.value.param == "cache_salt"

@@ -43,7 +43,7 @@ def signed(seed: int) -> int:
 
 @pytest.mark.parametrize("properties", [{"city": CITY, "count": COUNT}, {"count": COUNT, "city": CITY}])
 @pytest.mark.parametrize("temperature", [0, 1.5])
-def test_a_schema_is_kept_in_the_order_of_its_keys(
+def test_answer_follows_the_schema_with_keys_in_schema_order(
     client: openai.OpenAI, properties: dict[str, Any], temperature: float
 ):
     answer = ask(client, STORY, response_format=schema(properties), temperature=temperature, seed=3, max_tokens=400)
@@ -53,13 +53,13 @@ def test_a_schema_is_kept_in_the_order_of_its_keys(
     assert said["city"] in ("Paris", "Rome") and said["count"] in range(100)
 
 
-def test_a_schema_by_the_name_that_vllm_gives_it(client: openai.OpenAI):
+def test_structured_outputs_json_constrains_the_answer_to_the_schema(client: openai.OpenAI):
     rules = schema({"city": CITY})["json_schema"]["schema"]
     answer = ask(client, STORY, extra_body={"structured_outputs": {"json": rules}}, max_tokens=400)
     assert json.loads(content(answer))["city"] in ("Paris", "Rome")
 
 
-def test_any_json_object(client: openai.OpenAI):
+def test_json_object_format_gives_a_json_object(client: openai.OpenAI):
     answer = ask(client, STORY, response_format={"type": "json_object"}, max_tokens=300)
     assert content(answer).lstrip().startswith("{")
     if answer.choices[0].finish_reason == "stop":
@@ -87,7 +87,7 @@ def test_a_regex_is_matched_to_its_end(client: openai.OpenAI, pattern: str):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_engine_cannot_do_is_a_400_that_names_the_field(
+def test_field_refused_by_the_engine_is_a_400_that_names_the_field(
     client: openai.OpenAI, fields: dict[str, Any], param: str, stream: bool
 ):
     with pytest.raises(openai.BadRequestError) as refused:
@@ -96,7 +96,9 @@ def test_what_the_engine_cannot_do_is_a_400_that_names_the_field(
 
 
 @pytest.mark.parametrize("options", [{}, {"stop": [" 5"]}], ids=str)
-def test_logprobs_tell_of_every_token(client: openai.OpenAI, options: dict[str, Any]):
+def test_logprobs_have_an_entry_for_every_token_and_match_greedy_choices(
+    client: openai.OpenAI, options: dict[str, Any]
+):
     answer = ask(client, "Count from 1 to 9.", logprobs=True, top_logprobs=5, **options)
     entries = answer.choices[0].logprobs.content
     assert len(entries) == answer.usage.completion_tokens > 5
@@ -128,7 +130,7 @@ def read(stream: Any) -> tuple[dict[int, str], dict[int, list[str]], dict[int, s
     return texts, tokens, reasons, usage
 
 
-def test_choices_are_those_of_their_own_seeds_streamed_or_not(client: openai.OpenAI):
+def test_choices_equal_the_answers_to_their_own_seeds_streamed_or_not(client: openai.OpenAI):
     asked: dict[str, Any] = {"temperature": 2, "max_tokens": 24, "logprobs": True}
     whole = ask(client, STORY, n=3, seed=5, **asked)
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
@@ -152,7 +154,7 @@ def test_each_choice_ends_at_its_own_stop_string(client: openai.OpenAI):
     assert all(choice.finish_reason == "stop" for choice, text in zip(stopped, free, strict=True) if "a" in text)
 
 
-def test_more_choices_than_there_are_rows_are_refused(client: openai.OpenAI):
+def test_more_choices_than_max_running_are_refused(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, SUM, n=128, max_tokens=1)
     assert refused.value.param == "n"
@@ -169,7 +171,7 @@ def test_choices_of_a_schema_are_all_valid(client: openai.OpenAI):
         assert "".join(tokens[index]) == text
 
 
-def test_a_bias_forces_and_forbids(client: openai.OpenAI):
+def test_logit_bias_forces_and_forbids_tokens(client: openai.OpenAI):
     (token_id,) = TOKENIZER.encode(" red", add_special_tokens=False).ids
     assert content(ask(client, SUM, logit_bias={str(token_id): 100}, max_tokens=3)) == " red red red"
     (first, *_) = ask(client, SUM, logprobs=True, top_logprobs=2).choices[0].logprobs.content
@@ -180,7 +182,7 @@ def test_a_bias_forces_and_forbids(client: openai.OpenAI):
 
 
 @pytest.mark.parametrize("penalty", [{"presence_penalty": 2}, {"frequency_penalty": 2}])
-def test_penalties_change_what_is_repeated(client: openai.OpenAI, penalty: dict[str, Any]):
+def test_penalties_reduce_the_repetition_of_tokens(client: openai.OpenAI, penalty: dict[str, Any]):
     def most_repeated(**extra: Any) -> int:
         tokens = [entry.token for entry in ask(client, STORY, **asked, extra_body=extra).choices[0].logprobs.content]
         return max(map(tokens.count, tokens))
@@ -207,7 +209,7 @@ def test_an_answer_cannot_end_before_min_tokens(client: openai.OpenAI):
     assert content(longer).startswith(content(plain))
 
 
-def test_a_stop_token_of_the_client_ends_the_answer_and_is_not_in_it(client: openai.OpenAI):
+def test_stop_token_of_the_client_ends_the_answer_and_is_left_out_of_the_text(client: openai.OpenAI):
     plain = content(ask(client, "Count from 1 to 9."))
     ids = TOKENIZER.encode(plain, add_special_tokens=False).ids
     stop = next(token_id for token_id in ids if ids.index(token_id) >= 4)
@@ -217,6 +219,6 @@ def test_a_stop_token_of_the_client_ends_the_answer_and_is_not_in_it(client: ope
     assert stopped.usage.completion_tokens == ids.index(stop)
 
 
-def test_usage_tells_of_draft_tokens(client: openai.OpenAI):
+def test_usage_has_the_numbers_of_drafted_and_accepted_tokens(client: openai.OpenAI):
     details = ask(client, STORY).usage.completion_tokens_details
     assert 0 <= details.accepted_draft_tokens <= details.drafted_tokens

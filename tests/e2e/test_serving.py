@@ -49,7 +49,7 @@ def wait_until_idle(http: httpx.Client, timeout_s: float) -> dict[str, Any]:
     return status
 
 
-def test_eight_mixed_requests_at_once_get_the_tokens_that_they_get_alone(client: openai.OpenAI, http: httpx.Client):
+def test_concurrent_mixed_requests_get_the_same_answers_as_alone(client: openai.OpenAI, http: httpx.Client):
     conversations = mixed_conversations()
     pid = engine_status(http)["pid"]
     alone = [answer_to(client, messages) for messages in conversations]
@@ -77,7 +77,7 @@ def test_a_late_short_request_does_not_wait_for_a_long_one(client: openai.OpenAI
     assert num_left > 0 and time.monotonic() - began > 0.2
 
 
-def test_a_client_that_leaves_frees_its_row_within_a_second(client: openai.OpenAI, http: httpx.Client):
+def test_client_that_disconnects_frees_its_row_within_a_second(client: openai.OpenAI, http: httpx.Client):
     before = wait_until_idle(http, 30)
     stream = client.chat.completions.create(
         model="demo", messages=[{"role": "user", "content": LONG}], temperature=0, max_tokens=400, stream=True
@@ -92,7 +92,7 @@ def test_a_client_that_leaves_frees_its_row_within_a_second(client: openai.OpenA
     assert after["num_output_tokens"] - before["num_output_tokens"] < 300
 
 
-def test_a_client_of_several_choices_that_leaves_frees_all_their_rows(client: openai.OpenAI, http: httpx.Client):
+def test_disconnect_of_a_client_frees_the_rows_of_all_its_choices(client: openai.OpenAI, http: httpx.Client):
     wait_until_idle(http, 30)
     stream = client.chat.completions.create(
         model="demo", messages=[{"role": "user", "content": LONG}], temperature=0, max_tokens=400, stream=True, n=4
@@ -105,7 +105,7 @@ def test_a_client_of_several_choices_that_leaves_frees_all_their_rows(client: op
     wait_until_idle(http, 1.0)
 
 
-def test_a_client_that_leaves_before_the_first_token_frees_its_row_as_well(http: httpx.Client):
+def test_client_that_disconnects_before_the_first_token_frees_its_row(http: httpx.Client):
     before = wait_until_idle(http, 30)
     prompt = "Read this list. " + " ".join(["apple", "pear", "plum"] * 1500)
     body = {"model": "demo", "messages": [{"role": "user", "content": prompt}], "max_tokens": 500}
@@ -115,7 +115,7 @@ def test_a_client_that_leaves_before_the_first_token_frees_its_row_as_well(http:
     assert after["num_aborted"] == before["num_aborted"] + 1
 
 
-def test_requests_during_the_start_are_told_when_to_come_back(server: ServeRun):
+def test_requests_during_the_start_are_refused_quickly_with_a_retry_after(server: ServeRun):
     """From the first moment that the port is open: no 404 of Serve, which no client repeats, and nothing that waits."""
     statuses = [response.status_code for response in server.answers_while_starting]
     refused = [response for response in server.answers_while_starting if response.status_code != 200]
@@ -135,7 +135,7 @@ def test_a_response_has_exactly_one_request_id(http: httpx.Client, sent: str | N
         assert (request_id == sent) == is_kept and " " not in request_id
 
 
-def test_a_client_that_sends_nothing_more_keeps_no_other_out(http: httpx.Client, base_url: str):
+def test_stalled_uploads_do_not_keep_other_clients_out(http: httpx.Client, base_url: str):
     """As many half-sent bodies as there is room for: they lose their places to those that come."""
     host, port = base_url.removeprefix("http://").split(":")
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -164,7 +164,7 @@ def test_the_proxy_refuses_a_body_that_is_too_large_before_it_is_sent(http: http
         time.sleep(0.1)
 
 
-def test_only_engine_and_scorer_hold_mlx_and_the_others_are_small(http: httpx.Client):
+def test_only_engine_and_scorer_load_mlx_and_other_processes_stay_small(http: httpx.Client):
     status = http.get("/v1/status").json()
     for deployment in ("engines", "spec_prefill"):
         assert [replica["has_mlx"] for replica in status[deployment]] == [True], deployment

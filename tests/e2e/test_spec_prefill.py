@@ -96,7 +96,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
         time.sleep(0.05)
 
 
-def test_a_long_prompt_is_taken_in_sparsely_and_answered(client: openai.OpenAI, http: httpx.Client):
+def test_long_prompt_is_prefilled_sparsely_and_answered(client: openai.OpenAI, http: httpx.Client):
     messages, right = needle()
     before = http.get("/v1/status").json()["engines"][0]["engine"]
     answer = ask(client, messages, SPARSE)
@@ -116,7 +116,7 @@ def test_a_long_prompt_is_taken_in_sparsely_and_answered(client: openai.OpenAI, 
     assert replica["pid"] not in {status["engines"][0]["pid"], status["text"][0]["pid"]}
 
 
-def test_a_prompt_that_does_not_ask_is_taken_in_sparsely_if_that_saves_time(client: openai.OpenAI):
+def test_long_prompt_is_prefilled_sparsely_by_default_unless_scoring_saves_no_time(client: openai.OpenAI):
     for seed in range(10, 14):
         messages, right = needle(seed=seed)
         answer = ask(client, messages)
@@ -125,7 +125,7 @@ def test_a_prompt_that_does_not_ask_is_taken_in_sparsely_if_that_saves_time(clie
         assert is_sparse(answer) or found["dense_because"].startswith("no gain: scoring ")
 
 
-def test_a_stream_tells_the_same(client: openai.OpenAI):
+def test_usage_of_a_stream_reports_the_sparse_prefill_of_the_whole_answer(client: openai.OpenAI):
     messages, right = needle(seed=1)
     whole = ask(client, messages, SPARSE)
     *chunks, last = ask(client, messages, SPARSE, stream=True, stream_options={"include_usage": True})
@@ -135,7 +135,7 @@ def test_a_stream_tells_the_same(client: openai.OpenAI):
     assert streamed["skipped_tokens"] == found["skipped_tokens"] and is_sparse(last)
 
 
-def test_how_much_is_kept_is_the_clients_to_say(client: openai.OpenAI):
+def test_keep_of_a_request_decides_how_many_tokens_are_skipped(client: openai.OpenAI):
     messages, _ = needle(seed=2)
     skipped = []
     for keep in (0.1, 0.5):
@@ -145,14 +145,14 @@ def test_how_much_is_kept_is_the_clients_to_say(client: openai.OpenAI):
     assert skipped[0] > 1.4 * skipped[1] > 0
 
 
-def test_who_wants_no_sparse_prompt_gets_none(client: openai.OpenAI):
+def test_request_with_specprefill_false_is_prefilled_densely(client: openai.OpenAI):
     messages, right = needle(seed=3)
     answer = ask(client, messages, {"specprefill": False})
     assert report(answer) is None
     assert answer.choices[0].message.content == right
 
 
-def test_below_the_threshold_nothing_is_said_of_it_unless_asked(client: openai.OpenAI):
+def test_prompt_below_the_threshold_has_a_report_only_on_request(client: openai.OpenAI):
     messages, _ = needle(300)
     assert report(ask(client, messages)) is None
     found = report(ask(client, messages, {"specprefill_keep_pct": 0.5}))
@@ -162,7 +162,7 @@ def test_below_the_threshold_nothing_is_said_of_it_unless_asked(client: openai.O
     assert found is not None and found["dense_because"].startswith("too short") and found["skipped_tokens"] == 0
 
 
-def test_the_next_turn_goes_on_from_the_dense_system_part(client: openai.OpenAI):
+def test_second_sparse_prompt_uses_the_cached_dense_system_part(client: openai.OpenAI):
     rules = "You are Kira, a baker from Oakdale. " + " ".join(["The blue square is to the left."] * 20)
     salt = {"cache_salt": uuid.uuid4().hex, **SPARSE}
     cached = []
@@ -182,13 +182,13 @@ def test_the_next_turn_goes_on_from_the_dense_system_part(client: openai.OpenAI)
         {"specprefill": False, "specprefill_keep_pct": 0.5},
     ],
 )
-def test_a_part_out_of_range_is_refused_by_name(client: openai.OpenAI, extra: dict[str, Any]):
+def test_invalid_keep_is_refused_by_name(client: openai.OpenAI, extra: dict[str, Any]):
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, needle()[0], extra)
     assert refused.value.param == "specprefill_keep_pct"
 
 
-def test_a_grammar_is_dense_with_the_reason_unless_asked(client: openai.OpenAI):
+def test_prompt_with_a_grammar_is_dense_with_the_reason_unless_sparse_on_request(client: openai.OpenAI):
     messages, _ = needle(seed=6)
     grammar: dict[str, Any] = {
         "response_format": {"type": "json_schema", "json_schema": {"name": "code", "schema": PEOPLE}}
@@ -198,7 +198,7 @@ def test_a_grammar_is_dense_with_the_reason_unless_asked(client: openai.OpenAI):
     assert is_sparse(ask(client, messages, {"specprefill": True}, **grammar))
 
 
-def test_a_client_that_leaves_stops_the_scoring(server: ServeRun, http: httpx.Client):
+def test_client_that_disconnects_stops_the_scoring(server: ServeRun, http: httpx.Client):
     messages, _ = needle(VERY_LONG, seed=7)
     before = scorer(http)["scorer"]
     body = {"model": "demo", "messages": messages, "max_tokens": 40, **SPARSE}
@@ -218,9 +218,7 @@ def test_a_client_that_leaves_stops_the_scoring(server: ServeRun, http: httpx.Cl
     assert after["num_scored"] == before["num_scored"]
 
 
-def test_a_scorer_that_dies_costs_a_prompt_nothing_but_its_sparseness_and_is_replaced(
-    client: openai.OpenAI, http: httpx.Client
-):
+def test_prompts_are_answered_densely_while_a_killed_scorer_is_replaced(client: openai.OpenAI, http: httpx.Client):
     messages, _ = needle(VERY_LONG, seed=8)
     pid = scorer(http)["pid"]
     with ThreadPoolExecutor(1) as pool:

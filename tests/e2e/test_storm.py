@@ -124,7 +124,7 @@ def send_wave(server: ServeRun, http: httpx.Client, wave: list[Visit], texts: di
     return books
 
 
-def test_a_storm_leaves_nothing_behind(server: ServeRun, http: httpx.Client, ray_dir: Path):
+def test_storm_of_requests_leaves_no_growth_error_or_lost_process(server: ServeRun, http: httpx.Client, ray_dir: Path):
     texts: dict[str, tuple[str, ...]] = {}
     first = send_wave(server, http, [Visit(-i, ask, None) for i, ask in enumerate(one_of_each(SEED), 1)], texts)
     assert set(first.kinds) - {""} == set(KINDS) - {"invalid"} and first.num_sparse

@@ -11,7 +11,7 @@ import numpy as np
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.batch import (
-    STRETCH_ARRAYS,
+    SEGMENT_ARRAYS,
     ChunkTime,
     ImageLeft,
     PrefillOutput,
@@ -87,7 +87,7 @@ STATE_BYTES, BYTES_PER_TOKEN = 1000, 10
 
 @dataclass(eq=False)
 class FakeSnapshot:
-    """A core.Snapshot; it is its own stretch. num_own: tokens behind its parent, where it was taken with one."""
+    """A core.Snapshot; it is its own segment. num_own: tokens behind its parent, where it was taken with one."""
 
     token_ids: np.ndarray
     num_own: int
@@ -99,16 +99,16 @@ class FakeSnapshot:
         return len(self.token_ids)
 
     @property
-    def stretch(self) -> "FakeSnapshot":
+    def segment(self) -> "FakeSnapshot":
         return self
 
     @property
-    def stretch_bytes(self) -> int:
+    def segment_bytes(self) -> int:
         return 0 if self.is_lent else BYTES_PER_TOKEN * self.num_own
 
     @property
     def num_bytes(self) -> int:
-        return self.stretch_bytes
+        return self.segment_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -163,7 +163,7 @@ class FakeRunner:
 
     def merge_groups(self, source: int, target: int) -> None:
         self._called("merge_groups", source, target)
-        assert all(row.rectangle != source for row in self.rows.values()), "the scheduler has moved them"
+        assert all(row.decode_group != source for row in self.rows.values()), "the scheduler has moved them"
 
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         self._called("prefill", rows[0].id, max_tokens)
@@ -207,11 +207,11 @@ class FakeRunner:
         self._called("snapshot", first.id, done)
         return _behind(parent, _computed(first)[:done].copy(), lend)
 
-    def fill(self, row_id: str, stretches: Sequence[Any]) -> None:
-        self._called("fill", row_id, *(stretch.num_tokens for stretch in stretches))
-        for stretch in stretches:
-            assert stretch.is_lent
-            stretch.is_lent = row_id not in self.rows and row_id not in self.prompts
+    def fill(self, row_id: str, segments: Sequence[Any]) -> None:
+        self._called("fill", row_id, *(segment.num_tokens for segment in segments))
+        for segment in segments:
+            assert segment.is_lent
+            segment.is_lent = row_id not in self.rows and row_id not in self.prompts
 
     def pending(self, row_ids: Sequence[str]) -> dict[str, RowOutput]:
         self._called("pending", *row_ids)
@@ -226,12 +226,12 @@ class FakeRunner:
             return None
         taken_in = self._taken_in(row)
         token_ids = np.concatenate([row.spec.token_ids, taken_in]).astype(np.int32)
-        stretch = parent
+        segment = parent
         for end in (*cuts, len(token_ids)):
-            if cuts and end <= (stretch.num_tokens if stretch else 0):
+            if cuts and end <= (segment.num_tokens if segment else 0):
                 raise ValueError(f"cuts {cuts} do not rise to {len(token_ids)}")
-            stretch = _behind(stretch, token_ids[:end], lend)
-        return RowSnapshot(taken_in, stretch)
+            segment = _behind(segment, token_ids[:end], lend)
+        return RowSnapshot(taken_in, segment)
 
     def _taken_in(self, row: Request) -> np.ndarray:
         """All that has been sampled but for the last one, and nothing behind the end of the row."""
@@ -243,14 +243,14 @@ class FakeRunner:
 
     def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:
         num_own = np.array([snapshot.num_own], np.int32)
-        return {f"{STRETCH_ARRAYS}tokens": snapshot.token_ids, f"{STRETCH_ARRAYS}num_own": num_own}
+        return {f"{SEGMENT_ARRAYS}tokens": snapshot.token_ids, f"{SEGMENT_ARRAYS}num_own": num_own}
 
     def import_snapshot(
         self, arrays: dict[str, np.ndarray], num_tokens: int, parent: Any, with_state: bool = True
     ) -> Iterator["FakeSnapshot | None"]:
-        num_own, tokens = num_tokens - (parent.num_tokens if parent else 0), arrays.pop(f"{STRETCH_ARRAYS}tokens")
+        num_own, tokens = num_tokens - (parent.num_tokens if parent else 0), arrays.pop(f"{SEGMENT_ARRAYS}tokens")
         yield None
-        if tokens.shape != (num_tokens,) or int(arrays.pop(f"{STRETCH_ARRAYS}num_own")[0]) != num_own:
+        if tokens.shape != (num_tokens,) or int(arrays.pop(f"{SEGMENT_ARRAYS}num_own")[0]) != num_own:
             raise ValueError("not of this model, or not behind this parent")
         yield FakeSnapshot(tokens, num_own)
 

@@ -70,8 +70,8 @@ ROWS = {"num_finished", "num_aborted", "num_failed", "num_expired"}
 
 
 def faulty_runner(runner: Any, faults: Faults) -> ModelRunner:
-    """Seams: the runner's methods, `join` and `leave` (of rows, in the batch), `encode` (a piece of an image)."""
-    runner._batch = Faulty(runner._batch, faults, {"join": "join", "leave": "leave"})
+    """Seams: the runner's methods, `join` and `remove` (of rows, in the batch), `encode` (a piece of an image)."""
+    runner._batch = Faulty(runner._batch, faults, {"join": "join", "remove": "remove"})
     runner._prefill._vision = Faulty(runner._prefill._vision, faults, {"advance": "encode"})
     seen: Any = Faulty(runner, faults, {name: name for name in RUNNER_SEAMS})
     return seen

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.chat import ChatRequest, Message, Thinking, Tool
 from deployments.http.normalize import INLINE_MARK, SystemPolicy, normalize
 from deployments.planning import PromptPlanner
+from deployments.protocol import ChatRequest, Message, Thinking, Tool
 from engine.config import EngineConfig
 from engine.protocol import EngineRequest, ImagePatches
 from engine.worker.model_runner import MLXRunner
@@ -138,7 +138,7 @@ PLACES = ("behind tool results", "before the user's words", "behind the user's w
 
 
 @pytest.mark.parametrize("nudges", [(), PLACES[:1], PLACES], ids=["nowhere", "behind tool results", "everywhere"])
-def test_each_turn_of_an_agent_prefills_little_more_than_what_is_new(runner, planner, nudges):
+def test_each_turn_of_an_agent_prefills_little_more_than_its_new_tokens(runner, planner, nudges):
     engines = Engines(runner)
     prefilled, lengths, excess = [], [], []
     history: list[Message] = []
@@ -156,7 +156,7 @@ def test_each_turn_of_an_agent_prefills_little_more_than_what_is_new(runner, pla
     assert engines.cached.core.prefix.cache.integrity_error() is None
 
 
-def test_the_boundaries_of_any_conversation_serve_all_but_little_of_what_is_known(planner):
+def test_boundaries_of_any_conversation_serve_nearly_all_of_its_known_tokens(planner):
     """By the rules alone, so without a model: also of clients that send no thoughts back."""
     for seed in range(200 if COMPARES_ALL else 5):
         rng = random.Random(seed)
@@ -173,7 +173,7 @@ def test_the_boundaries_of_any_conversation_serve_all_but_little_of_what_is_know
             seen.append(spec.token_ids)
 
 
-def test_a_nudge_that_is_hoisted_into_the_system_part_costs_all_of_the_prompt_and_the_miss_says_so(runner, planner):
+def test_a_message_hoisted_into_the_system_part_costs_a_full_prefill_and_the_miss_reports_it(runner, planner):
     engines = Engines(runner)
     talk = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text(random.Random(1), 20)}]
     before = plan(planner, "before", talk, "hoist", **THINKING)
@@ -199,7 +199,7 @@ def test_a_nudge_that_is_hoisted_into_the_system_part_costs_all_of_the_prompt_an
     assert engines.ask(inline) == len(inline.token_ids) - before.boundaries[-1].num_tokens
 
 
-def test_two_agents_that_take_turns_do_not_lose_what_is_theirs(runner, planner):
+def test_two_alternating_agents_both_keep_their_cached_prefixes(runner, planner):
     engines = Engines(runner)
     talks = [[{"role": "system", "content": f"{name} {SYSTEM}"}] for name in ("Alice.", "Bob.")]
     for turn in range(3):
@@ -213,7 +213,7 @@ def test_two_agents_that_take_turns_do_not_lose_what_is_theirs(runner, planner):
     assert (status.num_hits, status.num_misses) == (4, 2) and status.num_evicted == 0
 
 
-def test_other_tools_and_other_template_kwargs_are_named_as_what_they_are(runner, planner):
+def test_changed_tools_are_named_by_the_miss_and_changed_thinking_still_hits_the_turn(runner, planner):
     talk = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text(random.Random(1), 20)}]
     engines = Engines(runner)
     engines.ask(plan(planner, "two tools", talk, tools=TOOLS))
@@ -228,7 +228,7 @@ def test_other_tools_and_other_template_kwargs_are_named_as_what_they_are(runner
     assert turn.kind == "turn" and served == [0, 0, turn.num_tokens, turn.num_tokens]
 
 
-def test_a_tenant_is_served_only_what_is_its_own(runner, planner):
+def test_a_tenant_hits_only_its_own_snapshots(runner, planner):
     engines = Engines(runner)
     talk = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text(random.Random(1), 20)}]
     secret = "s3cret salt"
@@ -257,7 +257,7 @@ def see(planner: PromptPlanner, pictures: Sequence[ImagePatches], *more: str) ->
     return plan(planner, f"{len(pictures)} pictures", talk, images=tuple(pictures))
 
 
-def test_another_picture_is_a_miss_and_gets_another_answer(runner, planner, picture):
+def test_another_image_misses_the_cache_and_gets_another_answer(runner, planner, picture):
     engines = Engines(runner)
     red, blue, again = picture("red"), picture("blue"), picture("red")
     spec = see(planner, [red])
@@ -273,7 +273,7 @@ def test_another_picture_is_a_miss_and_gets_another_answer(runner, planner, pict
     assert answers[0] == answers[2] != answers[1] == answers[3]
 
 
-def test_pictures_in_a_cached_prefix_and_behind_it_and_in_another_order(runner, planner, picture):
+def test_images_hit_only_a_prefix_with_the_same_images_in_the_same_order(runner, planner, picture):
     engines = Engines(runner)
     red, blue, green = picture("red"), picture("blue", "square"), picture("green", size=(96, 160))
     engines.ask(see(planner, [red, blue]))
@@ -287,7 +287,7 @@ def test_pictures_in_a_cached_prefix_and_behind_it_and_in_another_order(runner, 
     assert len(answers) > 1
 
 
-def test_further_pictures_behind_a_cached_picture(runner, planner, picture):
+def test_further_images_behind_a_cached_image_hit_the_turn_before(runner, planner, picture):
     """The same picture once more, and others, in a later turn: placed where they belong, whatever was restored."""
     engines = Engines(runner)
     red, blue, green = picture("red"), picture("blue"), picture("green", "square", (160, 96))
@@ -308,7 +308,7 @@ def test_further_pictures_behind_a_cached_picture(runner, planner, picture):
         assert engines.ask(spec) == len(spec.token_ids) - spec.boundaries[-1].num_tokens
 
 
-def test_what_was_cleared_or_evicted_is_named(runner):
+def test_a_miss_tells_whether_its_snapshot_was_cleared_or_evicted(runner):
     requests = [plain_request(f"r{i}", plain_tokens(i, 60), plain_tokens(i, 9), max_tokens=1) for i in range(2)]
     driver = Driver(runner, cache_config(boundaries=("system",)))
     driver.run({0: requests[:1]})

@@ -1,4 +1,4 @@
-"""The prefix cache through the engine's door: what it says of itself, clearing, pinned prompts, files."""
+"""The prefix cache through AsyncEngine: status, clearing, pinned prompts, files."""
 
 import asyncio
 import os
@@ -49,7 +49,7 @@ def test_the_status_and_clearing_are_answered_between_steps():
     run_engine(test, FakeRunner(), {})
 
 
-def test_a_question_that_fails_costs_the_engine_nothing(monkeypatch):
+def test_a_failed_status_query_does_not_harm_the_engine(monkeypatch):
     async def test(engine: AsyncEngine) -> None:
         assert engine._core is not None
         monkeypatch.setattr(engine._core.prefix, "status", lambda: 1 / 0)
@@ -60,7 +60,7 @@ def test_a_question_that_fails_costs_the_engine_nothing(monkeypatch):
     run_engine(test, FakeRunner(), {})
 
 
-def test_an_engine_that_is_gone_says_so():
+def test_cache_queries_to_an_engine_that_was_shut_down_are_refused():
     async def test(engine: AsyncEngine) -> None:
         await engine.shutdown()
         with pytest.raises(EngineFailed, match="shut down"):
@@ -82,7 +82,7 @@ def pins(*systems: str, **more: Any) -> dict[str, Any]:
     return {"prefix_cache": {"pinned": [{"system": system} for system in systems], **more}}
 
 
-def test_pinned_prompts_are_taken_in_before_the_engine_is_ready():
+def test_pinned_prompts_are_prefilled_before_the_engine_is_ready():
     async def test(engine: AsyncEngine) -> None:
         status = await engine.cache_status()
         assert status.num_pinned == 2 and engine.status().state == "ready"
@@ -115,7 +115,7 @@ def test_a_prompt_that_cannot_be_pinned_ends_the_start_with_the_reason(config, r
     asyncio.run(main())
 
 
-def test_an_engine_that_is_shut_down_while_it_takes_in_pinned_prompts_stays_shut_down():
+def test_an_engine_shut_down_while_it_prefills_pinned_prompts_stays_stopped():
     async def main() -> None:
         config = EngineConfig.model_validate(pins("You sell fruit.", "You are a poet."))
         engine = AsyncEngine(config, lambda config, progress: words_runner())
@@ -148,7 +148,7 @@ def test_a_disk_for_a_model_that_cannot_be_cached_ends_the_start(tmp_path: Path)
     asyncio.run(main())
 
 
-def test_a_restarted_engine_goes_on_from_the_files_of_the_former(tmp_path: Path):
+def test_a_restarted_engine_continues_from_the_files_of_the_previous_one(tmp_path: Path):
     config = {"prefix_cache": {"disk": {"path": str(tmp_path / "snapshots"), "max_gb": 1}}}
 
     async def first(engine: AsyncEngine) -> None:

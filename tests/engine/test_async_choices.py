@@ -1,4 +1,4 @@
-"""The asyncio door for several choices, grammars, and what is refused before it costs anything."""
+"""AsyncEngine with several choices and grammars, and requests that are refused before they cost anything."""
 
 import asyncio
 import threading
@@ -89,7 +89,7 @@ def test_a_slow_reader_gets_one_chunk_per_choice_with_all_that_came():
     run(test)
 
 
-def test_draft_counts_add_up_over_what_a_reader_left_waiting():
+def test_draft_counts_add_up_in_chunks_merged_for_a_slow_reader():
     async def test(engine, runner):
         stream = engine.generate(request(max_tokens=21))
         first = await anext(stream)
@@ -104,7 +104,7 @@ def test_draft_counts_add_up_over_what_a_reader_left_waiting():
 
 
 @pytest.mark.parametrize("how", ["close", "abort"])
-def test_a_reader_that_leaves_frees_all_rows(how):
+def test_a_closed_or_aborted_stream_frees_the_rows_of_all_choices(how):
     async def test(engine, runner):
         runner.step_s = 0.002
         stream = engine.generate(request(n=3, max_tokens=5000))
@@ -143,14 +143,14 @@ def test_a_choice_that_has_ended_is_not_aborted_again():
     [
         ({"num_choices": 5}, "n", r"n is 5; it must be between 1 and 4 \(max_running\)"),
         ({"num_choices": 0}, "n", "n is 0; it must be between 1 and 4"),
-        ({"priority": 2}, "priority", "priority is 2, but the scheduler's policy is fifo"),
+        ({"priority": 2}, "priority", "priority is 2; it must be 0, as scheduler.policy is fifo"),
         ({"sampling": SamplingParams(5, logit_bias=((7, 1.0), (1000, 2.0)))}, "logit_bias", "token id 1000 is not"),
-        ({"sampling": SamplingParams(5, logit_bias=((-1, 1.0),))}, "logit_bias", "token id -1 is not within 0 and 999"),
-        ({"token_ids": np.array([0, VOCAB_SIZE], np.int32)}, "messages", "token id 1000 is not within 0 and 999"),
-        ({"token_ids": np.array([-3, 5], np.int32)}, "messages", "token id -3 is not within 0 and 999"),
+        ({"sampling": SamplingParams(5, logit_bias=((-1, 1.0),))}, "logit_bias", "-1 is not between 0 and 999"),
+        ({"token_ids": np.array([0, VOCAB_SIZE], np.int32)}, "messages", "token id 1000 is not between 0 and 999"),
+        ({"token_ids": np.array([-3, 5], np.int32)}, "messages", "token id -3 is not between 0 and 999"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name_value_and_limit(wrong, field, message):
+def test_invalid_parameters_are_refused_with_name_value_and_limit(wrong, field, message):
     async def test(engine, runner):
         with pytest.raises(InvalidRequest, match=message) as caught:
             await collect(engine, replace(request(), **wrong))
@@ -159,7 +159,7 @@ def test_what_cannot_be_done_is_refused_by_name_value_and_limit(wrong, field, me
     run(test, max_running=4)
 
 
-def test_priorities_are_taken_by_their_policy_and_the_urgent_one_is_first():
+def test_an_urgent_request_preempts_under_the_priority_policy():
     async def test(engine, runner):
         runner.step_s = 0.002
         slow = asyncio.create_task(collect(engine, replace(request("slow", max_tokens=200), priority=5)))
@@ -172,12 +172,12 @@ def test_priorities_are_taken_by_their_policy_and_the_urgent_one_is_first():
     run(test, max_running=1, scheduler={"policy": "priority"})
 
 
-def test_each_answer_counts_towards_what_may_be_open():
+def test_each_choice_counts_towards_the_limit_of_open_answers():
     async def test(engine, runner):
         runner.step_s = 0.002
         stream = engine.generate(request(n=3, max_tokens=5000))
         await anext(stream)
-        with pytest.raises(Overloaded, match="3 answers are open and 3 more were asked for, the limit is 5"):
+        with pytest.raises(Overloaded, match="3 choices are open and the request has 3; the limit is 5"):
             await collect(engine, request("two", n=3))
         await stream.aclose()
         await collect(engine, request("three", n=3))
@@ -278,7 +278,7 @@ def test_a_compiler_that_cannot_be_made_is_an_error_for_the_request_and_tried_ag
     run(test)
 
 
-def test_a_client_that_goes_while_the_compiler_is_made_does_not_take_it_from_others(compiler):
+def test_a_cancelled_request_does_not_stop_the_creation_of_the_compiler_for_others(compiler):
     async def test(engine, runner):
         compiler.makes.clear()
         first, second = (asyncio.create_task(collect(engine, replace(request(name), grammar=JSON))) for name in "ab")
@@ -292,7 +292,7 @@ def test_a_client_that_goes_while_the_compiler_is_made_does_not_take_it_from_oth
     run(test)
 
 
-def test_a_grammar_that_is_refused_leaves_nothing_behind(compiler):
+def test_a_request_with_a_refused_grammar_leaves_no_state(compiler):
     async def test(engine, runner):
         compiler.gate.set()
         with pytest.raises(InvalidRequest, match="the grammar is bad"):
@@ -304,7 +304,7 @@ def test_a_grammar_that_is_refused_leaves_nothing_behind(compiler):
 
 
 @pytest.mark.parametrize("how", ["cancel", "abort"])
-def test_a_client_that_goes_while_its_grammar_compiles_leaves_nothing_behind(compiler, how):
+def test_a_request_cancelled_while_its_grammar_compiles_leaves_no_state(compiler, how):
     async def test(engine, runner):
         task = asyncio.create_task(collect(engine, replace(request(n=2), grammar=JSON)))
         await until(lambda: compiler.compiled == 1)

@@ -1,4 +1,4 @@
-"""The asyncio door: streams, aborts, limits, failures, the end."""
+"""AsyncEngine: streams, aborts, limits, failures, the end."""
 
 import asyncio
 import re
@@ -92,7 +92,7 @@ def test_every_token_comes_once_and_in_order_and_the_first_alone():
     run(test, CountingRunner(step_s=0.002))
 
 
-def test_a_slow_reader_gets_everything_that_has_accumulated_at_once():
+def test_a_slow_reader_gets_all_accumulated_tokens_in_one_chunk():
     async def test(engine):
         stream = engine.generate(request(max_tokens=40))
         first = await anext(stream)
@@ -103,7 +103,7 @@ def test_a_slow_reader_gets_everything_that_has_accumulated_at_once():
     run(test)
 
 
-def test_many_streams_at_once():
+def test_concurrent_streams_each_get_their_own_tokens():
     async def test(engine):
         results = await asyncio.gather(*(collect(engine, request(f"r{i}", 10 + i)) for i in range(20)))
         assert results == [list(range(10 + i)) for i in range(20)]
@@ -113,7 +113,7 @@ def test_many_streams_at_once():
 
 
 @pytest.mark.parametrize("how", ["close", "cancel", "abort"])
-def test_a_reader_that_leaves_frees_the_row(how):
+def test_a_closed_cancelled_or_aborted_stream_frees_its_row(how):
     runner = CountingRunner(step_s=0.002)
 
     async def test(engine):
@@ -153,12 +153,12 @@ def test_requests_that_cannot_be_served_are_refused_with_the_numbers():
     run(test, CountingRunner(step_s=0.002))
 
 
-def test_a_full_queue_refuses_with_the_limit_and_takes_again_when_there_is_room():
+def test_a_full_queue_refuses_with_the_limit_and_accepts_again_after_cancellations():
     async def test(engine):
         streams = [engine.generate(request(f"r{i}", 900)) for i in range(3)]
         first = [asyncio.create_task(anext(s)) for s in streams]
         await until(lambda: engine.status().num_running == 1 and engine.status().num_waiting == 2)
-        with pytest.raises(Overloaded, match=r"3 answers are open and 1 more were asked for, the limit is 3"):
+        with pytest.raises(Overloaded, match=r"3 choices are open and the request has 1; the limit is 3"):
             await collect(engine, request("one too many"))
         for task, stream in zip(first, streams, strict=True):
             task.cancel()
@@ -181,7 +181,7 @@ def test_pixels_of_open_requests_are_counted_and_limited():
         await until(lambda: engine.status().num_running == 1 and engine.status().num_waiting == 1)
         held = engine.status().memory["image_pixels_bytes"]
         assert 49 * 2**20 < held <= 50 * 2**20
-        with pytest.raises(Overloaded, match=rf"hold {held} bytes .* images 15728640; the limit is 67108864") as error:
+        with pytest.raises(Overloaded, match=rf"take {held} bytes .* 15728640; the limit is 67108864") as error:
             await collect(engine, with_pixels(request("one too many"), 15))
         assert error.value.retry_after_s > 0
         queued = asyncio.create_task(collect(engine, request("text")))
@@ -197,14 +197,14 @@ def test_pixels_of_open_requests_are_counted_and_limited():
     run(test, CountingRunner(step_s=0.002), max_running=1, image_memory_mb=64)
 
 
-def test_one_request_may_have_more_pixels_than_all_together():
+def test_a_single_request_may_exceed_the_pixel_limit_of_all_requests():
     async def test(engine):
         assert await collect(engine, with_pixels(request(), 65)) == list(range(10))
 
     run(test, image_memory_mb=64)
 
 
-def test_a_failed_step_ends_the_streams_promptly_and_too_many_make_it_unhealthy():
+def test_a_failed_step_ends_its_streams_and_too_many_make_the_engine_unhealthy():
     runner = CountingRunner()
 
     async def test(engine):
@@ -220,13 +220,13 @@ def test_a_failed_step_ends_the_streams_promptly_and_too_many_make_it_unhealthy(
         runner.fail_prefill = True
         for i in range(3):
             await collect(engine, request(f"s{i}"))
-        with pytest.raises(EngineFailed, match="3 steps in a row failed, the limit is 3"):
+        with pytest.raises(EngineFailed, match="3 consecutive steps failed; the limit is 3"):
             engine.check_health()
 
     run(test, runner, max_failed_steps=3)
 
 
-def test_a_step_that_hangs_ends_what_is_open_and_makes_it_unhealthy():
+def test_a_hanging_step_ends_open_streams_and_makes_the_engine_unhealthy():
     runner = CountingRunner()
 
     async def test(engine):
@@ -235,11 +235,11 @@ def test_a_step_that_hangs_ends_what_is_open_and_makes_it_unhealthy():
         runner.hold = 1.5
         *_, last = [chunk async for chunk in stream]
         assert last.finish_reason is FinishReason.ERROR and last.retry_after_s
-        assert "a decode step (rows: 1, drafts: 0) has lasted" in last.error
+        assert "a decode step (rows: 1, drafts: 0) has been running for" in last.error
         assert re.search(r"the limit is 0\.[24] s", last.error), "twice as long the first time"
-        with pytest.raises(EngineFailed, match=r"a decode step .* has lasted"):
+        with pytest.raises(EngineFailed, match=r"a decode step .* has been running for"):
             engine.check_health()
-        with pytest.raises(Unavailable, match=r"a decode step .* has lasted"):
+        with pytest.raises(Unavailable, match=r"a decode step .* has been running for"):
             await anext(engine.generate(request()))
         runner.hold = 0.0
 
@@ -259,7 +259,7 @@ class HangingRunner(CountingRunner):
         return super().decode(num_draft_tokens)
 
 
-def test_a_slow_device_that_does_what_is_predicted_is_not_ended():
+def test_a_slow_step_within_its_prediction_is_not_treated_as_hanging():
     """Steps of a minute, with a limit of 20 ms."""
 
     async def test(engine):
@@ -288,7 +288,7 @@ def test_work_that_takes_much_longer_than_predicted_is_reported_once(monkeypatch
         for _ in range(3):
             engine.check_health()
         assert len(caplog.messages) == 1
-        assert re.match(r"a decode step \(rows: 1, drafts: 0\) has lasted .* s, predicted 0\.001 s", caplog.messages[0])
+        assert re.match(r"a decode step \(rows: 1, drafts: 0\) has been .* s, predicted 0\.001 s", caplog.messages[0])
         hang.release()
         assert await answer == list(range(10))
 
@@ -296,7 +296,7 @@ def test_work_that_takes_much_longer_than_predicted_is_reported_once(monkeypatch
         run(test, HangingRunner(hang, predicted_s=0.001))
 
 
-def test_a_model_that_cannot_be_loaded_says_why_and_no_waiter_hangs():
+def test_a_failed_load_is_reported_to_all_waiters_with_its_reason():
     def broken(config, progress):
         progress(0.5)
         raise EngineFailed("the weights are broken")
@@ -336,7 +336,7 @@ async def _last(engine: AsyncEngine, r: EngineRequest):
     return [chunk async for chunk in engine.generate(r)][-1]
 
 
-def test_the_real_model_streams_the_tokens_that_it_gives_alone(make_request):
+def test_concurrent_streams_of_the_demo_model_get_the_same_tokens_as_alone(make_request):
     async def main():
         engine = AsyncEngine(EngineConfig())
         await engine.wait_ready()

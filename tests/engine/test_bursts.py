@@ -63,7 +63,7 @@ def test_requests_in_bursts_get_the_tokens_that_each_gets_alone(tiny, mtp, cache
     assert driver.core.budget.reserved_bytes == 0
 
 
-def test_conversations_that_go_on_together_begin_behind_their_snapshots(tiny):
+def test_conversations_continued_in_a_burst_start_from_their_snapshots(tiny):
     first = [request(f"talk {i}", 40 + 3 * i) for i in range(4)]
     driver = with_bursts(Driver(tiny))
     said = driver.run({0: first})
@@ -78,7 +78,7 @@ def test_conversations_that_go_on_together_begin_behind_their_snapshots(tiny):
     assert driver.core.stats.num_cached_tokens >= 4 * 37 and driver.core.stats.num_bursts > before
 
 
-def test_requests_that_are_given_up_between_bursts_leave_nothing_behind(tiny):
+def test_requests_aborted_between_bursts_leave_no_memory_behind(tiny):
     asked = many()
     expected = alone(tiny, asked)
     driver = with_bursts(Driver(tiny, EngineConfig.model_validate({"prefill_chunk_tokens": 64})))
@@ -118,7 +118,7 @@ def test_a_burst_that_fails_costs_no_request(tiny, seam, call, phase):
     driver.core.prefix.check_integrity()
 
 
-def test_only_the_guilty_prompt_of_a_burst_fails(tiny, monkeypatch):
+def test_a_prompt_that_fails_in_a_burst_fails_alone(tiny, monkeypatch):
     asked = many()
     expected = alone(tiny, asked)
     make_room = tiny._prefill.begin
@@ -139,7 +139,7 @@ def test_only_the_guilty_prompt_of_a_burst_fails(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("cache", [True, False])
-def test_bursts_take_what_the_books_say(tiny, cache):
+def test_memory_of_bursts_never_exceeds_the_budget(tiny, cache):
     books = Books(tiny, prefix_cache={"enabled": True, "max_gb": 0.05} if cache else {"enabled": False})
     with_bursts(books.driver)
     books.run(requests(16, (20, 33, 60), 30))
@@ -148,7 +148,7 @@ def test_bursts_take_what_the_books_say(tiny, cache):
     books.core.prefix.cache.reset()
 
 
-def test_bursts_of_the_demo_model_take_what_the_books_say(runner):
+def test_memory_of_bursts_of_the_demo_model_matches_the_budget(runner):
     books = Books(runner)
     with_bursts(books.driver)
     books.run(requests(16, (20, 33, 60), 30))

@@ -1,4 +1,4 @@
-"""The asyncio door of the scorer: plans, limits, cancels, failures, the end."""
+"""AsyncDraftScorer: plans, limits, cancels, failures, the end."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from engine.draft_scorer import AsyncDraftScorer, choose_device
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineFailed, InvalidRequest, Overloaded
 from engine.worker.spec_prefill.draft import load_draft
-from engine.worker.spec_prefill.scorer import Outcome, Scorer, load_scorer
+from engine.worker.spec_prefill.scorer import Scorer, ScoreResult, load_scorer
 from tests.engine.fakes import until
 
 NO_ANCHORS = np.empty(0, np.int32)
@@ -79,7 +79,7 @@ def slow(config: SpecPrefillConfig, draft: EngineConfig, publish: Any) -> Scorer
     return SlowScorer(load_draft(draft), config, publish)
 
 
-def test_a_plan_fits_its_prompt_and_is_the_same_each_time_alone_or_beside_others():
+def test_a_plan_fits_its_prompt_and_is_the_same_alone_and_among_other_prompts():
     async def test(scorer: AsyncDraftScorer) -> None:
         requests = [request(200 + 50 * i, i, num_dense=20, anchors=np.array([5, 90], np.int32)) for i in range(4)]
         alone = [await scorer.score(r) for r in requests]
@@ -96,7 +96,7 @@ def test_a_plan_fits_its_prompt_and_is_the_same_each_time_alone_or_beside_others
     run(test)
 
 
-def test_together_without_reuse_plans_are_those_of_each_alone():
+def test_plans_of_prompts_scored_together_equal_those_scored_alone():
     plans: dict[str, list[Scored]] = {}
 
     async def one_by_one(scorer: AsyncDraftScorer) -> None:
@@ -111,7 +111,7 @@ def test_together_without_reuse_plans_are_those_of_each_alone():
     assert alone == together
 
 
-def test_another_wish_for_the_same_prompt_is_planned_anew_without_reading_it():
+def test_another_keep_for_the_same_prompt_is_planned_without_scoring_it_again():
     async def test(scorer: AsyncDraftScorer) -> None:
         dense, sparse = await scorer.score(request(600, keep=0.8)), await scorer.score(request(600, keep=0.2))
         assert dense.num_scored == 600 and sparse.num_scored == 0
@@ -123,9 +123,9 @@ def test_another_wish_for_the_same_prompt_is_planned_anew_without_reading_it():
 def test_requests_that_cannot_be_scored_are_refused_with_value_and_limit():
     async def test(scorer: AsyncDraftScorer) -> None:
         refused = {
-            r"0 tokens; between 1 and 500 \(max_tokens_scored\)": request(0),
-            "501 tokens; between 1 and 500": request(501),
-            "token id 4096 is not within 0 and 4095": request(token_ids=np.array([7, 4096], np.int32)),
+            r"0 tokens; it must have 1 to 500 \(max_tokens_scored\)": request(0),
+            "501 tokens; it must have 1 to 500": request(501),
+            "token id 4096 is not between 0 and 4095": request(token_ids=np.array([7, 4096], np.int32)),
             "num_dense is 301; it must be between 0 and 300": request(num_dense=301),
             "num_dense is -1": request(num_dense=-1),
             "keep is 0.05; it must be between 0.1 and 1": request(keep=0.05),
@@ -141,11 +141,11 @@ def test_requests_that_cannot_be_scored_are_refused_with_value_and_limit():
     run(test, max_tokens_scored=500)
 
 
-def test_a_full_queue_refuses_with_the_limit_and_takes_again_when_there_is_room():
+def test_a_full_queue_refuses_with_the_limit_and_accepts_again_after_cancellations():
     async def test(scorer: AsyncDraftScorer) -> None:
         tasks = [asyncio.create_task(scorer.score(request(2000, i))) for i in range(3)]
         await until(lambda: scorer.status().num_running == 1 and scorer.status().num_waiting == 2)
-        with pytest.raises(Overloaded, match=r"3 prompts are being scored, the limit is 3 \(1 running, 2 waiting\)"):
+        with pytest.raises(Overloaded, match=r"3 prompts are .* the limit is 3 \(max_running 1 \+ max_queue 2\)"):
             await scorer.score(request())
         for task in tasks:
             task.cancel()
@@ -157,7 +157,7 @@ def test_a_full_queue_refuses_with_the_limit_and_takes_again_when_there_is_room(
     run(test, slow, max_running=1, max_queue=2)
 
 
-def test_a_cancelled_prompt_is_given_up_within_a_chunk_and_its_memory_is_free():
+def test_a_cancelled_prompt_stops_within_a_chunk_and_its_memory_is_freed():
     steps: list[None] = []
 
     class Counting(SlowScorer):
@@ -184,7 +184,7 @@ def test_a_cancelled_prompt_is_given_up_within_a_chunk_and_its_memory_is_free():
 
 def test_a_prompt_that_fails_is_the_scorers_failure_and_the_next_one_is_scored():
     class Failing(Scorer):
-        def _advance(self, job: Any) -> Outcome | None:
+        def _advance(self, job: Any) -> ScoreResult | None:
             if len(job.key) == 299:
                 raise RuntimeError("no memory left")
             return super()._advance(job)
@@ -199,7 +199,7 @@ def test_a_prompt_that_fails_is_the_scorers_failure_and_the_next_one_is_scored()
     run(test, lambda config, draft, publish: Failing(load_draft(draft), config, publish))
 
 
-def test_when_the_thread_dies_what_is_open_fails_and_it_is_unhealthy():
+def test_a_dying_scorer_thread_fails_open_requests_and_makes_the_scorer_unhealthy():
     made: list[SlowScorer] = []
 
     def make(config: SpecPrefillConfig, draft: EngineConfig, publish: Any) -> Scorer:
@@ -222,14 +222,14 @@ def test_when_the_thread_dies_what_is_open_fails_and_it_is_unhealthy():
     run(test, make)
 
 
-def test_a_step_that_hangs_makes_it_unhealthy(monkeypatch):
+def test_a_hanging_step_makes_the_scorer_unhealthy(monkeypatch):
     monkeypatch.setattr(draft_scorer, "STEP_TIMEOUT_S", 0.005)
 
     async def test(scorer: AsyncDraftScorer) -> None:
         scorer.check_health()
         task = asyncio.create_task(scorer.score(request(4000)))
         await until(lambda: scorer.status().num_running == 1)
-        with pytest.raises(EngineFailed, match=r"a step has lasted 0 s, the limit is 0 s"):
+        with pytest.raises(EngineFailed, match=r"a step has been running for 0 s; the limit is 0 s"):
             for _ in range(200):
                 scorer.check_health()
                 await asyncio.sleep(0.001)
@@ -242,7 +242,7 @@ def test_a_step_that_hangs_makes_it_unhealthy(monkeypatch):
     run(test, slow)
 
 
-def test_shutdown_fails_what_is_open_and_takes_nothing_more():
+def test_shutdown_fails_open_requests_and_refuses_new_ones():
     async def main() -> None:
         scorer = AsyncDraftScorer(SpecPrefillConfig(device="cpu"), EngineConfig(), make_scorer=slow)
         with pytest.raises(EngineFailed, match="not ready: it is loading"):
@@ -260,7 +260,7 @@ def test_shutdown_fails_what_is_open_and_takes_nothing_more():
     asyncio.run(main())
 
 
-def test_status_says_what_is_loaded_and_where():
+def test_the_status_names_the_loaded_draft_and_its_device():
     async def test(scorer: AsyncDraftScorer) -> None:
         status = scorer.status()
         assert (status.state, status.draft_model, status.error) == ("ready", "demo", None)
@@ -269,7 +269,7 @@ def test_status_says_what_is_loaded_and_where():
     run(test)
 
 
-def test_real_text_is_scored_as_the_engine_would_send_it():
+def test_a_rendered_chat_prompt_gets_a_plan_of_the_requested_size_that_fits_it():
     tokenizer = ChatTokenizer(Path(draft_scorer.__file__).parent / "demo_model")
     messages = [{"role": "user", "content": "Where does Anna live? " + "The sky is blue today. " * 40}]
     prompt = tokenizer.chat_prompt(messages, template_kwargs={})
@@ -292,15 +292,15 @@ def test_a_draft_that_is_not_there_is_unavailable():
 def test_a_draft_with_another_tokenizer_is_unavailable(tiny_model):
     tiny = str(tiny_model())
     unavailable(
-        "this draft cannot score for demo: '</tool_response>' is 13 in the target's tokenizer, no added",
+        "the draft model cannot score prompts of demo: '</tool_response>' is 13 in the target's tokenizer, no added",
         draft_model=tiny,
     )
-    unavailable("this draft cannot score for .*model: '", target=tiny)
+    unavailable("the draft model cannot score prompts of .*model: '", target=tiny)
 
 
 def test_a_draft_that_cannot_be_read_is_unavailable(monkeypatch):
     def unreadable(*args: Any) -> Any:
-        raise EngineFailed("this draft cannot score: layer 0 (Block) has no self_attn")
+        raise EngineFailed("the draft model cannot score prompts: layer 0 (Block) has no self_attn")
 
     async def main() -> None:
         scorer = AsyncDraftScorer(SpecPrefillConfig(device="cpu"), EngineConfig(), make_scorer=unreadable)

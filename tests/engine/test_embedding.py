@@ -57,13 +57,13 @@ def reference(runner: MLXRunner, request: EngineRequest) -> np.ndarray:
     """All of the prompt in one forward, without a cache."""
     ids = mx.array(request.token_ids[None])
     positions = np.broadcast_to(np.arange(len(request.token_ids), dtype=np.int32), (3, 1, len(request.token_ids)))
-    hidden = np.array(runner._view.states(ids, runner._view.make_cache(), positions)[0], np.float64)
+    hidden = np.array(runner._language_model.states(ids, runner._language_model.make_cache(), positions)[0], np.float64)
     pooled = hidden[-1] if request.pooling == "last" else hidden.mean(axis=0)
     return pooled / np.linalg.norm(pooled)
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_an_embedding_is_the_same_alone_in_chunks_in_a_batch_and_while_others_decode(tiny, pooling):
+def test_an_embedding_is_the_same_alone_in_chunks_in_a_batch_and_while_a_row_decodes(tiny, pooling):
     requests = [embedding_of(f"e{n}", n, pooling) for n in (1, 16, 17, 90)]
     expected = {request.request_id: reference(tiny, request) for request in requests}
     small = EngineConfig(prefill_chunk_tokens=32, prefill_chunk_tokens_busy=16)
@@ -80,7 +80,7 @@ def test_an_embedding_is_the_same_alone_in_chunks_in_a_batch_and_while_others_de
 def test_an_embedding_is_the_hidden_state_that_gives_the_logits(tiny):
     request = embedding_of("e", 12)
     hidden = mx.array(reference(tiny, request).astype(np.float32))
-    logits = tiny._view.logits(hidden[None, None])
+    logits = tiny._language_model.logits(hidden[None, None])
     first = EngineRequest("r", request.token_ids, SamplingParams(1, 0.0), ())
     assert Driver(tiny).run({0: [first]})["r"] == [int(np.array(logits).argmax())]
 
@@ -107,7 +107,7 @@ def test_an_embedding_leaves_no_memory_and_no_snapshot_behind(tiny):
     assert driver.core.stats.num_finished == 3
 
 
-def test_an_embedding_that_follows_a_prompt_that_was_given_up_is_its_own(tiny):
+def test_an_embedding_after_an_aborted_prompt_is_correct(tiny):
     driver = Driver(tiny, EngineConfig(prefill_chunk_tokens=32))
     ids = embedding_of("x", 400).token_ids
     driver.core.add_request(EngineRequest("gone", ids, SamplingParams(4), ()))
@@ -130,7 +130,7 @@ def test_hidden_states_that_are_not_finite_are_an_error_of_that_request_alone(ti
     driver = Driver(tiny)
     driver.run({0: [embedding_of("e", 20), story()]})
     assert driver.finish == {"e": FinishReason.ERROR, "story": FinishReason.LENGTH}
-    assert driver.errors["e"] == "the model gave no finite hidden states"
+    assert driver.errors["e"] == "the hidden states contain NaN or inf"
 
 
 def test_embeddings_that_cannot_be_made_are_refused_by_field():
@@ -150,10 +150,10 @@ def test_embeddings_that_cannot_be_made_are_refused_by_field():
 
     plan = SparsePlan(np.arange(9, 50, dtype=np.int32), 0, "")
     refused(asking(101), ContextLengthExceeded, "101 in the prompt and 0 for the answer")
-    refused(asking(50, num_choices=2), InvalidRequest, "n may not be given")
-    refused(asking(50, sparse=plan), InvalidRequest, "sparse")
+    refused(asking(50, num_choices=2), InvalidRequest, "n must not be set")
+    refused(asking(50, sparse=plan), InvalidRequest, "prefill plan")
     runner.no_pooling = "it has no layers"
-    refused(asking(50), InvalidRequest, "no embeddings: it has no layers")
+    refused(asking(50), InvalidRequest, "cannot compute embeddings: it has no layers")
 
 
 def test_an_embedding_may_fill_the_whole_context(tiny_model):
@@ -176,4 +176,4 @@ def test_an_embedding_that_does_not_fit_in_memory_is_refused(tiny):
     core = Driver(tiny).core
     core.budget.limit_bytes = core.budget.costs.base_bytes + 1
     with pytest.raises(MemoryExceeded):
-        core.fitted(embedding_of("e", 64))
+        core.clamp_max_tokens(embedding_of("e", 64))

@@ -190,7 +190,7 @@ def test_a_snapshot_that_cannot_be_restored_costs_no_answer(bench: Bench, phase:
         ("no drafts", "step with a grammar", "after"),
     ],
 )
-def test_a_failed_step_ends_its_rows_and_a_prompt_that_is_being_taken_in_goes_on(
+def test_a_failed_step_ends_its_rows_and_a_prompt_in_progress_continues(
     benches: dict[str, Bench], drafts: str, name: str, phase: str
 ):
     """The step fails while `waits` is in the middle of its prompt."""
@@ -259,35 +259,37 @@ def leaves_at(
 
 
 @moments(IN_PROMPT, IN_DECODE, ON_THE_WAY)
-def test_who_is_aborted_is_gone_at_once_and_nobody_else_feels_it(bench: Bench, moment: Moment):
+def test_an_aborted_request_is_removed_at_once_without_effect_on_other_requests(bench: Bench, moment: Moment):
     leaves_at(bench, moment, "abort", "before")
 
 
 @moments(ENDS_HERE)
-def test_who_leaves_is_gone_at_once_and_nobody_else_feels_it(bench: Bench, moment: Moment):
+def test_a_cancelled_request_is_removed_at_once_without_effect_on_other_requests(bench: Bench, moment: Moment):
     leaves_at(bench, moment, "cancel", "after")
 
 
 @pytest.mark.parametrize(("how", "phase"), [("abort", "after"), ("cancel", "before")])
 @moments({name: IN_PROMPT[name] for name in ("last chunk of three", "second of three joins")})
-def test_who_leaves_while_its_rows_join_is_gone_at_once(bench: Bench, moment: Moment, how: str, phase: str):
+def test_a_request_aborted_while_its_rows_join_the_batch_is_removed_at_once(
+    bench: Bench, moment: Moment, how: str, phase: str
+):
     leaves_at(bench, moment, how, phase)
 
 
 @before_and_after
 @pytest.mark.parametrize("how", ["abort", "cancel"])
-def test_who_leaves_while_its_prefix_is_restored_lets_go_of_it(bench: Bench, how: str, phase: str):
+def test_a_request_aborted_while_its_prefix_is_restored_releases_the_snapshot(bench: Bench, how: str, phase: str):
     leaves_at(bench, Moment("restore"), how, phase, before=(LIKE_IT,))
 
 
 @moments(IN_DECODE)
-def test_who_closes_its_stream_between_two_chunks_is_gone_at_once(bench: Bench, moment: Moment):
+def test_a_request_whose_stream_is_closed_between_two_chunks_is_removed_at_once(bench: Bench, moment: Moment):
     leaves_at(bench, moment, "close", "before", pauses=True)
 
 
 @pytest.mark.parametrize("where", ["inbox", "queue"])
 @pytest.mark.parametrize("how", ["abort", "cancel"])
-def test_who_leaves_before_its_turn_was_never_there(bench: Bench, how: str, where: str):
+def test_a_request_aborted_before_its_prefill_leaves_no_trace(bench: Bench, how: str, where: str):
     """The inbox: the device thread has not yet heard of the request."""
 
     async def test() -> None:
@@ -308,7 +310,7 @@ def test_who_leaves_before_its_turn_was_never_there(bench: Bench, how: str, wher
 
 @before_and_after
 @pytest.mark.parametrize("call", [1, 3])
-def test_tokens_that_could_not_be_handed_over_are_missed_by_nobody(bench: Bench, call: int, phase: str):
+def test_an_answer_after_a_failed_publication_is_complete_or_ends_with_an_error(bench: Bench, call: int, phase: str):
     """Some may be lost: whoever goes on as if nothing were missing has got a wrong answer."""
     other = bench.another()
 

@@ -40,7 +40,7 @@ async def evict(bench: Bench) -> None:
     def go(core: EngineCore) -> int:
         assert core.prefix._disk is not None
         core.prefix._disk._files.flush()
-        entries = [entry for entry in core.prefix.cache.entries() if entry.held is not None]
+        entries = [entry for entry in core.prefix.cache.entries() if entry.node is not None]
         for entry in entries:
             core.prefix.cache._evict(entry)
         return len(entries)
@@ -96,7 +96,7 @@ def test_a_snapshot_that_cannot_be_written_costs_no_answer(bench: Bench, faults:
     bench.run(test)
 
 
-def test_a_disk_that_hangs_while_it_reads_is_not_waited_for(bench: Bench, faults: Faults):
+def test_a_prompt_does_not_wait_for_a_hanging_disk_read(bench: Bench, faults: Faults):
     async def test() -> None:
         with Hanging() as hang:
             async with bench.scene(PLAIN, before=[SEED], prepare=evict) as scene:
@@ -111,7 +111,7 @@ def test_a_disk_that_hangs_while_it_reads_is_not_waited_for(bench: Bench, faults
 
 
 @pytest.mark.parametrize("how", ["abort", "cancel"])
-def test_who_leaves_while_its_prefix_is_read_is_gone_at_once(bench: Bench, faults: Faults, how: str):
+def test_a_request_aborted_while_its_prefix_is_read_ends_at_once(bench: Bench, faults: Faults, how: str):
     async def test() -> None:
         with Hanging() as hang:
             async with bench.scene(PLAIN, before=[SEED], prepare=evict) as scene:
@@ -133,7 +133,7 @@ def test_who_leaves_while_its_prefix_is_read_is_gone_at_once(bench: Bench, fault
     bench.run(test)
 
 
-def test_a_disk_that_hangs_while_it_writes_holds_nobody_up_and_does_not_keep_the_engine_from_ending(
+def test_a_hanging_disk_write_delays_no_answer_and_no_shutdown(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setattr("engine.core.engine_core.DISK_CLOSE_S", 0.2)

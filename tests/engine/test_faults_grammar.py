@@ -84,9 +84,7 @@ async def others_are_served(bench: Bench, num_more: int = 0) -> AsyncIterator[No
 
 @pytest.mark.parametrize("error", [ValueError("too hard"), RuntimeError("a panic"), MemoryError()])
 @pytest.mark.parametrize("seam", ["compile", "tokenizer"])
-def test_a_grammar_that_cannot_be_compiled_costs_its_request_alone(
-    bench: Bench, faults: Faults, seam: str, error: Exception
-):
+def test_a_failed_grammar_compile_ends_only_its_own_request(bench: Bench, faults: Faults, seam: str, error: Exception):
     request = new_grammar(seam)
 
     async def test() -> None:
@@ -104,9 +102,7 @@ def test_a_grammar_that_cannot_be_compiled_costs_its_request_alone(
 
 @pytest.mark.parametrize("how", ["abort", "cancel"])
 @pytest.mark.parametrize("seam", ["compile", "tokenizer"])
-def test_who_leaves_while_the_grammar_is_compiled_does_not_wait_for_it(
-    bench: Bench, faults: Faults, seam: str, how: str
-):
+def test_a_request_aborted_while_its_grammar_compiles_ends_at_once(bench: Bench, faults: Faults, seam: str, how: str):
     request = new_grammar(seam)
 
     async def test() -> None:
@@ -143,7 +139,7 @@ def test_a_grammar_that_takes_too_long_is_refused_with_the_limit_and_others_are_
         other.run(test)
 
 
-def test_shutting_down_ends_who_waits_for_a_grammar(bench: Bench, faults: Faults):
+def test_shutdown_ends_a_request_that_waits_for_its_grammar(bench: Bench, faults: Faults):
     other = bench.another(grammar={"compile_timeout_s": 100})
 
     async def test() -> None:

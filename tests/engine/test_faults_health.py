@@ -39,7 +39,7 @@ async def ends(bench: Bench, *names: str) -> list[FinishReason | None]:
 WELL, FAILED = FinishReason.LENGTH, FinishReason.ERROR
 
 
-def test_steps_that_fail_one_after_the_other_make_it_unhealthy_and_one_that_succeeds_makes_it_well(bench: Bench):
+def test_consecutive_failed_steps_make_the_engine_unhealthy_and_a_good_one_healthy_again(bench: Bench):
     async def test() -> None:
         with fails(bench, "decode"):
             assert await ends(bench, "a", "b") == [FAILED, FAILED]
@@ -49,7 +49,7 @@ def test_steps_that_fail_one_after_the_other_make_it_unhealthy_and_one_that_succ
             assert await ends(bench, "d", "e") == [FAILED, FAILED]
             bench.engine.check_health()
             assert await ends(bench, "f") == [FAILED]
-        with pytest.raises(EngineFailed, match="3 steps in a row failed, the limit is 3"):
+        with pytest.raises(EngineFailed, match="3 consecutive steps failed; the limit is 3"):
             bench.engine.check_health()
         assert await ends(bench, "g") == [WELL]
         bench.engine.check_health()
@@ -57,7 +57,7 @@ def test_steps_that_fail_one_after_the_other_make_it_unhealthy_and_one_that_succ
     bench.run(test)
 
 
-def test_a_prompt_that_fails_whenever_it_is_sent_does_not_make_a_working_engine_unhealthy(bench: Bench):
+def test_a_prompt_that_always_fails_does_not_make_the_engine_unhealthy(bench: Bench):
     """Alone in the engine, and one that nobody else will be blamed for."""
 
     async def test() -> None:
@@ -72,7 +72,7 @@ def test_a_prompt_that_fails_whenever_it_is_sent_does_not_make_a_working_engine_
     bench.run(test)
 
 
-def test_a_prompt_that_fails_whenever_it_is_sent_harms_nobody_who_decodes_meanwhile(bench: Bench):
+def test_a_failing_prompt_does_not_disturb_other_requests(bench: Bench):
     async def test() -> None:
         async with bench.scene(PLAIN) as scene:
             with fails(bench, "prefill", of="victim"):
@@ -90,7 +90,7 @@ def test_prompts_that_fail_because_the_device_does_make_the_engine_unhealthy(ben
             assert await ends(bench, "a", "b") == [FAILED, FAILED]
             bench.engine.check_health()
             assert await ends(bench, "c") == [FAILED]
-        with pytest.raises(EngineFailed, match="3 steps in a row failed, the limit is 3"):
+        with pytest.raises(EngineFailed, match="3 consecutive steps failed; the limit is 3"):
             bench.engine.check_health()
         bench.begin()
         assert await ends(bench, "d") == [WELL]
@@ -100,11 +100,13 @@ def test_prompts_that_fail_because_the_device_does_make_the_engine_unhealthy(ben
 
 
 @pytest.mark.parametrize(
-    ("freeing", "times", "phase"), [("drop", 1, "before"), ("drop", 1, "after"), ("leave", 2, "before")]
+    ("freeing", "times", "phase"), [("drop", 1, "before"), ("drop", 1, "after"), ("remove", 2, "before")]
 )
 @pytest.mark.parametrize("seam", ["prefill", "decode"])
-def test_rows_that_cannot_be_freed_are_gone_all_the_same(bench: Bench, seam: str, freeing: str, times: int, phase: str):
-    """The row that left is freed with the next step; that fails, and with it those that decode. `leave`: of a batch
+def test_an_aborted_row_is_removed_although_freeing_it_fails(
+    bench: Bench, seam: str, freeing: str, times: int, phase: str
+):
+    """The row that left is freed with the next step; that fails, and with it those that decode. `remove`: of a batch
     that is broken, however often it is tried."""
 
     async def test() -> None:
@@ -129,7 +131,7 @@ def test_rows_that_cannot_be_freed_are_gone_all_the_same(bench: Bench, seam: str
     bench.run(test)
 
 
-def test_figures_that_cannot_be_read_cost_no_answer(bench: Bench):
+def test_unreadable_memory_figures_cost_no_answer(bench: Bench):
     async def test() -> None:
         async with bench.scene(PLAIN) as scene:
             num_before = bench.faults.num_passed["memory"]

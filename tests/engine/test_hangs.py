@@ -90,7 +90,7 @@ def assert_told(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("name", HANGS)
-def test_a_step_that_hangs_is_told_to_all_who_wait_and_nothing_is_left(bench: Bench, name: str):
+def test_a_hanging_step_ends_all_waiting_requests_with_the_reason_and_leaves_no_state(bench: Bench, name: str):
     before = bench.run(bench.look)
     other = bench.another(step_timeout_s=STEP_TIMEOUT_S)
     _, request, _ = HANGS[name]
@@ -120,7 +120,7 @@ def test_a_step_that_hangs_is_told_to_all_who_wait_and_nothing_is_left(bench: Be
     assert bench.run(bench.look) == before
 
 
-def test_who_waits_for_a_grammar_is_told_of_a_step_that_hangs(bench: Bench, compiling: Hanging):
+def test_a_request_that_waits_for_its_grammar_is_told_of_a_hanging_step(bench: Bench, compiling: Hanging):
     other = bench.another(step_timeout_s=STEP_TIMEOUT_S, grammar={"compile_timeout_s": 100})
 
     async def test() -> None:
@@ -146,7 +146,7 @@ async def assert_refuses(bench: Bench) -> None:
     assert re.search(LIMIT, bench.engine.status().unavailable or bench.engine.status().error or "")
 
 
-def test_shutting_down_does_not_wait_for_a_step_that_hangs(bench: Bench):
+def test_shutdown_does_not_wait_for_a_hanging_step(bench: Bench):
     other = bench.another()
 
     async def test() -> None:
@@ -166,7 +166,7 @@ def test_shutting_down_does_not_wait_for_a_step_that_hangs(bench: Bench):
         other.run(test)
 
 
-def test_a_question_that_hangs_is_as_bad_as_a_step(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+def test_a_hanging_status_query_is_handled_like_a_hanging_step(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     """The device thread answers questions between two steps, and must come back from them, too."""
     other = bench.another(step_timeout_s=STEP_TIMEOUT_S)
 

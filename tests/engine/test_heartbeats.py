@@ -20,7 +20,7 @@ def tokens(chunks: list[TokenChunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
-def test_a_heartbeat_carries_nothing_and_all_else_is_none():
+def test_only_a_chunk_without_tokens_reason_or_counts_is_a_heartbeat():
     assert HEARTBEAT.is_heartbeat
     for chunk in (
         TokenChunk((0,)),
@@ -31,7 +31,7 @@ def test_a_heartbeat_carries_nothing_and_all_else_is_none():
         assert not chunk.is_heartbeat
 
 
-def test_a_queued_request_has_heartbeats_and_then_the_tokens_that_it_has_alone():
+def test_a_queued_request_gets_heartbeats_and_then_its_own_tokens():
     async def test(engine: Any) -> None:
         first = asyncio.create_task(chunks_of(engine, "first", max_tokens=900))
         await until(lambda: engine.status().num_running == 1)
@@ -47,7 +47,7 @@ def test_a_queued_request_has_heartbeats_and_then_the_tokens_that_it_has_alone()
     run(test, CountingRunner(step_s=0.02), max_running=1)
 
 
-def test_a_step_that_hangs_does_not_keep_heartbeats_back():
+def test_heartbeats_continue_while_a_step_hangs():
     runner = CountingRunner()
 
     async def test(engine: Any) -> None:
@@ -81,7 +81,7 @@ def test_a_grammar_that_is_being_compiled_does_not_keep_heartbeats_back(monkeypa
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_grammar_that_cannot_be_compiled_is_told_after_heartbeats_or_to_nobody(
+def test_a_failed_grammar_compile_after_heartbeats_ends_the_stream_and_leaves_no_state(
     ends: bool, monkeypatch: pytest.MonkeyPatch
 ):
     async def test(engine: Any) -> None:
@@ -106,7 +106,7 @@ def test_a_grammar_that_cannot_be_compiled_is_told_after_heartbeats_or_to_nobody
     run(test)
 
 
-def test_a_reader_that_leaves_at_a_heartbeat_frees_the_row():
+def test_a_stream_closed_at_a_heartbeat_frees_its_row():
     async def test(engine: Any) -> None:
         stream = engine.generate(request(max_tokens=900), PERIOD_S)
         while not (await anext(stream)).is_heartbeat:
@@ -118,7 +118,7 @@ def test_a_reader_that_leaves_at_a_heartbeat_frees_the_row():
     run(test, CountingRunner(step_s=0.2))
 
 
-def test_a_stream_that_has_something_to_say_has_no_heartbeats():
+def test_a_stream_with_tokens_to_deliver_has_no_heartbeats():
     async def test(engine: Any) -> None:
         chunks = [chunk async for chunk in engine.generate(request(max_tokens=50), 30.0)]
         assert tokens(chunks) == list(range(50)) and HEARTBEAT not in chunks

@@ -24,7 +24,7 @@ def container(path: Path, limit: str, used: int, inactive: int = 0) -> Path:
     return path
 
 
-def test_short_is_less_than_the_limit_and_over_only_with_a_quarter_more(machine, tmp_path):
+def test_a_memory_shortage_begins_below_the_limit_and_ends_at_a_quarter_above_it(machine, tmp_path):
     memory = HostMemory(100, tmp_path / "none")
     assert memory.shortage() is None
     machine.available = 99
@@ -37,26 +37,26 @@ def test_short_is_less_than_the_limit_and_over_only_with_a_quarter_more(machine,
     assert memory.shortage() is None
 
 
-def test_by_default_a_part_of_the_machine_is_left_and_0_is_never_short(machine, tmp_path):
+def test_the_default_limit_keeps_part_of_the_machine_free_and_a_limit_of_0_is_never_short(machine, tmp_path):
     machine.available = 69
     assert HostMemory(None, tmp_path / "none").shortage() is not None
     machine.available = 0
     assert HostMemory(0, tmp_path / "none").shortage() is None
 
 
-def test_a_container_s_limit_counts_and_what_it_can_reclaim_is_available(machine, tmp_path):
+def test_the_limit_of_a_container_counts_and_its_reclaimable_memory_is_available(machine, tmp_path):
     assert HostMemory(0, container(tmp_path, "400", 350, 20)).available() == 70
     assert total_bytes(tmp_path) == 400
     assert HostMemory(0, container(tmp_path, "max", 350)).available() == 500
     assert total_bytes(tmp_path) == 1000 == total_bytes(tmp_path / "none")
 
 
-def test_it_reads_this_machine():
+def test_memory_figures_of_this_machine_are_readable():
     assert 0 < HostMemory(None).available() <= psutil.virtual_memory().total
     assert 0 < host_memory.total_bytes() <= psutil.virtual_memory().total
 
 
-def test_figures_that_cannot_be_read_turn_nobody_away(machine, monkeypatch, tmp_path, caplog):
+def test_unreadable_memory_figures_report_no_shortage(machine, monkeypatch, tmp_path, caplog):
     def fails() -> None:
         raise ValueError("not a number")
 

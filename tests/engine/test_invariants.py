@@ -57,7 +57,7 @@ KINDS = {
     "small": Kind({"layers": 2, "interval": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "agree": 0.3, "seed": 2}, 0.25),
     "foreign head": Kind({"layers": 2, "interval": 2, "seed": 3}, 0.1, (-1, 0.5)),
     "tied": Kind({"layers": 2, "interval": 2, "tie": True, "agree": 0.3, "seed": 4}, 0.2),
-    "compiled": Kind({"layers": 2, "interval": 2, "agree": 0.3, "seed": 5}, 0.05, config={"compile": "on"}),
+    "compiled": Kind({"layers": 2, "interval": 2, "agree": 0.3, "seed": 5}, 0.08, config={"compile": "on"}),
 }
 
 
@@ -244,9 +244,9 @@ def bench_of(tiny_model: Callable[..., Path]) -> Iterator[Callable[[str], Bench]
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_request_gets_the_tokens_it_gets_alone_in_any_company(bench_of, name):
+def test_a_request_gets_the_same_tokens_alone_and_in_any_batch(bench_of, name):
     bench: Bench = bench_of(name)
-    check_many(bench, name, int((NUM_SCHEDULES or 300) * KINDS[name].share))
+    check_many(bench, name, int((NUM_SCHEDULES or 180) * KINDS[name].share))
     figures = bench.figures
     for what in ("resumed to the end", "parsed", "ended by stop", "ended by length", "length inside a draft"):
         assert figures[what], f"the schedules have nothing {what}"
@@ -254,7 +254,7 @@ def test_a_request_gets_the_tokens_it_gets_alone_in_any_company(bench_of, name):
     assert low < figures["accepted"] / figures["drafted"] < high, "the schedules show nothing about drafts"
 
 
-def test_the_demo_model_too(runner):
+def test_a_request_to_the_demo_model_gets_the_same_tokens_alone_and_in_any_batch(runner):
     bench = Bench(runner, DEMO)
     check_many(bench, "demo", max(8, NUM_SCHEDULES // 100), max_requests=3)
     assert bench.figures["drafted"]
@@ -262,7 +262,7 @@ def test_the_demo_model_too(runner):
 
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("num_drafts", [0, 2])
-def test_a_newcomer_sees_its_own_tokens_alone_whatever_its_length_and_whoever_leaves(bench_of, num_drafts, drop):
+def test_a_joining_row_of_any_length_gets_the_same_logprobs_as_alone(bench_of, num_drafts, drop):
     """Beside a row with a step in flight; tokens would seldom tell, but the probabilities do."""
     runner = bench_of("foreign head").runner
     for length in range(1, 16):
@@ -293,7 +293,7 @@ def _logprobs_of(runner: MLXRunner, row: Request, num_drafts: int, leaves: str |
 
 
 @pytest.mark.parametrize("gone", [0, 1])
-def test_a_choice_that_leaves_during_prefill_takes_nothing_from_the_others(bench_of, gone):
+def test_a_choice_dropped_during_prefill_does_not_affect_the_other_choices(bench_of, gone):
     """The prompt stays, however much of it is done, as long as one is still to join."""
     runner = bench_of("small").runner
     spec = EngineRequest("choices", np.arange(20, 60, dtype=np.int32), SamplingParams(8), (), num_choices=3)
@@ -333,7 +333,7 @@ def test_text_never_touches_the_vision_tower(bench_of):
         assert len(_logprobs_of(bench.runner, _plain("text", 20), 2)) >= 5
 
 
-def test_memory_is_as_before_when_all_rows_are_gone(bench_of):
+def test_memory_returns_to_its_level_when_all_rows_have_ended(bench_of):
     bench: Bench = bench_of("small")
     schedule = Schedule(tuple((step, 2 * step) for step in range(12)), failures=((20, "reset"),), drafts=(0, 3, 1))
     active = []

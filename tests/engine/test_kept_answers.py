@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.prefix_cache.reuse import MAX_UNUSED, PROBE_EVERY, AnswerStatistics
+from engine.core.prefix_cache.sessions import MAX_UNUSED, PROBE_EVERY, AnswerStatistics
 from engine.protocol import EngineRequest
 from tests.engine.conversations import plain_request, plain_tokens
 from tests.engine.driver import Driver
@@ -39,7 +39,7 @@ def test_the_next_turn_computes_no_token_of_the_answer_and_gets_the_same_tokens(
 
 
 @pytest.mark.parametrize("broken", [set(), {"snapshot_row"}])
-def test_an_answer_that_cannot_be_kept_is_given_out_all_the_same(broken: set[str]):
+def test_an_answer_whose_snapshot_fails_is_still_delivered(broken: set[str]):
     runner = FakeRunner()
     runner.broken = broken
     driver = Driver(runner, config())
@@ -49,13 +49,13 @@ def test_an_answer_that_cannot_be_kept_is_given_out_all_the_same(broken: set[str
     assert ("answer" in kinds) == (not broken)
 
 
-def test_answers_are_not_kept_where_the_configuration_says_so():
+def test_answers_are_not_cached_where_the_configuration_turns_it_off():
     driver = Driver(FakeRunner(), config(answers=False))
     driver.run({0: [plain_request("first", plain_tokens("first", 60), max_tokens=NUM_ANSWER)]})
     assert "answer" not in [entry.kind for entry in driver.core.prefix.status().entries]
 
 
-def test_answers_that_no_prompt_goes_on_from_are_kept_now_and_then_until_one_does():
+def test_answers_that_are_never_continued_are_cached_only_occasionally_until_one_is():
     answers = AnswerStatistics(enabled=True)
     for _ in range(MAX_UNUSED):
         assert answers.are_kept

@@ -51,7 +51,7 @@ class Conversations:
         """Of an engine that has room for one row of so many tokens, beside the other models of this process."""
         ids = np.zeros(num_tokens, np.int32)
         budget = Driver(self.runner, self.config(None)).core.budget
-        alone = budget.alone(budget.need([Request(EngineRequest("alone", ids, SamplingParams(1), ()))]))
+        alone = budget.min_bytes(budget.need([Request(EngineRequest("alone", ids, SamplingParams(1), ()))]))
         return (max(self.runner.active_bytes, budget.costs.base_bytes) + alone) / 2**30
 
     def config(self, limit_gb: float | None, **cache: bool) -> EngineConfig:
@@ -72,7 +72,7 @@ class Conversations:
             if rng.random() < 0.03 and (running := list(core.scheduler._running.values())):
                 core.scheduler.preempt(rng.choice(running))
             if rng.random() < 0.005:
-                core.relieve()
+                core.free_evictable()
             self.go_on()
         assert not core.has_work and core.prefix.cache.integrity_error() is None
         assert core.prefix.cache.counters.num_integrity_errors == 0
@@ -99,7 +99,7 @@ class Conversations:
         ids = np.concatenate([ids, plain_tokens("generation", 3)]).astype(np.int32)
         sampling = SamplingParams(rng.choice([3, 17, 22]), temperature=rng.choice([0.0, 1.0]), seed=len(self.sent))
         request = EngineRequest(name, ids, sampling, (), boundaries=boundaries)
-        if self.driver.core.fitted(request) != request:
+        if self.driver.core.clamp_max_tokens(request) != request:
             request = replace(request, token_ids=self.system, boundaries=())
         self.sent[name] = request
         self.open[name] = number

@@ -31,7 +31,7 @@ def test_a_question_is_answered():
     assert (result.stdout, result.stderr, result.returncode) == ("12 + 30 = 42\n", "", 0)
 
 
-def test_a_picture_is_seen(tmp_path):
+def test_an_image_is_described(tmp_path):
     image = Image.new("RGB", (128, 128), "white")
     ImageDraw.Draw(image).ellipse((32, 32, 96, 96), fill="blue")
     image.save(tmp_path / "picture.png")
@@ -39,7 +39,7 @@ def test_a_picture_is_seen(tmp_path):
     assert "blue circle" in result.stdout
 
 
-def test_a_chat_remembers_what_was_said():
+def test_a_chat_remembers_earlier_messages():
     result = ask(stdin="My name is Tom.\nWhat is my name?\n")
     assert result.stdout.count("Tom") == 2 and result.returncode == 0
 
@@ -49,10 +49,10 @@ def test_a_chat_remembers_what_was_said():
     [
         (["--model", "./nowhere", "Hi"], "./nowhere"),
         (["--image", "/nowhere.png", "Hi"], "/nowhere.png"),
-        (["--temperature", "9", "Hi"], "9.0 is not within 0 and 2"),
+        (["--temperature", "9", "Hi"], "--temperature is 9.0; it must be between 0 and 2"),
     ],
 )
-def test_what_cannot_be_done_ends_with_the_reason(args, reason):
+def test_an_invalid_argument_ends_the_program_with_the_reason(args, reason):
     result = ask(*args)
     assert result.returncode != 0 and reason in result.stderr and "Traceback" not in result.stderr
 
@@ -96,7 +96,7 @@ class Parrot:
 
 
 @pytest.mark.parametrize("options", [[], ["--think"], ["--system", "Be brief."]])
-def test_each_turn_of_a_chat_goes_on_where_the_one_before_can_be_cut(monkeypatch: pytest.MonkeyPatch, options):
+def test_each_turn_of_a_chat_continues_the_one_before_up_to_its_turn_boundary(monkeypatch: pytest.MonkeyPatch, options):
     parrot = Parrot()
     monkeypatch.setattr(engine.__main__, "AsyncEngine", lambda config: parrot)
     chat = Chat(arguments(options))

@@ -129,7 +129,7 @@ def wide(tiny_model: Callable[..., Path]) -> MLXRunner:
         pytest.param(lambda: requests(6, (50, 200, 1500), 60), id="rows of all lengths"),
     ],
 )
-def test_the_demo_model_takes_what_the_books_say(demo: MLXRunner, asked: Callable[[], list[EngineRequest]]):
+def test_memory_of_the_demo_model_matches_the_budget(demo: MLXRunner, asked: Callable[[], list[EngineRequest]]):
     books = Books(demo)
     books.run(asked())
     books.check()
@@ -139,13 +139,15 @@ def test_the_demo_model_takes_what_the_books_say(demo: MLXRunner, asked: Callabl
     "asked",
     [pytest.param(lambda: requests(10, 400, 200), id="many"), pytest.param(lambda: requests(2, 3000, 100), id="long")],
 )
-def test_a_model_of_few_weights_takes_what_the_books_say(wide: MLXRunner, asked: Callable[[], list[EngineRequest]]):
+def test_memory_of_a_model_with_few_weights_matches_the_budget(
+    wide: MLXRunner, asked: Callable[[], list[EngineRequest]]
+):
     books = Books(wide)
     books.run(asked())
     books.check()
 
 
-def test_with_the_prefix_cache_on_and_rows_that_are_given_up_it_is_never_less(demo: MLXRunner):
+def test_memory_with_cached_prefixes_and_aborted_rows_never_exceeds_the_budget(demo: MLXRunner):
     books = Books(demo, prefix_cache={"enabled": True, "max_gb": 0.05}, memory={"reserve_tokens": 32})
     shared = requests(1, 600, 60)[0].token_ids
     made = [
@@ -164,7 +166,7 @@ def test_with_the_prefix_cache_on_and_rows_that_are_given_up_it_is_never_less(de
     books.core.prefix.cache.reset()
 
 
-def test_a_tight_limit_changes_when_tokens_come_and_not_which(wide: MLXRunner):
+def test_a_tight_memory_limit_delays_tokens_but_does_not_change_them(wide: MLXRunner):
     """Rows make room for one another and go on; the memory stays within its limit all the time."""
     asked = requests(5, (60, 500), 400)
     expected = Driver(wide).run({0: asked})
@@ -172,7 +174,7 @@ def test_a_tight_limit_changes_when_tokens_come_and_not_which(wide: MLXRunner):
     books = Books(wide, memory=memory, prefill_chunk_tokens=64).budget
     needs = [books.need([Request(one)], whole=True) for one in asked]
     row = max(wide.costs.rows(1, wide.costs.slots(need.num_tokens)) for need in needs)
-    limit = wide.costs.base_bytes + max(books.alone(need) for need in needs) + row
+    limit = wide.costs.base_bytes + max(books.min_bytes(need) for need in needs) + row
     tight = Books(wide, memory=memory | {"limit_gb": limit / 2**30}, prefill_chunk_tokens=64)
     tight.run(asked)
     assert dict(tight.driver.tokens) == expected

@@ -103,7 +103,7 @@ def test_a_process_that_the_holder_starts_does_not_keep_the_lock(tmp_path: Path)
     assert holder_of(path) is None
 
 
-def test_a_lock_that_nobody_has_taken_has_no_holder(tmp_path: Path):
+def test_a_free_lock_has_no_holder(tmp_path: Path):
     assert holder_of(tmp_path / "none.lock") is None
     lock = ProcessLock(tmp_path / "a.lock")
     assert f"process {os.getpid()} " in (holder_of(tmp_path / "a.lock") or "")
@@ -144,7 +144,7 @@ def test_engines_on_different_gpus_do_not_exclude_each_other(home: Path, monkeyp
     second.release()
 
 
-def test_an_engine_takes_the_gpu_before_its_weights_and_gives_it_back_when_it_fails(
+def test_an_engine_locks_the_gpu_before_loading_weights_and_releases_it_on_failure(
     home: Path, hold: Callable[[Path], Holder], monkeypatch: pytest.MonkeyPatch
 ):
     """The kind of the device is all that is not real here: there is no GPU on most machines that test."""

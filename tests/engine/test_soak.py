@@ -127,7 +127,7 @@ def _num_pending(arrays: list[mx.array]) -> int:
         path.unlink(missing_ok=True)
 
 
-def test_nothing_grows_while_rows_come_and_go(tiny_model: Callable[..., Path]):
+def test_memory_and_object_counts_do_not_grow_over_many_steps(tiny_model: Callable[..., Path]):
     path = tiny_model(layers=2, interval=2, hidden=32, heads=2, kv_heads=1, agree=0.3)
     runner = load_runner(EngineConfig(model=str(path)), lambda progress: None)
     soak = Soak(runner)

@@ -110,7 +110,7 @@ def test_the_longest_snapshot_that_is_no_longer_than_the_gap_serves_a_plan(load,
 
 @pytest.mark.parametrize(("name", "chunk"), [("alternating", 16), ("no head", 2048)])
 @pytest.mark.parametrize("end", [49, 50, 90, 91, 148, 149])
-def test_the_boundaries_in_front_of_the_gap_are_kept_for_all_and_none_behind_it(load, name, chunk, end):
+def test_boundaries_before_the_first_gap_are_cached_for_all_prompts_and_none_behind_it(load, name, chunk, end):
     runner, boundaries = load(name), (Boundary("system", 50), Boundary("turn", 90))
     spec = replace(tokens_of("prompt"), boundaries=boundaries)
     sparse, dense = replace(dense_to(spec, end), request_id="sparse"), answer(runner, spec)
@@ -139,7 +139,7 @@ def test_the_boundaries_in_front_of_the_gap_are_kept_for_all_and_none_behind_it(
 
 @pytest.mark.parametrize("mtp", ["off", {"max_draft_tokens": 3}], ids=["plain", "drafts"])
 @pytest.mark.parametrize(("name", "enabled"), [("deep", False), ("foreign head", True)], ids=["no cache", "cache"])
-def test_a_row_that_was_preempted_goes_on_exactly(load, name, enabled, mtp):
+def test_a_preempted_sparse_row_continues_with_exactly_the_same_tokens(load, name, enabled, mtp):
     """What is computed again is what was kept, and the tokens that were given out: they are behind the whole prompt."""
     runner, rng = load(name), random.Random(name)
     engine = {"mtp": mtp, "max_running": 2, "scheduler": {"policy": "priority"}}
@@ -184,7 +184,7 @@ def _preempted(driver: Driver, urgent: EngineRequest, rows: dict[str, EngineRequ
 
 @pytest.mark.parametrize("num_steps", range(1, 5))
 @pytest.mark.parametrize("ends", ["fails", "is aborted"])
-def test_a_plan_that_ends_in_the_middle_leaves_nothing_behind(load, ends, num_steps):
+def test_a_sparse_prompt_failed_or_aborted_midway_leaves_no_state_behind_its_gap(load, ends, num_steps):
     """num_steps: chunks in front of the end; the third ends behind the gap. What others have stored stays."""
     runner = load("foreign head")
     spec = replace(dense_to(tokens_of("prompt", 200), 80), boundaries=(Boundary("turn", 72),))
@@ -216,7 +216,7 @@ def test_a_plan_that_ends_in_the_middle_leaves_nothing_behind(load, ends, num_st
 
 
 @pytest.mark.parametrize("name", ["alternating"])
-def test_a_storm_of_plans_leaves_no_more_memory_than_the_books_tell(load, monkeypatch, name):
+def test_memory_after_random_sparse_prompts_equals_the_accounted_bytes_of_the_cache(load, monkeypatch, name):
     """Aborts and failures in between. Freed buffers are not reused here, so that active bytes are those in use."""
     runner, rng = load(name), random.Random(name)
     monkeypatch.setattr(logging.getLogger("orchard.engine"), "disabled", True)  # pytest keeps frames with their arrays
@@ -291,7 +291,7 @@ def test_rows_that_decode_get_a_token_in_every_step_of_a_long_sparse_prompt(load
     assert_empty(driver)
 
 
-def test_a_plan_that_leaves_out_a_part_of_a_picture_fails_alone(load, picture):
+def test_a_plan_that_omits_part_of_an_image_fails_alone(load, picture):
     runner, image = load("demo"), picture("red")
     marks = np.full(image.num_tokens, runner.image_token_id, np.int32)
     spec = tokens_of("text", 20)
@@ -317,7 +317,7 @@ def ask_door(model: Any, test: Callable[[AsyncEngine], Awaitable[None]], **confi
     asyncio.run(main())
 
 
-def test_what_the_door_tells_of_sparse_prompts(load, tiny_model):
+def test_chunks_and_status_report_the_skipped_tokens_of_sparse_prompts(load, tiny_model):
     """All chunks tell what was left out; the status counts; the cache holds nothing behind a gap."""
     boundaries = (Boundary("system", 30), Boundary("turn", 80))
     spec = replace(tokens_of("prompt"), boundaries=boundaries, num_choices=2)
@@ -347,7 +347,7 @@ def test_what_the_door_tells_of_sparse_prompts(load, tiny_model):
     ask_door(tiny_model(**KINDS["deep"]), test, mtp="off")
 
 
-def test_a_plan_that_does_not_fit_is_refused_before_anything_runs(tiny_model):
+def test_a_plan_that_does_not_fit_its_prompt_is_refused_before_any_step(tiny_model):
     spec = tokens_of("prompt", 60)
     good = dense_to(spec, 20).sparse
     assert good is not None
@@ -363,7 +363,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_runs(tiny_model):
     async def test(engine: AsyncEngine) -> None:
         before = engine.status()
         for name, (plan, one) in bad.items():
-            with pytest.raises(InvalidRequest, match="sparse plan") as error:
+            with pytest.raises(InvalidRequest, match="prefill plan") as error:
                 await anext(engine.generate(replace(one, sparse=plan)))
             assert error.value.field == "sparse", name
         after = engine.status()

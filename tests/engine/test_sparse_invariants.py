@@ -153,7 +153,7 @@ def with_pictures(bench: SparseBench, name: str, sampling: SamplingParams = GREE
 
 
 @pytest.mark.parametrize("name", [*KINDS, "demo"])
-def test_a_plan_that_keeps_all_gives_exactly_what_dense_gives(models, name):
+def test_a_plan_that_keeps_all_tokens_gives_exactly_the_dense_answer(models, name):
     """Logprobs and accepted drafts as well, without any rounding; greedy and sampled, with pictures and without."""
     runner, bench = models.runner(name), models.bench(name)
     for number, (mtp, sampling) in enumerate(product(("off", DRAFTS), (GREEDY, SAMPLED))):
@@ -168,7 +168,7 @@ def test_a_plan_that_keeps_all_gives_exactly_what_dense_gives(models, name):
 
 
 @pytest.mark.parametrize("name", [*KINDS, "demo"])
-def test_a_sparse_prompt_gets_the_models_own_answer_to_what_is_kept_at_its_places(models, name):
+def test_a_sparse_prompt_gets_the_models_own_answer_to_the_kept_tokens_at_their_positions(models, name):
     """Greedy, sampled and penalised (for all of the prompt), with pictures as well; drafts change nothing."""
     runner, bench, rng = models.runner(name), models.bench(name), random.Random(zlib.crc32(name.encode()))
     for number, sampling in enumerate((GREEDY, SAMPLED, PENALISED) * (1 + NUM_SCHEDULES // 500)):
@@ -181,7 +181,7 @@ def test_a_sparse_prompt_gets_the_models_own_answer_to_what_is_kept_at_its_place
 
 
 @pytest.mark.parametrize("name", ["deep", "foreign head", "demo"])
-def test_what_is_left_out_changes_nothing_but_the_places_of_the_others(models, name):
+def test_skipped_tokens_affect_only_the_positions_of_the_kept_ones(models, name):
     runner, spec = models.runner(name), text_of(name, 120)
     kept = [*range(20), *range(50, 70), *range(90, 120)]
     other = spec.token_ids.copy()
@@ -212,7 +212,7 @@ def read(monkeypatch) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
 
 @pytest.mark.parametrize("chunk", [16, 33, 2048])
 @pytest.mark.parametrize("name", ["deep", "foreign head", "demo"])
-def test_the_head_reads_each_kept_token_with_the_one_behind_it_in_the_prompt(models, read, name, chunk):
+def test_the_head_reads_each_kept_token_with_its_successor_in_the_prompt(models, read, name, chunk):
     """Kept or not; also behind a snapshot that ends at the gap, of a prompt that goes on otherwise there."""
     runner = models.runner(name)
     spec = replace(text_of(name, 150, replace(GREEDY, max_tokens=6)), boundaries=(Boundary("system", 60),))
@@ -238,7 +238,7 @@ def test_the_head_reads_each_kept_token_with_the_one_behind_it_in_the_prompt(mod
 
 
 @pytest.mark.parametrize("name", [*KINDS, "demo"] if NUM_SCHEDULES else ["deep", "foreign head", "no head", "demo"])
-def test_sparse_and_dense_rows_get_what_they_get_alone_in_any_company(models, name):
+def test_sparse_and_dense_rows_get_the_same_tokens_alone_and_in_any_batch(models, name):
     bench: SparseBench = models.bench(name)
     check_many(bench, name, max(2, int((NUM_SCHEDULES or 35) * (0.2 if name != "demo" else 0.06))), 5)
     for what in ("tokens of the reference", "rows"):
@@ -247,7 +247,7 @@ def test_sparse_and_dense_rows_get_what_they_get_alone_in_any_company(models, na
 
 
 @pytest.mark.parametrize("name", [*KINDS, "demo"] if NUM_SCHEDULES else ["alternating", "recurrent last", "demo"])
-def test_a_plan_behind_any_cached_prefix_gives_what_it_gives_without(models, name):
+def test_a_plan_behind_any_cached_prefix_gives_the_same_answer_as_without_cache(models, name):
     """Dense prompts cross it in the same prefixes: nothing that a plan leaves behind changes them."""
     bench: SharedBench = models.shared(name)
     num_schedules = max(2, int((NUM_SCHEDULES or 35) * (0.2 if name != "demo" else 0.06)))
@@ -263,7 +263,7 @@ def test_a_plan_behind_any_cached_prefix_gives_what_it_gives_without(models, nam
     assert name == "demo" or (bench.figures["served with a plan"] and bench.figures["orderly"])
 
 
-def test_drafts_hold_as_often_behind_a_sparse_prompt_as_behind_a_dense_one(runner, tokenizer):
+def test_drafts_are_accepted_as_often_after_a_sparse_prompt_as_after_a_dense_one(runner, tokenizer):
     """Needles, with what the answer is made of among the kept: the answers are the same ones, for the most part."""
     control, num_prompts = [tokenizer.image_token_id, *tokenizer.stop_token_ids], 4 + NUM_SCHEDULES // 100
     figures = {"dense": np.zeros(3, int), "sparse": np.zeros(3, int)}

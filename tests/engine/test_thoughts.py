@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,8 @@ PARIS = [{"role": "user", "content": "What is the weather in Paris?"}]
 SUM = [{"role": "user", "content": "What is 47 + 38?"}]
 
 Results = dict[str, tuple[tuple[int, ...], FinishReason | None]]
+Run = Callable[[Callable[[AsyncEngine], Coroutine[Any, Any, Any]]], Any]
+"""run(work) -> the result of work(engine)."""
 
 
 def make(tokenizer: ChatTokenizer, name: str, messages: Any, **constraint: Any) -> EngineRequest:
@@ -83,16 +86,20 @@ def requests(tokenizer: ChatTokenizer) -> dict[str, EngineRequest]:
     return {request.request_id: request for request in made}
 
 
-def run(work: Callable[[AsyncEngine], Awaitable[Any]], **config: Any) -> Any:
-    async def go() -> Any:
-        engine = AsyncEngine(EngineConfig(**config))
-        try:
-            await engine.wait_ready()
-            return await work(engine)
-        finally:
-            await engine.shutdown()
+@contextmanager
+def started(**config: Any) -> Iterator[Run]:
+    """An engine of the demo model in an event loop of its own, which runs within each call."""
 
-    return asyncio.run(go())
+    async def start() -> AsyncEngine:
+        return AsyncEngine(EngineConfig(model="demo", **config))
+
+    with asyncio.Runner() as loop:
+        engine = loop.run(start())
+        try:
+            loop.run(engine.wait_ready())
+            yield lambda work: loop.run(work(engine))
+        finally:
+            loop.run(engine.shutdown())
 
 
 async def collect(engine: AsyncEngine, request: EngineRequest) -> tuple[tuple[int, ...], FinishReason | None]:
@@ -114,9 +121,16 @@ async def together(engine: AsyncEngine, made: dict[str, EngineRequest]) -> Resul
 
 
 @pytest.fixture(scope="module")
-def answers(tokenizer: ChatTokenizer) -> Results:
+def run() -> Iterator[Run]:
+    """On one engine with drafts. Requests of a tenant of their own find nothing in its prefix cache."""
+    with started() as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def answers(tokenizer: ChatTokenizer, run: Run) -> Results:
     """Alone, with drafts."""
-    return run(lambda engine: alone(engine, requests(tokenizer)), model="demo")
+    return run(lambda engine: alone(engine, requests(tokenizer)))
 
 
 def parse(tokenizer: ChatTokenizer, token_ids: tuple[int, ...]) -> AnswerDelta:
@@ -152,25 +166,26 @@ def test_a_budget_ends_the_thought_with_the_templates_closing(tokenizer: ChatTok
     assert answers["budget"][1] is FinishReason.STOP
 
 
-def test_answers_are_the_same_in_a_batch(tokenizer: ChatTokenizer, answers: Results):
-    assert run(lambda engine: together(engine, requests(tokenizer)), model="demo") == answers
+def test_answers_are_the_same_in_a_batch_as_alone(tokenizer: ChatTokenizer, run: Run, answers: Results):
+    made = {name: replace(request, tenant="batch") for name, request in requests(tokenizer).items()}
+    assert run(lambda engine: together(engine, made)) == answers
 
 
-def test_answers_are_the_same_without_drafts(tokenizer: ChatTokenizer, answers: Results):
-    config = {"model": "demo", "mtp": "off"}
-    assert run(lambda engine: alone(engine, requests(tokenizer)), **config) == answers
+def test_answers_are_the_same_with_and_without_drafts(tokenizer: ChatTokenizer, answers: Results):
+    with started(mtp="off") as run:
+        assert run(lambda engine: alone(engine, requests(tokenizer))) == answers
 
 
-def test_choices_think_for_themselves(tokenizer: ChatTokenizer):
+def test_each_choice_gives_valid_json_behind_its_own_thought(tokenizer: ChatTokenizer, run: Run):
     hot = make(tokenizer, "hot", EMMA, grammar=PERSON, sampling={"temperature": 1.0, "seed": 7})
 
     async def work(engine: AsyncEngine) -> list[tuple[int, ...]]:
         rows: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        async for chunk in engine.generate(replace(hot, num_choices=3)):
+        async for chunk in engine.generate(replace(hot, num_choices=3, tenant="choices")):
             rows[chunk.index] += chunk.token_ids
         return [tuple(row) for row in rows.values()]
 
-    for row in run(work, model="demo"):
+    for row in run(work):
         assert set(json.loads(parse(tokenizer, row).content)) == {"name", "age", "city"}
 
 
@@ -178,15 +193,17 @@ def test_choices_think_for_themselves(tokenizer: ChatTokenizer):
     ("thought", "reason"),
     [
         (ThoughtSpec(9, (9,), -1), "budget is -1"),
-        (ThoughtSpec(9, (10,)), "closing lacks"),
+        (ThoughtSpec(9, (10,)), "not in closing_ids"),
         (ThoughtSpec(9, (9, 10**6)), "token id 1000000"),
     ],
 )
-def test_a_thought_that_cannot_be_led_is_refused(tokenizer: ChatTokenizer, thought: ThoughtSpec, reason: str):
+def test_an_invalid_thought_specification_is_refused(
+    tokenizer: ChatTokenizer, run: Run, thought: ThoughtSpec, reason: str
+):
     bad = replace(make(tokenizer, "bad", SUM), thought=thought)
 
     async def work(engine: AsyncEngine) -> None:
         with pytest.raises(InvalidRequest, match=reason):
             await collect(engine, bad)
 
-    run(work, model="demo")
+    run(work)

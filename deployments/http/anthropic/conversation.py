@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from deployments.chat import Message, Tool
 from deployments.http.anthropic.block_wire import (
     AssistantMessage,
     Base64Source,
@@ -22,6 +21,7 @@ from deployments.http.anthropic.block_wire import (
     UserMessage,
 )
 from deployments.http.anthropic.signature import omitted_thought
+from deployments.protocol import Message, Tool
 
 ERROR_MARK = "[error] "
 """Prefix of the result of a failed tool."""

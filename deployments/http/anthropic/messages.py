@@ -15,7 +15,7 @@ from deployments.http.anthropic.messages_encoder import MessagesEncoder
 from deployments.http.anthropic.messages_wire import MessagesBody, MessagesEcho
 from deployments.http.anthropic.phrases import wrong
 from deployments.http.client_address import address_group, client_host
-from deployments.http.door import Door
+from deployments.http.context import HttpContext
 from deployments.http.errors import RequestNotFound, shown
 from deployments.http.request_reader import ParsedRequest
 from deployments.http.unread_bodies import read_body
@@ -33,11 +33,11 @@ EXAMPLE = {"model": "demo", "max_tokens": 64, "messages": [{"role": "user", "con
 class Messages:
     """Endpoints of the Messages API. The header `anthropic-beta` is ignored: the body alone determines the request."""
 
-    def __init__(self, door: Door):
-        self._door = door
+    def __init__(self, context: HttpContext):
+        self._context = context
 
     def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._door.errors.guard, self._door.api.describe
+        guard, describe = self._context.errors.guard, self._context.api.describe
         app.add_route(PATH, guard(self.create), ["POST"])
         describe(PATH, "POST", MessagesBody, "Answer a conversation, in Anthropic's dialect.", EXAMPLE)
         app.add_route(PATH + "/count_tokens", guard(self.count_tokens), ["POST"])
@@ -49,19 +49,19 @@ class Messages:
         _check_version(request)
 
         async def understand(body: bytes) -> Job:
-            parsed = await self._door.reader.read(body, "messages")
+            parsed = await self._context.reader.read(body, "messages")
             make_encoder = partial(self._encoder, request.state.request_id)
-            job = self._door.job(parsed, f"msg_{secrets.token_hex(16)}", make_encoder)
+            job = self._context.job(parsed, f"msg_{secrets.token_hex(16)}", make_encoder)
             return replace(job, start=lambda key: self._named(partial(job.start, key), parsed.echo))
 
-        return self._door.respond(request, understand)
+        return self._context.respond(request, understand)
 
     async def _named(self, work: Callable[[], Awaitable[T]], echo: MessagesEcho) -> T:
         """Run work, and make errors about an image name its path in the client's body."""
         try:
             return await work()
         except Exception as error:
-            converted = self._door.errors.convert(error)
+            converted = self._context.errors.convert(error)
             if isinstance(converted, InvalidRequest) and converted.field is not None:
                 for placed, path in echo.image_paths:
                     if f"{converted.field}.".startswith(f"{placed}."):
@@ -69,21 +69,21 @@ class Messages:
             raise
 
     def _encoder(self, request_id: str, parsed: ParsedRequest, id: str) -> MessagesEncoder:
-        return MessagesEncoder(parsed.echo, id, self._door.backend.model_name, request_id)
+        return MessagesEncoder(parsed.echo, id, self._context.backend.model_name, request_id)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens of the messages, tools and system prompt included."""
         _check_version(request)
         address = address_group(client_host(request.scope))
-        with self._door.backend.in_flight.enter(request.state.request_id, address):
-            body = await read_body(request.scope, request.receive, self._door.bodies)
+        with self._context.backend.in_flight.enter(request.state.request_id, address):
+            body = await read_body(request.scope, request.receive, self._context.bodies)
             if body is None:
                 raise ClientDisconnect
-            parsed = await self._door.reader.read(body, "count_tokens")
-            await self._door.check_ready()
-            count = partial(self._door.backend.count_tokens, parsed.request, parsed.route)
+            parsed = await self._context.reader.read(body, "count_tokens")
+            await self._context.check_ready()
+            count = partial(self._context.backend.count_tokens, parsed.request, parsed.route)
             num_tokens = await self._named(count, parsed.echo)
-        return JSONResponse({"input_tokens": num_tokens}, headers=self._door.headers(parsed))
+        return JSONResponse({"input_tokens": num_tokens}, headers=self._context.headers(parsed))
 
     async def cancel(self, request: Request) -> Response:
         """Cancel all requests with a message id or X-Request-Id and free their rows.
@@ -91,7 +91,7 @@ class Messages:
         Their clients receive status 499, or an error event in the stream.
         """
         request_id = request.path_params["id"]
-        if not await self._door.backend.cancel(request_id):
+        if not await self._context.backend.cancel(request_id):
             raise RequestNotFound(request_id)
         return JSONResponse({"id": request_id, "type": "message_cancel", "cancelled": True})
 
@@ -101,4 +101,4 @@ def _check_version(request: Request) -> None:
     version = request.headers.get("anthropic-version")
     if version is not None and version not in VERSIONS:
         known = " or ".join(VERSIONS)
-        raise wrong("anthropic-version", f"{shown(version)} is not a known version; send {known}, or no such header")
+        raise wrong("anthropic-version", f"{shown(version)} is not supported; send {known}, or omit the header")

@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from deployments.chat import Generation, TextDelta, ToolCall
 from deployments.http.answer import Answer, prompt_details
 from deployments.http.anthropic.messages_wire import MessagesEcho
 from deployments.http.anthropic.signature import signature_of
 from deployments.http.errors import Failure
+from deployments.protocol import Generation, TextDelta, ToolCall
 
 Block = dict[str, Any]
 

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from deployments.chat import ChatRequest, Message, Thinking, Tool, ToolChoice
 from deployments.http.anthropic.block_wire import MAX_MESSAGES, Texts, WireMessage
 from deployments.http.anthropic.conversation import conversation, image_paths, referenced_tools
 from deployments.http.anthropic.phrases import NOT_PERMITTED, ThreadsUnsupported, from_validation, wrong
@@ -23,6 +22,7 @@ from deployments.http.openai.chat_wire import schema_grammar
 from deployments.http.openai.thinking_wire import EFFORT_BUDGETS
 from deployments.http.request_reader import ParsedRequest, ReadingRules
 from deployments.http.wire import OpenWire, Wire
+from deployments.protocol import ChatRequest, Message, Thinking, Tool, ToolChoice
 from engine.protocol import GrammarSpec, InvalidRequest
 
 MAX_TOOLS = 1024
@@ -171,7 +171,7 @@ def _check_media(messages: list[Any], kinds: frozenset[str]) -> None:
         if kind not in kinds:
             accepted = ", ".join(["text", *sorted(kinds)])
             where = path.replace("[", ".").replace("]", "")
-            raise wrong(where, f"This block is of the kind {kind}, but the model reads only: {accepted}.")
+            raise wrong(where, f"This block is {kind} input, but the model accepts only: {accepted}.")
 
 
 def _chat_request(body: MessagesBody, rules: ReadingRules) -> ChatRequest:
@@ -252,7 +252,7 @@ def _tool_choice(body: MessagesBody, usable: tuple[Tool, ...]) -> tuple[ToolChoi
     if asked.type in ("auto", "none"):
         return ToolChoice("none" if asked.type == "none" else "auto"), is_parallel
     if not usable:
-        raise wrong("tool_choice.type", f"{shown(asked.type)} needs a tool in `tools` that may be called")
+        raise wrong("tool_choice.type", f"{shown(asked.type)} requires at least one callable tool in `tools`")
     if asked.type == "any":
         return ToolChoice("required"), is_parallel
     if asked.name is None:
@@ -282,7 +282,7 @@ def _thinking(body: MessagesBody) -> Thinking | None:
 def _grammar(body: MessagesBody) -> GrammarSpec | None:
     inner = None if body.output_config is None else body.output_config.format
     if inner is not None and body.output_format is not None:
-        raise wrong("output_format", "There is `output_config.format` as well: send one of them")
+        raise wrong("output_format", "This field and `output_config.format` may not be sent together: send one of them")
     form = inner or body.output_format
     if form is None:
         return None
@@ -296,10 +296,10 @@ def _prefill(messages: list[Message], path: str) -> str | None:
     if last["role"] != "assistant":
         return None
     if last.get("tool_calls"):
-        raise wrong(path, "tool_use ids were found without tool_result blocks behind them")
+        raise wrong(path, "tool_use ids were found without tool_result blocks immediately after")
     text: str = last["content"]
     if not text and "reasoning_content" in last:
-        raise wrong(path, "The final assistant message has no text that could be continued")
+        raise wrong(path, "The final assistant message has no text to continue")
     if text != text.rstrip():
         raise wrong(path, "final assistant content cannot end with trailing whitespace")
     return text

@@ -23,7 +23,7 @@ class ThreadsUnsupported(Refusal):
 
     @property
     def message(self) -> str:
-        return f"thread: {NOT_PERMITTED}. This server keeps no conversations: send all messages with every request."
+        return f"thread: {NOT_PERMITTED}. This server stores no conversations: send all messages with every request."
 
 
 def wrong(path: str, what: str) -> InvalidRequest:
@@ -35,7 +35,8 @@ def from_validation(error: ValidationError) -> InvalidRequest:
     """Convert the first finding of a validation. Pydantic's phrases are Anthropic's; the value is added."""
     if error.error_count() > MAX_FINDINGS:
         return InvalidRequest(
-            f"The request body has {error.error_count()} fields that are unknown or wrong, too many to name one."
+            f"The request body has {error.error_count()} unknown or invalid fields, too many to name one: the limit is "
+            f"{MAX_FINDINGS}."
         )
     first = error.errors(include_url=False, include_context=False)[0]
     kind, value, path = first["type"], first["input"], dotted(first["loc"])

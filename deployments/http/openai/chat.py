@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from deployments.http.door import Door
+from deployments.http.context import HttpContext
 from deployments.http.errors import RequestNotFound
 from deployments.http.openai.chat_encoder import ChatEncoder
 from deployments.http.openai.chat_wire import ChatCompletionBody
@@ -22,21 +22,21 @@ EXAMPLE = {
 
 
 class ChatCompletions:
-    def __init__(self, door: Door):
-        self._door = door
+    def __init__(self, context: HttpContext):
+        self._context = context
 
     def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._door.errors.guard, self._door.api.describe
+        guard, describe = self._context.errors.guard, self._context.api.describe
         app.add_route(PATH, guard(self.create), ["POST"])
         describe(PATH, "POST", ChatCompletionBody, "Answer a conversation.", EXAMPLE)
         app.add_route(PATH + "/{id:path}/cancel", guard(self.cancel), ["POST"])
         describe(PATH + "/{id}/cancel", "POST", None, "Cancel a completion by its id or X-Request-Id.")
 
     async def create(self, request: Request) -> Response:
-        return self._door.answer(request, "chat", "chatcmpl-", self._encoder)
+        return self._context.answer(request, "chat", "chatcmpl-", self._encoder)
 
     def _encoder(self, parsed: ParsedRequest, id: str) -> ChatEncoder:
-        return ChatEncoder(parsed.echo, id, self._door.backend.model_name, int(time.time()))
+        return ChatEncoder(parsed.echo, id, self._context.backend.model_name, int(time.time()))
 
     async def cancel(self, request: Request) -> Response:
         """Cancel all requests with a completion id or X-Request-Id and free their rows.
@@ -44,6 +44,6 @@ class ChatCompletions:
         Their clients receive status 499, or an error event in the stream.
         """
         request_id = request.path_params["id"]
-        if not await self._door.backend.cancel(request_id):
+        if not await self._context.backend.cancel(request_id):
             raise RequestNotFound(request_id)
         return JSONResponse({"id": request_id, "object": "chat.completion.cancel", "cancelled": True})

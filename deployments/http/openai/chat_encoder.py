@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.chat import Generation, TextDelta, TextLogprobs, ToolCall
 from deployments.http.answer import Answer, ChoiceAnswer, prompt_details
 from deployments.http.errors import Failure
+from deployments.protocol import Generation, TextDelta, TextLogprobs, ToolCall
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's value for a token of probability zero; JSON has no infinity."""

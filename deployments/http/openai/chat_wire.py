@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from deployments.chat import ChatRequest, Thinking, Tool
 from deployments.http.classify import classify, reject_unsupported_media
 from deployments.http.errors import from_validation, shown
 from deployments.http.fields import FieldRules, UnknownFields, split_fields
@@ -30,6 +29,7 @@ from deployments.http.openai.thinking_wire import (
 from deployments.http.openai.tool_wire import Functions, LegacyChoice, Tools, WireToolChoice, check_tools, tool_choice
 from deployments.http.request_reader import ParsedRequest, ReadingRules
 from deployments.http.wire import STRING_OR_ARRAY, Wire, choose, tag
+from deployments.protocol import ChatRequest, Thinking, Tool
 from engine.config import MIN_KEEP
 from engine.protocol import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, GrammarSpec, InvalidRequest
 
@@ -107,7 +107,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 def _printable(value: str) -> str:
     if not value.isprintable():
-        raise PydanticCustomError("not_printable", "must hold printable characters alone")
+        raise PydanticCustomError("not_printable", "must contain only printable characters")
     return value
 
 
@@ -287,7 +287,7 @@ def check_together(body: ChatCompletionBody) -> None:
     for key in body.logit_bias or ():
         if not _TOKEN_ID.fullmatch(key):
             raise InvalidRequest(
-                f"`logit_bias` has the key {shown(key)}: it must be a token id, in at most ten digits "
+                f"`logit_bias` has the key {shown(key)}: it must be a token id of at most ten digits "
                 "without sign, spaces or leading zeros.",
                 "logit_bias",
             )
@@ -302,17 +302,17 @@ def _check_grammar(body: ChatCompletionBody) -> None:
     asked = body.structured_outputs
     if asked is not None and sum(value is not None and value is not False for _, value in asked) != 1:
         raise InvalidRequest(
-            "`structured_outputs` must hold exactly one of `json`, `regex`, `choice` and `json_object`.",
+            "`structured_outputs` must have exactly one of `json`, `regex`, `choice` and `json_object`.",
             "structured_outputs",
         )
     if len(names) > 1:
-        raise InvalidRequest(f"There are `{names[0]}` and `{names[1]}`: send one of them.", names[1])
+        raise InvalidRequest(f"`{names[0]}` and `{names[1]}` may not be sent together: send one of them.", names[1])
     names += [name for name in ("tools", "functions") if getattr(body, name)]
     for name in ("min_tokens", "stop_token_ids", "ignore_eos"):
         value = getattr(body, name)
         if names and value:
             raise InvalidRequest(
-                f"`{name}` is {shown(value)}: it may not be sent with `{names[0]}`, which says itself where the answer "
+                f"`{name}` is {shown(value)}: it may not be sent with `{names[0]}`, which determines where the answer "
                 "ends.",
                 name,
             )
@@ -355,7 +355,7 @@ def request_fields(body: ChatCompletionBody) -> dict[str, Any]:
 def _tool_fields(body: ChatCompletionBody) -> dict[str, Any]:
     """`functions` and `function_call` are what `tools` and `tool_choice` were once called."""
     if body.functions and body.tools:
-        raise InvalidRequest("There are `tools` and `functions`: send `tools` alone.", "functions")
+        raise InvalidRequest("`tools` and `functions` may not be sent together: send only `tools`.", "functions")
     legacy = [function.tool() for function in body.functions or ()]
     tools: tuple[Tool, ...] = check_tools([*(tool.function.tool() for tool in body.tools or ()), *legacy])
     is_legacy = body.tool_choice is None and body.function_call is not None

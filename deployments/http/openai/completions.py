@@ -8,26 +8,26 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from deployments.chat import ChatRequest, Generation, Route
 from deployments.http.answer_response import Job
 from deployments.http.api_keys import KeyIdentity
-from deployments.http.door import Door
+from deployments.http.context import HttpContext
 from deployments.http.errors import RequestNotFound
 from deployments.http.openai.completions_encoder import CompletionsEcho, CompletionsEncoder
 from deployments.http.openai.completions_wire import CompletionsBody
 from deployments.http.openai.merged_generation import start_all
 from deployments.http.request_reader import ParsedRequest
+from deployments.protocol import ChatRequest, Generation, Route
 
 PATH = "/v1/completions"
 EXAMPLE = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 32, "temperature": 0.7}
 
 
 class Completions:
-    def __init__(self, door: Door):
-        self._door = door
+    def __init__(self, context: HttpContext):
+        self._context = context
 
     def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._door.errors.guard, self._door.api.describe
+        guard, describe = self._context.errors.guard, self._context.api.describe
         app.add_route(PATH, guard(self.create), ["POST"])
         describe(PATH, "POST", CompletionsBody, "Continue one or several raw prompts.", EXAMPLE)
         app.add_route(PATH + "/{id:path}/cancel", guard(self.cancel), ["POST"])
@@ -35,15 +35,15 @@ class Completions:
 
     async def create(self, request: Request) -> Response:
         async def understand(body: bytes) -> Job:
-            parsed = await self._door.reader.read(body, "completions")
+            parsed = await self._context.reader.read(body, "completions")
             return self._job(parsed, f"cmpl-{secrets.token_hex(16)}")
 
-        return self._door.respond(request, understand)
+        return self._context.respond(request, understand)
 
     def _job(self, parsed: ParsedRequest, id: str) -> Job:
         echo: CompletionsEcho = parsed.echo
-        encoder = CompletionsEncoder(echo, id, self._door.backend.model_name, int(time.time()))
-        job = self._door.job(parsed, id, lambda parsed, id: encoder)
+        encoder = CompletionsEncoder(echo, id, self._context.backend.model_name, int(time.time()))
+        job = self._context.job(parsed, id, lambda parsed, id: encoder)
         requests = [
             replace(parsed.request, raw_prompt=prompt, prompt_field=field, request_id=f"{id}-{index}" if index else id)
             for index, (prompt, field) in enumerate(zip(echo.prompts, echo.fields, strict=True))
@@ -55,17 +55,17 @@ class Completions:
     ) -> Generation:
         if echo.echo:
             encoder.prompt_texts = tuple([await self._text(request) for request in requests])
-        starts = [lambda request=request: self._door.start(key, request, Route.TEXT) for request in requests]
+        starts = [lambda request=request: self._context.start(key, request, Route.TEXT) for request in requests]
         return await start_all(starts, echo.num_choices)
 
     async def _text(self, request: ChatRequest) -> str:
         prompt = request.raw_prompt
         assert prompt is not None
-        return prompt if isinstance(prompt, str) else await self._door.backend.text_of(prompt, request.prompt_field)
+        return prompt if isinstance(prompt, str) else await self._context.backend.text_of(prompt, request.prompt_field)
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a completion, see ChatCompletions.cancel."""
         request_id = request.path_params["id"]
-        if not await self._door.backend.cancel(request_id):
+        if not await self._context.backend.cancel(request_id):
             raise RequestNotFound(request_id)
         return JSONResponse({"id": request_id, "object": "text_completion.cancel", "cancelled": True})

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.chat import Generation, TextDelta, TextLogprobs
 from deployments.http.answer import Answer, ChoiceAnswer
 from deployments.http.errors import Failure
 from deployments.http.openai.chat_encoder import LEAST_LOGPROB, usage
 from deployments.http.openai.raw_prompt_wire import RawPrompt
+from deployments.protocol import Generation, TextDelta, TextLogprobs
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from deployments.chat import ChatRequest, Route
 from deployments.http.errors import from_validation
 from deployments.http.fields import FieldRules, split_fields
 from deployments.http.openai import chat_wire
@@ -18,6 +17,7 @@ from deployments.http.openai.chat_wire import (
 from deployments.http.openai.completions_encoder import CompletionsEcho
 from deployments.http.openai.raw_prompt_wire import INT32_MAX, RawPrompts, prompts_of
 from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.protocol import ChatRequest, Route
 from engine.protocol import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
@@ -105,9 +105,7 @@ def _check(body: CompletionsBody) -> None:
     if body.max_tokens == 0:
         raise InvalidRequest("`max_tokens` is 0: it must be at least 1, or -1 for no limit.", "max_tokens")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidRequest(
-            f"`best_of` is {body.best_of}: it is not supported, and may only be {body.n or 1}, which is `n`.", "best_of"
-        )
+        raise InvalidRequest(f"`best_of` is {body.best_of}: it must equal `n`, which is {body.n or 1}.", "best_of")
     if body.echo and body.logprobs is not None:
         raise InvalidRequest(
             "`echo` may not be true with `logprobs`: the logprobs of a prompt are not computed.", "echo"
@@ -117,7 +115,7 @@ def _check(body: CompletionsBody) -> None:
 def _check_choices(num_prompts: int, num_choices: int) -> None:
     if (num_answers := num_prompts * num_choices) > MAX_CHOICES:
         raise InvalidRequest(
-            f"`prompt` has {num_prompts} prompts and `n` is {num_choices}: that is {num_answers} answers; the limit "
+            f"`prompt` has {num_prompts} prompts and `n` is {num_choices}: that is {num_answers} choices; the limit "
             f"for one request is {MAX_CHOICES}.",
             "prompt",
         )

@@ -12,13 +12,13 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.chat import ChatRequest, EmbedRequest
 from deployments.http.answer_response import Job
 from deployments.http.api_keys import KeyIdentity
-from deployments.http.door import Door
+from deployments.http.context import HttpContext
 from deployments.http.openai.embeddings_wire import EmbeddingsBody
 from deployments.http.plain_answer import PlainBody, plain_job
 from deployments.http.request_reader import ParsedRequest
+from deployments.protocol import ChatRequest, EmbedRequest
 
 MAX_PARALLEL = 4
 """Inputs of one request that are in the engines at once, enough to keep an engine busy."""
@@ -27,31 +27,31 @@ PATH = "/v1/embeddings"
 EXAMPLE = {"model": "demo", "input": ["A text.", "Another one."], "encoding_format": "float"}
 
 
-class EmbeddingsFace:
-    def __init__(self, door: Door):
-        self._door = door
+class EmbeddingsEndpoint:
+    def __init__(self, context: HttpContext):
+        self._context = context
 
     def add_to(self, app: FastAPI) -> None:
-        app.add_route(PATH, self._door.errors.guard(self.create), ["POST"])
+        app.add_route(PATH, self._context.errors.guard(self.create), ["POST"])
         summary = "Compute the normalized hidden state of each input, of its last token or the mean."
-        self._door.api.describe(PATH, "POST", EmbeddingsBody, summary, EXAMPLE)
+        self._context.api.describe(PATH, "POST", EmbeddingsBody, summary, EXAMPLE)
 
     async def create(self, request: Request) -> Response:
         async def understand(body: bytes) -> Job:
-            return self._job(await self._door.reader.read(body, "embeddings"))
+            return self._job(await self._context.reader.read(body, "embeddings"))
 
-        return self._door.respond(request, understand)
+        return self._context.respond(request, understand)
 
     def _job(self, parsed: ParsedRequest) -> Job:
         wanted, is_base64 = parsed.echo
         id = f"embd-{secrets.token_hex(16)}"
-        num_parallel = min(len(wanted.prompts), MAX_PARALLEL, self._door.backend.in_flight.max_choices)
+        num_parallel = min(len(wanted.prompts), MAX_PARALLEL, self._context.backend.in_flight.max_choices)
         wanted = replace(wanted, request_id=id, num_parallel=num_parallel)
-        return plain_job(self._door, parsed, id, lambda key: self._embed(key, wanted, is_base64), num_parallel)
+        return plain_job(self._context, parsed, id, lambda key: self._embed(key, wanted, is_base64), num_parallel)
 
     async def _embed(self, key: KeyIdentity, wanted: EmbedRequest, is_base64: bool) -> PlainBody:
-        await self._door.check_ready()
-        backend = self._door.backend
+        await self._context.check_ready()
+        backend = self._context.backend
         client = key.apply(ChatRequest("", (), client=wanted.client)).client
         found = await backend.embed(replace(wanted, client=client))
         body = await embeddings_body(found.vectors, is_base64, backend.model_name, found.num_prompt_tokens)

@@ -4,13 +4,13 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from deployments.chat import ChatRequest, EmbedRequest, Route
 from deployments.http.errors import from_validation
 from deployments.http.fields import FieldRules, split_fields
 from deployments.http.openai.chat_wire import MAX_USER_CHARS
 from deployments.http.openai.raw_prompt_wire import INT32_MAX, RawPrompts, prompts_of
 from deployments.http.request_reader import ParsedRequest, ReadingRules
 from deployments.http.wire import Wire
+from deployments.protocol import ChatRequest, EmbedRequest, Route
 
 FIELD_RULES = FieldRules(
     neutral={

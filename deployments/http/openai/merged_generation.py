@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from deployments.chat import Generation, SpecPrefillReport, TextDelta
+from deployments.protocol import Generation, SpecPrefillReport, TextDelta
 
 Start = Callable[[], Awaitable[Generation]]
 

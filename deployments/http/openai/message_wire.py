@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from deployments.chat import MEDIA_KINDS, Message
 from deployments.http.normalize import ROLES
 from deployments.http.wire import STRING_OR_ARRAY, OpenWire, choose, tag
+from deployments.protocol import MEDIA_KINDS, Message
 
 MAX_PARTS = 2048
 """Content parts of one message."""

@@ -8,26 +8,26 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from deployments.http.door import Door
+from deployments.http.context import HttpContext
 
 PATH = "/v1/models"
 
 
 class Models:
-    def __init__(self, door: Door):
-        self._door = door
+    def __init__(self, context: HttpContext):
+        self._context = context
         self._created = int(time.time())
 
     def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._door.errors.guard, self._door.api.describe
+        guard, describe = self._context.errors.guard, self._context.api.describe
         app.add_route(PATH, guard(self.list), ["GET"])
         describe(PATH, "GET", None, "List the names by which requests can ask for the model.")
         app.add_route(PATH + "/{model:path}", guard(self.get), ["GET"])
         describe(PATH + "/{model}", "GET", None, "Describe the model by one of its names.")
 
     async def list(self, request: Request) -> Response:
-        served = self._door.backend.model_name
-        names = [served, *sorted(self._door.rules.aliases - {served})]
+        served = self._context.backend.model_name
+        names = [served, *sorted(self._context.rules.aliases - {served})]
         cards = [self._card(name) for name in names]
         return JSONResponse(
             {"object": "list", "data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]}
@@ -35,7 +35,7 @@ class Models:
 
     async def get(self, request: Request) -> Response:
         name = request.path_params["model"]
-        self._door.rules.check_model(name)
+        self._context.rules.check_model(name)
         return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -46,9 +46,9 @@ class Models:
             "object": "model",
             "created": self._created,
             "owned_by": "orchard",
-            "root": self._door.backend.model_name,
+            "root": self._context.backend.model_name,
             "parent": None,
-            "max_model_len": self._door.backend.max_context_tokens,
+            "max_model_len": self._context.backend.max_context_tokens,
             "type": "model",
             "display_name": name,
             "created_at": created_at,

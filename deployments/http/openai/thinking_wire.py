@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from deployments.chat import Thinking
 from deployments.http.wire import OpenWire
+from deployments.protocol import Thinking
 from engine.protocol import InvalidRequest
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -71,8 +71,8 @@ def agreed(asked: Iterator[Thinking | None], budget: int | None = None) -> Think
     for other in found[1:]:
         if other.mode != found[0].mode:
             raise InvalidRequest(
-                f"`{found[0].field}` and `{other.field}` contradict each other: one switches thinking "
-                f"{found[0].mode}, the other {other.mode}.",
+                f"`{found[0].field}` sets thinking to {found[0].mode}, but `{other.field}` sets it to {other.mode}: "
+                "send one of them.",
                 other.field,
             )
     if budget is not None and (not found or found[0].mode != "off"):

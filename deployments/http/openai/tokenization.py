@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.http.answer_response import Job
-from deployments.http.door import Door
+from deployments.http.context import HttpContext
 from deployments.http.openai.tokenization_wire import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from deployments.http.plain_answer import PlainBody, plain_job
 from deployments.http.request_reader import Dialect, ParsedRequest
@@ -19,11 +19,11 @@ Answerer = Callable[[ParsedRequest], Awaitable[PlainBody]]
 
 
 class Tokenization:
-    def __init__(self, door: Door):
-        self._door = door
+    def __init__(self, context: HttpContext):
+        self._context = context
 
     def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._door.errors.guard, self._door.api.describe
+        guard, describe = self._context.errors.guard, self._context.api.describe
         for root in ("", "/v1"):
             app.add_route(f"{root}/tokenize", guard(self.tokenize), ["POST"])
             bodies = TokenizeTextBody | TokenizeChatBody
@@ -40,13 +40,13 @@ class Tokenization:
 
     def _respond(self, request: Request, dialect: Dialect, answer: Answerer) -> Response:
         async def understand(body: bytes) -> Job:
-            parsed = await self._door.reader.read(body, dialect)
-            return plain_job(self._door, parsed, f"tok-{secrets.token_hex(16)}", lambda key: answer(parsed))
+            parsed = await self._context.reader.read(body, dialect)
+            return plain_job(self._context, parsed, f"tok-{secrets.token_hex(16)}", lambda key: answer(parsed))
 
-        return self._door.respond(request, understand)
+        return self._context.respond(request, understand)
 
     async def _tokens(self, parsed: ParsedRequest) -> PlainBody:
-        backend = self._door.backend
+        backend = self._context.backend
         ids = await backend.token_ids(parsed.request, parsed.route)
         texts = await backend.token_texts(ids) if parsed.echo.returns_texts else None
         limit = backend.max_context_tokens
@@ -55,4 +55,4 @@ class Tokenization:
     async def _text(self, parsed: ParsedRequest) -> PlainBody:
         tokens = parsed.request.raw_prompt
         assert isinstance(tokens, tuple)
-        return PlainBody({"prompt": await self._door.backend.text_of(tokens, parsed.request.prompt_field)})
+        return PlainBody({"prompt": await self._context.backend.text_of(tokens, parsed.request.prompt_field)})

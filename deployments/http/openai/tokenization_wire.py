@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from deployments.chat import ChatRequest, Route
 from deployments.http.errors import from_validation
 from deployments.http.fields import FieldRules, split_fields
 from deployments.http.openai.chat_wire import MAX_MESSAGES, TemplateKwargs, TokenId, parse_chat
@@ -14,6 +13,7 @@ from deployments.http.openai.raw_prompt_wire import MAX_PROMPT_TOKENS
 from deployments.http.openai.tool_wire import Tools
 from deployments.http.request_reader import ParsedRequest, ReadingRules
 from deployments.http.wire import Wire
+from deployments.protocol import ChatRequest, Route
 from engine.protocol import InvalidRequest
 
 TEXT_RULES = FieldRules(neutral={"add_special_tokens": (True,)})
@@ -56,7 +56,7 @@ class TokenizeEcho:
 def parse_tokenize(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
     """See request_reader.Parser."""
     if "prompt" in raw and "messages" in raw:
-        raise InvalidRequest("There are `prompt` and `messages`: send one of them.", "prompt")
+        raise InvalidRequest("`prompt` and `messages` may not be sent together: send one of them.", "prompt")
     raw = {"model": rules.model_name} | {name: value for name, value in raw.items() if value is not None}
     return _parse_messages(raw, rules) if "messages" in raw else _parse_prompt(raw, rules)
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from deployments.chat import Tool, ToolChoice
 from deployments.http.wire import OpenWire, choose, tag
+from deployments.protocol import Tool, ToolChoice
 from engine.protocol import InvalidRequest
 
 MAX_TOOLS = 1024
@@ -131,6 +131,6 @@ def check_tools(tools: Sequence[Tool], field: str = "tools") -> tuple[Tool, ...]
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         if tool.name in seen:
-            raise InvalidRequest(f"`{field}[{i}]` has the name {tool.name!r} of an earlier tool.", field)
+            raise InvalidRequest(f"`{field}[{i}]` has the name {tool.name!r}, which an earlier tool has.", field)
         seen.add(tool.name)
     return tuple(tools)

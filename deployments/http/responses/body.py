@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from deployments.chat import ChatRequest, Route, Thinking
 from deployments.http.errors import from_validation, shown
 from deployments.http.fields import FieldRules, split_fields
 from deployments.http.openai.chat_wire import (
@@ -25,6 +24,7 @@ from deployments.http.responses.encoder import ResponsesEcho
 from deployments.http.responses.items import Item, WireInput, kept_items, references
 from deployments.http.responses.tools import OfferedTools, WireToolChoice, WireTools, offered_tools, tool_choice
 from deployments.http.wire import Wire, choose, tag
+from deployments.protocol import ChatRequest, Route, Thinking
 from engine.protocol import GrammarSpec, InvalidRequest
 
 SEALED_REASONING = "reasoning.encrypted_content"
@@ -44,7 +44,7 @@ FIELD_RULES = FieldRules(
         "context_management": "",
         "conversation": "Send `previous_response_id`, or the whole conversation in `input`.",
         "image": "",
-        "max_tool_calls": "It limits calls of built-in tools, and there are none.",
+        "max_tool_calls": "It limits calls of built-in tools, which this server does not have.",
         "moderation": "",
         "prompt": "Send its text in `instructions` or `input`.",
     },

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from deployments.chat import Message, Route
 from deployments.http.classify import classify
 from deployments.http.normalize import normalize
 from deployments.http.request_reader import ReadingRules
 from deployments.http.responses.items import Item
+from deployments.protocol import Message, Route
 from engine.protocol import InvalidRequest
 
 
@@ -18,12 +18,12 @@ def conversation(
     leading = [{"role": "system", "content": instructions}] if instructions else []
     messages = [*leading, *messages_of(items)]
     if not messages:
-        raise InvalidRequest("`input` holds nothing: it must be a string or hold at least one item.", "input")
+        raise InvalidRequest("`input` is empty: it must be a string or contain at least one item.", "input")
     try:
         normal = normalize(messages, rules.system_policy, rules.volatile_patterns, rules.keeps_late_system)
     except InvalidRequest as error:  # with a path into messages that the client has never seen
         raise InvalidRequest(
-            "`input` holds a system or developer message behind another role: here they may only stand at the start.",
+            "`input` has a system or developer message after another role: they are only allowed at the start.",
             "input",
         ) from error
     return normal, classify(normal)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.chat import Generation, TextDelta, ToolCall
 from deployments.http.answer import Answer, prompt_details
 from deployments.http.errors import CLIENT_LEFT, Failure
 from deployments.http.responses.items import Item, output_id
 from deployments.http.responses.sealed import seal
+from deployments.protocol import Generation, TextDelta, ToolCall
 
 
 @dataclass(frozen=True)

@@ -241,9 +241,9 @@ def _check_media(item: Item, path: str, media_kinds: frozenset[str]) -> None:
             where = f"{path}.{name}[{i}]"
             if "image" not in media_kinds:
                 accepted = ", ".join(["text", *sorted(media_kinds)])
-                raise InvalidRequest(f"`{where}` is of the kind image, but this model reads only: {accepted}.", where)
+                raise InvalidRequest(f"`{where}` is image input, but this model accepts only: {accepted}.", where)
             if item.get("role") == "assistant":
-                raise InvalidRequest(f"`{where}` is an image: a message of the assistant may only hold text.", where)
+                raise InvalidRequest(f"`{where}` is an image: an assistant message may only contain text.", where)
 
 
 def references(items: Sequence[Item]) -> Iterator[tuple[int, str]]:

@@ -34,10 +34,12 @@ class Unsealer:
         try:
             text = inflate.decompress(base64.urlsafe_b64decode(sealed.removeprefix(PREFIX)), limit + 1)
             if len(text) > limit:
-                raise ValueError(f"must hold at most {MAX_SEALED_BYTES} bytes, and twice as much in all items")
+                raise ValueError(
+                    f"must decode to at most {MAX_SEALED_BYTES} bytes, all items to {MAX_SEALED_BYTES_PER_REQUEST}"
+                )
             if not inflate.eof:
-                raise ValueError("must be as the server has sent it")
+                raise ValueError("must be sent back unchanged")
             self._num_bytes_left -= len(text)
             return text.decode()
         except (zlib.error, binascii.Error, UnicodeError):
-            raise ValueError("must be as the server has sent it") from None
+            raise ValueError("must be sent back unchanged") from None

@@ -34,8 +34,9 @@ class ResponseNotFound(Refusal):
         id, field = self.args
         where = "" if field is None else f"`{field}`: "
         return (
-            f"{where}{shown(id)} is not stored here. Responses are stored on the node that made them, unless `store` "
-            "is false, and are dropped some time after their last use."
+            f"{where}{shown(id)} was not found. A response is stored on the node that created it, unless "
+            "`store` is false, and is deleted http.stored_responses_ttl_s seconds after its last use, or earlier when "
+            "the store is full."
         )
 
 

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deployments.chat import Tool, ToolChoice
 from deployments.http.errors import shown
 from deployments.http.openai.tool_wire import MAX_TOOLS, ToolName, check_choice, choice_form
 from deployments.http.responses.conversation import full_name
 from deployments.http.wire import OpenWire, choose, tag
+from deployments.protocol import Tool, ToolChoice
 from engine.protocol import InvalidRequest
 
 
@@ -89,8 +89,8 @@ WireToolChoice = Annotated[
     | Annotated[AllowedChoice, tag("allowed_tools")],
     choose(
         choice_form,
-        'must be "none", "auto", "required" or an object of the type "function" or "allowed_tools"; no other tool can '
-        "be called here",
+        'must be "none", "auto", "required" or an object of the type "function" or "allowed_tools"; other tools are '
+        "not supported",
     ),
 ]
 
@@ -135,7 +135,7 @@ def tool_choice(sent: Any, offered: OfferedTools) -> ToolChoice:
     choice = _choice(sent, offered)
     if choice.mode == "required" and not offered.tools and offered.not_offered:
         raise InvalidRequest(
-            f"`tool_choice` requires a tool call, but {offered.not_offered[0]} cannot be called here.", "tool_choice"
+            f"`tool_choice` requires a tool call, but this server cannot call {offered.not_offered[0]}.", "tool_choice"
         )
     return check_choice(choice, offered.tools)
 
@@ -151,7 +151,7 @@ def _choice(sent: Any, offered: OfferedTools) -> ToolChoice:
     names = tuple(name for tool in sent.tools for name in _allowed_names(tool, offered))
     if not names and sent.mode == "required":
         raise InvalidRequest(
-            "`tool_choice` requires a tool call, but allows no function: web_search cannot be called here.",
+            "`tool_choice` requires a tool call, but allows no function, and this server cannot call web_search.",
             "tool_choice",
         )
     return ToolChoice(sent.mode, names) if names else ToolChoice("none")

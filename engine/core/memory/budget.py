@@ -19,7 +19,7 @@ from engine.core.request import Request, RequestState
 from engine.protocol import EngineFailed
 
 MAX_STEP_SHARE = 0.25
-"""Largest share of `for_requests` for the intermediate results of one chunk: late in long prompts chunks become
+"""Largest share of `request_bytes` for the intermediate results of one chunk: late in long prompts chunks become
 smaller."""
 
 MIN_CHUNK_TOKENS = 16
@@ -42,7 +42,7 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     """The memory need of a request."""
 
     num_rows: int  # One row per choice.
@@ -124,11 +124,11 @@ class MemoryBudget:
     # Memory needs
 
     @property
-    def for_requests(self) -> int:
+    def request_bytes(self) -> int:
         """Bytes that requests and caches share."""
         return self.limit_bytes - self.costs.base_bytes
 
-    def need(self, rows: Sequence[Request], whole: bool = False) -> Need:
+    def need(self, rows: Sequence[Request], whole: bool = False) -> MemoryNeed:
         """Return the memory need of a request's rows.
 
         Args:
@@ -139,8 +139,8 @@ class MemoryBudget:
         """
         row, images, costs = rows[0], rows[0].spec.images, self.costs
         left = row.sampling.max_tokens - len(row.output_token_ids)
-        answer = left if whole else min(left, self._reserve_tokens << row.num_outgrown)
-        return Need(
+        answer = left if whole else min(left, self._reserve_tokens << row.num_growth_preemptions)
+        return MemoryNeed(
             len(rows),
             row.num_prompt_tokens,
             row.num_prompt_tokens + answer + costs.overshoot,
@@ -149,27 +149,28 @@ class MemoryBudget:
             max((costs.image(len(image.patches)) for image in images), default=0),
         )
 
-    def alone(self, need: Need) -> int:
+    def min_bytes(self, need: MemoryNeed) -> int:
         """Return the least bytes that a request needs, with no other row in the engine.
 
-        This covers prefilling it again at the end of its answer. A request with more than `for_requests` can never run.
+        This covers prefilling it again at the end of its answer. A request that needs more than `request_bytes` can
+        never run.
         """
         end, sizes = need.num_tokens, [(need.num_rows, self.costs.slots(need.num_tokens))]
-        books = self._books(need, chunk_tokens=0, end=end)
-        return self._total(sizes, [books], need.num_rows * need.sampling_bytes)
+        reservation = self._reservation(need, chunk_tokens=0, end=end)
+        return self._total(sizes, [reservation], need.num_rows * need.sampling_bytes)
 
-    def max_tokens_alone(self, pinned_bytes: int = 0) -> int:
+    def max_row_tokens(self, pinned_bytes: int = 0) -> int:
         """Return the tokens of the longest row that fits with no other row, when nearly all of it is prompt."""
-        overshoot, room = self.costs.overshoot, self.for_requests - pinned_bytes
-        return _largest(0, 2**24, lambda n: self.alone(Need(1, n, n + overshoot)) <= room)
+        overshoot, room = self.costs.overshoot, self.request_bytes - pinned_bytes
+        return _largest(0, 2**24, lambda n: self.min_bytes(MemoryNeed(1, n, n + overshoot)) <= room)
 
-    def max_answer(self, need: Need, num_tokens: int, limit: int) -> int:
+    def max_answer_tokens(self, need: MemoryNeed, num_tokens: int, limit: int) -> int:
         """Return how many of `num_tokens` answer tokens fit after the prompt into `limit` bytes; 0 if none does."""
         overshoot = self.costs.overshoot
         return _largest(
             0,
             num_tokens,
-            lambda n: self.alone(replace(need, num_tokens=need.num_prompt + n + overshoot)) <= limit,
+            lambda n: self.min_bytes(replace(need, num_tokens=need.num_prompt + n + overshoot)) <= limit,
         )
 
     def max_chunk(self, row: Request, wanted: int) -> int:
@@ -215,7 +216,7 @@ class MemoryBudget:
 
     # Reserve and release
 
-    def missing(self, rows: Sequence[Request], without: Collection[str] = (), growth_tokens: int = 0) -> int:
+    def shortfall_bytes(self, rows: Sequence[Request], without: Collection[str] = (), growth_tokens: int = 0) -> int:
         """Return how many bytes to free for a request's rows and its prompt; 0 if they fit.
 
         Args:
@@ -225,51 +226,53 @@ class MemoryBudget:
                 outgrow
                 their reservations by then count with the extended ones.
         """
-        return self._missing(self.need(rows), None, without, growth_tokens)[0]  # a group of their own needs the least
+        return self._shortfall_bytes(self.need(rows), None, without, growth_tokens)[
+            0
+        ]  # a group of their own needs the least
 
     def group_shortfall_bytes(self, rows: Sequence[Request], growth_tokens: int = 0) -> int:
         """Return how many bytes to free for a request's rows to join an existing decode group; 0 if none.
 
         Args:
             rows: The request's rows.
-            growth_tokens: See `missing`.
+            growth_tokens: See `shortfall_bytes`.
         """
         need = self.need(rows)
         group = self._choose(need)
-        evictable = self._evictable.free_bytes
-        return 0 if group is None else self._missing(need, group, (), growth_tokens, evictable)[0]
+        evictable = self._evictable.evictable_bytes
+        return 0 if group is None else self._shortfall_bytes(need, group, (), growth_tokens, evictable)[0]
 
     def reserve(self, rows: Sequence[Request], growth_tokens: int = 0) -> int:
         """Reserve memory for a request's rows and its prompt, and assign the rows to a decode group.
 
         Args:
             rows: The request's rows.
-            growth_tokens: See `missing`. Growth is not reserved, but must be free or evictable.
+            growth_tokens: See `shortfall_bytes`. Growth is not reserved, but must be free or evictable.
 
         Returns:
             0, or the missing bytes if nothing was reserved; `sys.maxsize` if no eviction would help.
         """
         need = self.need(rows)
-        evictable = self._evictable.free_bytes
-        missing, books = self._missing(need, None, (), growth_tokens, evictable)
+        evictable = self._evictable.evictable_bytes
+        missing, reservation = self._shortfall_bytes(need, None, (), growth_tokens, evictable)
         if missing:
             return missing
         group = self._choose(need)
         if group is not None:
-            missing, among_others = self._missing(need, group, (), growth_tokens, evictable)
-            group, books = (None, books) if missing else (group, among_others)
-        books.row_ids |= {row.id for row in rows}
-        self._prefills.append(books)
+            missing, among_others = self._shortfall_bytes(need, group, (), growth_tokens, evictable)
+            group, reservation = (None, reservation) if missing else (group, among_others)
+        reservation.row_ids |= {row.id for row in rows}
+        self._prefills.append(reservation)
         self._sampling |= {row.id: need.sampling_bytes for row in rows}
         self.grouping.put(group, rows, self.costs.slots(need.num_tokens))
         return 0
 
-    def _choose(self, need: Need) -> DecodeGroupPlan | None:
+    def _choose(self, need: MemoryNeed) -> DecodeGroupPlan | None:
         return self.grouping.choose(need.num_rows, need.num_prompt, self.costs.slots(need.num_tokens))
 
-    def _missing(
+    def _shortfall_bytes(
         self,
-        need: Need,
+        need: MemoryNeed,
         group: DecodeGroupPlan | None,
         without: Collection[str] = (),
         growth_tokens: int = 0,
@@ -283,14 +286,14 @@ class MemoryBudget:
             need: The request's need.
             group: The decode group to join; None for a new one.
             without: Ids of rows to ignore.
-            growth_tokens: See `missing`.
+            growth_tokens: See `shortfall_bytes`.
             evictable_bytes: Cached bytes that predicted growth may evict later; nothing is evicted for it now.
         """
         others = [row_id for row_id in self._sampling if row_id not in without]
-        books = self._books(need, MIN_CHUNK_TOKENS_BESIDE if others else 0, need.num_prompt)
+        reservation = self._reservation(need, MIN_CHUNK_TOKENS_BESIDE if others else 0, need.num_prompt)
         sampling = sum(self._sampling[row_id] for row_id in others) + need.num_rows * need.sampling_bytes
-        prefills = [*(one for one in self._prefills if not one.row_ids <= set(without)), books]
-        slots, limit = self.costs.slots(need.num_tokens), self._limit(is_alone=not others)
+        prefills = [*(one for one in self._prefills if not one.row_ids <= set(without)), reservation]
+        slots, limit = self.costs.slots(need.num_tokens), self._limit(is_only_request=not others)
 
         def total(growth: int) -> int:
             return self._total(self._sizes(group, need.num_rows, slots, without, growth), prefills, sampling)
@@ -298,15 +301,15 @@ class MemoryBudget:
         grown = total(growth_tokens) - limit if growth_tokens else 0
         if evictable_bytes and grown > 0:
             grown = sys.maxsize if grown > evictable_bytes else 0
-        return max(0, total(0) - limit, grown), books
+        return max(0, total(0) - limit, grown), reservation
 
-    def _limit(self, is_alone: bool) -> int:
+    def _limit(self, is_only_request: bool) -> int:
         """Return the bytes that requests may reserve.
 
         With no other row running, unaccounted bytes are ignored: they may never be freed, and the headroom covers them.
         """
-        limit = self.for_requests - self._cached_bytes
-        return limit if is_alone else limit - self.unaccounted_bytes
+        limit = self.request_bytes - self._cached_bytes
+        return limit if is_only_request else limit - self.unaccounted_bytes
 
     def release_prefill(self, row: Request) -> None:
         """Release the prefill reservation of a row's prompt; its rows have joined the decode batch."""
@@ -322,9 +325,9 @@ class MemoryBudget:
         return row.num_prompt_tokens + self.costs.overshoot > self.grouping.of(row.id).slots[row.id]
 
     def row_share(self, row: Request) -> float:
-        """Return the share of `for_requests` that is reserved for the row."""
+        """Return the share of `request_bytes` that is reserved for the row."""
         row_bytes = self.costs.rows(1, self.grouping.of(row.id).slots[row.id]) + self._sampling[row.id]
-        return row_bytes / max(self.for_requests, 1)
+        return row_bytes / max(self.request_bytes, 1)
 
     def extend(self, row: Request) -> int:
         """Reserve more slots for a row that has used up its own. Return 0, or the missing bytes if nothing was
@@ -333,7 +336,7 @@ class MemoryBudget:
         group = self.grouping.of(row.id)
         if slots > group.num_slots:
             total = self._total(self._sizes(group, 0, slots), self._prefills, self._sampling_bytes)
-            missing = total - self._limit(is_alone=len(self.grouping) == 1)
+            missing = total - self._limit(is_only_request=len(self.grouping) == 1)
             if missing > 0:
                 return missing
         group.slots[row.id] = slots
@@ -341,7 +344,7 @@ class MemoryBudget:
 
     def merge_shortfall_bytes(self, merge: GroupMerge) -> int:
         """Return how many bytes to free for a merge of two decode groups; 0 if none."""
-        return max(0, self._merged_bytes(merge) - self._limit(is_alone=False))
+        return max(0, self._merged_bytes(merge) - self._limit(is_only_request=False))
 
     def merge_bytes(self, merge: GroupMerge) -> int:
         """Return how many bytes more are reserved after a merge of two decode groups."""
@@ -418,9 +421,9 @@ class MemoryBudget:
 
     @property
     def _step_limit(self) -> float:
-        return MAX_STEP_SHARE * self.for_requests
+        return MAX_STEP_SHARE * self.request_bytes
 
-    def _books(self, need: Need, chunk_tokens: int, end: int) -> PrefillReservation:
+    def _reservation(self, need: MemoryNeed, chunk_tokens: int, end: int) -> PrefillReservation:
         """Return the reservation of a prompt that has not begun.
 
         Args:
@@ -476,7 +479,7 @@ class MemoryBudget:
             num_rows: Rows to add; 0 only widens the group.
             slots: Slots of each added row.
             without: Ids of rows to ignore.
-            growth_tokens: See `missing`.
+            growth_tokens: See `shortfall_bytes`.
         """
         sizes = []
         for one in self.grouping.groups.values():
@@ -499,7 +502,7 @@ class MemoryBudget:
         end = row.num_prompt_tokens + min(num_tokens, left) + self.costs.overshoot
         if not num_tokens or end <= slots or row.state is not RequestState.RUNNING:
             return slots
-        reserve = max(1, self._reserve_tokens << row.num_outgrown)
+        reserve = max(1, self._reserve_tokens << row.num_growth_preemptions)
         grown = slots + -(-(end - slots) // reserve) * reserve
         return self.costs.slots(min(grown, row.num_prompt_tokens + left + self.costs.overshoot))
 
@@ -514,10 +517,10 @@ def make_memory_budget(config: EngineConfig, runner: Runner, evictable: Evictabl
     limit = runner.memory_limit_bytes if limits.limit_gb is None else int(limits.limit_gb * 2**30)
     headroom = min(limit * HEADROOM_SHARE, MAX_HEADROOM) if limits.headroom_gb is None else limits.headroom_gb * 2**30
     budget = MemoryBudget(costs, limit - int(headroom), limits.reserve_tokens, evictable)
-    if budget.max_tokens_alone() < MIN_ROW_TOKENS:
+    if budget.max_row_tokens() < MIN_ROW_TOKENS:
         raise EngineFailed(
-            f"the model takes {costs.base_bytes} bytes, which leaves no room for a request: the limit is {limit} bytes "
-            f"(memory.limit_gb), {int(headroom)} of which are kept free (memory.headroom_gb)"
+            f"the model takes {costs.base_bytes} bytes, which leaves too few for a request of {MIN_ROW_TOKENS} tokens: "
+            f"the limit is {limit} bytes (memory.limit_gb), of which {int(headroom)} stay free (memory.headroom_gb)"
         )
     return budget
 

@@ -21,11 +21,11 @@ class Evictable(Protocol):
         ...
 
     @property
-    def free_bytes(self) -> int:
+    def evictable_bytes(self) -> int:
         """Bytes that can be evicted now."""
         ...
 
-    def free(self, num_bytes: int) -> bool:
+    def evict(self, num_bytes: int) -> bool:
         """Evict `num_bytes`. Return False, with nothing evicted, if that is impossible."""
         ...
 
@@ -37,9 +37,9 @@ class Evictable(Protocol):
 class NothingEvictable:
     """The evictable memory of an engine without caches."""
 
-    snapshot_bytes = image_bytes = free_bytes = 0
+    snapshot_bytes = image_bytes = evictable_bytes = 0
 
-    def free(self, num_bytes: int) -> bool:
+    def evict(self, num_bytes: int) -> bool:
         return False
 
     def price(self, num_bytes: int) -> float:
@@ -75,24 +75,24 @@ class EvictableMemory:
         return self._cache.pinned_bytes + self._cache.num_pinned * self._slack
 
     @property
-    def free_bytes(self) -> int:
+    def evictable_bytes(self) -> int:
         """Bytes that can be evicted now: neither pinned snapshots nor KV segments in use by prompts in progress."""
         return self.num_bytes - self._cache.unevictable_bytes - self._cache.num_pinned * self._slack
 
     def price(self, num_bytes: int) -> float:
         """Return the expected seconds of recomputation that `free` would cause; inf if `num_bytes` cannot be freed."""
-        if num_bytes > self.free_bytes:
+        if num_bytes > self.evictable_bytes:
             return float("inf")
-        of_snapshots = self.free_bytes - self.image_bytes
+        of_snapshots = self.evictable_bytes - self.image_bytes
         return self._cache.price(min(num_bytes, of_snapshots), self._slack)
 
-    def free(self, num_bytes: int) -> bool:
+    def evict(self, num_bytes: int) -> bool:
         """Evict `num_bytes`: snapshots first, in the order of eviction.py, then image features.
 
         Returns:
             False, with nothing evicted, if that is impossible.
         """
-        if num_bytes > self.free_bytes:
+        if num_bytes > self.evictable_bytes:
             return False
         wanted = self.num_bytes - num_bytes
         self._cache.evict(num_bytes, self._slack)
@@ -100,7 +100,7 @@ class EvictableMemory:
             self._runner.free_caches()
         return self.num_bytes <= wanted
 
-    def free_all(self) -> None:
+    def evict_all(self) -> None:
         """Evict everything that can be evicted."""
         self._cache.evict(sys.maxsize)
         self._runner.free_caches()

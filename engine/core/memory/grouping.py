@@ -83,12 +83,12 @@ class Grouping:
         return best if self._may_share(lengths, reserved) else None
 
     def put(self, group: DecodeGroupPlan | None, rows: Sequence[Request], slots: int) -> None:
-        """Add rows to a group, or to a new one, and set their `Request.rectangle`."""
+        """Add rows to a group, or to a new one, and set their `Request.decode_group`."""
         if group is None:
             group = DecodeGroupPlan(next(self._ids))
             self.groups[group.id] = group
         for row in rows:
-            row.rectangle = group.id
+            row.decode_group = group.id
             group.rows[row.id], group.slots[row.id], self._of_row[row.id] = row, slots, group
 
     def remove(self, row_id: str) -> None:
@@ -133,7 +133,7 @@ class Grouping:
         source, target = self.groups.pop(merge.source), self.groups[merge.target]
         target.slots |= source.slots
         for row in source.rows.values():
-            row.rectangle = target.id
+            row.decode_group = target.id
             target.rows[row.id], self._of_row[row.id] = row, target
 
     def _may_share(self, lengths: Sequence[int], slots: Sequence[int]) -> bool:

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from engine.config import EngineConfig
-from engine.core.client_shares import ClientShares
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.prefill import Prefill
 from engine.core.request import Request, RequestState
-from engine.core.request_queue import Group
+from engine.core.request_queue import QueueEntry
+from engine.core.virtual_token_counter import VirtualTokenCounter
 
 MIN_RUN_PER_RECOMPUTE = 20.0
 """A row is not preempted for fairness before it has run for this many times the seconds of recomputing it: fairness
@@ -44,7 +44,7 @@ class Preemption:
         self,
         config: EngineConfig,
         budget: MemoryBudget,
-        shares: ClientShares,
+        shares: VirtualTokenCounter,
         running: Mapping[str, Request],
         costs: CostModel,
     ):
@@ -54,23 +54,23 @@ class Preemption:
         self._running = running
         self._costs = costs
 
-    def for_urgent(
-        self, group: Group, now: float, num_rows: int, num_bytes: int, prefills: Sequence[Prefill]
+    def choose_for_priority(
+        self, entry: QueueEntry, now: float, num_rows: int, num_bytes: int, prefills: Sequence[Prefill]
     ) -> list[Victim]:
         """Choose among less urgent rows and prompts, the least urgent and latest first; empty if they do not suffice.
 
         Args:
-            group: The queued request.
+            entry: The queued request.
             now: Time on the scheduler's clock.
             num_rows: Free rows.
             num_bytes: Bytes that can be evicted for the request.
             prefills: The prompts in progress.
         """
-        prompts = [one for one in reversed(prefills) if self._may_give_up(one, group, now)]
-        weaker = [one for one in [*prompts, *self._unprotected(now)] if _priority(one) > group.priority]
-        return self._enough(group, sorted(weaker, key=_priority, reverse=True), num_rows, num_bytes)
+        prompts = [one for one in reversed(prefills) if self._may_preempt_prefill(one, entry, now)]
+        weaker = [one for one in [*prompts, *self._unprotected(now)] if _priority(one) > entry.priority]
+        return self._enough(entry, sorted(weaker, key=_priority, reverse=True), num_rows, num_bytes)
 
-    def _may_give_up(self, prefill: Prefill, group: Group, now: float) -> bool:
+    def _may_preempt_prefill(self, prefill: Prefill, entry: QueueEntry, now: float) -> bool:
         """Return whether a more urgent request may preempt a prompt in progress.
 
         A protected prompt is preempted only by a request that has waited for as long as its own prompt takes and as
@@ -78,13 +78,13 @@ class Preemption:
         the protected one takes, doubled for each earlier restart: a stream of urgent requests cannot restart it for
         ever.
         """
-        if not prefill.entry.keeps_place:
+        if not prefill.entry.is_protected:
             return True
         row = prefill.rows[0]
-        own_s = self._costs.prompt_s(0, group.rows[0].num_prompt_tokens)
-        return now - group.arrived_s >= max(own_s, recompute_s(row, self._costs)) * 2**row.num_restarts
+        own_s = self._costs.prompt_s(0, entry.rows[0].num_prompt_tokens)
+        return now - entry.arrived_s >= max(own_s, recompute_s(row, self._costs)) * 2**row.num_restarts
 
-    def for_share(self, group: Group, now: float, num_rows: int, num_bytes: int) -> list[Request]:
+    def choose_for_fairness(self, entry: QueueEntry, now: float, num_rows: int, num_bytes: int) -> list[Request]:
         """Choose the latest rows of clients above their fair share, in rows or bytes, for a client below its own.
 
         Empty if they do not suffice, or if recomputing them takes longer than the request has waited. Args: see
@@ -92,28 +92,28 @@ class Preemption:
         """
         num_clients = max(self._shares.num_active, 1)
         max_rows = max(1, self._config.max_running // num_clients)
-        held, parts = Counter[str](), defaultdict[str, float](float)
+        num_rows_of, parts = Counter[str](), defaultdict[str, float](float)
         for row in self._running.values():
-            held[row.spec.client] += 1
+            num_rows_of[row.spec.client] += 1
             parts[row.spec.client] += self._budget.row_share(row)
-        if held[group.client] + len(group.rows) > max_rows:
+        if num_rows_of[entry.client] + len(entry.rows) > max_rows:
             return []
-        is_late = now - group.arrived_s >= LATE_PART * self._config.scheduler.queue_timeout_s and not group.has_begun
+        is_late = now - entry.arrived_s >= LATE_PART * self._config.scheduler.queue_timeout_s and not entry.has_output
         min_run = 1.0 if is_late else MIN_RUN_PER_RECOMPUTE
         candidates = []
         for row in self._unprotected(now):
             if now - row.joined_s < min_run * recompute_s(row, self._costs):
                 continue
             client = row.spec.client
-            if client != group.client and (held[client] > max_rows or parts[client] > 1 / num_clients):
+            if client != entry.client and (num_rows_of[client] > max_rows or parts[client] > 1 / num_clients):
                 candidates.append(row)
-                held[client] -= 1
+                num_rows_of[client] -= 1
                 parts[client] -= self._budget.row_share(row)
-        victims = self._enough(group, candidates, num_rows, num_bytes)
+        victims = self._enough(entry, candidates, num_rows, num_bytes)
         lost_s = sum(recompute_s(row, self._costs) for row in victims)
-        return victims if lost_s <= now - group.arrived_s else []
+        return victims if lost_s <= now - entry.arrived_s else []
 
-    def for_growth(self, prefills: Sequence[Prefill]) -> Victim:
+    def choose_for_growth(self, prefills: Sequence[Prefill]) -> Victim:
         """Return the decoding row or prompt in progress that is least urgent and, among those, cheapest to recompute.
 
         The growing row itself may be chosen.
@@ -129,19 +129,19 @@ class Preemption:
         """Return the rows that may be preempted now, the latest first."""
         return [row for row in reversed(list(self._running.values())) if row.keep_until_s <= now]
 
-    def _enough(self, group: Group, candidates: Sequence[V], num_rows: int, num_bytes: int) -> list[V]:
+    def _enough(self, entry: QueueEntry, candidates: Sequence[V], num_rows: int, num_bytes: int) -> list[V]:
         """Return the shortest prefix of the candidates that suffices; empty if all together do not."""
 
         def suffice(num: int) -> bool:
             leaving = [row.id for one in candidates[:num] for row in _rows(one)]
-            return len(group.rows) <= num_rows + len(leaving) and self._missing(group, leaving) <= num_bytes
+            return len(entry.rows) <= num_rows + len(leaving) and self._shortfall_bytes(entry, leaving) <= num_bytes
 
         if not suffice(len(candidates)):
             return []
         return list(candidates[: next(num for num in range(len(candidates) + 1) if suffice(num))])
 
-    def _missing(self, group: Group, leaving: Sequence[str]) -> int:
-        return self._budget.missing(group.rows, leaving, group.growth_tokens)
+    def _shortfall_bytes(self, entry: QueueEntry, leaving: Sequence[str]) -> int:
+        return self._budget.shortfall_bytes(entry.rows, leaving, entry.growth_tokens)
 
 
 def recompute_s(row: Request, costs: CostModel) -> float:

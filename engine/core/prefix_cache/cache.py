@@ -22,7 +22,7 @@ from engine.config import SnapshotKind
 from engine.core.prefix_cache.eviction import EvictionOrder, Victim
 from engine.core.prefix_cache.ghosts import Ghost
 from engine.core.prefix_cache.lineages import Lineages
-from engine.core.prefix_cache.node import Entry, Held, Lineage, Snapshot
+from engine.core.prefix_cache.node import CacheEntry, Lineage, Snapshot, SnapshotNode
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import CacheMiss
 
@@ -93,15 +93,15 @@ class PrefixCache:
         self.counters = Counters()
         self.recent_misses: deque[CacheMiss] = deque(maxlen=MAX_RECENT_MISSES)
         self._clock = clock
-        self._entries: OrderedDict[str, Entry] = OrderedDict()  # by digest, least recently used first
-        self._victims: OrderedDict[str, Entry] = OrderedDict()  # unpinned entries in memory, in the same order
-        self._pinned: dict[str, Entry] = {}
+        self._entries: OrderedDict[str, CacheEntry] = OrderedDict()  # by digest, least recently used first
+        self._victims: OrderedDict[str, CacheEntry] = OrderedDict()  # unpinned entries in memory, in the same order
+        self._pinned: dict[str, CacheEntry] = {}
         self._lengths: dict[str, Counter[int]] = {}  # tenant -> lengths of its entries
         self._lineages = Lineages()
-        self._loose: set[Held] = set()  # nodes that have outlived their entries
-        self._in_use: Counter[Held] = Counter()  # nodes referenced by prompts in progress
+        self._loose: set[SnapshotNode] = set()  # nodes that have outlived their entries
+        self._in_use: Counter[SnapshotNode] = Counter()  # nodes referenced by prompts in progress
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[CacheEntry]:
         """Return all entries, the most recently used first."""
         return reversed(self._entries.values())
 
@@ -116,10 +116,10 @@ class PrefixCache:
     def num_pinned(self) -> int:
         return len(self._pinned)
 
-    def get(self, digest: str | None) -> Entry | None:
+    def get(self, digest: str | None) -> CacheEntry | None:
         return None if digest is None else self._entries.get(digest)
 
-    def match(self, key: PromptKey, max_tokens: int, in_memory: bool = False) -> Entry | None:
+    def match(self, key: PromptKey, max_tokens: int, in_memory: bool = False) -> CacheEntry | None:
         """Return the longest stored prefix of at most `max_tokens` tokens; None without one.
 
         Tokens, images and tenant are compared, not only digests.
@@ -132,7 +132,7 @@ class PrefixCache:
         lengths = sorted(length for length in self._lengths.get(key.tenant, ()) if length <= max_tokens)
         found = [self._entries[digest] for _, digest in key.digests(lengths) if digest in self._entries]
         for entry in reversed(found):
-            is_there = entry.held is not None or not in_memory
+            is_there = entry.node is not None or not in_memory
             if is_there and entry.key.tenant == key.tenant and key.starts_with(entry.key):
                 return entry
         return None
@@ -142,78 +142,78 @@ class PrefixCache:
         rejected."""
         return self._lineages.ghost(key, min_tokens, len(key) - 1)
 
-    def path(self, entry: Entry) -> list[Entry]:
+    def path(self, entry: CacheEntry) -> list[CacheEntry]:
         """Return the entry and its stored ancestors, nearest first, up to the first that is missing."""
         path = []
-        at: Entry | None = entry
+        at: CacheEntry | None = entry
         while at is not None:
             path.append(at)
             at = self.get(at.parent)
         return path
 
-    def use(self, entry: Entry) -> Held:
+    def use(self, entry: CacheEntry) -> SnapshotNode:
         """Record a use by a prompt that continues the entry, and return its node; `release` it after the prefill."""
         self._lineages.used(entry, self._clock())
         entry.num_hits += 1
-        entry.is_awaited = False
+        entry.is_resume_point = False
         self.touch(entry)
         return self.hold(entry)
 
-    def hold(self, entry: Entry) -> Held:
+    def hold(self, entry: CacheEntry) -> SnapshotNode:
         """Keep the KV segment of an entry, even if it is evicted, until `release`."""
-        assert entry.held is not None
-        entry.held.num_dependents += 1
-        self._in_use[entry.held] += 1
-        return entry.held
+        assert entry.node is not None
+        entry.node.num_dependents += 1
+        self._in_use[entry.node] += 1
+        return entry.node
 
-    def release(self, held: Held) -> None:
+    def release(self, node: SnapshotNode) -> None:
         """Undo `hold`."""
-        self._in_use[held] -= 1
-        if self._in_use[held] <= 0:
-            del self._in_use[held]
-        self._release(held)
+        self._in_use[node] -= 1
+        if self._in_use[node] <= 0:
+            del self._in_use[node]
+        self._release(node)
 
     # Loans, see loans.py
 
-    def chain(self, entry: Entry) -> list[Held]:
+    def chain(self, entry: CacheEntry) -> list[SnapshotNode]:
         """Return all nodes whose KV segments an entry needs, from the first token on."""
-        chain, held = [], entry.held
-        while held is not None:
-            chain.append(held)
-            held = held.parent
+        chain, node = [], entry.node
+        while node is not None:
+            chain.append(node)
+            node = node.parent
         return chain[::-1]
 
-    def lendable(self, held: Held | None, also_system: bool = False) -> Iterator[Held]:
+    def lendable(self, node: SnapshotNode | None, also_system: bool = False) -> Iterator[SnapshotNode]:
         """Yield the nodes at the end of a chain whose KV segments nothing else needs, the last first.
 
         Args:
-            held: The last node of the chain.
+            node: The last node of the chain.
             also_system: Whether to include system prompts, which other prompts are likely to need.
         """
         num_dependents = 0
-        while held is not None and held.num_dependents == num_dependents and held.lent_to is None:
-            if held.entry.pinned or (held.entry.kind == "system" and not also_system):
+        while node is not None and node.num_dependents == num_dependents and node.lent_to is None:
+            if node.entry.pinned or (node.entry.kind == "system" and not also_system):
                 return
-            yield held
-            held, num_dependents = held.parent, 1
+            yield node
+            node, num_dependents = node.parent, 1
 
-    def lend(self, held: Held, row_id: str, num_bytes: int) -> None:
+    def lend(self, node: SnapshotNode, row_id: str, num_bytes: int) -> None:
         """Count a KV segment of `num_bytes` as the row's memory."""
-        self.num_bytes -= held.stretch_bytes
-        held.lent_to, held.lent_bytes, held.stretch_bytes = row_id, num_bytes, 0
+        self.num_bytes -= node.segment_bytes
+        node.lent_to, node.lent_bytes, node.segment_bytes = row_id, num_bytes, 0
 
-    def take_back(self, held: Held) -> None:
+    def take_back(self, node: SnapshotNode) -> None:
         """Count a KV segment as the cache's memory again, with its actual bytes or those expected once it is copied
         back."""
-        num_bytes = held.lent_bytes if held.stretch.is_lent else held.stretch.num_bytes
-        self.num_bytes += num_bytes - held.stretch_bytes
-        held.lent_to, held.stretch_bytes = None, num_bytes
+        num_bytes = node.lent_bytes if node.segment.is_lent else node.segment.num_bytes
+        self.num_bytes += num_bytes - node.segment_bytes
+        node.lent_to, node.segment_bytes = None, num_bytes
 
-    def is_stored(self, held: Held) -> bool:
+    def is_stored(self, node: SnapshotNode) -> bool:
         """Return whether an entry or a descendant still needs the node's KV segment."""
-        return held in self._loose or (held.entry.held is held and self.get(held.entry.digest) is held.entry)
+        return node in self._loose or (node.entry.node is node and self.get(node.entry.digest) is node.entry)
 
-    def make_way_back(self, lent: Sequence[Held]) -> bool:
+    def evict_for_return(self, lent: Sequence[SnapshotNode]) -> bool:
         """Evict snapshots to copy lent KV segments of one chain back, if the snapshots that need them are worth more.
 
         Args:
@@ -226,20 +226,20 @@ class PrefixCache:
         if not behind:
             return False
         last = max(behind, key=lambda entry: entry.num_tokens)
-        is_needed = any(entry.pinned or entry.is_awaited for entry in behind)
+        is_needed = any(entry.pinned or entry.is_resume_point for entry in behind)
         new = None if is_needed else NewBoundary(last.key, last.kind, last.lineage, "")
-        return self._make_way(sum(held.lent_bytes for held in lent), lent[0].parent, new, behind)
+        return self._evict_for(sum(node.lent_bytes for node in lent), lent[0].parent, new, behind)
 
-    def evict_behind(self, held: Held) -> None:
+    def evict_behind(self, node: SnapshotNode) -> None:
         """Evict all entries that need the node's KV segment, which is lost."""
-        for entry in sorted(self._entries_behind(held), key=lambda entry: -entry.num_tokens):
+        for entry in sorted(self._entries_behind(node), key=lambda entry: -entry.num_tokens):
             self._evict(entry)
 
-    def _entries_behind(self, held: Held) -> set[Entry]:
+    def _entries_behind(self, node: SnapshotNode) -> set[CacheEntry]:
         """Return the entries in memory that need a node's KV segment, its own included."""
-        needs, behind = {held: True}, set[Entry]()
+        needs, behind = {node: True}, set[CacheEntry]()
         for entry in (*self._victims.values(), *self._pinned.values()):
-            seen, at = list[Held](), entry.held
+            seen, at = list[SnapshotNode](), entry.node
             while at is not None and at not in needs:
                 seen.append(at)
                 at = at.parent
@@ -249,7 +249,7 @@ class PrefixCache:
                 behind.add(entry)
         return behind
 
-    def fit(self, spared: Collection[Entry] = ()) -> None:
+    def fit(self, spared: Collection[CacheEntry] = ()) -> None:
         """Evict the least valuable entries, except `spared`, until the cache fits into its memory."""
         if self.missing_bytes > 0:
             for victim in self._plan(self.missing_bytes, spared=spared)[0]:
@@ -262,13 +262,13 @@ class PrefixCache:
 
     # Storing and evicting
 
-    def pin(self, entry: Entry) -> None:
+    def pin(self, entry: CacheEntry) -> None:
         """Never evict an entry from now on."""
-        if not entry.pinned and entry.held is not None:
+        if not entry.pinned and entry.node is not None:
             entry.pinned = True
             self._pinned[entry.digest] = self._victims.pop(entry.digest)
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, entry: CacheEntry) -> None:
         """Mark an entry and its ancestors as used now."""
         now = self._clock()
         for one in self.path(entry):
@@ -277,14 +277,19 @@ class PrefixCache:
             if one.digest in self._victims:
                 self._victims.move_to_end(one.digest)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: CacheEntry) -> None:
         """Add an entry whose snapshot is only on disk."""
-        assert entry.held is None and entry.digest not in self._entries
+        assert entry.node is None and entry.digest not in self._entries
         entry.lineage = self._lineages.started(entry.kind, entry.used_s)
         self._insert(entry)
 
     def store(
-        self, entry: Entry, snapshot: Snapshot, parent: Held | None, prompt: str = "", is_for_row: bool = False
+        self,
+        entry: CacheEntry,
+        snapshot: Snapshot,
+        parent: SnapshotNode | None,
+        prompt: str = "",
+        is_for_row: bool = False,
     ) -> bool:
         """Store a snapshot, evicting less valuable ones; return False if it is rejected.
 
@@ -292,25 +297,25 @@ class PrefixCache:
             entry: A new entry, or one that was only on disk; the latter is never rejected for its value.
             snapshot: The snapshot.
             parent: The node before the snapshot's own KV segment.
-            prompt: See `make_way`.
+            prompt: See `evict_for`.
             is_for_row: Whether the snapshot moves to a row that is about to continue it: the KV segment counts as the
                 row's
                 memory, to which it is lent next, and the state is stored even if it does not fit.
         """
-        assert entry.held is None and self._entries.get(entry.digest, entry) is entry
-        stretch_bytes, state_bytes = 0 if is_for_row else snapshot.stretch_bytes, snapshot.state_bytes
-        need, is_new = stretch_bytes + state_bytes, entry.digest not in self._entries
+        assert entry.node is None and self._entries.get(entry.digest, entry) is entry
+        segment_bytes, state_bytes = 0 if is_for_row else snapshot.segment_bytes, snapshot.state_bytes
+        need, is_new = segment_bytes + state_bytes, entry.digest not in self._entries
         if parent is not None:
             parent.num_dependents += 1  # the parent must not be evicted for its child
         if is_new:
             in_front = parent.entry if parent is not None else None
             entry.lineage = self._lineages.of_new(entry.key, entry.kind, in_front, prompt, self._clock())
         boundary = NewBoundary(entry.key, entry.kind, entry.lineage, prompt) if is_new and not entry.pinned else None
-        if not self._make_way(need, parent, boundary) and not is_for_row:
+        if not self._evict_for(need, parent, boundary) and not is_for_row:
             if parent is not None:
                 self._release(parent)
             return False
-        entry.held = Held(snapshot, snapshot.stretch, parent, stretch_bytes, state_bytes, entry)
+        entry.node = SnapshotNode(snapshot, snapshot.segment, parent, segment_bytes, state_bytes, entry)
         insort(entry.lineage.entries, entry, key=lambda one: one.num_tokens)
         self.num_bytes += need
         self.counters.num_stored += 1
@@ -320,10 +325,10 @@ class PrefixCache:
         self.touch(entry)
         return True
 
-    def make_way(
+    def evict_for(
         self,
         num_bytes: int,
-        parent: Held | None,
+        parent: SnapshotNode | None,
         key: PromptKey | None = None,
         kind: SnapshotKind = "turn",
         prompt: str = "",
@@ -343,10 +348,10 @@ class PrefixCache:
             False, with nothing evicted, if its memory cannot be freed or is not worth it.
         """
         if key is None:
-            return self._make_way(num_bytes, parent, None)
+            return self._evict_for(num_bytes, parent, None)
         in_front = parent.entry if parent is not None else None
         lineage = self._lineages.of_new(key, kind, in_front, prompt, self._clock())
-        return self._make_way(num_bytes, parent, NewBoundary(key, kind, lineage, prompt))
+        return self._evict_for(num_bytes, parent, NewBoundary(key, kind, lineage, prompt))
 
     def can_hold(self, num_bytes: int) -> bool:
         """Return whether `num_bytes` more would fit if everything evictable were evicted."""
@@ -384,19 +389,19 @@ class PrefixCache:
         """Bytes of pinned snapshots, and of the KV segments that prompts in progress depend on."""
         return self._num_bytes_that_stay(self._in_use)
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: CacheEntry) -> None:
         """Remove an entry that must not be reused; it is not remembered as a ghost."""
         self._remove(entry)
 
     def prune(self) -> None:
         """Remove entries that were only on disk and whose files have been removed."""
-        for entry in [e for e in self._entries.values() if e.held is None and self.file_parent(e.digest) is None]:
+        for entry in [e for e in self._entries.values() if e.node is None and self.file_parent(e.digest) is None]:
             self._lineages.remember(entry, "evicted")
             self._remove(entry)
 
     def clear(self) -> tuple[int, int]:
         """Remove everything but pinned entries and their ancestors. Return the entries and bytes freed."""
-        kept = {one.digest for entry in self._pinned.values() for one in self.path(entry) if one.held is not None}
+        kept = {one.digest for entry in self._pinned.values() for one in self.path(entry) if one.node is not None}
         removed = [entry for entry in self._entries.values() if entry.digest not in kept]
         before = self.num_bytes
         for entry in removed:
@@ -413,51 +418,51 @@ class PrefixCache:
 
     def integrity_error(self) -> str | None:
         """Return the first inconsistency found while no prompt is being prefilled; None without one."""
-        held = [entry.held for entry in self._entries.values() if entry.held is not None] + list(self._loose)
-        num_bytes = sum(h.stretch_bytes + (h.state_bytes if h.snapshot is not None else 0) for h in held)
+        node = [entry.node for entry in self._entries.values() if entry.node is not None] + list(self._loose)
+        num_bytes = sum(h.segment_bytes + (h.state_bytes if h.snapshot is not None else 0) for h in node)
         if num_bytes != self.num_bytes:
-            return f"{num_bytes} bytes are held, {self.num_bytes} are booked"
-        if any(held.lent_to is not None or held.stretch.is_lent for held in held):
-            return "a snapshot is lent to a row"
-        dependents = Counter(id(h.parent) for h in held if h.parent is not None)
-        if any(h.num_dependents != dependents[id(h)] for h in held):
-            return "a snapshot has other dependents than it counts"
+            return f"the snapshots take {num_bytes} bytes, but {self.num_bytes} are accounted for"
+        if any(node.lent_to is not None or node.segment.is_lent for node in node):
+            return "a snapshot is still lent to a row"
+        dependents = Counter(id(h.parent) for h in node if h.parent is not None)
+        if any(h.num_dependents != dependents[id(h)] for h in node):
+            return "the number of dependents of a snapshot is wrong"
         if any(h.snapshot is not None or not h.num_dependents for h in self._loose):
-            return "a snapshot outlives its entry without need"
+            return "a removed entry has a snapshot or no dependents"
         if self._in_use:
-            return "a prompt holds a snapshot"
+            return "a snapshot is still used by a prompt"
         in_lineages = sum(len(lineage.entries) for lineage in {entry.lineage for entry in self._entries.values()})
         if in_lineages != self.num_in_memory:
-            return "a lineage has other snapshots than are in memory"
+            return f"the lineages have {in_lineages} snapshots, but {self.num_in_memory} are in memory"
         listed = {**self._victims, **self._pinned}
-        if listed != {digest: entry for digest, entry in self._entries.items() if entry.held is not None}:
-            return "the list of those that may leave is wrong"
+        if listed != {digest: entry for digest, entry in self._entries.items() if entry.node is not None}:
+            return "the evictable and pinned snapshots are not those in memory"
         lengths = {tenant: Counter[int]() for tenant in self._lengths}
         for entry in self._entries.values():
             lengths[entry.key.tenant][entry.num_tokens] += 1
-        return None if lengths == self._lengths else "the index by length is wrong"
+        return None if lengths == self._lengths else "the index by length does not match the entries"
 
-    def _insert(self, entry: Entry) -> None:
+    def _insert(self, entry: CacheEntry) -> None:
         self._entries[entry.digest] = entry
         self._lengths.setdefault(entry.key.tenant, Counter())[entry.num_tokens] += 1
         self._lineages.stored(entry.digest)
 
-    def _num_bytes_that_stay(self, in_use: Iterable[Held]) -> int:
+    def _num_bytes_that_stay(self, in_use: Iterable[SnapshotNode]) -> int:
         """Return the bytes that no eviction frees: pinned snapshots, and KV segments before them and before nodes in
         use."""
-        stays = {id(entry.held): entry.held.state_bytes for entry in self._pinned.values() if entry.held is not None}
+        stays = {id(entry.node): entry.node.state_bytes for entry in self._pinned.values() if entry.node is not None}
         num_bytes, seen = sum(stays.values()), set[int]()
-        for held in (*(entry.held for entry in self._pinned.values()), *in_use):
-            while held is not None and id(held) not in seen:
-                seen.add(id(held))
-                num_bytes += held.stretch_bytes
-                held = held.parent
+        for node in (*(entry.node for entry in self._pinned.values()), *in_use):
+            while node is not None and id(node) not in seen:
+                seen.add(id(node))
+                num_bytes += node.segment_bytes
+                node = node.parent
         return num_bytes
 
-    def _make_way(
-        self, num_bytes: int, parent: Held | None, new: NewBoundary | None, behind: Collection[Entry] = ()
+    def _evict_for(
+        self, num_bytes: int, parent: SnapshotNode | None, new: NewBoundary | None, behind: Collection[CacheEntry] = ()
     ) -> bool:
-        """Implement `make_way`.
+        """Implement `evict_for`.
 
         Args:
             num_bytes: Bytes to free.
@@ -489,7 +494,7 @@ class PrefixCache:
             self._evict(victim.entry)
         return True
 
-    def _value(self, new: NewBoundary, in_front: Entry | None) -> float:
+    def _value(self, new: NewBoundary, in_front: CacheEntry | None) -> float:
         """Return the seconds of computing per second that a new snapshot is expected to save."""
         start = in_front.num_tokens if in_front is not None else 0
         return self.seconds(start, len(new.key)) * self._lineages.rate_of_new(new.lineage, new.kind, self._clock())
@@ -499,7 +504,7 @@ class PrefixCache:
         num_bytes: int,
         overhead_bytes: int = 0,
         passed: Lineage | None = None,
-        spared: Collection[Entry] = (),
+        spared: Collection[CacheEntry] = (),
     ) -> tuple[list[Victim], int]:
         """Return the least valuable entries, except `spared`, that free `num_bytes`, or all of them; and the bytes
         freed."""
@@ -511,25 +516,25 @@ class PrefixCache:
             freed_bytes += victim.freed_bytes + overhead_bytes
         return victims, freed_bytes
 
-    def _cost(self, entry: Entry, start: int) -> float:
+    def _cost(self, entry: CacheEntry, start: int) -> float:
         """Return the seconds to recompute or read back an entry's snapshot after one of `start` tokens."""
         computed_s = self.seconds(start, entry.num_tokens)
-        if entry.held is None or self.file_parent(entry.digest) is None:
+        if entry.node is None or self.file_parent(entry.digest) is None:
             return computed_s
-        return min(computed_s, self.read_seconds(entry.held.stretch_bytes + entry.held.state_bytes))
+        return min(computed_s, self.read_seconds(entry.node.segment_bytes + entry.node.state_bytes))
 
-    def _evict(self, entry: Entry) -> None:
+    def _evict(self, entry: CacheEntry) -> None:
         self.counters.num_evicted += 1
         self._lineages.evicted(entry)
         parent = self.file_parent(entry.digest)
         if parent is not None:
-            self.let_go(entry)
+            self.forget_memory(entry)
             entry.parent = parent or None
             return
         self._lineages.remember(entry, "evicted")
         self._remove(entry)
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: CacheEntry) -> None:
         del self._entries[entry.digest]
         lengths = self._lengths[entry.key.tenant]
         lengths[entry.num_tokens] -= 1
@@ -537,36 +542,36 @@ class PrefixCache:
             del lengths[entry.num_tokens]
         if not lengths:
             del self._lengths[entry.key.tenant]
-        self.let_go(entry)
+        self.forget_memory(entry)
 
-    def let_go(self, entry: Entry) -> None:
+    def forget_memory(self, entry: CacheEntry) -> None:
         """Drop the snapshot of an entry from memory; its file may remain."""
         self._victims.pop(entry.digest, None)
         self._pinned.pop(entry.digest, None)
-        held, entry.held = entry.held, None
-        if held is None:
+        node, entry.node = entry.node, None
+        if node is None:
             return
         entry.lineage.entries.remove(entry)
-        held.snapshot = None
-        self.num_bytes -= held.state_bytes
-        self._loose.add(held)
-        self._drop_if_unneeded(held)
+        node.snapshot = None
+        self.num_bytes -= node.state_bytes
+        self._loose.add(node)
+        self._drop_if_unneeded(node)
 
-    def _release(self, held: Held) -> None:
-        held.num_dependents -= 1
-        self._drop_if_unneeded(held)
+    def _release(self, node: SnapshotNode) -> None:
+        node.num_dependents -= 1
+        self._drop_if_unneeded(node)
 
-    def _drop_if_unneeded(self, held: Held | None) -> None:
-        while held is not None and held in self._loose and not held.num_dependents:
-            self._loose.remove(held)
-            self.num_bytes -= held.stretch_bytes
-            held = held.parent
-            if held is not None:
-                held.num_dependents -= 1
+    def _drop_if_unneeded(self, node: SnapshotNode | None) -> None:
+        while node is not None and node in self._loose and not node.num_dependents:
+            self._loose.remove(node)
+            self.num_bytes -= node.segment_bytes
+            node = node.parent
+            if node is not None:
+                node.num_dependents -= 1
 
 
-def _in_memory(held: Held | None) -> Entry | None:
+def _in_memory(node: SnapshotNode | None) -> CacheEntry | None:
     """Return the nearest entry with a snapshot in memory, from a node towards the first token."""
-    while held is not None and held.snapshot is None:
-        held = held.parent
-    return held.entry if held is not None else None
+    while node is not None and node.snapshot is None:
+        node = node.parent
+    return node.entry if node is not None else None

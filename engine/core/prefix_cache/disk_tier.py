@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.core.batch import STRETCH_ARRAYS, ModelRunner
+from engine.core.batch import SEGMENT_ARRAYS, ModelRunner
 from engine.core.cost_model import CostModel
-from engine.core.prefix_cache.cache import Entry, Held, PrefixCache, Snapshot
+from engine.core.prefix_cache.cache import CacheEntry, PrefixCache, Snapshot, SnapshotNode
 from engine.core.prefix_cache.loans import Loans
 from engine.core.prefix_cache.prompt_key import Media, PromptKey
 from engine.snapshot_store.files import SnapshotFiles, SnapshotLost, SnapshotMeta
@@ -27,13 +27,13 @@ class Reading:
     """A snapshot being read from disk, with those of its ancestors that are only on disk; the first ancestor comes
     first."""
 
-    pending: list[tuple[Entry, Future[dict[str, np.ndarray]]]]
+    pending: list[tuple[CacheEntry, Future[dict[str, np.ndarray]]]]
     """Entries that are not in memory yet, with the futures of their arrays."""
     until_s: float
     """When waiting for it ends; monotonic seconds."""
     row_id: str | None
     """The row whose reservation covers the keys and values; None if the cache must have memory for them."""
-    base: Held | None = None
+    base: SnapshotNode | None = None
     """The node before the next entry, held until that is stored."""
     copying: Iterator[Snapshot | None] | None = None
     """The import of the next entry, layer by layer."""
@@ -44,7 +44,7 @@ class Reading:
 
 
 class DiskTier:
-    """Connects the prefix cache to its files. Only `has_advanced` waits for the disk.
+    """Connects the prefix cache to its files. Only `advance` waits for the disk.
 
     Args:
         files: The files.
@@ -72,12 +72,12 @@ class DiskTier:
         self._costs = costs
         self._read_us = 0  # the files' read_us at the last reading
         self._num_saved = 0
-        self._waiting: dict[str, Entry] = {}  # by digest, to be retried by save_waiting
+        self._waiting: dict[str, CacheEntry] = {}  # by digest, to be retried by save_waiting
         cache.file_parent = self._file_parent
         for meta in reversed(files.entries()):
             cache.add(self._entry(meta))
 
-    def save(self, entry: Entry) -> None:
+    def save(self, entry: CacheEntry) -> None:
         """Write an entry, and those of its ancestors that are not on disk. Never raises: the snapshot stays in
         memory."""
         self._num_saved += 1
@@ -86,7 +86,7 @@ class DiskTier:
         self._waiting |= {one.digest: one for one in self._cache.path(entry) if one.digest not in self._files}
         self.save_waiting()
 
-    def lacks(self, entry: Entry) -> bool:
+    def lacks(self, entry: CacheEntry) -> bool:
         """Return whether an entry has no file."""
         return entry.digest not in self._files
 
@@ -94,15 +94,15 @@ class DiskTier:
         """Retry writes that were postponed because keys and values were lent or the write queue was full."""
         waiting, self._waiting = self._waiting, {}
         for entry in sorted(waiting.values(), key=lambda entry: entry.num_tokens):
-            if entry.held is None or entry.held.snapshot is None or entry.digest in self._files:
+            if entry.node is None or entry.node.snapshot is None or entry.digest in self._files:
                 continue
             try:
-                if not self._has_saved(entry, entry.held.snapshot):
+                if not self._save(entry, entry.node.snapshot):
                     self._waiting[entry.digest] = entry
             except Exception:
-                log.exception("a snapshot of %d tokens is not written", entry.num_tokens)
+                log.exception("a snapshot of %d tokens could not be written to disk", entry.num_tokens)
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, entry: CacheEntry) -> None:
         """Record a use of an entry's file."""
         self._files.touch(entry.digest)
 
@@ -110,7 +110,7 @@ class DiskTier:
         """Predict the seconds of reading `num_bytes` from disk."""
         return self._costs.read_s(num_bytes)
 
-    def read(self, entry: Entry, row_id: str | None, timeout_s: float) -> Reading | None:
+    def read(self, entry: CacheEntry, row_id: str | None, timeout_s: float) -> Reading | None:
         """Start to read an entry that is only on disk; `close` must follow.
 
         Only the KV segments of its ancestors are read: their states are not needed.
@@ -124,20 +124,20 @@ class DiskTier:
             None if an ancestor is missing; the entry is removed then.
         """
         missing = []
-        at: Entry | None = entry
-        while at is not None and at.held is None:
+        at: CacheEntry | None = entry
+        while at is not None and at.node is None:
             missing.append(at)
             at = self._in_front_of(at)
         if at is None and missing[-1].parent is not None:
             self._cache.forget(entry)
             return None
         pending = [
-            (one, self._files.load(one.digest, "" if one is entry else STRETCH_ARRAYS)) for one in reversed(missing)
+            (one, self._files.load(one.digest, "" if one is entry else SEGMENT_ARRAYS)) for one in reversed(missing)
         ]
         base = None if at is None else self._cache.hold(at)
         return Reading(pending, self._clock() + max(timeout_s, READ_TIMEOUT_S), row_id, base)
 
-    def has_advanced(self, reading: Reading, wait_s: float, copy_s: float) -> bool | None:
+    def advance(self, reading: Reading, wait_s: float, copy_s: float) -> bool | None:
         """Import what has been read for about `copy_s` seconds, after waiting for the disk for at most `wait_s`.
 
         Returns:
@@ -146,7 +146,7 @@ class DiskTier:
         until_s = self._clock() + copy_s
         while reading.pending:
             entry, future = reading.pending[0]
-            if entry.held is not None:  # another prompt has read it meanwhile
+            if entry.node is not None:  # another prompt has read it meanwhile
                 self._go_on_behind(reading, entry)
                 continue
             if reading.copying is None and not self._files.wait([future], wait_s):
@@ -156,20 +156,20 @@ class DiskTier:
             try:
                 snapshot = self._copied(reading, entry, future, until_s)
             except Exception as error:  # the prompt can be computed without the snapshot
-                log.warning("a snapshot of %d tokens could not be read back: %s", entry.num_tokens, error)
+                log.warning("a snapshot of %d tokens could not be read from disk: %s", entry.num_tokens, error)
                 self._cache.counters.num_unusable += 1
                 if isinstance(error, SnapshotLost | ValueError):
                     self.forget(entry)
                 return False
             if snapshot is None:
                 return None
-            if not self._has_stored(reading, entry, snapshot):
+            if not self._store(reading, entry, snapshot):
                 return False
         self._record(reading)
         return True
 
     def _copied(
-        self, reading: Reading, entry: Entry, future: Future[dict[str, np.ndarray]], until_s: float
+        self, reading: Reading, entry: CacheEntry, future: Future[dict[str, np.ndarray]], until_s: float
     ) -> Snapshot | None:
         """Import layers until `until_s`, at least one; return the snapshot once all are copied, None before."""
         began_s = self._clock()
@@ -177,7 +177,7 @@ class DiskTier:
             arrays, base = future.result(), reading.base
             reading.num_bytes += sum(array.nbytes for array in arrays.values())
             reading.copying = self._runner.import_snapshot(
-                arrays, entry.num_tokens, None if base is None else base.stretch, len(reading.pending) == 1
+                arrays, entry.num_tokens, None if base is None else base.segment, len(reading.pending) == 1
             )
         snapshot = None
         for snapshot in reading.copying:
@@ -186,21 +186,21 @@ class DiskTier:
         reading.copied_s += self._clock() - began_s
         return snapshot
 
-    def _has_stored(self, reading: Reading, entry: Entry, snapshot: Snapshot) -> bool:
+    def _store(self, reading: Reading, entry: CacheEntry, snapshot: Snapshot) -> bool:
         """Store the next snapshot of a reading; return False if it does not fit."""
         is_last = len(reading.pending) == 1
-        stretch_bytes, row_id = snapshot.stretch_bytes, reading.row_id
+        segment_bytes, row_id = snapshot.segment_bytes, reading.row_id
         if not self._cache.store(entry, snapshot, reading.base, is_for_row=row_id is not None):
             return False
-        assert entry.held is not None
+        assert entry.node is not None
         if row_id is not None:
-            self._loans.add(row_id, entry.held, stretch_bytes)
+            self._loans.add(row_id, entry.node, segment_bytes)
         self._go_on_behind(reading, entry)
         if not is_last:
-            self._cache.let_go(entry)
+            self._cache.forget_memory(entry)
         return True
 
-    def _go_on_behind(self, reading: Reading, entry: Entry) -> None:
+    def _go_on_behind(self, reading: Reading, entry: CacheEntry) -> None:
         """Continue a reading with the entry after this one, which is in memory."""
         before, reading.base = reading.base, self._cache.hold(entry)
         if before is not None:
@@ -219,7 +219,7 @@ class DiskTier:
             self._cache.release(reading.base)
             reading.base = None
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: CacheEntry) -> None:
         """Remove an entry from memory and disk, with its descendants on disk."""
         self._cache.forget(entry)
         self._files.discard(entry.digest)
@@ -246,7 +246,7 @@ class DiskTier:
         meta = self._files.meta_of(digest)
         return meta.parent if meta is not None else None
 
-    def _in_front_of(self, entry: Entry) -> Entry | None:
+    def _in_front_of(self, entry: CacheEntry) -> CacheEntry | None:
         """Return an entry's parent, which another process may have written; None if it has none or it is missing."""
         if entry.parent is None:
             return None
@@ -256,10 +256,10 @@ class DiskTier:
             self._cache.add(parent)
         return parent
 
-    def _has_saved(self, entry: Entry, snapshot: Snapshot) -> bool:
+    def _save(self, entry: CacheEntry, snapshot: Snapshot) -> bool:
         """Queue a snapshot for writing; return False if that is not possible now."""
         key, parent = entry.key, self._cache.get(entry.parent)
-        if snapshot.stretch.is_lent or (
+        if snapshot.segment.is_lent or (
             entry.parent is not None and (parent is None or entry.parent not in self._files)
         ):
             return False
@@ -277,13 +277,13 @@ class DiskTier:
         arrays: Mapping[str, np.ndarray] = self._runner.export_snapshot(snapshot)
         return self._files.save(meta, dict(arrays))
 
-    def _entry(self, meta: SnapshotMeta) -> Entry:
+    def _entry(self, meta: SnapshotMeta) -> CacheEntry:
         key = PromptKey(
             self._runner.fingerprint, meta.tenant, meta.token_ids, tuple(Media(*media) for media in meta.media)
         )
         now, age_s = self._clock(), max(0.0, time.time() - meta.created_s)
-        return Entry(meta.digest, key, meta.kind, meta.parent or None, meta.origin, False, now - age_s, now)
+        return CacheEntry(meta.digest, key, meta.kind, meta.parent or None, meta.origin, False, now - age_s, now)
 
 
-def _digest_of(held: Held | None) -> str | None:
-    return None if held is None else held.entry.digest
+def _digest_of(node: SnapshotNode | None) -> str | None:
+    return None if node is None else node.entry.digest

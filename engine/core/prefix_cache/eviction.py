@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from engine.core.prefix_cache.node import Entry, Held, Lineage
+from engine.core.prefix_cache.node import CacheEntry, Lineage, SnapshotNode
 from engine.core.prefix_cache.reuse_forecast import ReuseForecast, odds_key_of
 
 
@@ -13,7 +13,7 @@ from engine.core.prefix_cache.reuse_forecast import ReuseForecast, odds_key_of
 class Victim:
     """An entry to evict, given that all entries before it in the order are evicted."""
 
-    entry: Entry
+    entry: CacheEntry
     freed_bytes: int
     lost_s: float
     """Seconds to recompute or read the snapshot again, from the nearest one before it that is in memory."""
@@ -42,9 +42,9 @@ class EvictionOrder:
 
     def __init__(
         self,
-        entries: Iterable[Entry],
+        entries: Iterable[CacheEntry],
         forecast: ReuseForecast,
-        cost: Callable[[Entry, int], float],
+        cost: Callable[[CacheEntry, int], float],
         now: float,
         passed: Lineage | None = None,
     ):
@@ -52,8 +52,8 @@ class EvictionOrder:
         self._cost = cost
         self._now = now
         self._passed = passed
-        self._planned: set[Entry] = set()
-        self._num_freed_dependents: dict[Held, int] = {}
+        self._planned: set[CacheEntry] = set()
+        self._num_freed_dependents: dict[SnapshotNode, int] = {}
         self._rank = {entry: i for i, entry in enumerate(entries)}
         self._heap = [(self._density(entry), i, entry) for entry, i in self._rank.items()]
         heapify(self._heap)
@@ -72,54 +72,54 @@ class EvictionOrder:
                 heappush(self._heap, (self._density(in_front), self._rank[in_front], in_front))
             yield victim
 
-    def _density(self, entry: Entry) -> float:
+    def _density(self, entry: CacheEntry) -> float:
         return _density(self._victim(entry))
 
-    def _victim(self, entry: Entry) -> Victim:
-        held, lineage = entry.held, entry.lineage
-        assert held is not None
-        in_front = self._in_front_of(held)
+    def _victim(self, entry: CacheEntry) -> Victim:
+        node, lineage = entry.node, entry.lineage
+        assert node is not None
+        in_front = self._in_front_of(node)
         lost_s = self._cost(entry, in_front.num_tokens if in_front is not None else 0)
         key = odds_key_of(entry, self._tip(entry))
         rate = self._forecast.rate(lineage, key, self._now)
-        return Victim(entry, self._freed_bytes(held), lost_s, rate, self._forecast.probability(lineage, key, self._now))
+        return Victim(entry, self._freed_bytes(node), lost_s, rate, self._forecast.probability(lineage, key, self._now))
 
-    def _tip(self, entry: Entry) -> Entry | None:
+    def _tip(self, entry: CacheEntry) -> CacheEntry | None:
         if entry.lineage is self._passed:
             return None
         return next((e for e in reversed(entry.lineage.entries) if e not in self._planned), None)
 
-    def _in_front_of(self, held: Held) -> Entry | None:
-        parent = held.parent
-        while parent is not None and self._is_gone(parent):
+    def _in_front_of(self, node: SnapshotNode) -> CacheEntry | None:
+        parent = node.parent
+        while parent is not None and self._is_freed(parent):
             parent = parent.parent
         return parent.entry if parent is not None else None
 
-    def _is_gone(self, held: Held) -> bool:
-        return held.snapshot is None or held.entry in self._planned
+    def _is_freed(self, node: SnapshotNode) -> bool:
+        return node.snapshot is None or node.entry in self._planned
 
-    def _num_dependents(self, held: Held) -> int:
-        return held.num_dependents - self._num_freed_dependents.get(held, 0)
+    def _num_dependents(self, node: SnapshotNode) -> int:
+        return node.num_dependents - self._num_freed_dependents.get(node, 0)
 
-    def _freed_bytes(self, held: Held) -> int:
-        num_bytes, at, num_dependents = held.state_bytes, held, self._num_dependents(held)
+    def _freed_bytes(self, node: SnapshotNode) -> int:
+        num_bytes, at, num_dependents = node.state_bytes, node, self._num_dependents(node)
         while num_dependents == 0:
-            num_bytes += at.stretch_bytes
-            if at.parent is None or not self._is_gone(at.parent):
+            num_bytes += at.segment_bytes
+            if at.parent is None or not self._is_freed(at.parent):
                 break
             at = at.parent
             num_dependents = self._num_dependents(at) - 1
         return num_bytes
 
-    def _plan(self, entry: Entry) -> Entry | None:
+    def _plan(self, entry: CacheEntry) -> CacheEntry | None:
         """Mark an entry as evicted and return the nearest entry before it whose freed bytes may have changed."""
         self._planned.add(entry)
-        held = entry.held
-        while held is not None and self._is_gone(held) and self._num_dependents(held) == 0:
-            held = held.parent
-            if held is not None:
-                self._num_freed_dependents[held] = self._num_freed_dependents.get(held, 0) + 1
-        return held.entry if held is not None and not self._is_gone(held) else None
+        node = entry.node
+        while node is not None and self._is_freed(node) and self._num_dependents(node) == 0:
+            node = node.parent
+            if node is not None:
+                self._num_freed_dependents[node] = self._num_freed_dependents.get(node, 0) + 1
+        return node.entry if node is not None and not self._is_freed(node) else None
 
 
 def _density(victim: Victim) -> float:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from engine.config import SnapshotKind
 from engine.core.prefix_cache.ghosts import Ghost, Ghosts
-from engine.core.prefix_cache.node import Entry, Lineage
+from engine.core.prefix_cache.node import CacheEntry, Lineage
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.reuse_forecast import ReuseForecast, odds_key, odds_key_of
 
@@ -21,7 +21,9 @@ class Lineages:
         one."""
         return self._ghosts.longest(key, min_tokens, max_tokens)
 
-    def of_new(self, key: PromptKey, kind: SnapshotKind, in_front: Entry | None, prompt: str, now: float) -> Lineage:
+    def of_new(
+        self, key: PromptKey, kind: SnapshotKind, in_front: CacheEntry | None, prompt: str, now: float
+    ) -> Lineage:
         """Return the lineage of a new snapshot: that of its longest ghost, that of its parent, or a new one.
 
         Args:
@@ -50,7 +52,7 @@ class Lineages:
         """Return the expected uses per second of a snapshot stored as the last of its lineage."""
         return self.forecast.rate(lineage, _new_odds_key(lineage, kind), now)
 
-    def used(self, entry: Entry, now: float) -> None:
+    def used(self, entry: CacheEntry, now: float) -> None:
         """Record that a prompt continues an entry, which is in memory."""
         lineage = entry.lineage
         is_tip = lineage.entries[-1] is entry
@@ -64,7 +66,7 @@ class Lineages:
             self._fork(entry)
         self.forecast.returned(entry.lineage, now)
 
-    def evicted(self, entry: Entry) -> None:
+    def evicted(self, entry: CacheEntry) -> None:
         """Record that an entry, still in its lineage, is about to be evicted."""
         self._give_up(entry)
 
@@ -74,7 +76,7 @@ class Lineages:
         self.forecast.unused(odds)
         self._ghosts.add(key.digest(), Ghost(kind, len(key), "evicted", lineage, odds, prompt))
 
-    def remember(self, entry: Entry, reason: Literal["evicted", "cleared"]) -> None:
+    def remember(self, entry: CacheEntry, reason: Literal["evicted", "cleared"]) -> None:
         """Keep a ghost of an entry that is no longer stored."""
         self._ghosts.add(
             entry.digest, Ghost(entry.kind, entry.num_tokens, reason, entry.lineage, entry.given_up_as, "")
@@ -87,7 +89,7 @@ class Lineages:
     def clear(self) -> None:
         self._ghosts.clear()
 
-    def _came_back(self, ghost: Ghost, in_front: Entry | None, now: float) -> None:
+    def _came_back(self, ghost: Ghost, in_front: CacheEntry | None, now: float) -> None:
         """Record that a prompt would have used a snapshot that is not stored."""
         if ghost.given_up_as is not None:
             self.forecast.regret(ghost.given_up_as)
@@ -96,13 +98,13 @@ class Lineages:
             if in_front is None or in_front.lineage is not ghost.lineage:  # else `used` has recorded the return
                 self.forecast.returned(ghost.lineage, now)
 
-    def _give_up(self, entry: Entry) -> None:
+    def _give_up(self, entry: CacheEntry) -> None:
         """Count an entry, which is in its lineage, as unused."""
         if entry.given_up_as is None:
             entry.given_up_as = odds_key_of(entry, entry.lineage.entries[-1])
             self.forecast.unused(entry.given_up_as)
 
-    def _fork(self, entry: Entry) -> None:
+    def _fork(self, entry: CacheEntry) -> None:
         """Record that a prompt continues an entry that is not the last of its lineage.
 
         At first use, the conversation is assumed to continue from here, as with templates that render the end of a

@@ -7,7 +7,7 @@ they exist once. KV segments that other prompts need as well, such as system pro
 A loan begins with the admission of the row, whose reservation covers all of its tokens: from then on the lent bytes
 count as the row's (`promise`). The arrays move when the prompt begins (`lend`). Snapshots that the row stores at its
 boundaries are lent from the beginning (`add`). A prompt that continues a lent snapshot gets a copy from the row
-(`call_in`).
+(`copy_back`).
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.batch import ModelRunner
 from engine.core.prefix_cache.cache import PrefixCache
-from engine.core.prefix_cache.node import Entry, Held, Stretch
+from engine.core.prefix_cache.node import CacheEntry, KVSegment, SnapshotNode
 
 
 class Loans:
@@ -24,15 +24,17 @@ class Loans:
     def __init__(self, cache: PrefixCache, runner: ModelRunner):
         self._cache = cache
         self._runner = runner
-        self._of_row: dict[str, list[Held]] = {}  # by row id, in the order of the tokens
-        self._leaving: list[tuple[Held, list[Held]]] = []  # a chain's first node, and nodes to write first
+        self._of_row: dict[str, list[SnapshotNode]] = {}  # by row id, in the order of the tokens
+        self._leaving: list[
+            tuple[SnapshotNode, list[SnapshotNode]]
+        ] = []  # a chain's first node, and nodes to write first
 
     @property
     def row_ids(self) -> list[str]:
         """Ids of the rows with lent or promised KV segments."""
         return list(self._of_row)
 
-    def promise(self, row_id: str, entry: Entry) -> bool:
+    def promise(self, row_id: str, entry: CacheEntry) -> bool:
         """Count the KV segments that the row will probably continue as the row's memory. Return whether there are
         any."""
         if row_id in self._of_row:
@@ -52,81 +54,81 @@ class Loans:
         if self._take_back_promised(row_id):
             self._cache.fit()
 
-    def lend(self, row_id: str, entry: Entry) -> list[Stretch]:
+    def lend(self, row_id: str, entry: CacheEntry) -> list[KVSegment]:
         """Lend an entry's KV segments to the row that is about to continue it; return the segments that move."""
         was_promised = self._take_back_promised(row_id)
         lent = self._lend(row_id, entry, was_promised and self._lacks_room(entry))
         if was_promised:  # fewer may be lent: another prompt may have continued the same snapshot meanwhile
             self._cache.fit(spared=(entry,))
-        return [held.stretch for held in lent]
+        return [node.segment for node in lent]
 
     def _take_back_promised(self, row_id: str) -> bool:
         """Count promised segments as the cache's again. Return whether there were any."""
-        helds = self._pop(row_id)
-        promised = [held for held in helds if not held.stretch.is_lent]
-        for held in promised:
-            self._cache.take_back(held)
-        if len(promised) < len(helds):
-            self._of_row[row_id] = [held for held in helds if held.stretch.is_lent]
+        nodes = self._pop(row_id)
+        promised = [node for node in nodes if not node.segment.is_lent]
+        for node in promised:
+            self._cache.take_back(node)
+        if len(promised) < len(nodes):
+            self._of_row[row_id] = [node for node in nodes if node.segment.is_lent]
         return bool(promised)
 
-    def _lacks_room(self, entry: Entry) -> bool:
+    def _lacks_room(self, entry: CacheEntry) -> bool:
         """Return whether the cache cannot hold the parts of an entry that are not lent: it was read from disk for this
         row only."""
-        lendable = sum(held.stretch_bytes for held in self._cache.lendable(entry.held))
+        lendable = sum(node.segment_bytes for node in self._cache.lendable(entry.node))
         return self._cache.missing_bytes > lendable
 
-    def _lend(self, row_id: str, entry: Entry, also_system: bool = False) -> list[Held]:
-        assert entry.held is not None
-        lent = list(self._cache.lendable(entry.held, also_system))[::-1]
-        for held in lent:
-            self._cache.lend(held, row_id, held.stretch_bytes)
+    def _lend(self, row_id: str, entry: CacheEntry, also_system: bool = False) -> list[SnapshotNode]:
+        assert entry.node is not None
+        lent = list(self._cache.lendable(entry.node, also_system))[::-1]
+        for node in lent:
+            self._cache.lend(node, row_id, node.segment_bytes)
         if lent:
             self._of_row[row_id] = lent
         return lent
 
-    def add(self, row_id: str, held: Held, num_bytes: int) -> None:
+    def add(self, row_id: str, node: SnapshotNode, num_bytes: int) -> None:
         """Lend a new snapshot's KV segment, of about `num_bytes`, which has only ever been in the row's cache."""
-        self._cache.lend(held, row_id, num_bytes)
-        self._of_row.setdefault(row_id, []).append(held)
+        self._cache.lend(node, row_id, num_bytes)
+        self._of_row.setdefault(row_id, []).append(node)
 
-    def may_add(self, row_id: str, base: Held | None) -> bool:
+    def may_add(self, row_id: str, base: SnapshotNode | None) -> bool:
         """Return whether a segment after `base` would extend the chain that is lent to the row."""
         lent = self._of_row.get(row_id)
         return not lent or (base is not None and lent[-1] in self._cache.chain(base.entry))
 
-    def call_in(self, entry: Entry) -> bool:
+    def copy_back(self, entry: CacheEntry) -> bool:
         """Copy the lent KV segments of an entry's chain back from the rows. Return False if they do not fit."""
-        lent = [held for held in self._cache.chain(entry) if held.stretch.is_lent]
+        lent = [node for node in self._cache.chain(entry) if node.segment.is_lent]
         if not lent:
             return True
-        if not self._cache.make_way_back(lent):
+        if not self._cache.evict_for_return(lent):
             return False
-        by_row = defaultdict[str | None, list[Held]](list)
-        for held in lent:
-            by_row[held.lent_to].append(held)
-        for row_id, helds in by_row.items():
+        by_row = defaultdict[str | None, list[SnapshotNode]](list)
+        for node in lent:
+            by_row[node.lent_to].append(node)
+        for row_id, nodes in by_row.items():
             if row_id is not None:
-                self._fill(row_id, helds)
-            self._settle(helds)
-        return not any(held.stretch.is_lent for held in lent)
+                self._fill(row_id, nodes)
+            self._settle(nodes)
+        return not any(node.segment.is_lent for node in lent)
 
-    def _fill(self, row_id: str, helds: Sequence[Held]) -> None:
+    def _fill(self, row_id: str, nodes: Sequence[SnapshotNode]) -> None:
         """Copy KV segments back from a row. If the runner raises, segments that were not copied stay lent."""
         try:
-            self._runner.fill(row_id, [held.stretch for held in helds])
+            self._runner.fill(row_id, [node.segment for node in nodes])
         except Exception:
-            helds = [held for held in helds if not held.stretch.is_lent]
-            self._settle(helds)
+            nodes = [node for node in nodes if not node.segment.is_lent]
+            self._settle(nodes)
             raise
         finally:
-            left = [held for held in self._pop(row_id) if held not in helds]
+            left = [node for node in self._pop(row_id) if node not in nodes]
             if left:
                 self._of_row[row_id] = left
 
     def returning(
-        self, row_ids: Iterable[str], is_to_write: Callable[[Entry], bool] = lambda entry: False
-    ) -> dict[str, Sequence[Stretch]]:
+        self, row_ids: Iterable[str], is_to_write: Callable[[CacheEntry], bool] = lambda entry: False
+    ) -> dict[str, Sequence[KVSegment]]:
         """Free memory for the KV segments of rows about to be dropped; return the segments to copy back, by row id.
 
         Segments that are worth less than what would be evicted for them are given up, from the end of the row on, once
@@ -140,14 +142,14 @@ class Loans:
         returning = {}
         for row_id in row_ids:
             self.break_promise(row_id)
-            lent, leaving = self._pop(row_id), list[Held]()
-            while lent and not self._cache.make_way_back(lent):
+            lent, leaving = self._pop(row_id), list[SnapshotNode]()
+            while lent and not self._cache.evict_for_return(lent):
                 leaving.insert(0, lent.pop())
                 if not self._to_write(leaving, is_to_write):
                     self._cache.evict_behind(leaving.pop())
-                    lent = [held for held in lent if self._cache.is_stored(held)]
-            for held in lent:  # counted now, before the next row's segments are considered
-                self._cache.take_back(held)
+                    lent = [node for node in lent if self._cache.is_stored(node)]
+            for node in lent:  # counted now, before the next row's segments are considered
+                self._cache.take_back(node)
             if lent:
                 self._of_row[row_id] = list(lent)
             if leaving:
@@ -155,36 +157,36 @@ class Loans:
                 self._leaving.append((leaving[0], to_write))
                 lent += to_write
             if lent:
-                returning[row_id] = [held.stretch for held in lent]
+                returning[row_id] = [node.segment for node in lent]
         return returning
 
     @staticmethod
-    def _to_write(leaving: Sequence[Held], is_to_write: Callable[[Entry], bool]) -> list[Held]:
+    def _to_write(leaving: Sequence[SnapshotNode], is_to_write: Callable[[CacheEntry], bool]) -> list[SnapshotNode]:
         """Return the nodes at the end of a chain that are written to disk before they are evicted."""
-        return [held for held in leaving if held.snapshot is not None and is_to_write(held.entry)]
+        return [node for node in leaving if node.snapshot is not None and is_to_write(node.entry)]
 
-    def take_leaving(self, write: Callable[[Entry], None]) -> None:
+    def take_leaving(self, write: Callable[[CacheEntry], None]) -> None:
         """Write copied-back segments of chains that the cache has no memory for, and evict them."""
         leaving, self._leaving = self._leaving, []
         for first, to_write in leaving:
-            for held in to_write:
-                if held.snapshot is not None and not held.stretch.is_lent:
-                    write(held.entry)
+            for node in to_write:
+                if node.snapshot is not None and not node.segment.is_lent:
+                    write(node.entry)
             if self._cache.is_stored(first):
                 self._cache.evict_behind(first)
 
     def settle(self, row_ids: Iterable[str]) -> None:
         """End the loans of rows that were dropped or failed. Segments that were not copied back are lost, with all
         their descendants."""
-        self._settle([held for row_id in row_ids for held in self._pop(row_id)])
+        self._settle([node for row_id in row_ids for node in self._pop(row_id)])
 
-    def _settle(self, helds: Sequence[Held]) -> None:
-        for held in helds:
-            if held.stretch.is_lent:
-                self._cache.evict_behind(held)
+    def _settle(self, nodes: Sequence[SnapshotNode]) -> None:
+        for node in nodes:
+            if node.segment.is_lent:
+                self._cache.evict_behind(node)
             else:
-                self._cache.take_back(held)
+                self._cache.take_back(node)
 
-    def _pop(self, row_id: str) -> list[Held]:
+    def _pop(self, row_id: str) -> list[SnapshotNode]:
         """Remove a row's loans, and return those that are still stored."""
-        return [held for held in self._of_row.pop(row_id, ()) if self._cache.is_stored(held)]
+        return [node for node in self._of_row.pop(row_id, ()) if self._cache.is_stored(node)]

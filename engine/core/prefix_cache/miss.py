@@ -4,7 +4,7 @@ from itertools import islice
 
 import numpy as np
 
-from engine.core.prefix_cache.cache import Entry, PrefixCache
+from engine.core.prefix_cache.cache import CacheEntry, PrefixCache
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import CacheMiss, CacheMissReason, PromptOrigin
 
@@ -37,7 +37,7 @@ def explain(
         return CacheMiss(
             **served, reason=ghost.reason, num_common=num_tokens, boundary=ghost.kind, boundary_tokens=num_tokens
         )
-    best: tuple[int, Entry] | None = None
+    best: tuple[int, CacheEntry] | None = None
     ahead = slice(num_cached, needed)
     for entry in islice(cache.entries(), MAX_COMPARED):
         if num_cached and not np.array_equal(key.token_ids[ahead], entry.key.token_ids[ahead]):
@@ -66,7 +66,7 @@ def explain(
     )
 
 
-def _reason(key: PromptKey, entry: Entry, origin: PromptOrigin, num_common: int) -> CacheMissReason:
+def _reason(key: PromptKey, entry: CacheEntry, origin: PromptOrigin, num_common: int) -> CacheMissReason:
     if entry.key.tenant != key.tenant:
         return "tenant"
     if any(media.start == num_common for media in (*key.media, *entry.key.media)):

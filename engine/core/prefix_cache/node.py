@@ -8,7 +8,7 @@ from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import PromptOrigin
 
 
-class Stretch(Protocol):
+class KVSegment(Protocol):
     """A KV segment: the keys and values of the tokens between two snapshots, or a reference to the row that holds
     them."""
 
@@ -27,12 +27,12 @@ class Snapshot(Protocol):
     """The state after a prefix: opaque here, and alive while it is referenced."""
 
     @property
-    def stretch(self) -> Stretch:
+    def segment(self) -> KVSegment:
         """The KV segment after the parent snapshot."""
         ...
 
     @property
-    def stretch_bytes(self) -> int:
+    def segment_bytes(self) -> int:
         """Bytes of its own KV segment, without the parent's."""
         ...
 
@@ -43,19 +43,19 @@ class Snapshot(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class SnapshotNode:
     """A node of the snapshot tree with its memory, which may outlive its entry."""
 
     snapshot: Snapshot | None
     """None once it is evicted and only its KV segment is still needed."""
-    stretch: Stretch
+    segment: KVSegment
     """Keys and values between the parent and this snapshot."""
-    parent: "Held | None"
+    parent: "SnapshotNode | None"
     """The node before it, whose KV segment it needs."""
-    stretch_bytes: int
+    segment_bytes: int
     """Bytes of its KV segment that count as the cache's memory; 0 while they are lent to a row."""
     state_bytes: int
-    entry: "Entry"
+    entry: "CacheEntry"
     """Its entry, which is no longer stored, or has another node, if `snapshot` is None."""
     num_dependents: int = 0
     """Child nodes, and prompts that were restored from it."""
@@ -84,7 +84,7 @@ class Lineage:
     """Mean time between two uses; None before the second."""
     num_returns: int = 0
     """Prompts that came back to it, whether or not its snapshots were still stored."""
-    entries: list["Entry"] = field(default_factory=list)
+    entries: list["CacheEntry"] = field(default_factory=list)
     """Entries with snapshots in memory, the shortest first."""
 
 
@@ -94,7 +94,7 @@ probability."""
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class CacheEntry:
     """A cached boundary of a prompt."""
 
     digest: str
@@ -112,10 +112,10 @@ class Entry:
     """Monotonic seconds."""
     used_s: float
     """Monotonic seconds."""
-    held: Held | None = None
+    node: SnapshotNode | None = None
     """None if its snapshot is only on disk."""
     num_hits: int = 0
-    is_awaited: bool = False
+    is_resume_point: bool = False
     """Whether a preempted row or prompt will continue from it."""
     lineage: Lineage = field(default_factory=Lineage)
     given_up_as: OddsKey | None = None

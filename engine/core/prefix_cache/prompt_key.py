@@ -49,7 +49,7 @@ class PromptKey:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def may_cut(self, num_tokens: int) -> bool:
+    def can_split_at(self, num_tokens: int) -> bool:
         """Return whether a boundary after `num_tokens` tokens splits no image."""
         return not any(media.start < num_tokens < media.end for media in self.media)
 
@@ -82,7 +82,7 @@ class PromptKey:
 
     def prefix(self, num_tokens: int) -> "PromptKey":
         """Return the key of the first `num_tokens` tokens."""
-        assert self.may_cut(num_tokens)
+        assert self.can_split_at(num_tokens)
         media = tuple(media for media in self.media if media.end <= num_tokens)
         return PromptKey(self.model, self.tenant, self.token_ids[:num_tokens], media)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.config import SnapshotKind
-from engine.core.prefix_cache.node import Entry, Lineage, OddsKey
+from engine.core.prefix_cache.node import CacheEntry, Lineage, OddsKey
 
 Stage = Literal["tip", "passed", "used", "shared"]
 """tip: the last snapshot of its conversation. passed: the same prompt stored a longer one after it. used: the
@@ -106,7 +106,7 @@ class ReuseForecast:
         return math.exp(self._log_interval.get(lineage.is_shared, of_others))
 
 
-def odds_key_of(entry: Entry, tip: Entry | None) -> OddsKey:
+def odds_key_of(entry: CacheEntry, tip: CacheEntry | None) -> OddsKey:
     """Return the odds key of an entry. tip: the last entry of its lineage that is in memory."""
     return odds_key(entry.kind, _stage(entry, tip), entry.lineage)
 
@@ -116,7 +116,7 @@ def odds_key(kind: SnapshotKind, stage: Stage, lineage: Lineage) -> OddsKey:
     return kind, stage, min(lineage.num_returns, 2)
 
 
-def _stage(entry: Entry, tip: Entry | None) -> Stage:
+def _stage(entry: CacheEntry, tip: CacheEntry | None) -> Stage:
     if entry.lineage.is_shared:
         return "shared"
     if entry.lineage.is_abandoned:

@@ -4,8 +4,8 @@ from hashlib import sha256
 from itertools import islice
 from typing import Literal
 
-from engine.core.prefix_cache.cache import Entry, PrefixCache
-from engine.protocol import CacheEntry, CacheStatus
+from engine.core.prefix_cache.cache import CacheEntry, PrefixCache
+from engine.protocol import CacheEntryStatus, CacheStatus
 
 MAX_ENTRIES_SHOWN = 256
 
@@ -37,13 +37,13 @@ def cache_status(cache: PrefixCache, off: str | None, now: float, disk: dict[str
     )
 
 
-def _entry(entry: Entry, now: float, on_disk: bool) -> CacheEntry:
-    held = entry.held
-    where: Literal["memory", "disk", "both"] = "disk" if held is None else "both" if on_disk else "memory"
-    return CacheEntry(
+def _entry(entry: CacheEntry, now: float, on_disk: bool) -> CacheEntryStatus:
+    node = entry.node
+    where: Literal["memory", "disk", "both"] = "disk" if node is None else "both" if on_disk else "memory"
+    return CacheEntryStatus(
         kind=entry.kind,
         num_tokens=entry.num_tokens,
-        num_bytes=held.stretch_bytes + held.state_bytes if held is not None else 0,
+        num_bytes=node.segment_bytes + node.state_bytes if node is not None else 0,
         num_hits=entry.num_hits,
         pinned=entry.pinned,
         tenant=sha256(entry.key.tenant.encode(errors="surrogatepass")).hexdigest()[:12] if entry.key.tenant else "",

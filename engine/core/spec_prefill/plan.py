@@ -101,13 +101,16 @@ def why_unfit(plan: SparsePlan, token_ids: np.ndarray) -> str | None:
     if positions.ndim != 1 or positions.dtype != np.int32 or not len(positions):
         return f"positions are {positions.dtype} of shape {positions.shape}; expected int32 [k] with k > 0"
     if positions[0] < 0 or positions[-1] != num_tokens - 1:
-        return f"positions go from {positions[0]} to {positions[-1]}; the last token of the prompt is {num_tokens - 1}"
+        return (
+            f"positions range from {positions[0]} to {positions[-1]}; they must be 0 or more and end with "
+            f"{num_tokens - 1}, the last token of the prompt"
+        )
     if not np.all(positions[1:] > positions[:-1]):
         return "positions are not ascending"
     if not 0 <= plan.num_dense <= num_contiguous(positions):
-        return f"the first {plan.num_dense} tokens are not all kept"
+        return f"num_dense is {plan.num_dense}; the plan keeps the first {num_contiguous(positions)} tokens"
     if plan.fingerprint != fingerprint(token_ids, positions, plan.num_dense):
-        return "it was made for another prompt: the fingerprints differ"
+        return "it was made for another prompt (the fingerprints differ)"
     return None
 
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_vlm.models.qwen3_5 import gated_delta, language, speculative_verifier
 
 from engine.worker import delta_rule
-from engine.worker.kv_cache import RecurrentRows
+from engine.worker.kv_cache import BatchRecurrentLayer
 
 _library = gated_delta.gated_delta_update
 
@@ -20,7 +20,7 @@ def _gated_delta_update(
     q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, **kwargs: Any
 ) -> Any:
     cache = kwargs.get("cache")
-    if not (isinstance(cache, RecurrentRows) and cache.recording and kwargs.get("mask") is None):
+    if not (isinstance(cache, BatchRecurrentLayer) and cache.recording and kwargs.get("mask") is None):
         return _library(q, k, v, a, b, A_log, dt_bias, **kwargs)
     g, beta = gated_delta._compute_g_beta(A_log, a, b, dt_bias)
     index = kwargs.get("cache_index", 1)
@@ -31,6 +31,6 @@ def _gated_delta_update(
 
 def install() -> None:
     """Replace the library's function. May be called several times."""
-    RecurrentRows.is_factored = True
+    BatchRecurrentLayer.is_factored = True
     for module in (language, speculative_verifier):
         vars(module)["gated_delta_update"] = _gated_delta_update

@@ -55,7 +55,7 @@ class AttentionLayer:
             heads, gate = mx.split(heads, 2, axis=-1)
             gate = gate.reshape(1, num_tokens, -1)
         if heads.shape[-1] != head_dim:
-            raise EngineFailed(f"q_proj gives {heads.shape[-1]} numbers per head, keys have {head_dim}")
+            raise EngineFailed(f"q_proj returns {heads.shape[-1]} values per head, but keys have {head_dim}")
         return self.rotate(self.normalize(heads).transpose(0, 2, 1, 3), position), gate
 
     def output(self, hidden: mx.array, position: int, cache: KVCache) -> mx.array:
@@ -88,7 +88,7 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
+class AttentionTrace:
     """One token's pass through an attention layer."""
 
     layer: AttentionLayer  # The layer.
@@ -107,7 +107,7 @@ def attention_layers(blocks: Sequence[Any], cache: Sequence[Any]) -> list[Attent
         _attention_layer(i, block, kind) for i, (block, kind) in enumerate(zip(blocks, map(type, cache), strict=True))
     ]
     if not any(layers):
-        raise EngineFailed(f"none of its {len(layers)} layers has attention")
+        raise EngineFailed(f"none of the {len(layers)} layers has attention")
     return layers
 
 
@@ -160,7 +160,7 @@ def _attention_layer(index: int, block: Any, kind: type) -> AttentionLayer | Non
         return None
     name = f"layer {index} ({type(block).__name__})"
     if kind is not KVCache:  # exact type: subclasses store their keys differently
-        raise EngineFailed(f"{name} keeps its keys in a {kind.__name__}, where not all of them stay")
+        raise EngineFailed(f"{name} stores its keys in a {kind.__name__}, which does not keep all of them")
     for part in BLOCK_PARTS:
         if not hasattr(block, part):
             raise EngineFailed(f"{name} has no {part}")
@@ -170,7 +170,7 @@ def _attention_layer(index: int, block: Any, kind: type) -> AttentionLayer | Non
             raise EngineFailed(f"the attention of {name} has no {part}")
     num_heads = getattr(attention, "n_heads", None) or getattr(attention, "num_attention_heads", None)
     if num_heads is None:
-        raise EngineFailed(f"the attention of {name} does not say how many heads it has")
+        raise EngineFailed(f"the attention of {name} has neither n_heads nor num_attention_heads")
     normalize = attention.q_norm if hasattr(attention, "q_norm") else lambda heads: heads
     return AttentionLayer(index, block, num_heads, normalize, _rotation(name, attention))
 

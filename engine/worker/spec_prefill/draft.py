@@ -11,9 +11,9 @@ from engine.config import EngineConfig, SpecPrefillConfig
 from engine.processing.checkpoint import draft_of, read_optional_json
 from engine.protocol import EngineFailed
 from engine.worker import loader, memory
-from engine.worker.kv_cache import RowCache, num_bytes, rounded
+from engine.worker.kv_cache import SequenceCache, num_bytes, rounded
 from engine.worker.patches import attention_cpu, gated_delta_chunks, gated_delta_cuda, silu_cpu
-from engine.worker.spec_prefill.attention import Seen, attention_layers, importance
+from engine.worker.spec_prefill.attention import AttentionTrace, attention_layers, importance
 
 PROBE_TOKENS = 48
 TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
@@ -58,7 +58,7 @@ def load_draft(config: EngineConfig) -> "Draft":
         return Draft(model)
     except Exception as error:  # the model may have any architecture
         reason = str(error) if isinstance(error, EngineFailed) else f"{type(error).__name__}: {error}"
-        raise EngineFailed(f"this draft cannot score: {reason}") from error
+        raise EngineFailed(f"the draft model cannot score prompts: {reason}") from error
 
 
 class Draft:
@@ -100,7 +100,7 @@ class Draft:
             for block, layer in zip(self._lm.model.layers, self._layers, strict=True)
         ]
 
-    def make_cache(self) -> RowCache:
+    def make_cache(self) -> SequenceCache:
         """Return an empty cache for one prompt."""
         return make_prompt_cache(self._lm)
 
@@ -116,7 +116,7 @@ class Draft:
         fitting = MAX_SCORES_BYTES // (4 * heads * (start + wanted))
         return min(wanted, max(fitting, SMALLEST_CHUNK))
 
-    def extend(self, token_ids: np.ndarray, start: int, cache: RowCache, num_slots: int) -> None:
+    def extend(self, token_ids: np.ndarray, start: int, cache: SequenceCache, num_slots: int) -> None:
         """Read a chunk into the cache, evaluated.
 
         Args:
@@ -131,7 +131,7 @@ class Draft:
                 layer.prefix_cache_reserve(num_slots)
         mx.eval([layer.state for layer in cache])
 
-    def look_ahead(self, token_id: mx.array, cache: RowCache) -> tuple[mx.array, list[mx.array]]:
+    def look_ahead(self, token_id: mx.array, cache: SequenceCache) -> tuple[mx.array, list[mx.array]]:
         """Launch a step that reads one token, int32 [1, 1], without waiting for the device.
 
         Returns:
@@ -143,7 +143,9 @@ class Draft:
         mx.async_eval(following, before, [layer.state for layer in cache])
         return following, before
 
-    def observe(self, steps: Sequence[list[mx.array]], position: int, cache: RowCache, num_prompt: int) -> mx.array:
+    def observe(
+        self, steps: Sequence[list[mx.array]], position: int, cache: SequenceCache, num_prompt: int
+    ) -> mx.array:
         """Return the mean importance of the prompt's tokens to the tokens that the steps have read, lazy.
 
         Args:
@@ -167,7 +169,7 @@ class Draft:
             mx.async_eval(total)
         return total / len(steps)
 
-    def walk(self, token_id: mx.array, cache: RowCache) -> tuple[mx.array, list[Seen]]:
+    def walk(self, token_id: mx.array, cache: SequenceCache) -> tuple[mx.array, list[AttentionTrace]]:
         """Compute one token, int32 [1, 1], layer by layer.
 
         Returns:
@@ -178,11 +180,11 @@ class Draft:
         for block, layer, own in zip(self._blocks, self._layers, cache, strict=True):
             before, hidden = hidden, block(hidden, own)
             if layer is not None:
-                seen.append(Seen(layer, own, before, hidden))
+                seen.append(AttentionTrace(layer, own, before, hidden))
         hidden = model.norm(hidden)
         return self._lm.lm_head(hidden) if hasattr(self._lm, "lm_head") else model.embed_tokens.as_linear(hidden), seen
 
-    def _check(self) -> RowCache:
+    def _check(self) -> SequenceCache:
         """Check with a probe that `walk` equals the model's own forward, and that the layers' outputs follow from the
         queries and keys read here. Return the probe's cache.
 
@@ -197,10 +199,10 @@ class Draft:
             self.extend(ids[last // 2 : last], last // 2, cache, PROBE_TOKENS)
         logits, seen = self.walk(mx.array(ids[None, last:]), walked)
         expected = self._forward(ids[last:], last, own)[:, -1:]
-        self._compare("the logits of its layers, one by one, are not its own", logits, expected, expected)
+        self._compare("the logits computed layer by layer differ from the model's", logits, expected, expected)
         for one in seen:
             again = one.layer.output(one.before, last, one.cache)
-            what = f"the output of layer {one.layer.index} is not what its queries and keys give"
+            what = f"the output of layer {one.layer.index} differs from that computed from its queries and keys"
             self._compare(what, again, one.behind, one.behind - one.before)
         return walked
 
@@ -211,9 +213,9 @@ class Draft:
         )
         limit = self._tolerance * size + 4 * mx.finfo(expected.dtype).eps * largest
         if not error <= limit:
-            raise EngineFailed(f"{what}: they differ by {error:.3g}, the limit is {limit:.3g}")
+            raise EngineFailed(f"{what}: the error is {error:.3g}, the limit is {limit:.3g}")
 
-    def _forward(self, token_ids: np.ndarray, start: int, cache: RowCache, **kwargs: Any) -> Any:
+    def _forward(self, token_ids: np.ndarray, start: int, cache: SequenceCache, **kwargs: Any) -> Any:
         """Compute the model's own forward; return logits [1, n, vocab], lazy, None if they can be skipped."""
         tokens = mx.array(token_ids[None].astype(np.int32))
         if not self._explicit_positions:
@@ -256,7 +258,7 @@ def _stop_token_ids(*configs: dict[str, Any]) -> frozenset[int]:
     return frozenset(id_ for id_ in flat if isinstance(id_, int))
 
 
-def _measured(cache: RowCache) -> tuple[int, int]:
+def _measured(cache: SequenceCache) -> tuple[int, int]:
     """Return bytes per token in attention layers, and bytes of recurrent states."""
     attention = [layer for layer in cache if isinstance(layer, KVCache)]
     per_token = sum(layer.nbytes // rounded(layer.offset) for layer in attention)

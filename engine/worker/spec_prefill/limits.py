@@ -31,16 +31,17 @@ class Limits:
         num_tokens, room = len(request.token_ids), self.max_context_tokens - self.lookahead
         if num_tokens > room:
             raise InvalidRequest(
-                f"the prompt has {num_tokens} tokens; the draft's context of {self.max_context_tokens} holds {room} "
-                f"and {self.lookahead} (lookahead) of the answer",
+                f"the prompt has {num_tokens} tokens; the limit is {room}, the draft's context of "
+                f"{self.max_context_tokens} less {self.lookahead} (lookahead)",
                 "messages",
             )
         for token_id in (int(request.token_ids.min()), int(request.token_ids.max())):
             if not 0 <= token_id < self.vocab_size:
                 raise InvalidRequest(
-                    f"token id {token_id} is not within 0 and {self.vocab_size - 1}, the draft's vocabulary", "messages"
+                    f"token id {token_id} is not between 0 and {self.vocab_size - 1} (the draft's vocabulary)",
+                    "messages",
                 )
         if (need := self.num_bytes(num_tokens)) > self.budget:
             raise InvalidRequest(
-                f"scoring {num_tokens} tokens takes {need} bytes, the limit is {self.budget} (memory_share)", "messages"
+                f"scoring {num_tokens} tokens takes {need} bytes; the limit is {self.budget} (memory_share)", "messages"
             )

@@ -7,10 +7,10 @@ from collections import OrderedDict
 import numpy as np
 
 from engine.config import BoundaryKind
-from engine.core.prefix_cache.cache import Entry, PrefixCache
+from engine.core.prefix_cache.cache import CacheEntry, PrefixCache
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import PromptOrigin
-from engine.worker.kv_cache import RowCache
+from engine.worker.kv_cache import SequenceCache
 from engine.worker.snapshot import StateSnapshot, is_finite, restore, take
 from engine.worker.spec_prefill.draft import Draft
 
@@ -41,14 +41,14 @@ class DraftReuse:
         self._cache.max_bytes = max_bytes
         self._make_room(0)
 
-    def touch(self, key: PromptKey, max_tokens: int) -> Entry | None:
+    def touch(self, key: PromptKey, max_tokens: int) -> CacheEntry | None:
         """Return the longest cached prefix of at most `max_tokens` tokens and mark it as used; None without one."""
         entry = self._cache.match(key, max_tokens)
         if entry is not None:
             self._cache.touch(entry)
         return entry
 
-    def restore(self, key: PromptKey, cache: RowCache, num_slots: int) -> int:
+    def restore(self, key: PromptKey, cache: SequenceCache, num_slots: int) -> int:
         """Restore the longest cached prefix into an empty cache; return its number of tokens, never all of the prompt.
 
         Raises whatever the library raises; the snapshot is removed then.
@@ -56,15 +56,15 @@ class DraftReuse:
         entry = self.touch(key, len(key) - 1)
         if entry is None:
             return 0
-        assert entry.held is not None and isinstance(entry.held.snapshot, StateSnapshot)
+        assert entry.node is not None and isinstance(entry.node.snapshot, StateSnapshot)
         try:
-            restore(entry.held.snapshot, cache, num_slots)
+            restore(entry.node.snapshot, cache, num_slots)
         except Exception:
             self._cache.forget(entry)
             raise
         return entry.num_tokens
 
-    def store(self, key: PromptKey, kind: BoundaryKind, cache: RowCache) -> str | None:
+    def store(self, key: PromptKey, kind: BoundaryKind, cache: SequenceCache) -> str | None:
         """Store the state after all tokens of `key`; return its digest, None if it is stored already or does not
         fit."""
         parent = self.touch(key, len(key))
@@ -72,15 +72,15 @@ class DraftReuse:
         if num_tokens == 0 or not self._make_room(self._draft.cache_bytes(num_tokens)):
             return None
         if not is_finite(cache):
-            log.warning("the draft's state behind %d tokens is not finite", len(key))
+            log.warning("the draft's state after %d tokens contains NaN or inf and is not stored", len(key))
             return None
-        held = parent.held if parent is not None else None  # None if it was just evicted
-        before = held.snapshot if held is not None else None
-        snapshot = take(cache, None, len(key), before.stretch if isinstance(before, StateSnapshot) else None)
+        node = parent.node if parent is not None else None  # None if it was just evicted
+        before = node.snapshot if node is not None else None
+        snapshot = take(cache, None, len(key), before.segment if isinstance(before, StateSnapshot) else None)
         digest, now = key.digest(), time.monotonic()
-        in_front = parent.digest if parent is not None and held is not None else None
-        entry = Entry(digest, key, kind, in_front, PromptOrigin(), pinned=False, created_s=now, used_s=now)
-        return digest if self._cache.store(entry, snapshot, held) else None
+        in_front = parent.digest if parent is not None and node is not None else None
+        entry = CacheEntry(digest, key, kind, in_front, PromptOrigin(), pinned=False, created_s=now, used_s=now)
+        return digest if self._cache.store(entry, snapshot, node) else None
 
     def forget(self, digest: str) -> None:
         """Remove a snapshot; unknown digests are ignored."""

@@ -21,7 +21,7 @@ from engine.core.spec_prefill.pace import Pace
 from engine.core.spec_prefill.plan import ScoreRequest
 from engine.protocol import Boundary, EngineFailed
 from engine.worker import memory
-from engine.worker.kv_cache import RowCache
+from engine.worker.kv_cache import SequenceCache
 from engine.worker.spec_prefill.draft import Draft, load_draft
 from engine.worker.spec_prefill.limits import Limits
 from engine.worker.spec_prefill.reuse import DraftReuse
@@ -47,12 +47,12 @@ MAX_COPIED_BYTES = 2**28
 """A step launched while the previous one runs copies the cache that it writes to. With larger caches it waits
 instead."""
 
-BENEFIT_OF_DOUBT = 1.25
+LATE_TOLERANCE = 1.25
 """A running prompt is aborted if it is predicted to need this many times its remaining time."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScoreResult:
     """The result of a job."""
 
     importance: np.ndarray | None = None  # float32 [num_prompt_tokens]; None if it failed.
@@ -62,11 +62,11 @@ class Outcome:
     is_too_slow: bool = False  # Whether it takes longer than the plan saves.
 
 
-Publish = Callable[[str, Outcome], None]
+Publish = Callable[[str, ScoreResult], None]
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class ScoreJob:
     """A prompt being scored."""
 
     id: str  # Unique key of the job.
@@ -78,7 +78,7 @@ class Job:
     until_s: float  # When it must be done, on the scorer's clock.
     limit_s: float  # Seconds that it may take in all.
     digest: str  # Digest of its key; equal prompts are scored once.
-    cache: RowCache = field(default_factory=list)  # The draft's cache, empty before it begins.
+    cache: SequenceCache = field(default_factory=list)  # The draft's cache, empty before it begins.
     done: int = 0  # Prompt tokens in the cache.
     num_reused: int = 0  # Prompt tokens that were restored from a snapshot.
     looked: list[list[mx.array]] = field(default_factory=list)  # What each look-ahead step returned for Draft.observe.
@@ -121,8 +121,8 @@ class Scorer:
         self._clock = clock
         self._pace = Pace()
         self._look_s = 0.0  # moving average per look-ahead step
-        self._running: deque[Job] = deque()  # in the order of their turns
-        self._waiting: deque[Job] = deque()
+        self._running: deque[ScoreJob] = deque()  # in the order of their turns
+        self._waiting: deque[ScoreJob] = deque()
         self._reuse = DraftReuse(draft)
         self.device = str(mx.default_device())
         self.limits = Limits(
@@ -154,18 +154,18 @@ class Scorer:
         """
         key = PromptKey(self._draft.fingerprint, request.tenant, np.ascontiguousarray(request.token_ids, np.int32))
         if (importance := self._reuse.importance(key)) is not None:
-            self._publish(job_id, Outcome(importance))
+            self._publish(job_id, ScoreResult(importance))
             return
         num_bytes, last = self.limits.num_bytes(len(key)), mx.array(key.token_ids[None, -1:])
         limit_s = self._config.deadline_s if request.limit_s is None else min(request.limit_s, self._config.deadline_s)
         until_s = self._clock() + limit_s
-        job = Job(job_id, request, key, num_bytes, boundaries(request), last, until_s, limit_s, key.digest())
+        job = ScoreJob(job_id, request, key, num_bytes, boundaries(request), last, until_s, limit_s, key.digest())
         prefix = self._reuse.touch(key, len(key) - 1)
         job.done = 0 if prefix is None else prefix.num_tokens
         to_read = {other.digest: other for other in (job, *self._waiting, *self._running)}  # the same prompt but once
         total_s = sum(map(self._seconds_left, to_read.values()))
         if total_s > limit_s:
-            self._publish(job_id, self._late(job, total_s, f"beside {len(to_read) - 1} other prompts"))
+            self._publish(job_id, self._late(job, total_s, f"with {len(to_read) - 1} other prompts in progress"))
         else:
             self._waiting.append(job)
 
@@ -221,26 +221,26 @@ class Scorer:
             self._running.append(job)
         self._account()
 
-    def _seconds_left(self, job: Job) -> float:
+    def _seconds_left(self, job: ScoreJob) -> float:
         to_look = self._config.lookahead - len(job.looked)
         return self._pace.seconds(job.done, len(job.key) - 1) + self._look_s * to_look
 
-    def _late(self, job: Job, seconds: float, beside: str) -> Outcome:
+    def _late(self, job: ScoreJob, seconds: float, beside: str) -> ScoreResult:
         error = f"scoring {len(job.key)} tokens would take about {seconds:.3g} s {beside}"
         if job.limit_s < self._config.deadline_s:
-            return Outcome(error=f"{error}; the plan would save {job.limit_s:.3g} s", is_too_slow=True)
-        return Outcome(error=f"{error}; the limit is {self._config.deadline_s:g} s (deadline_s)", is_late=True)
+            return ScoreResult(error=f"{error}; the plan would save only {job.limit_s:.3g} s", is_too_slow=True)
+        return ScoreResult(error=f"{error}; the limit is {self._config.deadline_s:g} s (deadline_s)", is_late=True)
 
     def _give_up_late(self) -> None:
         now = self._clock()
         for job in list(self._running):
             left_s, needed_s = job.until_s - now, self._seconds_left(job)
-            if needed_s > max(0.0, left_s) * BENEFIT_OF_DOUBT:
+            if needed_s > max(0.0, left_s) * LATE_TOLERANCE:
                 self._running.remove(job)
                 spent_s = job.limit_s - left_s
-                self._publish(job.id, self._late(job, spent_s + needed_s, "at the pace that it goes"))
+                self._publish(job.id, self._late(job, spent_s + needed_s, "at the current pace"))
 
-    def _next(self) -> Job:
+    def _next(self) -> ScoreJob:
         """Return the job whose turn it is, or one that is in danger of being late."""
         now = self._clock()
         to_spare = [(job.until_s - now - self._seconds_left(job), i) for i, job in enumerate(self._running)]
@@ -256,30 +256,30 @@ class Scorer:
             job.cache.clear()  # the traceback keeps the job alive
             for digest in job.stored:
                 self._reuse.forget(digest)
-            outcome = Outcome(error=f"{type(error).__name__}: {error}")
+            outcome = ScoreResult(error=f"{type(error).__name__}: {error}")
         self._running.remove(job)
         if outcome is None:
             self._running.append(job)
         else:
             self._publish(job.id, outcome)
 
-    def _advance(self, job: Job) -> Outcome | None:
+    def _advance(self, job: ScoreJob) -> ScoreResult | None:
         """Compute one step of the job; return its outcome after the last one, None before."""
         if not job.cache:
             if (known := self._reuse.importance(job.key)) is not None:  # scored for an equal prompt meanwhile
-                return Outcome(known)
+                return ScoreResult(known)
             self._begin(job)
         if job.done < len(job.key) - 1:
             self._read_chunk(job)
             return None
         return self._look_ahead(job)
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: ScoreJob) -> None:
         job.cache = self._draft.make_cache()
         job.done = job.num_reused = self._reuse.restore(job.key, job.cache, len(job.key) + self._config.lookahead)
         job.todo = [boundary for boundary in job.todo if boundary.num_tokens >= job.done + MIN_TOKENS]
 
-    def _read_chunk(self, job: Job) -> None:
+    def _read_chunk(self, job: ScoreJob) -> None:
         """Read the next chunk. Chunks end at boundaries, and before the last token."""
         until = job.todo[0].num_tokens if job.todo else len(job.key) - 1
         end = min(job.done + self._draft.chunk_tokens(job.done, self._config.chunk_size), until)
@@ -293,7 +293,7 @@ class Scorer:
             digest = self._reuse.store(job.key.prefix(end), boundary.kind, job.cache)
             job.stored += [] if digest is None else [digest]
 
-    def _look_ahead(self, job: Job) -> Outcome | None:
+    def _look_ahead(self, job: ScoreJob) -> ScoreResult | None:
         """Launch a step and read the previous step's token while it runs; wait for all steps after the last."""
         num_prompt, began_s = len(job.key), self._clock()
         before, is_first = job.token, not job.looked
@@ -312,11 +312,11 @@ class Scorer:
         seconds = job.looking_s / len(job.looked)
         self._look_s += LOOK_WEIGHT * (seconds - self._look_s) if self._look_s else seconds
         if not np.isfinite(importance).any():
-            raise EngineFailed(f"none of the scores of {num_prompt} tokens is finite")
+            raise EngineFailed(f"all scores of the {num_prompt} tokens are NaN or inf")
         self._reuse.remember(job.key, importance)
-        return Outcome(importance, num_prompt - job.num_reused)
+        return ScoreResult(importance, num_prompt - job.num_reused)
 
-    def _observed(self, job: Job) -> np.ndarray:
+    def _observed(self, job: ScoreJob) -> np.ndarray:
         """Return the mean importance over all steps; waits for the device."""
         num_prompt = len(job.key)
         return np.array(self._draft.observe(job.looked, num_prompt - 1, job.cache, num_prompt))

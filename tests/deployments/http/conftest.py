@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from deployments.chat import ChatRequest, Embeddings, EmbedRequest, Route, SpecPrefillReport, TextDelta
 from deployments.http.app import create_app
 from deployments.http.config import HttpConfig
 from deployments.in_flight import InFlight
+from deployments.protocol import ChatRequest, Embeddings, EmbedRequest, Route, SpecPrefillReport, TextDelta
 from engine.protocol import InvalidRequest
 
 
@@ -99,7 +99,7 @@ class FakeBackend:
     async def text_of(self, token_ids: Sequence[int], field: str) -> str:
         for i, token_id in enumerate(token_ids):
             if token_id >= 0x110000:
-                raise InvalidRequest(f"The token at place {i} is {token_id}.", field)
+                raise InvalidRequest(f"The token id at index {i} is {token_id}.", field)
         return "".join(map(chr, token_ids))
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:

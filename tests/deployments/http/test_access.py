@@ -72,25 +72,25 @@ def test_loopback_names_and_ip_addresses_are_answered(ask: Any, host: str):
 
 @pytest.mark.parametrize("host", FOREIGN_HOSTS)
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/status", "/v1/cache", "/nope"])
-def test_a_name_that_is_not_this_servers_is_refused(ask: Any, host: str, path: str):
+def test_foreign_host_name_is_refused(ask: Any, host: str, path: str):
     assert_refused(ask("GET", path, {"Host": host}), 403, "host_not_allowed", "http.allowed_hosts")
 
 
-def test_allowed_hosts_are_answered_and_no_others(ask: Any):
+def test_allowed_hosts_are_answered_and_other_hosts_are_refused(ask: Any):
     config = {"allowed_hosts": ["Mac.local"], "open": True}
     assert ask("GET", headers={"Host": "mac.local:8000"}, **config).status_code == 200
     assert ask("GET", headers={"Host": "evil.example"}, **config).status_code == 403
 
 
 @pytest.mark.parametrize("config", [{"open": True}, KEYS], ids=["open", "keys"])
-def test_an_open_server_answers_to_any_name_but_trusts_none(ask: Any, config: Any):
+def test_open_server_answers_any_host_name_but_grants_no_administrative_access(ask: Any, config: Any):
     headers = {"Host": "mac.local:8000", "x-api-key": KEY}
     assert ask("GET", headers=headers, client=REMOTE, **config).status_code == 200
     rebound = ask("DELETE", "/v1/cache", {"Host": "evil.example"}, **config)
     assert rebound.status_code in (401, 403)
 
 
-def test_health_is_answered_to_all(ask: Any):
+def test_health_is_answered_without_a_key_and_for_any_host_name(ask: Any):
     for path in ("/health/live", "/health/ready"):
         assert ask("GET", path, {"Host": "evil.example"}, client=REMOTE, **KEYS).status_code == 200
 
@@ -108,7 +108,7 @@ def test_a_page_of_another_origin_is_refused(ask: Any, backend: Any, origin: str
     assert backend.requests == []
 
 
-def test_a_page_of_the_server_itself_and_one_that_is_allowed_are_answered(ask: Any):
+def test_pages_of_the_server_and_of_allowed_origins_are_answered(ask: Any):
     for origin in ("http://127.0.0.1:8000", "http://chat.example:3000"):
         headers = {"Origin": origin, "Content-Type": "application/json"}
         config = {"allowed_origins": ["http://chat.example:3000"]}
@@ -118,7 +118,7 @@ def test_a_page_of_the_server_itself_and_one_that_is_allowed_are_answered(ask: A
         assert response.headers["vary"] == "Origin"
 
 
-def test_a_page_that_is_allowed_can_read_an_error(ask: Any):
+def test_page_of_an_allowed_origin_can_read_an_error(ask: Any):
     headers = {"Origin": "null", "Content-Type": "application/json"}
     response = ask("POST", "/v1/chat/completions", headers, content="{", allowed_origins=["null"])
     assert (response.status_code, response.headers["access-control-allow-origin"]) == (400, "null")
@@ -144,7 +144,7 @@ def test_a_preflight_is_answered_for_allowed_origins_alone_and_without_a_key(ask
 
 
 @pytest.mark.parametrize("sent", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
-def test_a_body_that_is_not_said_to_be_json_is_a_415(ask: Any, backend: Any, sent: str):
+def test_body_without_a_json_content_type_is_a_415(ask: Any, backend: Any, sent: str):
     headers = {"Content-Type": sent} if sent else {}
     response = ask("POST", "/v1/chat/completions", headers, content=CHAT)
     assert_refused(response, 415, "unsupported_media_type", "application/json")
@@ -152,7 +152,7 @@ def test_a_body_that_is_not_said_to_be_json_is_a_415(ask: Any, backend: Any, sen
 
 
 @pytest.mark.parametrize("sent", ["application/json", "application/json; charset=utf-8", "Application/JSON"])
-def test_json_is_taken_however_it_is_written(ask: Any, sent: str):
+def test_json_content_type_is_accepted_in_any_case_and_with_a_charset(ask: Any, sent: str):
     assert ask("POST", "/v1/chat/completions", {"Content-Type": sent}, content=CHAT).status_code == 200
 
 
@@ -176,7 +176,7 @@ def test_a_request_without_a_body_needs_no_content_type(ask: Any):
         {"x-api-key": "é"},
     ],
 )
-def test_without_one_of_the_keys_nothing_but_health_is_answered(ask: Any, backend: Any, headers: dict[str, str]):
+def test_requests_without_a_valid_key_are_refused_with_401(ask: Any, backend: Any, headers: dict[str, str]):
     sent: Any = {name: value.encode("latin-1") for name, value in headers.items()}
     for method, path in (("GET", "/v1/models"), ("GET", "/v1/status"), ("DELETE", "/v1/cache"), ("GET", "/nope")):
         response = ask(method, path, sent, **KEYS)
@@ -187,7 +187,7 @@ def test_without_one_of_the_keys_nothing_but_health_is_answered(ask: Any, backen
 
 
 @pytest.mark.parametrize("headers", [{"Authorization": f"bearer {KEY}"}, {"x-api-key": KEY}, {"X-API-Key": "other"}])
-def test_each_key_opens_everything(ask: Any, headers: dict[str, str]):
+def test_each_configured_key_gives_administrative_access(ask: Any, headers: dict[str, str]):
     assert ask("GET", headers=headers, client=REMOTE, **KEYS).status_code == 200
     assert ask("DELETE", "/v1/cache", headers, client=REMOTE, **KEYS).status_code == 200
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from deployments.chat import TextDelta
 from deployments.http.api_keys import ApiKeysError
+from deployments.protocol import TextDelta
 from engine.protocol import EngineFailed
 
 ADMIN, ANN, BOB = "key-of-the-administrator", "key-of-ann", "key-of-bob"
@@ -74,7 +74,9 @@ def chat(ask: Any, key: str, **fields: Any) -> httpx.Response:
 
 
 @pytest.mark.parametrize("key", [ANN, BOB])
-def test_a_key_that_is_not_administrative_sees_figures_and_deletes_nothing(ask: Any, backend: Any, key: str):
+def test_key_without_administrative_access_sees_only_figures_and_cannot_clear_the_cache(
+    ask: Any, backend: Any, key: str
+):
     async def page() -> dict[str, Any]:
         return {"model": "org/demo", "num_running": 3, "config": {"x": "secret"}, "path": "/secret"}
 
@@ -89,7 +91,7 @@ def test_a_key_that_is_not_administrative_sees_figures_and_deletes_nothing(ask: 
     assert backend.num_entries == 0
 
 
-def test_a_program_on_the_same_machine_needs_an_administrative_key_as_well(make_keyed: Any, backend: Any):
+def test_local_client_needs_an_administrative_key_on_a_server_with_keys(make_keyed: Any, backend: Any):
     async def talk() -> httpx.Response:
         transport = httpx.ASGITransport(make_keyed(), client=("127.0.0.1", 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
@@ -99,14 +101,14 @@ def test_a_program_on_the_same_machine_needs_an_administrative_key_as_well(make_
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/messages", "/v1/messages/count_tokens", "/nope"])
-def test_both_headers_are_taken_on_routes_of_both_dialects(ask: Any, path: str):
+def test_both_key_headers_are_accepted_on_routes_of_both_dialects(ask: Any, path: str):
     for headers in (bearer(ANN), {"x-api-key": ANN}, {"x-api-key": ANN, **bearer(ANN)}):
         assert ask("GET", path, headers).status_code != 401
     assert ask("GET", path).status_code == 401
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_on_anthropics_routes_x_api_key_wins(ask: Any, path: str):
+def test_x_api_key_takes_precedence_on_anthropic_routes(ask: Any, path: str):
     refused = ask("POST", path, {"x-api-key": "wrong", **bearer(ANN)}, {})
     assert refused.status_code == 401
     assert refused.json()["type"] == "error" and refused.json()["error"]["type"] == "authentication_error"
@@ -114,26 +116,26 @@ def test_on_anthropics_routes_x_api_key_wins(ask: Any, path: str):
     assert ask("POST", path, {"x-api-key": "", **bearer(ANN)}, {}).status_code != 401
 
 
-def test_on_other_routes_either_header_is_enough(ask: Any):
+def test_either_key_header_is_enough_on_openai_routes(ask: Any):
     for headers in ({"x-api-key": "wrong", **bearer(ANN)}, {"x-api-key": ANN, **bearer("wrong")}):
         assert ask("POST", "/v1/chat/completions", headers, CHAT).status_code == 200
     assert ask("GET", "/v1/models", {"x-api-key": "wrong", **bearer("wrong")}).status_code == 401
 
 
-def test_an_empty_key_opens_nothing(make_app: Any, ask: Any):
+def test_empty_key_is_refused_even_when_its_hash_is_configured(make_app: Any, ask: Any):
     ask.app = make_app(api_keys=[entry("", "x")["hash"]])
     for headers in ({"x-api-key": ""}, {"Authorization": "Bearer "}, {"Authorization": "Bearer"}):
         assert ask("GET", "/v1/models", headers).status_code == 401
 
 
-def test_keys_of_a_variable_open_everything(make_app: Any, ask: Any, monkeypatch: pytest.MonkeyPatch):
+def test_keys_of_an_environment_variable_are_administrative(make_app: Any, ask: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ORCHARD_TEST_KEYS", f"{ANN},{BOB}")
     ask.app = make_app(api_keys_env="ORCHARD_TEST_KEYS")
     assert ask("DELETE", "/v1/cache", bearer(BOB)).status_code == 200
     assert ask("GET", "/v1/models", bearer(ADMIN)).status_code == 401
 
 
-def test_an_app_whose_keys_cannot_be_read_is_not_made(make_app: Any, tmp_path: Path):
+def test_missing_api_keys_file_is_an_error_when_the_app_is_built(make_app: Any, tmp_path: Path):
     with pytest.raises(ApiKeysError, match="does not exist"):
         make_app(api_keys_file=str(tmp_path / "nothing"))
 
@@ -141,7 +143,7 @@ def test_an_app_whose_keys_cannot_be_read_is_not_made(make_app: Any, tmp_path: P
 # --- in whose name ---------------------------------------------------------------------------------------------------
 
 
-def test_a_request_is_its_keys_whatever_it_says_itself(ask: Any, backend: Any):
+def test_tenant_and_client_of_a_request_are_prefixed_with_those_of_its_key(ask: Any, backend: Any):
     for key in (ANN, BOB):
         chat(ask, key)
         chat(ask, key, cache_salt="salt", user="eve")
@@ -170,7 +172,7 @@ def test_requests_per_minute_are_limited_and_the_answer_says_how(ask: Any, make_
     assert len(backend.requests) == 2 and chat(ask, BOB).status_code == 200
 
 
-def test_a_body_that_is_no_request_is_not_counted(ask: Any, make_keyed: Any):
+def test_invalid_bodies_are_not_counted_as_requests(ask: Any, make_keyed: Any):
     ask.app = make_keyed({"max_requests_per_minute": 1})
     for _ in range(3):
         assert chat(ask, ANN, temperature=9).status_code == 400
@@ -195,7 +197,7 @@ def test_tokens_of_an_answer_that_fails_are_charged(ask: Any, make_keyed: Any, b
     assert left < 300
 
 
-def test_tokens_of_an_answer_whose_client_leaves_are_charged_and_its_rows_are_free(
+def test_tokens_of_an_answer_are_charged_and_its_rows_freed_when_its_client_disconnects(
     make_keyed: Any, connect: Any, backend: Any
 ):
     """Another request with the same key then finds less."""
@@ -227,7 +229,7 @@ def test_anthropics_routes_have_anthropics_headers(ask: Any, make_keyed: Any):
     assert not any(name.startswith("x-ratelimit") for name in headers)
 
 
-def test_a_key_without_limits_gets_no_headers_about_them(ask: Any):
+def test_answer_to_a_key_without_limits_has_no_rate_limit_headers(ask: Any):
     assert not any("ratelimit" in name for name in chat(ask, BOB).headers)
 
 

@@ -13,8 +13,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from deployments.chat import TextDelta
 from deployments.http.request_reader import MAX_INLINE_BYTES
+from deployments.protocol import TextDelta
 from engine.protocol import EngineFailed, InvalidRequest, Overloaded, Unavailable
 
 PROMPT, ANSWER = "xylophone-prompt", "xylophone-answer"
@@ -118,14 +118,16 @@ def _only_the_servers_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("httpx"), "disabled", True)
 
 
-def test_routes_are_found(make: Any):
+def test_listing_of_routes_contains_post_get_and_delete_routes(make: Any):
     assert {("POST", "/v1/chat/completions"), ("GET", f"/v1/models/{MARK}"), ("DELETE", "/v1/cache")} <= set(
         routes(make())
     )
 
 
 @pytest.mark.parametrize("key", [{"Authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}, {"x-api-key": WRONG_KEY}, {}])
-def test_no_route_logs_what_it_is_sent(make: Any, backend: Any, log: pytest.LogCaptureFixture, key: dict[str, str]):
+def test_no_route_logs_the_text_of_a_request(
+    make: Any, backend: Any, log: pytest.LogCaptureFixture, key: dict[str, str]
+):
     """Once by a key with an allowance for all requests, and once by one that is used up by the first."""
     backend.script = ENDS["answered"]
     bodies = [*map(json.dumps, BODIES.values()), *(RAW[name] for name in ("no JSON", "no object", "no text"))]
@@ -140,7 +142,7 @@ def test_no_route_logs_what_it_is_sent(make: Any, backend: Any, log: pytest.LogC
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_end_of_an_answer_is_logged_with_its_text(
+def test_end_of_an_answer_is_logged_without_its_text(
     make: Any, backend: Any, log: pytest.LogCaptureFixture, end: str, stream: bool
 ):
     backend.script = ENDS[end]
@@ -152,7 +154,7 @@ def test_no_end_of_an_answer_is_logged_with_its_text(
 
 
 @pytest.mark.parametrize("error", STARTS, ids=lambda error: type(error).__name__)
-def test_a_request_that_cannot_begin_is_logged_without_its_text(
+def test_request_that_fails_to_start_is_logged_without_its_text(
     make: Any, backend: Any, log: pytest.LogCaptureFixture, error: Exception
 ):
     backend.start_script = [error]
@@ -161,7 +163,7 @@ def test_a_request_that_cannot_begin_is_logged_without_its_text(
     assert_silent(log)
 
 
-def test_a_body_that_a_process_reads_or_that_is_too_large_is_not_logged(
+def test_large_or_refused_body_is_not_logged(
     make: Any, log: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ):
     request = ("POST", "/v1/chat/completions", {"x-api-key": KEY}, RAW["too large"])
@@ -171,7 +173,7 @@ def test_a_body_that_a_process_reads_or_that_is_too_large_is_not_logged(
     assert MARK not in "".join(capfd.readouterr())
 
 
-def test_a_client_that_leaves_is_logged_without_its_text(
+def test_disconnect_of_a_client_is_logged_without_its_text(
     make: Any, connect: Any, backend: Any, log: pytest.LogCaptureFixture
 ):
     backend.script = [TextDelta(ANSWER, 1), asyncio.Event()]
@@ -185,5 +187,5 @@ def test_a_client_that_leaves_is_logged_without_its_text(
         await running
 
     asyncio.run(leave())
-    assert "the client left" in log.text
+    assert "the client disconnected" in log.text
     assert_silent(log)

@@ -12,9 +12,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.chat import ChatRequest
 from deployments.http.api_keys import ApiKeysError, KeyIdentity, KeyLimits, KeyRing, read_api_keys
 from deployments.http.config import HttpConfig
+from deployments.protocol import ChatRequest
 
 VARIABLE = "ORCHARD_TEST_KEYS"
 
@@ -54,7 +54,7 @@ def found(keys: KeyRing, key: str) -> KeyIdentity:
 
 
 @pytest.mark.parametrize("dump", [yaml.safe_dump, json.dumps], ids=["yaml", "json"])
-def test_a_file_says_what_each_key_stands_for(write: Any, dump: Callable[[Any], str]):
+def test_key_file_gives_each_key_its_tenant_client_and_limits(write: Any, dump: Callable[[Any], str]):
     limits: dict[str, Any] = {"max_requests_per_minute": 5, "max_tokens_per_minute": 700, "max_rows": 3}
     entries = [entry(tenant="acme", client="team", **limits), entry("two", "bob", is_administrative=True)]
     keys = read(api_keys_file=write(dump(entries)))
@@ -63,7 +63,7 @@ def test_a_file_says_what_each_key_stands_for(write: Any, dump: Callable[[Any], 
     assert keys.find("three") is None
 
 
-def test_a_variable_holds_plain_keys_which_are_administrative(monkeypatch: pytest.MonkeyPatch):
+def test_plain_keys_of_the_environment_variable_are_administrative(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VARIABLE, "first, second\n")
     keys = read(api_keys_env=VARIABLE)
     assert found(keys, "second") == KeyIdentity(f"{VARIABLE}[1]", is_administrative=True)
@@ -77,14 +77,14 @@ def test_hashes_of_the_configuration_stay_administrative_and_unlimited():
     assert not identity.limits
 
 
-def test_all_three_places_are_valid_together(write: Any, monkeypatch: pytest.MonkeyPatch):
+def test_keys_of_config_file_and_environment_are_valid_together(write: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VARIABLE, "env")
     keys = read(api_keys=[hash_of("bare")], api_keys_file=write([entry("file")]), api_keys_env=VARIABLE)
     assert len(keys) == 3
     assert [found(keys, key).name for key in ("bare", "file", "env")] == ["api_keys[0]", "ann", f"{VARIABLE}[0]"]
 
 
-def test_without_a_key_in_the_request_none_is_found(write: Any):
+def test_empty_key_is_never_found(write: Any):
     assert read(api_keys_file=write([entry("")])).find("") is None, "somebody hashed an empty variable"
 
 
@@ -92,15 +92,15 @@ def test_without_a_key_in_the_request_none_is_found(write: Any):
 
 WRONG_FILES = {
     "empty": ("", "the file: expected a list of keys"),
-    "no keys": ("[]", "holds no keys"),
+    "no keys": ("[]", "contains no keys"),
     "mapping": ("{hash: x}", "the file: expected a list of keys, each with `hash` and `name`"),
-    "no yaml": ("- {hash: plainsecret\n- x: [", "is no valid YAML in line"),
-    "python object": ("- !!python/name:os.system", "is no valid YAML in line 1"),
-    "control character": ("- \x01", "is no valid YAML"),
+    "no yaml": ("- {hash: plainsecret\n- x: [", "is not valid YAML in line"),
+    "python object": ("- !!python/name:os.system", "is not valid YAML in line 1"),
+    "control character": ("- \x01", "is not valid YAML"),
     "plain key": ([{"hash": "plainsecret", "name": "a"}], "[0].hash: String should match pattern"),
     "no name": ([{"hash": hash_of("a")}], "[0].name: is missing"),
     "name with a line break": ([entry(name="a\nb")], "[0].name: String should match pattern"),
-    "unknown field": ([entry(max_row=1)], "[0].max_row: there is no such field; there are hash, name, tenant"),
+    "unknown field": ([entry(max_row=1)], "[0].max_row: unknown field; the fields are hash, name, tenant"),
     "no requests": ([entry(), entry("b", "b", max_rows=0)], "[1].max_rows: Input should be greater than"),
     "the same hash": ([entry(), entry(name="bob")], "[1] has the same hash as http.api_keys_file"),
     "the same name": ([entry(), entry("two")], '[1] has the same name "ann" as http.api_keys_file'),
@@ -117,7 +117,7 @@ def test_a_mistake_in_the_file_is_named_and_not_quoted(write: Any, content: Any,
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o640, 0o620, 0o602, 0o601])
-def test_a_file_that_others_have_access_to_is_refused_with_its_mode(write: Any, mode: int):
+def test_key_file_accessible_to_other_users_is_refused_with_its_mode(write: Any, mode: int):
     with pytest.raises(ApiKeysError, match=rf"keys\.yaml has the mode {mode:04o}.*ssh.*chmod 600"):
         read(api_keys_file=write([entry()], mode))
 
@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("config", [{"api_keys_file": "keys.yaml"}, {"api_keys_file": ""}, {"api_keys_env": "A-B"}])
-def test_a_place_that_cannot_be_one_is_refused_by_the_configuration(config: dict[str, str]):
+def test_invalid_key_file_path_or_variable_name_is_refused_by_the_configuration(config: dict[str, str]):
     with pytest.raises(ValueError, match=r"api_keys_\w+\n  String should match pattern"):
         HttpConfig(**config)  # pyright: ignore[reportArgumentType]
 
@@ -170,7 +170,7 @@ def test_a_mistake_in_the_variable_is_named_and_not_quoted(
     assert said in error.value.message and "secret" not in error.value.message
 
 
-def test_a_key_of_two_places_is_refused(write: Any):
+def test_key_configured_in_two_places_is_refused(write: Any):
     with pytest.raises(ApiKeysError, match=r"keys\.yaml: \[0\] has the same hash as http\.api_keys\[0\]"):
         read(api_keys=[hash_of("one")], api_keys_file=write([entry()]))
 
@@ -183,7 +183,7 @@ def applied(identity: KeyIdentity, tenant: str = "", client: str = "") -> tuple[
     return request.tenant, request.client
 
 
-def test_keys_of_one_tenant_share_a_cache_and_those_of_others_do_not():
+def test_keys_share_a_prefix_cache_only_within_a_tenant():
     one, two, other, without = (
         KeyIdentity(name, tenant, name) for name, tenant in (("a", "acme"), ("b", "acme"), ("c", "apex"), ("d", ""))
     )
@@ -200,14 +200,14 @@ def test_no_salt_and_no_user_reaches_what_is_another_keys(own: str, salt: str, o
     assert (mine == theirs) == ((own, salt) == (other, other_salt))
 
 
-def test_a_salt_cannot_be_written_as_anothers_joined_one():
+def test_cache_salt_cannot_forge_the_cache_of_another_tenant():
     acme, without = KeyIdentity("a", "acme"), KeyIdentity("b")
     for salt in ("", "salt"):
         forged = applied(acme, salt)[0]
         assert applied(without, forged)[0] != forged
 
 
-def test_on_a_server_without_keys_a_request_stays_as_it_is():
+def test_request_keeps_its_salt_and_user_on_a_server_without_keys():
     assert applied(KeyIdentity(""), "salt", "ann") == ("salt", "ann")
 
 

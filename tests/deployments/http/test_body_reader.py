@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from deployments.chat import PackedMessages
 from deployments.http import body_reader
 from deployments.http.body_reader import BodyReader
 from deployments.http.errors import ModelNotFound
 from deployments.http.request_reader import MAX_INLINE_BYTES, ReadingRules, read_request
+from deployments.protocol import PackedMessages
 from engine.protocol import InvalidRequest, Unavailable
 
 RULES = ReadingRules("org/demo", frozenset({"image"}))
@@ -81,7 +81,7 @@ def read(request):
     ],
     ids=["text", "merged", "image", "schema"],
 )
-def test_a_large_body_is_read_as_a_small_one_is(read, sent: bytes):
+def test_large_body_read_in_a_process_equals_the_body_read_inline(read, sent: bytes):
     assert len(sent) > MAX_INLINE_BYTES
     [there] = read(sent)
     assert isinstance(there.request.messages, PackedMessages)
@@ -89,7 +89,7 @@ def test_a_large_body_is_read_as_a_small_one_is(read, sent: bytes):
     assert tuple(there.request.messages) == read_request(sent, "chat", RULES).request.messages
 
 
-def test_errors_of_a_large_body_are_those_of_a_small_one(read):
+def test_errors_of_a_body_read_in_a_process_equal_those_of_an_inline_read(read):
     unknown, wrong, broken = body(user(LARGE), model="other"), body(user(LARGE), top_p=3), body(user(LARGE))[:-1]
     said = read(unknown, wrong, broken)
     for error, sent in zip(said, (unknown, wrong, broken), strict=True):
@@ -100,7 +100,7 @@ def test_errors_of_a_large_body_are_those_of_a_small_one(read):
     assert isinstance(said[0], ModelNotFound)
 
 
-def test_small_bodies_start_no_process_and_large_ones_share_one(read):
+def test_small_bodies_start_no_process_and_large_bodies_share_a_process(read):
     before = set(children())
     read(body(user("Hi")), between=lambda: None)
     assert set(children()) == before
@@ -142,7 +142,7 @@ def test_patterns_of_the_operator_never_run_on_the_event_loop(read, monkeypatch)
     assert ticks > 10
 
 
-def test_a_process_that_was_killed_is_replaced(read):
+def test_killed_reader_process_is_replaced(read):
     before = set(children())
 
     def kill() -> None:
@@ -154,7 +154,7 @@ def test_a_process_that_was_killed_is_replaced(read):
     assert said[0] == said[1] == read_request(body(user(LARGE)), "chat", RULES)
 
 
-def test_a_process_that_dies_over_a_body_makes_its_request_unavailable(monkeypatch):
+def test_request_whose_reader_process_dies_is_unavailable_and_the_next_body_is_read(monkeypatch):
     async def talk() -> None:
         reader, before = BodyReader(RULES, 2**25), set(children())
         good = await reader.read(body(user(LARGE)), "chat")
@@ -171,7 +171,7 @@ def test_a_process_that_dies_over_a_body_makes_its_request_unavailable(monkeypat
     asyncio.run(talk())
 
 
-def test_a_caller_that_leaves_takes_no_process_with_it(read):
+def test_cancelled_read_ends_no_reader_process(read):
     async def talk() -> None:
         reader, before = BodyReader(RULES, 2**25), set(children())
         await reader.read(body(user(LARGE)), "chat")
@@ -206,7 +206,7 @@ def test_closing_ends_the_processes():
     assert gone and not alive
 
 
-def test_processes_end_with_the_one_that_started_them():
+def test_reader_processes_end_with_their_parent_process():
     story = (
         "import asyncio, json, os, signal\n"
         "from deployments.http.body_reader import BodyReader\n"

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.chat import EngineAnswer, SilentEngine
 from deployments.http.cache import MAX_QUOTED_CHARS, cache_body, cleared_body, explanation
+from deployments.protocol import EngineAnswer, SilentEngine
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import CacheCleared, CacheEntry, CacheMiss, CacheMissReason, CacheStatus
+from engine.protocol import CacheCleared, CacheEntryStatus, CacheMiss, CacheMissReason, CacheStatus
 
 TOKENIZER = ChatTokenizer(DEMO_MODEL)
 SPELL = TOKENIZER.token_bytes
-ENTRY = CacheEntry("system", 38, 4096, 3, pinned=True, tenant="ab12", where="both", age_s=9.5, idle_s=0.5)
+ENTRY = CacheEntryStatus("system", 38, 4096, 3, pinned=True, tenant="ab12", where="both", age_s=9.5, idle_s=0.5)
 
 
 def ids(text: str) -> tuple[int, ...]:
@@ -34,47 +34,53 @@ LOST = {"num_common": 38}
 @pytest.mark.parametrize(
     ("found", "sentence"),
     [
-        (COLD, "nothing is stored that this prompt of 40 tokens begins with"),
+        (COLD, "no snapshot matches the start of this prompt of 40 tokens"),
         (
             miss("evicted", **LOST),
-            "a stored system boundary would have served 38 of 40 tokens, but it was evicted to make room for others",
+            "a snapshot at a system boundary covered 38 of 40 tokens, but it was evicted to free memory",
         ),
         (
             miss("cleared", **LOST, boundary="turn"),
-            "a stored turn boundary would have served 38 of 40 tokens, but it was cleared",
+            "a snapshot at a turn boundary covered 38 of 40 tokens, but it was cleared",
         ),
         (
             miss("tenant", **LOST),
-            "a stored system boundary would have served 38 of 40 tokens, but it belongs to another cache_salt",
+            "a snapshot at a system boundary covered 38 of 40 tokens, "
+            "but it belongs to another tenant (cache_salt or API key)",
         ),
         (
             miss("image"),
-            "12 of 40 tokens are those of a stored system boundary (38 tokens); the pictures differ at token 12",
+            "the first 12 of 40 tokens match a snapshot at a system boundary (38 tokens); "
+            "the images differ at token 12",
         ),
-        (miss("tools"), "12 of 40 tokens are those of a stored system boundary (38 tokens); the tools differ"),
+        (
+            miss("tools"),
+            "the first 12 of 40 tokens match a snapshot at a system boundary (38 tokens); the tools differ",
+        ),
         (
             miss("template_kwargs"),
-            "12 of 40 tokens are those of a stored system boundary (38 tokens); the chat_template_kwargs differ",
+            "the first 12 of 40 tokens match a snapshot at a system boundary (38 tokens); "
+            "the chat_template_kwargs differ",
         ),
         (
             miss("text", prompt_token_ids=ids("blue"), stored_token_ids=ids(" red")),
-            "12 of 40 tokens are those of a stored system boundary (38 tokens); "
+            "the first 12 of 40 tokens match a snapshot at a system boundary (38 tokens); "
             "the text differs at token 12: 'blue' instead of ' red'",
         ),
         (
             miss("text", num_cached=10, boundary="turn", prompt_token_ids=ids("blue"), stored_token_ids=ids(" red")),
-            "10 of 40 tokens were served; 12 of 40 tokens are those of a stored turn boundary (38 tokens); "
+            "10 of 40 tokens were cached; the first 12 of 40 tokens match a snapshot at a turn boundary (38 tokens); "
             "the text differs at token 12: 'blue' instead of ' red'",
         ),
         (
             miss("text", num_prompt_tokens=12, stored_token_ids=ids(" red")),
-            "12 of 12 tokens are those of a stored system boundary (38 tokens); "
-            "the prompt ends there, and what is stored goes on with ' red'",
+            "the first 12 of 12 tokens match a snapshot at a system boundary (38 tokens); "
+            "the prompt ends there, and the snapshot continues with ' red'",
         ),
     ],
     ids=lambda value: value.reason if isinstance(value, CacheMiss) else "",
 )
-def test_each_reason_has_its_sentence(found: CacheMiss, sentence: str):
+def test_each_reason_of_a_cache_miss_has_its_explanation(found: CacheMiss, sentence: str):
     assert explanation(found, SPELL) == sentence
 
 
@@ -87,17 +93,17 @@ def test_control_characters_and_control_tokens_are_quoted_as_harmless_text():
     assert r"'\u202ex' instead of" in text_miss(ids("\u202ex")), "what turns the direction of text"
 
 
-def test_half_a_character_is_shown_as_such():
+def test_half_a_character_is_shown_as_a_replacement_character():
     first_half = ids("🙂")[:1]
     assert len(ids("🙂")) > 1, "this tokenizer spells it in several tokens"
     assert "'�' instead of 'x'" in text_miss(first_half, ids("x"))
 
 
-def test_ids_that_are_no_tokens_say_nothing():
+def test_ids_outside_the_vocabulary_are_shown_as_empty_text():
     assert "'x' instead of ''" in text_miss(ids("x"), (4096, 2**31 - 1))
 
 
-def test_no_more_than_a_few_tokens_are_quoted():
+def test_explanation_of_a_miss_quotes_only_a_few_tokens():
     words = ids(" red blue green yellow" * 5)
     shown = TOKENIZER.detokenizer(()).push(words[:8])
     assert f"{shown!r} instead of ''" in text_miss(words)
@@ -140,7 +146,7 @@ def answers(*said: Any) -> list[EngineAnswer[Any]]:
     return [EngineAnswer(f"node-{i}", f"replica-{i}", answer) for i, answer in enumerate(said)]
 
 
-def test_the_figures_of_all_engines_are_added_up():
+def test_cache_figures_of_all_engines_are_added_up():
     totals = cache_body(answers(*STATUSES), [], SPELL)["totals"]
     by_reason = totals.pop("misses_by_reason")
     assert totals == {
@@ -184,7 +190,7 @@ def test_each_engine_shows_its_own_figures_entries_and_explained_misses():
     assert (off["off"], off["entries"]) == ("prefix_cache.enabled is false", [])
 
 
-def test_an_engine_that_does_not_answer_is_named():
+def test_silent_engine_is_listed_as_missing():
     silent = [SilentEngine("node-9", "no answer within 10 s")]
     named = [{"node_id": "node-9", "reason": "no answer within 10 s"}]
     assert cache_body([], silent, SPELL)["missing"] == named
@@ -193,7 +199,7 @@ def test_an_engine_that_does_not_answer_is_named():
     assert cache_body(answers(*STATUSES), [], SPELL)["missing"] == []
 
 
-def test_what_was_cleared_is_added_up_and_told_of_each_engine():
+def test_cleared_entries_are_added_up_and_listed_per_engine():
     body = cleared_body(answers(CacheCleared(3, 100, 2), CacheCleared(1, 10)), [])
     assert body["cleared"] == {"entries": 4, "bytes": 110, "files": 2}
     assert body["engines"] == [
@@ -203,6 +209,6 @@ def test_what_was_cleared_is_added_up_and_told_of_each_engine():
     assert cleared_body([], [])["cleared"] == {"entries": 0, "bytes": 0, "files": 0}
 
 
-def test_the_bodies_are_json():
+def test_bodies_of_the_cache_page_are_valid_json():
     for body in (cache_body(answers(*STATUSES), [], SPELL), cleared_body(answers(CacheCleared(1, 2, 3)), [])):
         json.dumps(body, allow_nan=False)

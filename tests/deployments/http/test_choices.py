@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from deployments.chat import SpecPrefillReport, TextDelta, TextLogprobs
+from deployments.protocol import SpecPrefillReport, TextDelta, TextLogprobs
 from engine.protocol import EngineFailed
 
 HELLO = (TextLogprobs(b"Hel", -0.5, ((b"Hel", -0.5), (b"\xf0\x9f", -2.0))), TextLogprobs(b"lo", -0.25))
@@ -48,8 +48,8 @@ def test_choices_are_sorted_by_index_and_their_tokens_are_added_up(chat, backend
     }
 
 
-@pytest.mark.parametrize("dense_because", [None, "deadline of 30 s"])
-def test_the_usage_tells_what_became_of_a_sparse_prompt_streamed_and_whole(chat, backend, dense_because):
+@pytest.mark.parametrize("dense_because", [None, "deadline: no plan within 30 s"])
+def test_usage_reports_the_sparse_prefill_of_streamed_and_whole_answers(chat, backend, dense_because):
     backend.spec_prefill = SpecPrefillReport(9000, 1.23456, dense_because)
     whole = chat().json()["usage"]
     assert whole["prompt_tokens_details"] == {
@@ -64,11 +64,11 @@ def test_the_usage_tells_what_became_of_a_sparse_prompt_streamed_and_whole(chat,
     assert chunks_of(chat(stream=True, stream_options={"include_usage": True}))[-1]["usage"] == whole
 
 
-def test_the_usage_is_silent_about_sparse_prompts_where_none_was_wanted(chat):
+def test_usage_has_no_sparse_prefill_entry_without_a_sparse_prefill_report(chat):
     assert chat().json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
 
 
-def test_streamed_choices_come_as_they_grow_and_end_by_themselves(chat, backend):
+def test_streamed_choices_are_interleaved_and_end_independently(chat, backend):
     backend.script = TWO
     response = chat(n=2, stream=True, stream_options={"include_usage": True})
     seen = [(c["index"], c["delta"].get("content"), c["finish_reason"]) for c in choices_of(response)]
@@ -86,7 +86,7 @@ def test_streamed_choices_come_as_they_grow_and_end_by_themselves(chat, backend)
     assert chunks_of(response)[-1]["usage"] == chat(n=2).json()["usage"]
 
 
-def test_a_choice_that_is_over_is_sent_while_another_runs(connect, backend):
+def test_finished_choice_is_sent_while_another_choice_runs(connect, backend):
     async def talk() -> None:
         gate = asyncio.Event()
         backend.script = [*TWO[:3], gate, *TWO[3:]]
@@ -121,7 +121,7 @@ def test_an_error_after_one_choice_has_ended_ends_the_stream(chat, backend):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_generation_is_closed_when_the_client_of_several_choices_leaves(connect, backend, stream):
+def test_generation_is_closed_when_the_client_of_several_choices_disconnects(connect, backend, stream):
     async def talk() -> None:
         backend.script = [*TWO[:3], asyncio.Event()]
         connection = connect(n=2, stream=stream)
@@ -165,7 +165,7 @@ def test_logprobs_have_the_shape_of_openai(chat, backend):
     ]
 
 
-def test_logprobs_are_sent_with_the_tokens_whose_text_is_held_back(chat, backend):
+def test_logprobs_are_sent_even_when_the_text_of_their_tokens_is_withheld(chat, backend):
     backend.script = [TextDelta("", 1, logprobs=HELLO[:1]), TextDelta("Hello", 1, logprobs=HELLO[1:])]
     backend.script += [TextDelta("!", 0, "stop")]
     _, held, hello, rest, last = choices_of(chat(logprobs=True, stream=True))
@@ -185,7 +185,7 @@ def test_an_answer_without_tokens_has_no_logprobs_but_an_empty_list(chat, backen
     assert chat().json()["choices"][0]["logprobs"] is None
 
 
-def test_what_is_impossible_is_a_number_that_json_knows(chat, backend):
+def test_infinite_logprobs_are_sent_as_minus_9999(chat, backend):
     impossible = TextLogprobs(b"x", -math.inf, ((b"y", -math.inf),))
     backend.script = [TextDelta("x", 1, "stop", logprobs=(impossible,))]
     (entry,) = chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]

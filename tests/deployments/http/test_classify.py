@@ -1,7 +1,7 @@
 import pytest
 
-from deployments.chat import MEDIA_KINDS, Route
 from deployments.http.classify import classify, find_media, reject_unsupported_media
+from deployments.protocol import MEDIA_KINDS, Route
 from engine.protocol import InvalidRequest
 
 TEXT = {"type": "text", "text": "a"}
@@ -29,18 +29,18 @@ def test_media_in_any_turn_goes_to_the_media_planner(part_type, role):
     assert list(find_media(messages)) == [(MEDIA_KINDS[part_type], "messages[1].content[1]")]
 
 
-def test_media_within_a_block_of_a_tool_result_counts():
+def test_media_within_a_tool_result_block_goes_to_the_media_planner():
     messages = [{"role": "user", "content": [{"type": "tool_result", "content": [TEXT, {"type": "image"}]}]}]
     assert classify(messages) is Route.MLLM
     assert list(find_media(messages)) == [("image", "messages[0].content[0].content[1]")]
 
 
-def test_a_kind_that_the_model_reads_is_accepted():
+def test_media_kind_supported_by_the_model_is_accepted():
     reject_unsupported_media([{"role": "user", "content": [{"type": "image_url"}]}], frozenset({"image"}))
 
 
 @pytest.mark.parametrize(("kinds", "accepted"), [(frozenset(), "text."), (frozenset({"image"}), "text, image.")])
-def test_a_kind_that_the_model_lacks_is_refused_by_kind_and_path(kinds, accepted):
+def test_media_kind_unsupported_by_the_model_is_refused_by_kind_and_path(kinds, accepted):
     messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": [TEXT, {"type": "input_audio"}]}]
     with pytest.raises(InvalidRequest) as caught:
         reject_unsupported_media(messages, kinds)

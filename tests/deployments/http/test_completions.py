@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
-from deployments.chat import Route, TextDelta, TextLogprobs
 from deployments.http.openai.completions_encoder import LogprobsEncoder, token_name
+from deployments.protocol import Route, TextDelta, TextLogprobs
 from engine.protocol import EngineFailed, InvalidRequest, Overloaded
 from tests.deployments.http.conftest import assert_refused
 
@@ -61,7 +61,7 @@ def test_a_prompt_is_continued(complete, backend):
     assert (request.raw_prompt, request.messages, request.max_tokens, route) == ("Once", (), 16, Route.TEXT)
 
 
-def test_a_stream_says_the_same_as_the_whole(complete):
+def test_stream_has_the_text_finish_reason_and_usage_of_the_whole_completion(complete):
     chunks = chunks_of(complete(stream=True, stream_options={"include_usage": True}))
     assert texts_of(chunks) == {0: "Hello"}
     assert [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]] == [None, "stop"]
@@ -99,7 +99,7 @@ def test_the_choices_of_several_prompts_are_numbered_prompt_by_prompt(complete, 
     assert [generation.num_closed for generation in backend.generations] == [1] * 4
 
 
-def test_all_prompts_are_one_entry_with_the_sum_of_their_choices(complete, backend):
+def test_choices_of_all_prompts_together_count_against_the_capacity(complete, backend):
     backend.capacity = 5
     refused = complete(prompt=["p", "q", "r"], n=2)
     assert refused.status_code == 429 and "6 more" in refused.json()["error"]["message"]
@@ -131,7 +131,7 @@ def test_logprobs_are_written_in_the_legacy_form(complete, backend):
     assert backend.requests[-1][0].logprobs == 0
 
 
-def test_text_offsets_count_characters_whatever_tokens_they_are_split_into():
+def test_text_offsets_count_characters_even_when_tokens_split_a_character():
     text = "aé🙂b"
     pieces = [text.encode()[i : i + 1] for i in range(len(text.encode()))]
     encoder = LogprobsEncoder()
@@ -141,7 +141,7 @@ def test_text_offsets_count_characters_whatever_tokens_they_are_split_into():
     assert token_name(b"\xc3") == "bytes:\\xc3"
 
 
-def test_fields_of_sampling_mean_what_they_mean_in_chat(complete, backend):
+def test_sampling_fields_of_completions_mean_the_same_as_in_chat(complete, backend):
     fields = {"temperature": 0.5, "top_k": -1, "min_p": 0.1, "seed": -1, "stop": "\n", "logit_bias": {"5": 1}}
     complete(**fields, max_tokens=-1, user="u", guided_regex="a+b", min_tokens=0)
     complete(max_tokens=None, stop=["a", "b"], response_format={"type": "json_object"}, priority=3)
@@ -178,7 +178,7 @@ def test_fields_of_sampling_mean_what_they_mean_in_chat(complete, backend):
         ({"messages": []}, "messages", ["/v1/chat/completions"]),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(complete, backend, fields, param, named):
+def test_invalid_or_unsupported_field_is_refused_by_name(complete, backend, fields, param, named):
     assert_refused(complete(**fields), backend, param, named)
 
 
@@ -189,7 +189,7 @@ def test_unknown_fields_are_reported_or_refused(complete, make_app):
     assert complete(prompt="a", model="other").status_code == 404
 
 
-def test_one_prompt_that_fails_ends_them_all(complete, backend):
+def test_failure_of_a_prompt_ends_all_prompts_of_the_request(complete, backend):
     backend.script = [TextDelta("a", 1), EngineFailed("secret")]
     assert complete(prompt=["p", "q"]).status_code == 500
     assert [generation.num_closed for generation in backend.generations] == [1, 1]
@@ -198,7 +198,7 @@ def test_one_prompt_that_fails_ends_them_all(complete, backend):
     assert '"error"' in last and end == "" and "secret" not in streamed.text
 
 
-def test_a_prompt_that_cannot_be_started_ends_those_that_have(complete, backend):
+def test_failed_start_of_a_prompt_closes_the_generations_that_have_started(complete, backend):
     start = backend.start
 
     async def start_first(request, route):

@@ -12,9 +12,9 @@ import numpy as np
 import openai
 import pytest
 
-from deployments.chat import ChatRequest, Embeddings, EmbedRequest
 from deployments.embedding import embed_all
 from deployments.http.openai.embeddings import embeddings_body
+from deployments.protocol import ChatRequest, Embeddings, EmbedRequest
 from engine.protocol import EngineFailed, InvalidRequest
 from tests.deployments.http.conftest import assert_refused
 
@@ -59,14 +59,14 @@ def test_base64_is_little_endian_float32(embed):
     assert struct.unpack("<3f", base64.b64decode(item["embedding"])) == (0, 1, 0)
 
 
-def test_numbers_are_exact():
+def test_embedding_values_in_json_are_exact_in_float32():
     vector = np.random.default_rng(0).normal(size=300).astype("<f4")
     vector[:3] = 1e-38, -0.0, 1 / 3
     body = json.loads(asyncio.run(embeddings_body([vector.tobytes()], False, "m", 1)))
     assert np.array_equal(np.array(body["data"][0]["embedding"], np.float32), vector)
 
 
-def test_the_openai_client_reads_both_forms(make_app):
+def test_openai_client_reads_base64_and_float_embeddings(make_app):
     async def talk() -> None:
         http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(make_app()), base_url="http://127.0.0.1")
         async with openai.AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="x", http_client=http) as client:
@@ -89,12 +89,12 @@ def test_the_openai_client_reads_both_forms(make_app):
         ({"messages": [{"role": "user", "content": "x"}]}, "messages", ["`input`"]),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(embed, backend, fields, param, named):
+def test_invalid_or_unsupported_field_is_refused_by_name(embed, backend, fields, param, named):
     assert_refused(embed(**fields), backend, param, named)
     assert backend.embeds == []
 
 
-def test_failures_are_answered_as_for_all_requests(embed, backend):
+def test_errors_and_ignored_fields_are_reported_as_for_other_requests(embed, backend):
     assert embed(model="other").status_code == 404
     assert embed(keep_alive=1).headers["X-Orchard-Ignored"] == "keep_alive"
     backend.start_script = [EngineFailed("secret")]
@@ -103,7 +103,7 @@ def test_failures_are_answered_as_for_all_requests(embed, backend):
     backend.unready = "No engine is ready."
 
 
-def test_a_server_without_an_engine_says_so(embed, backend):
+def test_embedding_request_without_a_ready_engine_is_a_503(embed, backend):
     backend.unready = "No engine is ready."
     assert embed().status_code == 503
 
@@ -119,7 +119,7 @@ def run_all(request: EmbedRequest, one: Any) -> Embeddings:
     return asyncio.run(go())
 
 
-def test_no_more_prompts_than_wanted_are_in_the_engines_and_the_order_is_kept():
+def test_prompts_are_embedded_with_limited_parallelism_and_keep_their_order():
     running, most = set(), 0
 
     async def one(request: ChatRequest) -> tuple[bytes, int]:
@@ -138,7 +138,7 @@ def test_no_more_prompts_than_wanted_are_in_the_engines_and_the_order_is_kept():
     assert most == 3
 
 
-def test_the_first_error_ends_the_others():
+def test_first_error_cancels_the_other_prompts():
     ended: list[str] = []
 
     async def one(request: ChatRequest) -> tuple[bytes, int]:
@@ -157,11 +157,11 @@ def test_the_first_error_ends_the_others():
     assert (error.value.field, ended) == ("input[1]", ["e-0"])
 
 
-def test_other_dimensions_than_the_models_are_refused():
+def test_dimensions_other_than_those_of_the_model_are_refused():
     async def one(request: ChatRequest) -> tuple[bytes, int]:
         return bytes(4 * 192), 1
 
     assert run_all(EmbedRequest("e", ("a",), ("input",), num_dimensions=192), one).num_prompt_tokens == 1
-    with pytest.raises(InvalidRequest, match="`dimensions` is 100; the embeddings of this model have 192") as error:
+    with pytest.raises(InvalidRequest, match="`dimensions` is 100: it must be 192, as the embeddings") as error:
         run_all(EmbedRequest("e", ("a",), ("input",), num_dimensions=100), one)
     assert error.value.field == "dimensions"

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from deployments.chat import TextDelta
 from deployments.http.errors import ErrorMap
+from deployments.protocol import TextDelta
 from engine.protocol import (
     Cancelled,
     ContextLengthExceeded,
@@ -66,9 +66,7 @@ RETRIES = [(1.2, 2), (0.0, 1), (-3.0, 1), (7.0, 7), (60.0, 60), (22860.0, 60), (
 
 @pytest.mark.parametrize("error", AGAIN)
 @pytest.mark.parametrize(("retry_after_s", "said"), RETRIES)
-def test_what_may_be_sent_again_says_when_in_whole_seconds_of_a_minute_at_most(
-    chat, backend, error, retry_after_s, said
-):
+def test_retryable_errors_have_a_retry_after_of_at_most_60_whole_seconds(chat, backend, error, retry_after_s, said):
     backend.start_script = [error("full", retry_after_s)]
     for stream in (False, True):
         response = chat(stream=stream)
@@ -77,7 +75,7 @@ def test_what_may_be_sent_again_says_when_in_whole_seconds_of_a_minute_at_most(
 
 
 @pytest.mark.parametrize("error", AGAIN)
-def test_a_stream_that_has_begun_says_in_its_error_event_what_no_header_can_say_any_more(chat, backend, error):
+def test_error_event_of_a_started_stream_has_the_retry_after_in_its_body(chat, backend, error):
     backend.script = [TextDelta("Hel", 1), error("lost", 1.2)]
     whole = chat()
     assert whole.headers["retry-after"] == "2"
@@ -86,14 +84,14 @@ def test_a_stream_that_has_begun_says_in_its_error_event_what_no_header_can_say_
 
 
 @pytest.mark.parametrize("error", [EngineFailed("oops"), Cancelled("oops"), ValueError("oops")])
-def test_what_will_fail_again_says_no_time_to_come_back(chat, backend, error):
+def test_errors_that_a_retry_cannot_cure_have_no_retry_after(chat, backend, error):
     backend.script = [TextDelta("Hel", 1), error]
     assert "retry-after" not in chat().headers
     assert "retry_after_s" not in chat(stream=True).text
 
 
 @pytest.mark.parametrize("error", [QueueTimeout("It waited.", 1.0), Unavailable("It is gone.", 1.0)])
-def test_what_is_not_to_be_had_for_a_while_is_one_line_in_the_log(chat, backend, caplog, error):
+def test_unavailability_and_queue_timeout_are_logged_as_one_line_without_traceback(chat, backend, caplog, error):
     backend.start_script = [error]
     response = chat()
     (record,) = [record for record in caplog.records if record.name == "orchard.http"]
@@ -101,7 +99,7 @@ def test_what_is_not_to_be_had_for_a_while_is_one_line_in_the_log(chat, backend,
     assert response.headers["x-request-id"] in record.getMessage() and error.message in record.getMessage()
 
 
-def test_the_log_has_what_the_client_does_not_see(chat, backend, caplog):
+def test_unexpected_error_is_logged_with_its_request_id_and_details(chat, backend, caplog):
     backend.start_script = [ValueError("0x7f42")]
     response = chat()
     (record,) = caplog.records
@@ -115,7 +113,7 @@ def test_an_error_of_the_caller_is_not_logged(chat, caplog):
     assert caplog.records == []
 
 
-def test_a_converter_makes_our_errors_of_foreign_ones(chat, backend, make_app):
+def test_converter_turns_foreign_errors_into_api_errors(chat, backend, make_app):
     app = make_app(converters={TransportError: lambda error: Overloaded("busy", 3)})
     backend.start_script = [TransportError()]
     assert chat(app=app).status_code == 429
@@ -125,13 +123,13 @@ def test_a_converter_makes_our_errors_of_foreign_ones(chat, backend, make_app):
     assert "busy" in chat(app=app, stream=True).text
 
 
-def test_a_converter_goes_before_the_classes_of_a_wrapped_error():
+def test_converter_takes_precedence_over_the_classes_of_a_wrapped_error():
     errors = ErrorMap({TransportError: lambda error: error.cause})
     failure = errors.failure(WrappedError(ContextLengthExceeded(90, 20, 100)), "req-1")
     assert (failure.status, failure.code) == (400, "context_length_exceeded")
 
 
-def test_a_converter_may_leave_an_error_unexpected():
+def test_error_that_its_converter_does_not_convert_is_a_500():
     assert ErrorMap({TransportError: lambda error: None}).failure(TransportError("secret"), "req-1").status == 500
 
 
@@ -149,21 +147,21 @@ def test_a_converter_may_leave_an_error_unexpected():
         ("GET", "/v1/cache/entries", 404),
     ],
 )
-def test_an_unknown_route_or_method_has_an_error_body_that_names_it(send, method, path, status):
+def test_error_body_names_the_unknown_route_or_method(send, method, path, status):
     response = send(method, path)
     assert response.status_code == status
     assert f"{method} {path}" in response.json()["error"]["message"]
     assert ("allow" in response.headers) == (status == 405)
 
 
-def test_what_may_be_done_with_the_cache_is_said_to_who_tries_something_else(send):
+def test_unsupported_method_on_the_cache_lists_the_allowed_methods(send):
     assert set(send("PATCH", "/v1/cache").headers["allow"].split(", ")) == {"GET", "HEAD", "DELETE"}
 
 
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", "/v1/status"), ("GET", "/health/ready"), ("GET", "/v1/cache"), ("DELETE", "/v1/cache")]
 )
-def test_a_backend_that_cannot_even_tell_its_state_is_a_500(send, backend, method, path):
+def test_backend_that_fails_to_report_its_state_is_a_500_without_details(send, backend, method, path):
     async def broken():
         raise RuntimeError("secret")
 

@@ -8,8 +8,8 @@ import httpx
 import openai
 import pytest
 
-from deployments.chat import TextDelta
 from deployments.http.event_stream import COMMENT
+from deployments.protocol import TextDelta
 from engine.protocol import Overloaded
 
 SOON = {"stream_comment_s": 0.05}
@@ -62,7 +62,7 @@ def test_a_stream_that_pauses_sends_comments_between_its_tokens(connect: Any, ba
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_is_quick_and_what_is_not_streamed_has_no_comments(chat: Any, connect: Any, backend: Any, stream: bool):
+def test_quick_streams_and_unstreamed_answers_have_no_comments(chat: Any, connect: Any, backend: Any, stream: bool):
     assert ":waiting" not in chat(stream=stream).text.replace(" ", "")
 
     async def talk() -> None:
@@ -80,7 +80,7 @@ def test_what_is_quick_and_what_is_not_streamed_has_no_comments(chat: Any, conne
 
 
 @pytest.mark.parametrize("end", ["error", "cancel", "leave"])
-def test_what_ends_a_stream_after_a_comment_is_an_event_of_it(connect: Any, backend: Any, end: str):
+def test_error_or_cancellation_after_the_first_comment_is_an_event_of_the_stream(connect: Any, backend: Any, end: str):
     async def talk() -> None:
         gate = asyncio.Event()
         backend.start_script = [gate, Overloaded("The queue is full.", 3.0)]

@@ -72,12 +72,12 @@ def test_sound_bodies_are_parsed_as_they_are():
     assert parse_json_object(rb'{"a": "\\ud800"}') == {"a": r"\ud800"}
 
 
-def test_brackets_within_strings_are_no_depth():
+def test_brackets_within_strings_do_not_count_as_nesting_depth():
     body = {"a": ["[" * 1000, '\\"[{' * 1000]}
     assert parse_json_object(json.dumps(body).encode()) == body
 
 
-def test_a_large_picture_is_parsed_quickly():
+def test_body_with_a_large_image_is_parsed_in_two_seconds():
     body = json.dumps({"a": ["[{" * 40, "A" * 2**24]}).encode()
     begin = time.thread_time()
     parse_json_object(body)

@@ -49,7 +49,7 @@ def freeze_garbage() -> Any:
 
 
 @pytest.mark.parametrize("name", WORST_BODIES)
-def test_no_body_holds_up_the_loop(make_app, freeze_garbage, name: str):
+def test_no_body_blocks_the_event_loop(make_app, freeze_garbage, name: str):
     body = WORST_BODIES[name]()
     assert len(body) <= LIMIT
 
@@ -67,7 +67,7 @@ def test_no_body_holds_up_the_loop(make_app, freeze_garbage, name: str):
     asyncio.run(talk())
 
 
-def test_the_measure_notices_a_body_that_is_read_on_the_loop(make_app, freeze_garbage, monkeypatch):
+def test_lag_measurement_detects_a_body_read_on_the_event_loop(make_app, freeze_garbage, monkeypatch):
     monkeypatch.setattr(request_reader, "MAX_INLINE_BYTES", LIMIT)
     monkeypatch.setattr(request_reader, "MAX_INLINE_MARKS", LIMIT)
 

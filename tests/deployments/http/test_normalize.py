@@ -112,7 +112,7 @@ def test_assistant_messages_with_tool_calls_or_reasoning_stay_apart(extra, flip)
     assert normalize((pair[0], pair[0])) == (pair[0], pair[0])
 
 
-def test_fields_that_say_nothing_do_not_keep_messages_apart():
+def test_empty_fields_do_not_keep_messages_apart():
     echoed = assistant("a", tool_calls=None, refusal=None, annotations=[])
     assert normalize([echoed, assistant("b")]) == ({**echoed, "content": "a\n\nb"},)
 
@@ -122,7 +122,7 @@ def test_messages_with_different_names_stay_apart():
     assert normalize(messages) == messages
 
 
-def test_messages_with_the_same_name_merge_and_keep_it():
+def test_messages_with_the_same_name_merge_and_keep_the_name():
     assert normalize([user("a", name="ann"), user("b", name="ann")]) == (user("a\n\nb", name="ann"),)
 
 
@@ -154,11 +154,11 @@ def test_named_system_messages_all_stand_in_front_and_keep_their_names():
 
 
 @pytest.mark.parametrize("policy", ["hoist", "inline"])
-def test_a_late_system_message_that_says_nothing_vanishes(policy):
+def test_empty_late_system_message_is_dropped(policy):
     assert normalize([user("a"), system(""), user("b"), system(None)], policy) == (user("a\n\nb"),)
 
 
-def test_inline_leaves_a_late_system_message_in_place_as_marked_user_text():
+def test_inline_policy_turns_a_late_system_message_into_marked_user_text_in_place():
     messages = [system("one"), user("a"), assistant("b"), system("two"), assistant("c")]
     assert normalize(messages, "inline") == (
         system("one"),
@@ -169,7 +169,7 @@ def test_inline_leaves_a_late_system_message_in_place_as_marked_user_text():
     )
 
 
-def test_inline_marks_parts_as_well():
+def test_inline_policy_marks_content_parts_as_well():
     messages = [assistant("a"), system([text("b"), IMAGE]), assistant("c"), system([IMAGE])]
     assert normalize(messages, "inline") == (
         assistant("a"),
@@ -179,17 +179,17 @@ def test_inline_marks_parts_as_well():
     )
 
 
-def test_inline_text_merges_with_the_user_messages_around_it():
+def test_inlined_system_text_merges_with_the_user_messages_around_it():
     assert normalize([user("a"), system("b"), user("c")], "inline") == (user("a\n\n[system] b\n\nc"),)
 
 
-def test_error_refuses_a_late_system_message_by_its_place_in_the_request():
+def test_error_policy_refuses_a_late_system_message_by_its_path():
     with pytest.raises(InvalidRequest, match="messages") as caught:
         normalize([system("one"), system("two"), user("a"), user("b"), system("late")], "error")
     assert caught.value.field == "messages[4].role"
 
 
-def test_error_accepts_system_messages_at_the_start():
+def test_error_policy_accepts_system_messages_at_the_start():
     assert normalize([system("one"), system("two"), user("a")], "error") == (system("one\n\ntwo"), user("a"))
 
 
@@ -222,7 +222,7 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=81f2"
     ],
 )
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_volatile_lines_leave_system_messages(role, content, stable):
+def test_volatile_lines_are_removed_from_system_messages(role, content, stable):
     assert normalize([{"role": role, "content": content}]) == (system(stable),)
 
 
@@ -233,7 +233,7 @@ def test_two_requests_that_differ_in_a_volatile_line_become_equal():
     assert first == second
 
 
-def test_volatile_lines_of_others_are_never_touched():
+def test_volatile_lines_of_other_roles_are_kept():
     messages = (user(BILLING), assistant(BILLING), tool(BILLING, tool_call_id="c1"))
     assert normalize(messages) == messages
     assert normalize((user("a"), assistant("b"), user([text(BILLING)])))[-1] == user([text(BILLING)])
@@ -263,7 +263,7 @@ def test_volatile_patterns_are_configurable():
         (user([{"type": "text", "text": 5}]), "messages[1].content[0].text"),
     ],
 )
-def test_what_is_no_message_is_refused_by_its_path(message, path):
+def test_malformed_message_is_refused_by_its_path(message, path):
     with pytest.raises(InvalidRequest) as caught:
         normalize([user("a"), message])
     assert caught.value.field == path
@@ -299,13 +299,13 @@ def test_patterns_see_each_line_alone(content, patterns):
 
 
 @pytest.mark.parametrize("char", ["K", "ſ", "ı", "İ"])
-def test_letters_that_case_folding_joins_are_found(char):
+def test_volatile_lines_match_letters_with_special_case_folding(char):
     plain = {"K": "k", "ſ": "s", "ı": "i", "İ": "i"}[char]
     line = BILLING.replace(plain, char) if plain in BILLING else f"{char}{BILLING}"
     assert normalize([system(f"{line}\nkept")]) == (system(line_by_line(f"{line}\nkept", DEFAULT_VOLATILE_PATTERNS)),)
 
 
-def test_lines_are_searched_once_however_often_they_come():
+def test_repeated_lines_are_searched_only_once():
     searched: list[str] = []
 
     class Pattern:

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from deployments.chat import Route, TextDelta, Thinking, Tool, ToolCall, ToolChoice
+from deployments.protocol import Route, TextDelta, Thinking, Tool, ToolCall, ToolChoice
 from engine.protocol import EngineFailed, GrammarSpec
 from tests.deployments.http.conftest import assert_refused
 
@@ -133,7 +133,7 @@ BAD_FIELDS = [
 
 
 @pytest.mark.parametrize(("fields", "param", "named"), BAD_FIELDS, ids=lambda value: str(value)[:60])
-def test_a_bad_field_is_a_400_that_names_it(chat, backend, fields, param, named):
+def test_invalid_field_is_a_400_that_names_the_field(chat, backend, fields, param, named):
     assert_refused(chat(**fields), backend, param, named)
 
 
@@ -143,7 +143,7 @@ def test_a_missing_model_or_messages_is_a_400(send):
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_a_quoted_value_is_short(chat):
+def test_error_message_quotes_a_long_value_in_short(chat):
     error = chat(reasoning_effort="x" * 10_000).json()["error"]
     assert len(error["message"]) < 250
 
@@ -168,7 +168,7 @@ def test_a_quoted_value_is_short(chat):
         {"temperature": None, "top_p": None, "seed": None, "stop": None, "max_tokens": None, "stream_options": None},
     ],
 )
-def test_fields_that_ask_for_nothing_are_accepted(chat, backend, fields):
+def test_no_op_field_values_are_accepted(chat, backend, fields):
     assert chat(**fields).status_code == 200
     request, _ = backend.requests[0]
     assert (request.temperature, request.seed, request.stop, request.max_tokens) == (None, None, (), None)
@@ -220,7 +220,7 @@ def test_every_field_that_is_honoured_reaches_the_backend(chat, backend):
         ({"structured_outputs": {"json_object": True}}, "grammar", GrammarSpec("json_object", "", OBJECT_FIELD)),
     ],
 )
-def test_a_value_of_the_wire_becomes_the_canonical_one(chat, backend, fields, name, value):
+def test_wire_value_becomes_the_canonical_value(chat, backend, fields, name, value):
     assert chat(**fields).status_code == 200
     assert getattr(backend.requests[0][0], name) == value
 
@@ -242,7 +242,7 @@ def test_the_system_policy_and_volatile_patterns_are_configurable(chat, backend,
     assert backend.requests[0][0].messages == ({"role": "user", "content": "Hi\n\n[system] late"},)
 
 
-def test_a_history_with_tool_calls_is_legal(chat, backend):
+def test_history_with_tool_calls_and_results_is_accepted_and_normalized(chat, backend):
     messages = [
         USER,
         {"role": "assistant", "content": None, "tool_calls": [CALL | {"index": 0}], "refusal": None, "annotations": []},
@@ -328,7 +328,7 @@ def test_a_message_arrives_in_the_fields_that_templates_read(chat, backend, sent
         ({"type": "image", "image": IMAGE_URL}, image_part(IMAGE_URL)),
     ],
 )
-def test_images_take_the_media_route_in_one_form(chat, backend, picture, canonical):
+def test_images_of_all_forms_become_canonical_and_take_the_media_route(chat, backend, picture, canonical):
     text = {"type": "text", "text": "What?"}
     assert chat(messages=[{"role": "user", "content": [picture, text]}]).status_code == 200
     assert backend.requests[0][1] is Route.MLLM
@@ -347,7 +347,7 @@ def test_unknown_fields_are_named_in_a_header_and_counted(chat, send, make_app):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "keep_alive")
 
 
-def test_a_model_has_other_names_by_configuration(chat, backend, make_app):
+def test_configured_alias_of_the_model_is_accepted(chat, backend, make_app):
     response = chat(app=make_app(served_model_names=("claude-x",)), model="claude-x")
     assert (response.status_code, response.json()["model"]) == (200, "org/demo")
 
@@ -376,7 +376,7 @@ def test_calls_and_thoughts_of_an_answer_have_their_own_fields(chat, backend):
     assert (sent[-1]["finish_reason"], done) == ("tool_calls", "[DONE]")
 
 
-def test_a_model_without_eyes_refuses_a_picture_by_its_path(chat, make_app):
+def test_image_for_a_text_only_model_is_refused_by_its_path(chat, make_app):
     picture = {"type": "image_url", "image_url": IMAGE_URL}
     messages = [USER, USER, {"role": "user", "content": [{"type": "text", "text": "What?"}, picture]}]
     error = chat(app=make_app(media_kinds=frozenset()), messages=messages).json()["error"]
@@ -384,7 +384,7 @@ def test_a_model_without_eyes_refuses_a_picture_by_its_path(chat, make_app):
     assert "image" in error["message"]
 
 
-def test_another_model_is_not_found(chat, send):
+def test_unknown_model_is_not_found(chat, send):
     for response in (chat(model="gpt-9"), send("GET", "/v1/models/gpt-9")):
         error = response.json()["error"]
         assert (response.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
@@ -399,7 +399,7 @@ def test_models_are_listed_and_found(send):
     assert send("GET", "/v1/models/org%2Fdemo").json() == card
 
 
-def test_health_and_status(send, backend):
+def test_health_follows_readiness_and_status_shows_the_backend_and_unread_bodies(send, backend):
     assert send("GET", "/health/live").status_code == 200
     assert send("GET", "/health/ready").json() == {"status": "ready"}
     backend.unready = "The weights are loading: 40 %."
@@ -410,7 +410,7 @@ def test_health_and_status(send, backend):
     assert send("GET", "/v1/status").json() == {"num_running": 3, "bodies": bodies, "ignored_fields": {}}
 
 
-def test_the_cache_is_shown_and_emptied(send, backend):
+def test_cache_can_be_shown_and_cleared(send, backend):
     assert send("GET", "/v1/cache").json() == {"totals": {"entries": 4}}
     assert backend.num_entries == 4
     assert send("DELETE", "/v1/cache").json() == {"cleared": {"entries": 4}}
@@ -470,12 +470,12 @@ def test_a_stream_has_the_shape_of_openai(chat, backend):
     assert usage["usage"] == USAGE
 
 
-def test_a_stream_without_usage_does_not_mention_it(chat):
+def test_stream_without_requested_usage_has_no_usage(chat):
     assert "usage" not in chat(stream=True).text
 
 
 @pytest.mark.parametrize("text", ['"\\quoted"\n\n', "data: [DONE]\n\n", "\x00\u2028", "😀", "‮", "</script>"])
-def test_a_stream_says_what_the_whole_answer_says(chat, backend, text):
+def test_stream_has_the_text_and_finish_reason_of_the_whole_answer(chat, backend, text):
     backend.script = [TextDelta(text, 1), TextDelta(text, 1, "length")]
     choice = chat().json()["choices"][0]
     chunks = [json.loads(event)["choices"][0] for event in sse(chat(stream=True))[:-1]]
@@ -483,7 +483,7 @@ def test_a_stream_says_what_the_whole_answer_says(chat, backend, text):
     assert chunks[-1]["finish_reason"] == choice["finish_reason"] == "length"
 
 
-def test_the_openai_client_understands_us(make_app):
+def test_openai_client_reads_answers_streams_and_models(make_app):
     async def talk():
         transport = httpx.ASGITransport(make_app())
         http: Any = httpx.AsyncClient(transport=transport)  # the package knows it by another name

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
-from deployments.http import door
+from deployments.http import context
 from deployments.http.openapi import ApiDocument
 from deployments.http.openapi_page import CONTENT_SECURITY_POLICY
 
@@ -25,12 +25,12 @@ def served(app: FastAPI) -> set[tuple[str, str]]:
     return {(path, method) for path, method in found if method not in ("HEAD", "OPTIONS")}
 
 
-def test_the_document_has_every_route_that_is_served_and_no_other(make_app, document):
+def test_document_describes_exactly_the_served_routes(make_app, document):
     described = {(path, method.upper()) for path, methods in document["paths"].items() for method in methods}
     assert described == served(make_app())
 
 
-def test_every_reference_is_there_and_every_operation_has_a_name_of_its_own(document):
+def test_schema_references_resolve_and_operation_ids_are_unique(document):
     references = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)))
     assert references <= document["components"]["schemas"].keys()
     ids = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
@@ -54,7 +54,7 @@ def test_every_body_has_an_example_that_schema_and_server_accept(send, document)
 
 def test_every_example_validates_against_its_wire_model(make_app, monkeypatch):
     documents: list[ApiDocument] = []
-    monkeypatch.setattr(door, "ApiDocument", lambda *args: documents.append(ApiDocument(*args)) or documents[-1])
+    monkeypatch.setattr(context, "ApiDocument", lambda *args: documents.append(ApiDocument(*args)) or documents[-1])
     make_app()
     bodies = [operation for operation in documents[0].operations if operation.body_model is not None]
     assert len(bodies) >= 7
@@ -62,14 +62,14 @@ def test_every_example_validates_against_its_wire_model(make_app, monkeypatch):
         TypeAdapter(operation.body_model).validate_python(operation.example)
 
 
-def test_an_error_is_as_the_document_says(send, document):
+def test_error_body_validates_against_the_documented_schema(send, document):
     answer = send("POST", "/v1/completions", content="{}")
     error = document["paths"]["/v1/completions"]["post"]["responses"][str(answer.status_code)]
     schema = {**error["content"]["application/json"]["schema"], "components": document["components"]}
     jsonschema.validate(answer.json(), schema)
 
 
-def test_unknown_fields_are_in_the_schema_as_the_server_takes_them(send, make_app, document):
+def test_schema_allows_unknown_fields_unless_the_server_refuses_them(send, make_app, document):
     strict = send("GET", "/openapi.json", app=make_app(unknown_fields="refuse")).json()
     content = strict["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
     name = content["schema"]["$ref"].rpartition("/")[2]
@@ -77,7 +77,7 @@ def test_unknown_fields_are_in_the_schema_as_the_server_takes_them(send, make_ap
     assert "additionalProperties" not in document["components"]["schemas"][name]
 
 
-def test_the_page_needs_nothing_from_elsewhere(send, document):
+def test_docs_page_loads_no_external_resource_and_embeds_the_document(send, document):
     page = send("GET", "/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert page.headers["Content-Security-Policy"] == CONTENT_SECURITY_POLICY

@@ -45,7 +45,7 @@ def refusal(limits: RateLimits, key: KeyIdentity, num_choices: int = 1) -> RateL
     return error.value
 
 
-def test_a_request_beyond_the_limit_is_refused_and_told_when_to_come_back(limits: RateLimits, clock: Clock):
+def test_request_beyond_the_limit_is_refused_with_the_time_to_wait(limits: RateLimits, clock: Clock):
     ann = key(max_requests_per_minute=3)
     for _ in range(3):
         send(limits, ann)
@@ -92,26 +92,26 @@ def test_choices_in_flight_are_limited_until_they_end(limits: RateLimits):
     ann = key(max_rows=3)
     with limits.enter(ann, 2):
         error = refusal(limits, ann, 2)
-        assert "2 choices are in flight, and 2 more were asked for" in error.message and "max_rows" in error.message
+        assert "2 choices are in flight, and 2 more were requested" in error.message and "max_rows" in error.message
         assert 1 <= error.wait_s <= 60
         send(limits, ann, 1)
     send(limits, ann, 3)
 
 
-def test_rows_of_a_request_that_failed_are_free_again(limits: RateLimits):
+def test_failed_request_frees_its_rows(limits: RateLimits):
     ann = key(max_rows=1)
     with contextlib.suppress(RuntimeError), limits.enter(ann, 1):
         raise RuntimeError
     send(limits, ann)
 
 
-def test_more_choices_than_the_key_may_ever_have_are_an_error_of_the_request(limits: RateLimits):
+def test_more_choices_than_max_rows_of_the_key_are_an_invalid_request(limits: RateLimits):
     with pytest.raises(InvalidRequest, match=r"`n` is 4: the API key 'ann' may have 3 .*max_rows") as error:
         send(limits, key(max_rows=3), 4)
     assert error.value.field == "n" and not isinstance(error.value, RateLimited)
 
 
-def test_a_request_that_is_refused_for_one_limit_takes_nothing_of_the_others(limits: RateLimits, clock: Clock):
+def test_request_refused_by_a_limit_is_not_counted_against_other_limits(limits: RateLimits, clock: Clock):
     ann = key(max_requests_per_minute=2, max_rows=1, max_tokens_per_minute=60)
     with limits.enter(ann, 1):
         refusal(limits, ann)
@@ -122,7 +122,7 @@ def test_a_request_that_is_refused_for_one_limit_takes_nothing_of_the_others(lim
     assert limits.headers(ann, "openai")["x-ratelimit-remaining-requests"] == "1"
 
 
-def test_a_check_counts_nothing(limits: RateLimits):
+def test_check_of_the_limits_counts_no_request(limits: RateLimits):
     ann = key(max_requests_per_minute=1, max_rows=1)
     for _ in range(5):
         limits.check(ann, 1)
@@ -138,7 +138,7 @@ def test_each_key_has_its_own_allowance(limits: RateLimits):
     refusal(limits, ann)
 
 
-def test_a_key_without_limits_leaves_nothing_behind(limits: RateLimits):
+def test_key_without_limits_has_no_headers_and_no_recorded_use(limits: RateLimits):
     for i in range(100):
         send(limits, KeyIdentity(f"{i}"), 1000)
         limits.charge(FREE, 10**9)
@@ -149,7 +149,7 @@ def test_a_key_without_limits_leaves_nothing_behind(limits: RateLimits):
 # --- headers ---------------------------------------------------------------------------------------------------------
 
 
-def test_openai_clients_read_what_is_left(limits: RateLimits):
+def test_openai_headers_show_limits_remaining_allowance_and_reset_times(limits: RateLimits):
     ann = key(max_requests_per_minute=10, max_tokens_per_minute=600)
     send(limits, ann)
     limits.charge(ann, 61)
@@ -163,7 +163,7 @@ def test_openai_clients_read_what_is_left(limits: RateLimits):
     }
 
 
-def test_anthropic_clients_read_what_is_left(limits: RateLimits):
+def test_anthropic_headers_show_limits_remaining_allowance_and_reset_times(limits: RateLimits):
     ann = key(max_requests_per_minute=10, max_tokens_per_minute=600)
     send(limits, ann)
     limits.charge(ann, 1200)
@@ -178,7 +178,7 @@ def test_anthropic_clients_read_what_is_left(limits: RateLimits):
 
 
 @pytest.mark.parametrize("dialect", ["openai", "anthropic"])
-def test_limits_that_the_key_does_not_have_are_not_told(limits: RateLimits, dialect: Any):
+def test_headers_show_only_the_limits_of_the_key(limits: RateLimits, dialect: Any):
     assert limits.headers(key(max_rows=2), dialect) == {}
     told = limits.headers(key("bob", max_tokens_per_minute=5), dialect)
     assert len(told) == 3 and all("tokens" in name for name in told) and set(told) < set(HEADER_NAMES)

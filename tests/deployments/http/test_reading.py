@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from deployments.chat import TextDelta
+from deployments.protocol import TextDelta
 from engine.protocol import Overloaded
 
 
@@ -26,7 +26,7 @@ def error_of(connection):
     return connection.status, json.loads(connection.body)["error"]["code"]
 
 
-def test_a_full_house_does_not_even_read_the_request(connect, backend):
+def test_full_server_refuses_a_request_without_reading_its_body(connect, backend):
     async def talk():
         backend.capacity = 0
         connection = connect()
@@ -37,7 +37,7 @@ def test_a_full_house_does_not_even_read_the_request(connect, backend):
     asyncio.run(talk())
 
 
-def test_a_request_that_is_on_its_way_takes_no_place_from_one_that_is_there(connect, backend):
+def test_unread_request_takes_no_capacity_from_a_complete_request(connect, backend):
     async def talk():
         backend.capacity = 1
         slow, task = sending(connect)
@@ -58,7 +58,7 @@ def test_a_request_that_is_on_its_way_takes_no_place_from_one_that_is_there(conn
     ("end", "status", "code"),
     [("cancel", 499, "request_cancelled"), ("drain", 503, "unavailable"), ("time", 408, "request_timeout")],
 )
-def test_a_request_that_is_on_its_way_can_be_ended(connect, backend, end, status, code):
+def test_unread_request_ends_by_cancel_drain_or_timeout(connect, backend, end, status, code):
     async def talk():
         config = {"body_grace_s": 0.05, "min_body_bytes_per_s": 10**9} if end == "time" else {}
         connection, task = sending(connect, config=config)
@@ -80,7 +80,7 @@ def test_a_request_that_is_on_its_way_can_be_ended(connect, backend, end, status
     asyncio.run(talk())
 
 
-def test_a_client_that_leaves_while_it_sends_gives_its_room_back(connect, backend):
+def test_client_that_disconnects_while_sending_its_body_leaves_no_request_in_flight(connect, backend):
     async def talk():
         connection, task = sending(connect)
         await until(lambda: connection.num_received == 2)
@@ -94,7 +94,7 @@ def test_a_client_that_leaves_while_it_sends_gives_its_room_back(connect, backen
 
 
 @pytest.mark.parametrize("fault", ["start", "generation", "body"])
-def test_an_answer_that_is_an_error_cannot_be_cancelled_any_more(connect, backend, fault):
+def test_error_response_on_its_way_cannot_be_cancelled(connect, backend, fault):
     """As little as any other that is on its way: who cancels it is told the truth."""
 
     async def talk():

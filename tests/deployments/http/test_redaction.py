@@ -62,7 +62,7 @@ def test_the_public_cache_page_shows_figures_alone():
     assert shown["engines"][0] == {"off": None, "totals": page["engines"][0]["totals"], "disk": {"num_files": 2}}
 
 
-def test_administrators_see_everything_but_the_hashes_of_keys():
+def test_administrative_status_shows_the_config_without_key_hashes():
     shown = administrative_view(STATUS)
     assert shown["config"]["http"] == {"api_keys": "1 configured", "max_body_bytes": 5}
     assert shown["config"]["engine"] == STATUS["config"]["engine"] and shown["engines"] == STATUS["engines"]

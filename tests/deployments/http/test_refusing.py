@@ -10,10 +10,10 @@ from deployments.in_flight import InFlight
 from engine.protocol import Unavailable
 
 
-def test_a_request_that_no_engine_took_says_so_and_why(chat, backend, make_app):
+def test_request_without_an_available_engine_is_a_503_with_the_reason(chat, backend, make_app):
     app = make_app()
     assert chat(app=app).status_code == 200
-    backend.start_script = [Unavailable("No engine took the request within 30 s.", 7.0)]
+    backend.start_script = [Unavailable("No engine accepted the request within 30 s.", 7.0)]
     for unready in (None, "The weights are loading: 40 %."):
         backend.unready = unready
         response = chat(app=app)
@@ -22,7 +22,7 @@ def test_a_request_that_no_engine_took_says_so_and_why(chat, backend, make_app):
         assert "within 30 s" in error["message"] and (unready or "") in error["message"]
 
 
-def test_while_the_first_engine_loads_its_model_no_request_waits_for_it(chat, backend, make_app):
+def test_requests_are_refused_at_once_while_the_first_engine_loads_its_model(chat, backend, make_app):
     app = make_app()
     backend.unready, backend.start_script = (
         "The weights are loading: 40 %.",
@@ -37,7 +37,7 @@ def test_while_the_first_engine_loads_its_model_no_request_waits_for_it(chat, ba
     assert chat(app=app).status_code == 200
 
 
-def test_a_full_house_refuses_before_it_reads_or_does_anything(send, chat, backend):
+def test_full_server_refuses_requests_before_parsing_them(send, chat, backend):
     backend.capacity = 0
     for response in (chat(), chat(stream=True), send("POST", "/v1/chat/completions", content=b"no JSON")):
         assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
@@ -46,7 +46,7 @@ def test_a_full_house_refuses_before_it_reads_or_does_anything(send, chat, backe
     assert backend.in_flight.status()["num_refused"] == 3
 
 
-def test_a_request_for_more_choices_than_there_is_room_for_is_refused(chat, backend):
+def test_request_for_more_choices_than_the_free_capacity_is_refused(chat, backend):
     backend.capacity = 3
     assert chat(n=4).status_code == 429
     assert backend.requests == []
@@ -54,7 +54,7 @@ def test_a_request_for_more_choices_than_there_is_room_for_is_refused(chat, back
     assert (chat(n=200).status_code, chat(n=128).status_code) == (400, 429)
 
 
-def test_more_choices_than_an_engine_runs_are_a_400_whether_there_is_room_or_not(chat, backend):
+def test_more_choices_than_an_engine_can_run_are_a_400(chat, backend):
     backend.in_flight = InFlight(lambda: backend.capacity, max_choices=8)
     error = chat(n=9).json()["error"]
     assert (error["param"], error["type"]) == ("n", "invalid_request_error")
@@ -62,7 +62,7 @@ def test_more_choices_than_an_engine_runs_are_a_400_whether_there_is_room_or_not
     assert backend.requests == []
 
 
-def test_a_server_that_shuts_down_takes_no_requests_but_answers_questions(chat, send, backend):
+def test_draining_server_refuses_generation_but_lists_models(chat, send, backend):
     asyncio.run(backend.in_flight.drain(0))
     response = chat()
     assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
@@ -72,7 +72,7 @@ def test_a_server_that_shuts_down_takes_no_requests_but_answers_questions(chat, 
 
 
 @pytest.mark.parametrize("request_id", ["mine", "a/b/cancel", "what?%41", "~!#&+"])
-def test_a_request_is_cancelled_by_its_id_however_it_is_written(make_app, connect, backend, request_id):
+def test_request_whose_id_has_special_characters_can_be_cancelled(make_app, connect, backend, request_id):
     async def talk() -> list[httpx.Response]:
         backend.start_script = [asyncio.Event()]
         task = asyncio.create_task(connect({"x-request-id": request_id}).run())
@@ -93,7 +93,7 @@ def test_a_request_is_cancelled_by_its_id_however_it_is_written(make_app, connec
     assert backend.num_starts_cancelled == 1
 
 
-def test_a_request_that_nobody_knows_is_not_found(send):
+def test_cancelling_an_unknown_request_is_a_404(send):
     for request_id in ("chatcmpl-1", "x" * 500):
         response = send("POST", f"/v1/chat/completions/{request_id}/cancel")
         assert (response.status_code, response.json()["error"]["code"]) == (404, "request_not_found")

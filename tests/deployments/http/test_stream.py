@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from deployments.chat import TextDelta
+from deployments.protocol import TextDelta
 from engine.protocol import EngineFailed, Unavailable
 
 
@@ -15,7 +15,7 @@ async def until(condition):
             await asyncio.sleep(0.001)
 
 
-def test_a_generation_is_closed_when_it_is_over(chat, backend):
+def test_finished_generation_is_closed(chat, backend):
     for stream in (False, True):
         assert chat(stream=stream).status_code == 200
     assert [generation.num_closed for generation in backend.generations] == [1, 1]
@@ -47,7 +47,7 @@ def test_a_generation_that_fails_is_an_error_and_closed(chat, backend, script):
     assert [generation.num_closed for generation in backend.generations] == [1, 1]
 
 
-def test_tokens_are_sent_as_they_come(connect, backend):
+def test_tokens_are_sent_before_the_answer_is_complete(connect, backend):
     async def talk():
         gate = asyncio.Event()
         backend.script = [TextDelta("Hel", 1), gate, TextDelta("lo", 1, "stop")]
@@ -64,7 +64,7 @@ def test_tokens_are_sent_as_they_come(connect, backend):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_generation_is_closed_when_the_client_leaves_in_the_middle(connect, backend, stream):
+def test_generation_is_closed_when_its_client_disconnects_midway(connect, backend, stream):
     async def talk():
         backend.script = [TextDelta("Hel", 1), asyncio.Event()]
         connection = connect(stream=stream)
@@ -80,7 +80,7 @@ def test_the_generation_is_closed_when_the_client_leaves_in_the_middle(connect, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_start_is_cancelled_when_the_client_leaves_before_the_first_token(connect, backend, stream):
+def test_start_is_cancelled_when_its_client_disconnects_before_the_first_token(connect, backend, stream):
     async def talk():
         backend.start_script = [asyncio.Event()]
         connection = connect(stream=stream)
@@ -98,7 +98,7 @@ def test_a_start_is_cancelled_when_the_client_leaves_before_the_first_token(conn
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["start", "generation"])
-def test_a_server_that_cancels_the_request_frees_it_as_well(connect, backend, stream, phase):
+def test_task_cancelled_by_the_server_closes_its_start_or_generation(connect, backend, stream, phase):
     async def talk():
         if phase == "start":
             backend.start_script = [asyncio.Event()]
@@ -115,7 +115,7 @@ def test_a_server_that_cancels_the_request_frees_it_as_well(connect, backend, st
     asyncio.run(talk())
 
 
-def test_a_connection_that_breaks_while_we_send_frees_the_row(connect, backend):
+def test_connection_that_breaks_while_sending_closes_the_generation(connect, backend):
     async def talk():
         connection = connect(stream=True)
         sent = 0
@@ -133,7 +133,7 @@ def test_a_connection_that_breaks_while_we_send_frees_the_row(connect, backend):
     asyncio.run(talk())
 
 
-def test_a_client_that_leaves_while_it_sends_the_body_starts_nothing(connect, backend):
+def test_client_that_disconnects_while_sending_its_body_starts_no_request(connect, backend):
     async def talk():
         connection = connect()
         connection._body_sent = True
@@ -144,7 +144,7 @@ def test_a_client_that_leaves_while_it_sends_the_body_starts_nothing(connect, ba
     asyncio.run(talk())
 
 
-def test_a_generation_that_cannot_be_closed_does_not_spoil_the_answer(chat, backend, caplog):
+def test_failure_to_close_a_generation_is_logged_and_leaves_the_answer_intact(chat, backend, caplog):
     start = backend.start
 
     async def broken():
@@ -166,7 +166,7 @@ def last_event(connection):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_is_cancelled_before_its_first_token_ends_where_it_stands(connect, backend, stream):
+def test_request_cancelled_before_its_first_token_ends_with_status_499(connect, backend, stream):
     async def talk():
         backend.start_script = [asyncio.Event()]
         connection = connect({"x-request-id": "mine"}, stream=stream)
@@ -184,7 +184,7 @@ def test_a_request_that_is_cancelled_before_its_first_token_ends_where_it_stands
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by", ["completion", "header"])
-def test_an_answer_that_is_cancelled_in_the_middle_says_so_and_is_closed(connect, backend, stream, by):
+def test_answer_cancelled_midway_ends_with_request_cancelled_and_closes_its_generation(connect, backend, stream, by):
     async def talk():
         backend.script = [TextDelta("Hel", 1), asyncio.Event()]
         connection = connect({"x-request-id": "mine"}, stream=stream)
@@ -207,7 +207,7 @@ def test_an_answer_that_is_cancelled_in_the_middle_says_so_and_is_closed(connect
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_outlasts_the_drain_ends_with_an_error_that_says_when_to_come_back(connect, backend, stream):
+def test_answer_that_outlasts_the_drain_ends_with_an_error_and_a_retry_after(connect, backend, stream):
     async def talk():
         backend.script = [TextDelta("Hel", 1), asyncio.Event()]
         connection = connect(stream=stream)
@@ -219,7 +219,7 @@ def test_an_answer_that_outlasts_the_drain_ends_with_an_error_that_says_when_to_
         assert backend.generations[0].num_closed == 1
         error = (last_event(connection) if stream else json.loads(connection.body))["error"]
         assert (connection.status, error["code"]) == (200 if stream else 503, "unavailable")
-        assert "shutting down; the answer took longer than 0.05 s" in error["message"]
+        assert "shutting down; the request did not finish within 0.05 s" in error["message"]
         if stream:
             assert error["retry_after_s"] >= 1
         else:
@@ -229,7 +229,7 @@ def test_an_answer_that_outlasts_the_drain_ends_with_an_error_that_says_when_to_
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_is_made_is_not_spoilt_by_whoever_comes_too_late(connect, backend, stream):
+def test_complete_answer_is_not_changed_by_a_late_cancellation(connect, backend, stream):
     """Its last bytes are on their way when it is cancelled."""
 
     async def talk():
@@ -252,7 +252,7 @@ def test_an_answer_that_is_made_is_not_spoilt_by_whoever_comes_too_late(connect,
     asyncio.run(talk())
 
 
-def test_an_error_event_stays_the_last_word(connect, backend):
+def test_error_event_is_not_followed_by_a_cancellation_error(connect, backend):
     async def talk():
         backend.script = [TextDelta("Hel", 1), Unavailable("The engine was lost.", 3.0)]
         connection = connect({"x-request-id": "mine"}, stream=True)
@@ -271,7 +271,7 @@ def test_an_error_event_stays_the_last_word(connect, backend):
     asyncio.run(talk())
 
 
-def test_a_request_has_its_room_until_its_response_is_over(connect, backend):
+def test_choices_of_a_request_count_as_in_flight_until_its_response_ends(connect, backend):
     async def talk():
         gate = asyncio.Event()
         backend.script = [TextDelta("Hel", 1), gate, TextDelta("lo", 1, "stop", index=1), TextDelta("", 0, "stop")]
@@ -287,7 +287,7 @@ def test_a_request_has_its_room_until_its_response_is_over(connect, backend):
 
 
 @pytest.mark.parametrize("phase", ["start", "generation"])
-def test_a_client_that_leaves_gives_its_room_back(connect, backend, phase):
+def test_request_of_a_disconnected_client_is_no_longer_in_flight(connect, backend, phase):
     async def talk():
         if phase == "start":
             backend.start_script = [asyncio.Event()]

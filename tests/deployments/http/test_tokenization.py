@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.chat import Route
+from deployments.protocol import Route
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -21,7 +21,7 @@ def post(send) -> Callable[..., httpx.Response]:
 
 
 @pytest.mark.parametrize("root", ["", "/v1"])
-def test_a_text_is_tokenized_and_back(post, root):
+def test_text_is_tokenized_and_detokenized(post, root):
     tokens = {"count": 2, "max_model_len": 4096, "tokens": [72, 105], "token_strs": None}
     assert post(f"{root}/tokenize", model="org/demo", prompt="Hi").json() == tokens
     assert post(f"{root}/detokenize", model="org/demo", tokens=[72, 105]).json() == {"prompt": "Hi"}
@@ -29,7 +29,7 @@ def test_a_text_is_tokenized_and_back(post, root):
     assert post(f"{root}/detokenize", tokens=[]).json() == {"prompt": ""}
 
 
-def test_the_text_of_each_token_comes_if_it_is_asked_for(post):
+def test_token_strings_are_returned_on_request(post):
     assert post("/tokenize", prompt="Hi", return_token_strs=True).json()["token_strs"] == ["H", "i"]
 
 
@@ -61,12 +61,12 @@ def test_a_conversation_is_tokenized_as_a_chat_completion_would_be(post, backend
         ("/detokenize", {}, "tokens"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(post, path, fields, param):
+def test_invalid_or_unsupported_field_is_refused_by_name(post, path, fields, param):
     refused = post(path, **fields)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
-def test_another_model_is_not_there(post, make_app):
+def test_unknown_model_is_not_found_and_an_alias_is_accepted(post, make_app):
     assert post("/tokenize", model="other", prompt="a").status_code == 404
     assert post("/detokenize", model="other", tokens=[1]).status_code == 404
     assert post("/tokenize", app=make_app(served_model_names=["other"]), model="other", prompt="a").status_code == 200

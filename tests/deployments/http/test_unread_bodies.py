@@ -49,7 +49,7 @@ def entered(stack: ExitStack, bodies: UnreadBodies, host: str | None = None, len
     return stack.enter_context(bodies.enter(scope(host, length)))
 
 
-def test_one_body_more_than_the_limit_is_refused_until_one_is_complete():
+def test_body_beyond_the_limit_is_refused_until_another_body_is_complete():
     async def go() -> None:
         bodies = UnreadBodies(BodyLimits(max_bodies=2), Clock())
         with ExitStack() as stack:
@@ -64,7 +64,7 @@ def test_one_body_more_than_the_limit_is_refused_until_one_is_complete():
     run(go())
 
 
-def test_announced_bytes_are_reserved_at_once_and_others_as_they_come():
+def test_announced_bytes_are_reserved_at_once_and_unannounced_bytes_on_arrival():
     async def go() -> None:
         bodies = UnreadBodies(BodyLimits(max_bytes=100), Clock())
         with ExitStack() as stack:
@@ -80,7 +80,7 @@ def test_announced_bytes_are_reserved_at_once_and_others_as_they_come():
     run(go())
 
 
-def test_a_body_that_is_slow_loses_its_place_to_a_new_one_and_a_quick_one_does_not():
+def test_slow_body_is_displaced_by_a_new_body_and_a_quick_body_is_not():
     async def go() -> None:
         clock = Clock()
         bodies = UnreadBodies(BodyLimits(max_bodies=3, min_bytes_per_s=10), clock)
@@ -104,7 +104,7 @@ def test_a_body_that_is_slow_loses_its_place_to_a_new_one_and_a_quick_one_does_n
     run(go())
 
 
-def test_a_body_that_waits_is_told_that_it_lost_its_place():
+def test_displaced_body_fails_as_too_slow_while_waiting_for_data():
     async def go() -> None:
         clock = Clock()
         bodies = UnreadBodies(BodyLimits(max_bodies=1), clock)
@@ -113,13 +113,13 @@ def test_a_body_that_waits_is_told_that_it_lost_its_place():
             await asyncio.sleep(0)
             clock.now += 2
             entered(stack, bodies)
-            with pytest.raises(BodyTooSlow, match=r"0 bytes in 2.0 s; the least is 65536 bytes per second"):
+            with pytest.raises(BodyTooSlow, match=r"0 bytes in 2.0 s; the minimum is 65536 bytes per second"):
                 await waiting
 
     run(go())
 
 
-def test_one_address_gets_no_more_than_its_share_and_loopback_may_have_all():
+def test_client_address_is_limited_to_its_share_and_loopback_is_not():
     async def go() -> None:
         bodies = UnreadBodies(BodyLimits(max_bodies=8, max_bytes=800), Clock())
         with ExitStack() as stack:
@@ -189,7 +189,7 @@ def test_a_body_below_the_rate_floor_is_refused_after_the_grace():
 
 
 @pytest.mark.parametrize("end", ["leave", "cancel"])
-def test_a_client_that_leaves_and_a_reader_that_is_cancelled_give_the_place_back(end: str):
+def test_disconnected_client_and_cancelled_read_free_the_place_of_the_body(end: str):
     async def go() -> None:
         bodies = UnreadBodies(BodyLimits())
 
@@ -240,6 +240,6 @@ def test_the_configured_limits_hold_for_requests(connect: Any, backend: Any, con
     run(go())
 
 
-def test_a_configuration_in_which_no_body_fits_is_refused(make_app: Any):
+def test_max_unread_bytes_below_max_body_bytes_is_refused(make_app: Any):
     with pytest.raises(ValueError, match="max_unread_bytes is 2000: it must be at least max_body_bytes, 4000"):
         make_app(max_unread_bytes=2000, max_body_bytes=4000)

@@ -183,11 +183,11 @@ BAD_FIELDS = [
 
 
 @pytest.mark.parametrize(("fields", "param", "named"), BAD_FIELDS, ids=lambda value: str(value)[:60])
-def test_a_bad_field_is_a_400_that_names_it(chat, backend, fields, param, named):
+def test_invalid_field_is_a_400_that_names_the_field(chat, backend, fields, param, named):
     assert_refused(chat(**fields), backend, param, named)
 
 
-def test_the_name_of_a_field_is_quoted_in_short(chat):
+def test_error_message_quotes_a_long_field_name_in_short(chat):
     for fields in ({"logit_bias": {"9" * 10_000: "x"}}, {"logit_bias": {"9" * 10_000: 1}}):
         error = chat(**fields).json()["error"]
         assert len(error["message"]) < 300
@@ -230,7 +230,7 @@ NOTHING_ASKED = {
         {"specprefill": None, "specprefill_keep_pct": None},
     ],
 )
-def test_what_asks_for_nothing_changes_nothing(chat, backend, fields):
+def test_no_op_field_values_change_nothing(chat, backend, fields):
     assert chat(**fields).status_code == 200
     request = backend.requests[0][0]
     assert {name: getattr(request, name) for name in NOTHING_ASKED} == NOTHING_ASKED
@@ -280,7 +280,7 @@ def test_what_asks_for_nothing_changes_nothing(chat, backend, fields):
         ),
     ],
 )
-def test_a_value_of_the_wire_becomes_the_canonical_one(chat, backend, fields, name, value):
+def test_wire_value_becomes_the_canonical_value(chat, backend, fields, name, value):
     assert chat(**fields).status_code == 200
     assert getattr(backend.requests[0][0], name) == value
 
@@ -291,7 +291,7 @@ def test_n_becomes_the_number_of_choices(chat, backend):
 
 
 @pytest.mark.parametrize("strict", [True, False, None])
-def test_a_schema_arrives_as_it_was_written_whatever_strict_says(chat, backend, strict):
+def test_schema_arrives_unchanged_whether_strict_or_not(chat, backend, strict):
     assert chat(response_format=schema_format(strict=strict, description="a thing")).status_code == 200
     grammar = backend.requests[0][0].grammar
     assert grammar == GrammarSpec("json_schema", json.dumps(SCHEMA, ensure_ascii=False), SCHEMA_FIELD)
@@ -326,7 +326,7 @@ def test_any_bias_is_either_honoured_exactly_or_refused(bias: dict[str, Any]):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_schema_that_the_engine_cannot_keep_is_a_400_of_that_field(chat, backend, stream):
+def test_schema_refused_by_the_engine_is_a_400_that_names_its_field(chat, backend, stream):
     backend.start_script = [InvalidRequest("the schema is no schema: ...", SCHEMA_FIELD)]
     response = chat(response_format=schema_format(), stream=stream)
     assert (response.status_code, response.json()["error"]["param"]) == (400, SCHEMA_FIELD)
@@ -359,7 +359,7 @@ def test_a_body_of_many_unknown_fields_is_refused():
     assert "100000 unknown fields, such as `f0`; the limit is 64" in caught.value.message
 
 
-def test_unknown_fields_are_named_or_refused():
+def test_unknown_fields_are_reported_or_refused_as_configured():
     raw = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "keep_alive": 5, "ttl": None}
     assert parse_chat_completion(raw)[1] == ("keep_alive", "ttl")
     with pytest.raises(InvalidRequest) as caught:
@@ -367,7 +367,7 @@ def test_unknown_fields_are_named_or_refused():
     assert caught.value.field == "keep_alive"
 
 
-def test_the_first_fault_of_a_list_ends_its_validation():
+def test_validation_of_a_list_stops_at_its_first_error():
     with pytest.raises(ValidationError) as caught:
         ChatCompletionBody.model_validate(
             {
@@ -380,7 +380,7 @@ def test_the_first_fault_of_a_list_ends_its_validation():
     assert caught.value.error_count() == 3
 
 
-def test_a_schema_has_a_largest_size_on_its_way_to_the_engine():
+def test_schema_above_the_maximum_size_is_refused():
     text = "x" * MAX_GRAMMAR_CHARS
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": text}}}
     body, _ = parse_chat_completion(

@@ -76,7 +76,7 @@ def assert_refused(response: httpx.Response, status: int, code: str, said: str) 
 
 
 @pytest.mark.parametrize("handle", [None, Handle(0, has_had_one=False)], ids=["no application", "no ingress yet"])
-def test_while_the_server_starts_requests_are_told_at_once_when_to_come_back(handle: Handle | None):
+def test_requests_during_the_start_are_refused_at_once_with_a_retry_after(handle: Handle | None):
     proxy = Proxy(handle)
     response = ask(guard(proxy, bridge_s=1000), "POST", content=b"{}")
     assert_refused(response, 503, "unavailable", "starting")
@@ -84,7 +84,7 @@ def test_while_the_server_starts_requests_are_told_at_once_when_to_come_back(han
     assert proxy.headers == [], "nothing was buffered for it"
 
 
-def test_serves_own_pages_are_left_alone():
+def test_own_routes_of_serve_pass_the_guard():
     async def talk() -> httpx.Response:
         transport = httpx.ASGITransport(guard(Proxy()))
         async with httpx.AsyncClient(transport=transport, base_url=URL) as client:
@@ -93,7 +93,7 @@ def test_serves_own_pages_are_left_alone():
     assert asyncio.run(talk()).status_code == 200
 
 
-def test_a_request_waits_for_an_ingress_that_is_replaced_and_not_for_ever():
+def test_request_waits_for_a_replaced_ingress_for_a_limited_time():
     proxy = Proxy(Handle(0))
     assert_refused(ask(guard(proxy, bridge_s=0.3)), 503, "unavailable", "within 0 s")
 
@@ -109,7 +109,7 @@ def test_a_request_waits_for_an_ingress_that_is_replaced_and_not_for_ever():
     assert asyncio.run(talk()).status_code == 200
 
 
-def test_an_ingress_that_dies_without_an_answer_is_a_503():
+def test_ingress_that_dies_without_an_answer_gives_a_503():
     proxy = Proxy(Handle(1))
     proxy.answer = []
     response = ask(guard(proxy))
@@ -165,7 +165,7 @@ def test_a_body_without_length_is_stopped_at_the_limit_or_when_it_is_too_slow(
     assert guarded._state.bodies.status() == {"num_unread": 0, "unread_bytes": 0}
 
 
-def test_the_limits_of_the_configuration_reach_the_proxy_and_no_client():
+def test_configured_limits_reach_the_proxy_and_are_hidden_from_clients():
     limits = ProxyLimits(BodyLimits(max_body_bytes=50), send_timeout_s=7.5)
     proxy = Proxy(Handle(1))
     told: list[str] = []
@@ -185,6 +185,6 @@ def test_the_limits_of_the_configuration_reach_the_proxy_and_no_client():
     assert_refused(ask(guarded, "POST", content=b"x" * 51), 413, "request_too_large", "51")
 
 
-def test_without_a_guarded_proxy_the_limits_are_told_to_nobody():
+def test_response_without_a_guarded_proxy_does_not_expose_the_limits():
     response = ask(TellProxy(Proxy(Handle(1)), ProxyLimits()))
     assert not [name for name in response.headers if "orchard" in name]

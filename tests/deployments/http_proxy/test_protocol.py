@@ -111,7 +111,7 @@ async def is_closed(reader: asyncio.StreamReader) -> bool:
 REQUEST = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-def test_a_client_that_reads_nothing_is_cut_off_and_its_request_ends(serving: Any):
+def test_client_that_reads_nothing_is_disconnected_and_its_request_ends(serving: Any):
     async def go() -> None:
         app = App(num_chunks=1000)
         async with serving(app, send_timeout_s=0.3) as port:
@@ -126,7 +126,7 @@ def test_a_client_that_reads_nothing_is_cut_off_and_its_request_ends(serving: An
     run(go())
 
 
-def test_a_client_that_reads_gets_everything_however_long_it_takes(serving: Any):
+def test_slowly_reading_client_gets_the_whole_response(serving: Any):
     async def go() -> None:
         app = App(num_chunks=200)
         async with serving(app, send_timeout_s=0.5) as port:
@@ -143,7 +143,7 @@ def test_a_client_that_reads_gets_everything_however_long_it_takes(serving: Any)
     run(go())
 
 
-def test_the_end_of_a_response_that_nobody_reads_does_not_keep_the_connection(serving: Any, monkeypatch: Any):
+def test_connection_is_aborted_when_the_end_of_its_response_stays_unread(serving: Any, monkeypatch: Any):
     async def go() -> None:
         unsent = []
         abort = GuardedProtocol.abort
@@ -166,7 +166,7 @@ def test_the_end_of_a_response_that_nobody_reads_does_not_keep_the_connection(se
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"\r\n", REQUEST + b"GET / HTTP/1.1\r\nA: b\r\n"])
-def test_headers_that_do_not_come_close_the_connection(serving: Any, monkeypatch: Any, sent: bytes):
+def test_connection_with_incomplete_headers_is_closed_after_a_timeout(serving: Any, monkeypatch: Any, sent: bytes):
     monkeypatch.setattr(GuardedProtocol, "header_timeout_s", 0.2)
 
     async def go() -> None:
@@ -212,7 +212,7 @@ def test_a_body_that_goes_on_for_ever_after_its_response_closes_the_connection(s
     run(go())
 
 
-def test_requests_that_follow_each_other_on_one_connection_are_answered(serving: Any, monkeypatch: Any):
+def test_consecutive_requests_on_a_connection_are_answered(serving: Any, monkeypatch: Any):
     monkeypatch.setattr(GuardedProtocol, "header_timeout_s", 0.3)
 
     async def go() -> None:

@@ -35,7 +35,7 @@ class Proxy:
         self.proxy_router.update_routes({INGRESS: EndpointInfo(route="/", app_is_cross_language=False)})
 
 
-def test_the_server_is_starting_until_the_first_ingress_runs_and_then_it_may_lack_one():
+def test_server_is_starting_until_its_first_ingress_has_run():
     async def go() -> None:
         router = make_router(PowerOfTwoChoicesRequestRouter, [])
         handle: Any = SimpleNamespace(_router=SimpleNamespace(_asyncio_router=SimpleNamespace()), has_had=False)
@@ -60,7 +60,7 @@ def test_the_server_is_starting_until_the_first_ingress_runs_and_then_it_may_lac
     asyncio.run(go())
 
 
-def test_rays_objects_have_what_is_read_of_them():
+def test_objects_of_ray_have_the_attributes_that_orchard_reads():
     assert "self.proxy_router = proxy_router" in inspect.getsource(HTTPProxy.__mro__[1].__init__)
     assert callable(DeploymentHandle.running_replicas_populated)
     assert "self._router" in inspect.getsource(DeploymentHandle.__mro__[1].running_replicas_populated)
@@ -70,14 +70,14 @@ def test_rays_objects_have_what_is_read_of_them():
     assert "self._request_router:" in written and "self._running_replicas:" in written
 
 
-def test_without_a_route_table_nothing_is_refused():
+def test_requests_without_a_route_table_are_not_refused():
     async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
     routes = ServeRoutes(app)
     assert not routes.is_starting("/") and not routes.has_no_replica("/")
 
 
-def test_the_launcher_asks_for_the_middleware_and_an_operator_can_replace_it(monkeypatch: pytest.MonkeyPatch):
+def test_launcher_installs_the_proxy_middleware_unless_the_operator_sets_another(monkeypatch: pytest.MonkeyPatch):
     assert {default.name: default.value for default in DEFAULTS}[HOOK] == CALLBACK
     assert is_guarded(), "orchard_launch.pth has set it in this process"
     monkeypatch.setenv(HOOK, "mine:middlewares")

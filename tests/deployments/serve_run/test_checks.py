@@ -21,30 +21,26 @@ def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "ray_current_cluster"
 
 
-def test_without_a_note_there_is_no_cluster(note: Path):
+def test_missing_or_malformed_address_file_means_no_cluster(note: Path):
     assert not finds_cluster(note)
     note.write_text("nonsense")
     assert not finds_cluster(note)
 
 
-def test_a_cluster_that_answers_is_found(note: Path, capsys: pytest.CaptureFixture[str]):
+def test_reachable_cluster_is_found_by_its_address_file(note: Path, capsys: pytest.CaptureFixture[str]):
     with socket.create_server(("127.0.0.1", 0)) as head:
         note.write_text(f"127.0.0.1:{head.getsockname()[1]}")
         assert finds_cluster(note)
     assert note.exists() and capsys.readouterr().err == ""
 
 
-def test_the_note_of_a_cluster_of_this_machine_that_was_killed_is_removed(
-    note: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_address_file_of_a_killed_local_cluster_is_removed(note: Path, capsys: pytest.CaptureFixture[str]):
     note.write_text(address := f"127.0.0.1:{free_port()}")
     assert not finds_cluster(note)
     assert not note.exists() and address in capsys.readouterr().err
 
 
-def test_a_head_elsewhere_that_is_only_rebooting_is_waited_for_by_the_operator(
-    note: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_unreachable_remote_head_is_an_error_and_keeps_its_address_file(note: Path, monkeypatch: pytest.MonkeyPatch):
     """Starting without it would leave a second service on this machine when the head is back."""
     monkeypatch.setattr(checks, "CONNECT_S", 0.1)
     note.write_text("192.0.2.77:6379")
@@ -53,9 +49,7 @@ def test_a_head_elsewhere_that_is_only_rebooting_is_waited_for_by_the_operator(
     assert note.exists()
 
 
-def test_a_cluster_of_this_machine_of_which_processes_are_left_keeps_its_note(
-    note: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_address_file_is_kept_while_a_process_of_the_local_cluster_runs(note: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "_ray_process", lambda: 4711)
     note.write_text(f"127.0.0.1:{free_port()}")
     with pytest.raises(CannotStart, match="process 4711 of Ray is still running"):
@@ -63,7 +57,7 @@ def test_a_cluster_of_this_machine_of_which_processes_are_left_keeps_its_note(
     assert note.exists()
 
 
-def test_keys_that_cannot_be_read_end_the_start_and_the_place_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unreadable_api_keys_end_the_start_with_their_config_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def check(**http: str) -> None:
         check_keys(OrchardConfig({}, {}, AppArgs.model_validate({"http": http})))
 

@@ -63,32 +63,32 @@ BAD = {
     # Keys that nothing reads.
     "http_option": (
         "http_option: {host: 127.0.0.1}\napplications: [{import_path: 'deployments.app:build_app'}]",
-        ["http_option: there is no such key", "http_options: is missing; without a host Ray would serve on all"],
+        ["http_option: unknown key", "http_options: is missing; without a host Ray would listen on all"],
     ),
     "hosts": (
         text(http="{hosts: 127.0.0.1}"),
-        ["http_options.hosts: there is no such key; there are host, port", "http_options.host: is missing"],
+        ["http_options.hosts: unknown key; the keys are host, port", "http_options.host: is missing"],
     ),
-    "prot": (text(http="{host: 127.0.0.1, prot: 1}"), ["http_options.prot: there is no such key"]),
-    "arg": (text("arg: {}"), ["application.arg: there is no such key; there are name, route_prefix"]),
-    "application key": (text("rute_prefix: /"), ["application.rute_prefix: there is no such key"]),
-    "top key": (text(top="proxy_locations: EveryNode"), ["proxy_locations: there is no such key"]),
-    "logging key": (text(top="logging_config: {level: INFO}"), ["logging_config.level: there is no such key"]),
-    "app logging key": (text("logging_config: {level: INFO}"), ["application.logging_config.level: there is no such"]),
+    "prot": (text(http="{host: 127.0.0.1, prot: 1}"), ["http_options.prot: unknown key"]),
+    "arg": (text("arg: {}"), ["application.arg: unknown key; the keys are name, route_prefix"]),
+    "application key": (text("rute_prefix: /"), ["application.rute_prefix: unknown key"]),
+    "top key": (text(top="proxy_locations: EveryNode"), ["proxy_locations: unknown key"]),
+    "logging key": (text(top="logging_config: {level: INFO}"), ["logging_config.level: unknown key"]),
+    "app logging key": (text("logging_config: {level: INFO}"), ["application.logging_config.level: unknown key"]),
     "deployment logging key": (
         text(deployment("MLLM", logging_config={"level": "INFO"})),
-        ["deployments.MLLM.logging_config.level: there is no such key"],
+        ["deployments.MLLM.logging_config.level: unknown key"],
     ),
     "deployment key": (
         text(deployment("MLLM", max_ongoing_request=3)),
-        ["deployments.MLLM.max_ongoing_request: there is no such key"],
+        ["deployments.MLLM.max_ongoing_request: unknown key"],
     ),
     "deployment name": (
         text(deployment("Ingres")),
-        ["deployments.Ingres: there is no such deployment; there are Ingress, TextMTP"],
+        ["deployments.Ingres: unknown deployment; the deployments are Ingress, TextMTP"],
     ),
-    "args key": (text(args(engin={})), ["args.engin: there is no such key"]),
-    "engine key": (text(args(engine={"modle": "x"})), ["args.engine.modle: there is no such key"]),
+    "args key": (text(args(engin={})), ["args.engin: unknown key"]),
+    "engine key": (text(args(engine={"modle": "x"})), ["args.engine.modle: unknown key"]),
     # Keys that Orchard derives.
     "num_replicas": (text(deployment("Ingress", num_replicas=2)), ["deployments.Ingress.num_replicas: may not be set"]),
     "autoscaling": (
@@ -118,7 +118,7 @@ BAD = {
     "user_config": (text(deployment("MLLM", user_config={})), ["deployments.MLLM.user_config: may not be set: it has"]),
     "request timeout": (
         text(http="{host: 127.0.0.1, request_timeout_s: 5}"),
-        ["http_options.request_timeout_s: may not be set: it would also cut answers"],
+        ["http_options.request_timeout_s: may not be set: it would also abort answers"],
     ),
     "app host": (text("host: 127.0.0.1"), ["application.host: may not be set: belongs to the section http_options"]),
     "autoscaling_policy": (text("autoscaling_policy: {}"), ["application.autoscaling_policy: may not be set"]),
@@ -135,13 +135,16 @@ BAD = {
     "no import path": ("applications: [{args: {}}]", ["application.import_path: expected deployments.app:build_app"]),
     "empty": ("", ["expected keys such as `applications`, found nothing (null)"]),
     "list": ("- 1", ["expected keys such as `applications`, found a list"]),
-    "no yaml": ("a: [1", ["this is no valid YAML"]),
-    "tabs": ("a:\n\tb: 1", ["this is no valid YAML"]),
-    "python object": ("a: !!python/name:os.system", ["this is no valid YAML"]),
-    "duplicate key": (text(args() + "\n" + args()), ["this is no valid YAML: the key 'args' in line 6 is already in"]),
+    "no yaml": ("a: [1", ["the file is not valid YAML"]),
+    "tabs": ("a:\n\tb: 1", ["the file is not valid YAML"]),
+    "python object": ("a: !!python/name:os.system", ["the file is not valid YAML"]),
+    "duplicate key": (
+        text(args() + "\n" + args()),
+        ["the file is not valid YAML: the key 'args' in line 6 is already in line"],
+    ),
     "duplicate section": (
         text("args:\n  engine: {model: a}\n  engine: {model: b}"),
-        ["this is no valid YAML: the key 'engine' in line 7 is already in line 6"],
+        ["the file is not valid YAML: the key 'engine' in line 7 is already in line 6"],
     ),
     "null sections": (
         text("args:\ndeployments:"),
@@ -155,7 +158,7 @@ BAD = {
     "port": (text(http="{host: 127.0.0.1, port: 80000}"), ["http_options.port: expected a number from 1 to 65535"]),
     "port word": (text(http="{host: 127.0.0.1, port: http}"), ["http_options.port: expected a number"]),
     "no route": (text("route_prefix: null"), ["application.route_prefix: expected a path such as /, found nothing"]),
-    "no proxies": (text(top="proxy_location: Disabled"), ["proxy_location: Disabled leaves Orchard without HTTP"]),
+    "no proxies": (text(top="proxy_location: Disabled"), ["proxy_location: Disabled starts no HTTP proxy"]),
     "deployments": (text("deployments: {MLLM: 1}"), ["application.deployments: expected a list, found keys"]),
     "deployment without name": (text("deployments: [{x: 1}]"), ["deployments: expected entries with a `name`"]),
     "deployment twice": (text("deployments: [{name: MLLM}, {name: MLLM}]"), ["deployments.MLLM: is listed twice"]),
@@ -163,7 +166,7 @@ BAD = {
         "http_options: {host: 127.0.0.1}\napplications:\n"
         "- {name: a, route_prefix: /a, import_path: 'deployments.app:build_app'}\n"
         "- {name: b, route_prefix: /b, import_path: 'deployments.app:build_app'}",
-        ["applications: 2 of them are Orchard (a, b), but a node has room for one engine"],
+        ["applications: 2 entries are Orchard (a, b), but only one engine fits on a node"],
     ),
     "value": (
         text(args(engine={"max_running": 0})),
@@ -183,7 +186,7 @@ BAD = {
     "an address": (text(http="{host: 192.168.1.2}"), ["http_options.host: 192.168.1.2 can be reached by other"]),
     "a name": (text(http="{host: my-mac.local}"), ["http_options.host: my-mac.local can be reached by other machines"]),
     "not open": (text(args(http={"open": False}), http="{host: '::'}"), ["http_options.host: :: can be reached"]),
-    "no host": (text(http="{port: 8000}"), ["http_options.host: is missing; Ray would serve on all addresses"]),
+    "no host": (text(http="{port: 8000}"), ["http_options.host: is missing; Ray would listen on all addresses"]),
     "empty host": (text(http="{host: ''}"), ["http_options.host: expected an address"]),
     # Options without an effect.
     "spec_prefill off": (
@@ -195,11 +198,14 @@ BAD = {
     ),
     "spec_prefill without draft": (
         text(args(engine={"model": "org/model"}, spec_prefill={"enabled": True, "keep": 0.5})),
-        ["args.spec_prefill.keep: has no effect, as no draft_model for org/model (set spec_prefill.draft_model)"],
+        [
+            "args.spec_prefill.keep: has no effect, as no draft_model is set for org/model "
+            "(set spec_prefill.draft_model)"
+        ],
     ),
     "the demo's draft": (
         text(args(engine={"model": "org/model"}, spec_prefill={"enabled": True, "draft_model": "demo"})),
-        ["args.spec_prefill.draft_model: the demo's draft cannot read the tokens of the model 'org/model'"],
+        ["args.spec_prefill.draft_model: the demo's draft model does not have the tokenizer of 'org/model'"],
     ),
     "threshold": (
         text(args(spec_prefill={"enabled": True, "threshold_tokens": 9000, "max_tokens_scored": 100})),
@@ -219,7 +225,7 @@ BAD = {
     ),
     "no boundaries": (
         text(args(engine={"prefix_cache": {"boundaries": [], "max_gb": 3}})),
-        ["args.engine.prefix_cache: prefix_cache.boundaries is empty and nothing is pinned"],
+        ["args.engine.prefix_cache: prefix_cache.boundaries is empty and no prompt is pinned"],
     ),
     "mtp off, exact": (
         text(args(engine={"mtp": "off", "mtp_exact": "on"})),
@@ -234,13 +240,15 @@ BAD = {
     ),
     "scorer off": (
         text(deployment("SpecPrefillScorer")),
-        ["deployments.SpecPrefillScorer: there is none, as"],
+        ["deployments.SpecPrefillScorer: does not exist, as"],
     ),
 }
 
 
 @pytest.mark.parametrize(("bad", "expected"), BAD.values(), ids=BAD)
-def test_a_mistake_is_named(mistakes: Callable[[str], list[str]], bad: str, expected: list[str]):
+def test_mistakes_in_a_config_file_are_listed_by_key(
+    mistakes: Callable[[str], list[str]], bad: str, expected: list[str]
+):
     lines = mistakes(bad)
     assert len(lines) == len(expected), lines
     for line, beginning in zip(lines, expected, strict=True):
@@ -271,38 +279,38 @@ GOOD = {
 
 
 @pytest.mark.parametrize("good", GOOD.values(), ids=GOOD)
-def test_a_right_file_is_silent(read: Callable[[str], OrchardConfig | None], good: str):
+def test_valid_config_file_is_accepted(read: Callable[[str], OrchardConfig | None], good: str):
     config = read(good)
     assert config is not None
     check_with_ray(config.raw, "x")
 
 
-def test_the_shipped_file_is_right():
+def test_shipped_config_file_is_valid():
     config = read_config(SHIPPED_CONFIG)
     assert config is not None
     check_with_ray(config.raw, "x")
     assert (config.host, config.port, config.name, config.route_prefix) == ("127.0.0.1", 8000, "orchard", "/")
-    assert config.overrides["MLLM"]["max_ongoing_requests"] == 32
+    assert config.overrides["MLLM"] == {"logging_config": {"enable_access_log": False}}
     assert config.args.sparse_prefill_off is None
 
 
-def test_one_changed_line_makes_it_serve_another_model(read: Callable[[str], OrchardConfig | None]):
+def test_shipped_config_serves_another_model_by_changing_a_line(read: Callable[[str], OrchardConfig | None]):
     config = read(SHIPPED_CONFIG.read_text().replace("model: demo\n", "model: org/model\n", 1))
     assert config is not None
-    assert config.args.sparse_prefill_off == "no draft_model for org/model"
+    assert config.args.sparse_prefill_off == "no draft_model is set for org/model"
 
 
-def test_files_of_other_applications_are_not_judged(read: Callable[[str], OrchardConfig | None]):
+def test_config_files_of_other_applications_are_ignored(read: Callable[[str], OrchardConfig | None]):
     assert read("http_option: 1\napplications: [{import_path: 'other:app', args: {x: 1}}]") is None
     assert read("applications: []") is None
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"none\.yaml is wrong:\n  the file cannot be read"):
+def test_missing_config_file_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"none\.yaml is invalid:\n  the file cannot be read"):
         read_config(tmp_path / "none.yaml")
 
 
-def test_values_of_rays_own_keys_are_judged_by_ray(read: Callable[[str], OrchardConfig | None]):
+def test_values_of_keys_of_ray_are_validated_by_ray(read: Callable[[str], OrchardConfig | None]):
     config = read(text("logging_config: {log_level: LOUD}\nruntime_env: 3", http="{host: 127.0.0.1, root_path: 3}"))
     assert config is not None
     with pytest.raises(ConfigError) as error:

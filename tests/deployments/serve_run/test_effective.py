@@ -27,7 +27,9 @@ def config(http: dict | None = None, application: dict | None = None, **args: An
         ({"ssl_certfile": "c", "ssl_keyfile": "k"}, {}, "https://127.0.0.1:8000"),
     ],
 )
-def test_the_url_can_be_copied(http: dict[str, Any], application: dict[str, Any], url: str):
+def test_url_is_that_of_the_configured_host_port_and_route_prefix(
+    http: dict[str, Any], application: dict[str, Any], url: str
+):
     assert url_of(config(http, application)) == url
 
 
@@ -45,12 +47,12 @@ def test_the_url_can_be_copied(http: dict[str, Any], application: dict[str, Any]
         ),
     ],
 )
-def test_who_can_reach_the_server_is_shown(http: dict[str, Any], args: dict[str, Any], line: str):
+def test_description_shows_from_where_the_server_is_reachable(http: dict[str, Any], args: dict[str, Any], line: str):
     served = OrchardConfig({"http_options": {"host": "127.0.0.1", **http}}, {}, AppArgs.model_validate({"http": args}))
     assert f"  http          {line}\n" in describe(served, [])
 
 
-def test_everything_that_is_not_the_default_is_shown_without_prompts_and_keys():
+def test_description_shows_non_default_options_without_pinned_prompts():
     shown = describe(
         config(
             engine={
@@ -66,8 +68,8 @@ def test_everything_that_is_not_the_default_is_shown_without_prompts_and_keys():
     for line in (
         "model         org/model, served as 'mine'; device auto, dtype auto",
         "spec_prefill  off: spec_prefill.enabled is false",
-        "prefix_cache  all memory that no row or prompt needs, 20 GiB in /x, 1 pinned prompts",
-        "stopping      running answers get 25 s",
+        "prefix_cache  all memory that rows and prefills do not need, 20 GiB in /x, 1 pinned prompts",
+        "stopping      running requests get up to 25 s to finish",
         "environment   RAY_x=1 is not in effect: all is slow",
     ):
         assert f"  {line}" in shown.splitlines()
@@ -76,7 +78,7 @@ def test_everything_that_is_not_the_default_is_shown_without_prompts_and_keys():
     assert "secret" not in shown and "engine.prefix_cache.pinned=(1 of them)" in shown
 
 
-def test_where_only_the_arguments_are_known_that_is_said():
+def test_description_of_bare_arguments_says_that_http_is_not_checked():
     shown = describe_args(AppArgs.model_validate({"spec_prefill": {"enabled": True}}), [])
     assert "http          not checked" in shown
-    assert "spec_prefill  on: draft_model demo, prompts with 8192 uncached tokens" in shown
+    assert "spec_prefill  on: draft_model demo, prompts with at least 8192 uncached tokens" in shown

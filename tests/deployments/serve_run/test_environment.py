@@ -23,7 +23,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, *argv: str) -> None:
     environment.prepare()
 
 
-def test_a_value_of_the_operator_is_kept(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+def test_environment_variable_of_the_operator_is_kept(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     environ["RAY_health_check_period_ms"] = "7"
     prepare(monkeypatch, "/x/ray", "start")
     assert environ["RAY_health_check_period_ms"] == "7"
@@ -31,7 +31,9 @@ def test_a_value_of_the_operator_is_kept(environ: dict[str, str], monkeypatch: p
     assert RAY_INIT_HOOK not in environ
 
 
-def test_only_a_serve_run_with_a_config_file_is_watched(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+def test_init_hook_is_set_only_for_serve_run_with_a_config_file(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
     prepare(monkeypatch, "serve", "run", "serve_config.yaml")
     assert environ[RAY_INIT_HOOK] == INIT_HOOK
     environ.clear()
@@ -40,7 +42,7 @@ def test_only_a_serve_run_with_a_config_file_is_watched(environ: dict[str, str],
 
 
 @pytest.mark.parametrize("argv", [["pytest"], ["/x/python"], ["-c"], ["-m"], ["ray_lightning"], ["notebook.py"], []])
-def test_other_programs_of_the_environment_are_left_alone(
+def test_environment_of_other_programs_is_not_changed(
     environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, argv: list[str]
 ):
     prepare(monkeypatch, *argv)
@@ -53,13 +55,15 @@ def test_workers_run_at_the_niceness_of_the_command(environ: dict[str, str]):
 
 
 @pytest.mark.parametrize("platform, is_set", [("darwin", True), ("linux", False)])
-def test_macs_may_form_a_cluster(environ: dict, monkeypatch: pytest.MonkeyPatch, platform: str, is_set: bool):
+def test_multi_node_clusters_are_enabled_on_macs_only(
+    environ: dict, monkeypatch: pytest.MonkeyPatch, platform: str, is_set: bool
+):
     monkeypatch.setattr(sys, "platform", platform)
     environment.set_defaults()
     assert ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" in environ) is is_set
 
 
-def test_what_is_not_in_effect_is_named_with_its_consequence():
+def test_variable_not_in_effect_is_named_with_its_consequence():
     environ: dict[str, str] = {}
     environment.set_defaults(environ)
     assert not_in_effect(environ) == [] and is_prepared(environ)
@@ -71,7 +75,7 @@ def test_what_is_not_in_effect_is_named_with_its_consequence():
     assert not is_prepared(environ)
 
 
-def test_each_default_says_what_happens_without_it():
+def test_each_default_describes_its_absence_and_names_are_unique():
     assert all(default.without for default in DEFAULTS)
     assert len({default.name for default in DEFAULTS}) == len(DEFAULTS)
 
@@ -108,16 +112,16 @@ def start(tmp_path: Path, program: str) -> str:
 
 
 @pytest.mark.parametrize("program", ["serve", "ray", "orchard"])
-def test_the_installed_file_prepares_these_commands_and_imports_nothing_heavy(tmp_path: Path, program: str):
+def test_installed_pth_file_prepares_the_commands_and_imports_only_our_package(tmp_path: Path, program: str):
     assert start(tmp_path, program) == "1 {'deployments'}"
 
 
 @pytest.mark.parametrize("program", ["pytest", "notebook.py", "serve.py"])
-def test_the_installed_file_imports_nothing_of_ours_in_other_programs(tmp_path: Path, program: str):
+def test_installed_pth_file_imports_no_orchard_module_in_other_programs(tmp_path: Path, program: str):
     assert start(tmp_path, program) == "None set()"
 
 
-def test_the_entry_point_for_python_3_15_is_there():
+def test_startup_entry_point_for_python_3_15_resolves_to_a_callable():
     """PEP 829: one `package.module:callable` per line."""
     module, _, name = (ROOT / "deployments/serve_run/orchard_launch.start").read_text().strip().partition(":")
     assert module == environment.__name__ and callable(getattr(environment, name))

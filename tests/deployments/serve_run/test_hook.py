@@ -54,7 +54,7 @@ def config(port: int, path: str = OURS, more: str = "") -> str:
     return f"http_options: {{host: 127.0.0.1, port: {port}}}\napplications: [{{import_path: '{path}'{more}}}]"
 
 
-def test_a_right_configuration_is_shown_and_watched(
+def test_valid_configuration_is_shown_and_watched(
     watched: list, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     port = free_port()
@@ -68,7 +68,7 @@ def test_a_right_configuration_is_shown_and_watched(
     assert RAY_INIT_HOOK not in hook.os.environ
 
 
-def test_applications_of_others_keep_their_signals_and_are_not_watched(
+def test_applications_other_than_orchard_keep_their_signals_and_are_not_watched(
     watched: list, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     before = signal.getsignal(signal.SIGTERM)
@@ -77,16 +77,16 @@ def test_applications_of_others_keep_their_signals_and_are_not_watched(
     assert watched == [] and capsys.readouterr().err == ""
 
 
-def test_a_mistake_ends_the_command_with_status_1(
+def test_invalid_configuration_ends_the_command_with_status_1(
     watched: list, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit) as ended:
         run(monkeypatch, tmp_path, config(1, more=", arg: {}"))
     assert ended.value.code == 1 and watched == []
-    assert "serve_config.yaml is wrong:\n  application.arg: there is no such key" in capsys.readouterr().err
+    assert "serve_config.yaml is invalid:\n  application.arg: unknown key" in capsys.readouterr().err
 
 
-def test_a_port_in_use_ends_the_command_unless_it_joins_a_cluster_that_may_serve_there(
+def test_port_in_use_ends_the_command_unless_the_command_joins_a_cluster(
     watched: list, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -109,7 +109,7 @@ def test_a_port_in_use_ends_the_command_unless_it_joins_a_cluster_that_may_serve
         (["serve", "run", "--address=c:1", "a.yaml"], None, "c:1"),
     ],
 )
-def test_the_cluster_is_that_of_the_command_line_or_of_the_environment(
+def test_cluster_address_of_the_command_line_overrides_the_environment(
     monkeypatch: pytest.MonkeyPatch, argv: list[str], environ: str | None, address: str | None
 ):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

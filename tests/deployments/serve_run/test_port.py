@@ -74,10 +74,12 @@ def test_a_port_that_another_process_listens_on_is_refused_with_its_pid(
         check_port(host, port)
 
 
-def test_two_servers_that_start_at_the_same_time_are_told_apart(start: Callable[..., subprocess.Popen[str]]):
+def test_second_server_on_a_port_is_refused_with_the_pid_until_the_first_ends(
+    start: Callable[..., subprocess.Popen[str]],
+):
     port = free_port()
     first = start(TAKE, port)
-    with pytest.raises(PortTaken, match=rf"port {port} belongs to an Orchard server in process {first.pid} "):
+    with pytest.raises(PortTaken, match=rf"port {port} is reserved by an Orchard server in process {first.pid} "):
         take_port("127.0.0.1", port)
     first.kill()
     first.wait(30)
@@ -86,7 +88,7 @@ def test_two_servers_that_start_at_the_same_time_are_told_apart(start: Callable[
     lock.release()
 
 
-def test_a_port_whose_old_connections_are_in_time_wait_is_free():
+def test_port_with_old_connections_in_time_wait_is_free():
     """A server may be started again as soon as the one before has ended."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -100,7 +102,7 @@ def test_a_port_whose_old_connections_are_in_time_wait_is_free():
     check_port("127.0.0.1", port)
 
 
-def test_a_free_port_is_taken_without_a_lock_where_the_cache_cannot_be_written(
+def test_free_port_is_accepted_without_a_lock_when_the_cache_is_not_writable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     blocked = tmp_path / "file"
@@ -110,14 +112,14 @@ def test_a_free_port_is_taken_without_a_lock_where_the_cache_cannot_be_written(
 
 
 @pytest.mark.parametrize(
-    ("host", "reason"), [("192.0.2.77", "is no address of this machine"), ("no.such.invalid", "is no host name")]
+    ("host", "reason"), [("192.0.2.77", "is not an address of this machine"), ("no.such.invalid", "is not a host name")]
 )
-def test_an_address_that_cannot_be_served_is_named(host: str, reason: str):
+def test_unusable_host_is_named_with_the_reason(host: str, reason: str):
     with pytest.raises(PortTaken, match=f"{host}.*{reason}"):
         check_port(host, free_port())
 
 
-def test_a_refused_port_is_not_kept(start: Callable[..., subprocess.Popen[str]]):
+def test_lock_of_a_refused_port_is_released(start: Callable[..., subprocess.Popen[str]]):
     port = free_port()
     listener = start(LISTEN, "127.0.0.1", port)
     with pytest.raises(PortTaken, match=f"process {listener.pid} "):

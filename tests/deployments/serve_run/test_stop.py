@@ -100,7 +100,7 @@ BOTH = pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 
 
 @BOTH
-def test_it_is_interrupted_when_all_answers_have_ended(programs: list[Program], signum: signal.Signals):
+def test_signal_interrupts_serve_run_when_all_answers_have_ended(programs: list[Program], signum: signal.Signals):
     programs.append(program := Program())
     program.send(signum)
     assert program.read() == "draining"
@@ -110,7 +110,9 @@ def test_it_is_interrupted_when_all_answers_have_ended(programs: list[Program], 
 
 
 @BOTH
-def test_a_second_signal_does_not_wait_for_them(programs: list[Program], signum: signal.Signals):
+def test_second_signal_interrupts_serve_run_without_waiting_for_answers(
+    programs: list[Program], signum: signal.Signals
+):
     programs.append(program := Program())
     program.send(signal.SIGINT)
     assert program.read() == "draining"
@@ -119,7 +121,7 @@ def test_a_second_signal_does_not_wait_for_them(programs: list[Program], signum:
     assert program.end()[0] == 0
 
 
-def test_answers_that_end_because_serve_is_shut_down_do_not_interrupt_it_again(programs: list[Program]):
+def test_drain_that_ends_during_the_shutdown_sends_no_second_interrupt(programs: list[Program]):
     shutdown = "released.set(); [t.join() for t in threading.enumerate() if t.name == 'drain']; print('shut down')"
     programs.append(program := Program(drain="released.wait()", shutdown=shutdown))
     for said in ("draining", "interrupted"):
@@ -131,7 +133,9 @@ def test_answers_that_end_because_serve_is_shut_down_do_not_interrupt_it_again(p
 
 @BOTH
 @pytest.mark.parametrize("is_waited_for", [True, False])
-def test_nothing_interrupts_the_end_any_more(programs: list[Program], signum: signal.Signals, is_waited_for: bool):
+def test_signal_during_the_shutdown_is_ignored_with_a_message(
+    programs: list[Program], signum: signal.Signals, is_waited_for: bool
+):
     """It would leave the rest of Serve's processes behind."""
     shutdown = "print(os.read(0, 100).decode().strip(), flush=True)"
     programs.append(program := Program(drain="" if is_waited_for else "released.wait()", shutdown=shutdown))
@@ -141,21 +145,21 @@ def test_nothing_interrupts_the_end_any_more(programs: list[Program], signum: si
         program.send(signum)
     assert program.read() == "interrupted"
     program.send(signum)
-    assert "shut down already" in program.read_complaint()
+    assert "already shutting down" in program.read_complaint()
     program.let_answers_end()
     assert program.read() == "drained"
     assert program.end()[0] == 0
 
 
 @BOTH
-def test_as_long_as_nothing_is_served_there_is_nothing_to_wait_for(programs: list[Program], signum: signal.Signals):
+def test_signal_before_the_start_of_serving_interrupts_at_once(programs: list[Program], signum: signal.Signals):
     programs.append(program := Program(serving=""))
     program.send(signum)
     assert program.read() == "interrupted"
     assert program.end() == (0, "")
 
 
-def test_who_cannot_be_waited_for_is_told_of_and_stopped_all_the_same(programs: list[Program]):
+def test_failed_drain_is_reported_and_serve_run_is_interrupted(programs: list[Program]):
     programs.append(program := Program(drain="raise TimeoutError('nobody answers')"))
     program.send(signal.SIGTERM)
     assert [program.read(), program.read()] == ["draining", "interrupted"]
@@ -197,7 +201,7 @@ def drain(monkeypatch: pytest.MonkeyPatch, applications: dict[str, Any], **timeo
     drain_applications(timeouts_s)
 
 
-def test_every_ingress_of_every_application_is_drained_and_one_that_is_gone_is_told_of(
+def test_every_ingress_is_drained_and_a_lost_ingress_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     applications = {"one": Ingresses(0.0, ConnectionError("gone")), "two": Ingresses(0.0)}
@@ -209,7 +213,7 @@ def test_every_ingress_of_every_application_is_drained_and_one_that_is_gone_is_t
         assert all(timeout_s > 7 for timeout_s in ingresses.timeouts_s) and len(ingresses.timeouts_s) == 1
 
 
-def test_an_application_that_cannot_be_asked_or_waited_for_keeps_no_other_from_it(
+def test_application_that_fails_to_drain_does_not_keep_other_applications_from_draining(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     failed: Any = KeyError("never started")
@@ -221,7 +225,7 @@ def test_an_application_that_cannot_be_asked_or_waited_for_keeps_no_other_from_i
     assert last.asked == ["drain"] and len(last.timeouts_s) == 1
 
 
-def test_all_applications_together_are_waited_for_as_long_as_one(monkeypatch: pytest.MonkeyPatch):
+def test_applications_share_the_time_of_the_drain(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stop, "CLOSE_MARGIN_S", 1.0)
     applications = {name: Ingresses(60.0) for name in "abc"}
     drain(monkeypatch, applications, a=0.5, b=0.5, c=0.5)

@@ -32,17 +32,17 @@ def seen(*states: tuple[float, Application | None]) -> list[str | None]:
     return [watch.see(application, at_s) for at_s, application in states]
 
 
-def test_an_application_that_cannot_start_is_given_up_at_once_with_all_reasons():
+def test_failed_start_of_an_application_ends_the_watch_with_all_reasons():
     (reason,) = seen((1.0, FAILED))
     assert reason == "Application 'orchard' could not be started:\nno such model\nIngress: no tokenizer"
 
 
-def test_a_start_may_take_as_long_as_it_takes():
+def test_start_of_an_application_has_no_time_limit():
     assert seen((1.0, None), (1e6, DEPLOYING), (2e6, None), (3e6, RUNNING)) == [None] * 4
 
 
 @pytest.mark.parametrize("gone", [None, UNHEALTHY, FAILED, Application("DELETING")])
-def test_an_application_that_stays_away_is_given_up(gone: Application | None):
+def test_application_that_stays_down_is_given_up_after_the_time_limit(gone: Application | None):
     early, late = 10 + NOT_RUNNING_S - 1, 10 + NOT_RUNNING_S + 1
     *before, reason = seen((10.0, RUNNING), (11.0, gone), (early, gone), (late, gone))
     assert before == [None] * 3
@@ -50,16 +50,16 @@ def test_an_application_that_stays_away_is_given_up(gone: Application | None):
     assert gone is not UNHEALTHY or "it is ill" in reason
 
 
-def test_an_application_that_comes_back_is_not_given_up():
+def test_application_that_recovers_in_time_is_not_given_up():
     steps = [(10.0 + i * NOT_RUNNING_S / 2, UNHEALTHY if i % 2 else RUNNING) for i in range(10)]
     assert seen(*steps) == [None] * 10
 
 
-def test_a_new_version_may_be_deployed_for_as_long_as_it_takes():
+def test_deployment_of_a_new_version_has_no_time_limit():
     assert seen((1.0, RUNNING), (2.0, DEPLOYING), (1e5, DEPLOYING), (1e5 + 1, None), (1e5 + 2, RUNNING)) == [None] * 5
 
 
-def test_silence_counts_from_the_last_answer_on():
+def test_silence_of_serve_counts_from_its_last_answer():
     watch = Watch("orchard", 0.0)
     assert watch.hear_nothing(1e6) is None  # Ray is starting
     watch.see(RUNNING, 1e6)
@@ -67,7 +67,7 @@ def test_silence_counts_from_the_last_answer_on():
     assert "Serve has not answered" in (watch.hear_nothing(1e6 + NO_ANSWER_S + 1) or "")
 
 
-def test_an_application_without_a_proxy_does_not_run_for_its_users(monkeypatch: pytest.MonkeyPatch):
+def test_running_application_without_a_healthy_proxy_counts_as_unhealthy(monkeypatch: pytest.MonkeyPatch):
     status = ServeStatus(applications={"orchard": ApplicationStatusOverview(ApplicationStatus.RUNNING, "", 0.0, {})})
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.serve.status", lambda: status)
@@ -122,7 +122,7 @@ def is_alive(pid: int) -> bool:
 HANGS = "threading.Event().wait()"
 
 
-def test_a_serve_that_hangs_ends_the_command_and_what_it_has_started():
+def test_hanging_serve_ends_the_command_and_its_child_processes():
     code, complaints, child = program(HANGS, owns=True)
     assert code == 1, complaints
     assert "Orchard is ready: http://127.0.0.1:8000/v1 (model demo)" in complaints
@@ -133,10 +133,10 @@ def test_a_serve_that_hangs_ends_the_command_and_what_it_has_started():
 def test_an_application_that_was_deleted_ends_the_command():
     code, complaints, _ = program("return None", owns=True)
     assert code == 1
-    assert "Application 'orchard' has not been running for 1 s and is not there any more" in complaints
+    assert "Application 'orchard' has not been running for 1 s and no longer exists" in complaints
 
 
-def test_processes_of_a_cluster_that_was_joined_are_left_alone():
+def test_processes_of_a_joined_cluster_are_not_ended():
     code, _, child = program(HANGS, owns=False)
     assert code == 1 and is_alive(child)
     subprocess.run(["kill", str(child)], check=True)
@@ -160,10 +160,10 @@ Traceback (most recent call last):
         "pydantic.ValidationError: 1 validation error for AppArgs\nengine.modle\n  Extra inputs are not permitted",
     ],
 )
-def test_the_reason_is_the_end_of_the_traceback(error: str):
+def test_reason_of_a_failure_is_the_last_part_of_its_traceback(error: str):
     assert reason_in(TRACEBACK.format(error=error)) == error
 
 
-def test_a_message_without_a_traceback_is_its_own_reason():
+def test_reason_of_a_failure_without_traceback_is_the_whole_message():
     assert reason_in("Deployment Ingres does not exist.\n") == "Deployment Ingres does not exist."
     assert reason_in("") == ""

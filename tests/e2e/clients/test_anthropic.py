@@ -88,7 +88,7 @@ def test_a_question_is_answered(claude: anthropic.Anthropic, streamed: bool):
     assert message.usage.output_tokens > 0
 
 
-def test_a_system_prompt_in_blocks_is_a_system_prompt(claude: anthropic.Anthropic):
+def test_system_prompt_in_blocks_reaches_the_model(claude: anthropic.Anthropic):
     system = [{"type": "text", "text": "You are Kira, a baker from Oakdale.", "cache_control": {"type": "ephemeral"}}]
     assert "Oakdale" in text_of(ask(claude, [user("Where do you live?")], system=system))
 
@@ -188,7 +188,7 @@ def test_a_parsed_message_is_an_object_of_the_schema(claude: anthropic.Anthropic
     assert message.parsed_output == EMMA
 
 
-def test_an_image_is_seen_also_in_a_tool_result(claude: anthropic.Anthropic, red_circle_png: bytes):
+def test_image_is_accepted_in_a_message_and_in_a_tool_result(claude: anthropic.Anthropic, red_circle_png: bytes):
     data = base64.b64encode(red_circle_png).decode()
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
     assert SHAPE in text_of(ask(claude, [user([image, {"type": "text", "text": SHAPE_QUESTION}])]))
@@ -203,7 +203,7 @@ def test_a_stop_sequence_is_named(claude: anthropic.Anthropic):
     assert (text_of(message), message.stop_reason, message.stop_sequence) == ("1, 2, 3, 4,", "stop_sequence", " 5")
 
 
-def test_a_full_answer_ends_with_max_tokens(claude: anthropic.Anthropic):
+def test_answer_at_the_token_limit_ends_with_max_tokens(claude: anthropic.Anthropic):
     message = ask(claude, [user("Tell me a story.")], max_tokens=5)
     assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 5)
 
@@ -212,7 +212,7 @@ def test_max_tokens_beyond_the_context_is_a_ceiling(claude: anthropic.Anthropic)
     assert text_of(ask(claude, [user(CAPITAL_QUESTION)], streamed=True, max_tokens=64_000)) == CAPITAL
 
 
-def test_counted_tokens_are_those_of_the_answer(claude: anthropic.Anthropic):
+def test_count_tokens_agrees_with_the_input_tokens_of_the_answer(claude: anthropic.Anthropic):
     fields: dict[str, Any] = {"model": MODEL, "messages": [user(WEATHER_QUESTION)], "tools": TOOLS}
     usage = claude.messages.create(max_tokens=1, **fields).usage
     total = usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)

@@ -75,7 +75,7 @@ def test_a_tool_call_and_its_result_lead_to_an_answer(base_url: str, face: str, 
 
 
 @FACES
-def test_two_calls_of_one_message_are_two(base_url: str, face: str):
+def test_message_with_two_tool_calls_is_read_as_two_calls(base_url: str, face: str):
     model = chat_model(base_url, face).bind_tools([get_weather])
     message = model.invoke(TWO_CITIES_QUESTION)
     assert [call["args"]["city"] for call in message.tool_calls] == TWO_CITIES

@@ -63,7 +63,7 @@ def test_a_question_is_answered(base_url: str, face: Face, streamed: bool):
 
 @FACES
 @STREAMED
-def test_a_tool_is_called_and_its_result_answered(base_url: str, face: Face, streamed: bool):
+def test_tool_is_called_and_its_result_is_used_in_the_answer(base_url: str, face: Face, streamed: bool):
     result = run(
         base_url, face, WEATHER_QUESTION, streamed, tools=[get_weather], instructions="Use the tools when needed."
     )

@@ -126,7 +126,7 @@ def test_a_thought_is_an_item_of_its_own(client: openai.OpenAI, streamed: bool):
     assert (thought_of(response), response.output_text) == (CAPITAL_THOUGHT, CAPITAL)
 
 
-def test_a_thought_goes_back_sealed(client: openai.OpenAI):
+def test_encrypted_reasoning_can_be_sent_back_with_a_tool_result(client: openai.OpenAI):
     options: dict[str, Any] = {
         "tools": TOOLS,
         "reasoning": {"effort": "low"},
@@ -158,7 +158,7 @@ def test_an_empty_input_with_one_token_is_answered(client: openai.OpenAI):
     assert respond(client, input="", max_output_tokens=1).status in ("incomplete", "completed")
 
 
-def test_a_full_answer_is_incomplete(client: openai.OpenAI):
+def test_answer_at_the_token_limit_is_incomplete(client: openai.OpenAI):
     response = respond(client, input="Tell me a story.", max_output_tokens=5)
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert response.usage.output_tokens == 5

@@ -66,7 +66,7 @@ def test_a_question_is_answered(base_url: str, face: str, streamed: bool):
 
 @FACES
 @STREAMED
-def test_a_tool_is_called_and_its_result_answered(base_url: str, face: str, streamed: bool):
+def test_tool_is_called_and_its_result_is_used_in_the_answer(base_url: str, face: str, streamed: bool):
     agent = Agent(model_of(base_url, face), tools=[get_weather], instructions="Use the tools when needed.")
     output, messages = run(agent, WEATHER_QUESTION, streamed)
     assert output == WEATHER and len(messages) == 4

@@ -93,7 +93,7 @@ def test_anthropic_is_answered_behind_a_refusal(full_queue: FullQueue):
     assert raw.retries_taken == len(full_queue.refusals) >= 1
 
 
-def test_sdks_without_retries_raise_what_they_are_told(full_queue: FullQueue):
+def test_sdks_without_retries_raise_the_overload_error_of_the_server(full_queue: FullQueue):
     with (
         openai.OpenAI(base_url=f"{full_queue.base_url}/v1", api_key="none", max_retries=0) as client,
         pytest.raises(openai.RateLimitError) as caught,

@@ -14,7 +14,7 @@ PROXY = "ProxyActor"
 
 
 @dataclass(frozen=True)
-class Held:
+class ProcessFigures:
     """By one process. rss: bytes. kept: bytes of it that MLX keeps for reuse, up to the configured mlx_cache_mb.
     num_workers: processes that it has started for its work."""
 
@@ -42,13 +42,13 @@ def find_processes(status: dict[str, Any], root: int) -> dict[str, psutil.Proces
     return found | {f"proxy {i}": one for i, one in enumerate(proxies)}
 
 
-def look_at(processes: dict[str, psutil.Process], status: dict[str, Any]) -> dict[str, Held]:
+def look_at(processes: dict[str, psutil.Process], status: dict[str, Any]) -> dict[str, ProcessFigures]:
     """Those that are alive."""
     kept = {f"engines {i}": one["engine"]["memory"]["mlx_cache_bytes"] for i, one in enumerate(status["engines"])}
     scorers = status["spec_prefill"] or ()
     kept |= {f"spec_prefill {i}": one["scorer"]["memory"]["mlx_cache_bytes"] for i, one in enumerate(scorers)}
     return {
-        name: Held(
+        name: ProcessFigures(
             process.pid,
             process.memory_info().rss,
             kept.get(name, 0),

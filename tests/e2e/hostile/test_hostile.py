@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.hostile.attack import Outcome, attack
 from tests.e2e.hostile.background import Background, Seen
-from tests.e2e.hostile.processes import MIB, Held, Peaks, find_processes, look_at
+from tests.e2e.hostile.processes import MIB, Peaks, ProcessFigures, find_processes, look_at
 from tests.e2e.hostile.rows import Row
 from tests.e2e.hostile.table import GROUPS, TABLE
 from tests.e2e.logs import complaints, read_logs
@@ -40,7 +40,7 @@ class Aftermath:
 
     outcomes: dict[str, Outcome]
     seen: Seen
-    before: dict[str, Held]
+    before: dict[str, ProcessFigures]
     peaks: dict[str, int]
     logs_before: dict[str, str]
 
@@ -96,10 +96,13 @@ def aftermath(server: ServeRun, http: httpx.Client, request: pytest.FixtureReque
 
 
 def _is_row(item: pytest.Item) -> bool:
-    return isinstance(item, pytest.Function) and item.originalname == test_every_request_gets_its_answer.__name__
+    return (
+        isinstance(item, pytest.Function)
+        and item.originalname == test_hostile_request_gets_the_expected_answer.__name__
+    )
 
 
-def _print_figures(after: Aftermath, left: dict[str, Held], lasted_s: float) -> None:
+def _print_figures(after: Aftermath, left: dict[str, ProcessFigures], lasted_s: float) -> None:
     slowest = sorted(after.outcomes.items(), key=lambda pair: -pair[1].lasted_s)[:12]
     lines = [
         f"\n{len(after.outcomes)} rows in {lasted_s:.0f} s: { {name: len(rows) for name, rows in GROUPS.items()} }",
@@ -111,29 +114,29 @@ def _print_figures(after: Aftermath, left: dict[str, Held], lasted_s: float) -> 
     print("\n".join(lines))  # noqa: T201
 
 
-def test_the_table_is_long_and_names_each_row_once():
+def test_table_of_hostile_requests_is_long_and_has_unique_names():
     names = [row.name for row in TABLE]
     assert len(names) >= NUM_ROWS
     assert len(set(names)) == len(names), [name for name in names if names.count(name) > 1]
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-def test_every_request_gets_its_answer(row: Row, aftermath: Aftermath):
+def test_hostile_request_gets_the_expected_answer(row: Row, aftermath: Aftermath):
     row.check(aftermath.outcomes[row.name].replies)
 
 
-def test_ordinary_answers_are_right_meanwhile(aftermath: Aftermath):
+def test_ordinary_answers_are_right_and_prompt_during_hostile_requests(aftermath: Aftermath):
     seen = aftermath.seen
     assert not seen.problems, seen.problems[:10]
     assert max(seen.gaps_s) < MAX_GAP_S, str(seen)
 
 
-def test_nothing_is_left_running(aftermath: Aftermath, http: httpx.Client):
+def test_server_is_idle_and_ready_after_hostile_requests(aftermath: Aftermath, http: httpx.Client):
     assert not (held := settled(http)), held
     assert http.get("/health/ready").status_code == 200
 
 
-def test_every_process_is_the_same_and_holds_no_more(aftermath: Aftermath, http: httpx.Client, server: ServeRun):
+def test_processes_survive_hostile_requests_without_growth(aftermath: Aftermath, http: httpx.Client, server: ServeRun):
     status = at_rest(http)
     before, after = aftermath.before, look_at(find_processes(status, server.process.pid), status)
     assert {name: held.pid for name, held in after.items()} == {name: held.pid for name, held in before.items()}
@@ -144,11 +147,11 @@ def test_every_process_is_the_same_and_holds_no_more(aftermath: Aftermath, http:
         assert held.num_workers < before[name].num_workers + MAX_NEW_WORKERS, grown
 
 
-def test_no_error_is_left_in_the_logs(aftermath: Aftermath, server: ServeRun):
+def test_logs_have_no_error_after_hostile_requests(aftermath: Aftermath, server: ServeRun):
     assert not (found := complaints(read_logs(server, server.ray_dir), aftermath.logs_before)), found[0]
 
 
-def test_a_text_and_an_image_are_answered_afterwards(aftermath: Aftermath, http: httpx.Client):
+def test_text_and_image_are_answered_after_hostile_requests(aftermath: Aftermath, http: httpx.Client):
     said = []
     for messages in (
         [{"role": "user", "content": "What is 12 + 30?"}],

@@ -18,7 +18,7 @@ STOP = 2
 
 
 @dataclass
-class Held(NothingEvictable):
+class EvictableBytes(NothingEvictable):
     """Bytes that caches hold and that cannot be evicted."""
 
     snapshot_bytes: int = 0

@@ -13,7 +13,7 @@ from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams, SparsePlan
-from tests.engine.core.rows import Held
+from tests.engine.core.rows import EvictableBytes
 from tests.engine.driver import Driver, fix_prefill_costs
 from tests.engine.fakes import STOP, FakeRunner, answer
 
@@ -39,11 +39,11 @@ def test_prompts_of_one_length_share_a_forward_where_forwards_have_a_fixed_price
     assert num_together([Span(30, 0)] * 2, FIXED, **EVERY) == 2
 
 
-def test_prompts_are_computed_one_by_one_where_a_forward_costs_what_its_tokens_cost():
+def test_prompts_are_computed_one_by_one_where_cost_is_proportional_to_tokens():
     assert num_together([Span(30, 0)] * 16, LINEAR, **EVERY) == 1
 
 
-def test_a_longer_prompt_is_left_out_where_padding_the_others_costs_more_than_it_saves():
+def test_a_longer_prompt_is_excluded_where_padding_the_others_costs_more_than_it_saves():
     assert num_together([*[Span(30, 0)] * 6, Span(400, 0)], FIXED, **EVERY) == 6
 
 
@@ -51,7 +51,7 @@ def test_a_prompt_that_is_nearly_complete_does_not_wait_for_another():
     assert num_together([Span(5, 25), Span(60, 0, 5)], FIXED, **EVERY) == 1
 
 
-def test_nothing_is_shared_before_anything_is_measured():
+def test_prompts_share_no_forward_before_costs_are_measured():
     assert num_together([Span(30, 0)] * 16, CostModel(), **EVERY) == 1
 
 
@@ -161,7 +161,7 @@ def test_a_burst_that_fails_is_computed_one_by_one():
     assert not runner.rows and not runner.prompts and driver.core.budget.reserved_bytes == 0
 
 
-def test_only_the_guilty_prompt_of_a_burst_fails():
+def test_a_prompt_that_fails_in_a_burst_fails_alone():
     class Poisoned(FakeRunner):
         def prefill(self, rows: Any, max_tokens: int) -> Any:
             if rows[0].spec.request_id == "r2":
@@ -217,7 +217,7 @@ def test_a_burst_reserves_the_intermediate_results_of_all_of_its_rows():
 
 def test_a_burst_without_memory_says_how_much_is_missing_and_reserves_nothing():
     rows = [Request(request(f"r{i}", seed=i)) for i in range(4)]
-    held = Held()
+    held = EvictableBytes()
     budget = MemoryBudget(COSTS, 100_000, 64, held)
     for row in rows:
         budget.reserve([row])

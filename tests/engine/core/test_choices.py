@@ -26,7 +26,7 @@ def test_choices_share_one_prefill_and_are_sampled_each_with_its_own_seed():
     assert driver.core.stats.num_prompt_tokens == 40 and driver.core.stats.num_finished == 3
 
 
-def test_the_first_choice_is_what_the_request_gets_alone():
+def test_the_first_choice_gets_the_same_tokens_as_a_single_choice():
     alone = Driver(FakeRunner()).run({0: [request("r", 1)]})["r"]
     assert Driver(FakeRunner()).run({0: [request("r", 4)]})["r"] == alone
 
@@ -44,7 +44,7 @@ def test_a_request_waits_until_all_its_choices_have_room():
     assert scheduler.num_running == 4
 
 
-def test_rows_in_prefill_count_with_those_that_run():
+def test_rows_in_prefill_count_as_running():
     scheduler = scheduler_of(max_running=4)
     scheduler.add(rows_of(spec("a", n=3)))
     step_of(scheduler)
@@ -64,7 +64,7 @@ def test_each_choice_ends_on_its_own():
     assert not runner.rows
 
 
-def test_a_choice_that_fails_leaves_the_others_alone():
+def test_a_choice_that_fails_fails_alone():
     runner = FakeRunner()
     runner.errors = {"r/1": "the grammar cannot go on"}
     driver = Driver(runner)
@@ -74,7 +74,7 @@ def test_a_choice_that_fails_leaves_the_others_alone():
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefill", "running"])
-def test_an_abort_takes_all_choices(when):
+def test_an_abort_ends_all_choices(when):
     scheduler = scheduler_of(max_running=4)
     rows = rows_of(spec("r", n=3, num_prompt=40))
     scheduler.add(rows)
@@ -98,7 +98,7 @@ def test_a_prompt_that_fails_fails_all_its_choices():
     assert driver.core.stats.failed_steps_in_a_row == 1 and not runner.prompts
 
 
-def test_a_runner_that_forgets_a_choice_fails_the_prompt_before_anything_has_changed():
+def test_a_prefill_output_that_lacks_a_choice_is_rejected_before_any_row_changes():
     scheduler = scheduler_of()
     rows = rows_of(spec("r", n=2))
     scheduler.add(rows)

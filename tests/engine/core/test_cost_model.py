@@ -29,7 +29,7 @@ def test_chunks_are_predicted_as_they_were_measured(noise: float, tolerance: flo
         assert costs.chunk_s(num_tokens, start) == pytest.approx(chunk_s(num_tokens, start), rel=tolerance)
 
 
-def test_a_chunk_that_waited_for_something_else_moves_no_prediction():
+def test_an_outlying_chunk_time_does_not_move_predictions():
     costs = learned()
     before = costs.chunk_s(256, 10_000)
     costs.record_chunk(256, 14_000, 20 * chunk_s(256, 14_000))
@@ -44,7 +44,7 @@ def test_a_machine_that_has_become_slower_is_learned():
 
 
 @pytest.mark.parametrize("start", [0, 5000, 60_000])
-def test_as_many_tokens_fit_into_a_time_as_are_predicted_to_take_it(start: int):
+def test_max_tokens_is_the_largest_chunk_predicted_to_fit_into_the_time(start: int):
     costs = learned()
     num_tokens = costs.max_tokens(1.0, start)
     assert costs.chunk_s(num_tokens, start) <= 1.0 < costs.chunk_s(num_tokens + 1, start)
@@ -64,7 +64,7 @@ def test_the_first_chunk_which_compiles_kernels_is_replaced():
     assert costs.chunk_s(64, 128) == pytest.approx(0.3, rel=0.3), "not 50 s"
 
 
-def test_a_token_takes_a_step_over_the_tokens_of_a_step():
+def test_the_time_per_token_is_the_step_time_divided_by_the_tokens_of_a_step():
     costs = CostModel(3)
     assert costs.token_s(1) is None and costs.step_s(1, 0) is None
     for _ in range(20):

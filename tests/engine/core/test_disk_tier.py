@@ -73,7 +73,7 @@ def restarted(engines: Any, before: Engine, **more: Any) -> Engine:
     return engines(**more)
 
 
-def test_what_leaves_the_memory_is_read_back_from_its_file(engines):
+def test_a_snapshot_evicted_from_memory_is_read_back_from_its_file(engines):
     engine = engines(max_bytes=2 * STATE_BYTES + 100 * BYTES_PER_TOKEN)
     first, other = request("a", SYSTEM, [1] * 20), request("b", [500 + t for t in SYSTEM[:30]], [1] * 21)
     assert engine.cached(first, other, replace(first, request_id="c")) == [0, 0, 60]
@@ -110,7 +110,7 @@ def test_prefix_that_does_not_fit_into_the_cache_is_computed_for_several_rows(en
     assert engine.chunks["b"][0].num_cached == 40
 
 
-def test_answer_is_written_once_the_keys_in_front_of_it_have_come_back(engines):
+def test_an_answer_is_written_when_the_kv_segments_in_front_of_it_are_returned(engines):
     engine = engines()
     spec = replace(request("a", SYSTEM, [1] * 60), sampling=SamplingParams(70, seed=1))
     engine.run({0: [spec]})
@@ -135,7 +135,7 @@ def test_entries_that_wait_to_be_written_are_listed_once(engines):
     assert not tier._waiting and waiting <= {meta.digest for meta in engine.files.entries()}
 
 
-def test_what_the_cache_has_no_room_for_when_its_row_ends_is_written(engines):
+def test_a_snapshot_that_does_not_fit_in_memory_when_its_row_ends_is_written_to_disk(engines):
     """Several conversations in turn, each of which pushes out the one before: nothing is computed twice."""
     engine = engines(max_bytes=3 * STATE_BYTES)
     asks = [request(f"{number}", SYSTEM, [number] * 200) for number in (1, 2, 3)]
@@ -177,7 +177,7 @@ def test_layers_are_copied_step_by_step_while_rows_decode(engines, monkeypatch):
     assert engine.tokens["b"] == answer(request("b", SYSTEM, [1] * 20))
 
 
-def test_files_that_are_evicted_are_forgotten_and_the_books_do_not_grow(engines):
+def test_entries_of_evicted_files_are_pruned_and_the_next_miss_reports_the_eviction(engines):
     engine = engines(max_bytes=4 * STATE_BYTES, max_gb=2**16 / 2**30)
     for i in range(200):
         engine.cached(request(f"r{i}", [i * 50 + t for t in range(40)], [1] * 20))
@@ -187,7 +187,7 @@ def test_files_that_are_evicted_are_forgotten_and_the_books_do_not_grow(engines)
     assert miss == [0] and engine.core.prefix.status().recent_misses[0].reason == "evicted"
 
 
-def test_a_snapshot_that_could_not_be_restored_once_costs_no_file(engines):
+def test_a_failed_restore_does_not_remove_the_files_of_the_snapshots(engines):
     engine = engines()
     engine.cached(request("a", SYSTEM, [1] * 20), request("b", SYSTEM, [1] * 20, [2] * 20))
     before = len(engine.files.entries())
@@ -219,7 +219,7 @@ def hang(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.files, "load", lambda digest, prefix: Future())
 
 
-def test_a_file_stays_when_what_is_in_front_of_it_leaves_memory_while_it_is_read(engines, monkeypatch):
+def test_a_file_is_kept_when_its_parent_is_evicted_from_memory_while_it_is_read(engines, monkeypatch):
     before = engines()
     before.cached(request("a", SYSTEM, [1] * 90))
     engine = restarted(engines, before)
@@ -232,7 +232,7 @@ def test_a_file_stays_when_what_is_in_front_of_it_leaves_memory_while_it_is_read
     (turn,) = [entry for entry in cache.entries() if entry.num_tokens == 130]
     system = cache.get(turn.parent)
     assert system is not None
-    cache.let_go(system)
+    cache.forget_memory(system)
     monkeypatch.undo()
     read.set_result(load(turn.digest).result(10))
     engine.run({0: []})
@@ -241,7 +241,7 @@ def test_a_file_stays_when_what_is_in_front_of_it_leaves_memory_while_it_is_read
     assert cache.integrity_error() is None
 
 
-def test_a_disk_that_hangs_is_given_up_after_a_while(engines, monkeypatch):
+def test_a_read_from_a_hanging_disk_is_abandoned_after_the_timeout(engines, monkeypatch):
     monkeypatch.setattr("engine.core.prefix_cache.disk_tier.READ_TIMEOUT_S", 0.2)
     before = engines()
     before.cached(request("a", SYSTEM, [1] * 20))
@@ -252,9 +252,7 @@ def test_a_disk_that_hangs_is_given_up_after_a_while(engines, monkeypatch):
     assert time.monotonic() - began >= 0.2 and engine.core.prefix.status().num_unusable == 1
 
 
-def test_a_prompt_that_is_aborted_or_whose_snapshots_are_cleared_while_it_waits_for_the_disk_harms_nobody(
-    engines, monkeypatch
-):
+def test_an_abort_or_a_clear_while_prompts_wait_for_the_disk_costs_no_answer(engines, monkeypatch):
     before = engines()
     before.cached(request("a", SYSTEM, [1] * 20))
     engine = restarted(engines, before)
@@ -282,7 +280,7 @@ def pinned(name: str, ids: list[int]) -> EngineRequest:
     return EngineRequest(name, ids_array, SamplingParams(2), (STOP,), boundaries=boundaries, pinned=True)
 
 
-def test_a_pinned_prompt_is_pinned_also_if_its_tokens_were_stored_as_something_else(engines):
+def test_a_pinned_prompt_is_pinned_even_if_its_tokens_were_stored_as_another_kind(engines):
     before = engines()
     before.cached(EngineRequest("raw", np.array([*SYSTEM, 1], np.int32), SamplingParams(2), (STOP,)))
     assert [entry.kind for entry in before.core.prefix.status().entries] == ["prompt"]
@@ -297,7 +295,7 @@ def test_a_shorter_system_part_is_not_pinned_in_place_of_the_whole(engines):
     assert {e.num_tokens: e.pinned for e in engine.core.prefix.status().entries} == {50: False, 30: False, 40: True}
 
 
-def test_clearing_keeps_what_is_pinned_also_where_what_is_in_front_of_it_is_on_disk_alone(engines):
+def test_clearing_keeps_a_pinned_snapshot_even_if_its_parent_is_only_on_disk(engines):
     engine = engines(max_bytes=3 * STATE_BYTES + 120 * BYTES_PER_TOKEN)
     engine.cached(request("a", SYSTEM[:20], [1] * 20), pinned("pin", SYSTEM))
     engine.cached(*(request(f"r{i}", [i * 50 + t for t in range(300, 340)], [1] * 20) for i in range(4)))
@@ -309,7 +307,7 @@ def test_clearing_keeps_what_is_pinned_also_where_what_is_in_front_of_it_is_on_d
     assert engine.cached(request("b", SYSTEM, [1] * 20)) == [40]
 
 
-def test_a_snapshot_that_is_in_a_file_behind_another_parent_is_read_back_behind_that(engines):
+def test_a_file_stored_behind_another_parent_is_read_back_behind_that_parent(engines):
     one, other = engines(), engines()  # two processes with one directory
     one.cached(request("a", SYSTEM, [1] * 20))
     whole = [*SYSTEM, *[1] * 20]

@@ -35,7 +35,7 @@ def alone(runner, mixed) -> dict[str, list[int]]:
     return {request.request_id: Driver(runner).run({0: [request]})[request.request_id] for request in mixed}
 
 
-def test_the_demo_model_knows_its_world_alone(alone, tokenizer):
+def test_the_demo_model_answers_sums_and_images_correctly(alone, tokenizer):
     def text(request_id: str) -> str:
         detokenizer = tokenizer.detokenizer(())
         return detokenizer.push(alone[request_id]) + detokenizer.finish()
@@ -55,7 +55,7 @@ def test_a_request_in_a_batch_gets_the_same_tokens_as_alone(drive, mixed, alone,
     assert driver.core.stats.max_rows_in_a_step > 1
 
 
-def test_rows_that_are_aborted_do_not_change_those_that_stay(drive, mixed, alone):
+def test_aborted_rows_do_not_change_the_tokens_of_other_rows(drive, mixed, alone):
     for step in (4, 9, 17):
         driver = drive(SMALL_CHUNKS)
         tokens = driver.run({0: mixed}, aborts={step: ["story", "red"], step + 3: ["hot"]})
@@ -64,7 +64,7 @@ def test_rows_that_are_aborted_do_not_change_those_that_stay(drive, mixed, alone
         assert driver.core.scheduler.num_running == driver.core.scheduler.num_waiting == 0
 
 
-def test_after_a_storm_nothing_is_held(drive, runner, mixed):
+def test_memory_is_freed_after_random_arrivals_and_aborts(drive, runner, mixed):
     before, driver = runner.memory(), None
     for seed in range(2):
         rng = np.random.default_rng(seed)
@@ -87,7 +87,7 @@ def test_after_a_storm_nothing_is_held(drive, runner, mixed):
     assert runner.memory()["active_bytes"] - before["active_bytes"] < 2**20
 
 
-def test_prompts_are_the_same_in_chunks_of_any_size(drive, mixed, alone):
+def test_the_chunk_size_does_not_change_the_tokens(drive, mixed, alone):
     for size in (17, 64):
         tokens = drive(EngineConfig(prefill_chunk_tokens=size)).run({0: [mixed[4]]})
         assert tokens["two"] == alone["two"], size
@@ -202,7 +202,7 @@ def test_failures_in_a_row_are_counted_and_a_good_step_resets_them(broken):
     assert driver.core.stats.failed_steps_in_a_row == 0
 
 
-def test_a_prompt_that_always_fails_says_nothing_about_a_device_that_works(broken):
+def test_a_prompt_that_always_fails_does_not_count_as_a_device_failure(broken):
     runner, driver = broken
     runner.break_prefill_of = "bad"
     for _ in range(3):
@@ -213,7 +213,7 @@ def test_a_prompt_that_always_fails_says_nothing_about_a_device_that_works(broke
     assert driver.core.stats.failed_steps_in_a_row == 0
 
 
-def test_rows_that_cannot_be_dropped_fail_with_the_rest_and_the_engine_lives_on(broken):
+def test_a_failed_drop_fails_all_rows_and_the_engine_continues(broken):
     runner, driver = broken
     for request_id in "ab":
         driver.core.add_request(request_of(request_id))
@@ -227,16 +227,18 @@ def test_rows_that_cannot_be_dropped_fail_with_the_rest_and_the_engine_lives_on(
     assert driver.finish["c"] is FinishReason.LENGTH
 
 
-def test_memory_figures_that_cannot_be_read_end_nothing(broken):
+def test_unreadable_memory_figures_end_no_request(broken):
     runner, driver = broken
     runner.broken = {"memory"}
     assert driver.run({0: [request_of("a")]}) == {"a": answer(request_of("a"))}
 
 
-def test_a_request_that_contradicts_itself_fails_alone_and_does_not_count_as_our_failure(drive, make_request, picture):
+def test_a_request_with_more_images_than_placeholders_fails_alone_and_not_as_a_failed_step(
+    drive, make_request, picture
+):
     driver = drive()
     two_pictures_for_one = replace(make_request("bad", "What?", (picture("red"),)), images=(picture("red"),) * 2)
     tokens = driver.run({0: [make_request("good", "What is 12 + 30?"), two_pictures_for_one]})
-    assert driver.finish["bad"] is FinishReason.ERROR and "32 in its images" in str(driver.errors["bad"])
+    assert driver.finish["bad"] is FinishReason.ERROR and "its images have 32" in str(driver.errors["bad"])
     assert driver.finish["good"] is FinishReason.STOP and tokens["good"]
     assert driver.core.stats.failed_steps_in_a_row == 0

@@ -25,7 +25,7 @@ def thinkers_and_a_long_prompt(long_at_s: float) -> Simulation:
     return sim
 
 
-def test_a_prompt_is_not_begun_and_given_up_for_rows_that_soon_need_its_memory():
+def test_a_prompt_is_not_admitted_when_growing_rows_would_soon_preempt_it():
     sim = thinkers_and_a_long_prompt(long_at_s=288.0)
     sim.run()
     assert all(ask.is_answered for ask in sim.asks) and sim.core.stats.num_preempted == 0
@@ -42,8 +42,8 @@ def test_only_rows_that_outgrow_their_reserve_need_more_memory():
         row.state = RequestState.RUNNING
     new = [Request(replace(spec("new", num_prompt=100), client="other"))]
     now = budget.reserved_bytes
-    assert budget.missing(new, growth_tokens=60) == budget.missing(new) == 0
+    assert budget.shortfall_bytes(new, growth_tokens=60) == budget.shortfall_bytes(new) == 0
     budget.limit_bytes = now + budget.costs.rows(1, 144)
-    grown = [budget.missing(new, growth_tokens=growth) for growth in (0, 80, 150, 1000)]
+    grown = [budget.shortfall_bytes(new, growth_tokens=growth) for growth in (0, 80, 150, 1000)]
     assert grown == sorted(grown) and grown[0] < grown[1] < grown[2] < grown[3]
-    assert budget.missing(new, growth_tokens=10**6) == grown[3], "no row gives out more than max_tokens"
+    assert budget.shortfall_bytes(new, growth_tokens=10**6) == grown[3], "no row gives out more than max_tokens"

@@ -93,7 +93,7 @@ def test_a_piece_is_one_block_if_even_that_takes_longer_than_the_stall():
     assert encoded(runner, "look/0") == [1] * DEPTH
 
 
-def test_pieces_are_larger_while_nothing_decodes():
+def test_pieces_are_larger_while_no_row_decodes():
     runner, driver = driver_of(scheduler={"max_stall_s": 0.25})
     driver.run({0: [request("look", image(NUM_PATCHES // 10))]})
     assert len(encoded(runner, "look/0")) <= 3, "0.6 s"
@@ -159,7 +159,7 @@ def test_an_image_that_fails_fails_its_request_alone():
     assert not runner.blocks and driver.core.stats.failed_steps_in_a_row == 0
 
 
-def test_a_piece_in_hand_has_its_prediction():
+def test_the_progress_of_an_image_piece_carries_its_predicted_time():
     runner, driver = driver_of(scheduler={"max_stall_s": 0.8})
     seen = []
     encode = runner.encode
@@ -169,7 +169,7 @@ def test_a_piece_in_hand_has_its_prediction():
     assert seen[0].predicted_s == pytest.approx(0.75, rel=0.02)
 
 
-def test_what_an_image_costs_is_learned_from_pieces_of_any_size():
+def test_image_costs_are_learned_from_pieces_of_any_size():
     def seconds(num_patches: int) -> float:
         return 0.01 + 1e-4 * num_patches + 1e-8 * num_patches**2
 

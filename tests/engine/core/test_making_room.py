@@ -42,25 +42,25 @@ class Evictables:
     """Cached bytes that may all be evicted, and the seconds that evicting any of them costs."""
 
     def __init__(self, num_bytes: int = 0, price_s: float = 0.0):
-        self.free_bytes = num_bytes
+        self.evictable_bytes = num_bytes
         self.price_s = price_s
 
     @property
     def snapshot_bytes(self) -> int:
-        return self.free_bytes
+        return self.evictable_bytes
 
     @property
     def image_bytes(self) -> int:
         return 0
 
-    def free(self, num_bytes: int) -> bool:
-        if num_bytes > self.free_bytes:
+    def evict(self, num_bytes: int) -> bool:
+        if num_bytes > self.evictable_bytes:
             return False
-        self.free_bytes -= num_bytes
+        self.evictable_bytes -= num_bytes
         return True
 
     def price(self, num_bytes: int) -> float:
-        return self.price_s if num_bytes <= self.free_bytes else float("inf")
+        return self.price_s if num_bytes <= self.evictable_bytes else float("inf")
 
 
 def tight(budget: int, spare: Evictables | None = None, clock: Clock | None = None, **config: Any) -> Scheduler:
@@ -79,65 +79,67 @@ def admit(scheduler: Scheduler, spec: EngineRequest) -> Request:
     return row
 
 
-def test_the_door_lets_in_whatever_an_idle_engine_has_room_for():
+def test_a_request_that_fits_into_an_idle_engine_is_accepted_unchanged_and_answered():
     """One row takes its prompt's cache over: it is not there twice."""
     engine = driver(20_000)
     whole = request("whole", 800, 60)
-    assert engine.core.fitted(whole) == whole
+    assert engine.core.clamp_max_tokens(whole) == whole
     assert engine.run({0: [whole]})["whole"] == answer(whole)
 
 
-def test_a_long_answer_that_has_lost_its_place_has_room_to_begin_again():
+def test_a_preempted_long_answer_fits_when_it_restarts():
     """By then its prompt is longer, and a chunk of it takes more than at the beginning."""
     costs = replace(COSTS, pair_bytes=1.0)
     long, urgent = request("long", 10, 1900, priority=9), request("urgent", 10, 5)
     engine = driver(60_000, costs, max_running=1, scheduler={"policy": "priority"})
     core = engine.core
-    most = core.budget.alone(core.budget.need([Request(long)], whole=True))
+    most = core.budget.min_bytes(core.budget.need([Request(long)], whole=True))
     assert most > 49_000, "its rows, and 16 tokens that look at 1900"
     engine = driver(10_000 + most, costs, max_running=1, scheduler={"policy": "priority"})
     core = engine.core
-    assert core.fitted(long) == long
+    assert core.clamp_max_tokens(long) == long
     tokens = engine.run({0: [long], 1800: [urgent]})
     assert core.stats.num_preempted == 1 and core.stats.num_failed == 0
     assert tokens == {"long": answer(long), "urgent": answer(urgent)}
 
 
-def test_snapshots_and_features_leave_together_where_neither_is_enough():
+def test_snapshots_and_image_features_are_both_evicted_where_neither_is_enough():
     engine = driver(30_000, prefix_cache={"enabled": True, "max_gb": 1})
     engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
     engine.core.runner.feature_bytes = 6000  # type: ignore[misc]
     snapshots = engine.core.prefix.cache.num_bytes
     big = request("big", 10, 1700, 7)
-    missing = engine.core.budget.missing([Request(big)])
-    assert missing > max(snapshots, 6000) and engine.core.fitted(big) == big
+    missing = engine.core.budget.shortfall_bytes([Request(big)])
+    assert missing > max(snapshots, 6000) and engine.core.clamp_max_tokens(big) == big
     assert engine.run({0: [big]})["big"] == answer(big)
     assert engine.core.prefix.cache.num_bytes < snapshots and engine.core.runner.feature_bytes == 0
 
 
-def test_what_snapshots_take_beyond_their_arrays_can_be_had_too():
+def test_the_allocation_overhead_of_snapshots_counts_as_evictable():
     engine = driver(30_000, replace(COSTS, snapshot_slack=300), prefix_cache={"enabled": True, "max_gb": 1})
     engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
     cache, big = engine.core.prefix.cache, request("big", 10, 1720, 7)
     held = cache.num_bytes + 300 * cache.num_in_memory
-    assert cache.num_bytes < engine.core.budget.missing([Request(big)]) <= held, "arrays alone would not suffice"
+    assert cache.num_bytes < engine.core.budget.shortfall_bytes([Request(big)]) <= held, (
+        "arrays alone would not suffice"
+    )
     assert engine.run({0: [big]})["big"] == answer(big)
 
 
-def test_a_row_that_grows_gets_what_has_left_for_it_before_anybody_new_does():
+def test_evicted_memory_goes_to_a_growing_row_before_a_new_request():
     spare = Evictables()
     scheduler = tight(2000, spare, memory={"reserve_tokens": 16}, reserve_tokens=16)
     row = admit(scheduler, spec("row", 20, 200))
     while not scheduler.budget.needs_more_slots(row):
         scheduler.update_decode({row.id: RowOutput((7,))})
-    spare.free_bytes = scheduler.budget.free_bytes
+    spare.evictable_bytes = scheduler.budget.free_bytes
     scheduler.add([Request(spec("new", 5, 1))])
     work = step_of(scheduler)
     assert work.decode and not scheduler.budget.needs_more_slots(row)
     assert scheduler.budget.free_bytes >= 0
 
 
-def test_a_row_that_grows_may_have_what_the_next_chunk_could_be_smaller_by():
+def test_a_growing_row_gets_memory_by_shrinking_the_next_chunk():
     """The chunk before was as large as the memory was free."""
     costs = MemoryCosts(token_bytes=10, layer_share=0.0, slots_step=16, overshoot=3, token_step_bytes=25.0)
     config = EngineConfig.model_validate({"prefill_chunk_tokens_busy": 16, "prefill_chunk_tokens": 2048})
@@ -155,19 +157,19 @@ def test_a_row_that_grows_may_have_what_the_next_chunk_could_be_smaller_by():
     assert list(work.prefill) == [new] and not work.drop and not budget.needs_more_slots(row)
 
 
-def test_beside_others_a_prompt_waits_for_a_chunk_of_some_size_and_alone_for_none():
+def test_a_prompt_beside_other_rows_needs_memory_for_a_larger_chunk_than_alone():
     costs = replace(COSTS, token_step_bytes=40.0)
     books = MemoryBudget(costs, 17_500, 16)
     row = Request(request("row", 10, 16))
-    small, large = (books.missing([Request(request("new", n, 8))]) for n in (520, 640))
+    small, large = (books.shortfall_bytes([Request(request("new", n, 8))]) for n in (520, 640))
     assert (small, large) == (0, 0), "alone it starts with 16 tokens at a time"
     assert books.reserve([row]) == 0
     books.release_prefill(row)
-    assert books.missing([Request(request("new", 520, 8))]) > 0, "64 tokens at a time would not fit"
-    assert books.missing([Request(request("new", 520, 8))], without=[row.id]) == 0
+    assert books.shortfall_bytes([Request(request("new", 520, 8))]) > 0, "64 tokens at a time would not fit"
+    assert books.shortfall_bytes([Request(request("new", 520, 8))], without=[row.id]) == 0
 
 
-def test_who_was_blocked_and_then_refused_ends_alone():
+def test_a_request_that_never_fits_fails_when_the_engine_is_idle_and_the_next_is_admitted():
     """Its turn came while something ran, long ago; now nothing runs, and there is still no room."""
     clock = Clock()
     scheduler = tight(3000, clock=clock, max_running=4)
@@ -178,34 +180,34 @@ def test_who_was_blocked_and_then_refused_ends_alone():
     step_of(scheduler)
     scheduler.abort(row.spec.request_id)
     step_of(scheduler)
-    [(row_id, chunk)] = scheduler.take_ended().items()
-    assert row_id == "never/0" and "bytes of memory are missing, of 3000" in (chunk.error or "")
+    [(row_id, chunk)] = scheduler.take_expired().items()
+    assert row_id == "never/0" and "more bytes of memory; the budget is 3000 bytes" in (chunk.error or "")
     admit(scheduler, spec("next", 20, 10))
 
 
-def test_what_the_prefix_cache_holds_leaves_before_any_row_does():
+def test_evictable_memory_is_freed_before_a_row_is_preempted():
     clock, spare = Clock(), Evictables()
     scheduler = tight(20_000, spare, clock, max_running=8)
     for i in range(6):
         admit(scheduler, replace(spec(f"hog{i}", 28, 100), client="hog"))
     scheduler.add([Request(replace(spec("new", 500, 100), client="other"))])
-    spare.free_bytes = scheduler.budget.free_bytes
+    spare.evictable_bytes = scheduler.budget.free_bytes
     work = step_of(scheduler)
     assert [row.id for row in work.prefill] == ["new/0"] and scheduler._stats.num_preempted == 0
 
 
-def test_one_place_and_what_is_spare_are_enough_where_neither_is():
+def test_preemption_and_eviction_together_admit_a_request_where_neither_is_enough():
     clock, spare = Clock(), Evictables()
     scheduler = tight(4 * 480 + 1200, spare, clock, max_running=4)
     for i in range(4):
         admit(scheduler, replace(spec(f"hog{i}", 28, 15), client="hog"))
-    spare.free_bytes = scheduler.budget.free_bytes
+    spare.evictable_bytes = scheduler.budget.free_bytes
     scheduler.add([Request(replace(spec("new", 100, 20), client="other"))])
     clock.now += 6
     assert [row.id for row in step_of(scheduler).prefill] == ["new/0"] and scheduler._stats.num_preempted == 1
 
 
-def test_who_holds_a_share_already_takes_nobody_s_place():
+def test_a_client_with_its_fair_share_of_rows_preempts_no_other():
     clock = Clock()
     scheduler = tight(10**6, clock=clock, max_running=6)
     for client, num_rows in (("most", 3), ("share", 2), ("little", 1)):
@@ -216,7 +218,7 @@ def test_who_holds_a_share_already_takes_nobody_s_place():
     assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
 
 
-def test_a_client_that_holds_most_of_the_memory_makes_room_for_others_and_not_for_itself():
+def test_a_client_with_most_of_the_memory_is_preempted_for_other_clients_but_not_for_itself():
     for client, displaced in (("big", 0), ("other", 1)):
         clock = Clock()
         scheduler = tight(10_000, clock=clock, max_running=8)
@@ -229,7 +231,7 @@ def test_a_client_that_holds_most_of_the_memory_makes_room_for_others_and_not_fo
         assert scheduler._stats.num_preempted == displaced, client
 
 
-def test_a_row_keeps_its_place_until_it_has_run_for_twenty_times_what_it_takes_to_compute_it_again():
+def test_a_row_is_not_preempted_before_it_has_run_for_twenty_times_its_recompute_time():
     clock = Clock()
     scheduler = tight(10_000, clock=clock, max_running=8)
     admit(scheduler, replace(spec("big", 700, 100), client="big"))
@@ -241,7 +243,7 @@ def test_a_row_keeps_its_place_until_it_has_run_for_twenty_times_what_it_takes_t
         assert scheduler._stats.num_preempted == num_preempted, waited_s
 
 
-def test_what_cannot_be_had_makes_nobody_leave_and_what_is_pinned_never_does():
+def test_eviction_that_cannot_free_enough_evicts_nothing_and_pinned_snapshots_stay():
     engine = driver(30_000, replace(COSTS, snapshot_slack=300), prefix_cache={"enabled": True, "max_gb": 1})
     engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
     cache, spare = engine.core.prefix.cache, engine.core._spare
@@ -249,11 +251,11 @@ def test_what_cannot_be_had_makes_nobody_leave_and_what_is_pinned_never_does():
     cache.pin(pinned)
     assert spare.pinned_bytes == cache.pinned_bytes + 300
     before = spare.num_bytes
-    assert not spare.free(spare.free_bytes + 1) and spare.num_bytes == before
-    assert spare.free(spare.free_bytes) and [*cache.entries()] == [pinned] and spare.free_bytes == 0
+    assert not spare.evict(spare.evictable_bytes + 1) and spare.num_bytes == before
+    assert spare.evict(spare.evictable_bytes) and [*cache.entries()] == [pinned] and spare.evictable_bytes == 0
 
 
-def test_nobody_loses_a_place_where_that_would_not_be_enough():
+def test_rows_are_not_preempted_where_that_would_not_free_enough_memory():
     clock = Clock()
     scheduler = tight(24_000, clock=clock, max_running=8, scheduler={"ageing_s": 5})
     for i in range(6):
@@ -265,7 +267,7 @@ def test_nobody_loses_a_place_where_that_would_not_be_enough():
     assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
 
 
-def test_an_urgent_request_takes_places_for_its_memory_as_it_does_for_rows():
+def test_an_urgent_request_preempts_a_row_for_memory_as_for_rows():
     for max_running, budget in ((3, 10**6), (32, 10_000 + 3 * 1040 * 10 + 4000)):
         engine = driver(budget, max_running=max_running, scheduler={"policy": "priority"})
         for i in range(3):
@@ -281,7 +283,7 @@ def test_an_urgent_request_takes_places_for_its_memory_as_it_does_for_rows():
         assert all(tokens[f"low{i}"] == answer(request(f"low{i}", 30, 1000, i)) for i in range(3))
 
 
-def test_who_has_begun_does_not_wait_for_ever_for_clients_that_come_anew_all_the_time():
+def test_started_rows_make_progress_despite_a_steady_stream_of_new_clients():
     clock = Clock()
     engine = driver(10**6, clock=clock, max_running=4)
     for i in range(4):
@@ -301,7 +303,7 @@ def test_who_has_begun_does_not_wait_for_ever_for_clients_that_come_anew_all_the
     assert num_others > 50 and all(len(engine.tokens[name]) > before for name, before in seen.items())
 
 
-def test_a_prompt_that_was_given_up_before_its_first_token_is_told_when_it_has_waited_for_too_long():
+def test_a_prompt_preempted_before_its_first_token_still_times_out_in_the_queue():
     clock = Clock()
     scheduler = tight(
         2100, clock=clock, reserve_tokens=16, prefill_chunk_tokens_busy=16, scheduler={"queue_timeout_s": 10}
@@ -315,13 +317,13 @@ def test_a_prompt_that_was_given_up_before_its_first_token_is_told_when_it_has_w
     while not scheduler._stats.num_preempted:
         scheduler.update_decode({row.id: RowOutput((7,))})
         step_of(scheduler)
-    assert not scheduler.take_ended()
+    assert not scheduler.take_expired()
     clock.now += 3
     step_of(scheduler)
-    assert set(scheduler.take_ended()) == {"new/0"}, "11 s since it came"
+    assert set(scheduler.take_expired()) == {"new/0"}, "11 s since it came"
 
 
-def test_nobody_pays_twice_for_having_lost_a_place():
+def test_a_client_is_not_charged_again_for_recomputing_a_preempted_row():
     scheduler = scheduler_of()
     [row] = start(scheduler, replace(spec("row", 100), client="c"))
     paid = scheduler._shares.served("c")
@@ -331,7 +333,7 @@ def test_nobody_pays_twice_for_having_lost_a_place():
     assert scheduler._shares.served("c") == paid + 2, "for the one new token"
 
 
-def test_one_who_has_waited_long_does_not_take_all_of_its_priority_along():
+def test_ageing_raises_one_request_of_a_priority_and_fairness_chooses_which():
     clock = Clock()
     scheduler = scheduler_of("priority", clock, max_running=1)
     start(scheduler, spec("runs"))
@@ -343,7 +345,7 @@ def test_one_who_has_waited_long_does_not_take_all_of_its_priority_along():
     assert order == ["fresh0", "urgent", "fresh1", "fresh2", "aged"], "one of them, whichever it is"
 
 
-def test_a_row_pays_for_what_it_asks_of_its_logits():
+def test_a_reservation_covers_the_logits_processing_that_the_sampling_parameters_need():
     costs = replace(COSTS, ranked_bytes=100, shaped_bytes=1000)
     books = MemoryBudget(costs, 100_000, 16)
     plain = SamplingParams(16)
@@ -353,11 +355,11 @@ def test_a_row_pays_for_what_it_asks_of_its_logits():
         1000: (replace(plain, presence_penalty=1.0), replace(plain, logprobs=0), replace(plain, min_tokens=3)),
         1100: (replace(plain, top_p=0.9, logit_bias=((5, 1.0),), repetition_penalty=1.1),),
     }
-    base = books.alone(books.need([Request(request("r", 20, 16))]))
+    base = books.min_bytes(books.need([Request(request("r", 20, 16))]))
     for num_bytes, samplings in asked.items():
         for sampling in samplings:
             row = Request(replace(request("r", 20, 16), sampling=sampling))
-            assert books.alone(books.need([row])) == base + num_bytes
+            assert books.min_bytes(books.need([row])) == base + num_bytes
             assert books.reserve([row]) == 0
             assert books._sampling_bytes == num_bytes
             books.release(row.id)
@@ -376,9 +378,9 @@ def test_snapshots_are_evicted_for_a_shared_decode_group_only_for_long_answers(m
     scheduler = Scheduler(EngineConfig(max_running=2), Stats(), Clock(), budget, cached, model)
     admit(scheduler, spec("long", 3000, 200))
     short = Request(spec("short", 2800, max_tokens))
-    cached.free_bytes = num_cached = budget.free_bytes - 31_000
+    cached.evictable_bytes = num_cached = budget.free_bytes - 31_000
     assert 0 < budget.group_shortfall_bytes([short]) <= num_cached
     scheduler.add([short])
     assert list(step_of(scheduler).prefill) == [short]
-    assert (cached.free_bytes < num_cached) is is_evicted
-    assert (short.rectangle == 0) is is_evicted
+    assert (cached.evictable_bytes < num_cached) is is_evicted
+    assert (short.decode_group == 0) is is_evicted

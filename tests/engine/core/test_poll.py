@@ -76,7 +76,7 @@ def test_a_row_that_is_aborted_within_a_step_is_dropped_before_the_next_chunk(in
     assert tokens["new"] == answer(request("new")) and driver.core.budget.reserved_bytes == 0
 
 
-def test_what_a_row_held_is_free_for_a_prompt_of_the_same_step(inbox: Inbox):
+def test_the_row_of_an_aborted_request_is_free_for_a_prompt_of_the_same_step(inbox: Inbox):
     runner = FakeRunner()
     driver = Driver(runner, EngineConfig(max_running=1), poll=inbox)
     for name in "ab":
@@ -86,7 +86,7 @@ def test_what_a_row_held_is_free_for_a_prompt_of_the_same_step(inbox: Inbox):
     assert list(driver.tokens) == ["b"], "b had to wait for the row of a"
 
 
-def test_all_choices_of_a_prompt_leave_between_two_chunks(inbox: Inbox):
+def test_an_abort_between_two_chunks_ends_all_choices_of_a_prompt(inbox: Inbox):
     runner = FakeRunner()
     driver = Driver(runner, poll=inbox)
     driver.core.add_request(request("three", num_choices=3))
@@ -149,7 +149,7 @@ def test_the_async_engine_hands_an_abort_over_between_two_chunks():
     run_engine(test, runner, {})
 
 
-def test_the_async_engine_ends_behind_the_step_in_which_it_is_told_to():
+def test_the_async_engine_shuts_down_after_the_step_in_progress():
     runner = Interrupted()
 
     async def test(engine: AsyncEngine) -> None:

@@ -26,7 +26,7 @@ def request(
     return EngineRequest(request_id, prompt, sampling, (STOP,), num_choices=n, priority=priority)
 
 
-def test_an_urgent_request_takes_the_place_of_the_least_urgent_row_the_latest_first():
+def test_an_urgent_request_preempts_the_latest_of_the_least_urgent_rows():
     scheduler = scheduler_of("priority", max_running=3)
     for name, priority in {"a": 5, "b": 5, "c": 4}.items():
         start(scheduler, spec(name, priority=priority))
@@ -46,7 +46,7 @@ def start_prompt(scheduler: Scheduler, request: EngineRequest, num_tokens: int) 
     return rows
 
 
-def test_an_urgent_request_takes_the_place_of_a_less_urgent_prompt_in_progress():
+def test_an_urgent_request_preempts_a_less_urgent_prompt_in_progress():
     scheduler = scheduler_of("priority", max_running=3)
     start(scheduler, spec("decoding", priority=4))
     wide = start_prompt(scheduler, spec("wide", num_prompt=9000, priority=5, n=2), 2000)
@@ -61,7 +61,7 @@ def test_an_urgent_request_takes_the_place_of_a_less_urgent_prompt_in_progress()
     assert [waiting.request_id for waiting in scheduler.queue()] == ["wide", "equal"]
 
 
-def test_a_prompt_that_was_given_up_gives_way_when_the_urgent_has_waited_as_long_as_it_takes_to_compute_again():
+def test_a_restarted_prompt_is_preempted_only_after_a_wait_that_doubles_with_each_restart():
     clock = Clock()
     scheduler = scheduler_of("priority", clock, max_running=1)
     low = start_prompt(scheduler, spec("low", num_prompt=90_000, priority=5), 5000)
@@ -94,7 +94,7 @@ def test_preempted_prompt_without_computed_tokens_counts_no_restart():
 
 
 @pytest.mark.parametrize(("policy", "priority"), [("priority", 4), ("priority", 5), ("fifo", 0), ("shortest_first", 0)])
-def test_nobody_is_preempted_for_an_equal_or_by_another_policy(policy, priority):
+def test_a_row_is_not_preempted_for_an_equally_urgent_request_or_under_another_policy(policy, priority):
     scheduler = scheduler_of(policy)
     start(scheduler, spec("a", priority=4))
     start(scheduler, spec("b", priority=4))
@@ -111,7 +111,7 @@ def test_waiting_long_does_not_make_a_request_urgent_enough_to_preempt():
     assert not step_of(scheduler).prefill
 
 
-def test_nobody_is_preempted_in_vain():
+def test_rows_are_not_preempted_where_the_request_would_still_not_fit():
     scheduler = scheduler_of("priority", max_running=3)
     for name, priority in {"a": 5, "b": 0, "c": 5}.items():
         start(scheduler, spec(name, priority=priority))
@@ -122,7 +122,7 @@ def test_nobody_is_preempted_in_vain():
     assert len(work.prefill) == 3 and sorted(work.drop) == ["a/0", "b/0", "c/0"]
 
 
-def test_while_there_is_room_the_queue_goes_in_its_order():
+def test_a_request_with_several_choices_preempts_only_the_rows_it_lacks():
     scheduler = scheduler_of("priority", max_running=3)
     start(scheduler, spec("a", priority=5))
     wide = rows_of(spec("wide", n=3, priority=1))
@@ -131,7 +131,7 @@ def test_while_there_is_room_the_queue_goes_in_its_order():
     assert scheduler._stats.num_preempted == 1 and [row.state for row in wide] == [RequestState.PREFILL] * 3
 
 
-def test_an_urgent_request_does_not_overtake_into_a_free_row_that_the_head_waits_for():
+def test_an_urgent_request_does_not_take_a_free_row_that_the_head_of_the_queue_waits_for():
     clock = Clock()
     scheduler = scheduler_of("priority", clock, max_running=3)
     start(scheduler, spec("a", priority=0))
@@ -154,7 +154,7 @@ def test_a_preempted_row_waits_at_the_head_of_its_priority():
     assert order == ["better", "a", "older equal"]
 
 
-def test_what_a_preempted_row_gets_from_a_step_before_is_ignored():
+def test_tokens_of_a_preempted_row_from_the_step_before_are_ignored():
     scheduler = scheduler_of(max_running=2)
     [row] = start(scheduler, spec("a"))
     start(scheduler, spec("b"))
@@ -169,7 +169,7 @@ def test_what_a_preempted_row_gets_from_a_step_before_is_ignored():
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_a_preempted_row_goes_on_with_no_token_twice_or_lost(num_drafts):
+def test_a_preempted_row_continues_without_repeated_or_lost_tokens(num_drafts):
     config = PRIORITY.model_copy(update={"prefill_chunk_tokens_busy": 16})
     runner = FakeRunner(num_drafts, accepts=lambda seed, position: position % 3 > 0)
     driver = Driver(runner, config)
@@ -191,7 +191,7 @@ def test_a_preempted_row_can_be_aborted():
     assert scheduler.num_waiting == 0 and step_of(scheduler).drop == []
 
 
-def test_a_row_that_was_preempted_or_waited_long_keeps_its_place_for_a_while():
+def test_a_row_that_waited_long_is_not_preempted_for_a_while():
     for waited_s in (1.0, 6.0):
         clock = Clock()
         scheduler = scheduler_of("priority", clock, max_running=1, scheduler={"ageing_s": 5.0})
@@ -223,7 +223,7 @@ def test_a_row_that_was_preempted_is_not_preempted_again_at_once():
     assert step_of(scheduler).prefill and scheduler._stats.num_preempted == 2
 
 
-def test_under_a_stream_of_urgent_requests_a_poor_one_still_gets_on_and_is_seldom_preempted():
+def test_a_low_priority_row_finishes_under_a_stream_of_urgent_requests_with_few_preemptions():
     clock = Clock()
     scheduler = scheduler_of("priority", clock, max_running=1, scheduler={"ageing_s": 2.0})
     [poor] = start(scheduler, spec("poor", priority=5, max_tokens=100))
@@ -239,7 +239,7 @@ def test_under_a_stream_of_urgent_requests_a_poor_one_still_gets_on_and_is_seldo
     assert scheduler._stats.num_preempted <= 6
 
 
-def test_a_storm_ends_with_every_answer_whole_and_nothing_held():
+def test_answers_are_whole_and_rows_freed_after_random_arrivals_aborts_and_preemptions():
     for seed in range(5):
         rng = random.Random(seed)
         requests = [

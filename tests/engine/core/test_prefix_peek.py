@@ -7,7 +7,7 @@ import pytest
 
 from engine.core.spec_prefill.plan import fingerprint
 from engine.protocol import SparsePlan
-from tests.engine.core.test_prefix_reuse import QUESTION, SYSTEM, cached, config, request
+from tests.engine.core.prefix_cache.test_sessions import QUESTION, SYSTEM, cached, config, request
 from tests.engine.driver import Driver
 from tests.engine.fakes import BYTES_PER_TOKEN, STATE_BYTES, FakeRunner
 
@@ -20,7 +20,7 @@ def driver() -> Driver:
     return Driver(FakeRunner(), config(boundaries=["turn"], max_gb=ROOM / 2**30))
 
 
-def test_it_tells_the_longest_prefix_and_changes_no_figure(driver):
+def test_peek_returns_the_longest_cached_prefix_and_changes_no_counter(driver):
     assert driver.core.prefix.peek(OLDER) == 0
     cached(driver, OLDER)
     counters = replace(driver.core.prefix.cache.counters)
@@ -30,7 +30,7 @@ def test_it_tells_the_longest_prefix_and_changes_no_figure(driver):
     assert driver.core.prefix.cache.counters == counters
 
 
-def test_what_was_looked_at_leaves_after_what_was_not(driver):
+def test_a_peeked_snapshot_is_evicted_after_the_others(driver):
     newer = request("newer", [61] * 40, QUESTION)
     cached(driver, OLDER, newer)
     assert driver.core.prefix.peek(OLDER) == 70
@@ -38,13 +38,13 @@ def test_what_was_looked_at_leaves_after_what_was_not(driver):
     assert [driver.core.prefix.peek(one) for one in (OLDER, newer)] == [70, 0]
 
 
-def test_nothing_is_there_when_the_cache_is_off():
+def test_peek_finds_no_prefix_when_the_cache_is_off():
     driver = Driver(FakeRunner(), config(enabled=False))
     cached(driver, OLDER)
     assert driver.core.prefix.peek(OLDER) == 0
 
 
-def test_a_prompt_whose_prefix_has_left_is_taken_in_whole_and_by_its_plan(driver):
+def test_a_prompt_whose_prefix_is_not_cached_is_prefilled_whole_by_its_plan(driver):
     following = request("next", SYSTEM, QUESTION, [30] * 20)
     positions = np.delete(np.arange(len(following.token_ids), dtype=np.int32), range(72, 80))
     plan = SparsePlan(positions, 70, fingerprint(following.token_ids, positions, 70))

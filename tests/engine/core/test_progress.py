@@ -26,7 +26,7 @@ def test_work_is_late_long_before_it_is_lost():
     assert LATE_FACTOR < LOST_FACTOR
 
 
-def test_the_first_work_of_a_shape_may_compile():
+def test_the_first_work_of_a_shape_gets_a_longer_limit_for_compiling():
     progress = Progress([("decode", 1, 0)])
     limits = []
     for shape in (("decode", 1, 0), ("decode", 2, 0), ("decode", 2, 0), ("prefill", 1, 7)):
@@ -66,7 +66,7 @@ def watched() -> tuple[WatchedRunner, Driver]:
     return runner, driver
 
 
-def test_each_chunk_and_each_step_is_in_hand_with_its_own_prediction(watched):
+def test_each_chunk_and_step_is_reported_with_its_own_predicted_time(watched):
     runner, driver = watched
     driver.run({0: [request("warm", 64)]})
     del runner.seen[:]
@@ -74,7 +74,7 @@ def test_each_chunk_and_each_step_is_in_hand_with_its_own_prediction(watched):
     driver.core.add_request(request("b", 50))
     driver.core.step()
     chunk, other = runner.seen
-    assert (chunk.name, other.name) == ("a chunk of 40 tokens behind 0", "a chunk of 50 tokens behind 0")
+    assert (chunk.name, other.name) == ("a chunk of 40 tokens at position 0", "a chunk of 50 tokens at position 0")
     assert chunk.predicted_s == pytest.approx(0.04, rel=0.1) and other.predicted_s == pytest.approx(0.05, rel=0.1)
     assert driver.core.progress.work.name == "a step", "nothing that is predicted is in hand any more"
     del runner.seen[:]
@@ -83,7 +83,7 @@ def test_each_chunk_and_each_step_is_in_hand_with_its_own_prediction(watched):
     assert runner.seen[0].predicted_s == pytest.approx(0.01, rel=0.1) and not runner.seen[0].is_first
 
 
-def test_what_follows_a_failed_chunk_is_not_taken_for_the_chunk(watched):
+def test_work_after_a_failed_chunk_is_not_reported_as_the_chunk(watched):
     runner, driver = watched
     runner.broken = {"prefill"}
     driver.run({0: [request("a", 40)]})

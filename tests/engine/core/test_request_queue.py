@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.client_shares import MAX_IDLE_CLIENTS, ClientShares
+from engine.core.virtual_token_counter import MAX_IDLE_CLIENTS, VirtualTokenCounter
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
 from tests.engine.core.rows import Clock, admitted, out, rows_of, scheduler_of, spec, start, step_of
 from tests.engine.driver import Driver
@@ -18,7 +18,7 @@ def of(client: str, name: str, **more: Any) -> EngineRequest:
     return replace(spec(name, **more), client=client)
 
 
-def test_clients_that_wait_are_served_in_turns_whoever_came_first():
+def test_waiting_clients_are_served_in_turns_regardless_of_arrival_order():
     scheduler = scheduler_of(max_running=1)
     for i in range(6):
         scheduler.add(rows_of(of("crowd", f"crowd{i}")))
@@ -27,7 +27,7 @@ def test_clients_that_wait_are_served_in_turns_whoever_came_first():
     assert admitted(scheduler)[:4] == ["crowd0", "single0", "crowd1", "single1"]
 
 
-def test_what_a_client_has_had_counts():
+def test_a_client_that_has_received_fewer_tokens_is_served_first():
     scheduler = scheduler_of(max_running=3)
     [row] = start(scheduler, of("greedy", "a"))
     start(scheduler, of("modest", "b"))
@@ -37,7 +37,7 @@ def test_what_a_client_has_had_counts():
     assert admitted(scheduler) == ["modest", "greedy"]
 
 
-def test_who_has_begun_comes_first_when_it_has_waited_long_and_not_before():
+def test_a_preempted_row_goes_first_only_after_it_has_waited_long():
     clock = Clock()
     scheduler = scheduler_of(clock=clock, max_running=2)
     [row] = start(scheduler, of("greedy", "begun"))
@@ -50,8 +50,8 @@ def test_who_has_begun_comes_first_when_it_has_waited_long_and_not_before():
     assert [one.request_id for one in scheduler.queue()] == ["begun", "new"]
 
 
-def test_nobody_saves_up_for_later_nor_pays_for_having_been_alone():
-    shares = ClientShares()
+def test_a_new_or_returning_client_starts_level_with_the_active_clients():
+    shares = VirtualTokenCounter()
     shares.opened("early", 1)
     shares.charge("early", num_output_tokens=1000)
     shares.opened("late", 1)
@@ -65,8 +65,8 @@ def test_nobody_saves_up_for_later_nor_pays_for_having_been_alone():
     assert shares.num_active == 0 and shares.served("early") == 0
 
 
-def test_clients_that_are_gone_are_forgotten():
-    shares = ClientShares()
+def test_idle_clients_are_forgotten_beyond_a_limit():
+    shares = VirtualTokenCounter()
     shares.opened("stays", 1)
     for i in range(3 * MAX_IDLE_CLIENTS):
         shares.opened(str(i), 1)
@@ -75,7 +75,7 @@ def test_clients_that_are_gone_are_forgotten():
 
 
 @pytest.mark.parametrize("fairness", ["client", "off"])
-def test_one_client_alone_is_served_in_the_order_of_the_policy(fairness):
+def test_a_single_client_is_served_in_the_order_of_the_policy(fairness):
     scheduler = scheduler_of(scheduler={"fairness": fairness})
     for name in "abc":
         scheduler.add(rows_of(of("one", name)))
@@ -89,7 +89,7 @@ def test_priority_comes_before_fairness():
     assert admitted(scheduler) == ["a0", "a1", "b"]
 
 
-def test_a_client_that_holds_all_rows_makes_room_for_one_that_waits():
+def test_a_client_with_all_rows_is_preempted_for_a_client_that_waits_long():
     clock = Clock()
     scheduler = scheduler_of(clock=clock, max_running=4)
     rows = [start(scheduler, of("hog", f"h{i}"))[0] for i in range(4)]
@@ -100,7 +100,7 @@ def test_a_client_that_holds_all_rows_makes_room_for_one_that_waits():
     assert [row.spec.request_id for row in work.prefill] == ["o"] and work.drop == [rows[-1].id]
 
 
-def test_nobody_makes_room_for_more_than_a_share_or_when_fairness_is_off():
+def test_rows_are_not_preempted_for_more_than_a_fair_share_or_when_fairness_is_off():
     for fairness, held in (("client", 2), ("off", 0)):
         clock = Clock()
         scheduler = scheduler_of(clock=clock, max_running=4, scheduler={"fairness": fairness})
@@ -111,7 +111,7 @@ def test_nobody_makes_room_for_more_than_a_share_or_when_fairness_is_off():
         assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
 
 
-def test_all_clients_get_their_own_tokens_when_they_make_room_for_one_another():
+def test_clients_that_preempt_one_another_get_their_own_tokens():
     now = [0.0]
     driver = Driver(FakeRunner(), EngineConfig.model_validate({"max_running": 3, "scheduler": {"ageing_s": 0.5}}))
     driver.core.scheduler._clock = driver.core.scheduler._queue._clock = lambda: now[0]
@@ -130,7 +130,7 @@ def test_all_clients_get_their_own_tokens_when_they_make_room_for_one_another():
     assert driver.core.stats.num_preempted > 0
 
 
-def test_who_waits_for_too_long_is_told_and_leaves_nothing_behind():
+def test_a_request_that_has_not_started_expires_after_the_queue_timeout():
     clock = Clock()
     scheduler = scheduler_of(clock=clock, max_running=2, scheduler={"queue_timeout_s": 10})
     [row] = start(scheduler, spec("running", n=1))
@@ -138,23 +138,23 @@ def test_who_waits_for_too_long_is_told_and_leaves_nothing_behind():
     clock.now += 9
     scheduler.add(rows_of(spec("late", n=2)))
     step_of(scheduler)
-    assert scheduler.take_ended() == {} and scheduler.num_waiting == 2
+    assert scheduler.take_expired() == {} and scheduler.num_waiting == 2
     clock.now += 1
     step_of(scheduler)
-    ended = scheduler.take_ended()
+    ended = scheduler.take_expired()
     assert set(ended) == {"wide/0", "wide/1"} and scheduler.num_waiting == 1 and scheduler._stats.num_expired == 2
     for chunk in ended.values():
         assert chunk.finish_reason is FinishReason.EXPIRED and chunk.retry_after_s
-        assert chunk.error == "waited 10 s for a place, the limit is 10 s (queue_timeout_s)"
+        assert chunk.error == "waited 10 s in the queue; the limit is 10 s (queue_timeout_s)"
     scheduler.abort("wide")
     assert scheduler._stats.num_aborted == 0
     scheduler.preempt(row)
     clock.now += 1000
     step_of(scheduler)
-    assert set(scheduler.take_ended()) == {"late/0", "late/1"}, "who has begun to answer may wait for ever"
+    assert set(scheduler.take_expired()) == {"late/0", "late/1"}, "who has begun to answer may wait for ever"
 
 
-def test_positions_and_expected_waits_are_told():
+def test_the_queue_reports_positions_and_expected_waits():
     clock = Clock()
     scheduler = scheduler_of(clock=clock, max_running=1)
     for name in "abcd":

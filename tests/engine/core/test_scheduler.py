@@ -111,7 +111,7 @@ def test_waiting_counts_as_a_thousand_tokens_or_one_priority_per_ageing_s(policy
 
 
 @pytest.mark.parametrize("policy", ["shortest_first", "priority"])
-def test_nobody_starves_while_better_ones_keep_coming(policy):
+def test_a_long_low_priority_request_is_not_starved_by_a_stream_of_better_ones(policy):
     clock = Clock()
     scheduler = scheduler_of(policy, clock, max_running=1, scheduler={"ageing_s": 1.0})
     scheduler.add(rows_of(spec("poor", num_prompt=3000, priority=3)))
@@ -139,7 +139,7 @@ def test_chunks_are_small_while_rows_decode_and_large_while_none_does(scheduler)
     assert (work.decode, list(work.prefill), work.max_prefill_tokens) == (True, b, 20)
 
 
-def test_rows_and_their_drafts_come_out_of_the_same_budget():
+def test_rows_and_their_drafts_are_subtracted_from_the_tokens_of_a_chunk():
     scheduler = scheduler_of(max_running=64, prefill_chunk_tokens=100, prefill_chunk_tokens_busy=90)
     for num_tokens in (100, 200, 400, 800):
         measure(scheduler, num_tokens / 1e6, num_tokens)
@@ -158,7 +158,7 @@ def measure(scheduler: Scheduler, seconds: float, num_tokens: int = 100) -> None
     scheduler.prefills.record([PromptChunk(row, num_tokens)], 0.0, seconds)
 
 
-def test_a_chunk_takes_no_longer_than_the_stall_as_far_as_is_known():
+def test_a_chunk_is_predicted_to_take_no_longer_than_the_maximum_stall():
     limits = {"prefill_chunk_tokens": 4000, "prefill_chunk_tokens_busy": 1000, "scheduler": {"max_stall_s": 0.5}}
     scheduler = scheduler_of(**limits)
     start(scheduler, spec("a"))
@@ -174,7 +174,7 @@ def test_a_chunk_takes_no_longer_than_the_stall_as_far_as_is_known():
     assert step_of(scheduler).max_prefill_tokens == MIN_PREFILL_TOKENS, "it goes on, however slow"
 
 
-def test_a_chunk_has_a_time_limit_while_nothing_decodes():
+def test_a_chunk_has_a_time_limit_while_no_row_decodes():
     scheduler = scheduler_of(prefill_chunk_tokens=4000, step_timeout_s=120)
     scheduler.add(rows_of(spec("long", 50_000)))
     for num_tokens in (100, 200, 400, 800):
@@ -185,7 +185,7 @@ def test_a_chunk_has_a_time_limit_while_nothing_decodes():
     assert step_of(scheduler).max_prefill_tokens == pytest.approx(120 / 4 / 4.0, abs=1), "far from step_timeout_s"
 
 
-def test_a_full_batch_keeps_the_next_request_waiting_until_a_row_leaves(scheduler):
+def test_a_full_batch_keeps_the_next_request_waiting_until_a_row_is_aborted(scheduler):
     start(scheduler, spec("a"))
     start(scheduler, spec("b"))
     c = rows_of(spec("c"))
@@ -217,7 +217,7 @@ def test_tokens_after_the_end_are_not_given_out(scheduler):
 @pytest.mark.parametrize(
     ("token_ids", "max_tokens", "num_accepted"), [((5, 6, 8), 30, 2), ((5, STOP, 8), 30, 1), ((5, 6, 8), 2, 1)]
 )
-def test_drafts_count_as_accepted_when_they_are_given_out(scheduler, token_ids, max_tokens, num_accepted):
+def test_drafts_count_as_accepted_only_when_they_are_part_of_the_output(scheduler, token_ids, max_tokens, num_accepted):
     start(scheduler, spec("a", max_tokens=max_tokens))
     chunk = scheduler.update_decode({"a/0": out(*token_ids, num_drafted=3, num_accepted=2)})["a/0"]
     assert (chunk.num_drafted, chunk.num_accepted) == (3, num_accepted)
@@ -231,13 +231,13 @@ def test_a_row_that_fails_fails_alone(scheduler, output):
     start(scheduler, spec("b"))
     chunks = scheduler.update_decode({"a/0": output, "b/0": out(5)})
     assert chunks["a/0"].finish_reason is FinishReason.ERROR and chunks["a/0"].token_ids == ()
-    assert chunks["a/0"].error == (output.error or "the model gave no finite logits")
+    assert chunks["a/0"].error == (output.error or "the highest logit is not finite")
     assert chunks["b/0"].token_ids == (5,) and chunks["b/0"].finish_reason is None
     assert step_of(scheduler).drop == ["a/0"] and scheduler._stats.num_failed == 1
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefill", "running"])
-def test_an_aborted_request_is_gone_wherever_it_is(scheduler, when):
+def test_an_aborted_request_is_removed_from_the_queue_the_prefills_or_the_batch(scheduler, when):
     if when == "running":
         start(scheduler, spec("a"))
     else:
@@ -253,7 +253,7 @@ def test_an_aborted_request_is_gone_wherever_it_is(scheduler, when):
     assert scheduler._stats.num_aborted == 1
 
 
-def test_without_work_there_is_none(scheduler):
+def test_the_scheduler_has_work_until_finished_rows_are_dropped(scheduler):
     assert not scheduler.has_work
     start(scheduler, spec("b", max_tokens=2))
     scheduler.update_decode({"b/0": out(7)})
@@ -262,7 +262,7 @@ def test_without_work_there_is_none(scheduler):
     assert not scheduler.has_work and scheduler._rows == {}
 
 
-def test_thousands_may_wait_in_order():
+def test_thousands_of_waiting_requests_are_admitted_in_order():
     scheduler = scheduler_of("shortest_first", max_running=1)
     lengths = [(i * 7919) % 5000 + 1 for i in range(3000)]
     for i, length in enumerate(lengths):

@@ -104,7 +104,7 @@ def test_what_is_not_finite_is_worth_nothing_and_the_same_scores_choose_the_same
 
 
 @pytest.mark.parametrize("missing", [0, 1, CHUNK_TOKENS - 1])
-def test_there_are_exactly_as_many_chunks_as_it_takes(missing):
+def test_the_number_of_chosen_chunks_is_the_least_that_meets_keep(missing):
     """For each keep in hundredths, whatever binary fractions make of it. missing: tokens of the last chunk."""
     for num_chunks in range(1, 52):
         num_tokens = num_chunks * CHUNK_TOKENS - missing
@@ -117,7 +117,7 @@ def test_there_are_exactly_as_many_chunks_as_it_takes(missing):
             assert len(select(importance, float(keep))) == least * CHUNK_TOKENS - missing, (num_tokens, keep)
 
 
-def test_nothing_is_chosen_of_nothing():
+def test_an_empty_prompt_has_no_chosen_tokens():
     assert select(np.empty(0, np.float32), 0.5).tolist() == []
 
 
@@ -183,7 +183,7 @@ def test_anchors_are_control_tokens_with_followers_the_tail_of_the_last_turn_and
     assert anchors.dtype == np.int32 and anchors.tolist() == sorted(expected)
 
 
-def test_a_prompt_without_control_tokens_turns_or_pictures_has_its_end_as_anchors():
+def test_a_prompt_without_control_tokens_turns_or_images_has_its_end_as_anchors():
     anchors = find_anchors(np.zeros(1000, np.int32), (), (), np.empty(0, np.int32))
     assert anchors.tolist() == list(range(1000 - TAIL_TOKENS, 1000))
 
@@ -226,7 +226,7 @@ CORRUPTIONS: dict[str, tuple[str, Corruption]] = {
     "a number": ("shape", lambda p, ids: (replace(p, positions=np.array(5, np.int32)), ids)),
     "the last token is missing": ("last token", lambda p, ids: (_edited(p, ids, p.positions[:-1]), ids)),
     "a token behind the end": ("last token", lambda p, ids: (_edited(p, ids, [*p.positions, len(ids)]), ids)),
-    "below zero": ("go from -1", lambda p, ids: (_edited(p, ids, [-1, *p.positions], 0), ids)),
+    "below zero": ("range from -1", lambda p, ids: (_edited(p, ids, [-1, *p.positions], 0), ids)),
     "one twice": ("ascending", lambda p, ids: (_edited(p, ids, [*p.positions[:-1], *p.positions[-2:]]), ids)),
     "two in the wrong order": (
         "ascending",
@@ -237,9 +237,9 @@ CORRUPTIONS: dict[str, tuple[str, Corruption]] = {
         "ascending",
         lambda p, ids: (_edited(p, ids, [5, 3 - 2**31, -1, len(ids) - 1], 0), ids),
     ),
-    "more are dense than kept": ("not all kept", lambda p, ids: (_edited(p, ids, p.positions, len(ids) + 1), ids)),
-    "a gap among the dense": ("not all kept", lambda p, ids: (_edited(p, ids, p.positions, _gap(p) + 1), ids)),
-    "fewer than none are dense": ("not all kept", lambda p, ids: (_edited(p, ids, p.positions, -1), ids)),
+    "more are dense than kept": ("keeps the first", lambda p, ids: (_edited(p, ids, p.positions, len(ids) + 1), ids)),
+    "a gap among the dense": ("keeps the first", lambda p, ids: (_edited(p, ids, p.positions, _gap(p) + 1), ids)),
+    "fewer than none are dense": ("keeps the first", lambda p, ids: (_edited(p, ids, p.positions, -1), ids)),
     "fewer are dense than it was made for": (
         "fingerprints differ",
         lambda p, ids: (replace(p, num_dense=p.num_dense - 1), ids),

@@ -52,7 +52,7 @@ def drafts(runner: FakeRunner) -> list[int]:
 
 
 @pytest.mark.parametrize("mtp", ["off", "auto", {"max_draft_tokens": 1}, {"max_draft_tokens": 3}])
-def test_drafts_change_when_tokens_come_and_never_which(mtp):
+def test_drafts_change_the_timing_of_tokens_but_never_the_tokens(mtp):
     requests = [request(f"r{i}", 20 + 7 * i, seed=i) for i in range(5)]
     runner = FakeRunner(3, accepts=lambda seed, position: (seed + position) % 3 > 0)
     runner.stops_at = {2: 11, 3: 0}
@@ -71,7 +71,7 @@ def test_fixed_drafts_stop_where_the_batch_is_too_large():
     assert by_rows[1] == by_rows[2] == 2 and by_rows[3] == by_rows[4] == 0
 
 
-def test_auto_measures_and_takes_what_pays():
+def test_auto_speculation_keeps_drafting_where_drafts_pay():
     clock = DeviceClock()
     runner = TimedRunner(clock, max_draft_tokens=3)
     driver = Driver(runner, config("auto"), clock)
@@ -84,7 +84,7 @@ def test_auto_measures_and_takes_what_pays():
     assert driver.core.costs.token_s(1) == pytest.approx(0.013 / 4, rel=1e-2)
 
 
-def test_auto_leaves_off_what_does_not_pay():
+def test_auto_speculation_stops_drafting_where_drafts_are_never_accepted():
     clock = DeviceClock()
     runner = TimedRunner(clock, max_draft_tokens=3, accepts=lambda seed, position: False)
     Driver(runner, config("auto"), clock).run({0: [request("r", 1000)]})
@@ -109,7 +109,7 @@ def test_a_slow_prefill_makes_the_chunks_smaller_while_rows_decode():
     assert len(sizes) <= 8 and all(size <= 120 for size in sizes), "about 0.1 s each, the first one is a guess"
 
 
-def test_without_a_head_the_status_says_why():
+def test_the_speculation_status_reports_why_there_is_no_head():
     driver = Driver(FakeRunner())
     assert driver.core.speculation_status["reason"] == "the fake has none"
 
@@ -124,7 +124,7 @@ def test_drafts_are_counted_for_each_request_and_overall():
     assert 0 < accepted < drafted and driver.core.stats.num_output_tokens == 21
 
 
-def test_a_drop_that_fails_ends_the_rows_and_the_step_goes_on_without_them():
+def test_a_failed_drop_ends_the_rows_and_the_step_continues_with_its_prompts():
     runner = FakeRunner()
     driver = Driver(runner)
     for name in "ab":

@@ -23,7 +23,7 @@ def test_warm_up_with_few_rows_predicts_more_rows(num_rows: int):
     assert StepCosts(3, WARM_UP).seconds(num_rows) == pytest.approx(true, rel=0.25)
 
 
-def test_a_step_that_waited_moves_nothing_and_a_slower_machine_is_learned_in_a_few_steps():
+def test_an_outlying_step_time_changes_no_cost_and_a_slower_machine_is_soon_learned():
     costs = StepCosts(3, WARM_UP)
     before = costs.seconds(4)
     costs.record(4, 3, 10 * CPU(4, 3))
@@ -37,7 +37,7 @@ def test_a_step_that_waited_moves_nothing_and_a_slower_machine_is_learned_in_a_f
     assert ratios(costs, 4) == pytest.approx(before, rel=0.2), "all steps have become slower"
 
 
-def test_one_size_of_the_batch_informs_its_neighbours_most():
+def test_a_measured_batch_size_informs_its_neighbouring_sizes_most():
     slow = measured({1: (10, 30), 32: (10, 30)})
     costs, rng = StepCosts(1, [StepTime(1, k, 0.01) for k in (0, 1)]), random.Random(1)
     for i in range(40):
@@ -61,7 +61,7 @@ def test_doubt_grows_while_a_number_of_drafts_is_not_used_and_falls_when_it_is()
     assert costs.doubt(1, 3)[0] < 0.5 * late[0]
 
 
-def test_a_clock_that_stands_still_breaks_nothing():
+def test_steps_of_zero_seconds_give_finite_costs():
     costs = StepCosts(3)
     for k in (0, 3) * 10:
         costs.record(500, k, 0.0)

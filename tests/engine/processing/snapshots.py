@@ -31,7 +31,7 @@ def path_of(directory: Path, name: str) -> Path:
 
 
 def meta_of(name: str, behind: SnapshotMeta | None = None, num_tokens: int = 16, **changes: Any) -> SnapshotMeta:
-    """behind: its parent. num_tokens: of its own stretch."""
+    """behind: its parent. num_tokens: of its own segment."""
     before = np.array([], np.int32) if behind is None else behind.token_ids
     tail = np.frombuffer(name.encode().ljust(num_tokens, b"."), np.uint8)[:num_tokens].astype(np.int32)
     fields: dict[str, Any] = {

@@ -30,18 +30,18 @@ def allows(text: str, **changes: Any) -> bool:
     return accepts(compiled(grammar), text)
 
 
-def test_without_tools_the_format_is_the_grammar():
+def test_a_format_without_tools_is_the_grammar():
     assert constraint(tools=[]) == (None, None)
     assert constraint(tools=[], grammar=SCHEMA) == (SCHEMA, None)
 
 
-def test_no_choice_forbids_calls_and_leaves_the_text():
+def test_tool_choice_none_forbids_calls_and_allows_text_or_the_format():
     assert allows("Plain <b>text</b>.\n", choice_mode="none")
     assert not allows(PARIS, choice_mode="none") and not allows("Hm\n" + PARIS, choice_mode="none")
     assert constraint(choice_mode="none", grammar=SCHEMA)[0] == SCHEMA
 
 
-def test_names_leave_the_other_tools_out():
+def test_tool_names_of_the_choice_forbid_calls_of_other_tools():
     for mode in ("auto", "required"):
         assert allows(call("now"), choice_mode=mode, choice_names=("now", "search-all"))
         assert allows(call("search-all"), choice_mode=mode, choice_names=("now", "search-all"))
@@ -55,13 +55,13 @@ def test_a_named_tool_is_called_alone():
 
 
 @pytest.mark.parametrize("grammar", [SCHEMA, OBJECT])
-def test_with_a_format_the_answer_is_calls_or_the_format(grammar: GrammarSpec):
+def test_an_answer_with_tools_and_a_format_is_calls_or_the_format(grammar: GrammarSpec):
     assert allows('{"a": 1}', grammar=grammar) and allows(PARIS, grammar=grammar)
     assert not allows("Hello", grammar=grammar) and not allows("", grammar=grammar)
     assert allows('{"a": "x"}', grammar=grammar) == (grammar is OBJECT)
 
 
-def test_a_required_call_takes_the_place_of_the_format():
+def test_a_required_call_replaces_the_format():
     assert allows(PARIS, choice_mode="required", grammar=SCHEMA)
     assert not allows('{"a": 1}', choice_mode="required", grammar=SCHEMA)
 
@@ -75,18 +75,18 @@ def test_a_required_call_takes_the_place_of_the_format():
         ({"grammar": GrammarSpec("json_schema", '{"not": {}}')}, "response_format"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(changes: dict[str, Any], field: str):
+def test_impossible_constraints_are_refused_with_the_name_of_their_field(changes: dict[str, Any], field: str):
     with pytest.raises(InvalidRequest) as refusal:
         constraint(**changes)
     assert refusal.value.field == field
 
 
-def test_equal_tools_give_equal_texts():
+def test_equal_tools_give_equal_grammars():
     again, other = constraint(tools=deepcopy(TOOLS)), constraint(tools=[NOW])
     assert again == constraint() and other != again
 
 
-def test_a_thought_is_watched_only_where_it_must_be():
+def test_a_thought_gets_a_matcher_only_with_a_grammar_tools_or_a_budget():
     closing = tuple(TOKENIZER.encode_text("\n</think>\n\n").tolist())
     watched = ThoughtSpec(9, closing)
 

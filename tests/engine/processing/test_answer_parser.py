@@ -60,7 +60,7 @@ def parse(text: str, rules: AnswerRules = TOOLS) -> AnswerDelta:
     return total
 
 
-def test_an_answer_is_content_as_it_stands():
+def test_an_answer_without_markup_is_content_verbatim():
     text = "\n Sure: a < b,\n\n<b>bold</b>  \n"
 
     for rules in (AnswerRules(), TOOLS):
@@ -108,19 +108,19 @@ def test_markup_that_is_no_call_is_no_content(text: str):
     assert answer.tool_calls == () and "tool_call" not in answer.content
 
 
-def test_a_function_without_its_outer_markup_is_a_call_inside_of_it_only():
+def test_a_function_without_the_outer_markup_of_a_call_is_content():
     assert parse("Use <function=f> here").content == "Use <function=f> here"
 
 
 @pytest.mark.parametrize(
     "value", ["a</tool_call>b", "a</parameter>b", "<tool_call>", "a\n\n</function>\nb", "  two\n\nlines \n", ""]
 )
-def test_a_value_may_hold_the_markup(value: str):
+def test_an_argument_value_may_contain_the_markup(value: str):
     [one] = parse(call("get_weather", city=value, days="1")).tool_calls
     assert json.loads(one.arguments) == {"city": value, "days": 1}
 
 
-def test_the_thought_is_told_from_the_answer():
+def test_reasoning_is_separated_from_the_content():
     expected = AnswerDelta("Yes.", "Is it?\n\nIt is.", (), 12)
 
     opened = parse("Is it?\n\nIt is.\n</think>\n\nYes.", THINKS)
@@ -138,12 +138,12 @@ def test_a_thought_that_is_cut_off_is_all_reasoning():
     assert parse("Well, it\n</thi", THINKS).content == ""
 
 
-def test_an_empty_thought_is_none():
+def test_an_empty_thought_gives_no_reasoning():
     assert parse("\n\n</think>\n\nYes.", THINKS)[:2] == ("Yes.", "")
     assert parse("</think>\n\nYes.", AnswerRules()).content == "Yes."
 
 
-def test_a_second_thought_stands_apart():
+def test_a_second_thought_is_a_further_paragraph_of_the_reasoning():
     assert parse("a\n</think>\n\nX\n<think>\nb\n</think>\n\nY", THINKS)[:2] == ("X\nY", "a\n\nb")
 
 
@@ -155,7 +155,7 @@ def test_calls_come_behind_the_thought():
 
 @pytest.mark.parametrize("enable_thinking", [True, False])
 @pytest.mark.parametrize("with_call", [True, False])
-def test_an_answer_that_comes_back_as_history_is_the_tokens_that_were_generated(enable_thinking: bool, with_call: bool):
+def test_an_answer_rendered_as_history_has_the_tokens_that_were_generated(enable_thinking: bool, with_call: bool):
     kwargs = {"tools": [WEATHER], "enable_thinking": enable_thinking}
     question = [{"role": "user", "content": "What is the weather in Paris?"}]
     prompt = TOKENIZER.encode_chat(question, template_kwargs=kwargs).tolist()
@@ -173,7 +173,7 @@ def test_an_answer_that_comes_back_as_history_is_the_tokens_that_were_generated(
     assert again[: len(prompt) + len(generated)] == prompt + generated
 
 
-def test_a_stop_string_holds_for_the_content_alone():
+def test_a_stop_string_applies_to_the_content_only():
     rules = AnswerRules(stop=("STOP", "Paris"), tools=(WEATHER,), is_thinking=True)
     ids = list(encode("STOP Paris\n</think>\n\nOK " + PARIS + " then STOP here"))
     answer, parser = parse_ids(ids, rules, list(range(len(ids))))

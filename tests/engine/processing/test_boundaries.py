@@ -207,7 +207,7 @@ def test_any_message_may_be_the_last(tokenizers: dict[str, ChatTokenizer], last:
     assert split(tokenizers["chatml"], found, "turn")[1] == "<|im_start|>assistant\n"
 
 
-def test_without_system_message_the_tools_alone_are_the_system_part(tokenizers: dict[str, ChatTokenizer]):
+def test_the_tools_alone_are_the_system_part_without_a_system_message(tokenizers: dict[str, ChatTokenizer]):
     messages = [message("user", "Hi")]
     assert "system" not in places(prompt(tokenizers["demo"], messages))
     assert "system" not in places(prompt(tokenizers["demo"], messages, tools=[]))
@@ -241,7 +241,7 @@ def test_control_strings_in_the_system_text_do_not_move_its_end(
     assert around(trick) == around("X").replace(" X ", f" {trick} ")
 
 
-def test_what_a_user_says_like_the_probes_is_not_the_system_part(tokenizers: dict[str, ChatTokenizer]):
+def test_user_text_like_the_probes_does_not_move_the_system_boundary(tokenizers: dict[str, ChatTokenizer]):
     said = [
         "Alpha",
         "Bravo",
@@ -263,7 +263,7 @@ def test_what_a_user_says_like_the_probes_is_not_the_system_part(tokenizers: dic
     assert len({tuple(prefix(one, "system")) for one in found}) == 1
 
 
-def test_places_count_the_placeholders_of_pictures(tokenizers: dict[str, ChatTokenizer]):
+def test_boundary_positions_count_the_placeholders_of_images(tokenizers: dict[str, ChatTokenizer]):
     content = [PICTURE, {"type": "text", "text": "and"}, PICTURE]
     seen = message("user", content)
     for messages, kinds in (([message("system", LONG), seen], ["system", "turn"]), ([seen], ["turn"])):
@@ -274,14 +274,14 @@ def test_places_count_the_placeholders_of_pictures(tokenizers: dict[str, ChatTok
         assert split(tokenizers["demo"], large, "turn")[1] == ENDS["demo"][1]
 
 
-def test_a_picture_in_the_system_part_belongs_to_it(tokenizers: dict[str, ChatTokenizer]):
+def test_an_image_in_the_system_message_belongs_to_the_system_part(tokenizers: dict[str, ChatTokenizer]):
     messages = [message("system", [PICTURE]), message("user", "Hi")]
     found = prompt(tokenizers["chatml"], messages, image_tokens=[50])
     front, _ = split(tokenizers["chatml"], found, "system")
     assert front.count("<|image_pad|>") == 50 and front.endswith("<|vision_end|><|im_end|>\n<|im_start|>")
 
 
-def test_thoughts_that_a_question_takes_away_leave_the_boundary_in_front_of_the_loop(
+def test_the_boundary_before_a_tool_loop_survives_the_removal_of_its_thoughts(
     tokenizers: dict[str, ChatTokenizer],
 ):
     tokenizer, asked = tokenizers["demo"], [message("user", "Weather?")]
@@ -320,7 +320,7 @@ def test_a_template_that_shows_no_user_text_has_no_system_boundary(tmp_path: Pat
     assert "system" not in places(prompt(tokenizer, [message("system", LONG), message("user", "Hi")]))
 
 
-def test_an_empty_generation_prompt_leaves_the_whole_last_message(tmp_path: Path):
+def test_the_turn_boundary_is_behind_the_last_message_if_the_generation_prompt_is_empty(tmp_path: Path):
     template = TEMPLATES["chatml"].partition("{%- if add_generation_prompt")[0]
     tokenizer = build_tokenizer(tmp_path, "", chat_template=template)
     found = prompt(tokenizer, [message("user", "Hi")])
@@ -334,7 +334,7 @@ def test_a_long_system_part_inside_the_first_question_is_kept_whole(tokenizers: 
         assert LONG * 9 in split(tokenizers[name], found, "system")[0]
 
 
-def test_where_both_end_at_one_place_it_is_the_system_boundary(tokenizers: dict[str, ChatTokenizer]):
+def test_a_place_that_ends_both_system_part_and_turn_is_a_system_boundary(tokenizers: dict[str, ChatTokenizer]):
     found = prompt(tokenizers["deepseek"], [message("system", LONG)])
     assert [*places(found)] == ["system"]
     assert split(tokenizers["deepseek"], found, "system")[1] == "<｜Assistant｜><think>\n"
@@ -356,7 +356,7 @@ def test_a_tokenizer_that_misses_its_control_strings_has_boundaries_by_its_token
     assert tokenizer.encode_chat(more, template_kwargs={})[: places(found)["turn"]].tolist() == prefix(found, "turn")
 
 
-def test_between_control_tokens_nothing_is_tokenised_again(tokenizers: dict[str, ChatTokenizer]):
+def test_text_between_control_tokens_is_not_tokenised_again(tokenizers: dict[str, ChatTokenizer]):
     def encode(text: str) -> np.ndarray:
         raise AssertionError(f"tokenised again: {text!r}")
 
@@ -370,7 +370,7 @@ def test_between_control_tokens_nothing_is_tokenised_again(tokenizers: dict[str,
     assert rendered.cut([text, "<|im_end|>"]) == 0
 
 
-def test_tokens_that_reach_across_a_cut_in_text_are_left_out():
+def test_tokens_that_span_a_cut_in_text_are_excluded():
     def rendered(*token_ids: int) -> RenderedPrompt:
         return RenderedPrompt(
             "one two three", np.array(token_ids), ControlTokens(TOKENIZER), lambda text: np.arange(1, 4)

@@ -37,7 +37,7 @@ def test_bytes_are_given_first_come_first_served_even_if_a_later_task_needs_less
     assert asyncio.run(go()) == ["a", "b", "c", "d"]
 
 
-def test_more_than_the_budget_gets_all_of_it():
+def test_a_task_that_asks_for_more_than_the_budget_gets_the_whole_budget():
     async def go() -> None:
         budget = ByteBudget(10)
         async with budget.hold(1000) as hold:
@@ -50,7 +50,7 @@ def test_more_than_the_budget_gets_all_of_it():
     asyncio.run(go())
 
 
-def test_bytes_that_are_given_back_early_go_to_the_next():
+def test_bytes_released_early_go_to_the_next_task():
     async def go() -> None:
         budget = ByteBudget(10)
         async with budget.hold(10) as hold:
@@ -86,7 +86,7 @@ def test_a_cancelled_task_gives_its_turn_to_the_next(granted_before: bool):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_is_cancelled_the_budget_is_kept_and_given_back(seed: int):
+def test_random_cancellations_never_exceed_the_budget_and_release_all_bytes(seed: int):
     async def go() -> None:
         rng, budget = random.Random(seed), ByteBudget(100)
 

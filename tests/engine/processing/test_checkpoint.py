@@ -45,7 +45,7 @@ def test_demo_is_the_shipped_directory():
     assert read_config(DEMO_MODEL)["model_type"] == "qwen3_5"
 
 
-def test_an_existing_directory_is_taken_as_it_is(tmp_path: Path, hub: list):
+def test_an_existing_directory_is_used_without_asking_the_hub(tmp_path: Path, hub: list):
     assert resolve_checkpoint(str(tmp_path), None, weights=True) == tmp_path
     assert not hub
 
@@ -91,7 +91,7 @@ def test_the_hub_is_asked_for_weights_only_when_needed(hub: list, tmp_path: Path
     assert hub[0]["repository"] == "org/name" and hub[0]["revision"] == "v1"
 
 
-def test_what_the_hub_cannot_give_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_hub_download_names_the_model_and_the_reason(monkeypatch: pytest.MonkeyPatch):
     def fail(*args: Any, **kwargs: Any) -> str:
         raise ConnectionError("offline")
 
@@ -109,7 +109,7 @@ def test_a_name_that_the_hub_does_not_allow_is_named():
     ("content", "reason"),
     [(None, "is missing"), ("{", "cannot be read as JSON"), ("[]", "expected a JSON object"), ("[" * 10**5, "JSON")],
 )
-def test_a_broken_config_says_why(tmp_path: Path, content: str | None, reason: str):
+def test_a_broken_config_is_refused_with_the_reason(tmp_path: Path, content: str | None, reason: str):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(EngineFailed, match=reason):
@@ -140,7 +140,7 @@ def test_the_context_limit_is_the_language_models():
         context_limit({"max_position_embeddings": "many"})
 
 
-def test_a_model_sees_images_when_it_has_a_tower_and_a_processor_that_we_know(copy: Path):
+def test_a_model_takes_images_only_with_a_supported_vision_tower_and_processor(copy: Path):
     config = read_config(copy)
     assert media_kinds(copy, config) == {"image"}
     assert media_kinds(copy, {**config, "vision_config": None}) == frozenset()
@@ -157,7 +157,7 @@ def test_a_model_sees_images_when_it_has_a_tower_and_a_processor_that_we_know(co
     assert media_kinds(copy, config) == {"image"}
 
 
-def test_the_draft_is_a_checkpoint_with_the_same_tokenizer():
+def test_the_demo_draft_is_a_checkpoint_with_the_same_tokenizer():
     assert read_config(DEMO_MODEL / "draft")["model_type"] == "qwen3"
     files = [folder / "tokenizer.json" for folder in (DEMO_MODEL, DEMO_MODEL / "draft")]
     assert files[0].read_bytes() == files[1].read_bytes()

@@ -84,7 +84,7 @@ def test_half_a_character_is_never_given_out():
     assert unfinished.push(encode("ok ") + ids[:-1]) + unfinished.finish() == "ok "
 
 
-def test_broken_bytes_without_end_are_given_up():
+def test_a_long_run_of_broken_bytes_becomes_replacement_characters():
     """Else every further one would cost more than the one before."""
     broken = encode("🙂")[1]
     out, detokenizer = run_unchecked([broken] * 1000 + encode("ok"))
@@ -102,7 +102,7 @@ def test_ids_outside_the_vocabulary_are_no_text():
     assert detokenizer.num_tokens == 4
 
 
-def test_text_that_may_begin_a_stop_string_is_held_back_and_then_given():
+def test_text_that_may_begin_a_stop_string_is_withheld_until_decided():
     detokenizer = Detokenizer(TOKENIZER, ("END",))
     assert detokenizer.push(encode("the E")) == "the "
     assert detokenizer.push(encode("N")) == ""
@@ -128,12 +128,12 @@ def test_a_stop_string_that_is_contained_in_another_wins_when_it_is_complete_fir
     assert run([encode("x abc")], ("abc", "bc"))[0] == "x "
 
 
-def test_empty_stop_strings_stop_nothing():
+def test_an_empty_stop_string_does_not_stop_the_text():
     out, detokenizer = run([encode("text")], ("",))
     assert out == "text" and not detokenizer.stopped
 
 
-def test_every_byte_is_told_of_a_byte_level_tokenizer():
+def test_a_byte_level_tokenizer_has_a_token_for_every_byte():
     token_bytes = TokenBytes(TOKENIZER)
     vocabulary = {token_bytes(id_) for id_ in range(TOKENIZER.get_vocab_size())}
     assert {bytes([byte]) for byte in range(256)} <= vocabulary
@@ -152,7 +152,7 @@ def test_special_tokens_have_bytes_and_padding_has_none():
 
 
 @pytest.mark.parametrize("decoder", [None, "sentencepiece"])
-def test_the_bytes_of_a_tokenizer_that_is_not_byte_level(decoder: str | None):
+def test_tokens_of_a_tokenizer_that_is_not_byte_level_have_the_bytes_of_their_text(decoder: str | None):
     vocabulary = {"▁the": 0, "re": 1, "<0xE2>": 2, "日Ġ": 3, "<0xE2>x": 4}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     if decoder:
@@ -162,7 +162,7 @@ def test_the_bytes_of_a_tokenizer_that_is_not_byte_level(decoder: str | None):
     assert [token_bytes(id_) for id_ in range(5)] == [b" the", b"re", b"\xe2", "日Ġ".encode(), b"<0xE2>x"]
 
 
-def test_a_byte_level_tokenizer_may_be_one_of_several_steps():
+def test_a_byte_level_decoder_may_be_one_of_several_steps():
     tokenizer = Tokenizer(models.BPE(vocab={"ĠÃ©": 0, "日": 1}, merges=[]))
     steps: list[Any] = [decoders.Replace("~", "-"), decoders.ByteLevel()]
     tokenizer.decoder = decoders.Sequence(steps)

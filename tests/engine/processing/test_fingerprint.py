@@ -21,7 +21,7 @@ def test_copies_of_a_checkpoint_have_the_same_fingerprint(copy: Path):
     assert checkpoint_fingerprint(copy) == checkpoint_fingerprint(DEMO_MODEL)
 
 
-def test_what_has_nothing_to_do_with_tokens_does_not_count(copy: Path):
+def test_files_without_influence_on_tokens_do_not_change_the_fingerprint(copy: Path):
     (copy / "README.md").write_text("Read me.")
     (copy / "generation_config.json").write_text("{}")
     assert checkpoint_fingerprint(copy) == checkpoint_fingerprint(DEMO_MODEL)

@@ -36,7 +36,7 @@ def test_a_grammar_that_is_too_large_is_refused_before_it_is_read() -> None:
         asyncio.run(compiler.compile(GrammarSpec("regex", "é" + "a" * 1023)))
 
 
-def test_a_slow_grammar_is_given_up_but_kept_for_the_next_request() -> None:
+def test_a_slow_grammar_times_out_and_serves_a_later_request_once_compiled() -> None:
     compiler = compiler_with(compile_timeout_s=0.01)
     with pytest.raises(InvalidRequest, match=r"takes longer than 0\.01 s"):
         asyncio.run(compiler.compile(SLOW))
@@ -51,7 +51,7 @@ def test_a_slow_grammar_is_given_up_but_kept_for_the_next_request() -> None:
     compiler.close()
 
 
-def test_behind_slow_grammars_others_are_told_to_come_back() -> None:
+def test_grammars_queued_behind_slow_ones_are_refused_with_a_retry_time() -> None:
     async def main() -> None:
         compiler = compiler_with(compile_timeout_s=0.02)
         results = await asyncio.gather(*(compiler.compile(slow(i)) for i in range(4)), return_exceptions=True)
@@ -63,12 +63,12 @@ def test_behind_slow_grammars_others_are_told_to_come_back() -> None:
     asyncio.run(main())
 
 
-def test_only_so_many_grammars_may_wait() -> None:
+def test_the_number_of_waiting_grammars_is_limited() -> None:
     async def main() -> None:
         compiler = compiler_with()
         waiting = [asyncio.create_task(compiler.compile(slow(i))) for i in range(MAX_PENDING)]
         await asyncio.sleep(0)
-        with pytest.raises(Overloaded, match=f"{MAX_PENDING} grammars wait"):
+        with pytest.raises(Overloaded, match=f"{MAX_PENDING} grammars are queued"):
             await compiler.compile(CODES)
         compiler.close()
         results = await asyncio.gather(*waiting, return_exceptions=True)
@@ -106,7 +106,7 @@ def test_requests_for_the_same_grammar_compile_it_once(builds: list[str]) -> Non
     assert all(accepts(matcher, "AB-12") for matcher in matchers[1:])
 
 
-def test_one_request_that_leaves_does_not_stop_the_compile_of_another(builds: list[str]) -> None:
+def test_a_cancelled_request_does_not_stop_the_compile_of_another(builds: list[str]) -> None:
     compiler = compiler_with()
 
     async def main() -> Matcher:
@@ -148,7 +148,7 @@ def test_a_closed_compiler_compiles_no_more() -> None:
     compiler = compiler_with()
     compiler.close()
 
-    with pytest.raises(EngineFailed, match="the engine stops"):
+    with pytest.raises(EngineFailed, match="the engine is shutting down"):
         asyncio.run(compiler.compile(CODES))
 
 
@@ -171,7 +171,7 @@ def test_a_model_whose_tokenizer_cannot_be_read_is_named(tmp_path: Path) -> None
         GrammarCompiler(DEMO_MODEL, VOCAB_SIZE, (), GrammarConfig())
 
 
-def test_a_grammar_that_grows_too_large_on_the_way_fails_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_grows_too_large_while_matching_fails_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_module, "MAX_ITEMS_IN_ROW", 300)
     wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(200)}}
     matcher = asyncio.run(compiler_with().compile(json_schema(wide)))

@@ -75,7 +75,7 @@ def test_an_image_is_cut_as_in_this_process(kind: str):
     run(test, grid=preprocessor.grid)
 
 
-def test_a_broken_image_is_refused_and_its_worker_goes_on():
+def test_a_broken_image_is_refused_and_its_worker_continues():
     async def test(workers: ImageWorkers) -> None:
         assert "could not be decoded" in await refusal(workers, PNG[:60])
         pids = workers.pids
@@ -128,7 +128,7 @@ def test_an_image_that_takes_too_much_memory_is_refused_where_the_system_has_no_
     run(test, memory_bytes=16 * 2**20, limits_address_space=False)
 
 
-def test_a_worker_that_gets_no_cpu_is_given_up(slow: bytes):
+def test_a_worker_that_gets_no_cpu_is_killed_at_the_time_limit(slow: bytes):
     async def test(workers: ImageWorkers) -> None:
         await workers.cut(lambda: PNG)
         (pid,) = workers.pids
@@ -140,7 +140,7 @@ def test_a_worker_that_gets_no_cpu_is_given_up(slow: bytes):
     run(test, wall_s=3)
 
 
-def test_when_a_request_is_cancelled_its_worker_stops(slow: bytes):
+def test_the_worker_of_a_cancelled_request_is_stopped(slow: bytes):
     async def test(workers: ImageWorkers) -> None:
         await workers.cut(lambda: PNG)
         (pid,) = workers.pids
@@ -158,7 +158,7 @@ def test_when_a_request_is_cancelled_its_worker_stops(slow: bytes):
     run(test)
 
 
-def test_a_decoder_that_crashes_takes_its_own_image_with_it_alone(slow: bytes):
+def test_a_crashing_decoder_fails_only_its_own_image(slow: bytes):
     async def test(workers: ImageWorkers) -> None:
         await workers.cut(lambda: PNG)
         (pid,) = workers.pids
@@ -206,7 +206,7 @@ def test_the_workers_end_with_their_pool():
     assert len(pids) == 2 and not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_a_worker_ends_when_its_planner_is_gone():
+def test_a_worker_ends_when_its_planner_dies():
     code = (
         "import asyncio, os\n"
         "from tests.engine.processing.test_image_workers import *\n"
@@ -224,7 +224,7 @@ def test_a_worker_ends_when_its_planner_is_gone():
         time.sleep(0.05)
 
 
-def test_a_worker_imports_nothing_heavy_and_inherits_no_secrets(monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_imports_no_heavy_modules_and_inherits_no_secrets(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     code = "import sys, engine.processing.image_worker; print(sorted({name.split('.')[0] for name in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=120)

@@ -39,7 +39,7 @@ def drawn(width: int, height: int) -> Image.Image:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_normalised_patches_are_what_the_models_processor_makes(preprocessor: ImagePreprocessor, size: tuple[int, int]):
+def test_normalised_patches_equal_those_of_the_models_processor(preprocessor: ImagePreprocessor, size: tuple[int, int]):
     image = drawn(*size)
     expected = AutoImageProcessor.from_pretrained(str(DEMO_MODEL), backend="pil")(images=[image], return_tensors="np")
     made = preprocessor.patches(image)
@@ -72,8 +72,8 @@ def test_the_normalization_is_that_of_the_checkpoint(preprocessor: ImagePreproce
     assert ImagePreprocessor(model_dir).normalization.mean == (0, 0, 0)
 
 
-def test_a_sliver_is_refused(preprocessor: ImagePreprocessor):
-    with pytest.raises(InvalidRequest, match="201 x 1 pixels; its longer side may have 200 times the shorter"):
+def test_an_image_with_an_extreme_aspect_ratio_is_refused(preprocessor: ImagePreprocessor):
+    with pytest.raises(InvalidRequest, match="201 x 1 pixels; the longer side may be at most 200 times the other"):
         preprocessor.patches(drawn(201, 1))
 
 
@@ -85,7 +85,7 @@ def test_a_processor_of_another_family_is_refused(model_dir: Path):
         ImagePreprocessor(model_dir)
 
 
-def test_a_converted_checkpoint_is_cut_like_its_original(preprocessor: ImagePreprocessor, model_dir: Path):
+def test_a_converted_checkpoint_cuts_images_like_its_original(preprocessor: ImagePreprocessor, model_dir: Path):
     """mlx-vlm saves its own class's name, and the limits under other names, in another file."""
     original = json.loads((model_dir / "preprocessor_config.json").read_text())
     (model_dir / "preprocessor_config.json").unlink()

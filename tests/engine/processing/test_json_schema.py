@@ -140,7 +140,9 @@ def test_a_keyword_is_enforced(keyword: str, schema: Any, valid: str, invalid: s
 
 
 @pytest.mark.parametrize(("keyword", "schema", "valid", "invalid"), ENFORCED)
-def test_the_cases_are_what_they_claim(keyword: str, schema: Any, valid: str, invalid: str) -> None:
+def test_the_enforced_cases_agree_with_the_jsonschema_library(
+    keyword: str, schema: Any, valid: str, invalid: str
+) -> None:
     draft = jsonschema.Draft7Validator if isinstance(schema.get("items"), list) else jsonschema.Draft202012Validator
 
     assert keyword in json.dumps(schema)
@@ -166,13 +168,13 @@ def test_a_keyword_is_refused_by_name_and_place(keyword: str, schema: Any, place
     assert refusal.value.field == "response_format"
 
 
-def test_annotations_change_nothing() -> None:
+def test_annotations_do_not_change_the_enforced_schema() -> None:
     assert strict_schema({**HARMLESS, "type": "null"}) == {"type": "null"}
     assert accepts(compiled(json_schema({**HARMLESS, "const": 3})), "3")
     assert not accepts(compiled(json_schema({**HARMLESS, "const": 3})), "4")
 
 
-def test_every_keyword_of_the_draft_has_its_case() -> None:
+def test_every_keyword_of_the_draft_has_a_test_case() -> None:
     cases = {case[0] for case in [*ENFORCED, *REFUSED]} | set(HARMLESS)
 
     assert set(DRAFT_2020_12.split()) <= cases
@@ -184,7 +186,7 @@ def test_a_schema_must_be_an_object(value: Any) -> None:
         strict_schema(value)
 
 
-def test_the_lenient_form_drops_what_cannot_be_enforced_and_leaves_the_original_alone() -> None:
+def test_the_lenient_form_drops_unenforceable_keywords_and_does_not_change_the_original() -> None:
     schema = {
         "type": "array",
         "uniqueItems": True,

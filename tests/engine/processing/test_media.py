@@ -40,7 +40,7 @@ def test_the_same_pixels_in_another_shape_have_another_hash():
     assert len({image.content_hash for image in load(data_url(encoded(wide)), data_url(encoded(tall)))}) == 2
 
 
-def test_pictures_come_back_in_order():
+def test_images_are_returned_in_order():
     urls = [data_url(encoded(picture(8 + i, 8))) for i in range(5)]
     assert [image.grid_thw[2] for image in load(*urls)] == [8, 9, 10, 11, 12]
     assert load() == []
@@ -58,8 +58,8 @@ def test_pictures_come_back_in_order():
         ("data:image/png" + ";a" * 121 + ",", "not of the form"),
         ("data:image/png" + ";a" * 122 + ";base64,AAAA", "no comma in its first 256 characters"),
         ("data:" + ";" * 10**6, "no comma in its first 256 characters"),
-        ("data:text/html;base64,AAAA", "holds 'text/html'; expected an image"),
-        ("data:;base64,AAAA", "holds ''; expected an image"),
+        ("data:text/html;base64,AAAA", "the media type 'text/html'; expected image/..."),
+        ("data:;base64,AAAA", "the media type ''; expected image/..."),
         ("data:image/svg+xml;base64,PHN2Zy8+", "could not be decoded; PNG, JPEG, WebP and GIF are supported"),
         ("data:image/png;base64,", "could not be decoded"),
     ],
@@ -136,7 +136,7 @@ def test_four_of_the_largest_images_fit_into_a_request_and_beyond_that_the_limit
     assert len(load(*[large] * 5, grid=QWEN3_VL, max_image_tokens=4096)) == 5
 
 
-def test_an_image_is_the_same_whatever_else_is_in_the_request(photo: str):
+def test_other_images_of_a_request_do_not_change_the_hash_or_grid_of_an_image(photo: str):
     other = data_url(encoded(picture(900, 800)))
     (alone,), (_, among_others, _) = load(photo, grid=QWEN3_VL), load(other, photo, photo, grid=QWEN3_VL)
     assert alone.content_hash == among_others.content_hash and alone.grid_thw == among_others.grid_thw
@@ -174,7 +174,7 @@ def test_the_images_of_a_request_are_decoded_one_after_the_other():
     in_loader(test)
 
 
-def test_requests_wait_until_others_have_given_back_their_patches():
+def test_requests_wait_until_others_release_the_memory_of_their_patches():
     source = [ImageSource(FIELD, data_url(encoded(picture(512, 512))))]
 
     async def test(loader: MediaLoader) -> None:
@@ -198,7 +198,7 @@ def test_requests_wait_until_others_have_given_back_their_patches():
     in_loader(test)
 
 
-def test_a_request_that_fails_gives_everything_back():
+def test_a_failed_request_releases_all_its_bytes():
     sources = [
         ImageSource(FIELD, data_url(PNG)),
         ImageSource("bad", data_url(PNG[:60])),

@@ -62,7 +62,7 @@ def test_a_jpeg_that_is_not_much_too_large_is_cut_as_transformers_cuts_it():
     assert made.grid_hw == grid_hw and np.array_equal(made.patches, patches)
 
 
-def test_a_jpeg_that_is_reduced_while_it_is_decoded_looks_the_same():
+def test_a_jpeg_reduced_while_decoding_has_nearly_the_patches_of_transformers():
     small = picture(60, 40, seed=4)
     content = encoded(small.resize((1920, 1280), Image.Resampling.BICUBIC), "JPEG", quality=90)
     patches, grid_hw = reference(Image.open(io.BytesIO(content)), SMALL)
@@ -72,7 +72,7 @@ def test_a_jpeg_that_is_reduced_while_it_is_decoded_looks_the_same():
     assert difference.mean() < 2 and not np.array_equal(made.patches, patches)
 
 
-def test_the_hash_is_that_of_what_the_model_sees():
+def test_the_hash_depends_on_the_resized_pixels_and_not_on_the_file_format():
     image = picture(64, 64)
     changed = image.copy()
     changed.putpixel((63, 63), (0, 0, 0))

@@ -33,10 +33,10 @@ def test_the_normalization_equals_that_of_the_library(config: dict[str, Any]):
     assert ours.merge_size == library.merge_size
 
 
-def test_a_null_is_the_default():
+def test_a_null_setting_means_the_default():
     assert PatchNormalization.of({"image_mean": None, "rescale_factor": None}) == PatchNormalization.of({})
 
 
 def test_a_value_that_is_no_number_is_refused():
-    with pytest.raises(EngineFailed, match="no number"):
+    with pytest.raises(EngineFailed, match="not a number"):
         PatchNormalization.of({"image_mean": ["bright"]})

@@ -29,15 +29,15 @@ def checkpoint(path: Path, pooling: dict[str, Any]) -> Path:
         ({}, "last"),
     ],
 )
-def test_the_checkpoint_says_its_pooling(tmp_path, pooling, expected):
+def test_the_pooling_is_read_from_the_checkpoint(tmp_path, pooling, expected):
     assert choose_pooling(AUTO, checkpoint(tmp_path, pooling)) == expected
 
 
-def test_a_checkpoint_that_says_nothing_has_the_last_token():
+def test_a_checkpoint_without_a_pooling_setting_uses_the_last_token():
     assert choose_pooling(AUTO, DEMO_MODEL) == "last"
 
 
-def test_the_configuration_wins(tmp_path):
+def test_the_configured_pooling_overrides_the_checkpoint(tmp_path):
     model = checkpoint(tmp_path, {"pooling_mode_cls_token": True})
     assert choose_pooling(EmbeddingConfig(pooling="mean"), model) == "mean"
 

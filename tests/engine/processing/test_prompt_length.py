@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from engine.processing import prompt_length
 from engine.processing.checkpoint import DEMO_MODEL
-from engine.processing.prompt_length import NotWanted, PromptLimit, TokenBound, count_windows
+from engine.processing.prompt_length import ClientDisconnected, PromptLimit, TokenBound, count_windows
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import ContextLengthExceeded
 from tests.engine.processing.chat_templates import build_sentencepiece
@@ -108,7 +108,7 @@ def passages(rng: random.Random) -> str:
 
 @pytest.mark.parametrize("name", ["demo", "nfkc", "without spaces", "sentencepiece"])
 @pytest.mark.parametrize("seed", range(2))
-def test_windows_never_count_more_than_there_is(tokenizers: dict[str, Tokenizer], name: str, seed: int):
+def test_window_counts_never_exceed_the_number_of_tokens(tokenizers: dict[str, Tokenizer], name: str, seed: int):
     text = passages(random.Random(seed))
     counts = list(count_windows(tokenizers[name], text))
     assert len(counts) >= 2 and counts == sorted(counts)
@@ -143,7 +143,7 @@ def refusal(make: Callable[..., Any], text: str, limit: PromptLimit) -> ContextL
 
 
 @pytest.mark.parametrize("unit", ["word tree ", "\n", "a", "<|im_end|>", "<|im_end|>a", "ж", " \n"])
-def test_a_prompt_far_beyond_the_limit_is_refused_by_a_small_part_of_it(tokenizer, unit, monkeypatch):
+def test_a_prompt_far_beyond_the_limit_is_refused_after_tokenizing_a_small_part(tokenizer, unit, monkeypatch):
     num_encoded = 0
 
     def counting(method):
@@ -167,7 +167,7 @@ def test_a_prompt_far_beyond_the_limit_is_refused_by_a_small_part_of_it(tokenize
     assert num_encoded < 2**19
 
 
-def test_a_prompt_that_is_counted_to_its_end_says_how_long_it_is(tokenizer: ChatTokenizer):
+def test_a_prompt_that_is_counted_completely_is_refused_with_its_exact_length(tokenizer: ChatTokenizer):
     num = len(tokenizer.encode_chat(user("apple " * 300), template_kwargs={}))
     error = refusal(tokenizer.encode_chat, "apple " * 300, PromptLimit(num))
     assert error.args == (num, 1, num, False)
@@ -175,7 +175,7 @@ def test_a_prompt_that_is_counted_to_its_end_says_how_long_it_is(tokenizer: Chat
     assert len(fits) == num
 
 
-def test_tokens_of_images_count(tokenizer: ChatTokenizer):
+def test_tokens_of_images_count_towards_the_limit(tokenizer: ChatTokenizer):
     error = refusal(tokenizer.encode_chat, "apple", PromptLimit(1000, num_image_tokens=990))
     assert error.args[0] > 1000
 
@@ -205,14 +205,14 @@ def test_text_that_the_template_drops_does_not_count(tokenizer: ChatTokenizer):
 
 
 @pytest.mark.parametrize("text", ["a " * 2**19, "<|im_end|>" * 2000])
-def test_work_for_a_client_that_has_left_is_given_up(tokenizer: ChatTokenizer, text: str):
+def test_tokenization_stops_when_the_client_has_disconnected(tokenizer: ChatTokenizer, text: str):
     asked = []
 
     def is_wanted() -> bool:
         asked.append(1)
         return False
 
-    with pytest.raises(NotWanted):
+    with pytest.raises(ClientDisconnected):
         tokenizer.chat_prompt(user(text), template_kwargs={}, limit=PromptLimit(10**6, is_wanted=is_wanted))
     assert len(asked) == 1
 

@@ -43,20 +43,20 @@ def test_files_of_other_models_and_versions_are_counted_and_not_loaded(path: Pat
     assert loadable(SnapshotDirectory(path, OTHER_MODEL, ROOMY)) == digests("other")
 
 
-def test_a_model_takes_over_the_name_of_another_one(path: Path) -> None:
+def test_a_snapshot_replaces_one_of_another_model_with_the_same_name(path: Path) -> None:
     other = SnapshotDirectory(path, OTHER_MODEL, ROOMY)
     others = write(other, "root")
     directory = SnapshotDirectory(path, MODEL, ROOMY)
     write(directory, "root")
 
     assert loadable(directory) == digests("root") and directory.status()["num_evicted"] == 1
-    with pytest.raises(SnapshotLost, match="another one has taken its place"):
+    with pytest.raises(SnapshotLost, match="another snapshot has replaced it"):
         other.read(others)
     assert loadable(other) == set() and other.status()["num_torn"] == 0
     assert loadable(SnapshotDirectory(path, MODEL, ROOMY)) == digests("root")
 
 
-def test_the_least_recently_used_go_first(path: Path) -> None:
+def test_the_least_recently_used_snapshots_are_evicted_first(path: Path) -> None:
     directory = SnapshotDirectory(path, MODEL, room_for(3))
     for name in ("a", "b", "c"):
         write(directory, name)
@@ -70,7 +70,7 @@ def test_the_least_recently_used_go_first(path: Path) -> None:
     assert sum(file.stat().st_size for file in path.iterdir()) == directory.status()["num_bytes"] <= room_for(2)
 
 
-def test_children_go_before_their_parents_even_if_these_are_older(path: Path) -> None:
+def test_children_are_evicted_before_their_parents_even_if_the_parents_are_older(path: Path) -> None:
     directory = SnapshotDirectory(path, MODEL, room_for(4))
     root = write(directory, "root")
     write(directory, "left", root)
@@ -82,7 +82,7 @@ def test_children_go_before_their_parents_even_if_these_are_older(path: Path) ->
         assert loadable(SnapshotDirectory(path, MODEL, room_for(count))) == digests(*left)
 
 
-def test_parents_go_when_all_their_children_have_gone(path: Path) -> None:
+def test_parents_are_evicted_when_all_their_children_are(path: Path) -> None:
     directory = SnapshotDirectory(path, MODEL, ROOMY)
     root = write(directory, "root")
     write(directory, "left", root)
@@ -101,7 +101,7 @@ def test_the_path_to_a_new_snapshot_is_not_evicted_for_it(path: Path) -> None:
     assert loadable(directory) == digests("root", "child", "grandchild")
 
 
-def test_what_can_never_fit_evicts_nothing(path: Path) -> None:
+def test_a_snapshot_that_never_fits_is_dropped_without_eviction(path: Path) -> None:
     directory = SnapshotDirectory(path, MODEL, room_for(3))
     grandchild = write(directory, "grandchild", write(directory, "child", write(directory, "root")))
     before = loadable(directory)
@@ -118,7 +118,7 @@ def test_what_can_never_fit_evicts_nothing(path: Path) -> None:
     assert {"num_dropped": 3, "num_evicted": 0}.items() <= directory.status().items()
 
 
-def test_models_in_one_directory_share_the_room_by_last_use(path: Path) -> None:
+def test_models_in_one_directory_share_its_limit_by_last_use(path: Path) -> None:
     ours, others = SnapshotDirectory(path, MODEL, room_for(3)), SnapshotDirectory(path, OTHER_MODEL, room_for(3))
     parent = write(others, "parent")
     write(ours, "mine")
@@ -131,7 +131,7 @@ def test_models_in_one_directory_share_the_room_by_last_use(path: Path) -> None:
     assert loadable(others) == digests("parent", "leaf")
 
 
-def test_what_another_process_wrote_is_taken_over_and_not_written_again(path: Path) -> None:
+def test_a_snapshot_written_by_another_process_is_found_and_not_written_again(path: Path) -> None:
     one, two = SnapshotDirectory(path, MODEL, ROOMY), SnapshotDirectory(path, MODEL, ROOMY)
     root = write(one, "root")
     write(two, "root")
@@ -142,7 +142,7 @@ def test_what_another_process_wrote_is_taken_over_and_not_written_again(path: Pa
     assert_same_arrays(two.read(root), arrays_of("root", SIZE))
 
 
-def test_what_another_process_removed_leaves_with_its_children(path: Path) -> None:
+def test_a_snapshot_removed_by_another_process_is_dropped_with_its_children(path: Path) -> None:
     one, two = SnapshotDirectory(path, MODEL, ROOMY), SnapshotDirectory(path, MODEL, ROOMY)
     root = write(one, "root")
     write(two, "child", root)
@@ -152,7 +152,7 @@ def test_what_another_process_removed_leaves_with_its_children(path: Path) -> No
     assert loadable(two) == digests("other") and not path_of(path, "child").exists()
 
 
-def test_a_use_by_another_process_counts(path: Path) -> None:
+def test_a_snapshot_used_by_another_process_is_evicted_later(path: Path) -> None:
     one, two = SnapshotDirectory(path, MODEL, room_for(2)), SnapshotDirectory(path, MODEL, room_for(2))
     write(one, "a")
     write(one, "b")
@@ -163,7 +163,7 @@ def test_a_use_by_another_process_counts(path: Path) -> None:
     assert loadable(two) == digests("a", "c")
 
 
-def test_a_file_that_was_replaced_is_looked_at_again(path: Path) -> None:
+def test_a_file_replaced_by_another_process_is_read_again(path: Path) -> None:
     one, two = SnapshotDirectory(path, MODEL, ROOMY), SnapshotDirectory(path, MODEL, ROOMY)
     root = write(one, "root")
     path_of(path, "root").unlink()
@@ -175,7 +175,7 @@ def test_a_file_that_was_replaced_is_looked_at_again(path: Path) -> None:
     assert found.num_bytes == path_of(path, "root").stat().st_size
 
 
-def test_a_file_with_another_stretch_is_not_mistaken_for_the_one_that_was_known(path: Path) -> None:
+def test_a_file_with_another_kv_segment_is_not_taken_for_the_known_one(path: Path) -> None:
     one = SnapshotDirectory(path, MODEL, ROOMY)
     root = write(one, "root")
     known = write(one, "child", root)
@@ -183,6 +183,6 @@ def test_a_file_with_another_stretch_is_not_mistaken_for_the_one_that_was_known(
     whole = meta_of("child", digest=known.digest, token_ids=known.token_ids)
     SnapshotDirectory(path, MODEL, ROOMY).write(whole, arrays_of("all of it", SIZE), next(TICKS))
 
-    with pytest.raises(SnapshotLost, match="another one has taken its place"):
+    with pytest.raises(SnapshotLost, match="another snapshot has replaced it"):
         one.read(known)
     assert_same_arrays(one.read(whole), arrays_of("all of it", SIZE))

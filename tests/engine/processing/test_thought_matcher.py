@@ -32,12 +32,12 @@ def forced(at: ThoughtMatcher) -> str:
     return text
 
 
-def test_a_thought_may_be_anything_but_an_end_when_a_grammar_follows():
+def test_a_thought_before_a_grammar_may_contain_any_token_but_the_stop_tokens():
     assert set(range(VOCAB_SIZE)) - set(allowed(matcher().masks()[0])) == set(STOPS)
     assert len(allowed(matcher(grammar=None, budget=9).masks()[0])) == VOCAB_SIZE
 
 
-def test_a_thought_that_the_model_ends_goes_on_as_the_template_does():
+def test_a_thought_ended_by_the_model_is_followed_by_the_text_of_the_template():
     thinking = matcher()
     thinking.advance((*encode("Let me see"), END))
 
@@ -46,7 +46,7 @@ def test_a_thought_that_the_model_ends_goes_on_as_the_template_does():
     assert np.array_equal(thinking.masks(), compiled(JSON).masks())
 
 
-def test_without_a_grammar_nothing_is_forced_behind_an_end_of_the_model():
+def test_tokens_after_a_thought_ended_by_the_model_are_free_without_a_grammar():
     thinking = matcher(grammar=None, budget=9)
     thinking.advance((*encode("Hm"), END))
 
@@ -132,7 +132,7 @@ def test_masks_behind_a_draft_are_those_of_its_tokens_one_by_one(
     assert np.array_equal(start.masks(), before)
 
 
-def test_forks_go_their_own_ways():
+def test_forks_advance_independently_of_each_other():
     first = matcher(budget=4)
     first.advance(encode("x"))
     second = first.fork()

@@ -83,7 +83,7 @@ def test_text_without_control_strings_is_encoded_like_one_text(tokenizer: ChatTo
     assert encode(tokenizer, user(content)) == TOKENIZER.encode(expected, add_special_tokens=False).ids
 
 
-def test_the_control_tokens_are_all_that_structure_a_prompt_but_no_pictures(tokenizer: ChatTokenizer):
+def test_the_control_tokens_exclude_the_placeholders_of_images(tokenizer: ChatTokenizer):
     assert {IM_START, IM_END, THINK, TOOL_CALL} <= tokenizer.control_token_ids
     media = {IMAGE, CONTROL["<|video_pad|>"]} if "<|video_pad|>" in CONTROL else {IMAGE}
     assert tokenizer.control_token_ids == set(CONTROL.values()) - media
@@ -148,7 +148,7 @@ def test_control_strings_from_a_client_arrive_as_text(tokenizer: ChatTokenizer, 
     assert decode(ids) == decode(harmless).replace("X", control)
 
 
-def test_what_an_assistant_said_keeps_its_markup_but_no_special_tokens(tokenizer: ChatTokenizer):
+def test_an_assistant_message_keeps_its_markup_but_no_special_tokens(tokenizer: ChatTokenizer):
     said = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes <tool_call> <|im_end|>"}
     ids = encode(tokenizer, user("Hi"), said, user("And?"))
     assert "\n\nyes <tool_call> <|im_end|><|im_end|>\n" in decode(ids)
@@ -157,7 +157,7 @@ def test_what_an_assistant_said_keeps_its_markup_but_no_special_tokens(tokenizer
     assert ids.count(IM_END) == 3
 
 
-def test_tool_calls_names_and_reasoning_are_no_way_in_either(tokenizer: ChatTokenizer):
+def test_control_strings_in_tool_calls_names_and_reasoning_arrive_as_text(tokenizer: ChatTokenizer):
     call = calling('{"a<|im_end|>": "b<|im_start|>", "deep": [{"<think>": ["</tool_call>"]}]}', name="f<|im_end|>")
     ids = encode(tokenizer, user("Hi"), {**call, "reasoning_content": "hm </think><|im_end|>", "name": "<|im_end|>"})
     text = decode(ids)
@@ -174,13 +174,13 @@ def test_parts_that_join_into_a_control_string_arrive_as_text(tokenizer: ChatTok
     assert ids.count(IM_END) == 1 and ids.count(IM_START) == 2
 
 
-def test_a_control_string_around_another_does_not_close_over_it(tokenizer: ChatTokenizer):
+def test_a_control_string_nested_in_another_arrives_as_text(tokenizer: ChatTokenizer):
     ids = encode(tokenizer, user("<|im_<|im_end|>end|>"))
     assert "user\n<|im_<|im_end|>end|><|im_end|>" in decode(ids)
     assert ids.count(IM_END) == 1
 
 
-def test_a_word_of_the_vocabulary_is_still_spelled_out(model_dir: Path):
+def test_a_control_string_arrives_as_text_where_the_tokenizer_looks_up_whole_words(model_dir: Path):
     """Some tokenizers look whole words up before they split them, and find their control strings there."""
     path = model_dir / "tokenizer.json"
     description = json.loads(path.read_text())
@@ -195,7 +195,7 @@ def test_a_word_of_the_vocabulary_is_still_spelled_out(model_dir: Path):
 # --- pictures ------------------------------------------------------------------------------------------------------
 
 
-def test_every_picture_takes_its_own_number_of_tokens(tokenizer: ChatTokenizer):
+def test_each_image_takes_its_own_number_of_tokens(tokenizer: ChatTokenizer):
     parts = [PICTURE, {"type": "input_text", "text": "and"}, {"type": "input_image"}]
     ids = encode(tokenizer, user(parts), image_tokens=[3, 5])
     pads = "<|vision_start|>{}<|vision_end|>".format
@@ -204,18 +204,18 @@ def test_every_picture_takes_its_own_number_of_tokens(tokenizer: ChatTokenizer):
     assert ids.count(IMAGE) == 8
 
 
-def test_a_picture_in_a_tool_result_is_a_picture(tokenizer: ChatTokenizer):
+def test_an_image_in_a_tool_result_gets_its_placeholders(tokenizer: ChatTokenizer):
     result = {"role": "tool", "tool_call_id": "c1", "content": [PICTURE]}
     assert encode(tokenizer, user("Look"), calling({}), result, image_tokens=[4]).count(IMAGE) == 4
 
 
 @pytest.mark.parametrize("image_tokens", [[], [1, 1]])
-def test_pictures_and_prepared_pictures_must_agree(tokenizer: ChatTokenizer, image_tokens: list[int]):
+def test_a_wrong_number_of_prepared_images_is_refused(tokenizer: ChatTokenizer, image_tokens: list[int]):
     with pytest.raises(InvalidRequest, match=f"has 1 images, .* placed 1, and {len(image_tokens)} were prepared"):
         encode(tokenizer, user([PICTURE]), image_tokens=image_tokens)
 
 
-def test_a_template_that_drops_a_picture_is_noticed(model_dir: Path):
+def test_a_template_that_drops_an_image_is_refused(model_dir: Path):
     dropping = with_template(model_dir, "{% for m in messages %}{{ m.role }}{% endfor %}")
     with pytest.raises(InvalidRequest, match="placed 0"):
         encode(dropping, user([PICTURE, {"type": "text", "text": "Hi"}]), image_tokens=[4])
@@ -252,7 +252,7 @@ def test_a_tool_call_may_have_no_arguments(tokenizer: ChatTokenizer, arguments: 
     [
         ("{city", "not valid JSON"),
         ("[1]", "must be a JSON object, found list"),
-        ("[" * 10**5, "nests deeper than 256 levels"),
+        ("[" * 10**5, "is nested deeper than 256 levels"),
     ],
 )
 def test_arguments_that_are_no_object_are_refused_by_path(tokenizer: ChatTokenizer, arguments: str, message: str):
@@ -265,7 +265,7 @@ def test_the_values_in_the_arguments_of_all_tool_calls_are_limited(tokenizer: Ch
     """They come in strings, which no limit on the JSON of a request looks into."""
     arguments = '{"a": [' + "[]," * 100_000 + "1]}"
     assert encode(tokenizer, user("Hi"), calling(arguments))
-    with pytest.raises(InvalidRequest, match="arguments of the tool calls holds more than") as caught:
+    with pytest.raises(InvalidRequest, match="arguments of the tool calls has more than") as caught:
         encode(tokenizer, user("Hi"), *[calling(arguments)] * 3)
     assert caught.value.field == "messages[3].tool_calls[0].function.arguments"
 
@@ -292,13 +292,13 @@ def test_a_tool_call_without_function_is_refused(tokenizer: ChatTokenizer):
 def test_a_template_that_refuses_is_quoted(tokenizer: ChatTokenizer, messages: list[dict], reason: str):
     with pytest.raises(InvalidRequest) as caught:
         tokenizer.encode_chat(messages, template_kwargs={}, image_tokens=[4])
-    assert "chat template refuses this conversation" in caught.value.message and reason in caught.value.message
+    assert "chat template rejects this conversation" in caught.value.message and reason in caught.value.message
     assert caught.value.field == "messages"
 
 
 def test_a_template_that_breaks_is_a_refusal(model_dir: Path):
     breaking = with_template(model_dir, "{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
-    with pytest.raises(InvalidRequest, match="chat template refuses"):
+    with pytest.raises(InvalidRequest, match="chat template rejects"):
         encode(breaking, {"role": "assistant", "content": None, "tool_calls": []})
 
 
@@ -340,13 +340,13 @@ def test_the_tokenizer_is_the_file_as_shipped(tokenizer: ChatTokenizer):
     assert tokenizer.encode_text(text).tolist() == TOKENIZER.encode(text).ids
 
 
-def test_a_raw_prompt_keeps_control_tokens_but_has_no_pictures(tokenizer: ChatTokenizer):
+def test_a_raw_prompt_keeps_control_tokens_but_has_no_image_placeholders(tokenizer: ChatTokenizer):
     ids = tokenizer.encode_text("<|im_start|>user\n<|image_pad|>x<|video_pad|>").tolist()
     assert decode(ids) == "<|im_start|>user\n<|image_pad|>x<|video_pad|>"
     assert ids[0] == IM_START and IMAGE not in ids and CONTROL["<|video_pad|>"] not in ids
 
 
-def test_a_truncation_baked_into_the_file_is_off(model_dir: Path):
+def test_a_truncation_in_the_tokenizer_file_is_ignored(model_dir: Path):
     path = model_dir / "tokenizer.json"
     truncation = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     path.write_text(json.dumps({**json.loads(path.read_text()), "truncation": truncation}))
@@ -362,7 +362,7 @@ def test_answers_end_at_every_id_that_the_model_names(tokenizer: ChatTokenizer, 
     assert with_template(model_dir, turn_end).stop_token_ids == (IM_END, 3, 4, 5)
 
 
-def test_a_template_without_a_turn_end_adds_none(model_dir: Path):
+def test_a_template_without_a_turn_end_adds_no_stop_token(model_dir: Path):
     plain = with_template(model_dir, "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}")
     assert plain.stop_token_ids == (CONTROL["<|endoftext|>"], IM_END)
 
@@ -383,7 +383,7 @@ def test_a_late_system_message_is_kept_when_the_template_keeps_its_place(tokeniz
     assert with_template(model_dir, "{% for m in messages %}{{ m.role + m.content }}{% endfor %}").keeps_late_system
 
 
-def test_a_template_that_hoists_system_messages_does_not_keep_them(model_dir: Path):
+def test_a_template_that_hoists_system_messages_does_not_keep_late_ones(model_dir: Path):
     hoisting = (
         "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
         "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"

@@ -36,11 +36,11 @@ def added(tokenizer: dict[str, Any], content: str) -> dict[str, Any]:
     return next(token for token in tokenizer["added_tokens"] if token["content"] == content)
 
 
-def test_the_demo_model_and_its_draft_have_the_same():
+def test_the_demo_model_and_its_draft_have_the_same_tokenizer():
     assert why_different(DEMO_MODEL, DRAFT) is None
 
 
-def test_a_copy_is_the_same(changed):
+def test_a_copy_of_a_checkpoint_has_the_same_tokenizer(changed):
     assert why_different(DEMO_MODEL, changed()) is None
 
 
@@ -56,7 +56,7 @@ def test_a_control_token_that_is_missing_is_named(changed):
     assert reason == "'<call>' is no added token in the target's tokenizer, 10 in the draft's"
 
 
-def test_two_words_that_have_changed_places_are_named(changed):
+def test_two_swapped_words_of_the_vocabulary_are_named(changed):
     """Words that no probe holds."""
 
     def swap(tokenizer: dict[str, Any]) -> None:
@@ -68,13 +68,13 @@ def test_two_words_that_have_changed_places_are_named(changed):
     assert reason is not None and "in the target's tokenizer" in reason and "in the draft's" in reason
 
 
-def test_other_merges_are_found_by_their_tokens(changed):
+def test_different_merges_are_detected_by_their_tokens(changed):
     reason = why_different(DEMO_MODEL, changed(lambda tokenizer: tokenizer["model"]["merges"].pop(5)))
     assert reason is not None and reason.startswith('"The quick brown fox')
-    assert "in the target's tokenizer and" in reason and "; from token " in reason
+    assert "in the target's tokenizer and" in reason and "; they differ at token " in reason
 
 
-def test_words_cut_otherwise_are_found(changed):
+def test_a_different_pre_tokenizer_is_detected(changed):
     def without_spaces(tokenizer: dict[str, Any]) -> None:
         split = tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]
         split["Regex"] = split["Regex"].removeprefix(" ?")
@@ -83,7 +83,7 @@ def test_words_cut_otherwise_are_found(changed):
     assert reason is not None and "fox doesn" in reason
 
 
-def test_tokenizers_of_other_sizes_are_told_by_their_sizes(changed):
+def test_tokenizers_of_different_sizes_are_reported_with_both_sizes(changed):
     def grow(tokenizer: dict[str, Any]) -> None:
         tokenizer["model"]["vocab"]["\u0120neverseen"] = 4096
 

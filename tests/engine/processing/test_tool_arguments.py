@@ -72,7 +72,7 @@ def test_arguments_that_came_as_json_keep_their_types():
 
 
 @pytest.mark.parametrize("tools", [[], [{}], [{"function": {"name": "f", "parameters": {"properties": 3}}}]])
-def test_tools_without_schema_do_no_harm(tools: list[Any]):
+def test_arguments_of_tools_without_a_schema_stay_text(tools: list[Any]):
     assert ToolTypes(tools).call_of_texts("f", {"a": "1"}).arguments == '{"a": "1"}'
 
 
@@ -82,5 +82,5 @@ def test_arguments_are_always_valid_json(text: str, key: str):
     assert isinstance(json.loads(arguments), dict) and arguments.encode()
 
 
-def test_half_a_surrogate_pair_is_written_so_that_it_can_be_sent():
+def test_half_a_surrogate_pair_is_escaped_so_that_it_can_be_encoded():
     assert dump_json({"a": "\ud800", "b": "é"}).encode()

@@ -113,7 +113,7 @@ def test_no_text_makes_a_parser_fail(tokenizers: Any, name: str, data: st.DataOb
         assert call.name and isinstance(json.loads(call.arguments), dict)
 
 
-def test_a_format_that_begins_like_json_is_content_when_it_is_none(tokenizers: Any):
+def test_json_that_is_no_call_is_content_where_calls_begin_like_json(tokenizers: Any):
     tokenizer, _ = tokenizers["llama"]
 
     assert parse(tokenizer, '{"answer": 4}').content == '{"answer": 4}'
@@ -123,7 +123,7 @@ def test_a_format_that_begins_like_json_is_content_when_it_is_none(tokenizers: A
     assert parser.push(tokenizer.encode_text('{"answer": ')).content == '{"answer":'
 
 
-def test_an_object_in_a_string_may_hold_the_markup(tokenizers: Any):
+def test_json_arguments_may_contain_the_markup(tokenizers: Any):
     tokenizer, _ = tokenizers["hermes"]
     arguments = json.dumps({"s": "a</tool_call>{", "n": 1})
     text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
@@ -136,7 +136,7 @@ def test_a_call_that_is_no_json_is_shown_as_text(tokenizers: Any):
     assert answer.content.strip() == "get weather" and not answer.tool_calls
 
 
-def test_templates_that_think_are_told_by_what_they_write(tokenizers: Any):
+def test_thinking_templates_are_detected_by_their_rendering(tokenizers: Any):
     reasoning = {name: tokenizer.reasoning for name, (tokenizer, _) in tokenizers.items()}
 
     assert {name for name, found in reasoning.items() if found} == {
@@ -148,7 +148,7 @@ def test_templates_that_think_are_told_by_what_they_write(tokenizers: Any):
     assert reasoning["magistral"].history_key == "reasoning_content"
 
 
-def test_thoughts_of_each_family(tokenizers: Any):
+def test_thoughts_of_each_family_are_parsed_as_reasoning(tokenizers: Any):
     for name, start, end in (
         ("glm", "<think>", "</think>\n"),
         ("gemma 4", "<|channel>thought\n", "<channel|>"),
@@ -190,7 +190,7 @@ def constraint(tokenizer: ChatTokenizer, **changes: Any) -> GrammarSpec | None:
 
 
 @pytest.mark.parametrize("name", WITH_GRAMMAR)
-def test_grammars_of_json_calls_let_through_what_the_template_writes(tokenizers: Any, name: str):
+def test_grammars_of_json_calls_accept_the_calls_that_the_template_writes(tokenizers: Any, name: str):
     family, (tokenizer, out) = FAMILIES[name], tokenizers[name]
     answer = family.answer.rpartition("</think>\n\n")[2]
     calls = answer.removeprefix(family.content).lstrip("\n")
@@ -208,7 +208,7 @@ def test_grammars_of_json_calls_let_through_what_the_template_writes(tokenizers:
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral args", "deepseek"])
-def test_auto_and_none_with_json_calls(tokenizers: Any, name: str):
+def test_auto_allows_text_and_json_calls_and_none_allows_text_only(tokenizers: Any, name: str):
     family, (tokenizer, out) = FAMILIES[name], tokenizers[name]
     answer = family.answer.rpartition("</think>\n\n")[2]
     auto, none = constraint(tokenizer), constraint(tokenizer, choice_mode="none")
@@ -224,7 +224,7 @@ def test_auto_and_none_with_json_calls(tokenizers: Any, name: str):
 
 
 @pytest.mark.parametrize("name", WITHOUT_GRAMMAR)
-def test_what_only_a_grammar_could_keep_is_refused_by_name(tokenizers: Any, name: str):
+def test_fields_that_need_a_grammar_are_refused_for_families_without_one(tokenizers: Any, name: str):
     tokenizer, _ = tokenizers[name]
 
     assert constraint(tokenizer) is None
@@ -242,14 +242,14 @@ def test_what_only_a_grammar_could_keep_is_refused_by_name(tokenizers: Any, name
     assert constraint(tokenizer, choice_mode="none") is not None
 
 
-def test_no_choice_is_refused_where_calls_begin_like_text(tokenizers: Any):
+def test_tool_choice_none_is_refused_where_calls_begin_like_text(tokenizers: Any):
     with pytest.raises(InvalidRequest, match="cannot be forbidden"):
         constraint(tokenizers["llama"][0], choice_mode="none")
 
 
-def test_tools_are_refused_where_the_template_shows_none(tokenizers: Any):
+def test_tools_are_refused_where_the_template_takes_none(tokenizers: Any):
     assert tokenizers["magistral"][0].tool_format is None
-    with pytest.raises(InvalidRequest, match="takes no tools"):
+    with pytest.raises(InvalidRequest, match="does not support tools"):
         constraint(tokenizers["magistral"][0])
 
 
@@ -264,7 +264,7 @@ def test_the_librarys_parsers_are_used_without_mlx():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_the_librarys_parsers_are_those_that_were_read():
+def test_the_library_version_is_the_one_whose_parsers_were_reviewed():
     """Another version: read these modules again, and whether the next test still fails."""
     assert version("mlx-lm") == "0.32.2"
     for name in ("gemma4", "function_gemma", "minimax_m2", "pythonic"):
@@ -291,7 +291,9 @@ def test_the_librarys_own_parser_of_the_xml_format_loses_types():
         ("pythonic", "[f(s='12', n=3)]", {"s": "12", "n": 3}),
     ],
 )
-def test_what_the_librarys_parsers_make_of_a_call(module: str, text: str, arguments: dict[str, Any]):
+def test_the_librarys_parsers_return_the_name_and_arguments_of_a_call(
+    module: str, text: str, arguments: dict[str, Any]
+):
     found = library_parser(module)(text, [F])
     [found] = found if isinstance(found, list) else [found]
     assert (found["name"], found["arguments"]) == ("f", arguments)

@@ -108,7 +108,7 @@ WRONG = [  # what is written, and what of it comes before its first wrong token
 
 @pytest.mark.parametrize("text", RIGHT)
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_right_calls_pass(text: str, choice: str) -> None:
+def test_valid_calls_are_accepted(text: str, choice: str) -> None:
     assert accepts(matcher_for(choice), text)
 
 
@@ -137,7 +137,7 @@ def test_the_markup_is_made_of_the_control_tokens_alone() -> None:
         assert len(matcher_for(choice).masks(spelled)) <= len(spelled)
 
 
-def test_auto_is_any_text_until_a_call_begins_and_ends_after_it() -> None:
+def test_auto_allows_any_text_until_a_call_and_no_text_after_it() -> None:
     matcher = matcher_for("auto")
 
     assert accepts(matcher, "")
@@ -148,7 +148,7 @@ def test_auto_is_any_text_until_a_call_begins_and_ends_after_it() -> None:
     assert {decode((token_id,)) for token_id in allowed(matcher.masks()[0])} == {"\n", "<|im_end|>", "<|endoftext|>"}
 
 
-def test_one_call_if_they_may_not_be_parallel() -> None:
+def test_only_one_call_is_allowed_when_calls_may_not_be_parallel() -> None:
     two = PARIS + "\n" + call("now")
 
     for choice in ("auto", "required"):
@@ -157,7 +157,7 @@ def test_one_call_if_they_may_not_be_parallel() -> None:
         assert accepted_part(matcher_for(choice, parallel=False), two) == PARIS
 
 
-def test_a_named_function_is_the_only_one() -> None:
+def test_only_the_named_function_may_be_called() -> None:
     matcher = matcher_for("now", parallel=False)
 
     assert accepts(matcher, call("now"))
@@ -165,7 +165,7 @@ def test_a_named_function_is_the_only_one() -> None:
     assert not accepts(matcher, "")
 
 
-def test_a_string_never_holds_what_would_end_it() -> None:
+def test_a_string_argument_cannot_contain_its_closing_markup_or_be_null() -> None:
     matcher = matcher_for()
 
     for text in ("a</parameter>b", "a</tool_call>", "null", "NULL"):
@@ -183,7 +183,7 @@ def test_a_string_does_not_spell_the_control_tokens_either() -> None:
         assert len(matcher_for().masks(spelled[:-1])) == len(spelled)
 
 
-def test_extra_parameters_only_if_the_schema_says_so() -> None:
+def test_extra_parameters_are_allowed_only_if_the_schema_allows_them() -> None:
     free = [tool("free", {"a": {"type": "string"}}, additionalProperties={"type": "integer"})]
 
     assert accepts(matcher_for(tools=free), call("free", ("a", "x"), ("other", "3")))
@@ -193,7 +193,7 @@ def test_extra_parameters_only_if_the_schema_says_so() -> None:
     assert not accepts(matcher_for(), call("now", ("other", "3")))
 
 
-def test_without_strict_a_schema_is_enforced_as_far_as_it_can_be() -> None:
+def test_a_schema_without_strict_is_enforced_as_far_as_possible() -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "format": "x"}
     loose = [tool("loose", {"a": schema, "b": {"type": "string", "pattern": "^x"}}, minProperties=1)]
 
@@ -201,7 +201,7 @@ def test_without_strict_a_schema_is_enforced_as_far_as_it_can_be() -> None:
     assert not accepts(matcher_for(tools=loose), call("loose", ("a", '["x"]')))
 
 
-def test_with_strict_a_choice_that_may_be_true_twice_is_refused() -> None:
+def test_an_overlapping_one_of_is_refused_with_strict() -> None:
     overlapping = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
 
     assert accepts(matcher_for(tools=[tool("f", {"a": overlapping})]), call("f", ("a", "1")))
@@ -232,11 +232,11 @@ PARAMETERS = "tools[1].function.parameters"
         (tool("f", {}, required=["x"]), PARAMETERS, "`required` names 'x'"),
         (tool("f", {}, required=[{}]), PARAMETERS, "`required` names {}"),
         (tool("f", {"a": {"enum": ["</parameter>"]}}), PARAMETERS, "cannot be a value of 'a'"),
-        (tool("f", {"a b": {}}), f"{PARAMETERS}.properties", "'a b' cannot be called"),
-        (tool("f g"), "tools[1].function.name", "'f g' cannot be called"),
+        (tool("f", {"a b": {}}), f"{PARAMETERS}.properties", "'a b' is not a valid name"),
+        (tool("f g"), "tools[1].function.name", "'f g' is not a valid name"),
         (tool("f", {}, **{"$ref": "#/$defs/a"}), PARAMETERS, "`$ref` is not supported at the top"),
         (tool("f", {}, type="array"), PARAMETERS, "`type` is 'array'"),
-        (tool("f", ["a"]), PARAMETERS, "`properties` is ['a']; expected a dict"),  # type: ignore[arg-type]
+        (tool("f", ["a"]), PARAMETERS, "`properties` is ['a']; expected an object"),  # type: ignore[arg-type]
     ],
 )
 def test_a_tool_that_cannot_be_enforced_is_refused_by_name(bad: dict[str, Any], field: str, reason: str) -> None:
@@ -247,7 +247,7 @@ def test_a_tool_that_cannot_be_enforced_is_refused_by_name(bad: dict[str, Any], 
     assert refusal.value.message.startswith(f"`{field}`: ") and reason in refusal.value.message
 
 
-def test_a_choice_of_no_tool_is_refused() -> None:
+def test_a_tool_choice_that_names_no_tool_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="'later'; no tool has this name"):
         tool_call_grammar(TOOLS, "later", True)
 
@@ -295,7 +295,7 @@ def test_whatever_the_masks_let_through_parses_and_satisfies_the_schema(seed: in
         assert set(one["arguments"]) <= set(by_name[one["name"]]["properties"])
 
 
-def test_walks_end_often_enough_to_mean_something() -> None:
+def test_random_walks_often_complete_a_call() -> None:
     matcher = matcher_for("required", True, PLAIN)
 
     assert sum(walk(matcher, seed, max_tokens=300, ending="\n</parameter>\n") is not None for seed in range(20)) >= 8

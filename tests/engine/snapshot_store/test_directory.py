@@ -69,7 +69,7 @@ def test_directory_and_files_are_for_their_owner_alone(path: Path) -> None:
     assert path_of(path / "deep", "root").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_directory_that_others_can_write_to_is_named_in_the_log(path: Path, caplog) -> None:
+def test_a_world_writable_directory_is_reported_in_the_log(path: Path, caplog) -> None:
     path.mkdir()
     path.chmod(0o755)
     SnapshotDirectory(path, MODEL, ROOMY)
@@ -77,7 +77,7 @@ def test_a_directory_that_others_can_write_to_is_named_in_the_log(path: Path, ca
 
     path.chmod(0o777)
     SnapshotDirectory(path, MODEL, ROOMY)
-    assert "has mode 777: whoever may write there may change answers" in caplog.text
+    assert "has mode 777: every user with write permission can change answers" in caplog.text
     assert path.stat().st_mode & 0o777 == 0o777
 
 
@@ -103,7 +103,7 @@ def test_a_directory_that_cannot_be_written_to_is_refused(path: Path, monkeypatc
         SnapshotDirectory(path, MODEL, ROOMY)
 
 
-def test_what_is_not_ours_is_counted_and_never_touched(path: Path, tmp_path: Path) -> None:
+def test_foreign_files_are_counted_and_never_touched(path: Path, tmp_path: Path) -> None:
     path.mkdir()
     write(SnapshotDirectory(tmp_path / "elsewhere", MODEL, ROOMY), "linked")
     path_of(path, "linked").symlink_to(path_of(tmp_path / "elsewhere", "linked"))
@@ -126,12 +126,12 @@ def test_what_is_not_ours_is_counted_and_never_touched(path: Path, tmp_path: Pat
     assert sorted(path.iterdir()) == before
 
 
-def test_a_snapshot_does_not_replace_something_else_of_its_name(path: Path, tmp_path: Path) -> None:
+def test_a_snapshot_does_not_replace_a_symlink_of_its_name(path: Path, tmp_path: Path) -> None:
     directory = SnapshotDirectory(path, MODEL, ROOMY)
     (tmp_path / "target").write_text("mine")
     path_of(path, "x").symlink_to(tmp_path / "target")
 
-    with pytest.raises(FileExistsError, match="something else than a file"):
+    with pytest.raises(FileExistsError, match="something other than a regular file"):
         write(directory, "x")
     assert path_of(path, "x").is_symlink() and (tmp_path / "target").read_text() == "mine"
 
@@ -150,7 +150,7 @@ def test_torn_files_are_removed_at_the_start_and_counted(path: Path) -> None:
     assert [file.name for file in path.iterdir()] == [path_of(path, "whole").name]
 
 
-def test_a_torn_file_is_lost_with_all_that_need_it(path: Path) -> None:
+def test_a_torn_file_is_lost_with_its_descendants(path: Path) -> None:
     directory = SnapshotDirectory(path, MODEL, ROOMY)
     root = write(directory, "root")
     write(directory, "grandchild", write(directory, "child", root))
@@ -188,7 +188,7 @@ def test_a_file_that_the_disk_cannot_read_is_lost_and_removed(path: Path, monkey
     assert {"num_files": 0, "num_errors": 1}.items() <= directory.status().items()
 
 
-def test_without_the_memory_to_read_it_a_file_stays(path: Path, monkeypatch) -> None:
+def test_a_file_that_cannot_be_read_for_lack_of_memory_stays(path: Path, monkeypatch) -> None:
     directory = SnapshotDirectory(path, MODEL, ROOMY)
     root = write(directory, "root")
 
@@ -232,7 +232,7 @@ def test_children_of_another_models_file_are_removed(path: Path) -> None:
     assert loadable(directory) == set() and not path_of(path, "child").exists()
 
 
-def test_a_child_stays_when_its_parent_came_while_the_directory_was_read(path: Path, monkeypatch) -> None:
+def test_a_child_stays_when_its_parent_is_written_during_the_scan(path: Path, monkeypatch) -> None:
     directory = SnapshotDirectory(path, MODEL, ROOMY)
     write(directory, "child", write(directory, "root"))
     whole = snapshot_directory._listing
@@ -265,7 +265,7 @@ def test_orphans_that_cannot_be_removed_are_not_loadable(path: Path, monkeypatch
     ("code", "counted"),
     [(errno.EACCES, {"num_foreign": 1}), (errno.ENOENT, {"num_bytes": 0}), (errno.EIO, {"num_errors": 1})],
 )
-def test_a_file_that_cannot_be_opened_is_left_alone(path: Path, monkeypatch, code: int, counted: dict) -> None:
+def test_a_file_that_cannot_be_opened_is_not_removed(path: Path, monkeypatch, code: int, counted: dict) -> None:
     write(SnapshotDirectory(path, MODEL, ROOMY), "root")
 
     def refuse(path: Path) -> None:
@@ -279,14 +279,14 @@ def test_a_file_that_cannot_be_opened_is_left_alone(path: Path, monkeypatch, cod
     assert bool(status["num_bytes"]) == bool(status["num_foreign"])
 
 
-def test_nothing_is_written_behind_a_parent_that_is_not_there(path: Path) -> None:
+def test_a_snapshot_with_a_missing_parent_is_not_written(path: Path) -> None:
     directory = SnapshotDirectory(path, MODEL, ROOMY)
     write(directory, "child", meta_of("root"))
 
     assert list(path.iterdir()) == [] and directory.status()["num_orphans"] == 1
 
 
-def test_removing_and_clearing_say_how_many_files_went(path: Path) -> None:
+def test_removing_and_clearing_return_the_number_of_removed_files(path: Path) -> None:
     directory = SnapshotDirectory(path, MODEL, ROOMY)
     root = write(directory, "root")
     write(directory, "grandchild", write(directory, "child", root))
@@ -300,7 +300,7 @@ def test_removing_and_clearing_say_how_many_files_went(path: Path) -> None:
 
 
 @pytest.mark.parametrize("operation", ["fsync", "replace", "utime"])
-def test_a_failed_write_leaves_nothing(path: Path, monkeypatch, operation: str) -> None:
+def test_a_failed_write_leaves_no_file(path: Path, monkeypatch, operation: str) -> None:
     directory = SnapshotDirectory(path, MODEL, ROOMY)
 
     def fail(*_: object, **__: object) -> None:
@@ -326,7 +326,7 @@ directory.write(meta_of("root"), arrays_of("root"), 1)
 """
 
 
-def test_what_a_dead_writer_left_is_removed_and_what_a_living_one_writes_is_not(path: Path) -> None:
+def test_temporary_files_of_dead_writers_are_removed_and_those_of_living_ones_kept(path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", DIE, str(path)], timeout=60)
     assert done.returncode == -signal.SIGKILL and len(temporaries(path)) == 1
 
@@ -338,7 +338,7 @@ def test_what_a_dead_writer_left_is_removed_and_what_a_living_one_writes_is_not(
     assert (loadable(directory), directory.status()["num_foreign"]) == (set(), 0)
 
 
-def test_the_writers_own_file_counts_as_living_while_it_writes(path: Path, monkeypatch) -> None:
+def test_a_temporary_file_is_not_removed_while_its_own_process_writes_it(path: Path, monkeypatch) -> None:
     directory = SnapshotDirectory(path, MODEL, ROOMY)
     seen: list[list[str]] = []
     real: Callable[[int], None] = os.fsync

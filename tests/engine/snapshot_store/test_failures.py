@@ -33,7 +33,7 @@ from tests.engine.processing.snapshots import (
 )
 
 
-def test_a_torn_file_is_never_loaded_and_leaves_the_entries_with_its_children(tier: Tier) -> None:
+def test_a_torn_file_is_never_loaded_and_its_entry_is_removed_with_its_children(tier: Tier) -> None:
     files = tier.open()
     root = save(files, "root")
     save(files, "child", root)
@@ -47,7 +47,7 @@ def test_a_torn_file_is_never_loaded_and_leaves_the_entries_with_its_children(ti
     assert isinstance(error, SnapshotLost) and "damaged" in error.message
     assert error.__traceback__ is error.__context__ is None  # they would hold on to what was read
     assert names(files, "root", "child", "other") == ["other"]
-    with pytest.raises(SnapshotLost, match="is not there"):
+    with pytest.raises(SnapshotLost, match="does not exist"):
         load(files, root)
     assert_same_arrays(load(files, other), arrays_of("other", SIZE))
     assert counts(files, "torn", "orphans", "files") == (1, 1, 1)
@@ -103,7 +103,7 @@ def test_a_directory_that_vanishes_is_counted_and_its_snapshots_are_lost(tier: T
     assert set(names(files, "root", "more")) == {"root", "more"}
 
 
-def test_a_job_that_fails_in_an_unknown_way_answers_and_the_tier_goes_on(tier: Tier, monkeypatch, caplog) -> None:
+def test_a_job_with_an_unexpected_error_is_answered_and_the_tier_continues(tier: Tier, monkeypatch, caplog) -> None:
     files = tier.open()
     meta = save(files, "root")
     files.flush()
@@ -130,7 +130,7 @@ def test_a_load_that_was_cancelled_does_not_stop_the_thread(tier: Tier, stall: S
     assert names(files, "other") == ["other"] and counts(files, "read") == (0,)
 
 
-def test_closing_writes_what_waits(tier: Tier) -> None:
+def test_closing_writes_the_queued_snapshots(tier: Tier) -> None:
     files = tier.open()
     for i in range(20):
         save(files, f"s{i}")
@@ -140,7 +140,7 @@ def test_closing_writes_what_waits(tier: Tier) -> None:
     assert counts(files, "written", "dropped") == (20, 0)
 
 
-def test_closing_does_not_wait_longer_than_told_and_answers_everybody(tier: Tier, stall: Stall) -> None:
+def test_closing_waits_no_longer_than_its_timeout_and_answers_all_jobs(tier: Tier, stall: Stall) -> None:
     files = tier.open()
     root = save(files, "root")
     files.flush()
@@ -170,7 +170,7 @@ def test_a_directory_that_cannot_be_used_ends_the_start(tmp_path: Path) -> None:
         SnapshotFiles(DiskCacheConfig(path=str(tmp_path / "file")), MODEL)
 
 
-def test_a_process_ends_although_nobody_closed_the_tier(tier: Tier) -> None:
+def test_a_process_exits_although_the_tier_was_not_closed(tier: Tier) -> None:
     leave = """
 import sys
 from engine.config import DiskCacheConfig
@@ -214,7 +214,7 @@ assert status["num_read"] > 0 and status["num_written"] > 0
 """
 
 
-def test_processes_that_share_a_directory_never_load_anything_wrong(tier: Tier) -> None:
+def test_processes_that_share_a_directory_never_load_a_wrong_snapshot(tier: Tier) -> None:
     tier.path.mkdir(mode=0o700)
     users = [subprocess.Popen([sys.executable, "-c", USE, str(tier.path), str(seed)]) for seed in range(2)]
     rng = random.Random(0)

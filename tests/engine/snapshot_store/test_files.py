@@ -62,7 +62,7 @@ def test_a_restart_sees_the_same_entries_in_the_same_order(tier: Tier) -> None:
     assert names(tier.open(), *all_names) == order
 
 
-def test_a_use_refreshes_the_whole_path(tier: Tier) -> None:
+def test_a_use_refreshes_a_snapshot_and_all_its_ancestors(tier: Tier) -> None:
     files = tier.open()
     root = save(files, "root")
     save(files, "leaf", save(files, "child", root))
@@ -78,7 +78,7 @@ def test_a_use_refreshes_the_whole_path(tier: Tier) -> None:
     assert names(tier.open(), *order) == order
 
 
-def test_a_full_queue_drops_what_comes_and_nobody_waits(tier: Tier, stall: Stall, monkeypatch) -> None:
+def test_a_full_queue_drops_further_snapshots_without_blocking(tier: Tier, stall: Stall, monkeypatch) -> None:
     stall.begin()
     monkeypatch.setattr(snapshot_files, "MAX_QUEUED_BYTES", 2 * SIZE)
     files = tier.open()
@@ -100,7 +100,7 @@ def test_a_full_queue_drops_what_comes_and_nobody_waits(tier: Tier, stall: Stall
     assert digest_of("s9") in files
 
 
-def test_what_is_given_up_leaves_room_in_the_queue(tier: Tier, stall: Stall, monkeypatch) -> None:
+def test_discarded_and_cleared_snapshots_free_their_place_in_the_queue(tier: Tier, stall: Stall, monkeypatch) -> None:
     monkeypatch.setattr(snapshot_files, "MAX_QUEUED_BYTES", 2 * SIZE)
     stall.begin()
     files = tier.open()
@@ -120,7 +120,7 @@ def test_what_is_given_up_leaves_room_in_the_queue(tier: Tier, stall: Stall, mon
     assert files.status()["num_dropped"] == 1
 
 
-def test_a_snapshot_larger_than_the_queue_is_written_when_nothing_waits(tier: Tier, monkeypatch) -> None:
+def test_a_snapshot_larger_than_the_queue_is_written_when_the_queue_is_empty(tier: Tier, monkeypatch) -> None:
     monkeypatch.setattr(snapshot_files, "MAX_QUEUED_BYTES", SIZE // 2)
     files = tier.open()
     save(files, "root")
@@ -164,7 +164,7 @@ def test_loads_go_before_writes_that_wait(tier: Tier, stall: Stall, monkeypatch)
     assert seen == [2]
 
 
-def test_what_is_not_yet_written_can_be_loaded_already(tier: Tier, stall: Stall, monkeypatch) -> None:
+def test_a_queued_snapshot_can_be_loaded_before_it_is_written(tier: Tier, stall: Stall, monkeypatch) -> None:
     stall.begin()
     files = tier.open()
     written, waits = save(files, "being written"), save(files, "waits")
@@ -188,7 +188,7 @@ def test_what_is_not_yet_written_can_be_loaded_already(tier: Tier, stall: Stall,
     assert seen == [True, True] and written.digest in files and waits.digest in files
 
 
-def test_what_is_discarded_before_it_is_written_cannot_be_loaded(tier: Tier, stall: Stall) -> None:
+def test_a_snapshot_discarded_before_it_is_written_cannot_be_loaded(tier: Tier, stall: Stall) -> None:
     stall.begin()
     files = tier.open()
     root = save(files, "root")
@@ -199,7 +199,7 @@ def test_what_is_discarded_before_it_is_written_cannot_be_loaded(tier: Tier, sta
 
     for meta in (root, child, grandchild):
         assert meta.digest not in files
-        with pytest.raises(SnapshotLost, match="is not there"):
+        with pytest.raises(SnapshotLost, match="does not exist"):
             load(files, meta)
     save(files, "root")
     stall.end()
@@ -207,7 +207,7 @@ def test_what_is_discarded_before_it_is_written_cannot_be_loaded(tier: Tier, sta
     assert names(files, "root") == ["root"] and counts(files, "written", "orphans") == (2, 0)
 
 
-def test_arrays_are_let_go_when_they_are_written(tier: Tier) -> None:
+def test_arrays_are_released_after_they_are_written(tier: Tier) -> None:
     files = tier.open()
     arrays = arrays_of("root", SIZE)
     written = weakref.ref(arrays["state"])
@@ -219,7 +219,7 @@ def test_arrays_are_let_go_when_they_are_written(tier: Tier) -> None:
     assert written() is None
 
 
-def test_discarding_removes_a_snapshot_and_all_behind_it_at_once(tier: Tier) -> None:
+def test_discarding_removes_a_snapshot_and_its_descendants_at_once(tier: Tier) -> None:
     files = tier.open()
     child = save(files, "child", save(files, "root"))
     save(files, "grandchild", child)
@@ -233,7 +233,7 @@ def test_discarding_removes_a_snapshot_and_all_behind_it_at_once(tier: Tier) -> 
     assert files.discard(child.digest).result(WAIT_S) == 0
 
 
-def test_what_is_discarded_while_it_is_written_or_waits_does_not_come_back(tier: Tier, stall: Stall) -> None:
+def test_a_snapshot_discarded_while_queued_or_written_does_not_come_back(tier: Tier, stall: Stall) -> None:
     stall.begin()
     files = tier.open()
     root = save(files, "root")
@@ -249,7 +249,7 @@ def test_what_is_discarded_while_it_is_written_or_waits_does_not_come_back(tier:
     assert names(files, "later") == ["later"] and len(list(tier.path.iterdir())) == 1
 
 
-def test_clearing_removes_this_models_snapshots_and_those_that_wait(tier: Tier, stall: Stall) -> None:
+def test_clearing_removes_the_stored_and_queued_snapshots_of_this_model(tier: Tier, stall: Stall) -> None:
     others = tier.open(fingerprint=OTHER_MODEL)
     save(others, "theirs")
     others.flush()
@@ -273,7 +273,7 @@ def test_clearing_removes_this_models_snapshots_and_those_that_wait(tier: Tier, 
     assert path_of(tier.path, "theirs").exists() and len(list(tier.path.iterdir())) == 2
 
 
-def test_while_a_removal_waits_nothing_that_goes_is_seen_again(tier: Tier, stall: Stall, monkeypatch) -> None:
+def test_a_snapshot_whose_removal_waits_is_no_longer_listed(tier: Tier, stall: Stall, monkeypatch) -> None:
     files = tier.open()
     root = save(files, "root")
     files.flush()

@@ -74,7 +74,7 @@ def flipped(path: Path, position: int, bits: int) -> Iterator[None]:
         os.pwrite(file.fileno(), bytes([byte]), position)
 
 
-def test_what_was_written_is_read(path: Path) -> None:
+def test_a_written_snapshot_is_read_back_unchanged(path: Path) -> None:
     write(path)
     head, arrays = read(path)
 
@@ -135,7 +135,7 @@ def test_arrays_that_are_read_can_be_written_to_and_are_aligned(path: Path) -> N
     assert head.data_at % 8 == 0
 
 
-def test_the_library_reads_the_same_from_our_files(path: Path) -> None:
+def test_the_safetensors_library_reads_the_same_arrays_from_a_snapshot_file(path: Path) -> None:
     write(path)
 
     library = load_file(path)
@@ -168,7 +168,7 @@ def test_a_flipped_byte_in_header_or_token_ids_is_noticed_without_reading_the_re
             read_head(file)
 
 
-def test_a_file_that_was_cut_or_has_grown_is_torn_already_at_its_head(path: Path) -> None:
+def test_a_truncated_or_extended_file_is_detected_as_torn_from_its_head(path: Path) -> None:
     whole = write(path)
 
     for length in reversed(range(len(whole))):
@@ -176,7 +176,7 @@ def test_a_file_that_was_cut_or_has_grown_is_torn_already_at_its_head(path: Path
         with open_snapshot(path) as file, pytest.raises(TornFile):
             read_head(file)
     path.write_bytes(whole + b"\0")
-    with open_snapshot(path) as file, pytest.raises(TornFile, match=f"has {len(whole) + 1} bytes instead of"):
+    with open_snapshot(path) as file, pytest.raises(TornFile, match=f"has {len(whole) + 1} bytes; its header declares"):
         read_head(file)
 
 
@@ -210,7 +210,7 @@ def test_a_header_that_is_no_json_is_torn(path: Path, text: bytes) -> None:
     "header",
     [[], 1, {}, {"__metadata__": []}, {"__metadata__": {}}, {"__metadata__": {"format": "orchard-snapshot-1"}}],
 )
-def test_a_header_of_something_else_is_foreign(path: Path, header: Any) -> None:
+def test_a_header_of_another_format_is_foreign(path: Path, header: Any) -> None:
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
 
@@ -274,6 +274,6 @@ def test_neither_a_symlink_nor_a_pipe_is_opened(path: Path, tmp_path: Path) -> N
         {"token_ids": np.zeros((4, 1), np.int32)},
     ],
 )
-def test_metas_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
+def test_inconsistent_metadata_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"digest|parent|kind|token_ids"):
         meta_of("x", **changes)

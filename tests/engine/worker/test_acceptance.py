@@ -168,7 +168,7 @@ def check(name: str, task: str, answers: Answers) -> None:
 
 @pytest.mark.parametrize("task", SHORT)
 @pytest.mark.parametrize("arrive", [alone, chunked, into_a_running_batch])
-def test_the_head_knows_the_prompt_however_the_row_came(runner, begin, stories, arrive, task):
+def test_draft_acceptance_does_not_depend_on_how_a_row_arrives(runner, begin, stories, arrive, task):
     answers = begin(*SHORT[task])
     arrive(runner, answers, stories)
     check(arrive.__name__, task, answers)
@@ -188,7 +188,7 @@ def test_the_head_catches_up_after_steps_without_drafts(runner, begin, stories, 
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
-def test_the_head_reads_the_same_pairs_however_the_prompt_is_cut(runner, begin, chunk):
+def test_the_head_cache_is_the_same_however_the_prompt_is_cut_into_chunks(runner, begin, chunk):
     """The one across a border too, which acceptance hardly shows."""
     [answer, *_] = begin(*LONG["json"])
     whole, cut = runner._prefill.begin(answer.row), runner._prefill.begin(answer.row)
@@ -200,7 +200,7 @@ def test_the_head_reads_the_same_pairs_however_the_prompt_is_cut(runner, begin, 
         assert all(mx.allclose(a, b, atol=1e-3) for a, b in zip(one.state[:2], other.state[:2], strict=True))
 
 
-def test_a_head_that_has_not_seen_the_prompt_would_be_noticed(runner, begin, stories, monkeypatch):
+def test_a_head_that_has_not_seen_the_prompt_has_low_acceptance(runner, begin, stories, monkeypatch):
     prime = mtp.MTPHead.prime
 
     def forgetful(self, next_token_ids, hidden, cache):

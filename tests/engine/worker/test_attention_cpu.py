@@ -28,13 +28,13 @@ def difference(one: mx.array, other: mx.array) -> float:
 
 @pytest.mark.parametrize("mask", [None, "causal"])
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(16, 16), (17, 400), (256, 256), (257, 257), (600, 1000)])
-def test_any_length_gives_what_the_library_gives(num_queries, num_keys, mask):
+def test_attention_of_any_length_equals_that_of_the_library(num_queries, num_keys, mask):
     q, k, v = draw(num_queries, num_keys)
     found = attention_cpu._attention(q, k, v, KVCache(), 0.25, mask)
     assert difference(found, attention_cpu._library(q, k, v, KVCache(), 0.25, mask)) < 1e-5
 
 
-def test_inputs_stay_as_they_are():
+def test_inputs_are_not_modified():
     q, k, v = draw(32, 40)
     before = [np.array(array) for array in (q, k, v)]
     mx.eval(attention_cpu._attention(q, k, v, KVCache(), 1.0, "causal"))
@@ -42,7 +42,7 @@ def test_inputs_stay_as_they_are():
 
 
 @pytest.mark.parametrize("case", ["few queries", "half precision", "mask", "sinks", "rows"])
-def test_everything_else_is_the_librarys(case, monkeypatch):
+def test_unsupported_cases_are_passed_to_the_library_unchanged(case, monkeypatch):
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(attention_cpu, "_library", lambda *args: calls.append(args))
     q, k, v = draw(8 if case == "few queries" else 32, 40, mx.float16 if case == "half precision" else mx.float32)
@@ -54,7 +54,7 @@ def test_everything_else_is_the_librarys(case, monkeypatch):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="installed on x86 alone")
-def test_the_models_prompts_go_through_it(monkeypatch):
+def test_prompts_of_a_model_use_the_installed_attention(monkeypatch):
     attention_cpu.install()
     softmaxed: list[int] = []
     real = attention_cpu._softmax

@@ -122,13 +122,13 @@ def test_a_broken_file_in_the_cache_means_a_private_copy_and_a_warning(tmp_path:
     assert "not cached" in reason and "WARNING" in output
 
 
-def test_after_mlx_it_is_too_late_and_said_so():
+def test_preloading_after_mlx_has_no_effect_and_warns():
     (source, _, reason), output = run("\nimport mlx.core" + PRELOAD)
     assert source == "mlx bundled"
-    assert "too late" in reason and "WARNING" in output
+    assert "imported before" in reason and "WARNING" in output
 
 
-def test_without_the_wheel_another_blas_serves_and_the_reason_is_kept():
+def test_another_blas_is_used_without_the_wheel_and_the_reason_is_recorded():
     without = "\nimport importlib.metadata as m\nreal = m.distribution\nm.distribution = lambda name: real('not-here')"
     (source, _, reason), output = run(without + PRELOAD)
     assert source in ("system", "mlx bundled")

@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def row_of(name: str, num_prompt: int, max_tokens: int = 12, rectangle: int = 0, **sampling: Any) -> Request:
     ids = np.random.default_rng(zlib.crc32(name.encode())).integers(20, 500, num_prompt).astype(np.int32)
     params = SamplingParams(max_tokens, **{"temperature": 0.0, "seed": num_prompt} | sampling)
-    return Request(EngineRequest(name, ids, params, ()), rectangle=rectangle)
+    return Request(EngineRequest(name, ids, params, ()), decode_group=rectangle)
 
 
 def rows_of(lengths: Sequence[int] = LENGTHS, **more: Any) -> list[Request]:
@@ -137,10 +137,10 @@ def test_the_state_behind_a_burst_is_that_of_each_prompt_alone(runner_of, model)
 
 @pytest.mark.parametrize("padding_id", [1, 499])
 @pytest.mark.parametrize("begun", [0, 3])
-def test_padding_changes_nothing_whatever_its_tokens_are(tiny, padding_id, begun):
+def test_padding_tokens_change_neither_logits_nor_states(tiny, padding_id, begun):
     def states(padding_id: int) -> list[np.ndarray]:
         prompts = [tiny._prefill.begin(row) for row in rows_of((5, 33, 17, 10))]
-        burst = BurstPrefill(tiny._view, tiny._head)
+        burst = BurstPrefill(tiny._language_model, tiny._head)
         if begun:
             burst.advance(prompts[:2], [begun, begun])
         logits = burst.advance(prompts, [2, 30, 4, 10], padding_id)
@@ -152,7 +152,7 @@ def test_padding_changes_nothing_whatever_its_tokens_are(tiny, padding_id, begun
 
 
 @pytest.mark.parametrize("model", ["alternating", "no head"])
-def test_prompts_that_go_on_from_snapshots_are_in_a_burst_with_others(runner_of, model):
+def test_prompts_restored_from_snapshots_share_a_burst_with_others(runner_of, model):
     runner = runner_of(model)
     rows = rows_of()
     expected = alone(runner, rows)
@@ -178,7 +178,7 @@ def test_a_burst_joins_rows_that_decode_already_in_their_groups(tiny):
     assert decode(tiny, [*old, *new], 2) == expected
 
 
-def test_rows_that_sample_are_not_disturbed_by_their_company(tiny):
+def test_sampled_rows_of_a_burst_get_the_same_tokens_as_alone(tiny):
     rows = [row_of(f"hot{i}", 5 + 9 * i, temperature=1.0, top_p=0.9, repetition_penalty=1.1) for i in range(4)]
     rows += rows_of((6, 7), logprobs=2)
     expected = alone(tiny, rows)
@@ -186,7 +186,7 @@ def test_rows_that_sample_are_not_disturbed_by_their_company(tiny):
     assert decode(tiny, rows, 2) == expected
 
 
-def test_a_prompt_that_is_given_up_between_two_bursts_leaves_the_others_alone(tiny):
+def test_a_prompt_dropped_between_two_bursts_does_not_affect_the_others(tiny):
     rows = rows_of((30, 40, 25))
     expected = alone(tiny, rows)
     tiny.prefill_burst(chunks_of(tiny, rows, 20))
@@ -207,7 +207,7 @@ def test_a_burst_that_fails_leaves_no_prompt_behind_and_no_row(tiny, monkeypatch
     def fail(*args: Any) -> None:
         raise RuntimeError("out of memory")
 
-    for part, method in ((tiny._view, "logits"), (tiny._batch, "join")):
+    for part, method in ((tiny._language_model, "logits"), (tiny._batch, "join")):
         with monkeypatch.context() as patch:
             patch.setattr(part, method, fail)
             with pytest.raises(RuntimeError, match="out of memory"):
@@ -216,7 +216,7 @@ def test_a_burst_that_fails_leaves_no_prompt_behind_and_no_row(tiny, monkeypatch
     assert decode(tiny, [running]) == expected
 
 
-def test_a_row_of_a_burst_holds_the_memory_of_its_own_cache_and_no_more(tiny):
+def test_dropped_rows_of_a_burst_free_the_memory_of_their_caches(tiny):
     rows = rows_of((40,) * 8)
     tiny.prefill_burst(chunks_of(tiny, rows, 20))
     prompts = [tiny._prompts[row.id] for row in rows]
@@ -230,5 +230,5 @@ def test_a_row_of_a_burst_holds_the_memory_of_its_own_cache_and_no_more(tiny):
 
 
 def test_a_model_without_explicit_positions_says_that_it_takes_no_bursts(runner_of):
-    assert runner_of("text").no_bursts == "this model takes no explicit positions"
+    assert runner_of("text").no_bursts == "this model does not accept explicit positions"
     assert runner_of("deep").no_bursts is None

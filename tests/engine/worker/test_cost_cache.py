@@ -76,7 +76,7 @@ def test_the_key_depends_on_the_model_its_settings_and_the_code(monkeypatch: pyt
     assert costs_key("model", 3, False) != key
 
 
-def test_a_second_start_of_a_model_measures_nothing_and_books_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_second_start_of_a_model_reuses_the_measured_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = []
     original = memory_costs.measure

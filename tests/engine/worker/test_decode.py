@@ -14,9 +14,9 @@ from engine.config import EngineConfig, MTPExact
 from engine.core.request import Request
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker import kv_cache
+from engine.worker.language_model import LanguageModel
 from engine.worker.model_runner import MLXRunner, load_runner
-from engine.worker.mtp import Feed
-from engine.worker.view import View
+from engine.worker.mtp import PendingHiddenStates
 from tests.engine.conftest import DRAFT
 
 VOCAB = 512
@@ -54,11 +54,11 @@ def tiny(tiny_model: Callable[..., Path]) -> MLXRunner:
 
 
 @pytest.mark.parametrize("rectangles", [(0, 1, 0, 0), (0, 1, 2, 3), (5, 5, 5, 5)])
-def test_rows_decode_with_those_of_their_rectangle(tiny: MLXRunner, rectangles: Sequence[int]):
+def test_rows_decode_in_their_decode_groups_with_the_same_tokens_as_alone(tiny: MLXRunner, rectangles: Sequence[int]):
     rows = [row("short", 20), row("long", 400), row("medium", 60), row("other", 30)]
     alone = [tokens(tiny, [r], lambda step: 0, 20)[0] for r in rows]
     for r, rectangle in zip(rows, rectangles, strict=True):
-        r.rectangle = rectangle
+        r.decode_group = rectangle
     seen: list[dict[int, list[Request]]] = []
 
     def drafts(step: int) -> int:
@@ -66,17 +66,17 @@ def test_rows_decode_with_those_of_their_rectangle(tiny: MLXRunner, rectangles: 
         return step % 4
 
     assert tokens(tiny, rows, drafts, 20) == alone
-    assert {i: [r for r in rows if r.rectangle == i] for i in rectangles} in seen
+    assert {i: [r for r in rows if r.decode_group == i] for i in rectangles} in seen
 
 
 def kv_bytes_per_token(runner: MLXRunner) -> int:
     """Two attention layers of two heads of 32 channels, keys and values, in float32."""
-    lm = runner._view.lm
+    lm = runner._language_model.lm
     layers = [layer for layer in lm.layers if not layer.is_linear]
     return len(layers) * 2 * lm.args.num_key_value_heads * lm.args.head_dim * 4
 
 
-def test_memory_is_that_of_the_longest_row_and_is_given_back(tiny: MLXRunner):
+def test_cache_memory_follows_the_longest_row_and_is_freed_when_rows_end(tiny: MLXRunner):
     rows = [row("a", 300), row("b", 10)]
     for r in rows:
         join(tiny, r)
@@ -90,18 +90,20 @@ def test_memory_is_that_of_the_longest_row_and_is_given_back(tiny: MLXRunner):
 
 
 @pytest.mark.parametrize("exact", ["auto", "on", "off"])
-def test_the_library_s_exact_verifier_gives_the_same(tiny: MLXRunner, monkeypatch: pytest.MonkeyPatch, exact: MTPExact):
+def test_the_exact_verifier_of_the_library_gives_the_same_tokens(
+    tiny: MLXRunner, monkeypatch: pytest.MonkeyPatch, exact: MTPExact
+):
     """Metal uses it; here it only has to work with our caches."""
     rows = [row("a", 40), row("b", 7, temperature=1.0, seed=4), row("c", 70)]
     alone = [tokens(tiny, [r], lambda step: 0, 30)[0] for r in rows]
-    monkeypatch.setattr(tiny._view, "exact", exact)
+    monkeypatch.setattr(tiny._language_model, "exact", exact)
     for num_drafts in (1, 2, 3):
         assert tokens(tiny, rows, lambda step, k=num_drafts: k, 30) == alone
         assert tokens(tiny, rows[:1], lambda step, k=num_drafts: k, 30) == alone[:1]
 
 
-def test_auto_verifies_exactly_on_metal_alone_and_one_row_alone(monkeypatch: pytest.MonkeyPatch):
-    ways = {exact: View(object(), exact) for exact in get_args(MTPExact)}
+def test_auto_verifies_exactly_only_on_metal_and_only_with_a_single_row(monkeypatch: pytest.MonkeyPatch):
+    ways = {exact: LanguageModel(object(), exact) for exact in get_args(MTPExact)}
     assert {exact: [view.verifies_exactly(n) for n in (1, 2)] for exact, view in ways.items()} == {
         "auto": [False, False],
         "on": [True, True],
@@ -119,7 +121,7 @@ def test_configured_exactness_is_reported_and_refused_without_drafts(tiny: MLXRu
         EngineConfig(mtp="off", mtp_exact="on")
 
 
-def test_a_compiled_forward_gives_the_same(tiny: MLXRunner):
+def test_a_compiled_forward_gives_the_same_tokens(tiny: MLXRunner):
     rows = [row("a", 40), row("b", 7, temperature=1.0, seed=4)]
     expected = tokens(tiny, rows, lambda step: 2 * (step % 2), 24)
     compiled = MLXRunner(tiny._model, tiny_config := EngineConfig(compile="on"))
@@ -129,8 +131,8 @@ def test_a_compiled_forward_gives_the_same(tiny: MLXRunner):
     assert forward is not None and len(forward._graphs) == 4, "one and two rows, one and three tokens"
 
 
-def test_a_model_that_cannot_be_compiled_is_refused_where_it_is_asked_for():
-    with pytest.raises(EngineFailed, match="compile: on is configured, but"):
+def test_a_model_that_cannot_be_compiled_is_refused_where_compiling_is_configured():
+    with pytest.raises(EngineFailed, match="compile is on, but"):
         load_runner(EngineConfig(model=str(DRAFT), compile="on"), lambda progress: None)
 
 
@@ -162,8 +164,8 @@ def test_the_head_catches_up_after_any_number_of_plain_steps(tiny: MLXRunner, mo
         assert common and all(everything[at] == draft for at, draft in common)
 
 
-def test_feeds_of_rows_join_whatever_their_widths():
-    narrow = Feed.of(7, mx.ones((1, 1, 4)))
+def test_pending_hidden_states_of_rows_join_whatever_their_widths():
+    narrow = PendingHiddenStates.of(7, mx.ones((1, 1, 4)))
     wide = narrow.with_step(mx.array([[8]]), 2 * mx.ones((1, 1, 4))).with_step(mx.array([[9]]), 3 * mx.ones((1, 1, 4)))
     for both in (narrow.joined(wide), wide.joined(narrow)):
         assert sorted(np.array(both.count).tolist()) == [1, 3] and both.bound == 3
@@ -174,6 +176,6 @@ def test_feeds_of_rows_join_whatever_their_widths():
 
 def test_a_layer_that_cannot_be_batched_is_named(tiny: MLXRunner):
     with pytest.raises(TypeError, match="layer 1: object cannot be batched"):
-        cache = tiny._view.make_cache()
-        tiny._view.extend(mx.array([[1, 2]]), None, cache, np.zeros((3, 1, 2), np.int32))
-        kv_cache.RowsCache.of([cache[0], object()])
+        cache = tiny._language_model.make_cache()
+        tiny._language_model.extend(mx.array([[1, 2]]), None, cache, np.zeros((3, 1, 2), np.int32))
+        kv_cache.BatchCache.of([cache[0], object()])

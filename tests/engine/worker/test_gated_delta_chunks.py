@@ -19,7 +19,7 @@ def installed() -> None:
 
 @pytest.mark.parametrize("length", [2, 7, 8, 9, 63, 64, 65, 1025])
 @pytest.mark.parametrize("correlated", [False, True])
-def test_any_length_gives_outputs_and_state_of_the_recurrence(length, correlated):
+def test_chunked_outputs_and_state_of_any_length_equal_those_of_the_recurrence(length, correlated):
     rng = np.random.default_rng(length)
 
     def draw(*shape: int) -> mx.array:

@@ -51,7 +51,7 @@ def row_of(name: str, **sampling: Any) -> Request:
     num_prompt, group = ROWS[name]
     ids = np.random.default_rng(num_prompt).integers(20, VOCAB, num_prompt).astype(np.int32)
     params = SamplingParams(1000, **{"temperature": 0.0, "seed": num_prompt} | sampling)
-    return Request(EngineRequest(name, ids, params, ()), rectangle=group)
+    return Request(EngineRequest(name, ids, params, ()), decode_group=group)
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Batch:
 
     def merge(self, source: int, target: int) -> None:
         for row in self.rows.values():
-            row.rectangle = target if row.rectangle == source else row.rectangle
+            row.decode_group = target if row.decode_group == source else row.decode_group
         self.runner.merge_groups(source, target)
         self.decode()
 
@@ -151,7 +151,7 @@ def test_groups_without_rows_in_the_batch_are_merged_without_a_copy(runner_of):
 
 
 @pytest.mark.parametrize("drafts", ["no drafts", "3 drafts"])
-def test_rows_with_grammars_go_on_in_a_merged_group(runner_of, tiny_model, drafts: str):
+def test_rows_with_grammars_get_the_same_tokens_in_a_merged_group(runner_of, tiny_model, drafts: str):
     """Their matchers have seen what the steps under way have given."""
     runner = runner_of("alternating")
     compiler = GrammarCompiler(tiny_model(**MODELS["alternating"]), VOCAB, (2,), GrammarConfig())
@@ -174,7 +174,7 @@ def test_rows_with_grammars_go_on_in_a_merged_group(runner_of, tiny_model, draft
     assert given[0] == given[1]
 
 
-def test_the_snapshot_of_a_row_does_not_tell_that_its_group_was_merged(runner_of):
+def test_the_snapshot_of_a_row_is_the_same_after_a_merge_of_its_group(runner_of):
     runner = runner_of("alternating")
     states = []
     for merges in (False, True):
@@ -200,7 +200,7 @@ def _arrays(snapshot: Any) -> Sequence[np.ndarray]:
     return [np.array(array, dtype=np.float32) for state in snapshot.states for array in state]
 
 
-def test_a_merge_needs_one_layer_more_than_its_result(runner_of):
+def test_a_merge_takes_the_memory_of_its_result_and_of_one_more_layer(runner_of):
     """The books count one layer of the merged group twice."""
     runner = runner_of("no head")
     batch = Batch(runner, DRAFTS["no drafts"])
@@ -212,7 +212,7 @@ def test_a_merge_needs_one_layer_more_than_its_result(runner_of):
     before, cache = mx.get_active_memory(), runner.memory()["decode_cache_bytes"]
     mx.reset_peak_memory()
     for row in rows:
-        row.rectangle = 0
+        row.decode_group = 0
     runner.merge_groups(1, 0)
     peak, merged = mx.get_peak_memory() - before + cache, runner.memory()["decode_cache_bytes"]
     largest = max(layer.nbytes for layer in runner._batch._groups[0]._cache.layers)

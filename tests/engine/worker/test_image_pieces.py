@@ -73,7 +73,7 @@ def tiny(tiny_model: Callable[..., Path]) -> MLXRunner:
     return load_runner(EngineConfig(model=str(path), vision_cache_mb=0), lambda progress: None)
 
 
-def test_a_prompt_tells_which_image_is_next_and_how_much_of_it_is_left(runner, make_request, picture):
+def test_the_next_image_of_a_prompt_is_reported_with_its_remaining_blocks(runner, make_request, picture):
     runner.free_caches()
     red, wide = picture("red"), picture("green", size=(256, 96))
     row, depth = Request(make_request("two", "What is in the images?", (red, wide))), runner._vision.num_blocks
@@ -90,7 +90,7 @@ def test_a_prompt_tells_which_image_is_next_and_how_much_of_it_is_left(runner, m
     runner.drop([again.id])
 
 
-def test_a_prompt_that_is_dropped_in_the_middle_of_an_image_leaves_no_byte(runner, make_request, picture):
+def test_a_prompt_dropped_in_the_middle_of_an_image_frees_all_its_memory(runner, make_request, picture):
     row = Request(make_request("one", "What is in the image?", (picture("red", size=(512, 512)),)))
     left = []
     for _ in range(2):  # compiled functions keep their constants from the first time on
@@ -104,7 +104,7 @@ def test_a_prompt_that_is_dropped_in_the_middle_of_an_image_leaves_no_byte(runne
     assert left[0] == left[1]
 
 
-def test_rows_decode_between_the_pieces_of_an_image_and_nothing_changes_for_anybody(runner, make_request, picture):
+def test_rows_decode_between_the_pieces_of_an_image_and_get_the_same_tokens(runner, make_request, picture):
     """With so short a stall each piece is one block."""
     large = picture("red", size=(512, 512))
     story = make_request("story", "Tell me a story.", max_tokens=30, stops=False)

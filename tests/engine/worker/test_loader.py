@@ -53,7 +53,7 @@ def test_a_dtype_that_is_asked_for_is_used_but_decays_stay_float32():
     assert {d for name, d in dtypes.items() if name.endswith("A_log")} == {mx.float32}
 
 
-def test_a_text_model_sees_nothing():
+def test_a_text_model_has_no_media_kinds():
     model, _ = load(model=str(DEMO / "draft"))
     assert model.media_kinds == frozenset()
 
@@ -99,7 +99,7 @@ def test_a_gpu_that_is_not_there_is_refused():
         load(device="gpu")
 
 
-def test_a_quantized_checkpoint_answers_text_and_pictures(tmp_path, drive, make_request, picture, tokenizer):
+def test_a_quantized_checkpoint_answers_questions_on_text_and_images(tmp_path, drive, make_request, picture, tokenizer):
     convert(str(DEMO), str(tmp_path / "q8"), quantize=True, q_bits=8, q_group_size=64)
     runner = load_runner(EngineConfig(model=str(tmp_path / "q8")), lambda progress: None)
     requests = [
@@ -113,7 +113,7 @@ def test_a_quantized_checkpoint_answers_text_and_pictures(tmp_path, drive, make_
 
 
 @pytest.mark.parametrize("choices", [{}, {"mtp": False}, {"tie": True, "agree": 0.3}, {"layers": 2, "interval": 2}])
-def test_tiny_checkpoints_load_with_eyes_and_head(tiny_model, choices):
+def test_tiny_checkpoints_load_with_vision_tower_and_head(tiny_model, choices):
     model, _ = load(model=str(tiny_model(**choices)))
     assert model.media_kinds == {"image"} and model.vocab_size == 512
     assert (model.mtp_head is not None) == choices.get("mtp", True)
@@ -128,7 +128,7 @@ def test_tiny_checkpoints_load_with_eyes_and_head(tiny_model, choices):
     assert list(ids).count(model.config["image_token_id"]) == image.num_tokens and tokenizer.stop_token_ids == (2,)
 
 
-def test_the_same_tiny_checkpoint_has_the_same_numbers_and_another_seed_has_others(tmp_path):
+def test_a_tiny_checkpoint_is_reproducible_and_differs_with_the_seed(tmp_path):
     files = [
         build(tmp_path / name, Tiny(seed=seed)) / "model.safetensors" for name, seed in (("a", 0), ("b", 0), ("c", 1))
     ]

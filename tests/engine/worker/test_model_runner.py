@@ -60,7 +60,7 @@ def test_the_engine_gives_the_tokens_of_one_forward_over_the_whole_sequence(runn
     assert drive(config).run({2 * i: [request] for i, request in enumerate(requests)}) == expected
 
 
-def test_an_answer_goes_on_at_the_position_after_the_largest_of_its_prompt(runner, requests):
+def test_an_answer_starts_at_the_position_after_the_largest_of_its_prompt(runner, requests):
     """A picture takes as many positions as its longer side has tokens, fewer than it has tokens."""
     for request in requests:
         prompt = runner._prefill.begin(Request(request))
@@ -69,7 +69,7 @@ def test_an_answer_goes_on_at_the_position_after_the_largest_of_its_prompt(runne
 
 
 @pytest.mark.parametrize("size", [1, 7, -1, 0, 1000])
-def test_a_prompt_may_be_cut_anywhere_also_inside_a_picture(runner, requests, size):
+def test_a_prompt_may_be_cut_into_chunks_anywhere_even_inside_an_image(runner, requests, size):
     """size: of the chunks; 0 and less are relative to the length of the prompt."""
     request = requests[1]
     first = reference(runner, replace(request, sampling=replace(request.sampling, max_tokens=1)))[0]
@@ -91,7 +91,7 @@ def test_a_join_that_fails_half_way_leaves_the_running_rows_exact(drive, request
     driver.core.add_request(row)
     while len(driver.tokens["text"]) < 3:
         driver.core.step()
-    _fail_at(monkeypatch, "with_rows", layer)
+    _fail_at(monkeypatch, "append", layer)
     driver.core.add_request(requests[1])
     while "picture" not in driver.finish:
         driver.core.step()
@@ -100,13 +100,15 @@ def test_a_join_that_fails_half_way_leaves_the_running_rows_exact(drive, request
     assert driver.finish["picture"] is FinishReason.ERROR and driver.finish["text"] is FinishReason.LENGTH
 
 
-def test_rows_that_cannot_be_kept_fail_and_leave_nothing_behind(runner, drive, requests, monkeypatch):
+def test_a_failed_removal_of_a_row_fails_the_remaining_rows_and_frees_their_memory(
+    runner, drive, requests, monkeypatch
+):
     driver = drive()
     driver.core.add_request(replace(requests[0], sampling=replace(requests[0].sampling, max_tokens=50)))
     driver.core.add_request(requests[3])
     for _ in range(5):
         driver.core.step()
-    _fail_at(monkeypatch, "kept", 3)
+    _fail_at(monkeypatch, "select", 3)
     driver.core.abort("hot")
     driver.core.step()
     monkeypatch.undo()
@@ -118,7 +120,7 @@ def test_rows_that_cannot_be_kept_fail_and_leave_nothing_behind(runner, drive, r
 def _fail_at(monkeypatch: pytest.MonkeyPatch, method: str, layer: int) -> None:
     """Lets the method of the layers' caches raise when it is called for this layer of the batch."""
     calls = iter(range(1000))
-    for kind in (kv_cache.RecurrentRows, kv_cache.KVRows):
+    for kind in (kv_cache.BatchRecurrentLayer, kv_cache.BatchKVLayer):
         original = getattr(kind, method)
 
         def failing(self, *args, original=original):
@@ -129,12 +131,12 @@ def _fail_at(monkeypatch: pytest.MonkeyPatch, method: str, layer: int) -> None:
         monkeypatch.setattr(kind, method, failing)
 
 
-def test_a_step_that_fails_fails_its_rows_and_leaves_nothing_behind(runner, drive, requests, monkeypatch):
+def test_a_failed_step_fails_its_rows_and_frees_their_memory(runner, drive, requests, monkeypatch):
     driver = drive()
     driver.core.add_request(requests[0])
     while not driver.core.scheduler.num_decoding:
         driver.core.step()
-    monkeypatch.setattr(runner._view, "decode", lambda *args: 1 / 0)
+    monkeypatch.setattr(runner._language_model, "decode", lambda *args: 1 / 0)
     driver.core.step()
     monkeypatch.undo()
     assert driver.finish == {"text": FinishReason.ERROR} and driver.errors["text"] == (
@@ -143,13 +145,13 @@ def test_a_step_that_fails_fails_its_rows_and_leaves_nothing_behind(runner, driv
     assert runner.memory()["decode_cache_bytes"] == 0
 
 
-def test_a_prompt_that_fails_leaves_nothing_behind(runner, drive, requests, monkeypatch):
+def test_a_failed_prompt_frees_its_memory(runner, drive, requests, monkeypatch):
     driver = drive(EngineConfig(prefill_chunk_tokens=16))
     driver.core.add_request(requests[2])
     for _ in range(4):  # three pictures, then the first chunk
         driver.core.step()
     assert runner.memory()["prefill_cache_bytes"] > 0
-    monkeypatch.setattr(runner._view, "_hidden", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(runner._language_model, "_hidden", lambda *args, **kwargs: 1 / 0)
     driver.core.step()
     monkeypatch.undo()
     assert driver.finish == {"three": FinishReason.ERROR}
@@ -163,18 +165,18 @@ def test_logits_that_are_no_numbers_end_their_row_alone(runner, drive, requests,
     driver.core.add_request(requests[3])
     for _ in range(2):
         driver.core.step()
-    original = runner._view.decode
+    original = runner._language_model.decode
     poison = mx.array([[[0.0]], [[float("nan")]]])
 
     def poisoned(*args):
         logits, hidden = original(*args)
         return logits + poison, hidden
 
-    monkeypatch.setattr(runner._view, "decode", poisoned)
+    monkeypatch.setattr(runner._language_model, "decode", poisoned)
     driver.core.step()
     monkeypatch.undo()
     assert driver.run({0: []})["text"] == alone
-    assert driver.finish["hot"] is FinishReason.ERROR and driver.errors["hot"] == "the model gave no finite logits"
+    assert driver.finish["hot"] is FinishReason.ERROR and driver.errors["hot"] == "the highest logit is not finite"
 
 
 def test_lazy_bookkeeping_is_computed_every_64_steps(runner, drive, requests, monkeypatch):
@@ -191,7 +193,7 @@ def test_lazy_bookkeeping_is_computed_every_64_steps(runner, drive, requests, mo
 
 
 @pytest.mark.parametrize(("max_running", "sizes"), [(32, (1, 2, 8)), (7, (1, 2))])
-def test_warm_up_times_steps_of_few_and_more_rows_and_leaves_none_of_them(max_running, sizes):
+def test_warm_up_times_steps_of_several_batch_sizes_and_frees_their_memory(max_running, sizes):
     runner = load_runner(EngineConfig(max_running=max_running), lambda progress: None)
     shapes = [(step.num_rows, step.num_drafts) for step in runner.step_times]
     assert shapes == [(num_rows, num_drafts) for num_rows in sizes for num_drafts in range(4)]

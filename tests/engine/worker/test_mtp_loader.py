@@ -80,7 +80,7 @@ def split(bare) -> Path:
     return bare.parent / f"{bare.name}-mtp"
 
 
-def test_raw_split_converted_and_split_again_the_demos_head_is_the_same_to_the_last_bit(tmp_path):
+def test_the_demo_head_is_bit_identical_raw_split_converted_and_split_again(tmp_path):
     expected = head_weights(load(DEMO_MODEL))
     convert(str(DEMO_MODEL), str(tmp_path / "converted"), mtp=True)
     assert identical(head_weights(load(tmp_path / "converted")), expected)
@@ -99,7 +99,7 @@ def test_norms_of_a_raw_head_are_shifted_once_and_matrices_not_at_all(raw):
         assert mx.array_equal(w, stored[f"mtp.{name}"] + (1.0 if w.ndim == 1 else 0.0)), name
 
 
-def test_a_head_in_the_checkpoint_goes_before_one_beside_it(raw):
+def test_a_head_in_the_checkpoint_takes_precedence_over_one_beside_it(raw):
     split_mtp(str(raw), f"{raw}-mtp")
     rewrite(raw.parent / "model-mtp", lambda w: w.update({"fc.weight": 2 * w["fc.weight"]}))
     stored: dict[str, mx.array] = dict(mx.load(str(raw / "model.safetensors")))  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ def test_a_quantized_head_keeps_its_dtype_where_quantized_models_do(raw, tmp_pat
     assert model.dtype == "bfloat16" and {w.dtype for w in head_weights(model).values()} == {mx.float32, mx.uint32}
 
 
-def test_the_head_is_in_the_number_of_bytes_and_its_target_is_not_in_the_head(raw):
+def test_weight_bytes_include_the_head_and_the_head_does_not_include_its_target(raw):
     model, without = load(raw), load(raw, mtp="off")
     num_head_bytes = sum(w.nbytes for w in head_weights(model).values())
     assert model.num_weight_bytes == without.num_weight_bytes + num_head_bytes
@@ -165,26 +165,26 @@ def test_the_head_is_in_the_number_of_bytes_and_its_target_is_not_in_the_head(ra
     assert sum(w.nbytes for w in head_weights(model).values()) == num_head_bytes
 
 
-def test_a_model_without_a_head_is_served_and_says_why(bare, split):
+def test_a_model_without_a_head_is_loaded_and_its_status_tells_why(bare, split):
     assert load(bare).mtp_status == "ready"
     shutil.rmtree(split)
     model = load(bare)
     assert model.mtp_head is None and model.mtp_status == f"no mtp.* tensors in {bare}"
 
 
-def test_what_split_mtp_did_not_write_is_not_taken_for_a_head(raw, bare, split):
+def test_a_directory_that_split_mtp_did_not_write_is_not_taken_for_a_head(raw, bare, split):
     configure(split, model_type="qwen3_5")
     model = load(bare)
     assert model.mtp_head is None
-    assert model.mtp_status.endswith(f"{split} holds model_type 'qwen3_5', expected 'qwen3_5_mtp'")
+    assert model.mtp_status.endswith(f"{split} has model_type 'qwen3_5', expected 'qwen3_5_mtp'")
 
 
-def test_a_family_without_heads_says_so():
+def test_a_model_of_a_family_without_heads_reports_it_in_its_status():
     model = load(DEMO_MODEL / "draft")
-    assert model.mtp_head is None and model.mtp_status == "family qwen3 has no MTP head here"
+    assert model.mtp_head is None and model.mtp_status == "MTP heads of model_type qwen3 are not supported"
 
 
-def test_off_loads_no_head_not_even_a_broken_one(bare, split):
+def test_mtp_off_loads_no_head_not_even_a_broken_one(bare, split):
     (split / "model.safetensors").write_bytes(b"not weights")
     model = load(bare, mtp="off")
     assert model.mtp_head is None and model.mtp_status == "off in the configuration"
@@ -192,7 +192,7 @@ def test_off_loads_no_head_not_even_a_broken_one(bare, split):
 
 @pytest.mark.parametrize("config", [{"mtp": FIXED}, {"mtp_head": str(DEMO_MODEL)}])
 def test_a_head_that_is_asked_for_and_impossible_is_an_error(config):
-    with pytest.raises(EngineFailed, match=r"mtp.* is configured.*family qwen3 has no MTP head here"):
+    with pytest.raises(EngineFailed, match=r"mtp.* is configured.*MTP heads of model_type qwen3 are not supported"):
         load(DEMO_MODEL / "draft", **config)
 
 
@@ -208,7 +208,7 @@ def test_a_head_that_is_asked_for_and_missing_is_an_error(bare, split):
         load(bare, mtp_head=str(DEMO_MODEL / "draft"))
 
 
-def test_a_head_for_nothing_is_an_error(raw):
+def test_a_configured_head_with_mtp_off_is_an_error(raw):
     with pytest.raises(ValidationError, match=r"mtp is off: mtp_head .* would have no effect"):
         load(raw, mtp="off", mtp_head=str(raw))
 
@@ -270,7 +270,7 @@ OTHERS = {
 def test_a_head_of_another_model_is_refused(tmp_path, values, reason):
     split_mtp(str(DEMO_MODEL), str(tmp_path / "head"))
     configure(tmp_path / "head", **values)
-    with pytest.raises(EngineFailed, match=f"belongs to another model: .*{reason}"):
+    with pytest.raises(EngineFailed, match=f"does not fit the model: .*{reason}"):
         load(DEMO_MODEL, mtp_head=str(tmp_path / "head"))
 
 

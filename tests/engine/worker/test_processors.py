@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.logprobs import logprobs_of
-from engine.worker.processors import Processors, match
+from engine.worker.processors import LogitsProcessors, apply_grammar_masks
 
 VOCAB = 40
 STOPS = (3, 5)
@@ -76,7 +76,7 @@ def test_every_position_has_its_own_history(rows, drafts, seed):
     logits = np.random.default_rng(seed).normal(0, 3, (len(rows), 3, VOCAB)).astype(np.float32)
     fed = mx.array([[r.output_token_ids[-1], *d] for r, d in zip(rows, drafts, strict=False)])
     positions = mx.array([[len(r.output_token_ids) + i for i in range(3)] for r in rows])
-    shaped = np.array(Processors.of(rows, VOCAB)(mx.array(logits), fed, positions))
+    shaped = np.array(LogitsProcessors.of(rows, VOCAB)(mx.array(logits), fed, positions))
     for i, (r, d) in enumerate(zip(rows, drafts, strict=False)):
         for j in range(3):
             np.testing.assert_allclose(shaped[i, j], expected(logits[i, j], r, d[:j]), rtol=1e-5, atol=1e-5)
@@ -85,13 +85,13 @@ def test_every_position_has_its_own_history(rows, drafts, seed):
 @settings(max_examples=40, deadline=None)
 @given(rows=rows, others=rows, data=st.data())
 def test_joined_kept_and_committed_is_what_the_host_would_count(rows, others, data):
-    joined = Processors.of(rows, VOCAB).joined(Processors.of(others, VOCAB))
+    joined = LogitsProcessors.of(rows, VOCAB).joined(LogitsProcessors.of(others, VOCAB))
     everyone = [*rows, *others]
     new = [data.draw(st.lists(tokens, min_size=3, max_size=3)) for _ in everyone]
     num_kept = [data.draw(st.integers(1, 3)) for _ in everyone]
     joined.commit(mx.array(new), mx.array(num_kept, mx.int32))
     stay = data.draw(st.permutations(range(len(everyone))).map(lambda order: order[: max(1, len(order) // 2)]))
-    kept = joined.kept(list(stay))
+    kept = joined.select(list(stay))
     logits = np.random.default_rng(0).normal(0, 3, (len(stay), 1, VOCAB)).astype(np.float32)
     after = [
         Request(everyone[i].spec, output_token_ids=[*everyone[i].output_token_ids, *new[i][: num_kept[i]]])
@@ -103,11 +103,11 @@ def test_joined_kept_and_committed_is_what_the_host_would_count(rows, others, da
         np.testing.assert_allclose(shaped[i, 0], expected(logits[i, 0], r, []), rtol=1e-5, atol=1e-5)
 
 
-def test_logits_stay_as_they_are_for_whoever_reads_them_later():
+def test_the_input_logits_are_not_modified():
     logits = mx.array(np.random.default_rng(0).normal(size=(1, 1, VOCAB)).astype(np.float32))
     before = np.array(logits)
     asking = row("r", [1], [2], logit_bias=((7, 50.0),), presence_penalty=1.0, min_tokens=9, logprobs=2)
-    shaped = Processors.of([asking], VOCAB)(logits, mx.array([[2]]), mx.array([[1]]))
+    shaped = LogitsProcessors.of([asking], VOCAB)(logits, mx.array([[2]]), mx.array([[1]]))
     mx.eval(shaped)
     assert np.array_equal(np.array(logits), before) and not np.array_equal(np.array(shaped), before)
 
@@ -158,19 +158,19 @@ class Permissive:
         return np.full((len(draft) + 1, -(-VOCAB // 32)), 0xFFFFFFFF, np.uint32)
 
 
-def test_masks_that_allow_every_token_cost_the_device_nothing():
+def test_masks_that_allow_every_token_leave_the_logits_untouched():
     requests = [row("a", [1], []), row("b", [1], [])]
     requests[0].matcher = Permissive()  # type: ignore[assignment]
     logits = mx.zeros((2, 3, VOCAB), mx.bfloat16)
-    assert match(requests, logits, [[8, 8]] * 2, {}) is logits
+    assert apply_grammar_masks(requests, logits, [[8, 8]] * 2, {}) is logits
 
 
-def test_masks_forbid_what_they_forbid_and_a_broken_one_its_own_row_alone():
+def test_masks_apply_to_their_own_rows_and_a_broken_matcher_fails_only_its_row():
     requests = [row("free", [1], []), row("masked", [1], []), row("broken", [1], [])]
     requests[1].matcher, requests[2].matcher = Only({1, 33}, {39}), Only(fails=True)
     errors: dict[int, str] = {}
     logits = mx.zeros((3, 3, VOCAB))
-    shaped = np.array(match(requests, logits, [[8, 8]] * 3, errors))
+    shaped = np.array(apply_grammar_masks(requests, logits, [[8, 8]] * 3, errors))
     assert np.isfinite(shaped[[0, 2]]).all()
     assert [np.flatnonzero(np.isfinite(shaped[1, i])).tolist() for i in range(2)] == [[1, 33], [39]]
     assert np.isfinite(shaped[1, 2]).all(), "behind a forbidden draft nothing is masked"
@@ -180,4 +180,4 @@ def test_masks_forbid_what_they_forbid_and_a_broken_one_its_own_row_alone():
 def test_an_unused_processor_gives_the_very_same_logits():
     logits = mx.zeros((1, 1, VOCAB))
     plain = replace(row("r", [1], [2]).spec, request_id="plain")
-    assert Processors.of([Request(plain)], VOCAB)(logits, mx.array([[2]]), mx.array([[1]])) is logits
+    assert LogitsProcessors.of([Request(plain)], VOCAB)(logits, mx.array([[2]]), mx.array([[1]])) is logits

@@ -22,7 +22,7 @@ def expected(scores: np.ndarray, count: int) -> np.ndarray:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("count", [1, 2, 20, 32])
 @pytest.mark.parametrize("steps", [None, 8, 1], ids=["all different", "some equal", "mostly equal"])
-def test_blocks_give_what_a_stable_sort_gives(size, count, steps):
+def test_ranking_by_blocks_equals_a_stable_sort(size, count, steps):
     scores = np.random.default_rng(count).standard_normal((2, 3, size)).astype(np.float32)
     if steps is not None:
         scores = np.round(scores * steps) / steps
@@ -31,7 +31,7 @@ def test_blocks_give_what_a_stable_sort_gives(size, count, steps):
 
 
 @pytest.mark.parametrize("count", [1, 20, 299, 300, 1000])
-def test_a_small_vocabulary_gives_the_same(count):
+def test_ranking_of_a_small_vocabulary_equals_a_stable_sort(count):
     scores = np.round(np.random.default_rng(0).standard_normal((2, 300)) * 4).astype(np.float32)
     assert np.array_equal(best_first(mx.array(scores), count), expected(scores, count))
 

@@ -1,7 +1,11 @@
-"""Snapshots of decoding rows: what a row has said when it ends is never computed again, and no token tells."""
+"""Snapshots of decoding rows: what a row has said when it ends is never computed again, and no token tells.
+
+ORCHARD_SCHEDULES=100 runs that many more random schedules of each model.
+"""
 
 import asyncio
 import gc
+import os
 import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +27,11 @@ from engine.worker.model_runner import MLXRunner
 from engine.worker.snapshot import StateSnapshot
 from tests.engine.schedules import Execution, Schedule, Specimens
 
+NUM_MORE_SCHEDULES = int(os.environ.get("ORCHARD_SCHEDULES", "0"))
 VOCAB = 512
 NUM_MORE = 9
 """Tokens that a next turn says behind an answer."""
-NUM_NEXT = 16
+NUM_NEXT = 10
 """Tokens of the next turn's answer that are compared."""
 STATE_TOLERANCE = 2e-4
 """Between what steps of a few tokens and what chunks of a prompt compute: the order of sums."""
@@ -57,7 +62,7 @@ def spec(name: str, num_prompt: int, max_tokens: int = 40, **sampling: Any) -> E
 class Batch:
     """Rows that decode until they end, as a scheduler ends them. kept: what they leave before they are dropped.
 
-    keeps: whether they leave anything. parents: by request, the stretch that its row goes on from.
+    keeps: whether they leave anything. parents: by request, the segment that its row goes on from.
     """
 
     runner: MLXRunner
@@ -76,10 +81,10 @@ class Batch:
         rectangle: int = 0,
         matcher: Matcher | None = None,
     ) -> Request:
-        row = Request(request, matcher=matcher, rectangle=rectangle)
+        row = Request(request, matcher=matcher, decode_group=rectangle)
         if snapshot is not None:
             self.runner.restore([row], snapshot)
-            self.parents[row.id] = snapshot.stretch
+            self.parents[row.id] = snapshot.segment
         while (first := self.runner.prefill([row], 64).first) is None:
             pass
         self.running[row.id] = row
@@ -149,11 +154,11 @@ def state_of(runner: MLXRunner, request: EngineRequest, num_tokens: int) -> Stat
 
 
 def contents(snapshot: StateSnapshot) -> list[np.ndarray]:
-    """All that it holds, the keys and values of all its stretches joined."""
-    chain = snapshot.stretch.chain()
+    """All that it holds, the keys and values of all its segments joined."""
+    chain = snapshot.segment.chain()
     slots = [
-        mx.concatenate([stretch.keys_values[i][j] for stretch in chain], axis=2)
-        for i in range(len(snapshot.stretch.layers))
+        mx.concatenate([segment.keys_values[i][j] for segment in chain], axis=2)
+        for i in range(len(snapshot.segment.layers))
         for j in range(2)
     ]
     states = [array for state in snapshot.states for array in state]
@@ -171,7 +176,7 @@ def check(runner: MLXRunner, request: EngineRequest, kept: RowSnapshot | None, n
     snapshot, turn = state(kept), next_turn(request, kept, name)
     assert snapshot.num_tokens == len(request.token_ids) + len(kept.token_ids)
     cold = state_of(runner, turn, snapshot.num_tokens)
-    assert snapshot.stretch.ends == cold.stretch.ends
+    assert snapshot.segment.ends == cold.segment.ends
     for mine, theirs in zip(contents(snapshot), contents(cold), strict=True):
         assert mine.shape == theirs.shape and np.allclose(mine, theirs, atol=STATE_TOLERANCE, rtol=1e-3)
     expected = answer(runner, turn)
@@ -186,10 +191,16 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("drafts", DRAFTS)
-@pytest.mark.parametrize("name", ["deep", "alternating", "foreign head"])
-def test_a_row_that_stops_stands_exactly_behind_its_stop_token(runner_of, name, drafts, sampling):
+STOPPED = [
+    (name, drafts, list(SAMPLINGS)[(i + j) % len(SAMPLINGS)])
+    for i, name in enumerate(("deep", "alternating", "foreign head"))
+    for j, drafts in enumerate(DRAFTS)
+]
+"""Every two of model, drafts and sampling meet."""
+
+
+@pytest.mark.parametrize(("name", "drafts", "sampling"), STOPPED)
+def test_the_snapshot_of_a_stopped_row_is_exactly_behind_its_stop_token(runner_of, name, drafts, sampling):
     runner = runner_of(name)
     least = {"greedy": 7, "sampled": 1, "penalised": 4}[sampling]
     request = stopping(runner, spec(sampling, 37, **SAMPLINGS[sampling]), least)
@@ -205,7 +216,7 @@ def test_a_row_that_stops_stands_exactly_behind_its_stop_token(runner_of, name, 
 
 @pytest.mark.parametrize("drafts", ["0 drafts", "mixed drafts"])
 @pytest.mark.parametrize("name", ["no head", "text", "demo", "compiled"])
-def test_any_model_that_can_be_cached_gives_snapshots_of_its_rows(runner_of, name, drafts):
+def test_each_cacheable_model_gives_correct_snapshots_of_its_rows(runner_of, name, drafts):
     runner = runner_of(name)
     request = stopping(runner, spec("row", 50, temperature=2.5), 9)
     batch = Batch(runner, DRAFTS[drafts])
@@ -215,7 +226,7 @@ def test_any_model_that_can_be_cached_gives_snapshots_of_its_rows(runner_of, nam
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
-def test_a_row_that_ends_by_its_length_stands_exactly_behind_its_last_token(tiny, drafts):
+def test_the_snapshot_of_a_row_ended_by_length_is_exactly_behind_its_last_token(tiny, drafts):
     batch = Batch(tiny, DRAFTS[drafts])
     requests = [spec(f"row {max_tokens}", 20, max_tokens) for max_tokens in range(2, 9)]
     rows = [batch.join(request) for request in requests]
@@ -228,7 +239,7 @@ def test_a_row_that_ends_by_its_length_stands_exactly_behind_its_last_token(tiny
 
 
 @pytest.mark.parametrize("drafts", ["0 drafts", "3 drafts"])
-def test_a_row_that_ends_with_its_first_token_stands_behind_its_prompt(tiny, drafts):
+def test_the_snapshot_of_a_row_ended_by_its_first_token_is_behind_its_prompt(tiny, drafts):
     """It has not been decoded."""
     others = spec("others", 30)
     stops = stopping(tiny, spec("stops", 20), 0)
@@ -243,18 +254,30 @@ def test_a_row_that_ends_with_its_first_token_stands_behind_its_prompt(tiny, dra
         check(tiny, request, kept)
 
 
-@pytest.mark.parametrize("drafts", ["0 drafts", "2 drafts", "mixed drafts"])
-@pytest.mark.parametrize("rectangles", [(0, 0, 0, 0, 0), (0, 1, 0, 1, 2)])
-def test_rows_among_others_leave_what_they_leave_alone_and_others_do_not_feel_it(tiny, drafts, rectangles):
-    """They come and end at different times, some in one step; each row's tokens are those of a run that keeps none."""
+@pytest.fixture(scope="module")
+def arrivals(runner_of) -> list[tuple[int, EngineRequest, list[int]]]:
+    """Requests with their step, and what the model `alternating` answers to each alone."""
+    tiny = runner_of("alternating")
     places = [(0, "a", 20, 4), (0, "b", 300, 12), (2, "c", 33, 2), (5, "d", 70, 20), (5, "e", 9, 3)]
     requests = [(step, stopping(tiny, spec(name, num, temperature=0.8), least)) for step, name, num, least in places]
     requests.append((7, spec("f", 25, max_tokens=2)))
+    return [(step, request, answer(tiny, request)) for step, request in requests]
+
+
+@pytest.mark.parametrize(
+    ("rectangles", "drafts"),
+    [
+        *(((0, 0, 0, 0, 0), drafts) for drafts in ("0 drafts", "mixed drafts")),
+        *(((0, 1, 0, 1, 2), drafts) for drafts in ("2 drafts", "mixed drafts")),
+    ],
+)
+def test_snapshots_of_rows_in_a_batch_are_those_of_rows_alone_and_change_no_tokens(tiny, arrivals, rectangles, drafts):
+    """They come and end at different times, some in one step; each row's tokens are those of a run that keeps none."""
 
     def run(keeps: bool) -> tuple[dict[str, list[int]], Batch]:
         batch, rows = Batch(tiny, DRAFTS[drafts], keeps), list[Request]()
-        while batch.running or len(rows) < len(requests):
-            for i, (step, request) in enumerate(requests):
+        while batch.running or len(rows) < len(arrivals):
+            for i, (step, request, _) in enumerate(arrivals):
                 if step == batch.step and i == len(rows):
                     rows.append(batch.join(request, rectangle=(*rectangles, 0)[i]))
             if batch.running:
@@ -265,12 +288,12 @@ def test_rows_among_others_leave_what_they_leave_alone_and_others_do_not_feel_it
 
     given, batch = run(keeps=True)
     assert given == run(keeps=False)[0]
-    for _, request in requests:
-        assert given[request.request_id] == answer(tiny, request)
+    for _, request, expected in arrivals:
+        assert given[request.request_id] == expected
         check(tiny, request, batch.kept[request.request_id], f"behind {request.request_id}")
 
 
-def test_a_row_behind_pictures_leaves_them_to_the_next_turn(runner, make_request, picture):
+def test_the_snapshot_of_a_row_with_images_serves_the_next_turn(runner, make_request, picture):
     red, blue = picture("red"), picture("blue", "square", (160, 96))
     request = make_request("look", "What is in the images?", (red, blue), max_tokens=60)
     for drafts in ("0 drafts", "3 drafts"):
@@ -293,11 +316,11 @@ def test_a_conversation_of_many_turns_computes_no_token_twice(tiny):
         assert row.output_token_ids == answer(tiny, request), f"turn {number}"
         kept = batch.kept[request.request_id]
         assert kept is not None
-        assert state(kept).stretch.parent is (None if snapshot is None else snapshot.stretch)
-        total += state(kept).stretch_bytes
+        assert state(kept).segment.parent is (None if snapshot is None else snapshot.segment)
+        total += state(kept).segment_bytes
         snapshot, turn = state(kept), next_turn(request, kept, f"turn {number + 1}")
         request = stopping(tiny, replace(turn, sampling=request.sampling), 4)
-    assert snapshot is not None and total == state_of(tiny, request, snapshot.num_tokens).stretch_bytes
+    assert snapshot is not None and total == state_of(tiny, request, snapshot.num_tokens).segment_bytes
 
 
 def test_a_snapshot_serves_any_number_of_rows_and_is_never_changed(tiny):
@@ -319,7 +342,7 @@ def test_a_snapshot_serves_any_number_of_rows_and_is_never_changed(tiny):
 
 @pytest.mark.parametrize("cuts", [(), (1,), (10, 17, 41), (40, 41, 42, 43)])
 @pytest.mark.parametrize("name", ["alternating", "no head", "text"])
-def test_a_stretch_is_cut_where_it_is_asked_for(runner_of, name, cuts):
+def test_a_kv_segment_is_cut_at_the_requested_places(runner_of, name, cuts):
     runner = runner_of(name)
     request = spec("row", 40, max_tokens=8)
     batch = Batch(runner, keeps=False)
@@ -328,20 +351,20 @@ def test_a_stretch_is_cut_where_it_is_asked_for(runner_of, name, cuts):
         batch.decode()
     whole, parts = runner.snapshot_row(row.id), runner.snapshot_row(row.id, cuts=cuts)
     assert whole is not None and parts is not None
-    chain = parts.snapshot.stretch.chain()
+    chain = parts.snapshot.segment.chain()
     assert len(chain) == len(cuts) + 1
-    for stretch, end in zip(chain, cuts, strict=False):
-        assert stretch.ends == state_of(runner, next_turn(request, whole), end).stretch.ends
-        assert [keys.shape[2] for keys, _ in stretch.layers] == [
+    for segment, end in zip(chain, cuts, strict=False):
+        assert segment.ends == state_of(runner, next_turn(request, whole), end).segment.ends
+        assert [keys.shape[2] for keys, _ in segment.layers] == [
             last - first
             for last, first in zip(
-                stretch.ends, stretch.parent.ends if stretch.parent else (0,) * len(stretch.ends), strict=True
+                segment.ends, segment.parent.ends if segment.parent else (0,) * len(segment.ends), strict=True
             )
         ]
     for one, other in zip(contents(state(whole)), contents(state(parts)), strict=True):
         assert np.array_equal(one, other)
     behind = runner.snapshot_row(row.id, chain[0], cuts[1:])
-    assert behind is not None and behind.snapshot.stretch.chain()[0] is chain[0]
+    assert behind is not None and behind.snapshot.segment.chain()[0] is chain[0]
     batch.decode_all()
     check(runner, request, parts)
     if cuts:
@@ -354,14 +377,14 @@ def test_cuts_that_do_not_rise_to_the_end_are_refused(tiny, start, cuts):
     row = batch.join(spec("row", 40))
     for _ in range(5):
         batch.decode()
-    parent = state_of(tiny, row.spec, start).stretch if start else None
-    with pytest.raises(ValueError, match=f"rising numbers between {start} and 46, found"):
+    parent = state_of(tiny, row.spec, start).segment if start else None
+    with pytest.raises(ValueError, match=f"ascending numbers between {start} and 46, found"):
         tiny.snapshot_row(row.id, parent, cuts)
     batch.decode_all()
 
 
 @pytest.mark.parametrize("where", ["keys", "values", "state"])
-def test_a_row_whose_state_is_not_finite_leaves_nothing_and_others_do(tiny, where):
+def test_a_row_whose_state_is_not_finite_gives_no_snapshot_and_other_rows_do(tiny, where):
     batch = Batch(tiny, keeps=False)
     sick, sound = batch.join(spec("sick", 20)), batch.join(spec("sound", 30))
     for _ in range(3):
@@ -380,7 +403,7 @@ def test_a_row_whose_state_is_not_finite_leaves_nothing_and_others_do(tiny, wher
     tiny.reset()
 
 
-def test_rows_that_cannot_leave_anything_leave_nothing(tiny):
+def test_unknown_prefilling_and_sparse_rows_give_no_snapshot(tiny):
     assert tiny.snapshot_row("unknown/0") is None
     prompt = Request(spec("prompt", 30))
     tiny.prefill([prompt], 10)
@@ -394,7 +417,7 @@ def test_rows_that_cannot_leave_anything_leave_nothing(tiny):
 
 
 @pytest.mark.parametrize("drafts", ["0 drafts", "3 drafts"])
-def test_a_row_with_a_grammar_leaves_its_answer_although_nothing_may_follow(tiny, tiny_model, drafts):
+def test_a_row_with_a_completed_grammar_gives_a_snapshot_of_its_answer(tiny, tiny_model, drafts):
     stop = 2
     compiler = GrammarCompiler(tiny_model(**MODELS["alternating"]), VOCAB, (stop,), GrammarConfig())
     matcher = asyncio.run(compiler.compile(GrammarSpec("regex", "[a-z]{12,16}")))
@@ -421,7 +444,7 @@ def test_the_head_is_caught_up_after_any_number_of_plain_steps(tiny, monkeypatch
         check(tiny, request, batch.kept["row"])
 
 
-def test_the_stop_token_changes_nothing_that_a_row_gives_out(tiny):
+def test_a_stop_token_changes_neither_the_tokens_nor_the_draft_counts_in_front_of_it(tiny):
     """Nor what is told of its drafts: only what stands behind its last token is gone."""
     plain = spec("row", 24, max_tokens=200)
     said = answer(tiny, plain)
@@ -450,7 +473,7 @@ def steps(runner: MLXRunner, request: EngineRequest, num_drafts: Callable[[int],
     return outputs
 
 
-def test_a_snapshot_of_a_row_holds_the_memory_that_it_counts_and_no_more(tiny):
+def test_a_row_snapshot_takes_the_memory_that_it_counts_and_no_more(tiny):
     def settled() -> int:
         gc.collect()
         mx.clear_cache()
@@ -472,7 +495,7 @@ def test_a_snapshot_of_a_row_holds_the_memory_that_it_counts_and_no_more(tiny):
     before = settled()
     kept = run(keeps=True)
     assert kept is not None
-    counted = kept.snapshot.stretch_bytes + kept.snapshot.state_bytes
+    counted = kept.snapshot.segment_bytes + kept.snapshot.state_bytes
     assert counted <= settled() - before < counted + 2**17
 
 
@@ -499,9 +522,14 @@ class Keeping:
         self._runner.drop(row_ids, lent)
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("name", ["deep", "compiled"])
-def test_under_random_schedules_the_state_is_that_of_the_tokens_that_it_names(runner_of, tiny_model, name, seed):
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        *(("deep", seed) for seed in range(6 + NUM_MORE_SCHEDULES)),
+        *(("compiled", 6 + seed) for seed in range(3 + NUM_MORE_SCHEDULES)),
+    ],
+)
+def test_row_snapshots_under_random_schedules_have_the_state_of_their_tokens(runner_of, tiny_model, name, seed):
     """Rows with grammars, pictures, choices, penalties; aborted, preempted, and ended: their tokens are those of a run
     that keeps nothing."""
     runner: MLXRunner = runner_of(name)

@@ -32,7 +32,7 @@ def draw(logits: mx.array, params: SamplingParams, count: int) -> np.ndarray:
     return sample([params] * count, rows, np.arange(count))
 
 
-def test_temperature_zero_is_the_best_token():
+def test_temperature_zero_samples_the_most_likely_token():
     logits = logits_of(5)
     assert sample([SamplingParams(1, 0.0)] * 5, logits, np.zeros(5)).tolist() == mx.argmax(logits, -1).tolist()
 
@@ -58,7 +58,7 @@ def test_samples_follow_the_softmax_at_the_temperature():
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "allowed",
 )
-def test_filters_allow_exactly_what_they_say(filters, allowed):
+def test_filters_allow_exactly_the_tokens_of_their_definition(filters, allowed):
     logits = logits_of(1, seed=5)
     params = SamplingParams(1, temperature=1.3, seed=1, **filters)
     probs = np.array(mx.softmax(logits[0] / 1.3))
@@ -90,7 +90,7 @@ def test_a_row_gets_the_same_token_in_any_batch():
     assert [together[i] for i in order] == shuffled
 
 
-def test_seed_and_position_both_matter():
+def test_each_seed_and_position_has_its_own_random_key():
     seeds = np.array([0, 0, 1, 1, 2**63, 2**64 - 1], np.uint64)
     positions = np.array([0, 1, 0, 1, 0, 0])
     keys = np.array(random_keys(mx.array(mix_seeds(seeds))[:, None], mx.array(positions)[:, None]))[:, 0]
@@ -115,7 +115,7 @@ def test_keys_are_those_of_splitmix64_on_the_host():
     assert low | high << 32 == expected
 
 
-def test_positions_of_one_row_are_sampled_as_one_by_one():
+def test_positions_sampled_together_get_the_same_tokens_as_one_by_one():
     """What verification samples at once is what plain decoding samples step by step."""
     rows = [SamplingParams(1, 1.0, seed=4, top_p=0.8), SamplingParams(1, 0.0), SamplingParams(1, 1.3, seed=9, top_k=7)]
     logits = mx.array(np.random.default_rng(1).normal(0, 2, (3, 4, VOCAB)).astype(np.float32))
@@ -169,6 +169,6 @@ def test_logits_that_are_no_numbers_give_no_token_and_only_in_their_row(bad):
         *(("temperature", -0.1), ("top_p", 1.1), ("min_p", float("inf")), ("max_tokens", 0)),
     ],
 )
-def test_parameters_out_of_range_cannot_exist(field, value):
+def test_parameters_out_of_range_are_refused(field, value):
     with pytest.raises(InvalidRequest, match=field):
         SamplingParams(**{"max_tokens": 1, field: value})

@@ -24,7 +24,7 @@ def test_the_error_is_a_few_units_in_the_last_place_of_the_argument(largest):
     assert (error <= 2e-7 * np.abs(x)).all()
 
 
-def test_a_number_gets_the_same_at_any_place():
+def test_a_number_gets_the_same_result_at_any_place_of_an_array():
     x = mx.random.normal((3, 500, 77), key=mx.random.key(0)) * 6
     whole = np.array(silu_cpu.swiglu(x, x))
     for row in range(3):
@@ -34,7 +34,7 @@ def test_a_number_gets_the_same_at_any_place():
     assert np.array_equal(columns.swapaxes(0, 2), whole), "strides change nothing"
 
 
-def test_few_numbers_take_the_librarys():
+def test_small_arrays_use_the_function_of_the_library():
     x = mx.random.normal((8, 4, 256), key=mx.random.key(3)) * 6
     assert mx.array_equal(silu_cpu.silu(x), silu_cpu._library_silu(x))
     assert mx.array_equal(silu_cpu.swiglu(x, x), silu_cpu._library_swiglu(x, x))
@@ -43,13 +43,13 @@ def test_few_numbers_take_the_librarys():
     assert mx.allclose(silu_cpu.silu(prompt), silu_cpu._library_silu(prompt), rtol=1e-6, atol=1e-5)
 
 
-def test_what_is_not_finite_stays_so_and_far_ends_are_those_of_the_function():
+def test_nan_and_infinity_stay_so_and_large_inputs_give_the_limits_of_the_function():
     values = mx.array([np.nan, np.inf, 1000.0, -1000.0, 0.0], mx.float32)
     found = np.array(silu_cpu.silu(mx.broadcast_to(values, (1, 2**14, 5))))[0, 7]
     assert np.isnan(found[0]) and found[1] == np.inf and found[2] == 1000 and abs(found[3]) < 2e-4 and found[4] == 0
 
 
-def test_other_precisions_are_the_librarys():
+def test_arrays_of_other_precisions_use_the_function_of_the_library():
     x = mx.random.normal((4, 33, 256), key=mx.random.key(1)).astype(mx.bfloat16)
     assert silu_cpu.silu(x).dtype == mx.bfloat16
     assert mx.array_equal(silu_cpu.silu(x), silu_cpu._library_silu(x))

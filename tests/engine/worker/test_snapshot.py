@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest
 from engine.worker.model_runner import MLXRunner, load_runner
-from engine.worker.snapshot import StateSnapshot, why_not
+from engine.worker.snapshot import StateSnapshot, unsupported_reason
 
 STORY = "Tell me a story about a red circle and a blue square that meet at the market and count their apples."
 
@@ -35,7 +35,7 @@ def taken(runner: MLXRunner, request: EngineRequest, *lengths: int) -> list[Stat
     row, snapshots = Request(replace(request, request_id="taken")), []
     for length in lengths:
         row.num_prefilled += runner.prefill([row], length - row.num_prefilled).num_tokens
-        snapshot = runner.snapshot([row], snapshots[-1].stretch if snapshots else None)
+        snapshot = runner.snapshot([row], snapshots[-1].segment if snapshots else None)
         assert snapshot is not None
         snapshots.append(snapshot)
     runner.drop([row.id])
@@ -43,7 +43,7 @@ def taken(runner: MLXRunner, request: EngineRequest, *lengths: int) -> list[Stat
 
 
 def arrays(snapshot: StateSnapshot) -> list[np.ndarray]:
-    kv = [array for layer in snapshot.stretch.keys_values for array in layer]
+    kv = [array for layer in snapshot.segment.keys_values for array in layer]
     states = [array for state in snapshot.states for array in state]
     every = [*kv, *states, *([] if snapshot.hidden is None else [snapshot.hidden])]
     return [np.array(array.astype(mx.float32)) for array in every]
@@ -70,14 +70,14 @@ def answer(drive: Any, runner: MLXRunner, request: EngineRequest, snapshot: Stat
         del runner.prefill
 
 
-def test_an_answer_that_goes_on_from_any_length_is_that_of_the_whole_prompt(drive, runner, request_):
+def test_an_answer_from_a_snapshot_of_any_length_is_that_of_the_whole_prompt(drive, runner, request_):
     cold = answer(drive, runner, request_, None)
     lengths = [1, 2, 17, len(request_.token_ids) - 1]
     for snapshot in taken(runner, request_, *lengths):
         assert answer(drive, runner, request_, snapshot) == cold, snapshot.num_tokens
 
 
-def test_a_snapshot_is_never_changed_by_those_that_use_it(drive, runner, request_):
+def test_a_snapshot_is_not_changed_by_requests_that_use_it(drive, runner, request_):
     first, second = taken(runner, request_, 10, 20)
     before = [array.copy() for array in (*arrays(first), *arrays(second))]
     for seed in range(3):
@@ -88,7 +88,7 @@ def test_a_snapshot_is_never_changed_by_those_that_use_it(drive, runner, request
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_snapshot_holds_the_memory_that_it_counts_and_no_more(runner, make_request):
+def test_a_snapshot_takes_the_memory_that_it_counts_and_no_more(runner, make_request):
     """Slices may keep the whole buffer alive that they were cut from."""
     long = make_request("long", STORY * 20, max_tokens=1)
     taken(runner, long, 256)
@@ -97,22 +97,22 @@ def test_a_snapshot_holds_the_memory_that_it_counts_and_no_more(runner, make_req
     before = mx.get_active_memory()
     first, second = taken(runner, long, 256, 300)
     gc.collect()
-    counted = first.stretch_bytes + first.state_bytes + second.stretch_bytes + second.state_bytes
+    counted = first.segment_bytes + first.state_bytes + second.segment_bytes + second.state_bytes
     assert counted <= mx.get_active_memory() - before < counted + 2**18
     del first
     gc.collect()
     assert mx.get_active_memory() - before < counted - second.state_bytes + 2**18, "the first one's states are free"
 
 
-def test_the_stretches_of_a_prompt_add_up_to_one_copy_of_its_keys_and_values(runner, request_):
+def test_the_kv_segments_of_a_prompt_add_up_to_one_copy_of_its_keys_and_values(runner, request_):
     (whole,) = taken(runner, request_, 30)
     parts = taken(runner, request_, 10, 20, 30)
-    assert sum(part.stretch_bytes for part in parts) == whole.stretch_bytes
+    assert sum(part.segment_bytes for part in parts) == whole.segment_bytes
     assert parts[-1].state_bytes == whole.state_bytes
 
 
 @pytest.mark.parametrize("which", ["demo", "bfloat16"])
-def test_what_went_through_host_memory_is_the_same_snapshot(request, request_, which):
+def test_an_exported_and_imported_snapshot_is_the_same(request, request_, which):
     runner = request.getfixturevalue("runner" if which == "demo" else "half")
     spec = replace(request_, token_ids=request_.token_ids % runner.vocab_size)
     parent = None
@@ -121,8 +121,8 @@ def test_what_went_through_host_memory_is_the_same_snapshot(request, request_, w
         *_, imported = runner.import_snapshot(exported, snapshot.num_tokens, parent)
         pairs = zip(arrays(snapshot), arrays(imported), strict=True)
         assert all(np.array_equal(one, other) for one, other in pairs)
-        assert imported.stretch.ends == snapshot.stretch.ends
-        parent = imported.stretch
+        assert imported.segment.ends == snapshot.segment.ends
+        parent = imported.segment
 
 
 def test_arrays_that_do_not_fit_are_refused_by_name(runner, request_):
@@ -131,11 +131,11 @@ def test_arrays_that_do_not_fit_are_refused_by_name(runner, request_):
     with pytest.raises(ValueError, match=r"attention\.0\.keys"):
         list(runner.import_snapshot(dict(exported), 20, None))  # not behind its parent
     with pytest.raises(ValueError, match=r"recurrent\.0\.0: expected .* found nothing"):
-        list(runner.import_snapshot({k: v for k, v in exported.items() if k != "recurrent.0.0"}, 20, first.stretch))
+        list(runner.import_snapshot({k: v for k, v in exported.items() if k != "recurrent.0.0"}, 20, first.segment))
     with pytest.raises(ValueError, match="does not have: more"):
-        list(runner.import_snapshot({**exported, "more": np.zeros(1, np.float32)}, 20, first.stretch))
+        list(runner.import_snapshot({**exported, "more": np.zeros(1, np.float32)}, 20, first.segment))
     with pytest.raises(ValueError, match="float64"):
-        list(runner.import_snapshot({**exported, "hidden": exported["hidden"].astype(np.float64)}, 20, first.stretch))
+        list(runner.import_snapshot({**exported, "hidden": exported["hidden"].astype(np.float64)}, 20, first.segment))
 
 
 @pytest.mark.parametrize("where", ["keys", "values", "recurrent"])
@@ -154,7 +154,7 @@ def test_a_state_that_is_not_finite_gives_no_snapshot(runner, request_, where):
     runner.drop([row.id])
 
 
-def test_pictures_in_front_of_a_snapshot_are_not_encoded_again(drive, runner, make_request, picture, monkeypatch):
+def test_images_in_front_of_a_snapshot_are_not_encoded_again(drive, runner, make_request, picture, monkeypatch):
     red, blue = picture("red"), picture("blue", "square")
     both = make_request("both", "What is in the images?", (red, blue), max_tokens=8, stops=False)
     behind_first = int(np.flatnonzero(both.token_ids == runner.image_token_id)[red.num_tokens - 1]) + 2
@@ -179,8 +179,8 @@ def test_pictures_in_front_of_a_snapshot_are_not_encoded_again(drive, runner, ma
     )
 
 
-def test_a_layer_that_keeps_its_state_otherwise_is_named():
+def test_a_layer_with_an_unsupported_cache_class_is_named():
     class Other:
         pass
 
-    assert why_not([Other()]) == "layer 0 keeps its state in a Other, which cannot be restored"
+    assert unsupported_reason([Other()]) == "layer 0 keeps its state in a Other, which cannot be restored"

@@ -29,7 +29,7 @@ def test_the_device_normalises_as_the_processor_does(model, picture):
     assert np.abs(pixels - expected).max() < 1e-6
 
 
-def test_a_picture_has_one_feature_per_token_and_its_own(model, picture):
+def test_an_image_has_one_feature_per_token_and_its_own_features(model, picture):
     vision = encoder(model)
     red, blue = picture("red"), picture("blue")
     features = vision.encode(red)
@@ -37,12 +37,12 @@ def test_a_picture_has_one_feature_per_token_and_its_own(model, picture):
     assert not mx.allclose(features, vision.encode(blue)).item()
 
 
-def test_a_picture_that_comes_back_is_not_encoded_again(model, picture):
+def test_a_repeated_image_is_not_encoded_again(model, picture):
     vision = encoder(model)
     assert vision.encode(picture("red")) is vision.encode(picture("red"))
 
 
-def test_the_cache_never_exceeds_its_bytes_and_forgets_the_oldest_use_first(model, picture):
+def test_the_feature_cache_never_exceeds_its_bytes_and_evicts_the_least_recently_used(model, picture):
     size = encoder(model).encode(picture("red")).nbytes
     vision = encoder(model, max_bytes=2 * size)
     first = vision.encode(picture("red"))

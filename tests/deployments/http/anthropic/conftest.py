@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.chat import ChatRequest
 from deployments.http.anthropic.messages_wire import parse_messages
 from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.protocol import ChatRequest
 
 RULES = ReadingRules("org/demo", frozenset({"image"}))
 USER = {"role": "user", "content": "Hi"}

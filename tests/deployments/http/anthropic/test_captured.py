@@ -47,7 +47,7 @@ def read(captured: dict[str, Any]) -> ParsedRequest:
     return read_request(json.dumps({**captured["body"], "model": RULES.model_name}).encode(), dialect, RULES)
 
 
-def test_every_request_is_accepted_or_refused_by_a_rule():
+def test_captured_requests_are_accepted_or_refused_by_the_expected_field():
     refused = Counter()
     for one in captured():
         try:
@@ -82,7 +82,7 @@ def without_refused(captured: dict[str, Any]) -> dict[str, Any]:
     return {**captured, "body": body}
 
 
-def test_claude_codes_tools_that_a_search_has_found_stay_behind_the_front():
+def test_tools_found_by_claude_codes_search_are_shown_in_the_last_message_and_stay_deferred():
     [found] = [one for one in captured() if (one["case"], one["n"]) == ("claude_toolsearch", 2)]
     request = read(found).request
     assert [tool.name for tool in request.tools if tool.is_deferred] == ["NotebookEdit", "WebFetch"]

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from deployments.chat import Route
 from deployments.http.anthropic.conversation import definition_text
 from deployments.http.anthropic.signature import signature_of
+from deployments.protocol import Route
 from engine.protocol import InvalidRequest
 from tests.deployments.http.anthropic.conftest import RULES, USER, parsed, request_of, tool
 
@@ -55,13 +55,13 @@ def test_blocks_are_joined_with_a_blank_line():
     assert messages == [{"role": "system", "content": "S1\n\nS2"}, {"role": "user", "content": "a\n\nb"}]
 
 
-def test_the_billing_line_leaves_no_trace():
+def test_billing_line_is_dropped_from_the_system_prompt():
     assert messages_of(system=[text(BILLING), text("S1"), text("S2")]) == messages_of(system=[text("S1"), text("S2")])
     assert messages_of(system=BILLING) == messages_of()
     assert messages_of(system="") == messages_of(system=[]) == messages_of()
 
 
-def test_pictures_stand_where_they_were_sent():
+def test_images_keep_their_position_among_the_text_blocks():
     parsed_request = parsed(messages=[user(text("a"), text("b"), PNG, text("c"))])
     [message] = parsed_request.request.messages
     assert message["content"] == [text("a\n\nb"), PART, text("c")]
@@ -71,7 +71,7 @@ def test_pictures_stand_where_they_were_sent():
     assert message["content"] == [{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}]
 
 
-def test_a_picture_is_refused_by_a_model_that_sees_none():
+def test_image_is_refused_by_path_when_the_model_reads_only_text():
     blind = replace(RULES, media_kinds=frozenset())
     for content, path in ((PNG, "messages.0.content.1"), (result([text("x"), PNG]), "messages.0.content.1.content.1")):
         with pytest.raises(InvalidRequest) as refused:
@@ -80,7 +80,7 @@ def test_a_picture_is_refused_by_a_model_that_sees_none():
         assert refused.value.message.startswith(f"{path}: ")
 
 
-def test_calls_and_thoughts_of_the_assistant():
+def test_assistant_turn_keeps_its_thinking_text_and_tool_calls():
     thought = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
     [_, said, _] = messages_of(USER, assistant(thought, text("I look."), use(b=1, a={"é": 2})), user(result("r")))
     assert said == {
@@ -150,12 +150,12 @@ def test_the_model_sees_that_a_tool_failed(content, shown):
 
 
 @pytest.mark.parametrize("is_error", [False, None])
-def test_a_result_that_is_no_error_has_no_mark(is_error):
+def test_tool_result_without_error_has_no_error_mark(is_error):
     [_, _, told] = messages_of(USER, assistant(use()), user(result("fine", is_error=is_error)))
     assert told["content"] == "fine"
 
 
-def test_a_result_may_be_empty():
+def test_tool_result_without_content_is_an_empty_tool_message():
     [_, _, told] = messages_of(USER, assistant(use()), user({"type": "tool_result", "tool_use_id": "toolu_1"}))
     assert told == {"role": "tool", "tool_call_id": "toolu_1", "content": ""}
 
@@ -195,7 +195,7 @@ def test_a_deferred_tool_cannot_be_called_before_a_message_refers_to_it():
     assert [(tool.name, tool.is_deferred) for tool in after.tools] == [("fetch", True), ("search", False)]
 
 
-def test_a_tool_reference_shows_the_definition_where_it_stands():
+def test_tool_reference_is_replaced_by_the_tool_definition_in_place():
     request = request_of(*FOUND, tools=[FETCH, SEARCH])
     shown = definition_text(request.tools[0])
     assert request.messages[2]["content"] == f"{shown}\n\nThat is all."
@@ -206,14 +206,14 @@ def test_a_tool_reference_shows_the_definition_where_it_stands():
     }
 
 
-def test_a_tool_that_is_found_changes_nothing_of_the_front():
+def test_tool_reference_leaves_earlier_messages_and_offered_tools_unchanged():
     before = request_of(*FOUND[:1], tools=[SEARCH, FETCH])
     after = request_of(*FOUND, tools=[FETCH, SEARCH])
     assert after.messages[: len(before.messages)] == before.messages
     assert tuple(tool for tool in after.tools if not tool.is_deferred) == before.tools
 
 
-def test_a_reference_to_a_tool_that_is_not_there_is_refused():
+def test_tool_reference_to_an_undefined_tool_is_refused_by_path():
     with pytest.raises(InvalidRequest, match='Tool reference "fetch" not found') as refused:
         request_of(*FOUND, tools=[SEARCH])
     assert refused.value.field == "messages.2.content.0.content.0.tool_name"
@@ -229,7 +229,7 @@ def test_a_final_message_of_the_assistant_is_continued():
     assert request.thinking is not None and request.thinking.mode == "off"
 
 
-def test_a_final_message_without_text_is_no_beginning():
+def test_final_assistant_message_without_text_is_not_continued():
     request = request_of(USER, {"role": "assistant", "content": ""})
     assert not request.continue_final_message
     assert request == request_of(USER)
@@ -254,6 +254,6 @@ def test_a_final_message_that_cannot_be_continued_is_refused_by_its_path(last, f
     assert refused.value.field == "messages.1"
 
 
-def test_messages_that_say_nothing_at_all_are_refused():
+def test_messages_without_any_content_are_refused():
     with pytest.raises(InvalidRequest, match=r"messages: at least one"):
         request_of({"role": "assistant", "content": []})

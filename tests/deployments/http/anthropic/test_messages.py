@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from deployments.chat import Route, TextDelta
-from deployments.http.door import IGNORED_HEADER
+from deployments.http.context import IGNORED_HEADER
+from deployments.protocol import Route, TextDelta
 from engine.protocol import (
     ContextLengthExceeded,
     EngineFailed,
@@ -26,7 +26,7 @@ def error_of(response, status=400):
     return answered["error"]
 
 
-def test_an_answer_with_its_request_id(create, backend):
+def test_answer_carries_the_request_id_of_the_client_in_a_header(create, backend):
     response = create(headers={"x-request-id": "req-1", "anthropic-beta": "a,b"}, foo=1)
     assert response.status_code == 200
     message = response.json()
@@ -38,7 +38,7 @@ def test_an_answer_with_its_request_id(create, backend):
     assert (request.request_id, request.max_tokens, route) == (message["id"], 100, Route.TEXT)
 
 
-def test_a_stream(create):
+def test_stream_has_the_event_types_of_the_messages_api_in_order(create):
     response = create("/v1/messages?beta=true", stream=True)
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["request-id"]
@@ -66,13 +66,13 @@ def test_a_stream_that_fails_ends_with_an_error_event(create, backend):
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_versions_of_the_api(create, backend, path):
+def test_known_api_versions_are_accepted_and_an_unknown_version_is_refused(create, backend, path):
     for version in ("2023-06-01", "2026-10-21"):
         assert create(path, headers={"anthropic-version": version}, temperature=1).status_code == 200
     backend.requests.clear()
     error = error_of(create(path, headers={"anthropic-version": "2024-01-01"}))
     assert error["type"] == "invalid_request_error"
-    assert error["message"].startswith('anthropic-version: "2024-01-01" is not a known version')
+    assert error["message"].startswith('anthropic-version: "2024-01-01" is not supported')
     assert backend.requests == []
 
 
@@ -118,11 +118,13 @@ def test_versions_of_the_api(create, backend, path):
         ),
         (Overloaded("256 requests are waiting.", 1.2), 429, "rate_limit_error", "256 requests are waiting."),
         (Unavailable("The engine was lost.", 1.2), 503, "overloaded_error", "The engine was lost."),
-        (EngineFailed("0x7f42"), 500, "api_error", "The engine failed while it worked on request req-1."),
+        (EngineFailed("0x7f42"), 500, "api_error", "The engine failed while processing request req-1."),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors_speak_the_phrases_of_the_dialect(create, backend, error, status, type, message, stream):
+def test_errors_before_the_first_token_have_anthropic_types_and_messages(
+    create, backend, error, status, type, message, stream
+):
     backend.start_script = [error]
     response = create(stream=stream, headers={"x-request-id": "req-1"})
     assert error_of(response, status) == {"type": type, "message": message}
@@ -137,7 +139,7 @@ def test_errors_speak_the_phrases_of_the_dialect(create, backend, error, status,
     ],
 )
 @pytest.mark.parametrize("route", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_an_image_that_cannot_be_read_is_named_by_its_place_in_the_body(create, backend, place, path, route):
+def test_unreadable_image_is_named_by_its_path_in_the_body(create, backend, place, path, route):
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
     messages = [
         {"role": "user", "content": "Hi"},
@@ -164,10 +166,10 @@ def test_a_body_that_is_no_json_is_refused_in_the_dialect(send):
     assert error_of(send("POST", "/v1/messages", content=b"{"))["type"] == "invalid_request_error"
 
 
-def test_half_a_surrogate_pair_is_named_with_dots(send):
+def test_half_a_surrogate_pair_is_refused_by_its_dotted_path(send):
     content = b'{"model": "org/demo", "max_tokens": 1, "messages": [{"role": "user", "content": "\\ud800"}]}'
     error = error_of(send("POST", "/v1/messages", content=content))
-    assert error["message"].startswith("`messages.0.content` holds half of a surrogate pair")
+    assert error["message"].startswith("`messages.0.content` contains an unpaired surrogate")
 
 
 def test_a_large_body_is_read_in_a_process(create, backend):
@@ -180,7 +182,7 @@ def test_a_large_body_is_read_in_a_process(create, backend):
 # count_tokens
 
 
-def test_tokens_are_counted(send, backend):
+def test_token_count_request_returns_the_number_of_input_tokens(send, backend):
     sent = {name: value for name, value in body(tools=[tool()], foo=1).items() if name != "max_tokens"}
     response = send("POST", "/v1/messages/count_tokens?beta=true", json=sent)
     assert response.json() == {"input_tokens": 11}
@@ -191,7 +193,7 @@ def test_tokens_are_counted(send, backend):
     assert backend.in_flight.status()["num_in_flight"] == 0
 
 
-def test_a_count_is_refused_by_the_same_rules(create, backend):
+def test_token_count_request_is_refused_by_the_rules_of_a_message_request(create, backend):
     error = error_of(create("/v1/messages/count_tokens", safeguards=[{"type": "dangerous_tool_use"}]))
     assert error["message"].startswith("safeguards: Extra inputs are not permitted")
     backend.unready = "The engine is being loaded."
@@ -221,7 +223,7 @@ def test_a_message_is_cancelled_by_its_request_id(connect, send, backend, make_a
     assert (last["type"], last["error"]["message"][:11]) == ("error", "The request")
 
 
-def test_a_message_that_is_not_there_cannot_be_cancelled(send):
+def test_cancelling_an_unknown_message_is_a_404(send):
     error = error_of(send("POST", "/v1/messages/msg_1/cancel"), 404)
     assert error["type"] == "not_found_error"
     assert '"msg_1"' in error["message"]

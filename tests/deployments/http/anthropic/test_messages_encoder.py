@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.chat import SpecPrefillReport, TextDelta, ToolCall
 from deployments.http.answer import Answer
 from deployments.http.anthropic.messages_encoder import MessagesEncoder
 from deployments.http.anthropic.messages_wire import MessagesEcho
 from deployments.http.anthropic.signature import omitted_thought
 from deployments.http.errors import Failure
+from deployments.protocol import SpecPrefillReport, TextDelta, ToolCall
 from tests.deployments.http.anthropic.conftest import events
 from tests.deployments.http.conftest import FakeGeneration
 
@@ -124,7 +124,7 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"type": "content_block_delta", "index": index, "delta": delta}
 
 
-def test_a_whole_answer():
+def test_whole_answer_is_a_message_with_text_stop_reason_and_usage():
     message = whole(TextDelta("Hel", 1), TextDelta("lo", 2, "stop"))
     assert message == {
         **HEAD,
@@ -150,12 +150,12 @@ def test_a_whole_answer():
         (TextDelta("", 1, "tool_calls", tool_calls=(CALL,)), False, "tool_use", None),
     ],
 )
-def test_why_an_answer_ends(delta, context_limited, reason, sequence):
+def test_stop_reason_and_stop_sequence_tell_how_the_answer_ended(delta, context_limited, reason, sequence):
     message = whole(delta, context_limited=context_limited)
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
 
 
-def test_a_thought_that_the_client_does_not_want_is_in_the_signature_alone():
+def test_omitted_thinking_is_sent_only_in_its_signature():
     deltas = TextDelta("", 1, reasoning="Hm, "), TextDelta("", 1, reasoning="ü."), TextDelta("Yes.", 1, "stop")
     stream = streamed(*deltas, omits=True)
     assert "thinking_delta" not in [event.get("delta", {}).get("type") for event in stream]
@@ -165,7 +165,7 @@ def test_a_thought_that_the_client_does_not_want_is_in_the_signature_alone():
     assert omitted_thought(message["content"][0]["signature"]) == "Hm, ü."
 
 
-def test_an_answer_of_nothing_has_no_blocks():
+def test_empty_answer_has_no_content_blocks():
     assert whole(TextDelta("", 1, "stop"))["content"] == assembled(streamed(TextDelta("", 1, "stop")))["content"] == []
 
 
@@ -174,7 +174,7 @@ def test_tokens_of_the_thought_are_reported():
     assert whole(*deltas)["usage"]["output_tokens_details"] == {"thinking_tokens": 3}
 
 
-def test_a_sparse_prompt_is_reported():
+def test_usage_reports_the_sparse_prefill():
     answer = answer_of(TextDelta("a", 1, "stop"))
     answer.spec_prefill = SpecPrefillReport(4, 0.5)
     usage = encoder().body(answer)["usage"]

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from deployments.chat import Thinking, Tool, ToolChoice
 from deployments.http.anthropic.block_wire import MAX_BLOCKS
 from deployments.http.anthropic.messages_wire import (
     MAX_TOOLS,
@@ -17,6 +16,7 @@ from deployments.http.anthropic.messages_wire import (
 )
 from deployments.http.anthropic.phrases import NOT_PERMITTED, ThreadsUnsupported
 from deployments.http.errors import ModelNotFound
+from deployments.protocol import Thinking, Tool, ToolChoice
 from engine.protocol import GrammarSpec, InvalidRequest
 from tests.deployments.http.anthropic.conftest import RULES, USER, body, parsed, request_of, tool
 
@@ -50,7 +50,7 @@ TEXT = json.dumps(SCHEMA, ensure_ascii=False)
         ),
     ],
 )
-def test_a_field_that_is_honoured(fields, name, value):
+def test_honoured_field_reaches_the_request(fields, name, value):
     assert getattr(request_of(**fields), name) == value
 
 
@@ -82,12 +82,12 @@ def test_a_field_that_is_honoured(fields, name, value):
         ),
     ],
 )
-def test_thinking_and_effort(fields, thinking):
+def test_thinking_config_and_effort_become_the_thinking_of_the_request(fields, thinking):
     assert request_of(**fields).thinking == thinking
 
 
 @pytest.mark.parametrize(("display", "omits"), [("omitted", True), ("summarized", False), ("updates", False)])
-def test_the_display_of_thinking(display, omits):
+def test_display_of_thinking_decides_whether_its_text_is_omitted(display, omits):
     assert parsed(thinking={"type": "adaptive", "display": display}).echo == MessagesEcho(omits, ())
 
 
@@ -102,12 +102,12 @@ def test_the_display_of_thinking(display, omits):
         ({"type": "tool", "name": "b", "disable_parallel_tool_use": True}, ToolChoice("required", ("b",)), False),
     ],
 )
-def test_the_choice_of_tools(choice, means, is_parallel):
+def test_tool_choice_becomes_canonical_with_its_parallelism(choice, means, is_parallel):
     request = request_of(tools=[tool("a"), tool("b")], tool_choice=choice)
     assert (request.tool_choice, request.parallel_tool_calls) == (means, is_parallel)
 
 
-def test_tools_in_their_order():
+def test_tools_keep_their_order_and_their_examples():
     examples = [{"q": "x"}]
     request = request_of(
         tools=[
@@ -140,7 +140,7 @@ KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
         ),
     ],
 )
-def test_a_value_that_asks_for_nothing_changes_nothing(fields):
+def test_no_op_field_values_leave_the_request_unchanged(fields):
     found = parsed(**fields)
     assert found == parsed()
     assert found.ignored == ()
@@ -166,7 +166,7 @@ def test_a_value_that_asks_for_nothing_changes_nothing(fields):
         ("workspace_id", "w"),
     ],
 )
-def test_a_field_that_cannot_be_honoured_is_refused_in_the_phrase_that_clients_know(name, value):
+def test_unsupported_field_is_refused_with_the_phrase_of_the_anthropic_api(name, value):
     with pytest.raises(InvalidRequest) as refused:
         parsed(**{name: value})
     assert refused.value.field == name
@@ -174,7 +174,7 @@ def test_a_field_that_cannot_be_honoured_is_refused_in_the_phrase_that_clients_k
 
 
 @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
-def test_a_thread_is_refused_with_the_code_that_sdks_know(thread):
+def test_thread_is_refused_with_the_error_code_of_the_anthropic_api(thread):
     with pytest.raises(ThreadsUnsupported) as refused:
         parsed(thread=thread)
     assert refused.value.details == {"error_code": "thread_unsupported_request", "unsupported": ["threads"]}
@@ -246,7 +246,7 @@ WRONG = [
     ({"tools": [tool(input_schema={"type": "array"})]}, "tools.0.input_schema.type", "'object'"),
     ({"tools": [tool(allowed_callers=["code_execution_20260120"])]}, "tools.0.allowed_callers.0", "'direct'"),
     ({"tools": [tool(str(i)) for i in range(MAX_TOOLS + 1)]}, "tools", "1024"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice.type", "needs a tool"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice.type", "requires at least one callable tool"),
     ({"tools": [tool()], "tool_choice": {"type": "tool"}}, "tool_choice.name", "Field required"),
     ({"tools": [tool()], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name", '"g" not found'),
     (
@@ -274,13 +274,13 @@ def test_a_wrong_value_is_named_by_its_path_with_dots(fields, path, said):
     assert said in refused.value.message
 
 
-def test_two_formats_are_refused():
+def test_output_format_given_twice_is_refused():
     form = {"type": "json_schema", "schema": SCHEMA}
     with pytest.raises(InvalidRequest, match=r"^output_format: "):
         parsed(output_format=form, output_config={"format": form})
 
 
-def test_too_many_wrong_fields_name_none():
+def test_error_about_too_many_wrong_fields_names_no_field():
     with pytest.raises(InvalidRequest, match="too many to name one"):
         parsed(output_config={f"f{i}": 1 for i in range(2000)})
 
@@ -293,7 +293,7 @@ def test_an_unknown_field_is_ignored_and_reported_or_refused():
         parsed(replace(RULES, unknown_fields="refuse"), foo=1)
 
 
-def test_another_model_is_not_found():
+def test_unknown_model_is_not_found_and_an_alias_is_accepted():
     with pytest.raises(ModelNotFound):
         parsed(model="claude-opus")
     assert parsed(replace(RULES, aliases=frozenset({"claude-opus"})), model="claude-opus").request.max_tokens == 100
@@ -307,6 +307,6 @@ def test_a_count_needs_no_max_tokens_and_reads_the_same_prompt():
     assert counted == replace(parse_messages(whole, RULES).request, max_tokens=None)
 
 
-def test_what_is_read_can_cross_a_process_wall():
+def test_parsed_request_survives_pickling():
     found = parsed(tools=[tool()], thinking={"type": "adaptive", "display": "omitted"}, foo=1)
     assert pickle.loads(pickle.dumps(found)) == found  # noqa: S301

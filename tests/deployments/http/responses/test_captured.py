@@ -34,7 +34,7 @@ def named(request: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("request_", CAPTURED, ids=named)
-def test_a_captured_body_is_accepted_or_refused_by_the_field_we_mean(request_):
+def test_captured_body_is_accepted_or_refused_by_the_expected_field(request_):
     field = REFUSED.get(request_["case"])
     if field is None:
         parsed = read(request_)
@@ -60,11 +60,11 @@ def conversations() -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("first", "second"), conversations(), ids=lambda request: named(request))
-def test_the_turns_of_a_conversation_share_their_front(first, second):
+def test_later_turn_of_a_conversation_begins_with_the_earlier_messages(first, second):
     earlier, later = read(first).request, read(second).request
     assert tuple(later.messages[: len(earlier.messages)]) == tuple(earlier.messages)
     assert earlier.tools == later.tools
 
 
-def test_the_captures_hold_conversations():
+def test_captures_contain_at_least_five_conversations():
     assert len(conversations()) >= 5

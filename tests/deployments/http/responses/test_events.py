@@ -12,11 +12,11 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from deployments.chat import TextDelta, ToolCall
 from deployments.http.answer import Answer
 from deployments.http.errors import Failure
 from deployments.http.responses.encoder import ResponsesEncoder
 from deployments.http.responses.sealed import Unsealer
+from deployments.protocol import TextDelta, ToolCall
 from engine.protocol import ContextLengthExceeded, EngineFailed, Overloaded
 from tests.deployments.http.conftest import FakeGeneration
 from tests.deployments.http.responses.conftest import events_of, parse
@@ -75,7 +75,7 @@ TEXT = ["output_item.added", "content_part.added", "output_text.delta"]
 TEXT_END = ["output_text.done", "content_part.done", "output_item.done"]
 
 
-def test_a_text_comes_in_the_order_of_the_api():
+def test_events_of_a_text_answer_come_in_the_order_of_the_api():
     events = stream_of([TextDelta("Hel", 1), TextDelta("", 1), whole("lo")])
     assert types(events) == [*BEGIN, *TEXT, "output_text.delta", *TEXT_END, "completed"]
     assert [event.get("delta") for event in events if "delta" in event] == ["Hel", "lo"]
@@ -126,7 +126,7 @@ def test_thought_text_and_calls_are_items_of_their_own():
     assert "namespace" not in done[3]
 
 
-def test_a_thought_is_the_summary_where_one_was_asked_for():
+def test_reasoning_is_sent_as_a_summary_when_a_summary_is_requested():
     events = stream_of([TextDelta("", 1, reasoning="hm"), whole("a")], reasoning={"summary": "auto"})
     assert types(events)[2:8] == [
         "output_item.added",
@@ -141,7 +141,7 @@ def test_a_thought_is_the_summary_where_one_was_asked_for():
     assert "content" not in item
 
 
-def test_a_thought_is_sealed_where_that_was_asked_for():
+def test_reasoning_has_encrypted_content_only_when_it_is_requested():
     item = body_of([whole("a", reasoning="hm")], include=["reasoning.encrypted_content"])["output"][0]
     assert Unsealer().open(item["encrypted_content"]) == "hm"
     assert "encrypted_content" not in body_of([whole("a", reasoning="hm")])["output"][0]
@@ -226,7 +226,7 @@ def test_the_response_repeats_the_settings_of_its_request():
     assert (body["truncation"], body["service_tier"], body["background"]) == ("disabled", "default", False)
 
 
-def test_a_failure_is_told_in_both_forms():
+def test_failure_is_sent_as_a_failed_response_and_as_an_error_event():
     failure = Failure(429, "Full.", "rate_limit_error", None, "overloaded", 4)
     writer = encoder()
     text = writer.opening() + writer.encode(TextDelta("Hel", 1)) + writer.failed(failure)
@@ -248,7 +248,7 @@ def test_a_failure_before_the_first_token_begins_the_response():
     assert events[-1]["code"] == "server_error"
 
 
-def test_a_stream_over_http_has_the_events(respond):
+def test_streamed_response_over_http_has_the_events_in_order(respond):
     response = respond(stream=True)
     assert response.headers["content-type"].startswith("text/event-stream")
     events = events_of(response.text)
@@ -262,7 +262,7 @@ def test_a_stream_that_fails_ends_with_the_error(respond, backend):
     assert "boom" not in events[-1]["message"]
 
 
-def test_errors_before_the_first_token_are_responses(respond, backend):
+def test_errors_before_the_first_token_have_their_http_status_and_error_code(respond, backend):
     backend.start_script = [Overloaded("Full.", 2.0)]
     response: httpx.Response = respond(stream=True)
     assert (response.status_code, response.headers["retry-after"]) == (429, "2")

@@ -4,9 +4,9 @@ import pickle
 
 import pytest
 
-from deployments.chat import Thinking, ToolChoice
 from deployments.http.errors import ModelNotFound
 from deployments.http.request_reader import ReadingRules, read_request
+from deployments.protocol import Thinking, ToolChoice
 from engine.protocol import GrammarSpec, InvalidRequest
 from tests.deployments.http.responses.conftest import RULES, parse
 
@@ -73,7 +73,7 @@ def test_an_honoured_field_reaches_the_request(fields, expected):
         *({name: None} for name in ("background", "conversation", "prompt", "tools", "tool_choice", "text", "include")),
     ],
 )
-def test_a_field_that_asks_for_nothing_is_accepted(fields):
+def test_no_op_field_value_is_accepted_and_not_reported(fields):
     assert parse(**fields).ignored == ()
 
 
@@ -115,14 +115,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "field"), REFUSED)
-def test_what_cannot_be_honoured_is_refused_by_name(fields, field):
+def test_unsupported_field_is_refused_by_name(fields, field):
     with pytest.raises(InvalidRequest) as refused:
         parse(**fields)
     assert refused.value.field == field
     assert f"`{field}`" in refused.value.message
 
 
-def test_another_model_is_not_found():
+def test_unknown_model_is_not_found_and_an_alias_is_accepted():
     with pytest.raises(ModelNotFound):
         parse(model="gpt-5.5")
     assert parse(ReadingRules("org/demo", frozenset(), aliases=frozenset({"gpt-5.5"})), model="gpt-5.5")
@@ -134,12 +134,12 @@ def test_unknown_fields_are_reported_or_refused_as_configured():
         parse(ReadingRules("org/demo", frozenset(), unknown_fields="refuse"), keep_alive=1)
 
 
-def test_a_request_crosses_a_process_wall():
+def test_echo_of_a_packed_request_survives_pickling():
     body = b'{"model": "org/demo", "input": "Hi", "tools": [{"type": "function", "name": "f"}], "metadata": {"a": "b"}}'
     parsed = read_request(body, "responses", RULES)
     assert pickle.loads(pickle.dumps(parsed.packed())).echo == parsed.echo  # noqa: S301 we made it
 
 
-def test_a_response_that_is_not_stored_keeps_no_items():
+def test_response_with_store_false_keeps_no_items():
     assert parse(store=False).echo.items == b"[]"
     assert b"Hi" in parse().echo.items

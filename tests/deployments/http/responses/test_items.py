@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.chat import Route
 from deployments.http.request_reader import ReadingRules
 from deployments.http.responses.sealed import MAX_SEALED_BYTES, seal
+from deployments.protocol import Route
 from engine.protocol import InvalidRequest
 from tests.deployments.http.responses.conftest import messages_for, parse
 
@@ -134,11 +134,11 @@ def test_an_output_may_hold_images():
         ({"encrypted_content": "gAAAAA", "summary": [{"text": "s"}]}, "s"),
     ],
 )
-def test_a_thought_is_read_from_what_the_item_holds(fields, thought):
+def test_reasoning_is_read_from_content_before_encrypted_content_and_summary(fields, thought):
     assert messages_for(USER, reasoning(**fields), CALL)[1]["reasoning_content"] == thought
 
 
-def test_sealed_text_of_another_server_says_nothing():
+def test_encrypted_reasoning_of_another_server_is_dropped():
     assert messages_for(USER, reasoning(encrypted_content="gAAAAA"), USER) == [{"role": "user", "content": "Hi\n\nHi"}]
 
 
@@ -150,7 +150,7 @@ def test_a_sealed_thought_comes_back_as_it_was(text):
 
 @pytest.mark.parametrize("sealed", ["orchard1.", "orchard1.!", "orchard1.AAAA", seal("a")[:-6], seal("\ud7ff")[:-9]])
 def test_a_broken_sealed_thought_is_refused(sealed):
-    with pytest.raises(InvalidRequest, match=r"`input\[0\]\.encrypted_content` is .* as the server has sent it"):
+    with pytest.raises(InvalidRequest, match=r"`input\[0\]\.encrypted_content` is .* must be sent back unchanged"):
         messages_for(reasoning(encrypted_content=sealed))
 
 
@@ -188,7 +188,7 @@ BAD_ITEMS = [
 
 
 @pytest.mark.parametrize(("item", "field", "named"), BAD_ITEMS)
-def test_an_item_that_means_nothing_here_is_refused_by_its_path(item, field, named):
+def test_unsupported_item_is_refused_by_its_path(item, field, named):
     with pytest.raises(InvalidRequest) as refused:
         messages_for(item)
     assert refused.value.field == field
@@ -204,18 +204,18 @@ def test_an_item_that_means_nothing_here_is_refused_by_its_path(item, field, nam
     ],
 )
 def test_a_model_of_text_refuses_images(item, path):
-    with pytest.raises(InvalidRequest, match="reads only: text") as refused:
+    with pytest.raises(InvalidRequest, match="accepts only: text") as refused:
         parse(ReadingRules("org/demo", frozenset()), input=[item])
     assert refused.value.field == path
 
 
-def test_an_empty_list_is_no_request():
+def test_empty_input_list_is_refused():
     with pytest.raises(InvalidRequest) as refused:
         messages_for()
     assert refused.value.field == "input"
 
 
-def test_a_late_system_item_follows_the_policy():
+def test_late_developer_item_follows_the_system_policy():
     items = [USER, {"role": "developer", "content": "D"}]
     inline = parse(ReadingRules("org/demo", frozenset(), system_policy="inline"), input=items)
     assert inline.request.messages == ({"role": "user", "content": "Hi\n\n[system] D"},)
@@ -224,7 +224,7 @@ def test_a_late_system_item_follows_the_policy():
     assert refused.value.field == "input"
 
 
-def test_a_reference_leaves_the_conversation_open():
+def test_item_reference_marks_the_conversation_as_open():
     for item in [{"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}]:
         parsed = parse(input=[item])
         assert parsed.echo.is_open

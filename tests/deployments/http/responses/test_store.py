@@ -24,7 +24,7 @@ def kept(store: ResponseStore, *ids: str) -> list[str]:
     return [id for id in ids if store.get("", id) is not None]
 
 
-def test_the_one_not_used_for_longest_makes_way_by_number():
+def test_least_recently_used_response_is_evicted_beyond_the_maximum_number():
     small = store(max_responses=2)
     small.add(stored("a"))
     small.add(stored("b"))
@@ -33,7 +33,7 @@ def test_the_one_not_used_for_longest_makes_way_by_number():
     assert kept(small, "a", "b", "c") == ["a", "c"]
 
 
-def test_the_one_not_used_for_longest_makes_way_by_bytes():
+def test_least_recently_used_response_is_evicted_beyond_the_maximum_bytes():
     small = store(max_bytes=5000)
     for id in "abc":
         small.add(stored(id, turn(2000)))
@@ -80,7 +80,7 @@ def test_a_response_of_another_owner_does_not_exist():
     assert owned.get("one", "a") is not None
 
 
-def test_a_stored_response_names_its_items():
+def test_items_of_a_stored_response_have_ids():
     items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
     body = {"output": [{"type": "message", "id": "msg_out"}]}
     id = "resp_" + "a" * 32

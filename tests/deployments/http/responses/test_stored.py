@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response, ResponseItem
 from pydantic import TypeAdapter
 
-from deployments.chat import Route, TextDelta, ToolCall
+from deployments.protocol import Route, TextDelta, ToolCall
 from tests.deployments.http.conftest import Connection
 from tests.deployments.http.responses.conftest import events_of
 
@@ -50,7 +50,7 @@ def test_a_conversation_goes_on_from_a_stored_response(app, respond, backend):
     assert [message["content"] for message in messages_of(backend)] == ["Hi", "Hello", "Or?"]
 
 
-def test_a_conversation_that_goes_on_is_the_same_as_one_that_is_sent_again(app, respond, backend):
+def test_continued_conversation_reaches_the_engine_like_a_resent_conversation(app, respond, backend):
     tools = [{"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "wait"}]}]
     call = ToolCall("call_1", "agents.wait", "{}")
     backend.script = [
@@ -74,7 +74,7 @@ def test_a_streamed_response_is_stored_like_a_whole_one(app, respond, send):
     assert send("GET", f"/v1/responses/{response['id']}", app=app).json() == response
 
 
-def test_a_large_conversation_goes_on(app, respond, backend):
+def test_large_conversation_goes_on_from_a_stored_response(app, respond, backend):
     text = "word " * 40_000
     first = respond(app, input=text).json()
     assert respond(app, input="And?", previous_response_id=first["id"]).status_code == 200
@@ -103,7 +103,7 @@ def test_a_response_that_was_not_to_be_stored_is_not_found(app, respond, send):
         assert_not_found(send("GET", f"/v1/responses/{response['id']}", app=app), response["id"])
 
 
-def test_a_server_without_a_store_says_so_in_the_response(make_app, respond, send):
+def test_response_of_a_server_without_a_store_has_store_false(make_app, respond, send):
     app = make_app(stored_responses_max=0)
     response = respond(app).json()
     assert response["store"] is False
@@ -122,7 +122,7 @@ def test_references_stand_for_stored_items(app, respond, send, backend):
     assert [message["content"] for message in messages_of(backend)] == ["Hi", "Hello", "?", "Hello", "!"]
 
 
-def test_references_cannot_multiply_what_is_stored(make_app, respond):
+def test_references_cannot_expand_an_input_beyond_the_body_limit(make_app, respond):
     app = make_app(max_body_bytes=20_000)
     first = respond(app, input="a" * 10_000).json()
     reference = {"type": "item_reference", "id": f"msg_{first['id'].removeprefix('resp_')}i0"}
@@ -188,14 +188,14 @@ def test_input_items_come_in_pages(app, respond, send):
     ("query", "param"),
     [("limit=0", "limit"), ("limit=101", "limit"), ("limit=x", "limit"), ("order=up", "order"), ("after=x", "after")],
 )
-def test_a_page_that_cannot_be_is_refused(app, respond, send, query, param):
+def test_invalid_page_parameter_is_refused_by_name(app, respond, send, query, param):
     id = respond(app).json()["id"]
     response = send("GET", f"/v1/responses/{id}/input_items?{query}", app=app)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("place", ["api_keys", "api_keys_file"])
-def test_the_key_of_a_response_is_its_owner(make_app, respond, send, tmp_path, place):
+def test_response_is_found_only_with_the_api_key_that_created_it(make_app, respond, send, tmp_path, place):
     hashes = {key: f"sha256:{hashlib.sha256(key.encode()).hexdigest()}" for key in ("one", "two")}
     file = tmp_path / "keys.json"
     file.touch(0o600)
@@ -267,7 +267,7 @@ def noting(send: Any, begun: asyncio.Event) -> Any:
     return send_and_note
 
 
-def test_a_response_of_another_node_is_cancelled_there(app, send, backend):
+def test_response_unknown_to_this_node_is_cancelled_through_the_backend(app, send, backend):
     asked = []
 
     async def cancel(id: str) -> bool:
@@ -287,7 +287,7 @@ def test_cancelling_a_complete_response_changes_nothing(app, respond, send):
     assert send("POST", f"/v1/responses/{response['id']}/cancel", app=app).json() == response
 
 
-def test_the_warm_up_of_codex_is_answered(respond, backend):
+def test_warm_up_request_of_codex_with_empty_input_is_answered(respond, backend):
     response = respond(input="", max_output_tokens=1)
     assert response.status_code == 200
     assert messages_of(backend) == [{"role": "user", "content": ""}]

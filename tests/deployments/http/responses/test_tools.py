@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.chat import Tool, ToolChoice
+from deployments.protocol import Tool, ToolChoice
 from engine.protocol import InvalidRequest
 from tests.deployments.http.responses.conftest import parse
 
@@ -12,7 +12,7 @@ AGENTS = {"type": "namespace", "name": "agents", "description": "", "tools": [{"
 SEARCH = {"type": "web_search", "external_web_access": True, "search_content_types": ["text"]}
 
 
-def test_functions_and_namespaces_are_offered_and_a_search_is_named():
+def test_functions_and_namespaces_are_offered_and_a_web_search_is_reported_as_ignored():
     parsed = parse(tools=[WEATHER, AGENTS, SEARCH])
     assert parsed.request.tools == (Tool("weather", "d", PARAMETERS, True), Tool("agents.wait"))
     assert parsed.echo.namespaces == (("agents.wait", "agents", "wait"),)
@@ -60,7 +60,7 @@ def test_a_tool_choice_is_honoured(sent, choice):
         ([WEATHER], 3),
     ],
 )
-def test_a_choice_that_cannot_be_kept_is_refused(tools, sent):
+def test_tool_choice_that_cannot_be_honoured_is_refused(tools, sent):
     with pytest.raises(InvalidRequest) as refused:
         parse(tools=tools, tool_choice=sent)
     assert refused.value.field == "tool_choice"

@@ -15,7 +15,7 @@ from engine.core.memory.budget import MemoryBudget, make_memory_budget
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import EngineFailed, EngineRequest, MemoryExceeded, SamplingParams
-from tests.engine.core.rows import Held
+from tests.engine.core.rows import EvictableBytes
 from tests.engine.driver import Driver
 from tests.engine.fakes import FakeRunner, answer
 
@@ -46,7 +46,7 @@ def rows(request: EngineRequest) -> list[Request]:
 def budget_of(
     limit_bytes: int = 100_000, reserve_tokens: int = 64, cached: int = 0, costs: MemoryCosts = COSTS
 ) -> MemoryBudget:
-    return MemoryBudget(costs, limit_bytes, reserve_tokens, Held(cached))
+    return MemoryBudget(costs, limit_bytes, reserve_tokens, EvictableBytes(cached))
 
 
 def driver(
@@ -63,7 +63,7 @@ def driver(
     return Driver(runner, EngineConfig.model_validate(limits | {"prefix_cache": cache} | config), clock)
 
 
-def test_a_row_is_paid_for_with_its_prompt_its_answer_and_what_a_step_needs():
+def test_a_reservation_covers_prompt_answer_and_intermediate_results_of_a_step():
     books = budget_of()
     [row] = rows(request("r", num_prompt=30, max_tokens=20))
     assert books.reserve([row]) == 0
@@ -89,17 +89,17 @@ def test_rows_that_decode_together_take_the_slots_of_the_longest():
     assert books.accounts.row_bytes == 2 * (48 * 10 + 100 + 50), "what only the longest has needed is free"
 
 
-def test_a_row_that_would_waste_more_than_the_weights_weigh_decodes_among_its_own():
+def test_a_row_whose_padding_would_exceed_the_weights_gets_its_own_decode_group():
     books = budget_of(costs=replace(COSTS, base_bytes=1000))
     together = [rows(request(name, n))[0] for name, n in (("a", 10), ("b", 20), ("long", 500))]
     for row in together:
         assert books.reserve([row]) == 0
         books.release_prefill(row)
-    a, b, long = (row.rectangle for row in together)
+    a, b, long = (row.decode_group for row in together)
     assert a == b != long
 
 
-def test_choices_pay_for_their_rows_and_for_the_prompt_that_they_are_made_of():
+def test_a_reservation_for_choices_covers_each_row_and_the_shared_prompt():
     books = budget_of()
     choices = rows(request("r", num_prompt=30, n=3))
     assert books.reserve(choices) == 0
@@ -108,14 +108,14 @@ def test_choices_pay_for_their_rows_and_for_the_prompt_that_they_are_made_of():
     assert books.accounts.prefill_bytes == 0
 
 
-def test_what_is_missing_is_told_and_nothing_is_reserved():
+def test_a_failed_reservation_returns_the_missing_bytes_and_reserves_nothing():
     books = budget_of(11_800)
     [first] = rows(request("a"))
     assert books.reserve([first]) == 0
     books.release_prefill(first)
     before = books.reserved_bytes
     [row] = rows(request("b"))
-    missing = books.missing([row])
+    missing = books.shortfall_bytes([row])
     assert missing > 0 and books.reserve([row]) == missing and books.reserved_bytes == before
     enough = budget_of(11_800 + missing)
     assert enough.reserve([first]) == 0
@@ -123,7 +123,7 @@ def test_what_is_missing_is_told_and_nothing_is_reserved():
     assert enough.reserve([row]) == 0
 
 
-def test_an_answer_that_is_longer_than_what_is_reserved_gets_more_as_it_grows():
+def test_the_reservation_of_a_long_answer_is_extended_as_it_grows():
     books = budget_of(reserve_tokens=16)
     [row] = rows(request("r", num_prompt=10, max_tokens=1000))
     assert books.reserve([row]) == 0
@@ -134,7 +134,7 @@ def test_an_answer_that_is_longer_than_what_is_reserved_gets_more_as_it_grows():
     assert not books.needs_more_slots(row) and books.accounts.row_bytes == 64 * 10 + 150
 
 
-def test_what_the_device_holds_beyond_the_books_counts_until_it_is_gone():
+def test_unaccounted_bytes_count_as_used_until_the_device_frees_them():
     books = budget_of()
     books.observe(10_000 + 777)
     assert books.unaccounted_bytes == 777 and books.free_bytes == 90_000 - 777
@@ -158,14 +158,14 @@ def chunk(books: MemoryBudget, start: int) -> int:
 
 def test_chunks_become_smaller_behind_long_prompts():
     books = budget_of(200_000, costs=replace(COSTS, pair_bytes=1.0))
-    starts, limit = (10, 100, 1000, 2800), 0.25 * books.for_requests
+    starts, limit = (10, 100, 1000, 2800), 0.25 * books.request_bytes
     sizes = [chunk(books, start) for start in starts]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 100 and sizes[-1] == 16
     for start, size in list(zip(starts, sizes, strict=True))[:3]:
         assert books.costs.chunk(size, start + size) <= limit < books.costs.chunk(size + 1, start + size + 1)
 
 
-def test_chunks_become_smaller_where_little_is_free():
+def test_chunks_become_smaller_where_little_memory_is_free():
     books = budget_of(100_000, costs=replace(COSTS, pair_bytes=1.0))
     alone = chunk(books, 100)
     books.observe(10_000 + 70_000)
@@ -212,11 +212,11 @@ def test_an_engine_whose_weights_leave_no_room_does_not_start_and_names_the_figu
     runner.costs, runner.memory_limit_bytes = COSTS, 10_500
     config = EngineConfig.model_validate({"memory": {"headroom_gb": 0}})
     with pytest.raises(EngineFailed, match=r"takes 10000 bytes.*the limit is 10500 bytes.*limit_gb.*headroom_gb"):
-        make_memory_budget(config, runner, Held())
+        make_memory_budget(config, runner, EvictableBytes())
 
 
 def test_the_accounts_add_up_to_the_limit():
-    books = MemoryBudget(COSTS, 100_000, 64, Held(snapshot_bytes=3000, image_bytes=500))
+    books = MemoryBudget(COSTS, 100_000, 64, EvictableBytes(snapshot_bytes=3000, image_bytes=500))
     for name, n in (("row", 1), ("choices", 3)):
         assert not books.reserve(rows(replace(request(name, num_prompt=40, max_tokens=20), num_choices=n)))
     books.observe(100_000 - books.free_bytes + 700)
@@ -230,24 +230,24 @@ def test_the_accounts_add_up_to_the_limit():
 def test_the_headroom_is_kept_free():
     runner = FakeRunner()
     runner.memory_limit_bytes = 2**30
-    assert make_memory_budget(EngineConfig(), runner, Held()).limit_bytes == 2**30 - 2**27
+    assert make_memory_budget(EngineConfig(), runner, EvictableBytes()).limit_bytes == 2**30 - 2**27
     config = EngineConfig.model_validate({"memory": {"limit_gb": 4, "headroom_gb": 1}})
-    assert make_memory_budget(config, runner, Held()).limit_bytes == 3 * 2**30
+    assert make_memory_budget(config, runner, EvictableBytes()).limit_bytes == 3 * 2**30
 
 
 def test_max_tokens_is_lowered_to_what_fits_and_a_prompt_that_never_fits_is_refused_with_both_numbers():
     core = driver(budget=14_000).core
     fits = request("fits")
-    assert core.fitted(fits) is fits
-    fitted = core.fitted(request("r", max_tokens=900))
+    assert core.clamp_max_tokens(fits) is fits
+    fitted = core.clamp_max_tokens(request("r", max_tokens=900))
     assert 100 < fitted.sampling.max_tokens < 400
     more = replace(fitted, sampling=SamplingParams(fitted.sampling.max_tokens + 16))
-    assert core.fitted(more).sampling.max_tokens < more.sampling.max_tokens
+    assert core.clamp_max_tokens(more).sampling.max_tokens < more.sampling.max_tokens
     with pytest.raises(MemoryExceeded, match=r"needs \d+ bytes .* 900 tokens in the prompt, 900 .* has 4000 bytes"):
-        core.fitted(request("r", num_prompt=900, max_tokens=900))
+        core.clamp_max_tokens(request("r", num_prompt=900, max_tokens=900))
 
 
-def test_all_answers_are_whole_in_a_memory_that_holds_a_few_of_them():
+def test_answers_are_complete_when_memory_holds_only_a_few_rows_at_a_time():
     """Rows outgrow what they have reserved, the youngest make room, and go on where they were."""
     tight, requests = driver(budget=14_000), [request(f"r{i}", 20 + i, 90) for i in range(6)]
     tokens = tight.run({0: requests})
@@ -256,14 +256,16 @@ def test_all_answers_are_whole_in_a_memory_that_holds_a_few_of_them():
     assert tight.core.budget.reserved_bytes == 0
 
 
-def test_random_storms_in_a_tight_memory_give_every_row_its_own_tokens():
+def test_random_arrivals_and_aborts_in_tight_memory_give_every_row_its_own_tokens():
     for seed in range(6):
         rng = random.Random(seed)
         tight = driver(budget=rng.randint(13_000, 18_000), max_running=6)
         requests = [
             request(f"r{i}", rng.randint(1, 120), rng.randint(1, 100), rng.choice([1, 1, 2])) for i in range(20)
         ]
-        requests = [r for r in requests if tight.core.budget.alone(tight.core.budget.need(rows(r), whole=True)) <= 3000]
+        requests = [
+            r for r in requests if tight.core.budget.min_bytes(tight.core.budget.need(rows(r), whole=True)) <= 3000
+        ]
         arrivals = {rng.randint(0, 60): [r] for r in requests}
         aborts = {rng.randint(0, 80): [r.request_id] for r in requests[::4]}
         tight.run(arrivals, aborts)
@@ -276,12 +278,12 @@ def test_random_storms_in_a_tight_memory_give_every_row_its_own_tokens():
         assert tight.core.budget.reserved_bytes == 0 and not tight.core.runner.rows  # type: ignore[attr-defined]
 
 
-def test_snapshots_leave_before_anybody_waits():
+def test_snapshots_are_evicted_before_a_request_waits_for_memory():
     cached = driver(budget=16_600, cache_gb=1.0)
     cached.run({0: [request("first", num_prompt=200, max_tokens=5)]})
     assert cached.core.prefix.cache.num_bytes > 0
     big = request("big", num_prompt=240, max_tokens=40)
-    assert cached.core.budget.missing(rows(big)) > 0
+    assert cached.core.budget.shortfall_bytes(rows(big)) > 0
     cached.core.add_request(replace(big, tenant="other"))
     cached.core.step()
     assert cached.core.scheduler.num_running == 1 and cached.core.prefix.cache.counters.num_evicted == 1
@@ -294,14 +296,14 @@ def test_a_snapshot_takes_no_memory_that_rows_have_reserved():
     assert cached.core.prefix.cache.num_bytes == 0 and cached.core.prefix.cache.counters.num_rejected == 1
 
 
-def test_smaller_requests_pass_one_whose_memory_is_not_free_but_not_for_ever():
+def test_small_requests_overtake_one_that_waits_for_memory_only_for_a_limited_time():
     now = [0.0]
     tight = driver(budget=13_700, clock=lambda: now[0], scheduler={"ageing_s": 10})
     tight.core.add_request(request("running", num_prompt=100, max_tokens=60))
     tight.core.step()
     for name, num_prompt in (("large", 120), ("small", 5)):
         tight.core.add_request(request(name, num_prompt, max_tokens=8))
-    assert tight.core.budget.missing(rows(request("large", 120, 8))) > 0
+    assert tight.core.budget.shortfall_bytes(rows(request("large", 120, 8))) > 0
     tight.core.step()
     assert tight.tokens["small"] and not tight.tokens["large"], "it passes"
     now[0] += 11
@@ -311,7 +313,7 @@ def test_smaller_requests_pass_one_whose_memory_is_not_free_but_not_for_ever():
     assert tight.run({0: []})["large"] == answer(request("large", 120, 8))
 
 
-def test_who_is_alone_does_not_wait_until_something_unknown_is_gone():
+def test_a_request_without_other_rows_does_not_wait_for_unaccounted_bytes():
     """It may stay for ever. Somebody else who comes waits for one of the two to go."""
     tight = driver(budget=14_000)
     tight.core.runner.active_bytes = 13_990  # type: ignore[misc]
@@ -326,11 +328,11 @@ def test_who_is_alone_does_not_wait_until_something_unknown_is_gone():
     assert tokens == {"first": answer(first), "second": answer(second)}
 
 
-def test_an_idle_engine_says_why_it_cannot_let_somebody_in():
-    """Who came by another door than `fitted`."""
+def test_an_idle_engine_refuses_a_request_that_never_fits_with_the_missing_bytes():
+    """A request that has not passed `EngineCore.clamp_max_tokens`."""
     tight = driver(budget=14_000)
     tight.core.add_request(request("r", max_tokens=900, num_prompt=900))
     tight.core.step()
     tight.core.step()
-    assert "bytes of memory are missing, of 14000 in all" in (tight.errors["r"] or "")
+    assert "more bytes of memory; the budget is 14000 bytes" in (tight.errors["r"] or "")
     assert tight.chunks["r"][-1].retry_after_s and not tight.core.has_work

@@ -46,7 +46,7 @@ def test_a_merge_moves_all_rows_of_the_smaller_group():
     grouping.merge(merge)
     [group] = grouping.groups.values()
     assert group.id == 1 and sorted(group.lengths) == [100, 120, 130] and group.num_slots == 180
-    assert all(row.rectangle == 1 for row in group.rows.values()) and grouping.of("0.0/0") is group
+    assert all(row.decode_group == 1 for row in group.rows.values()) and grouping.of("0.0/0") is group
     for row_id in list(group.rows):
         grouping.remove(row_id)
     assert not grouping.groups and not len(grouping)

@@ -9,7 +9,7 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
-from engine.core.prefix_cache.cache import Held
+from engine.core.prefix_cache.cache import SnapshotNode
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.snapshot_store.files import SnapshotFiles
@@ -22,9 +22,9 @@ GENERATION = [7, 8]
 
 
 class HoldingRunner(FakeRunner):
-    """Knows which row has the keys and values of which stretches: those of a row that it lets go of are lost.
+    """Knows which row has the keys and values of which segments: those of a row that it lets go of are lost.
 
-    breaks_at: by method, after how many of the stretches it raises. lacking: rows that cannot fill anything.
+    breaks_at: by method, after how many of the segments it raises. lacking: rows that cannot fill anything.
     """
 
     def __init__(self) -> None:
@@ -36,15 +36,15 @@ class HoldingRunner(FakeRunner):
     def restore(self, rows: Sequence[Request], snapshot: Any, lend: Sequence[Any] = ()) -> None:
         num_moved = self.breaks_at.pop("restore", None)
         super().restore(rows, snapshot, lend)
-        for stretch in lend:
-            assert stretch not in self.holder, "the keys and values are in one place"
-            self.holder[stretch] = rows[0].id
+        for segment in lend:
+            assert segment not in self.holder, "the keys and values are in one place"
+            self.holder[segment] = rows[0].id
         if num_moved is not None:
-            for stretch in lend[num_moved:]:
-                stretch.is_lent = False
-                del self.holder[stretch]
-            for stretch in lend[:num_moved]:
-                del self.holder[stretch]
+            for segment in lend[num_moved:]:
+                segment.is_lent = False
+                del self.holder[segment]
+            for segment in lend[:num_moved]:
+                del self.holder[segment]
             del self.prompts[rows[0].id]
             raise RuntimeError("restore failed half-way")
 
@@ -60,16 +60,16 @@ class HoldingRunner(FakeRunner):
             self.holder[taken.snapshot] = row_id
         return taken
 
-    def fill(self, row_id: str, stretches: Sequence[Any]) -> None:
-        num_filled = self.breaks_at.pop("fill", len(stretches))
-        self._called("fill", row_id, *(stretch.num_tokens for stretch in stretches))
-        assert [one.num_tokens for one in stretches] == sorted(one.num_tokens for one in stretches)
-        for stretch in stretches[:num_filled]:
-            assert stretch.is_lent, "no stretch is copied twice"
-            if self.holder.get(stretch) == row_id and row_id not in self.lacking:
-                stretch.is_lent = False
-                del self.holder[stretch]
-        if num_filled < len(stretches):
+    def fill(self, row_id: str, segments: Sequence[Any]) -> None:
+        num_filled = self.breaks_at.pop("fill", len(segments))
+        self._called("fill", row_id, *(segment.num_tokens for segment in segments))
+        assert [one.num_tokens for one in segments] == sorted(one.num_tokens for one in segments)
+        for segment in segments[:num_filled]:
+            assert segment.is_lent, "no segment is copied twice"
+            if self.holder.get(segment) == row_id and row_id not in self.lacking:
+                segment.is_lent = False
+                del self.holder[segment]
+        if num_filled < len(segments):
             raise RuntimeError("fill failed half-way")
 
     def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:
@@ -98,7 +98,7 @@ class HoldingRunner(FakeRunner):
         return row_id in self.rows or row_id in self.prompts
 
     def _lose(self) -> None:
-        self.holder = {stretch: row_id for stretch, row_id in self.holder.items() if self.has(row_id)}
+        self.holder = {segment: row_id for segment, row_id in self.holder.items() if self.has(row_id)}
 
 
 def request(name: str, *parts: Sequence[int], max_tokens: int = 40, **more: Any) -> EngineRequest:
@@ -155,26 +155,26 @@ class Engine(Driver):
     def cache(self) -> Any:
         return self.core.prefix.cache
 
-    def helds(self) -> list[Held]:
-        return [entry.held for entry in self.cache.entries() if entry.held is not None] + list(self.cache._loose)
+    def nodes(self) -> list[SnapshotNode]:
+        return [entry.node for entry in self.cache.entries() if entry.node is not None] + list(self.cache._loose)
 
     def lent(self) -> dict[str, list[int]]:
-        """Where stretches end whose keys and values are in rows, by row id."""
+        """Where segments end whose keys and values are in rows, by row id."""
         found: dict[str, list[int]] = {}
-        for held in self.helds():
-            if held.stretch.is_lent:
-                found.setdefault(held.lent_to or "", []).append(held.entry.num_tokens)
+        for node in self.nodes():
+            if node.segment.is_lent:
+                found.setdefault(node.lent_to or "", []).append(node.entry.num_tokens)
         return {row_id: sorted(ends) for row_id, ends in found.items()}
 
     def promised(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
-        for held in self.helds():
-            if held.lent_to is not None and not held.stretch.is_lent:
-                found.setdefault(held.lent_to, []).append(held.entry.num_tokens)
+        for node in self.nodes():
+            if node.lent_to is not None and not node.segment.is_lent:
+                found.setdefault(node.lent_to, []).append(node.entry.num_tokens)
         return {row_id: sorted(ends) for row_id, ends in found.items()}
 
     def stored(self) -> list[int]:
-        return sorted(entry.num_tokens for entry in self.cache.entries() if entry.held is not None)
+        return sorted(entry.num_tokens for entry in self.cache.entries() if entry.node is not None)
 
     def step(self, num_steps: int = 1) -> None:
         for _ in range(num_steps):
@@ -186,20 +186,20 @@ class Engine(Driver):
         """Each byte is counted once: as the cache's or as a row's, and it is where it is counted."""
         cache, runner = self.cache, self.runner
         held_bytes = 0
-        for held in self.helds():
-            stretch: Any = held.stretch
-            held_bytes += held.stretch_bytes + (held.state_bytes if held.snapshot is not None else 0)
-            if stretch.is_lent:
-                assert held.lent_to is not None and runner.holder.get(stretch) == held.lent_to, "it is lost"
-                assert held.stretch_bytes == 0
-            elif held.lent_to is None:
-                assert held.stretch_bytes == BYTES_PER_TOKEN * stretch.num_own
-            assert held.lent_to is None or held.lent_to in self.core.prefix._loans.row_ids
+        for node in self.nodes():
+            segment: Any = node.segment
+            held_bytes += node.segment_bytes + (node.state_bytes if node.snapshot is not None else 0)
+            if segment.is_lent:
+                assert node.lent_to is not None and runner.holder.get(segment) == node.lent_to, "it is lost"
+                assert node.segment_bytes == 0
+            elif node.lent_to is None:
+                assert node.segment_bytes == BYTES_PER_TOKEN * segment.num_own
+            assert node.lent_to is None or node.lent_to in self.core.prefix._loans.row_ids
         assert held_bytes == cache.num_bytes
         assert cache.num_bytes <= cache.max_bytes
         assert self.core.budget.free_bytes >= 0, f"{-self.core.budget.free_bytes} bytes are counted for two things"
         for entry in cache.entries():
-            assert entry.held is None or entry.held.snapshot is not None
+            assert entry.node is None or entry.node.snapshot is not None
 
     def start(self, *requests: EngineRequest) -> None:
         """Until all of them decode."""

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from engine.core.prefix_cache.cache import Entry, PrefixCache
+from engine.core.prefix_cache.cache import CacheEntry, PrefixCache
 from tests.engine.core.prefix_cache.virtual_prompts import (
     STATE_BYTES,
     TOKEN_BYTES,
@@ -21,7 +21,7 @@ def engine_with(num_bytes: int = sys.maxsize) -> VirtualEngine:
     return VirtualEngine(PrefixCache(num_bytes, clock), clock)
 
 
-def entry_of(engine: VirtualEngine, conversation: Conversation) -> Entry | None:
+def entry_of(engine: VirtualEngine, conversation: Conversation) -> CacheEntry | None:
     """The longest stored prefix of a conversation."""
     key, _ = conversation.prompt()
     return engine.cache.match(key, len(key))
@@ -42,7 +42,7 @@ def test_the_snapshot_that_saves_fewer_seconds_per_byte_is_evicted_first():
     assert (num_stored(engine, short), num_stored(engine, long)) == (0, 500), "its state is as large"
 
 
-def test_of_equals_the_least_recently_used_is_evicted():
+def test_the_least_recently_used_of_equally_valuable_snapshots_is_evicted_first():
     engine = engine_with()
     talks = [engine.conversation(50) for _ in range(3)]
     for talk in (*talks, talks[0]):
@@ -54,7 +54,7 @@ def test_of_equals_the_least_recently_used_is_evicted():
     assert [num_stored(engine, talk) for talk in talks] == [50, 50, 0]
 
 
-def test_what_a_conversation_has_passed_is_evicted_before_its_end():
+def test_earlier_snapshots_of_a_conversation_are_evicted_before_its_last():
     engine = engine_with()
     talk = engine.conversation(100)
     for _ in range(4):
@@ -65,7 +65,7 @@ def test_what_a_conversation_has_passed_is_evicted_before_its_end():
     assert engine.cache.num_bytes == 120 * TOKEN_BYTES + STATE_BYTES, "all of its keys and values are there"
 
 
-def test_where_the_end_of_a_conversation_is_lost_what_is_in_front_of_it_serves():
+def test_an_earlier_snapshot_serves_a_conversation_whose_last_one_is_evicted():
     engine = engine_with()
     talk = engine.conversation(100)
     engine.turn(talk, 5)
@@ -81,7 +81,7 @@ def test_where_the_end_of_a_conversation_is_lost_what_is_in_front_of_it_serves()
     assert after is not None and after.lineage is lineage
 
 
-def test_a_conversation_whose_last_snapshot_makes_room_for_the_next_returns_once_per_turn():
+def test_a_conversation_whose_last_snapshot_is_evicted_for_the_next_returns_once_per_turn():
     engine = engine_with(room(1, 190))
     talk = engine.conversation(100)
     for _ in range(4):
@@ -106,7 +106,7 @@ def test_a_prefix_that_several_conversations_continue_keeps_its_own_rate():
     assert engine.cache.integrity_error() is None
 
 
-def test_ends_of_prompts_that_the_next_turn_does_not_have_are_given_up():
+def test_snapshots_of_prompt_ends_that_the_next_turn_lacks_are_counted_as_unused():
     engine = engine_with()
     talk = engine.conversation(100)
     for _ in range(5):
@@ -117,7 +117,7 @@ def test_ends_of_prompts_that_the_next_turn_does_not_have_are_given_up():
     assert last is not None and last.lineage.num_returns == 4
 
 
-def test_a_snapshot_is_rejected_where_only_its_equals_could_be_evicted_for_it():
+def test_a_snapshot_is_rejected_where_only_equally_valuable_ones_could_be_evicted_for_it():
     engine = engine_with(room(2.5, 100))
     talks = [engine.conversation(100) for _ in range(3)]
     for talk in talks:
@@ -127,7 +127,7 @@ def test_a_snapshot_is_rejected_where_only_its_equals_could_be_evicted_for_it():
     assert (counters.num_rejected, counters.num_outvalued, counters.num_evicted) == (1, 1, 0)
 
 
-def test_what_was_rejected_is_worth_more_when_it_comes_back():
+def test_a_rejected_snapshot_is_worth_more_when_its_conversation_returns():
     engine = engine_with(room(2.5, 100))
     talks = [engine.conversation(100) for _ in range(3)]
     for talk in (*talks, *[talks[2]] * 2):
@@ -136,7 +136,7 @@ def test_what_was_rejected_is_worth_more_when_it_comes_back():
     assert num_stored(engine, talks[2]) == 100 and num_stored(engine, talks[1]) == 100
 
 
-def test_a_prompt_that_is_rejected_at_two_boundaries_has_not_come_back():
+def test_a_prompt_rejected_at_two_boundaries_does_not_count_as_a_return():
     engine = engine_with(room(2.5, 10))
     for _ in range(2):
         engine.turn(engine.conversation(10), 0)
@@ -148,7 +148,7 @@ def test_a_prompt_that_is_rejected_at_two_boundaries_has_not_come_back():
     assert ghost is not None and ghost.lineage.num_returns == 0
 
 
-def test_nothing_is_evicted_where_it_would_not_be_enough():
+def test_snapshots_are_not_evicted_for_one_that_would_still_not_fit():
     engine = engine_with(room(2.5, 100))
     engine.turn(engine.conversation(100), 0)
     before = engine.cache.num_bytes
@@ -157,15 +157,15 @@ def test_nothing_is_evicted_where_it_would_not_be_enough():
     assert engine.cache.counters.num_rejected == 1
 
 
-def test_a_snapshot_without_a_key_is_worth_more_than_anything():
+def test_a_snapshot_without_a_key_evicts_others_of_any_value():
     engine = engine_with(room(2.5, 100))
     for _ in range(2):
         engine.turn(engine.conversation(100), 0)
-    assert not engine.cache.make_way(room(1, 100), None, engine.conversation(100).prompt()[0])
-    assert engine.cache.make_way(room(1, 100), None) and engine.cache.counters.num_evicted == 1
+    assert not engine.cache.evict_for(room(1, 100), None, engine.conversation(100).prompt()[0])
+    assert engine.cache.evict_for(room(1, 100), None) and engine.cache.counters.num_evicted == 1
 
 
-def test_many_are_evicted_in_one_call_and_none_that_is_not_needed():
+def test_one_call_evicts_as_many_snapshots_as_needed_and_no_more():
     engine = engine_with()
     for _ in range(10):
         engine.turn(engine.conversation(100), 0)
@@ -176,7 +176,7 @@ def test_many_are_evicted_in_one_call_and_none_that_is_not_needed():
     assert engine.cache.num_bytes == 0 and engine.cache.integrity_error() is None
 
 
-def test_what_is_pinned_is_never_evicted_nor_what_it_needs():
+def test_a_pinned_snapshot_and_the_kv_segments_it_needs_are_never_evicted():
     engine = engine_with()
     talk = engine.conversation(100)
     engine.turn(talk, 5)
@@ -189,17 +189,17 @@ def test_what_is_pinned_is_never_evicted_nor_what_it_needs():
     assert engine.cache.num_bytes == engine.cache.pinned_bytes == 110 * TOKEN_BYTES + STATE_BYTES
 
 
-def test_keys_and_values_that_a_prompt_goes_on_from_cannot_be_evicted_and_nothing_is_in_vain():
+def test_kv_segments_in_use_are_unevictable_and_no_snapshot_is_evicted_in_vain():
     engine = engine_with(room(2.2, 100))
     talk, other = engine.conversation(100), engine.conversation(100)
     engine.turn(talk, 0)
     engine.turn(other, 0)
     entry = entry_of(engine, talk)
     assert entry is not None
-    held = engine.cache.use(entry)
+    node = engine.cache.use(entry)
     assert engine.cache.unevictable_bytes == 100 * TOKEN_BYTES and engine.cache.pinned_bytes == 0
-    assert not engine.cache.make_way(room(1.5, 100) + STATE_BYTES, None) and engine.cache.num_in_memory == 2
-    engine.cache.release(held)
+    assert not engine.cache.evict_for(room(1.5, 100) + STATE_BYTES, None) and engine.cache.num_in_memory == 2
+    engine.cache.release(node)
     assert engine.cache.unevictable_bytes == 0
 
 
@@ -227,10 +227,10 @@ def test_a_snapshot_that_is_on_disk_too_costs_no_more_than_reading_it():
     engine.cache.read_seconds = lambda num_bytes: num_bytes / 1e6
     assert engine.cache.price(1) == pytest.approx(0.5 * room(1, 100) / 1e6)
     engine.cache.evict()
-    assert entry.held is None and num_stored(engine, filed) == 100 and num_stored(engine, other) == 90
+    assert entry.node is None and num_stored(engine, filed) == 100 and num_stored(engine, other) == 90
 
 
-def test_books_hold_through_any_order_of_turns_forks_evictions_and_clearings():
+def test_the_cache_stays_consistent_after_any_turns_forks_evictions_and_clearings():
     engine = engine_with(room(5, 60))
     talks = [engine.conversation(40)]
     for i in range(600):

@@ -13,7 +13,7 @@ import pytest
 from engine.config import DiskCacheConfig
 from engine.core.prefix_cache.cache import PrefixCache
 from engine.core.prefix_cache.loans import Loans
-from engine.core.prefix_cache.node import Entry
+from engine.core.prefix_cache.node import CacheEntry
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import FinishReason, PromptOrigin
 from engine.snapshot_store.files import SnapshotFiles
@@ -46,7 +46,7 @@ def size(num_tokens: int) -> int:
 # Where the keys and values are
 
 
-def test_a_row_takes_over_what_it_continues_and_gives_it_back_at_its_end(engine):
+def test_a_row_takes_over_the_kv_segments_it_continues_and_returns_them_when_it_finishes(engine):
     before = engine.cache.num_bytes
     engine.begin(LONG)
     assert engine.lent() == {"b/0": [TURN]}
@@ -56,7 +56,7 @@ def test_a_row_takes_over_what_it_continues_and_gives_it_back_at_its_end(engine)
     assert engine.cache.num_bytes == 2 * STATE_BYTES + BYTES_PER_TOKEN * 402
 
 
-def test_snapshots_that_a_prompt_leaves_are_lent_from_the_beginning_but_for_the_system_part():
+def test_snapshots_of_a_running_prompt_are_lent_to_it_at_once_except_the_system_part():
     engine = Engine(cache={"answers": False})
     engine.start(request("a", tokens(1, 100), tokens(2, 150)))
     assert engine.stored() == [100, 250] and engine.lent() == {"a/0": [250]}
@@ -64,7 +64,7 @@ def test_snapshots_that_a_prompt_leaves_are_lent_from_the_beginning_but_for_the_
     assert engine.cache.num_bytes == size(100) + size(150)
 
 
-def test_the_next_turn_takes_over_several_stretches_and_an_answer():
+def test_the_next_turn_takes_over_kv_segments_of_earlier_turns_and_of_the_answer():
     engine = Engine()
     first = request("a", tokens(1, 100), tokens(2, 150))
     engine.ask(first)
@@ -85,7 +85,7 @@ def test_the_system_part_is_lent_to_no_row():
     engine.finish_all()
 
 
-def test_what_is_pinned_is_lent_to_no_row_and_a_turn_that_is_pinned_later_stays(engine):
+def test_a_turn_pinned_by_a_later_request_is_not_lent_and_stays_in_the_cache(engine):
     ids = FIRST.token_ids[:TURN].tolist()
     pinned = request("pinned", ids, tokens(5, 100), pinned=True)
     engine.start(pinned)
@@ -96,7 +96,7 @@ def test_what_is_pinned_is_lent_to_no_row_and_a_turn_that_is_pinned_later_stays(
     assert TURN in engine.stored()
 
 
-def test_what_is_behind_two_conversations_is_copied_and_stays(engine):
+def test_a_snapshot_that_two_conversations_continue_is_copied_instead_of_lent(engine):
     engine.ask(LONG)
     engine.start(following("c", FIRST, *tokens(7, 100)))
     assert engine.lent() == {"c/0": [302]}
@@ -128,14 +128,14 @@ def tight(num_tokens: int, num_states: int = 8, **config: Any) -> Engine:
     return Engine(BYTES_PER_TOKEN * num_tokens + num_states * STATE_BYTES, **config)
 
 
-def test_a_row_that_fits_only_with_what_it_takes_over_is_admitted_and_nothing_is_evicted():
+def test_a_row_that_fits_only_by_taking_over_its_prefix_is_admitted_without_eviction():
     engine = tight(500, cache={"answers": False})
     engine.ask(FIRST)
     engine.ask(LONG)
     assert engine.chunks["b"][0].num_cached == TURN and engine.cache.counters.num_evicted == 0
 
 
-def test_a_request_that_is_aborted_before_it_begins_gives_back_what_it_was_promised():
+def test_a_request_aborted_before_its_prefill_returns_the_kv_segments_promised_to_it():
     engine = tight(720, 3, cache={"answers": False})
     engine.ask(FIRST)
     engine.begin(long := request("long", tokens(3, 200), max_tokens=10))
@@ -160,36 +160,36 @@ class Shelf:
         self.engine = Engine()
         self.cache = PrefixCache(max_bytes)
         self.loans = Loans(self.cache, self.engine.runner)
-        self.entries: list[Entry] = []
-        held = None
+        self.entries: list[CacheEntry] = []
+        node = None
         for end in ends:
-            self.entries.append(self.store(tokens(1, end), held, kind))
-            held = self.entries[-1].held
+            self.entries.append(self.store(tokens(1, end), node, kind))
+            node = self.entries[-1].node
 
-    def store(self, ids: list[int], parent: Any, kind: Any = "turn") -> Entry:
+    def store(self, ids: list[int], parent: Any, kind: Any = "turn") -> CacheEntry:
         key = PromptKey("model", "", np.array(ids, np.int32))
         start = 0 if parent is None else parent.snapshot.num_tokens
         snapshot = FakeSnapshot(key.token_ids, len(ids) - start, None if parent is None else parent.snapshot)
         digest = None if parent is None else parent.entry.digest
-        entry = Entry(key.digest(), key, kind, digest, PromptOrigin(), False, 0.0, 0.0)
+        entry = CacheEntry(key.digest(), key, kind, digest, PromptOrigin(), False, 0.0, 0.0)
         assert self.cache.store(entry, snapshot, parent)
         return entry
 
-    def move(self, row_id: str, entry: Entry) -> list[int]:
+    def move(self, row_id: str, entry: CacheEntry) -> list[int]:
         """As a restore does."""
         lent = self.loans.lend(row_id, entry)
-        for stretch in lent:
-            stretch.is_lent = True  # type: ignore[attr-defined]
-            self.engine.runner.holder[stretch] = row_id
+        for segment in lent:
+            segment.is_lent = True  # type: ignore[attr-defined]
+            self.engine.runner.holder[segment] = row_id
         self.engine.runner.prompts[row_id] = 0
-        return [stretch.num_tokens for stretch in lent]  # type: ignore[attr-defined]
+        return [segment.num_tokens for segment in lent]  # type: ignore[attr-defined]
 
 
-def ends_of(stretches: Sequence[Any]) -> list[int]:
-    return [stretch.num_tokens for stretch in stretches]
+def ends_of(segments: Sequence[Any]) -> list[int]:
+    return [segment.num_tokens for segment in segments]
 
 
-def test_a_promise_counts_the_bytes_as_the_rows_and_cancel_takes_it_back():
+def test_promised_bytes_count_as_the_rows_until_the_promise_is_cancelled():
     shelf = Shelf(100, 200, 300)
     assert shelf.loans.promise("r", shelf.entries[-1])
     assert shelf.cache.num_bytes == 3 * STATE_BYTES and shelf.loans.row_ids == ["r"]
@@ -200,25 +200,25 @@ def test_a_promise_counts_the_bytes_as_the_rows_and_cancel_takes_it_back():
     assert shelf.cache.integrity_error() is None
 
 
-def test_cancel_does_not_touch_what_the_row_has():
+def test_cancel_keeps_kv_segments_that_the_row_has_already_taken_over():
     """It was preempted, and could not be admitted again before it was dropped."""
     shelf = Shelf(100, 200)
     shelf.move("r", shelf.entries[-1])
     shelf.loans.promise("r", shelf.entries[-1])
     shelf.loans.cancel("r")
     assert shelf.cache.num_bytes == 2 * STATE_BYTES
-    assert [held.lent_to for held in shelf.cache.chain(shelf.entries[-1])] == ["r", "r"]
+    assert [node.lent_to for node in shelf.cache.chain(shelf.entries[-1])] == ["r", "r"]
     returning = shelf.loans.returning(["r"])
     assert ends_of(returning["r"]) == [100, 200]
     shelf.engine.runner.drop(["r"], returning)
     shelf.loans.settle(["r"])
-    assert [held.lent_to for held in shelf.cache.chain(shelf.entries[-1])] == [None, None]
+    assert [node.lent_to for node in shelf.cache.chain(shelf.entries[-1])] == [None, None]
     assert shelf.cache.integrity_error() is None and len(shelf.cache) == 2
 
 
-def test_only_the_end_that_nothing_else_needs_is_lent():
+def test_a_kv_segment_that_another_snapshot_needs_is_not_lent():
     shelf = Shelf(100, 200)
-    branch = shelf.store([*tokens(1, 100), *tokens(5, 50)], shelf.entries[0].held)
+    branch = shelf.store([*tokens(1, 100), *tokens(5, 50)], shelf.entries[0].node)
     assert shelf.move("r", branch) == [150]
     assert shelf.move("s", shelf.entries[1]) == [200]
     assert not shelf.loans.promise("t", shelf.entries[0]), "two snapshots need it"
@@ -227,33 +227,33 @@ def test_only_the_end_that_nothing_else_needs_is_lent():
     assert shelf.move("t", shelf.entries[0]) == [], "one is left that needs it"
 
 
-def test_a_prompt_that_continues_what_is_promised_leaves_the_row_a_copy():
-    """The promise is broken: the stretch counts as the cache's again, and the row copies it, too."""
+def test_a_promised_snapshot_that_another_prompt_uses_is_copied_by_the_row_instead():
+    """The promise is broken: the segment counts as the cache's again, and the row copies it, too."""
     shelf = Shelf(100, 200)
     assert shelf.loans.promise("r", shelf.entries[-1])
-    assert shelf.loans.call_in(shelf.entries[-1])
-    held = shelf.cache.use(shelf.entries[-1])
+    assert shelf.loans.copy_back(shelf.entries[-1])
+    node = shelf.cache.use(shelf.entries[-1])
     assert shelf.move("r", shelf.entries[-1]) == []
-    shelf.cache.release(held)
+    shelf.cache.release(node)
     assert shelf.cache.num_bytes == 2 * STATE_BYTES + 2000 and shelf.cache.integrity_error() is None
 
 
-def test_what_a_promise_can_no_longer_take_over_pushes_others_out_if_there_is_no_room():
+def test_a_broken_promise_evicts_other_snapshots_if_its_bytes_no_longer_fit():
     """Two prompts continue one snapshot: the first one's reservation counted its bytes as gone from the cache."""
     shelf = Shelf(100, 200)
     other = shelf.store(tokens(9, 100), None)
     shelf.cache.room = lambda: 3 * STATE_BYTES + 3000
     assert shelf.loans.promise("r", shelf.entries[-1])
     shelf.cache.room = lambda: 3 * STATE_BYTES + 1000  # the row has reserved what was free
-    held = shelf.cache.use(shelf.entries[-1])
+    node = shelf.cache.use(shelf.entries[-1])
     assert shelf.move("r", shelf.entries[-1]) == []
     assert shelf.cache.num_bytes <= shelf.cache.room()
-    assert shelf.entries[-1].held is held and shelf.cache.get(other.digest) is None
-    shelf.cache.release(held)
+    assert shelf.entries[-1].node is node and shelf.cache.get(other.digest) is None
+    shelf.cache.release(node)
     assert shelf.cache.integrity_error() is None
 
 
-def test_what_was_promised_to_a_row_that_loses_its_place_is_evicted_if_there_is_no_room():
+def test_a_snapshot_promised_to_a_preempted_row_is_evicted_if_memory_is_short():
     shelf = Shelf(100, 200)
     assert shelf.loans.promise("r", shelf.entries[-1])
     shelf.cache.room = lambda: 2 * STATE_BYTES + 500
@@ -271,7 +271,7 @@ def test_a_promise_whose_entry_is_evicted_meanwhile_is_void():
     assert shelf.cache.num_bytes == 0 and shelf.cache.integrity_error() is None
 
 
-def test_the_middle_of_what_is_lent_may_be_evicted_and_its_stretch_comes_back():
+def test_a_lent_snapshot_evicted_in_the_middle_of_a_chain_returns_its_kv_segment():
     shelf = Shelf(100, 200, 300)
     shelf.move("r", shelf.entries[-1])
     shelf.cache.forget(shelf.entries[1])
@@ -282,7 +282,7 @@ def test_the_middle_of_what_is_lent_may_be_evicted_and_its_stretch_comes_back():
     assert shelf.cache.num_bytes == 2 * STATE_BYTES + 3000 and shelf.cache.integrity_error() is None
 
 
-def test_the_end_of_what_is_lent_may_be_evicted_and_the_rest_comes_back():
+def test_the_last_lent_snapshot_of_a_chain_may_be_evicted_and_the_others_return():
     shelf = Shelf(100, 200, 300)
     shelf.move("r", shelf.entries[-1])
     shelf.cache.forget(shelf.entries[2])
@@ -293,10 +293,10 @@ def test_the_end_of_what_is_lent_may_be_evicted_and_the_rest_comes_back():
     assert shelf.cache.num_bytes == 2 * STATE_BYTES + 2000 and shelf.cache.integrity_error() is None
 
 
-def test_a_part_that_is_called_in_stays_and_the_rest_comes_back_later():
+def test_a_called_in_kv_segment_stays_and_the_rest_returns_when_the_row_is_dropped():
     shelf = Shelf(100, 200, 300)
     shelf.move("r", shelf.entries[-1])
-    assert shelf.loans.call_in(shelf.entries[1])
+    assert shelf.loans.copy_back(shelf.entries[1])
     assert shelf.cache.num_bytes == 3 * STATE_BYTES + 2000
     returning = shelf.loans.returning(["r"])
     assert ends_of(returning["r"]) == [300]
@@ -305,35 +305,35 @@ def test_a_part_that_is_called_in_stays_and_the_rest_comes_back_later():
     assert shelf.cache.num_bytes == 3 * STATE_BYTES + 3000 and shelf.cache.integrity_error() is None
 
 
-def test_what_two_rows_have_of_one_chain_is_called_in_from_both():
+def test_kv_segments_of_one_chain_are_called_in_from_both_rows_that_have_them():
     shelf = Shelf(100)
     assert shelf.move("r", shelf.entries[0]) == [100]
-    assert shelf.loans.call_in(shelf.entries[0])
-    last = shelf.store(tokens(1, 200), shelf.entries[0].held)
+    assert shelf.loans.copy_back(shelf.entries[0])
+    last = shelf.store(tokens(1, 200), shelf.entries[0].node)
     assert shelf.move("s", last) == [100, 200]
-    assert shelf.loans.call_in(last)
+    assert shelf.loans.copy_back(last)
     assert shelf.cache.num_bytes == 2 * STATE_BYTES + 2000 and shelf.loans.row_ids == []
 
 
-def test_what_a_row_cannot_fill_is_forgotten_with_all_that_is_behind_it():
+def test_snapshots_that_a_row_cannot_fill_are_removed_with_those_that_continue_them():
     shelf = Shelf(100, 200, 300)
     shelf.move("r", shelf.entries[2])
     shelf.engine.runner.lacking = {"r"}
-    has_come_back = shelf.loans.call_in(shelf.entries[1])
+    has_come_back = shelf.loans.copy_back(shelf.entries[1])
     assert not has_come_back
     assert len(shelf.cache) == 0 and shelf.cache.num_bytes == 0 and shelf.cache.integrity_error() is None
 
 
-def test_there_is_no_copy_for_another_prompt_where_there_is_no_room_and_nothing_changes():
+def test_a_copy_for_another_prompt_is_refused_without_memory_and_changes_nothing():
     shelf = Shelf(100, 200)
     shelf.move("r", shelf.entries[-1])
     shelf.cache.room = lambda: 2 * STATE_BYTES + 1500
-    assert not shelf.loans.call_in(shelf.entries[-1])
+    assert not shelf.loans.copy_back(shelf.entries[-1])
     assert shelf.cache.num_bytes == 2 * STATE_BYTES
-    assert shelf.loans.call_in(shelf.entries[0]), "the first half fits"
+    assert shelf.loans.copy_back(shelf.entries[0]), "the first half fits"
 
 
-def test_what_is_worth_less_than_others_is_forgotten_when_its_row_leaves():
+def test_a_lent_snapshot_worth_less_than_others_is_removed_when_its_row_ends():
     shelf = Shelf(100, 200)
     shelf.move("r", shelf.entries[-1])
     other = shelf.store(tokens(9, 3000), None)
@@ -345,7 +345,7 @@ def test_what_is_worth_less_than_others_is_forgotten_when_its_row_leaves():
     assert shelf.cache.num_bytes == size(3000) and shelf.cache.integrity_error() is None
 
 
-def test_what_is_behind_a_pinned_snapshot_comes_back_whatever_it_pushes_out():
+def test_kv_segments_of_a_pinned_snapshot_return_even_if_others_are_evicted():
     shelf = Shelf(100, 200)
     shelf.move("r", shelf.entries[-1])
     shelf.cache.pin(shelf.entries[-1])
@@ -360,7 +360,7 @@ def test_what_is_behind_a_pinned_snapshot_comes_back_whatever_it_pushes_out():
     assert shelf.cache.get(other.digest) is None
 
 
-def test_rows_that_leave_together_have_room_for_each_other():
+def test_rows_dropped_together_return_no_more_than_memory_holds():
     shelf = Shelf(100)
     second = shelf.store(tokens(9, 100), None)
     shelf.move("r", shelf.entries[0])
@@ -374,7 +374,7 @@ def test_rows_that_leave_together_have_room_for_each_other():
     assert shelf.cache.integrity_error() is None and not shelf.loans.row_ids
 
 
-def test_a_row_that_leaves_looks_at_each_snapshot_once(monkeypatch):
+def test_the_return_of_a_row_takes_time_linear_in_the_number_of_snapshots(monkeypatch):
     """A conversation of many turns, and many others: the cost grows with their number and not with its square."""
     shelf = Shelf(*range(10, 3010, 10))
     others = [shelf.store(tokens(100 + i, 20), None) for i in range(100)]
@@ -382,7 +382,7 @@ def test_a_row_that_leaves_looks_at_each_snapshot_once(monkeypatch):
     num_steps = 0
     chain = PrefixCache.chain
 
-    def counted(cache: PrefixCache, entry: Entry) -> Any:
+    def counted(cache: PrefixCache, entry: CacheEntry) -> Any:
         nonlocal num_steps
         found = chain(cache, entry)
         num_steps += len(found)
@@ -398,7 +398,7 @@ def test_a_row_that_leaves_looks_at_each_snapshot_once(monkeypatch):
 
 
 @pytest.mark.parametrize("num_moved", [0, 1])
-def test_a_restore_that_fails_costs_no_answer_and_what_has_moved_is_forgotten(engine, num_moved):
+def test_a_failed_restore_costs_no_answer_and_removes_kv_segments_already_moved(engine, num_moved):
     engine.runner.breaks_at = {"restore": num_moved}
     engine.start(LONG)
     assert engine.chunks["b"][0].num_cached == 0 and engine.cache.counters.num_unusable == 1
@@ -407,7 +407,7 @@ def test_a_restore_that_fails_costs_no_answer_and_what_has_moved_is_forgotten(en
     assert engine.tokens["b"] == answer(LONG)
 
 
-def test_a_chunk_that_fails_loses_what_its_prompt_has_taken_over(engine):
+def test_a_failed_chunk_loses_the_snapshots_that_its_prompt_has_taken_over(engine):
     engine.begin(LONG)
     engine.runner.broken = {"prefill"}
     engine.step()
@@ -418,7 +418,7 @@ def test_a_chunk_that_fails_loses_what_its_prompt_has_taken_over(engine):
     assert engine.ask(following("c", FIRST, *tokens(2, 200))) == [0]
 
 
-def test_a_decode_step_that_fails_loses_what_its_rows_have_and_nothing_else(engine):
+def test_a_failed_decode_step_loses_the_kv_segments_of_its_rows_and_no_others(engine):
     engine.ask(request("other", tokens(4, 100)))
     engine.start(LONG)
     engine.begin(following("d", request("other", tokens(4, 100)), *tokens(5, 200)))
@@ -432,7 +432,7 @@ def test_a_decode_step_that_fails_loses_what_its_rows_have_and_nothing_else(engi
     assert engine.stored() == [100, 302]
 
 
-def test_a_drop_that_fails_loses_what_has_not_come_back(engine):
+def test_a_failed_drop_loses_the_kv_segments_not_yet_returned(engine):
     engine.ask(LONG)
     engine.start(following("c", LONG, *tokens(6, 100)))
     assert engine.lent() == {"c/0": [TURN, 402, 504]}
@@ -460,28 +460,28 @@ def test_a_copy_for_another_prompt_that_fails_costs_no_answer(engine, num_filled
     assert engine.cache.counters.num_unusable == 1
 
 
-def test_a_row_that_is_aborted_gives_back_what_it_has(engine):
+def test_an_aborted_row_returns_its_kv_segments(engine):
     engine.start(LONG)
     engine.core.abort("b")
     engine.finish_all()
     assert engine.stored() == [TURN, 402] and engine.cache.num_bytes == 2 * STATE_BYTES + 4020
 
 
-def test_a_prompt_that_is_aborted_gives_back_what_it_has(engine):
+def test_an_aborted_prompt_in_progress_returns_its_kv_segments(engine):
     engine.begin(LONG)
     engine.core.abort("b")
     engine.finish_all()
     assert engine.stored() == [TURN] and engine.cache.num_bytes == size(TURN)
 
 
-def test_a_request_that_is_aborted_in_the_queue_has_nothing_to_give_back(engine):
+def test_a_request_aborted_in_the_queue_leaves_the_cache_unchanged(engine):
     engine.core.add_request(LONG)
     engine.core.abort("b")
     engine.finish_all()
     assert engine.stored() == [TURN] and engine.cache.num_bytes == size(TURN)
 
 
-def test_clearing_the_cache_takes_nothing_from_the_rows(engine):
+def test_clearing_the_cache_does_not_change_the_tokens_of_running_rows(engine):
     engine.start(LONG)
     engine.core.prefix.clear()
     engine.check()
@@ -491,7 +491,7 @@ def test_clearing_the_cache_takes_nothing_from_the_rows(engine):
     assert engine.ask(following("c", FIRST, *tokens(2, 200))) == [0]
 
 
-def test_clearing_the_cache_while_a_prompt_is_in_progress_takes_nothing_from_it(engine):
+def test_clearing_the_cache_does_not_change_the_tokens_of_a_prompt_in_progress(engine):
     engine.begin(LONG)
     engine.core.prefix.clear()
     engine.check()
@@ -515,16 +515,16 @@ def test_a_snapshot_that_is_stored_again_after_clearing_is_not_taken_for_the_len
 
 def test_memory_pressure_evicts_lent_snapshots_and_the_row_goes_on(engine):
     engine.start(LONG)
-    engine.core.relieve()
+    engine.core.free_evictable()
     engine.check()
     assert engine.cache.num_bytes == 0
     engine.finish_all()
     assert engine.tokens["b"] == answer(LONG)
 
 
-def test_memory_pressure_while_a_prompt_is_in_progress_takes_nothing_from_it(engine):
+def test_memory_pressure_does_not_change_the_tokens_of_a_prompt_in_progress(engine):
     engine.begin(LONG)
-    engine.core.relieve()
+    engine.core.free_evictable()
     engine.check()
     engine.finish_all()
     assert engine.tokens["b"] == answer(LONG)
@@ -553,7 +553,7 @@ def test_another_prompt_gets_a_copy_from_a_prompt_in_progress(engine):
     assert engine.chunks["c"][0].num_cached == TURN and engine.tokens["b"] == answer(LONG)
 
 
-def test_the_same_prompt_twice_at_once_is_computed_once():
+def test_equal_prompts_that_arrive_together_are_computed_once():
     engine = Engine(cache={"answers": False})
     first, second = request("a", tokens(1, 300)), request("bb", tokens(1, 300))
     engine.run({0: [first, second]})
@@ -565,7 +565,7 @@ def test_the_same_prompt_twice_at_once_is_computed_once():
 # Preemption
 
 
-def test_a_row_that_is_preempted_gives_back_what_it_has_and_continues_it(engine):
+def test_a_preempted_row_returns_its_kv_segments_and_continues_from_them(engine):
     engine.start(LONG)
     engine.core.scheduler.preempt(engine.runner.rows["b/0"])
     num_before = engine.core.stats.num_prompt_tokens
@@ -574,7 +574,7 @@ def test_a_row_that_is_preempted_gives_back_what_it_has_and_continues_it(engine)
     assert engine.core.stats.num_prompt_tokens - num_before <= 2 + 40
 
 
-def test_a_row_that_is_preempted_and_finds_no_room_in_that_step_gives_back_what_it_has():
+def test_a_preempted_row_that_is_not_readmitted_in_that_step_returns_its_kv_segments():
     """The scheduler asks in the same step whether it fits beside the urgent request."""
     cache = {"answers": False, "boundaries": ["turn"]}
     engine = Engine(7400, cache=cache, scheduler={"policy": "priority"})
@@ -588,7 +588,7 @@ def test_a_row_that_is_preempted_and_finds_no_room_in_that_step_gives_back_what_
     assert engine.tokens["a"] == answer(row) and engine.tokens["u"] == answer(urgent)
 
 
-def test_a_preempted_row_whose_keys_and_values_are_kept_computes_only_what_it_has_said():
+def test_a_preempted_row_whose_keys_and_values_are_cached_recomputes_only_its_answer():
     engine = Engine(cache={"answers": False})
     engine.start(one := request("a", tokens(1, 300)))
     engine.core.scheduler.preempt(engine.runner.rows["a/0"])
@@ -619,7 +619,7 @@ def on_disk(files: SnapshotFiles) -> list[int]:
     return sorted(len(meta.token_ids) for meta in files.entries())
 
 
-def test_a_snapshot_is_written_when_its_keys_and_values_come_back(files):
+def test_a_snapshot_is_written_when_its_keys_and_values_are_returned(files):
     store = files()
     engine = Engine(files=store, cache={"answers": False})
     engine.start(FIRST)
@@ -638,7 +638,7 @@ def test_a_snapshot_is_written_when_it_is_copied_for_another_prompt(files):
     assert on_disk(store) == [TURN, 302]
 
 
-def test_close_writes_what_running_rows_and_prompts_have(files):
+def test_close_writes_the_snapshots_of_running_rows_and_prompts(files):
     store = files()
     engine = Engine(files=store, cache={"answers": False})
     engine.ask(FIRST)
@@ -651,7 +651,7 @@ def test_close_writes_what_running_rows_and_prompts_have(files):
     assert restarted.ask(following("c", LONG, *tokens(2, 20))) == [402]
 
 
-def test_close_with_a_runner_that_fails_writes_what_it_can(files):
+def test_close_with_a_failing_runner_leaves_files_of_the_snapshots_already_returned(files):
     store = files()
     engine = Engine(files=store, cache={"answers": False})
     engine.ask(FIRST)
@@ -661,7 +661,7 @@ def test_close_with_a_runner_that_fails_writes_what_it_can(files):
     assert on_disk(files()) == [TURN]
 
 
-def test_what_is_lost_with_a_row_is_read_back_from_its_file(files):
+def test_a_snapshot_lost_with_a_failed_row_is_read_back_from_its_file(files):
     store = files()
     engine = Engine(files=store, cache={"answers": False})
     engine.ask(FIRST)
@@ -718,7 +718,7 @@ class Traffic:
         if rng.random() < 0.01:
             engine.core.prefix.clear()
         if rng.random() < 0.01:
-            engine.core.relieve()
+            engine.core.free_evictable()
         if rng.random() < 0.03 and (running := list(engine.core.scheduler._running.values())):
             engine.core.scheduler.preempt(rng.choice(running))
         if self.is_faulty and rng.random() < 0.06:
@@ -759,7 +759,7 @@ class Traffic:
 
     def _add(self, name: str, one: Any) -> None:
         self.sent[name] = one
-        self.engine.core.add_request(self.engine.core.fitted(one))
+        self.engine.core.add_request(self.engine.core.clamp_max_tokens(one))
 
 
 def rng_index(rng: random.Random) -> int:
@@ -767,10 +767,10 @@ def rng_index(rng: random.Random) -> int:
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_books_are_right_after_any_operations_and_each_answer_is_its_own(seed):
+def test_accounts_and_answers_are_right_after_random_operations(seed):
     Traffic(seed).run(400)
 
 
 @pytest.mark.parametrize("seed", range(max(2, NUM_SEEDS // 4)))
-def test_books_are_right_with_files(seed, files):
+def test_accounts_and_answers_are_right_after_random_operations_with_a_disk_tier(seed, files):
     Traffic(1000 + seed, files()).run(200)

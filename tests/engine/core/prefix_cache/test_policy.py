@@ -38,12 +38,12 @@ def run(name: str, by_value: bool = True, seed: int = 7) -> VirtualEngine:
         ("people, roomy", 0.6),
     ],
 )
-def test_the_seconds_computed_are_at_most_this_share_of_those_of_least_recently_used(name, share):
+def test_computed_seconds_are_at_most_the_given_share_of_those_with_lru_eviction(name, share):
     assert run(name).computed_s <= share * run(name, by_value=False).computed_s
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_of_four_agents_in_a_circle_three_are_served_where_three_fit(seed):
+def test_three_of_four_agents_in_a_circle_hit_the_cache_where_three_fit(seed):
     engine = run("circle, 3.7 of 4", seed=seed)
     assert engine.num_computed <= 600 + 3 * 400 + 22 * 420, "one of four is computed in each round, and in three two"
 
@@ -67,7 +67,7 @@ def test_a_new_conversation_is_stored_within_three_turns_after_an_old_one_has_en
     assert all(old < 10 for _, *others in computed for old in others), "the others go on undisturbed"
 
 
-def test_what_all_conversations_begin_with_stays_in_memory():
+def test_the_system_part_of_all_conversations_stays_in_memory():
     engine = run("one system part")
     [entry] = [entry for entry in engine.cache.entries() if entry.kind == "system"]
     assert entry.num_hits > 300 and entry.created_s < 1200, "since the first prompt"

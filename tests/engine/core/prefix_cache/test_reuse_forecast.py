@@ -8,7 +8,7 @@ from engine.core.prefix_cache.reuse_forecast import FIRST_INTERVAL_S, ReuseForec
 NEW = ("turn", "tip", 0)
 
 
-def test_a_lineage_of_which_nothing_is_known_has_the_mean_interval_of_the_others():
+def test_a_lineage_without_history_has_the_mean_interval_of_the_others():
     forecast, talk, new = ReuseForecast(), Lineage(), Lineage(used_s=100, seen_s=100)
     assert forecast.rate(new, NEW, 100) == pytest.approx(0.5 / FIRST_INTERVAL_S)
     for now in range(10, 110, 10):
@@ -33,7 +33,7 @@ def test_the_rate_falls_while_a_lineage_is_overdue_and_the_probability_after_a_l
     assert [forecast.probability(talk, key, now) for now in (11, 610, 6010)] == pytest.approx([0.8, 0.8, 0.08])
 
 
-def test_the_probability_follows_what_happened_and_a_regret_takes_it_back():
+def test_the_reuse_probability_follows_recent_outcomes_of_each_kind():
     forecast, lineage = ReuseForecast(), Lineage()
     for _ in range(100):
         forecast.unused(NEW)

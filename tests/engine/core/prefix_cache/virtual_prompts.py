@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.prefix_cache.cache import Entry, PrefixCache
+from engine.core.prefix_cache.cache import CacheEntry, PrefixCache
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import Boundary, PromptOrigin
 
@@ -35,21 +35,21 @@ def seconds(start: int, end: int) -> float:
 
 @dataclass(frozen=True)
 class VirtualSnapshot:
-    """A core.Snapshot; it is its own stretch."""
+    """A core.Snapshot; it is its own segment."""
 
     num_own: int
     is_lent = False
 
     @property
     def num_bytes(self) -> int:
-        return self.stretch_bytes
+        return self.segment_bytes
 
     @property
-    def stretch(self) -> "VirtualSnapshot":
+    def segment(self) -> "VirtualSnapshot":
         return self
 
     @property
-    def stretch_bytes(self) -> int:
+    def segment_bytes(self) -> int:
         return TOKEN_BYTES * self.num_own
 
     @property
@@ -77,7 +77,7 @@ class Conversation:
 
 @dataclass
 class VirtualEngine:
-    """Takes prompts in one after the other, as PrefixReuse does. num_computed, computed_s: of all prompts."""
+    """Takes prompts in one after the other, as PrefixCacheSessions does. num_computed, computed_s: of all prompts."""
 
     cache: PrefixCache
     clock: VirtualClock
@@ -127,11 +127,11 @@ class VirtualEngine:
         parent = self.cache.get(digest)
         num_own = boundary.num_tokens - (parent.num_tokens if parent is not None else 0)
         snapshot, prefix = VirtualSnapshot(num_own), key.prefix(boundary.num_tokens)
-        num_bytes, prompt = snapshot.stretch_bytes + snapshot.state_bytes, str(self.num_prompts)
-        if not self.cache.make_way(num_bytes, base, prefix, boundary.kind, prompt):
+        num_bytes, prompt = snapshot.segment_bytes + snapshot.state_bytes, str(self.num_prompts)
+        if not self.cache.evict_for(num_bytes, base, prefix, boundary.kind, prompt):
             return base, digest
         now = self.clock()
-        entry = Entry(prefix.digest(), prefix, boundary.kind, digest, PromptOrigin(), False, now, now)
+        entry = CacheEntry(prefix.digest(), prefix, boundary.kind, digest, PromptOrigin(), False, now, now)
         if not self.cache.store(entry, snapshot, base, prompt):
             return base, digest
         if base is not None:

@@ -57,7 +57,7 @@ def test_the_walk_gives_the_models_own_logits_and_layers_that_can_be_computed_ag
 
 
 @pytest.mark.parametrize("family", ["demo", *FAMILIES])
-def test_importance_is_what_all_scores_of_one_full_forward_give(draft_of, family, monkeypatch):
+def test_importance_equals_that_from_all_scores_of_one_full_forward(draft_of, family, monkeypatch):
     draft, ids = draft_of(family), prompt(100, seed=1)
     scores, _ = look(draft, ids)
     expected = brute_force(draft, ids, STEPS, monkeypatch)
@@ -66,13 +66,13 @@ def test_importance_is_what_all_scores_of_one_full_forward_give(draft_of, family
 
 
 @pytest.mark.parametrize("family", ["demo", *FAMILIES])
-def test_it_looks_ahead_along_plain_greedy_decoding(draft_of, family):
+def test_the_look_ahead_tokens_are_those_of_plain_greedy_decoding(draft_of, family):
     ids = prompt(50, seed=2)
     assert look(draft_of(family), ids, 6)[1] == greedy(draft_of(family), ids, 6)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 13, 40])
-def test_scores_are_averaged_over_those_neighbours_that_are_there(num_tokens):
+def test_scores_are_averaged_over_the_existing_neighbours(num_tokens):
     weights = np.random.default_rng(0).random((3, num_tokens), np.float32)
     expected = [weights[:, max(i - 6, 0) : i + 7].mean(axis=1) for i in range(num_tokens)]
     np.testing.assert_allclose(attention.pooled(mx.array(weights)), np.transpose(expected), rtol=1e-5)
@@ -88,7 +88,7 @@ def test_keys_in_pieces_give_the_same_scores(draft_of, monkeypatch):
 @pytest.mark.parametrize(
     "family, dtype", [(family, "bfloat16") for family in ("demo", *FAMILIES)] + [("qwen3", "float16")]
 )
-def test_in_low_precision_it_can_score_and_scores_are_nearly_the_same(checkpoint, draft_of, family, dtype):
+def test_scores_in_low_precision_are_nearly_those_in_float32(checkpoint, draft_of, family, dtype):
     low = load("demo" if family == "demo" else checkpoint(family), dtype=dtype)
     scores, _ = look(low, prompt(60), 1)
     expected, _ = look(draft_of(family), prompt(60), 1)
@@ -96,7 +96,7 @@ def test_in_low_precision_it_can_score_and_scores_are_nearly_the_same(checkpoint
     assert np.corrcoef(scores[0], expected[0])[0, 1] > 0.98
 
 
-def test_a_compiled_block_gives_what_the_block_gives(draft_of):
+def test_a_compiled_block_gives_the_same_scores(draft_of):
     draft, ids = draft_of("hybrid"), prompt(60, seed=3)
     plain, _ = look(draft, ids)
     compiled = copy.copy(draft)
@@ -107,7 +107,7 @@ def test_a_compiled_block_gives_what_the_block_gives(draft_of):
 
 
 @pytest.mark.parametrize("family", ["demo", "hybrid"])
-def test_a_cache_takes_what_was_said(draft_of, family):
+def test_a_draft_cache_takes_the_predicted_number_of_bytes(draft_of, family):
     draft, ids = draft_of(family), prompt(600)
     cache = draft.make_cache()
     for start in range(0, 600, 200):
@@ -115,7 +115,7 @@ def test_a_cache_takes_what_was_said(draft_of, family):
         assert num_bytes(cache) == draft.cache_bytes(700)
 
 
-def test_the_draft_stops_where_its_own_files_say_so(draft_of):
+def test_the_stop_tokens_of_the_draft_are_read_from_its_own_files(draft_of):
     assert draft_of("demo").stop_token_ids == {0, 2} and draft_of("qwen3").stop_token_ids == {1}
     assert draft_of("qwen3_vl").stop_token_ids == {1}
 
@@ -144,21 +144,21 @@ UNREADABLE = {
 @pytest.mark.parametrize(
     "what, reason",
     {
-        "a window": r"layer 1 \(TransformerBlock\) keeps its keys in a RotatingKVCache",
+        "a window": r"layer 1 \(TransformerBlock\) stores its keys in a RotatingKVCache",
         "one projection": r"the attention of layer 0 \(TransformerBlock\) has no q_proj",
-        "scaled embeddings": r"the logits of its layers, one by one, are not its own: they differ by .*, the limit is",
+        "scaled embeddings": r"the logits computed layer by layer differ .*: the error is .*, the limit is",
     }.items(),
 )
-def test_a_model_that_cannot_be_read_says_why(tmp_path, what, reason):
+def test_a_draft_whose_attention_cannot_be_read_is_refused_with_the_reason(tmp_path, what, reason):
     family, changes = UNREADABLE[what]
-    with pytest.raises(EngineFailed, match="this draft cannot score: " + reason):
+    with pytest.raises(EngineFailed, match="the draft model cannot score prompts: " + reason):
         load(make(tmp_path / "draft", family, sliding_window=64, **changes))
 
 
-def test_a_layer_that_is_read_wrongly_is_found_at_the_start(checkpoint, monkeypatch):
+def test_a_layer_that_is_read_wrongly_is_detected_at_the_start(checkpoint, monkeypatch):
     monkeypatch.setattr(attention, "_rotation", lambda name, attention: lambda queries, position: queries)
     for family in FAMILIES:
         with pytest.raises(
-            EngineFailed, match=r"cannot score: the output of layer \d is not what its queries and keys"
+            EngineFailed, match=r"cannot score prompts: the output of layer \d differs from that computed"
         ):
             load(checkpoint(family))

@@ -17,7 +17,7 @@ from engine.protocol import Boundary, EngineFailed, InvalidRequest
 from engine.worker import memory
 from engine.worker.spec_prefill import reuse, scorer
 from engine.worker.spec_prefill.draft import Draft
-from engine.worker.spec_prefill.scorer import Job, Outcome, Publish, Scorer, boundaries
+from engine.worker.spec_prefill.scorer import Publish, ScoreJob, Scorer, ScoreResult, boundaries
 from tests.engine.worker.spec_prefill.drafts import brute_force, load, prompt
 
 NO_ANCHORS = np.empty(0, np.int32)
@@ -31,7 +31,7 @@ class Watched(Scorer):
         self.fail: Callable[[str, int], None] = lambda job, position: None
         super().__init__(draft, config, publish)
 
-    def _advance(self, job: Job) -> Outcome | None:
+    def _advance(self, job: ScoreJob) -> ScoreResult | None:
         self.now = job.id
         return super()._advance(job)
 
@@ -62,7 +62,7 @@ class Bench:
 
     def __init__(self, draft: Draft, budget: int | None = None, **config: Any):
         self.draft = WatchedDraft(draft)
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, ScoreResult] = {}
         settings = SpecPrefillConfig.model_validate(config)
         self.scorer = Watched(self.draft, settings, self.outcomes.__setitem__)
         if budget is not None:
@@ -73,7 +73,7 @@ class Bench:
     def add(self, job: str, ids: np.ndarray, **request: Any) -> None:
         self.scorer.add(job, request_of(ids, **request))
 
-    def run(self, *jobs: str) -> list[Outcome]:
+    def run(self, *jobs: str) -> list[ScoreResult]:
         """All that is open; these jobs' outcomes."""
         while self.scorer.has_work:
             self.scorer.step()
@@ -104,7 +104,7 @@ def test_a_prompts_importance_is_the_mean_over_all_steps(bench, draft_of, family
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
 
 
-def test_it_stops_looking_ahead_at_a_stop_token_but_not_before_the_first_step(bench):
+def test_the_look_ahead_ends_at_a_stop_token_but_not_before_the_first_step(bench):
     one = bench(lookahead=5)
     one.score("all", prompt(40))
     assert one.turns == [("all", 39)] + 5 * [("all", 1)]
@@ -116,7 +116,7 @@ def test_it_stops_looking_ahead_at_a_stop_token_but_not_before_the_first_step(be
 
 
 @pytest.mark.parametrize("family", ["demo", "hybrid"])
-def test_steps_that_are_waited_for_one_by_one_give_the_same(bench, draft_of, family, monkeypatch):
+def test_look_ahead_steps_awaited_one_by_one_give_the_same_scores(bench, draft_of, family, monkeypatch):
     ids = prompt(300, seed=6)
     found = bench(family, chunk_size=64).score("ahead", ids)
     monkeypatch.setattr(scorer, "MAX_COPIED_BYTES", 0)
@@ -151,7 +151,7 @@ def test_the_size_of_the_chunks_does_not_change_the_plan(bench, family):
     np.testing.assert_allclose(found[0], found[2], rtol=1e-3)
 
 
-def test_prompts_take_turns_chunk_by_chunk_and_each_gets_what_it_gets_alone(bench):
+def test_prompts_take_turns_chunk_by_chunk_and_get_the_same_scores_as_alone(bench):
     prompts = {name: prompt(length, seed) for seed, (name, length) in enumerate([("a", 65), ("b", 33), ("c", 97)])}
     alone = {name: bench(chunk_size=32, lookahead=2).score(name, ids) for name, ids in prompts.items()}
     together = bench(chunk_size=32, lookahead=2, max_running=2)
@@ -166,7 +166,7 @@ def test_prompts_take_turns_chunk_by_chunk_and_each_gets_what_it_gets_alone(benc
         assert np.array_equal(outcomes[name].importance, alone[name]), name
 
 
-def test_twice_the_same_gives_the_same(bench):
+def test_scoring_a_prompt_twice_gives_the_same_importance(bench):
     ids = prompt(300)
     assert np.array_equal(bench("hybrid").score("a", ids), bench("hybrid").score("b", ids))
 
@@ -195,7 +195,7 @@ def test_a_prompt_waits_until_its_bytes_fit_and_one_that_never_will_is_refused(b
     assert one.scorer.num_running == 2 and one.scorer.memory["job_bytes"] == 2 * need
     one.run(*"abc")
     one.scorer.limits.check(request_of(prompt(2000)))
-    with pytest.raises(InvalidRequest, match=rf"3000 tokens takes \d+ bytes, the limit is {one.scorer.limits.budget} "):
+    with pytest.raises(InvalidRequest, match=rf"3000 tokens takes \d+ bytes; the limit is {one.scorer.limits.budget} "):
         one.scorer.limits.check(request_of(prompt(3000)))
 
 
@@ -209,11 +209,11 @@ def test_prompts_outside_of_the_drafts_context_or_vocabulary_are_refused(bench):
     one = bench(lookahead=6)
     one.scorer.limits.check(request_of(prompt(4090)))
     with pytest.raises(
-        InvalidRequest, match=r"4091 tokens; the draft's context of 4096 holds 4090 and 6 \(lookahead\)"
+        InvalidRequest, match=r"4091 tokens; the limit is 4090, the draft's context of 4096 less 6 \(lookahead\)"
     ):
         one.scorer.limits.check(request_of(prompt(4091)))
     for token_id in (-1, 512):
-        with pytest.raises(InvalidRequest, match=f"token id {token_id} is not within 0 and 511"):
+        with pytest.raises(InvalidRequest, match=f"token id {token_id} is not between 0 and 511"):
             one.scorer.limits.check(request_of(np.array([5, token_id, 7], np.int32)))
 
 
@@ -241,7 +241,7 @@ def test_a_prompt_that_fails_fails_alone(bench):
 def test_scores_that_are_not_finite_fail_their_prompt_and_leave_no_snapshot(checkpoint):
     draft = load(checkpoint("qwen3"))
     draft._lm.model.embed_tokens.weight[77] = float("nan")
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, ScoreResult] = {}
     poisoned_scorer = Scorer(draft, SpecPrefillConfig(), outcomes.__setitem__)
     poisoned, clean = prompt(100), prompt(100, seed=1)
     poisoned[50], clean[clean == 77] = 77, 78
@@ -251,11 +251,11 @@ def test_scores_that_are_not_finite_fail_their_prompt_and_leave_no_snapshot(chec
     assert poisoned_scorer.memory["snapshot_bytes"] == 0
     while poisoned_scorer.has_work:
         poisoned_scorer.step()
-    assert outcomes["poisoned"].error == "EngineFailed: none of the scores of 100 tokens is finite"
+    assert outcomes["poisoned"].error == "EngineFailed: all scores of the 100 tokens are NaN or inf"
     assert outcomes["clean"].importance is not None
 
 
-def test_memory_is_flat_after_a_storm(bench):
+def test_memory_does_not_grow_over_random_prompts_and_aborts(bench):
     one = bench("hybrid", chunk_size=64, lookahead=2)
     rng, after = np.random.default_rng(0), []
     for storm in range(3):
@@ -287,7 +287,7 @@ class TestReuse:
         fresh = bench(family, chunk_size=64).score("fresh", ids, boundaries=cuts)
         assert np.array_equal(found, fresh), "chunks end where they ended"
 
-    def test_where_chunks_end_elsewhere_the_plan_is_the_same(self, bench, family):
+    def test_the_plan_is_the_same_where_chunks_end_at_other_places(self, bench, family):
         ids = prompt(600, seed=8)
         one = bench(family, chunk_size=64)
         one.score("first", ids[:331], boundaries=(Boundary("system", 37),))
@@ -300,7 +300,7 @@ class TestReuse:
             assert plans[0].fingerprint == plans[1].fingerprint
 
 
-def test_the_same_prompt_with_another_wish_costs_no_forward(bench):
+def test_a_scored_prompt_with_another_keep_or_anchors_costs_no_forward(bench):
     ids, one = prompt(200), bench()
     first = one.score("first", ids)
     one.turns.clear()
@@ -327,7 +327,7 @@ def test_a_snapshot_that_cannot_be_restored_fails_one_prompt_alone(bench, monkey
 
 
 @pytest.mark.parametrize("max_running", [1, 4])
-def test_the_same_prompt_twice_at_once_is_read_once(bench, max_running):
+def test_equal_prompts_that_arrive_together_are_read_once(bench, max_running):
     ids, one = prompt(200), bench(max_running=max_running, chunk_size=64)
     one.add("a", ids)
     one.add("b", ids)
@@ -353,7 +353,7 @@ class Clock:
         self._note(num_tokens, position)
 
 
-def test_what_could_not_be_scored_in_time_is_refused_at_once(bench):
+def test_a_prompt_that_cannot_be_scored_in_time_is_refused_at_once(bench):
     one = bench(chunk_size=64, deadline_s=500)
     Clock(one)
     one.score("short", prompt(300))
@@ -364,7 +364,7 @@ def test_what_could_not_be_scored_in_time_is_refused_at_once(bench):
     assert "scoring 600 tokens would take about 7" in late.error and "the limit is 500 s (deadline_s)" in late.error
     one.add("a", prompt(250, seed=2))
     one.add("b", prompt(240, seed=3))
-    assert "b" in one.outcomes and "beside 1 other prompts" in one.outcomes["b"].error, "not both together"
+    assert "b" in one.outcomes and "with 1 other prompts" in one.outcomes["b"].error, "not both together"
     assert one.run("a")[0].importance is not None
 
 
@@ -376,7 +376,7 @@ def test_scoring_that_takes_longer_than_the_plan_saves_is_refused_at_once(bench)
     one.add("no gain", prompt(300, seed=1), limit_s=100.0)
     refused = one.outcomes["no gain"]
     assert refused.is_too_slow and not refused.is_late and not one.scorer.has_work and not one.turns
-    assert "scoring 300 tokens would take about 3" in refused.error and "the plan would save 100 s" in refused.error
+    assert "scoring 300 tokens would take about 3" in refused.error and "would save only 100 s" in refused.error
     one.add("gain", prompt(300, seed=1), limit_s=450.0)
     assert one.run("gain")[0].importance is not None
 
@@ -389,7 +389,7 @@ def test_steps_that_look_ahead_count_as_scoring(bench):
     assert one.outcomes["no gain"].is_too_slow, "its 300 tokens take 350 s, and then it looks ahead"
 
 
-def test_the_same_prompt_counts_but_once(bench):
+def test_equal_prompts_count_only_once_towards_the_deadline(bench):
     one = bench(chunk_size=64, deadline_s=500)
     Clock(one)
     one.score("short", prompt(250))
@@ -400,17 +400,17 @@ def test_the_same_prompt_counts_but_once(bench):
     assert [outcome.num_read for outcome in outcomes] == [300, 0, 0]
 
 
-def test_a_prompt_that_turns_out_too_slow_is_given_up(bench):
+def test_a_prompt_that_turns_out_too_slow_is_abandoned_early(bench):
     one = bench(chunk_size=64, deadline_s=400)
     Clock(one)
     one.add("slow", prompt(600))
     (late,) = one.run("slow")
-    assert late.is_late and "at the pace that it goes; the limit is 400 s" in late.error
+    assert late.is_late and "at the current pace; the limit is 400 s" in late.error
     assert 3 <= len(one.turns) < 600 // 64, "as soon as it is known"
     assert one.scorer.memory["job_bytes"] == 0
 
 
-def test_whoever_might_be_late_goes_first(bench):
+def test_a_prompt_that_might_be_late_goes_first(bench):
     one = bench(chunk_size=64, deadline_s=1000)
     clock = Clock(one)
     one.score("known", prompt(300))
@@ -425,7 +425,7 @@ def test_whoever_might_be_late_goes_first(bench):
     assert read == sorted(read), "not in turns"
 
 
-def test_what_the_draft_knows_already_is_not_counted(bench):
+def test_cached_tokens_do_not_count_towards_the_deadline(bench):
     one = bench(chunk_size=64, deadline_s=500)
     Clock(one)
     text = prompt(450)
@@ -435,14 +435,14 @@ def test_what_the_draft_knows_already_is_not_counted(bench):
     assert one.outcomes["as long"].is_late
 
 
-def test_tenants_share_nothing(bench):
+def test_tenants_share_neither_snapshots_nor_scores(bench):
     ids, one = prompt(200), bench()
     mine = one.score("mine", ids, tenant="me")
     theirs = one.score("theirs", ids, tenant="you")
     assert one.outcomes["theirs"].num_read == 200 and np.array_equal(mine, theirs)
 
 
-def test_snapshots_take_half_of_the_budget_at_most_and_leave_for_prompts_that_need_the_bytes(bench):
+def test_snapshots_take_at_most_half_of_the_budget_and_are_evicted_for_prompts(bench):
     per_token = bench().draft.bytes_per_token
     one = bench(budget=2200 * per_token)
     for i in range(4):
@@ -457,7 +457,7 @@ def test_snapshots_take_half_of_the_budget_at_most_and_leave_for_prompts_that_ne
     one.run("long")
 
 
-def test_what_a_prompt_goes_on_from_leaves_last(bench):
+def test_the_snapshot_that_a_prompt_continues_is_evicted_last(bench):
     per_token = bench().draft.bytes_per_token
     one = bench(budget=2200 * per_token)
     for i in range(2):
@@ -466,7 +466,7 @@ def test_what_a_prompt_goes_on_from_leaves_last(bench):
     assert one.outcomes["longer"].num_read == 1400 - 499
 
 
-def test_boundaries_closer_than_a_snapshot_is_worth_are_left_out():
+def test_boundaries_too_close_together_get_no_snapshot():
     def found(*cuts: int, num_tokens: int = 200) -> list[int]:
         given = tuple(Boundary("turn", cut) for cut in cuts)
         return [boundary.num_tokens for boundary in boundaries(request_of(prompt(num_tokens), boundaries=given))]

@@ -9,7 +9,7 @@ import psutil
 import ray
 from ray import serve
 
-from deployments.ray_seams import num_ongoing_requests, num_reserved_slots
+from deployments.ray_internals import num_ongoing_requests, num_reserved_slots
 from engine.protocol import Cancelled, InvalidRequest, Overloaded, Unavailable
 
 

@@ -12,7 +12,7 @@ PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 MAX_IDLE_CLIENTS = 1024
 
 
-class ClientShares:
+class VirtualTokenCounter:
     """Counts weighted tokens per client."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Door: the state that all endpoints share, and the common path of a request that generates."""
+"""HttpContext: the state that all endpoints share, and the common path of a request that generates."""
 
 import secrets
 from collections.abc import Awaitable, Callable
@@ -7,7 +7,6 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.chat import Backend, ChatRequest, Generation, Route
 from deployments.http.answer import AnswerEncoder
 from deployments.http.answer_response import AnswerResponse, Job
 from deployments.http.api_keys import KeyIdentity
@@ -19,6 +18,7 @@ from deployments.http.openapi import ApiDocument
 from deployments.http.rate_limits import RateLimits
 from deployments.http.request_reader import Dialect, ParsedRequest, ReadingRules
 from deployments.http.unread_bodies import UnreadBodies
+from deployments.protocol import Backend, ChatRequest, Generation, Route
 from engine.protocol import EngineFailed, Unavailable
 
 IGNORED_HEADER = "X-Orchard-Ignored"
@@ -28,7 +28,7 @@ MakeEncoder = Callable[[ParsedRequest, str], AnswerEncoder]
 """Creates the encoder for a request and the id of its answer."""
 
 
-class Door:
+class HttpContext:
     """Shared by the endpoints of all dialects.
 
     Attributes:
@@ -103,10 +103,10 @@ class Door:
         self.ignored.note(parsed.ignored)
         return {IGNORED_HEADER: ", ".join(map(printable, parsed.ignored))}
 
-    def respond(self, request: Request, understand: Callable[[bytes], Awaitable[Job]]) -> Response:
+    def respond(self, request: Request, parse_body: Callable[[bytes], Awaitable[Job]]) -> Response:
         """Return the response to a request whose body `understand` turns into a Job."""
         return AnswerResponse(
-            understand,
+            parse_body,
             self.backend.in_flight,
             self.bodies,
             self.limits,

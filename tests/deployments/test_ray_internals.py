@@ -1,4 +1,4 @@
-"""Each function of ray_seams against Ray's own classes: a Ray that does it in another way is found out here."""
+"""Each function of ray_internals against Ray's own classes: a Ray that does it in another way is found out here."""
 
 import asyncio
 import inspect
@@ -13,11 +13,11 @@ from ray.serve._private.replica import SERVE_BUILD_ASGI_APP_METHOD
 from ray.serve._private.request_router.replica_wrapper import ReplicaSelection
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentResponseGenerator
 
-from deployments import ray_seams
+from deployments import ray_internals
 from deployments.ingress import Ingress
-from deployments.ray_seams import (
+from deployments.ray_internals import (
     REQUIRED,
-    Need,
+    RayInternal,
     answer_of,
     cancel_call,
     check_ray,
@@ -146,9 +146,7 @@ async def leaves_as_the_plan_arrives(router: Any, replica: Replica, **steps: boo
 
 
 @pytest.mark.parametrize("gives_a_turn", [False, True])
-def test_a_client_that_leaves_while_its_request_is_dispatched_leaves_no_slot(
-    make: Callable[[Replica], Any], gives_a_turn: bool
-):
+def test_request_cancelled_during_its_dispatch_releases_its_slot(make: Callable[[Replica], Any], gives_a_turn: bool):
     async def go() -> set[str]:
         replica = Replica()
         await leaves_as_the_plan_arrives(make(replica), replica, gives_a_turn=gives_a_turn, ends_dispatch=True)
@@ -158,7 +156,7 @@ def test_a_client_that_leaves_while_its_request_is_dispatched_leaves_no_slot(
     assert asyncio.run(go()) == set()
 
 
-def test_ray_itself_still_keeps_the_slot_of_a_dispatch_that_never_began(make: Callable[[Replica], Any]):
+def test_ray_still_leaks_the_slot_of_a_dispatch_that_never_began(make: Callable[[Replica], Any]):
     """If it does not, end_dispatch is no longer needed."""
 
     async def go() -> set[str]:
@@ -169,7 +167,7 @@ def test_ray_itself_still_keeps_the_slot_of_a_dispatch_that_never_began(make: Ca
     assert asyncio.run(go()) == {"token"}
 
 
-def test_a_call_that_was_sent_and_never_read_is_cancelled(make: Callable[[Replica], Any]):
+def test_sent_call_that_was_never_read_is_cancelled(make: Callable[[Replica], Any]):
     async def go() -> tuple[bool, bool]:
         replica = Replica()
         router = make(replica)
@@ -184,7 +182,7 @@ def test_a_call_that_was_sent_and_never_read_is_cancelled(make: Callable[[Replic
     assert asyncio.run(go()) == (True, True)
 
 
-def test_the_nodes_of_the_running_replicas_are_those_that_the_router_knows(make: Callable[[Replica], Any]):
+def test_running_nodes_are_the_nodes_of_the_routers_replicas(make: Callable[[Replica], Any]):
     async def go() -> Any:
         handle = SimpleNamespace(_router=make(Replica(node_id="node-7")))
         return running_nodes(handle), running_nodes(SimpleNamespace())
@@ -192,7 +190,7 @@ def test_the_nodes_of_the_running_replicas_are_those_that_the_router_knows(make:
     assert asyncio.run(go()) == ({"node-7"}, None)
 
 
-def test_each_replica_answers_a_broadcast_for_itself():
+def test_broadcast_has_an_answer_from_each_replica():
     class Handle:
         def broadcast(self, method: str, *args: Any) -> DeploymentBroadcastResponse:
             assert (method, args) == ("status", (1,))
@@ -207,7 +205,7 @@ def test_each_replica_answers_a_broadcast_for_itself():
     assert asyncio.run(go()) == [42, 42]
 
 
-def test_the_selection_has_the_names_that_the_client_reads():
+def test_replica_selection_of_ray_has_the_attributes_that_the_client_reads():
     assert {"replica_id", "node_id"} <= set(inspect.signature(ReplicaSelection).parameters)
 
 
@@ -215,23 +213,28 @@ def test_the_ingress_builds_its_app_where_ray_looks_for_it():
     assert hasattr(Ingress.func_or_class, SERVE_BUILD_ASGI_APP_METHOD)
 
 
-def test_this_ray_has_all_that_is_needed():
+def test_installed_ray_has_all_required_attributes():
     check_ray()
 
 
-def test_a_ray_that_lacks_something_is_refused_with_its_version_and_all_that_it_lacks():
+def test_ray_without_required_attributes_is_refused_with_its_version_and_their_names():
     def changed(self: Any) -> None:
         """A method of Ray that no longer uses the names that it did."""
 
-    required = (*REQUIRED, Need(FakeReplica, "_gone"), Need(changed, "_renamed"), Need(ray_seams, "_moved"))
+    required = (
+        *REQUIRED,
+        RayInternal(FakeReplica, "_gone"),
+        RayInternal(changed, "_renamed"),
+        RayInternal(ray_internals, "_moved"),
+    )
     with pytest.raises(EngineFailed) as error:
         check_ray(required)
     message = error.value.message
-    assert f"Ray {ray_seams.ray.__version__}" in message and f"3 of the {len(required)}" in message
-    assert all(name in message for name in ("FakeReplica: _gone", "changed: _renamed", "ray_seams: _moved"))
+    assert f"Ray {ray_internals.ray.__version__}" in message and f"3 of the {len(required)}" in message
+    assert all(name in message for name in ("FakeReplica: _gone", "changed: _renamed", "ray_internals: _moved"))
 
 
-def test_what_the_own_replica_holds_is_read_from_rays_object(monkeypatch: pytest.MonkeyPatch):
+def test_slots_requests_and_stop_flag_are_read_from_the_replica_object_of_ray(monkeypatch: pytest.MonkeyPatch):
     class OwnReplica:
         _shutting_down = False
         _reserved_slots = frozenset({"one", "two"})
@@ -241,5 +244,5 @@ def test_what_the_own_replica_holds_is_read_from_rays_object(monkeypatch: pytest
 
     actor = SimpleNamespace(_replica_impl=OwnReplica())
     monkeypatch.setattr("ray._private.worker.global_worker", SimpleNamespace(actor_id=7, actors={7: actor}))
-    assert (ray_seams.num_reserved_slots(), ray_seams.num_ongoing_requests()) == (2, 5)
-    assert ray_seams.stop_flag()() is False
+    assert (ray_internals.num_reserved_slots(), ray_internals.num_ongoing_requests()) == (2, 5)
+    assert ray_internals.stop_flag()() is False

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from ray import cloudpickle
 
-from deployments import policies, started
-from deployments.policies import OnePerOfferingNode, nodes_offering
+from deployments import autoscaling, policy_state
+from deployments.autoscaling import OnePerOfferingNode, nodes_offering
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,52 +28,52 @@ class Context:
 
 @pytest.fixture(autouse=True)
 def nothing_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(started, "STARTED", set())
+    monkeypatch.setattr(policy_state, "STARTED", set())
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     nodes: list[dict[str, Any]] = []
-    monkeypatch.setattr(policies.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(autoscaling.ray, "nodes", lambda: nodes)
     return nodes
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(policies.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(autoscaling.time, "monotonic", lambda: now[0])
     return now
 
 
-def test_only_living_nodes_with_a_whole_mlx_count(cluster: list):
+def test_nodes_offering_mlx_are_living_nodes_with_a_whole_mlx_resource(cluster: list):
     cluster += [node("a", mlx=1), node("b", CPU=8), node("c", alive=False, mlx=1), node("d", mlx=0.5), node("e", mlx=2)]
     assert nodes_offering("mlx") == ["a", "e"]
 
 
-def test_each_resource_has_its_own_nodes(cluster: list):
+def test_nodes_are_counted_separately_for_each_resource(cluster: list):
     cluster += [node("a", mlx=1), node("b", mlx=1, mlx_scorer=1), node("c", mlx_scorer=1), node("d", mlx_scorer=0.5)]
     assert (nodes_offering("mlx"), nodes_offering("mlx_scorer")) == (["a", "b"], ["b", "c"])
     cluster += [node("e", mlx_scorer=1)]
     assert (OnePerOfferingNode("mlx")(Context()), OnePerOfferingNode("mlx_scorer")(Context())) == ((2, {}), (3, {}))
 
 
-def test_there_are_as_many_replicas_as_nodes_and_at_least_one(cluster: list):
+def test_number_of_replicas_is_the_number_of_offering_nodes_and_at_least_one(cluster: list):
     assert OnePerOfferingNode("mlx")(Context()) == (1, {})
     cluster += [node("a", mlx=1), node("b", mlx=1), node("c")]
     assert OnePerOfferingNode("mlx")(Context()) == (2, {})
 
 
-def test_the_nodes_are_asked_for_again_only_after_a_while(cluster: list, clock: list[float]):
+def test_list_of_nodes_is_cached_for_a_while(cluster: list, clock: list[float]):
     policy = OnePerOfferingNode("mlx")
     cluster += [node("a", mlx=1)]
     assert policy(Context()) == (1, {})
     cluster += [node("b", mlx=1)]
     assert policy(Context()) == (1, {})
-    clock[0] += policies.NODES_CACHED_S + 0.1
+    clock[0] += autoscaling.NODES_CACHED_S + 0.1
     assert policy(Context()) == (2, {})
 
 
-def test_a_deployment_that_waits_for_another_starts_when_the_other_runs(cluster: list):
+def test_waiting_deployment_starts_when_its_awaited_deployment_runs(cluster: list):
     cluster += [node("a", mlx=1), node("b", mlx=1)]
     engine, images = OnePerOfferingNode("mlx"), OnePerOfferingNode("mlx", waits_for="ModelReplica")
     assert engine(Context()) == (2, {})
@@ -84,7 +84,7 @@ def test_a_deployment_that_waits_for_another_starts_when_the_other_runs(cluster:
     assert images(Context("MLLM", current_num_replicas=2)) == (2, {}), "an engine that restarts stops nothing"
 
 
-def test_a_deployment_waits_for_the_one_of_its_own_application(cluster: list):
+def test_deployment_does_not_wait_for_a_deployment_of_another_application(cluster: list):
     cluster += [node("a", mlx=1)]
     OnePerOfferingNode("mlx")(Context(app_name="other", current_num_replicas=1))
     assert OnePerOfferingNode("mlx", waits_for="ModelReplica")(Context("MLLM")) == (0, {})
@@ -93,12 +93,12 @@ def test_a_deployment_waits_for_the_one_of_its_own_application(cluster: list):
 PICKLED = """
 import sys
 from ray.serve.config import AutoscalingPolicy
-policy = AutoscalingPolicy(policy_function="deployments.policies:OnePerOfferingNode")
+policy = AutoscalingPolicy(policy_function="deployments.autoscaling:OnePerOfferingNode")
 sys.stdout.write(policy._serialized_policy_def.hex())
 """
 
 
-def test_policies_that_were_pickled_in_different_processes_know_of_each_other(cluster: list):
+def test_policies_pickled_in_different_processes_share_their_state(cluster: list):
     """Serve pickles the module of each policy by value, some where the app is built and some in its controller."""
     cluster += [node("a", mlx=1)]
     command = [sys.executable, "-W", "ignore", "-c", PICKLED]

@@ -1,4 +1,4 @@
-"""SharedAnswer: one call to the replicas shared by concurrent and closely following requests."""
+"""CachedCall: one call to the replicas shared by concurrent and closely following requests."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class SharedAnswer(Generic[T]):
+class CachedCall(Generic[T]):
     """Caches the result of a call for a short time, with at most one call in progress. Errors are not cached."""
 
     def __init__(

@@ -7,10 +7,10 @@ import numpy as np
 from mlx_vlm.models.cache import make_prompt_cache
 
 from engine.config import MTPExact
-from engine.worker.kv_cache import RowCache
+from engine.worker.kv_cache import SequenceCache
 
 
-class View:
+class LanguageModel:
     """Runs the module of the loaded model; has no weights and no state of its own.
 
     Models with multimodal rope (`get_rope_index`) keep positions in module state unless they are given, which would mix
@@ -37,7 +37,7 @@ class View:
             return on_metal and num_rows == 1
         return self.exact == "on"
 
-    def make_cache(self) -> RowCache:
+    def make_cache(self) -> SequenceCache:
         """Return an empty cache for one row, one entry per layer."""
         return make_prompt_cache(self.lm)
 
@@ -88,7 +88,7 @@ class View:
             The hidden states [1, L, hidden], None if the model returns none.
         """
         if not self.explicit_positions:
-            assert embeds is None, "this model takes no embeddings"
+            assert embeds is None, "this model does not accept input embeddings"
             self.lm(token_ids, cache=cache)  # lazy: only the cache is ever evaluated
             hidden = None
         else:
@@ -118,14 +118,14 @@ class View:
             return self._hidden(token_ids, cache, mx.array(positions))
         return self.lm.model(token_ids, cache=cache)
 
-    def why_no_states(self) -> str | None:
+    def states_unsupported_reason(self) -> str | None:
         """Return why this model's hidden states are not available, None if they are. Computes nothing."""
         try:
             states = self.states(mx.zeros((1, 1), mx.int32), self.make_cache(), np.zeros((3, 1, 1), np.int32))
         except (AttributeError, TypeError, ValueError) as error:
             return f"its layers cannot be run without its output layer ({type(error).__name__})"
         if not isinstance(states, mx.array) or states.ndim != 3:
-            return "its layers return something else than hidden states"
+            return "its layers do not return hidden states"
         return None
 
     def _hidden(self, token_ids: mx.array, cache: list, positions: mx.array, **kwargs: Any) -> mx.array:

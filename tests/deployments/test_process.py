@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deployments.replica import log_refusals_in_one_line
+from deployments.process import log_refusals_in_one_line
 from engine.protocol import Cancelled, EngineFailed, InvalidRequest, Overloaded, QueueTimeout, Unavailable
 
 
@@ -39,13 +39,13 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("error", REFUSALS)
-def test_a_refusal_is_one_line_without_a_traceback(serve_logger: logging.Logger, error: Exception):
+def test_refused_request_is_logged_as_one_line_without_a_traceback(serve_logger: logging.Logger, error: Exception):
     record = log_of(error, serve_logger)
     assert record.getMessage() == f"Request refused: {error}"
     assert record.exc_info is None and record.levelno == logging.INFO
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("oops"), EngineFailed("oops")])
-def test_any_other_error_keeps_its_traceback(serve_logger: logging.Logger, error: Exception):
+def test_unexpected_error_is_logged_with_its_traceback(serve_logger: logging.Logger, error: Exception):
     record = log_of(error, serve_logger)
     assert record.exc_info is not None and record.levelno == logging.ERROR

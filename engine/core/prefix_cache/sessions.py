@@ -1,4 +1,4 @@
-"""PrefixReuse: restores prompts from the prefix cache and stores snapshots at their boundaries.
+"""PrefixCacheSessions: restores prompts from the prefix cache and stores snapshots at their boundaries.
 
 Each prompt is looked up when its first chunk is due. If another prompt in progress is computing its prefix, `source_of`
 names that one, so that the scheduler advances it to the boundary instead of computing the prefix twice. A snapshot is
@@ -17,11 +17,11 @@ import numpy as np
 from engine.config import PrefixCacheConfig, SnapshotKind
 from engine.core.batch import ModelRunner
 from engine.core.cost_model import CostModel
-from engine.core.prefix_cache.cache import Entry, Held, PrefixCache, Snapshot
+from engine.core.prefix_cache.cache import CacheEntry, PrefixCache, Snapshot, SnapshotNode
 from engine.core.prefix_cache.disk_tier import DiskTier, Reading
 from engine.core.prefix_cache.loans import Loans
 from engine.core.prefix_cache.miss import explain
-from engine.core.prefix_cache.node import Stretch
+from engine.core.prefix_cache.node import KVSegment
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.status import cache_status
 from engine.core.request import Request
@@ -45,7 +45,7 @@ KIND_ORDER = ("system", "turn", "prompt")
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class PrefixCacheSession:
     """A prompt in progress and its use of the prefix cache."""
 
     row: Request
@@ -55,11 +55,11 @@ class Session:
     """Longest prefix to restore: longer ones failed, or would leave nothing to compute."""
     todo: list[Boundary] = field(default_factory=list)
     """Boundaries left to compute, the next one first."""
-    base: Held | None = None
+    base: SnapshotNode | None = None
     """The node of the snapshot that it was restored from or stored last."""
     base_digest: str | None = None
     base_tokens: int = 0
-    stored: list[Entry] = field(default_factory=list)
+    stored: list[CacheEntry] = field(default_factory=list)
     """Entries that it has stored."""
     reading: Reading | None = None
     """The snapshot on disk that it waits for; None if it waits for none."""
@@ -97,7 +97,7 @@ class AnswerStatistics:
             self._num_unused = 0
 
 
-class PrefixReuse:
+class PrefixCacheSessions:
     """Connects prompts in progress to the prefix cache.
 
     Args:
@@ -126,15 +126,15 @@ class PrefixReuse:
         self._runner = runner
         self._stats = stats
         self._clock = clock
-        self._sessions: dict[str, Session] = {}  # by the id of the first row
+        self._sessions: dict[str, PrefixCacheSession] = {}  # by the id of the first row
         self._next_check_s = 0.0
         self._answers = AnswerStatistics(config.answers)
-        self.off = runner.no_snapshots if config.enabled else "prefix_cache.enabled is false"
+        self.off_reason = runner.no_snapshots if config.enabled else "prefix_cache.enabled is false"
         max_bytes = runner.memory_limit_bytes if config.max_gb is None else config.max_gb * 2**30
         self.cache = PrefixCache(int(max_bytes), clock)
         self._loans = Loans(self.cache, runner)
         self._disk: DiskTier | None = None
-        if files is not None and self.off is None:
+        if files is not None and self.off_reason is None:
             self._disk = DiskTier(files, self.cache, self._loans, runner, clock, costs or CostModel())
 
     def begin(self, rows: Sequence[Request], wait_s: float = 0.0, copy_s: float = 0.0) -> bool:
@@ -149,12 +149,12 @@ class PrefixReuse:
             False while the prefix is still being read from disk: call again in the next step.
         """
         row = rows[0]
-        if self.off is not None or row.spec.pooling is not None:
+        if self.off_reason is not None or row.spec.pooling is not None:
             return True
         current = self._sessions.get(row.id)
         if current is None:
             key = self._key_of(row)
-            current = self._sessions[row.id] = Session(row, key, self._max_tokens(row, key))
+            current = self._sessions[row.id] = PrefixCacheSession(row, key, self._max_tokens(row, key))
         elif current.is_computing:
             return True
         while (entry := self._find(rows, current, wait_s, copy_s)) is not None and not self._restore(
@@ -176,7 +176,7 @@ class PrefixReuse:
 
         They count as used, so that a plan based on them still finds them.
         """
-        if self.off is not None:
+        if self.off_reason is not None:
             return 0
         runner = self._runner
         key = PromptKey.of(runner.fingerprint, spec.tenant, spec.token_ids, spec.images, runner.image_token_id)
@@ -188,7 +188,7 @@ class PrefixReuse:
 
     def num_cached(self, row: Request) -> int:
         """Return how many tokens of a row's prompt are cached now; does not count as a use."""
-        if self.off is not None or row.spec.pooling is not None:
+        if self.off_reason is not None or row.spec.pooling is not None:
             return 0
         key, counters = self._key_of(row), self.cache.counters
         version = (len(key), counters.num_stored, counters.num_evicted, len(self.cache))
@@ -213,7 +213,12 @@ class PrefixReuse:
 
     def _may_lend(self, rows: Sequence[Request]) -> bool:
         spec = rows[0].spec
-        return self.off is None and len(rows) == spec.num_choices == 1 and spec.sparse is None and spec.pooling is None
+        return (
+            self.off_reason is None
+            and len(rows) == spec.num_choices == 1
+            and spec.sparse is None
+            and spec.pooling is None
+        )
 
     def source_of(self, row: Request) -> Request | None:
         """Return the first row of the prompt in progress that will store the longest prefix of this row's prompt.
@@ -221,7 +226,7 @@ class PrefixReuse:
         None if a prefix as long is cached already, or no prompt in progress shares one.
         """
         others = [one for one in self._sessions.values() if one.row is not row and one.is_computing and one.todo]
-        if not others or self.off is not None or row.spec.pooling is not None or row.id in self._sessions:
+        if not others or self.off_reason is not None or row.spec.pooling is not None or row.id in self._sessions:
             return None
         key = self._key_of(row)
         longest, source = self.num_cached(row), None
@@ -258,31 +263,31 @@ class PrefixReuse:
             return max_tokens
         return min(max_tokens, current.todo[0].num_tokens - rows[0].num_prefilled)
 
-    def passed(self, rows: Sequence[Request]) -> None:
+    def snapshot_boundary(self, rows: Sequence[Request]) -> None:
         """Take a snapshot if the last chunk ended at a boundary. Never raises: the answer does not depend on it."""
         current = self._sessions.get(rows[0].id)
         if current is None or not current.todo or current.todo[0].num_tokens != rows[0].num_prefilled:
             return
         self._take_or_log(rows, current, current.todo.pop(0))
 
-    def _take_or_log(self, rows: Sequence[Request], current: Session, boundary: Boundary) -> None:
+    def _take_or_log(self, rows: Sequence[Request], current: PrefixCacheSession, boundary: Boundary) -> None:
         try:
             self._take(rows, current, boundary)
         except Exception:
-            log.exception("no snapshot of %s at its %s boundary", current.row.id, boundary.kind)
+            log.exception("the snapshot of %s at its %s boundary failed", current.row.id, boundary.kind)
             self.cache.counters.num_rejected += 1
             current.todo.clear()
 
     def keep_answer(self, row: Request) -> None:
         """Store the state after a complete answer, whose row the runner still has. Never raises."""
         is_long = len(row.output_token_ids) >= self._config.min_tokens
-        if is_long and self._may_keep(row) and self._answers.are_kept and self._has_kept(row, is_awaited=False):
+        if is_long and self._may_keep(row) and self._answers.are_kept and self._store_row_or_log(row, is_awaited=False):
             self._answers.stored()
 
     def keep_row(self, row: Request) -> None:
         """Store the state of a preempted decoding row, which the runner still has. Never raises."""
         if self._may_keep(row):
-            self._has_kept(row, is_awaited=True)
+            self._store_row_or_log(row, is_awaited=True)
 
     def keep_prompt(self, rows: Sequence[Request], num_tokens: int) -> None:
         """Store the state of a preempted prompt after its first `num_tokens` tokens. Never raises."""
@@ -290,62 +295,62 @@ class PrefixReuse:
         if current is None or not current.is_computing or rows[0].spec.sparse is not None:
             return
         start = current.base_tokens if current.base is not None else 0
-        if num_tokens - start >= self._config.min_tokens and current.key.may_cut(num_tokens):
+        if num_tokens - start >= self._config.min_tokens and current.key.can_split_at(num_tokens):
             self._take_or_log(rows, current, Boundary("prompt", num_tokens))
             if current.base is not None and current.base_tokens == num_tokens:
-                current.base.entry.is_awaited = True
+                current.base.entry.is_resume_point = True
 
     def _may_keep(self, row: Request) -> bool:
         spec = row.spec
         is_plain = spec.num_choices == 1 and spec.sparse is None and spec.pooling is None
-        return self.off is None and is_plain and not spec.pinned
+        return self.off_reason is None and is_plain and not spec.pinned
 
-    def _has_kept(self, row: Request, is_awaited: bool) -> bool:
+    def _store_row_or_log(self, row: Request, is_awaited: bool) -> bool:
         """Store the state of a decoding row after its longest cached prefix in memory; return whether that
         succeeded."""
         key = self._key_of(row)
         parent = self.cache.match(key, len(key), in_memory=True)
         base = None if parent is None else self.cache.hold(parent)
         try:
-            return self._has_stored_row(row, key, base, is_awaited)
+            return self._store_row(row, key, base, is_awaited)
         except Exception:
-            log.exception("no snapshot of %s behind its last token", row.id)
+            log.exception("the snapshot of %s after its last token failed", row.id)
             self.cache.counters.num_rejected += 1
             return False
         finally:
             if base is not None:
                 self.cache.release(base)
 
-    def _has_stored_row(self, row: Request, key: PromptKey, base: Held | None, is_awaited: bool) -> bool:
+    def _store_row(self, row: Request, key: PromptKey, base: SnapshotNode | None, is_awaited: bool) -> bool:
         """Store a decoding row's state; return whether it was stored.
 
         Its keys and values stay in the row's cache until the row, which is about to be dropped, returns them.
         """
         costs, spec, runner = self._runner.costs, row.spec, self._runner
         num_new = len(key) + 1 - (0 if base is None else base.entry.num_tokens)
-        stretch_bytes = num_new * costs.token_bytes
+        segment_bytes = num_new * costs.token_bytes
         if num_new < self._config.min_tokens:
             return False
         lend = self._loans.may_add(row.id, base)
-        num_bytes = costs.state_bytes + (0 if lend else stretch_bytes)
-        if not self.cache.make_way(num_bytes, base, None if is_awaited else key, "answer", row.id):
+        num_bytes = costs.state_bytes + (0 if lend else segment_bytes)
+        if not self.cache.evict_for(num_bytes, base, None if is_awaited else key, "answer", row.id):
             return False
-        taken = runner.snapshot_row(row.id, None if base is None else base.stretch, lend=lend)
+        taken = runner.snapshot_row(row.id, None if base is None else base.segment, lend=lend)
         num_given = len(row.output_token_ids) - is_awaited  # a preempted row's last token is not computed yet
         if taken is None or not np.array_equal(taken.token_ids[:num_given], row.output_token_ids[:num_given]):
             return False
         ids = np.concatenate([spec.token_ids, taken.token_ids]).astype(np.int32)
         whole = PromptKey.of(runner.fingerprint, spec.tenant, ids, spec.images, runner.image_token_id)
         entry = self.cache.get(whole.digest())
-        if entry is not None and entry.held is not None:
+        if entry is not None and entry.node is not None:
             return False  # stored before by an identical prompt and answer
         digest = None if base is None else base.entry.digest
         entry = self._store(whole, "answer", row, False, taken.snapshot, base, digest)
-        if entry is None or entry.held is None:
+        if entry is None or entry.node is None:
             return False
-        entry.is_awaited = is_awaited
+        entry.is_resume_point = is_awaited
         if lend:
-            self._loans.add(row.id, entry.held, stretch_bytes)
+            self._loans.add(row.id, entry.node, segment_bytes)
         return True
 
     def end(self, row_ids: Iterable[str], failed: bool = False) -> None:
@@ -354,7 +359,7 @@ class PrefixReuse:
             if (session := self._sessions.pop(row_id, None)) is not None:
                 self._end(session, failed)
 
-    def returning(self, row_ids: Iterable[str]) -> dict[str, Sequence[Stretch]]:
+    def returning(self, row_ids: Iterable[str]) -> dict[str, Sequence[KVSegment]]:
         """Return the KV segments lent to rows that are about to be dropped, by row id; `settle` must follow."""
         if self._disk is None:
             return self._loans.returning(row_ids)
@@ -373,7 +378,7 @@ class PrefixReuse:
         if self._disk is not None:
             self._disk.save_waiting()
 
-    def _end(self, session: Session, failed: bool) -> None:
+    def _end(self, session: PrefixCacheSession, failed: bool) -> None:
         if failed:
             for entry in session.stored:
                 if self.cache.get(entry.digest) is entry:
@@ -393,7 +398,7 @@ class PrefixReuse:
         if (began_s := self._clock()) < self._next_check_s:
             return
         if (error := self.cache.integrity_error()) is not None:
-            log.error("the prefix cache is emptied: %s", error)
+            log.error("the prefix cache is inconsistent and is cleared: %s", error)
             self.cache.reset()
             self.cache.counters.num_integrity_errors += 1
             if self._disk is not None:
@@ -412,7 +417,7 @@ class PrefixReuse:
     def status(self) -> CacheStatus:
         """Return the status of the prefix cache and its disk tier."""
         disk = self._disk.status() if self._disk is not None else None
-        return cache_status(self.cache, self.off, self._clock(), disk)
+        return cache_status(self.cache, self.off_reason, self._clock(), disk)
 
     def close(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for pending writes, then release all snapshots on the device thread."""
@@ -429,18 +434,20 @@ class PrefixReuse:
             self._runner.drop(list(lent), lent)
             self.settle(lent)
         except Exception:
-            log.exception("the keys and values of running rows are not written")
+            log.exception("the keys and values of running rows could not be copied back for the disk tier")
 
-    def _find(self, rows: Sequence[Request], current: Session, wait_s: float, copy_s: float) -> Entry | None:
+    def _find(
+        self, rows: Sequence[Request], current: PrefixCacheSession, wait_s: float, copy_s: float
+    ) -> CacheEntry | None:
         """Return the longest stored prefix in memory; None without one, or while it is still being read from disk."""
         while True:
-            if current.reading is not None and not self._has_read(current, current.reading, wait_s, copy_s):
+            if current.reading is not None and not self._advance_reading(current, current.reading, wait_s, copy_s):
                 return None
             entry = self.cache.match(current.key, current.max_tokens, current.in_memory)
             if entry is None:
                 return None
-            if entry.held is not None:
-                if self._call_in(entry):
+            if entry.node is not None:
+                if self._copy_back(entry):
                     return entry
                 current.max_tokens = entry.num_tokens - 1
                 continue
@@ -460,46 +467,46 @@ class PrefixReuse:
                 continue
             current.reading = self._disk.read(entry, row_id, min(computed_s, READ_PATIENCE * read_s))
 
-    def _call_in(self, entry: Entry) -> bool:
+    def _copy_back(self, entry: CacheEntry) -> bool:
         """Copy an entry's lent keys and values back from rows; return False if that is impossible."""
-        if not any(held.stretch.is_lent for held in self.cache.chain(entry)):
+        if not any(node.segment.is_lent for node in self.cache.chain(entry)):
             return True
         try:
-            has_come_back = self._loans.call_in(entry)
+            has_come_back = self._loans.copy_back(entry)
         except Exception:
-            log.exception("the keys and values of %d tokens could not be copied from a row", entry.num_tokens)
+            log.exception("the keys and values of %d tokens could not be copied back from a row", entry.num_tokens)
             self.cache.counters.num_unusable += 1
             return False
-        if has_come_back and self._disk is not None and entry.held is not None and entry.held.snapshot is not None:
+        if has_come_back and self._disk is not None and entry.node is not None and entry.node.snapshot is not None:
             self._disk.save(entry)
         return has_come_back
 
-    def _has_read(self, current: Session, reading: Reading, wait_s: float, copy_s: float) -> bool:
+    def _advance_reading(self, current: PrefixCacheSession, reading: Reading, wait_s: float, copy_s: float) -> bool:
         """Return whether a reading is over, complete or not; False while it is worth waiting for."""
         assert self._disk is not None
-        is_complete = self._disk.has_advanced(reading, wait_s, copy_s)
+        is_complete = self._disk.advance(reading, wait_s, copy_s)
         if is_complete is None and self._clock() < reading.until_s:
             return False
         if is_complete is None:
-            log.warning("reading a snapshot takes too long: %s is computed without it", current.row.id)
+            log.warning("reading a snapshot from disk takes too long: %s is prefilled without it", current.row.id)
             self.cache.counters.num_unusable += 1
         current.in_memory = not is_complete
         self._disk.close(reading)
         current.reading = None
         return True
 
-    def _restore(self, rows: Sequence[Request], current: Session, entry: Entry) -> bool:
+    def _restore(self, rows: Sequence[Request], current: PrefixCacheSession, entry: CacheEntry) -> bool:
         """Restore an entry; return False if that fails, in which case the prompt continues without it.
 
         Raises:
             InvalidRequest: The request is at fault, not the snapshot.
         """
-        assert entry.held is not None and entry.held.snapshot is not None
+        assert entry.node is not None and entry.node.snapshot is not None
         if rows[0].spec.pinned and Boundary("system", entry.num_tokens) in rows[0].spec.boundaries:
             self.cache.pin(entry)  # pinned entries are never lent
         try:
             lent = self._loans.lend(rows[0].id, entry) if self._may_lend(rows) else []
-            self._runner.restore(rows, entry.held.snapshot, lent)
+            self._runner.restore(rows, entry.node.snapshot, lent)
         except InvalidRequest:
             self.settle([rows[0].id])
             raise
@@ -519,7 +526,7 @@ class PrefixReuse:
             self._disk.touch(entry)
         return True
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: CacheEntry) -> None:
         if self._disk is not None:
             self._disk.forget(entry)
         else:
@@ -559,31 +566,31 @@ class PrefixReuse:
             is_pinned = row.spec.pinned and boundary.kind == "system" and boundary.num_tokens > last
             behind = max(last, turn) if boundary.kind == "prompt" else last
             far_enough = boundary.num_tokens - behind >= self._config.min_tokens or is_pinned
-            if far_enough and boundary.num_tokens < len(key) and key.may_cut(boundary.num_tokens):
+            if far_enough and boundary.num_tokens < len(key) and key.can_split_at(boundary.num_tokens):
                 boundaries.append(boundary)
                 last = boundary.num_tokens
         return boundaries
 
-    def _take(self, rows: Sequence[Request], current: Session, boundary: Boundary) -> None:
+    def _take(self, rows: Sequence[Request], current: PrefixCacheSession, boundary: Boundary) -> None:
         base, costs = current.base, self._runner.costs
         spec, key = current.row.spec, current.key.prefix(boundary.num_tokens)
         entry = self.cache.get(key.digest())
-        if entry is not None and entry.held is not None:  # stored meanwhile by another prompt
-            if spec.pinned and boundary.kind == "system" and self._call_in(entry):
+        if entry is not None and entry.node is not None:  # stored meanwhile by another prompt
+            if spec.pinned and boundary.kind == "system" and self._copy_back(entry):
                 self.cache.pin(entry)
             return
         num_new = boundary.num_tokens - (current.base_tokens if base is not None else 0)
-        pinned, stretch_bytes = spec.pinned and boundary.kind == "system", num_new * costs.token_bytes
+        pinned, segment_bytes = spec.pinned and boundary.kind == "system", num_new * costs.token_bytes
         lend = self._may_lend(rows) and boundary.kind != "system"
-        num_bytes = costs.state_bytes + (0 if lend else stretch_bytes)
+        num_bytes = costs.state_bytes + (0 if lend else segment_bytes)
         num_outvalued = self.cache.counters.num_outvalued
-        if not self.cache.make_way(num_bytes, base, None if pinned else key, boundary.kind, current.row.id):
+        if not self.cache.evict_for(num_bytes, base, None if pinned else key, boundary.kind, current.row.id):
             if self.cache.counters.num_outvalued == num_outvalued:  # no memory, and later ones are larger
                 current.todo.clear()
             return
-        snapshot = self._runner.snapshot(rows, base.stretch if base is not None else None, lend)
+        snapshot = self._runner.snapshot(rows, base.segment if base is not None else None, lend)
         if snapshot is None:
-            log.warning("the state of %s at its %s boundary is not finite", current.row.id, boundary.kind)
+            log.warning("the state of %s at its %s boundary contains NaN or inf", current.row.id, boundary.kind)
             self.cache.counters.num_rejected += 1
             current.todo.clear()
             return
@@ -591,8 +598,8 @@ class PrefixReuse:
         if entry is None:
             current.todo.clear()  # later ones are larger
             return
-        if lend and entry.held is not None:
-            self._loans.add(current.row.id, entry.held, stretch_bytes)
+        if lend and entry.node is not None:
+            self._loans.add(current.row.id, entry.node, segment_bytes)
         current.stored.append(entry)
         if base is not None:
             self.cache.release(base)
@@ -605,19 +612,19 @@ class PrefixReuse:
         row: Request,
         pinned: bool,
         snapshot: Snapshot,
-        base: Held | None,
+        base: SnapshotNode | None,
         base_digest: str | None,
-    ) -> Entry | None:
+    ) -> CacheEntry | None:
         """Store a snapshot of all tokens of the key after `base`; return None if it is rejected or already stored."""
         digest, now = key.digest(), self._clock()
         entry = self.cache.get(digest)  # exists if it is on disk and could not be read back
-        if entry is not None and entry.held is not None:
+        if entry is not None and entry.node is not None:
             return None
         if entry is not None:
             entry.pinned |= pinned
             entry.parent = base_digest
         else:
-            entry = Entry(digest, key, kind, base_digest, row.spec.origin, pinned, now, now)
+            entry = CacheEntry(digest, key, kind, base_digest, row.spec.origin, pinned, now, now)
         if not self.cache.store(entry, snapshot, base, row.id):
             return None
         if self._disk is not None:

@@ -55,7 +55,7 @@ def snapshots(runner: FakeRunner) -> list[int]:
     return [call[2] for call in runner.calls if call[0] == "snapshot"]
 
 
-def test_a_second_conversation_takes_the_system_part_and_the_next_turn_all_but_what_is_new(runner):
+def test_a_second_conversation_hits_the_system_part_and_the_next_turn_the_turn_before(runner):
     driver = Driver(runner, config())
     first, other = request("a", SYSTEM, QUESTION), request("b", SYSTEM, QUESTION[::-1])
     following = request("c", SYSTEM, QUESTION, GENERATION, [30] * 20)
@@ -64,7 +64,7 @@ def test_a_second_conversation_takes_the_system_part_and_the_next_turn_all_but_w
     assert (driver.core.prefix.cache.counters.num_hits, driver.core.prefix.cache.counters.num_misses) == (3, 1)
 
 
-def test_snapshots_are_taken_in_passing_and_the_chunks_end_there(runner):
+def test_chunks_end_at_snapshot_boundaries_and_no_token_is_computed_twice(runner):
     driver = Driver(runner, config())
     cached(driver, request("a", SYSTEM, QUESTION, generation=[5] * 40))
     assert snapshots(runner) == [40, 70, 109]
@@ -78,20 +78,20 @@ def test_a_boundary_that_saves_fewer_than_min_tokens_is_passed_over(runner):
     assert snapshots(runner) == [40, 109], "the turn is 30 tokens behind the system part"
 
 
-def test_the_end_of_a_prompt_is_not_taken_in_place_of_the_end_of_its_turn(runner):
+def test_the_end_of_a_prompt_gets_no_snapshot_where_the_end_of_its_turn_is_passed_over(runner):
     """The turn is 10 tokens behind the system part, the prompt 20, and the next turn may not have the last 10."""
     driver = Driver(runner, config())
     cached(driver, request("a", SYSTEM, [5] * 10, generation=[6] * 11))
     assert snapshots(runner) == [40]
 
 
-def test_only_the_boundaries_of_the_configuration_are_taken(runner):
+def test_only_the_configured_boundaries_get_snapshots(runner):
     driver = Driver(runner, config(boundaries=["turn"]))
     cached(driver, request("a", SYSTEM, QUESTION, generation=[5] * 40))
     assert snapshots(runner) == [70]
 
 
-def test_nothing_is_cached_when_it_is_off_or_the_model_cannot(runner):
+def test_prompts_are_not_cached_when_the_cache_is_off_or_unsupported_by_the_model(runner):
     off = Driver(runner, config(enabled=False))
     assert cached(off, request("a", SYSTEM, QUESTION), request("b", SYSTEM, QUESTION)) == [0, 0]
     assert off.core.prefix.status().off == "prefix_cache.enabled is false"
@@ -101,7 +101,7 @@ def test_nothing_is_cached_when_it_is_off_or_the_model_cannot(runner):
     assert unable.core.prefix.status().off == "layer 3 cannot" and not snapshots(runner)
 
 
-def test_one_token_is_always_left_to_compute(runner):
+def test_a_hit_always_leaves_at_least_one_token_to_compute(runner):
     driver = Driver(runner, config())
     whole = EngineRequest("a", np.array(SYSTEM, np.int32), SamplingParams(1), (STOP,))
     shorter = replace(whole, request_id="b", token_ids=whole.token_ids[:39])
@@ -116,7 +116,7 @@ def test_requests_that_come_together_prefill_their_common_prefix_once(runner):
     assert [driver.chunks[r.request_id][0].num_cached for r in eight] == [0] + [40] * 7
 
 
-def test_tenants_never_share_and_the_miss_says_so(runner):
+def test_tenants_share_no_snapshots_and_the_miss_reports_the_tenant(runner):
     driver = Driver(runner, config())
     mine, theirs = request("a", SYSTEM, QUESTION, tenant="mine"), request("b", SYSTEM, QUESTION, tenant="theirs")
     nobodys = request("c", SYSTEM, QUESTION)
@@ -127,7 +127,7 @@ def test_tenants_never_share_and_the_miss_says_so(runner):
     assert not any(miss.prompt_token_ids or miss.stored_token_ids for miss in misses), "nobody reads another's text"
 
 
-def test_what_has_the_same_digest_is_still_compared(runner, monkeypatch):
+def test_prompts_with_equal_digests_are_still_compared(runner, monkeypatch):
     monkeypatch.setattr(PromptKey, "digests", lambda self, lengths: ((n, f"{n}") for n in lengths if n <= len(self)))
     runner.image_token_id = 9
     driver = Driver(runner, config(boundaries=["turn"]))
@@ -140,7 +140,7 @@ def test_what_has_the_same_digest_is_still_compared(runner, monkeypatch):
     assert cached(driver, seen, *others, replace(seen, request_id="same")) == [0, 0, 0, 0, 80]
 
 
-def test_two_system_prompts_in_turns_both_stay(runner):
+def test_two_alternating_system_prompts_both_stay_cached(runner):
     driver = Driver(runner, config())
     other = [token + 500 for token in SYSTEM]
     turns = [
@@ -153,7 +153,7 @@ def picture(content_hash: str, num_tokens: int = 10) -> ImagePatches:
     return ImagePatches(np.zeros((4, 3, 8, 8), np.uint8), (1, 2, 2), num_tokens, content_hash)
 
 
-def test_another_picture_is_another_prompt(runner):
+def test_a_prompt_with_another_image_does_not_hit_behind_the_image(runner):
     runner.image_token_id = 9
     driver = Driver(runner, config())
     seen = [1, 2, *[9] * 10, 3, 4, 5, 6]
@@ -165,7 +165,7 @@ def test_another_picture_is_another_prompt(runner):
     assert driver.core.prefix.status().recent_misses[0].num_common == 42
 
 
-def test_a_boundary_inside_a_picture_is_not_taken(runner):
+def test_a_boundary_inside_an_image_gets_no_snapshot(runner):
     runner.image_token_id = 9
     driver = Driver(runner, config())
     inside = replace(
@@ -177,7 +177,7 @@ def test_a_boundary_inside_a_picture_is_not_taken(runner):
 
 
 @pytest.mark.parametrize(("field", "reason"), [("tools", "tools"), ("template_kwargs", "template_kwargs")])
-def test_a_miss_tells_what_the_prompt_was_rendered_with(runner, field, reason):
+def test_a_miss_names_the_changed_tools_or_template_arguments(runner, field, reason):
     driver = Driver(runner, config())
     changed = [*SYSTEM[:5], *[77] * 35]
     first = request("a", SYSTEM, QUESTION, origin=PromptOrigin(**{field: "one"}))
@@ -198,14 +198,14 @@ def test_a_miss_shows_where_the_text_differs(runner):
     assert driver.core.prefix.status().misses == {"cold": 1, "text": 1}
 
 
-def test_a_prompt_that_ends_inside_of_another_is_not_said_to_differ(runner):
+def test_a_prompt_that_is_a_prefix_of_a_stored_one_is_reported_as_a_cold_miss(runner):
     driver = Driver(runner, config(boundaries=["turn"]))
     long = request("long", SYSTEM, [5] * 100, origin=PromptOrigin(template_kwargs="one"))
     assert cached(driver, long, request("short", SYSTEM, [5] * 20, generation=[5])) == [0, 0]
     assert driver.core.prefix.status().recent_misses[0].reason == "cold"
 
 
-def test_a_conversation_whose_history_was_rewritten_is_explained_although_its_system_part_hits(runner):
+def test_a_rewritten_history_is_reported_as_changed_text_although_its_system_part_hits(runner):
     driver = Driver(runner, config())
     long = [[*range(300, 400)], [*range(400, 420)]]
     rewritten = [long[0][:90] + [5] * 10, long[1]]
@@ -230,7 +230,7 @@ def sized(num_bytes: int) -> EngineConfig:
     return config(max_gb=num_bytes / 2**30)
 
 
-def test_a_conversation_that_came_back_outlives_one_that_did_not_and_the_miss_says_so(runner):
+def test_a_conversation_that_returned_outlives_another_and_the_miss_reports_the_eviction(runner):
     milliseconds = itertools.count()
     driver = Driver(runner, config(), lambda: next(milliseconds) / 1000)
     a, b = (request(name, [start + token for token in SYSTEM], QUESTION) for name, start in (("a", 0), ("b", 50)))
@@ -241,7 +241,7 @@ def test_a_conversation_that_came_back_outlives_one_that_did_not_and_the_miss_sa
     assert (miss.reason, miss.boundary, miss.num_common) == ("evicted", "turn", 70)
 
 
-def test_what_a_long_conversation_keeps_grows_with_its_length_and_not_with_its_square(runner):
+def test_memory_of_a_long_conversation_grows_linearly_with_its_length(runner):
     driver = Driver(runner, config())
     parts = [SYSTEM]
     for turn in range(20):
@@ -254,7 +254,7 @@ def test_what_a_long_conversation_keeps_grows_with_its_length_and_not_with_its_s
     assert len(entries) == 21
 
 
-def test_a_snapshot_in_the_middle_may_leave_and_those_behind_it_still_serve(runner):
+def test_snapshots_behind_a_removed_one_still_hit(runner):
     driver = Driver(runner, config())
     parts = [SYSTEM, [1] * 25, [2] * 25, [3] * 25]
     cached(driver, request("a", *parts[:2]), request("b", *parts[:3]), request("c", *parts))
@@ -262,14 +262,14 @@ def test_a_snapshot_in_the_middle_may_leave_and_those_behind_it_still_serve(runn
     middle = next(entry for entry in cache.entries() if entry.num_tokens == 90)
     before = cache.num_bytes
     cache.forget(middle)
-    assert before - cache.num_bytes == STATE_BYTES, "its stretch is still needed"
+    assert before - cache.num_bytes == STATE_BYTES, "its segment is still needed"
     assert cached(driver, request("d", *parts, [4] * 25)) == [115]
     while len(cache):
         cache.forget(next(iter(cache.entries())))
     assert cache.num_bytes == 0 and cache.integrity_error() is None
 
 
-def test_a_snapshot_that_is_larger_than_the_memory_for_all_evicts_nobody(runner):
+def test_a_snapshot_larger_than_the_whole_cache_is_rejected_without_eviction(runner):
     driver = Driver(runner, sized(PER_PROMPT + 100))
     assert cached(driver, request("a", SYSTEM, QUESTION)) == [0]
     huge = request("b", list(range(500)), QUESTION)
@@ -277,7 +277,7 @@ def test_a_snapshot_that_is_larger_than_the_memory_for_all_evicts_nobody(runner)
     assert driver.core.prefix.cache.counters.num_rejected > 0 == driver.core.prefix.cache.counters.num_evicted
 
 
-def test_what_is_pinned_stays_whatever_comes(runner):
+def test_a_pinned_snapshot_survives_other_prompts_and_clearing(runner):
     driver = Driver(runner, sized(2 * PER_PROMPT))
     cached(driver, PINNED)
     others = [request(f"r{i}", [300 + 50 * i + token for token in range(40)], QUESTION) for i in range(6)]
@@ -288,7 +288,7 @@ def test_what_is_pinned_stays_whatever_comes(runner):
     assert entry.num_tokens == 40 and driver.core.prefix.status().num_pinned == 1
 
 
-def test_what_does_not_fit_beside_the_pinned_evicts_nobody(runner):
+def test_a_snapshot_that_does_not_fit_beside_pinned_ones_is_rejected_without_eviction(runner):
     driver = Driver(runner, sized(2 * PER_PROMPT))
     small = request("small", [9] * 20, [8] * 20)
     large = request("large", list(range(350)), QUESTION)
@@ -296,7 +296,7 @@ def test_what_does_not_fit_beside_the_pinned_evicts_nobody(runner):
     assert driver.core.prefix.status().num_rejected == 1 and driver.core.prefix.status().num_evicted == 0
 
 
-def test_clearing_empties_it_and_the_next_miss_says_so(runner):
+def test_clearing_empties_the_cache_and_the_next_miss_reports_it(runner):
     driver = Driver(runner, config())
     cached(driver, request("a", SYSTEM, QUESTION))
     cleared = driver.core.prefix.clear()
@@ -306,7 +306,7 @@ def test_clearing_empties_it_and_the_next_miss_says_so(runner):
     assert driver.core.prefix.status().recent_misses[0].reason == "cleared"
 
 
-def test_clearing_while_a_prompt_goes_on_from_a_snapshot_harms_nobody(runner):
+def test_clearing_the_cache_while_a_prompt_continues_a_snapshot_costs_no_answer(runner):
     driver = Driver(runner, EngineConfig(prefill_chunk_tokens=16))
     cached(driver, request("a", SYSTEM, QUESTION))
     driver.core.add_request(request("b", SYSTEM, QUESTION, [300] * 60))
@@ -319,7 +319,7 @@ def test_clearing_while_a_prompt_goes_on_from_a_snapshot_harms_nobody(runner):
     assert cached(driver, request("c", SYSTEM, QUESTION, [300] * 60, [5] * 10)) == [130]
 
 
-def test_an_aborted_prompt_leaves_what_was_complete_and_holds_nothing(runner):
+def test_the_complete_snapshots_of_an_aborted_prompt_stay_in_the_cache(runner):
     driver = Driver(runner, EngineConfig(prefill_chunk_tokens=16))
     long = request("a", SYSTEM, [300] * 60)
     driver.run({0: [long]}, aborts={5: ["a"]})
@@ -328,7 +328,7 @@ def test_an_aborted_prompt_leaves_what_was_complete_and_holds_nothing(runner):
     assert cached(driver, replace(long, request_id="b")) == [40]
 
 
-def test_a_prompt_that_fails_takes_back_what_it_has_left(runner):
+def test_a_failed_prompt_removes_the_snapshots_it_has_stored(runner):
     driver = Driver(runner, EngineConfig(prefill_chunk_tokens=16))
     cached(driver, request("before", SYSTEM, [5] * 30))
     driver.core.add_request(request("a", [9, *SYSTEM], [300] * 60))
@@ -350,7 +350,7 @@ def test_a_state_that_is_not_finite_is_not_stored(runner, monkeypatch):
     assert driver.core.prefix.status().num_entries == 0 and driver.core.prefix.status().num_rejected == 2
 
 
-def test_what_could_not_be_restored_once_stays_for_the_next(runner):
+def test_a_snapshot_that_failed_to_restore_stays_for_the_next_prompt(runner):
     driver = Driver(runner, config())
     cached(driver, request("a", SYSTEM, QUESTION))
     runner.broken = {"restore"}
@@ -361,7 +361,7 @@ def test_what_could_not_be_restored_once_stays_for_the_next(runner):
 
 
 @pytest.mark.parametrize("fault", ["snapshot", "restore"])
-def test_a_snapshot_that_fails_costs_the_request_nothing_but_time(runner, fault):
+def test_a_failed_snapshot_or_restore_does_not_fail_the_request(runner, fault):
     driver = Driver(runner, config())
     cached(driver, request("a", SYSTEM, QUESTION))
     runner.broken = {fault}
@@ -370,7 +370,7 @@ def test_a_snapshot_that_fails_costs_the_request_nothing_but_time(runner, fault)
     assert driver.core.stats.failed_steps_in_a_row == 0
 
 
-def test_a_preempted_row_goes_on_from_its_own_snapshot_and_counts_its_prompt_once(runner):
+def test_a_preempted_row_continues_from_its_own_snapshot_and_counts_its_prompt_once(runner):
     driver = Driver(
         runner, EngineConfig.model_validate({"max_running": 1, "scheduler": {"policy": "priority", "ageing_s": 1000}})
     )
@@ -385,22 +385,22 @@ def test_a_preempted_row_goes_on_from_its_own_snapshot_and_counts_its_prompt_onc
     assert driver.core.prefix.cache.counters.num_hits == driver.core.prefix.cache.counters.num_misses == 1
 
 
-def test_books_that_are_wrong_are_noticed_when_idle_and_the_cache_begins_anew(runner, caplog):
+def test_inconsistent_accounts_are_detected_when_idle_and_the_cache_is_emptied(runner, caplog):
     driver = Driver(runner, config())
     cached(driver, request("a", SYSTEM, QUESTION))
     driver.core.prefix.cache.num_bytes += 1
     for i in range(100):  # it does not look all the time
-        if "the prefix cache is emptied" in caplog.text:
+        if "the prefix cache is inconsistent and is cleared" in caplog.text:
             break
         time.sleep(0.01)
         driver.run({0: [EngineRequest(f"x{i}", np.array([1], np.int32), SamplingParams(1), (STOP,))]})
-    assert "the prefix cache is emptied" in caplog.text
+    assert "the prefix cache is inconsistent and is cleared" in caplog.text
     status = driver.core.prefix.status()
     assert status.num_entries == status.num_bytes == 0 and status.num_integrity_errors == 1
     assert cached(driver, request("b", SYSTEM, QUESTION), request("c", SYSTEM, QUESTION)) == [0, 70]
 
 
-def test_what_a_status_says_adds_up(runner):
+def test_bytes_and_entries_of_the_status_add_up(runner):
     driver = Driver(runner, config())
     cached(driver, request("a", SYSTEM, QUESTION, tenant="salt"), request("b", SYSTEM, QUESTION, tenant="salt"))
     status = driver.core.prefix.status()

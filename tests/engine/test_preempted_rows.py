@@ -42,7 +42,7 @@ def preempt_after(driver: Driver, num_steps: int) -> int:
 
 @pytest.mark.parametrize("mtp", ["off", {"max_draft_tokens": 3}])
 @pytest.mark.parametrize("num_steps", [0, 4, 20])
-def test_a_decoding_row_computes_one_token_again_if_its_state_is_worth_keeping(runner, mtp, num_steps):
+def test_a_preempted_row_recomputes_one_token_if_its_state_is_worth_a_snapshot(runner, mtp, num_steps):
     requests = make_requests()
     cold = make_driver(runner, mtp, prefix_cache={"enabled": False}).run({0: requests})
     driver = make_driver(runner, mtp)
@@ -69,7 +69,7 @@ def test_a_row_that_ends_with_the_step_under_way_is_not_computed_again(num_draft
 
 
 @pytest.mark.parametrize("broken", ["pending", "snapshot_row"])
-def test_a_row_whose_state_cannot_be_had_is_computed_again(broken):
+def test_a_preempted_row_whose_state_cannot_be_saved_is_recomputed(broken):
     requests, runner = make_requests(), FakeRunner()
     driver = make_driver(runner)
     for request in requests:
@@ -87,7 +87,7 @@ def test_a_row_whose_state_cannot_be_had_is_computed_again(broken):
     assert driver.core.prefix.cache.integrity_error() is None
 
 
-def test_a_prompt_in_progress_that_is_given_up_goes_on_behind_its_last_chunk(runner):
+def test_a_preempted_prompt_continues_behind_its_last_chunk(runner):
     request = plain_request("prompt", plain_tokens("prompt", 200), max_tokens=5)
     cold = make_driver(runner, prefix_cache={"enabled": False}).run({0: [request]})
     driver = make_driver(runner, prefill_chunk_tokens=64)
@@ -96,14 +96,14 @@ def test_a_prompt_in_progress_that_is_given_up_goes_on_behind_its_last_chunk(run
     scheduler = driver.core.scheduler
     (prefill,) = scheduler.prefills.in_progress
     assert 0 < prefill.start < prefill.end
-    scheduler._give_up_prefill(prefill)
+    scheduler._preempt_prefill(prefill)
     assert driver.run({0: []}) == cold
     assert driver.core.stats.num_prompt_tokens == 200 and driver.core.stats.num_preempted == 1
     assert driver.core.prefix.cache.integrity_error() is None
 
 
 @pytest.mark.parametrize("mtp", ["off", {"max_draft_tokens": 3}])
-def test_a_prompt_in_progress_gives_way_to_urgent_requests_and_computes_nothing_again(runner, mtp):
+def test_a_prompt_preempted_by_urgent_requests_recomputes_no_token(runner, mtp):
     low = replace(plain_request("low", plain_tokens("low", 400), max_tokens=9), priority=5)
     urgent = [plain_request(f"urgent {i}", plain_tokens(f"urgent {i}", 30), max_tokens=5) for i in range(3)]
     cold = make_driver(runner, mtp, prefix_cache={"enabled": False}).run({0: [low, *urgent]})

@@ -46,25 +46,25 @@ def snapshots(runner: MLXRunner, seed: int) -> list[StateSnapshot]:
         snapshot = runner.snapshot([row], parent)
         assert snapshot is not None
         taken.append(snapshot)
-        parent = snapshot.stretch
+        parent = snapshot.segment
     runner.drop([row.id])
     return taken
 
 
 def contents(taken: list[StateSnapshot]) -> list[np.ndarray]:
-    mx.eval([snapshot.stretch.keys_values for snapshot in taken])
-    arrays = [array for snapshot in taken for pair in snapshot.stretch.keys_values for array in pair]
+    mx.eval([snapshot.segment.keys_values for snapshot in taken])
+    arrays = [array for snapshot in taken for pair in snapshot.segment.keys_values for array in pair]
     return [np.array(mx.view(array, mx.uint16) if array.dtype == mx.bfloat16 else array) for array in arrays]
 
 
 def lend(runner: MLXRunner, row: Request, taken: list[StateSnapshot]) -> list[Any]:
-    stretches = [snapshot.stretch for snapshot in taken]
-    runner.restore([row], taken[-1], stretches)
+    segments = [snapshot.segment for snapshot in taken]
+    runner.restore([row], taken[-1], segments)
     row.num_prefilled = NUM_SECOND
-    assert all(stretch.is_lent and not stretch.num_bytes for stretch in stretches)
+    assert all(segment.is_lent and not segment.num_bytes for segment in segments)
     with pytest.raises(ValueError, match="lent to a row"):
-        _ = stretches[0].keys_values
-    return stretches
+        _ = segments[0].keys_values
+    return segments
 
 
 def decode(runner: MLXRunner, rows: list[Request], num_steps: int, drafts: int) -> None:
@@ -81,14 +81,14 @@ def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("how", ["drop", "fill"])
-def test_a_prompt_in_progress_gives_back_what_it_has_bit_for_bit(runner_of, name, how):
+def test_a_prompt_in_progress_returns_its_kv_segments_bit_for_bit(runner_of, name, how):
     runner = runner_of(name)
     taken = snapshots(runner, 1)
     before, row = contents(taken), row_of("row", 1)
-    stretches = lend(runner, row, taken)
+    segments = lend(runner, row, taken)
     prefill(runner, row, 280)
     if how == "fill":
-        runner.fill(row.id, stretches)
+        runner.fill(row.id, segments)
         prefill(runner, row, NUM_PROMPT)
         decode(runner, [row], 10, 0)
         runner.drop([row.id])
@@ -98,7 +98,7 @@ def test_a_prompt_in_progress_gives_back_what_it_has_bit_for_bit(runner_of, name
         runner.drop([cold.id])
         assert row.output_token_ids == cold.output_token_ids or name == "text"
     else:
-        runner.drop([row.id], {row.id: stretches})
+        runner.drop([row.id], {row.id: segments})
     assert same(contents(taken), before)
     assert runner.memory()["prefill_cache_bytes"] == 0
 
@@ -106,26 +106,26 @@ def test_a_prompt_in_progress_gives_back_what_it_has_bit_for_bit(runner_of, name
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("how", ["drop", "fill"])
-def test_a_row_alone_gives_back_what_it_has_bit_for_bit(runner_of, name, how, drafts):
+def test_a_single_row_returns_its_kv_segments_bit_for_bit(runner_of, name, how, drafts):
     runner = runner_of(name)
     taken = snapshots(runner, 2)
     before, row = contents(taken), row_of("row", 2)
-    stretches = lend(runner, row, taken)
+    segments = lend(runner, row, taken)
     prefill(runner, row, NUM_PROMPT)
     decode(runner, [row], 9, drafts)
     if how == "fill":
-        runner.fill(row.id, stretches)
+        runner.fill(row.id, segments)
         decode(runner, [row], 3, drafts)
         runner.drop([row.id])
     else:
-        runner.drop([row.id], {row.id: stretches})
+        runner.drop([row.id], {row.id: segments})
     assert same(contents(taken), before)
     assert runner.memory()["decode_cache_bytes"] == 0
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("name", ["deep", "alternating", "no head", "text"])
-def test_a_row_among_three_gives_back_what_it_has_and_the_others_do_not_feel_it(runner_of, name, drafts):
+def test_rows_of_a_group_return_their_kv_segments_without_effect_on_the_others(runner_of, name, drafts):
     """Two leave with what they have, one after the other, and the third is asked for a copy and goes on."""
     runner = runner_of(name)
 
@@ -154,40 +154,40 @@ def test_a_row_among_three_gives_back_what_it_has_and_the_others_do_not_feel_it(
     assert run(lends=True) == run(lends=False)
 
 
-def test_what_a_prompt_leaves_lent_from_the_beginning_is_what_a_copy_would_have_been(runner_of):
+def test_snapshots_lent_while_the_prompt_runs_equal_copied_ones(runner_of):
     for name in MODELS:
         runner = runner_of(name)
         copies, row, lent = snapshots(runner, 6), row_of("row", 6), list[StateSnapshot]()
         for end in (NUM_FIRST, NUM_SECOND):
             prefill(runner, row, end)
-            snapshot = runner.snapshot([row], lent[-1].stretch if lent else None, lend=True)
-            assert snapshot is not None and snapshot.stretch_bytes == 0
+            snapshot = runner.snapshot([row], lent[-1].segment if lent else None, lend=True)
+            assert snapshot is not None and snapshot.segment_bytes == 0
             lent.append(snapshot)
         prefill(runner, row, NUM_PROMPT)
         decode(runner, [row], 5, 2)
-        runner.drop([row.id], {row.id: [snapshot.stretch for snapshot in lent]})
+        runner.drop([row.id], {row.id: [snapshot.segment for snapshot in lent]})
         assert same(contents(lent), contents(copies)), name
-        assert [one.stretch.ends for one in lent] == [one.stretch.ends for one in copies]
+        assert [one.segment.ends for one in lent] == [one.segment.ends for one in copies]
 
 
-def test_rows_that_are_unknown_or_gone_fill_nothing(runner_of):
+def test_unknown_or_reset_rows_fill_no_kv_segment(runner_of):
     runner = runner_of("alternating")
     taken, row = snapshots(runner, 7), row_of("row", 7)
-    stretches = lend(runner, row, taken)
-    runner.fill("unknown/0", stretches)
-    runner.drop(["unknown/0"], {"unknown/0": stretches})
-    assert all(stretch.is_lent for stretch in stretches)
+    segments = lend(runner, row, taken)
+    runner.fill("unknown/0", segments)
+    runner.drop(["unknown/0"], {"unknown/0": segments})
+    assert all(segment.is_lent for segment in segments)
     prefill(runner, row, NUM_PROMPT)
     runner.reset()
-    runner.fill(row.id, stretches)
-    assert all(stretch.is_lent for stretch in stretches)
+    runner.fill(row.id, segments)
+    assert all(segment.is_lent for segment in segments)
 
 
-def test_a_copy_that_fails_half_way_leaves_nothing_behind_and_can_be_made_again(runner_of, monkeypatch):
+def test_a_failed_copy_leaves_kv_segments_lent_and_can_be_repeated(runner_of, monkeypatch):
     runner = runner_of("alternating")
     taken = snapshots(runner, 8)
     before, row = contents(taken), row_of("row", 8)
-    stretches = lend(runner, row, taken)
+    segments = lend(runner, row, taken)
     prefill(runner, row, NUM_PROMPT)
     from engine.worker import snapshot
 
@@ -202,10 +202,10 @@ def test_a_copy_that_fails_half_way_leaves_nothing_behind_and_can_be_made_again(
 
     monkeypatch.setattr(snapshot, "_between", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
-        runner.fill(row.id, stretches)
+        runner.fill(row.id, segments)
     monkeypatch.undo()
-    assert all(stretch.is_lent and not stretch.num_bytes for stretch in stretches)
-    runner.drop([row.id], {row.id: stretches})
+    assert all(segment.is_lent and not segment.num_bytes for segment in segments)
+    runner.drop([row.id], {row.id: segments})
     assert same(contents(taken), before)
 
 
@@ -215,11 +215,11 @@ def test_keys_and_values_are_in_memory_once_while_they_are_lent(runner_of, name)
 
     def active_bytes(lends: bool) -> tuple[int, int]:
         taken, row = snapshots(runner, 9), row_of("row", 9)
-        num_bytes = sum(snapshot.stretch_bytes for snapshot in taken)
+        num_bytes = sum(snapshot.segment_bytes for snapshot in taken)
         if lends:
-            stretches = lend(runner, row, taken)
+            segments = lend(runner, row, taken)
         else:
-            stretches = []
+            segments = []
             runner.restore([row], taken[-1])
             row.num_prefilled = NUM_SECOND
         prefill(runner, row, NUM_PROMPT)
@@ -227,7 +227,7 @@ def test_keys_and_values_are_in_memory_once_while_they_are_lent(runner_of, name)
         mx.synchronize()
         gc.collect()
         active = mx.get_active_memory()
-        runner.drop([row.id], {row.id: stretches} if lends else None)
+        runner.drop([row.id], {row.id: segments} if lends else None)
         return active, num_bytes
 
     active_bytes(True)

@@ -18,10 +18,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.chat import Message, Route
 from deployments.http.answer_response import Job
 from deployments.http.api_keys import KeyIdentity
-from deployments.http.door import Door
+from deployments.http.context import HttpContext
 from deployments.http.errors import shown
 from deployments.http.request_reader import ParsedRequest, ReadingRules
 from deployments.http.responses.body import ResponsesBody
@@ -35,6 +34,7 @@ from deployments.http.responses.store import (
     StoredResponse,
     Turn,
 )
+from deployments.protocol import Message, Route
 from engine.protocol import InvalidRequest
 
 MAX_INLINE_BYTES = 64 * 2**10
@@ -52,9 +52,9 @@ DEFAULT_PAGE = 20
 
 
 class Responses:
-    def __init__(self, door: Door):
-        self._door = door
-        config = door.config
+    def __init__(self, context: HttpContext):
+        self._context = context
+        config = context.config
         self._store = ResponseStore(
             config.stored_responses_max, config.stored_responses_mb * 2**20, config.stored_responses_ttl_s
         )
@@ -62,7 +62,7 @@ class Responses:
         """Id of each response in progress on this node to its owner and encoder."""
 
     def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._door.errors.guard, self._door.api.describe
+        guard, describe = self._context.errors.guard, self._context.api.describe
         app.add_route(PATH, guard(self.create), ["POST"])
         describe(PATH, "POST", ResponsesBody, "Answer a conversation of items.", EXAMPLE)
         app.add_route(PATH + "/{id}", guard(self.one), ["GET", "DELETE"])  # one route for a complete Allow header
@@ -78,11 +78,11 @@ class Responses:
         id = f"{ID_PREFIX}{secrets.token_hex(16)}"
 
         async def understand(body: bytes) -> Job:
-            parsed = await self._door.reader.read(body, "responses")
+            parsed = await self._context.reader.read(body, "responses")
             parsed, earlier = await self._joined(parsed, owner)
-            return self._door.job(parsed, id, partial(self._encoder, owner, earlier))
+            return self._context.job(parsed, id, partial(self._encoder, owner, earlier))
 
-        return EndingResponse(self._door.respond(request, understand), lambda: self._running.pop(id, None))
+        return EndingResponse(self._context.respond(request, understand), lambda: self._running.pop(id, None))
 
     async def one(self, request: Request) -> Response:
         id, owner = request.path_params["id"], _owner(request)
@@ -91,7 +91,7 @@ class Responses:
                 raise ResponseNotFound(id)
             return JSONResponse({"id": id, "object": "response", "deleted": True})
         if request.query_params.get("stream") == "true":
-            raise InvalidRequest("`stream` is true: stored responses are not streamed.", "stream")
+            raise InvalidRequest("`stream` is true: stored responses cannot be streamed.", "stream")
         if (stored := self._store.get(owner, id)) is not None:
             return Response(stored.turns[-1].body, media_type="application/json")
         running_owner, encoder = self._running.get(id, (None, None))
@@ -105,10 +105,12 @@ class Responses:
         if (stored := self._store.get(owner, id)) is not None:
             return Response(stored.turns[-1].body, media_type="application/json")
         running_owner, encoder = self._running.get(id, (owner, None))
-        if running_owner != owner or not id.startswith(ID_PREFIX) or not await self._door.backend.cancel(id):
+        if running_owner != owner or not id.startswith(ID_PREFIX) or not await self._context.backend.cancel(id):
             raise ResponseNotFound(id)
         if encoder is None:  # another node generates it
-            encoder = ResponsesEncoder(ResponsesEcho(_NO_SETTINGS), id, self._door.backend.model_name, int(time.time()))
+            encoder = ResponsesEncoder(
+                ResponsesEcho(_NO_SETTINGS), id, self._context.backend.model_name, int(time.time())
+            )
         return JSONResponse(encoder.response("cancelled"))
 
     async def input_items(self, request: Request) -> Response:
@@ -129,7 +131,7 @@ class Responses:
             self._store.add(StoredResponse(id, owner, (*earlier, turn)))
 
         created = int(time.time())
-        encoder = ResponsesEncoder(echo, id, self._door.backend.model_name, created, keep if stores else None)
+        encoder = ResponsesEncoder(echo, id, self._context.backend.model_name, created, keep if stores else None)
         self._running[id] = owner, encoder
         return encoder
 
@@ -145,10 +147,10 @@ class Responses:
             earlier = previous.turns
         referenced = {stored.id: stored.turns[-1] for stored in (self._holder(id, owner) for id in echo.references)}
         num_bytes = len(echo.items) + sum(turn.num_bytes for turn in (*earlier, *referenced.values()))
-        limit = self._door.config.max_body_bytes
+        limit = self._context.config.max_body_bytes
         _check_size(num_bytes, limit)
-        join = partial(_join, echo, earlier, referenced, self._door.rules, limit)
-        is_small = num_bytes <= MAX_INLINE_BYTES and not self._door.rules.may_backtrack
+        join = partial(_join, echo, earlier, referenced, self._context.rules, limit)
+        is_small = num_bytes <= MAX_INLINE_BYTES and not self._context.rules.may_backtrack
         items, messages, route = join() if is_small else await asyncio.to_thread(join)
         request = replace(parsed.request, messages=messages)
         return replace(parsed, request=request, route=route, echo=replace(echo, items=items)), earlier
@@ -225,7 +227,7 @@ def _check_size(num_bytes: int, limit: int) -> None:
     """Raise InvalidRequest for a joined conversation that exceeds the limit of a request body."""
     if num_bytes > limit:
         raise InvalidRequest(
-            f"The conversation has {num_bytes} bytes or more with what is stored; the limit is {limit} "
+            f"The conversation with its stored turns has {num_bytes} bytes or more; the limit is {limit} "
             "(http.max_body_bytes).",
             "previous_response_id",
         )

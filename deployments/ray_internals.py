@@ -1,7 +1,7 @@
 """Every private or alpha name of Ray that the replicas use, and the check at start that this version of Ray has them.
 
-Other modules call these functions. `REQUIRED` lists the names that they need, and tests/deployments/test_ray_seams.py
-runs each function against Ray's own classes.
+Other modules call these functions. `REQUIRED` lists the names that they need, and
+tests/deployments/test_ray_internals.py runs each function against Ray's own classes.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ END_OF_DISPATCH_S = 1.0
 """Longest wait for a cancelled dispatch to end."""
 
 
-class Need(NamedTuple):
+class RayInternal(NamedTuple):
     """A name of Ray that must exist."""
 
     holder: Any
@@ -44,59 +44,59 @@ class Need(NamedTuple):
 _response: Any = serve_handle._DeploymentResponseBase
 _handle: Any = serve_handle._DeploymentHandleBase
 
-REQUIRED: tuple[Need, ...] = (
+REQUIRED: tuple[RayInternal, ...] = (
     # NodeRouter: Ray's router chooses a replica in one method, and caches the loads that probes return.
-    Need(RequestRouter, "_choose_replica_for_request"),
-    Need(router.AsyncioRouter._pick_and_reserve_replica, "_choose_replica_for_request"),
-    Need(router.AsyncioRouter._route_and_send_request_once, "_choose_replica_for_request"),
-    Need(RequestRouter._choose_replica_for_request, "is_retry"),
-    Need(RequestRouter, "_probe_queue_lens"),
-    Need(RequestRouter, "_backoff"),
-    Need(RequestRouter, "replica_queue_len_cache"),
-    Need(RequestRouter, "curr_replicas"),
-    Need(RequestRouter, "update_replicas"),
-    Need(RequestRouter._update_running_replicas, "create_replica_wrapper"),
-    Need(LocalityMixin.__init__, "_self_node_id"),
-    Need(RequestRouter.__init__, "queue_wait_time_ms_histogram"),
-    Need(PendingRequest, "created_at"),
-    Need(RunningReplica, "reserve_slot"),
-    Need(RunningReplica, "release_slot"),
+    RayInternal(RequestRouter, "_choose_replica_for_request"),
+    RayInternal(router.AsyncioRouter._pick_and_reserve_replica, "_choose_replica_for_request"),
+    RayInternal(router.AsyncioRouter._route_and_send_request_once, "_choose_replica_for_request"),
+    RayInternal(RequestRouter._choose_replica_for_request, "is_retry"),
+    RayInternal(RequestRouter, "_probe_queue_lens"),
+    RayInternal(RequestRouter, "_backoff"),
+    RayInternal(RequestRouter, "replica_queue_len_cache"),
+    RayInternal(RequestRouter, "curr_replicas"),
+    RayInternal(RequestRouter, "update_replicas"),
+    RayInternal(RequestRouter._update_running_replicas, "create_replica_wrapper"),
+    RayInternal(LocalityMixin.__init__, "_self_node_id"),
+    RayInternal(RequestRouter.__init__, "queue_wait_time_ms_histogram"),
+    RayInternal(PendingRequest, "created_at"),
+    RayInternal(RunningReplica, "reserve_slot"),
+    RayInternal(RunningReplica, "release_slot"),
     # Calls: a response has the future of the sent call, which can be cancelled.
-    Need(_response.__init__, "_replica_result_future"),
-    Need(ReplicaResult, "cancel"),
-    Need(ReplicaResult, "get_async"),
-    Need(serve_handle.DeploymentBroadcastResponse, "_fetch_replica_results_async"),
+    RayInternal(_response.__init__, "_replica_result_future"),
+    RayInternal(ReplicaResult, "cancel"),
+    RayInternal(ReplicaResult, "get_async"),
+    RayInternal(serve_handle.DeploymentBroadcastResponse, "_fetch_replica_results_async"),
     # Reservations.
-    Need(serve_handle.DeploymentHandle, "choose_replica"),
-    Need(serve_handle.DeploymentHandle, "dispatch"),
-    Need(serve_handle.DeploymentHandle, "broadcast"),
-    Need(replica_wrapper.ReplicaSelection, "_release_slot"),
-    Need(replica_wrapper.ReplicaSelection, "node_id"),
-    Need(common.RequestMetadata, "session_id"),
-    Need(handle_options.DynamicHandleOptions, "_by_reference"),
-    Need(handle_options.DynamicHandleOptions, "response_serialization"),
+    RayInternal(serve_handle.DeploymentHandle, "choose_replica"),
+    RayInternal(serve_handle.DeploymentHandle, "dispatch"),
+    RayInternal(serve_handle.DeploymentHandle, "broadcast"),
+    RayInternal(replica_wrapper.ReplicaSelection, "_release_slot"),
+    RayInternal(replica_wrapper.ReplicaSelection, "node_id"),
+    RayInternal(common.RequestMetadata, "session_id"),
+    RayInternal(handle_options.DynamicHandleOptions, "_by_reference"),
+    RayInternal(handle_options.DynamicHandleOptions, "response_serialization"),
     # The running replicas of a deployment, as this process knows them.
-    Need(_handle.__init__, "_router"),
-    Need(router.CurrentLoopRouter.__init__, "_asyncio_router"),
-    Need(router.SingletonThreadRouter.__init__, "_asyncio_router"),
-    Need(router.AsyncioRouter, "request_router"),
+    RayInternal(_handle.__init__, "_router"),
+    RayInternal(router.CurrentLoopRouter.__init__, "_asyncio_router"),
+    RayInternal(router.SingletonThreadRouter.__init__, "_asyncio_router"),
+    RayInternal(router.AsyncioRouter, "request_router"),
     # This process's own replica.
-    Need(replica.ReplicaActor.__init__, "_replica_impl"),
-    Need(replica.Replica.__init__, "_shutting_down"),
-    Need(replica.Replica.__init__, "_reserved_slots"),
-    Need(replica.Replica, "get_num_ongoing_requests"),
+    RayInternal(replica.ReplicaActor.__init__, "_replica_impl"),
+    RayInternal(replica.Replica.__init__, "_shutting_down"),
+    RayInternal(replica.Replica.__init__, "_reserved_slots"),
+    RayInternal(replica.Replica, "get_num_ongoing_requests"),
     # The Ingress builds its FastAPI app in the replica.
-    Need(replica, "SERVE_BUILD_ASGI_APP_METHOD"),
+    RayInternal(replica, "SERVE_BUILD_ASGI_APP_METHOD"),
 )
 
 
-def check_ray(required: tuple[Need, ...] = REQUIRED) -> None:
+def check_ray(required: tuple[RayInternal, ...] = REQUIRED) -> None:
     """Raise EngineFailed if this version of Ray lacks a required name; the message lists all missing ones."""
     missing = [str(need) for need in required if not need.is_there]
     if missing:
         raise EngineFailed(
-            f"Ray {ray.__version__} is not a Ray that Orchard can use: {len(missing)} of the {len(required)} internal "
-            f"names that deployments/ray_seams.py relies on are missing: {'; '.join(missing)}"
+            f"Orchard does not support Ray {ray.__version__}: {len(missing)} of the {len(required)} internal names "
+            f"that deployments/ray_internals.py uses are missing: {'; '.join(missing)}"
         )
 
 
@@ -151,7 +151,8 @@ def own_replica() -> Any:
     found = getattr(worker.actors.get(worker.actor_id), "_replica_impl", None)
     if not isinstance(getattr(found, "_shutting_down", None), bool):
         raise EngineFailed(
-            f"Ray {ray.__version__} does not say that it stops a replica in the way that deployments/ray_seams.py knows"
+            f"Orchard does not support Ray {ray.__version__}: the replica has no flag _shutting_down, which tells that "
+            "Serve stops it (deployments/ray_internals.py)"
         )
     return found
 

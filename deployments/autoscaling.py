@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 import ray
 
-from deployments import started
+from deployments import policy_state
 
 Resource = Literal["mlx", "mlx_scorer"]
 """`mlx`: the node holds an engine. `mlx_scorer`: the node holds a scorer for sparse prefill."""
@@ -68,8 +68,8 @@ class OnePerOfferingNode:
         """Return the number of replicas. Serve calls this every 0.1 s, so the node list is cached."""
         application = str(context.app_name)
         if context.current_num_replicas > 0:
-            started.STARTED.add((application, context.deployment_name))
-        if self._waits_for is not None and (application, self._waits_for) not in started.STARTED:
+            policy_state.STARTED.add((application, context.deployment_name))
+        if self._waits_for is not None and (application, self._waits_for) not in policy_state.STARTED:
             return 0, {}
         if time.monotonic() - self._counted_at > NODES_CACHED_S:
             self._counted_at = time.monotonic()

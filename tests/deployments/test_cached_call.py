@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deployments.shared_answer import SharedAnswer
+from deployments.cached_call import CachedCall
 
 
 class Question:
@@ -17,7 +17,7 @@ class Question:
         self.now = 0.0
         self.error: Exception | None = None
         self._seconds = seconds
-        self.shared = SharedAnswer(self.ask, 0.5, lambda: self.now)
+        self.shared = CachedCall(self.ask, 0.5, lambda: self.now)
 
     async def ask(self) -> int:
         self.num_asked += 1
@@ -32,7 +32,7 @@ def run(test: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     return asyncio.run(asyncio.wait_for(test(), 10))
 
 
-def test_all_who_ask_at_once_share_one_question_and_later_ones_a_young_answer():
+def test_concurrent_calls_share_one_answer_and_later_calls_use_the_cached_answer():
     async def go() -> list[int]:
         question = Question()
         at_once = await asyncio.gather(*[question.shared.get() for _ in range(100)])
@@ -44,7 +44,7 @@ def test_all_who_ask_at_once_share_one_question_and_later_ones_a_young_answer():
     assert run(go) == [1, 1, 2]
 
 
-def test_after_an_event_nobody_gets_an_answer_from_before_it():
+def test_call_after_forget_gets_a_new_answer():
     async def go() -> list[int]:
         question = Question()
         asked_before = asyncio.ensure_future(question.shared.get())
@@ -55,7 +55,7 @@ def test_after_an_event_nobody_gets_an_answer_from_before_it():
     assert run(go) == [2, 1]
 
 
-def test_one_who_leaves_does_not_take_the_answer_from_the_others():
+def test_cancelled_call_does_not_cancel_the_answer_of_other_calls():
     async def go() -> int:
         question = Question()
         leaving, staying = (asyncio.ensure_future(question.shared.get()) for _ in range(2))
@@ -66,7 +66,7 @@ def test_one_who_leaves_does_not_take_the_answer_from_the_others():
     assert run(go) == 1
 
 
-def test_an_error_is_told_to_all_who_wait_and_not_kept():
+def test_error_is_raised_in_all_waiting_calls_and_not_cached():
     async def go() -> int:
         question = Question()
         question.error = ZeroDivisionError()
@@ -78,7 +78,7 @@ def test_an_error_is_told_to_all_who_wait_and_not_kept():
     assert run(go) == 2
 
 
-def test_an_error_that_nobody_waits_for_any_more_is_no_warning():
+def test_error_after_the_last_waiting_call_was_cancelled_gives_no_warning():
     async def go() -> None:
         question = Question()
         question.error = ZeroDivisionError()
