@@ -24,11 +24,12 @@ from typing import Any, Literal
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.engine_stream import RETRY_AFTER_S, SILENCE_LIMIT_S, ChunkReader, EngineStream
+from deployments.engine_stream import SILENCE_LIMIT_S, ChunkReader, EngineStream
 from deployments.protocol import ChatRequest, EngineAnswer, Plan, Route, SilentEngine
 from deployments.ray_internals import cancel_call, end_dispatch, running_nodes
 from deployments.replica_calls import Silent, call_within, cause_of, is_replica_lost, telling_remote_cancels, why_silent
 from deployments.replica_choice import Choice, NoOtherReplica, NoReplicaYet, pin_to
+from engine import retry_after
 from engine.protocol import (
     GRAMMAR_FAILED,
     Cancelled,
@@ -130,7 +131,7 @@ class EngineClient:
         ask_timeout_s: float = ASK_TIMEOUT_S,
         plan_timeout_s: float = PLAN_TIMEOUT_S,
         silence_limit_s: float = SILENCE_LIMIT_S,
-        room_in_s: Callable[[], float] = lambda: RETRY_AFTER_S,
+        room_in_s: Callable[[], float] = lambda: retry_after.REPLICA_LOST_S,
         checkpoint: str = "",
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -189,7 +190,7 @@ class EngineClient:
                 return await call_within(self._plan_timeout_s, planner.remote(*args))
         except TimeoutError:
             late = f"The request could not be prepared within {self._plan_timeout_s:g} s."
-            raise Unavailable(late, RETRY_AFTER_S) from None
+            raise Unavailable(late, retry_after.REPLICA_LOST_S) from None
         except Exception as error:
             raise self._answer_to(error) from None
 
@@ -261,10 +262,10 @@ class EngineClient:
         except NotImplementedError:
             return None
         except NoReplicaYet:
-            raise TooLate("No engine is ready: the model is being loaded.", RETRY_AFTER_S) from None
+            raise TooLate("No engine is ready: the model is being loaded.", retry_after.NOT_READY_S) from None
         except TimeoutError:
             late = f"No engine accepted the request within {self._reserve_timeout_s:g} s."
-            raise TooLate(late, RETRY_AFTER_S) from None
+            raise TooLate(late, retry_after.REPLICA_LOST_S) from None
         finally:
             attempt.reserve_s -= self._clock() - began
         attempt.replica_id, attempt.stage = selection.replica_id, "plan"
@@ -282,12 +283,12 @@ class EngineClient:
                 plan = await while_running(planner, selection.node_id, asyncio.ensure_future(planning))
         except TimeoutError:
             late = f"The request could not be prepared within {self._plan_timeout_s:g} s."
-            raise TooLate(late, RETRY_AFTER_S) from None
+            raise TooLate(late, retry_after.REPLICA_LOST_S) from None
         finally:
             attempt.plan_s -= self._clock() - began
         if self._checkpoint and plan.request.checkpoint not in ("", self._checkpoint):
             other = "The model is being replaced: the prompt was tokenized for another one. Please send it again."
-            raise Unavailable(other, RETRY_AFTER_S)
+            raise Unavailable(other, retry_after.REPLACED_S)
         return plan
 
     def _answer_to(self, error: Exception) -> Exception:
@@ -304,7 +305,7 @@ class EngineClient:
             return Unavailable(*error.args)
         if is_replica_lost(error) or isinstance(error, DeploymentUnavailableError):
             lost = "The engine was lost before the first token. Please send the request again."
-            return Unavailable(lost, RETRY_AFTER_S)
+            return Unavailable(lost, retry_after.REPLICA_LOST_S)
         return error
 
 

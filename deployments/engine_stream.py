@@ -8,12 +8,10 @@ from typing import Any
 
 from deployments.protocol import Plan
 from deployments.replica_calls import Silent, cause_of, is_replica_lost, telling_remote_cancels
+from engine import retry_after
 from engine.protocol import TokenChunk, Unavailable
 
 log = logging.getLogger("ray.serve")
-
-RETRY_AFTER_S = 5.0
-"""Retry-After when an engine is lost: a replica restarts within seconds at best."""
 
 SILENCE_LIMIT_S = 20.0
 """Silence after which an engine counts as lost. It sends a heartbeat every 5 s (model_replica.py); gRPC itself would
@@ -131,7 +129,7 @@ class EngineStream:
                 log.warning("request %s: the engine was lost: %s", self.plan.request.request_id, cause)
                 self._note_loss()
                 lost = "The engine was lost in the middle of the answer. Please send the request again."
-                raise Unavailable(lost, RETRY_AFTER_S) from error
+                raise Unavailable(lost, retry_after.REPLICA_LOST_S) from error
             raise cause from None
         finally:
             await self.aclose()

@@ -7,15 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from engine import retry_after
 from engine.protocol import Cancelled, InvalidRequest, OrchardError, Overloaded, Unavailable
 
 Clock = Callable[[], float]
 
 WINDOW_S = 30.0
-MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-
-STOPPED_RETRY_S = 5.0
-"""Retry-After while the server stops: a restart takes at least this long."""
 
 
 class Pace:
@@ -50,7 +47,7 @@ class Pace:
         now = self._clock()
         self._forget_before(now - WINDOW_S)
         lasted_s = min(WINDOW_S, now - self._since)
-        return min(max(num_choices * lasted_s / max(1, self._num_ended), MIN_RETRY_S), MAX_RETRY_S)
+        return min(max(num_choices * lasted_s / max(1, self._num_ended), retry_after.MIN_S), retry_after.MAX_S)
 
     def _forget_before(self, moment: float) -> None:
         while self._ends and self._ends[0][0] < moment:
@@ -237,7 +234,7 @@ class InFlight:
             late = Unavailable(
                 f"The server is shutting down; the request did not finish within {timeout_s:g} s. "
                 "Please send the request again.",
-                STOPPED_RETRY_S,
+                retry_after.STOPPED_S,
             )
             for entry in self._entries:
                 entry.end(late)
@@ -245,4 +242,4 @@ class InFlight:
 
 
 def _not_taken() -> Unavailable:
-    return Unavailable("The server is shutting down: it accepts no new requests.", STOPPED_RETRY_S)
+    return Unavailable("The server is shutting down: it accepts no new requests.", retry_after.STOPPED_S)

@@ -12,6 +12,7 @@ from ray import serve
 from deployments.draining import DRAIN_TIMEOUT_S, on_stop
 from deployments.process import log_refusals_in_one_line, replica_info
 from deployments.protocol import EngineAnswer
+from engine import retry_after
 from engine.config import EngineConfig
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.fingerprint import checkpoint_fingerprint
@@ -26,9 +27,6 @@ PROGRESS_PERIOD_S = 5.0
 HEARTBEAT_PERIOD_S = 5.0
 """Interval of the heartbeats of a stream without tokens. Readers tolerate several missing ones, see SILENCE_LIMIT_S in
 engine_stream.py."""
-
-OTHER_MODEL_RETRY_S = 5.0
-"""Retry-After while a deployment is replaced and its replicas serve different checkpoints."""
 
 
 @serve.deployment()
@@ -57,7 +55,7 @@ class ModelReplica:
         """
         if request.checkpoint not in ("", self._checkpoint):
             other = "The model is being replaced: the prompt was tokenized for another one. Please send it again."
-            raise Unavailable(other, OTHER_MODEL_RETRY_S)
+            raise Unavailable(other, retry_after.REPLACED_S)
         chunks: Any = self._engine.generate(request, HEARTBEAT_PERIOD_S)
         async with aclosing(chunks):
             async for chunk in chunks:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
+from engine import retry_after
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
@@ -47,7 +48,6 @@ log = logging.getLogger("orchard.engine")
 
 CLEAR_TIMEOUT_S = 30.0
 WATCH_PERIOD_S = 0.5
-RETRY_AFTER_S = 2.0
 HUNG_JOIN_S = 1.0
 """How long shutdown waits for a device thread that hangs."""
 
@@ -143,7 +143,7 @@ class AsyncEngine:
                     yield HEARTBEAT
                 for chunk in chunks:
                     if chunk.finish_reason is FinishReason.EXPIRED:  # all choices expire together, before any token
-                        raise QueueTimeout(f"The request {chunk.error}.", chunk.retry_after_s or RETRY_AFTER_S)
+                        raise QueueTimeout(f"The request {chunk.error}.", chunk.retry_after_s or retry_after.ENGINE_S)
                     num_open -= chunk.finish_reason is not None
                     yield chunk
         finally:
@@ -262,7 +262,7 @@ class AsyncEngine:
         except TimeoutError:
             error = f"the engine is shutting down, and the answer took longer than {timeout_s:g} s"
             for key, stream in self._streams.items():
-                stream.end(FinishReason.ERROR, error, RETRY_AFTER_S)
+                stream.end(FinishReason.ERROR, error, retry_after.ENGINE_S)
                 self._thread.submit(lambda core, key=key: core.abort(key))
 
     async def shutdown(self, timeout_s: float = 30.0) -> None:
@@ -281,10 +281,10 @@ class AsyncEngine:
         if self._core is None or self._closing:
             raise Unavailable(
                 self._error or f"the engine is not ready: it is {'shutting down' if self._closing else self._state}",
-                RETRY_AFTER_S,
+                retry_after.ENGINE_S,
             )
         if self._unavailable is not None:
-            raise Unavailable(self._unavailable, RETRY_AFTER_S)
+            raise Unavailable(self._unavailable, retry_after.ENGINE_S)
         if request.request_id in self._keys:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         runner = self._core.runner
@@ -299,7 +299,7 @@ class AsyncEngine:
             raise Overloaded(
                 f"{num_open} choices are open and the request has {request.num_choices}; the limit is {limit} "
                 f"(max_running {self.config.max_running} + max_queue {self.config.max_queue})",
-                retry_after_s=self._core.scheduler.expected_wait_s() or RETRY_AFTER_S,
+                retry_after_s=self._core.scheduler.expected_wait_s() or retry_after.ENGINE_S,
             )
         self._check_pixels(request, self._core)
         return self._core
@@ -311,7 +311,7 @@ class AsyncEngine:
             raise Overloaded(
                 f"the images of open requests take {held} bytes and those of this request {request.num_pixel_bytes}; "
                 f"the limit is {limit} bytes (image_memory_mb)",
-                retry_after_s=core.scheduler.expected_wait_s() or RETRY_AFTER_S,
+                retry_after_s=core.scheduler.expected_wait_s() or retry_after.ENGINE_S,
             )
 
     async def _matchers(self, request: EngineRequest, core: EngineCore) -> list[Matcher]:
@@ -468,7 +468,7 @@ class AsyncEngine:
         self._core, self._state = None, "failed" if error else "stopped"
         self._error = f"{type(error).__name__}: {error}" if error else "the engine was shut down"
         for stream in self._streams.values():
-            stream.end(FinishReason.ERROR, self._error, RETRY_AFTER_S)
+            stream.end(FinishReason.ERROR, self._error, retry_after.ENGINE_S)
         for question in self._questions:
             _set_error(question, EngineFailed(self._error))
         if not self._ready.done():

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from engine import retry_after
 from engine.config import MIN_KEEP, EngineConfig, SpecPrefillConfig
 from engine.core.spec_prefill.plan import Scored, ScoreRequest, ScorerStatus, make_plan
 from engine.device_thread import DeviceThread
@@ -163,7 +164,7 @@ class AsyncDraftScorer:
                 raise Overloaded(
                     f"{len(self._open)} prompts are being scored or queued; the limit is {limit} "
                     f"(max_running {self.config.max_running} + max_queue {self.config.max_queue})",
-                    retry_after_s=1.0,
+                    retry_after_s=retry_after.SCORER_BUSY_S,
                 )
         except OrchardError:
             self._counts.num_refused += 1
@@ -204,7 +205,7 @@ class AsyncDraftScorer:
         elif outcome.is_too_slow:
             future.set_exception(ScoringTooSlow(outcome.error or ""))
         elif outcome.is_late:
-            future.set_exception(Overloaded(outcome.error or "", retry_after_s=1.0))
+            future.set_exception(Overloaded(outcome.error or "", retry_after_s=retry_after.SCORER_BUSY_S))
         else:
             future.set_exception(EngineFailed(outcome.error))
 

@@ -6,6 +6,7 @@ import weakref
 
 from deployments.http.body_process import BodyProcess, ProcessDied
 from deployments.http.request_reader import Dialect, ParsedRequest, ReadingRules, is_cheap, read_request
+from engine import retry_after
 from engine.protocol import Unavailable
 
 logger = logging.getLogger("orchard.http")
@@ -18,8 +19,6 @@ READ_TIMEOUT_S = 60.0
 
 START_TIMEOUT_S = 60.0
 """Longest time for the start of a process, which takes about a second."""
-
-RETRY_AFTER_S = 1.0
 
 BASE_MEMORY_BYTES, MEMORY_PER_BODY_BYTE = 2**30, 16
 """Memory that a process may allocate: BASE_MEMORY_BYTES plus this factor times http.max_body_bytes. Text takes up to
@@ -101,7 +100,7 @@ class BodyReader:
 
 def _failed(message: str) -> Unavailable:
     logger.warning("%s", message)
-    return Unavailable(message, RETRY_AFTER_S)
+    return Unavailable(message, retry_after.BODY_S)
 
 
 def _kill_all(processes: list[BodyProcess]) -> None:

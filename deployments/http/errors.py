@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from engine import retry_after
 from engine.protocol import (
     Cancelled,
     ContextLengthExceeded,
@@ -43,12 +44,6 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 CLIENT_LEFT = 499
 """nginx's status for a client that disconnected, seen in the access log only. A client whose request was cancelled by
 another one receives it too."""
-
-NOT_READY_RETRY_S = 5.0
-"""Retry-After while no engine is ready: loading weights takes seconds at best."""
-
-MAX_RETRY_S = 60.0
-"""Largest Retry-After: the SDKs of OpenAI and Anthropic ignore larger values and retry within about a second."""
 
 
 class Refusal(InvalidRequest):
@@ -280,7 +275,7 @@ def _of_orchard_error(error: OrchardError, request_id: str) -> Failure | None:
             return Failure(CLIENT_LEFT, error.message, "cancelled", None, "request_cancelled")
         case NotReady():
             message = f"No request can be served now: {error.message}"
-            return Failure(503, message, "server_error", None, "not_ready", _seconds(NOT_READY_RETRY_S))
+            return Failure(503, message, "server_error", None, "not_ready", _seconds(retry_after.NOT_READY_S))
         case Unavailable():
             return Failure(503, error.message, "server_error", None, "unavailable", _seconds(error.retry_after_s))
         case EngineFailed():
@@ -302,7 +297,7 @@ def _too_long(error: ContextLengthExceeded) -> str:
 
 
 def _seconds(retry_after_s: float) -> int:
-    return math.ceil(min(MAX_RETRY_S, max(1.0, retry_after_s)))  # this order maps NaN to 1
+    return math.ceil(min(retry_after.MAX_S, max(retry_after.MIN_S, retry_after_s)))  # this order maps NaN to 1
 
 
 def _of_http_exception(error: HTTPException) -> Failure:

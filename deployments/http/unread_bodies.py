@@ -17,10 +17,8 @@ from starlette.types import Message, Receive, Scope
 
 from deployments.http.client_address import address_group, client_host
 from deployments.http.errors import BodyTooLarge, BodyTooSlow
+from engine import retry_after
 from engine.protocol import Overloaded
-
-RETRY_AFTER_S = 1.0
-"""Retry-After at a limit: bodies complete quickly, and slow ones are displaced."""
 
 MIN_AGE_S = 1.0
 """Age before which a body is never displaced, as its first bytes may still be in transit."""
@@ -104,7 +102,7 @@ class UnreadBodies:
                     f"with {num_bytes} bytes or more was added; the limits are {max_bodies} bodies and {max_bytes} "
                     f"bytes{whose} (http.max_unread_bodies, http.max_unread_bytes"
                     f"{', http.max_share_per_address' if whose else ''}).",
-                    RETRY_AFTER_S,
+                    retry_after.BODY_S,
                 )
             self.release(slowest)
             others.discard(slowest)

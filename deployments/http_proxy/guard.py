@@ -17,6 +17,7 @@ from deployments.http.request_id import request_id_of
 from deployments.http.unread_bodies import UnreadBodies
 from deployments.http_proxy.protocol import use_guarded_protocol
 from deployments.http_proxy.routes import ServeRoutes
+from engine import retry_after
 from engine.protocol import OrchardError, Unavailable
 
 log = logging.getLogger("ray.serve")
@@ -26,10 +27,6 @@ BRIDGE_S = 10.0
 
 POLL_S = 0.1
 
-START_RETRY_S = 5.0
-"""Retry-After while the server starts, which takes seconds at best."""
-
-RETRY_S = 1.0
 
 _SERVE_PREFIX = "/-/"
 """Serve's own health and route pages."""
@@ -90,20 +87,21 @@ class ProxyGuard:
             log.exception("request %s failed in the HTTP proxy", request_id)
         if not exchange.is_started:
             error = exchange.error or Unavailable(
-                "The process that handled the request was lost. Please send the request again.", RETRY_S
+                "The process that handled the request was lost. Please send the request again.",
+                retry_after.PROCESS_LOST_S,
             )
             await self._errors.response(error, request_id, scope)(scope, receive, exchange.send)
 
     async def _wait_for_ingress(self, path: str) -> None:
         """Wait up to BRIDGE_S for an ingress for this path. Raises Unavailable."""
         if self._routes.is_starting(path):
-            raise Unavailable("The server is starting: it accepts no requests yet.", START_RETRY_S)
+            raise Unavailable("The server is starting: it accepts no requests yet.", retry_after.NOT_READY_S)
         waited_s = 0.0
         while self._routes.has_no_replica(path):
             if waited_s >= self._bridge_s:
                 raise Unavailable(
                     f"The server is being deployed: no ingress was available within {waited_s:.0f} s.",
-                    START_RETRY_S,
+                    retry_after.NOT_READY_S,
                 )
             await asyncio.sleep(POLL_S)
             waited_s += POLL_S

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from engine import retry_after
 from engine.config import EngineConfig
 from engine.core.batch import ImageLeft, ModelRunner, PrefillOutput, PromptChunk
 from engine.core.cost_model import CostModel
@@ -16,7 +17,7 @@ from engine.core.memory.grouping import GroupMerge
 from engine.core.prefix_cache.sessions import PrefixCacheSessions
 from engine.core.progress import Progress
 from engine.core.request import Matcher, Request, RequestState
-from engine.core.scheduler import RETRY_S, Chunks, Scheduler
+from engine.core.scheduler import Chunks, Scheduler
 from engine.core.speculation import SpeculationController
 from engine.core.stats import Stats
 from engine.protocol import EngineRequest, InvalidRequest, MemoryExceeded, QueuedRequest
@@ -406,7 +407,7 @@ class EngineCore:
         log.error("prefill of %s failed after %d tokens", rows[0].id, rows[0].num_prefilled, exc_info=error)
         works = self._device_works()
         self.stats.failed_steps_in_a_row += not works
-        message, retry_after_s = f"prefill failed: {type(error).__name__}", None if works else RETRY_S
+        message, retry_after_s = f"prefill failed: {type(error).__name__}", None if works else retry_after.STEP_FAILED_S
         self._publish(self.scheduler.fail_prefill(rows, message, retry_after_s))
 
     def _device_works(self) -> bool:

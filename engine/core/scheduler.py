@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from engine import retry_after
 from engine.config import EngineConfig
 from engine.core.admission import Admission
 from engine.core.batch import NO_TOKEN, PrefillOutput, RowOutput, SchedulerOutput
@@ -22,8 +23,6 @@ from engine.protocol import FinishReason, QueuedRequest, TokenChunk
 
 MAX_SHOWN = 32
 """How many queued requests the status page lists."""
-
-RETRY_S = 1.0
 
 Chunks = dict[str, TokenChunk]
 """Row id -> the row's new tokens."""
@@ -246,7 +245,7 @@ class Scheduler:
 
     def fail_rows(self, error: str) -> Chunks:
         """Fail every decoding row after the runner was reset: a failed step may have touched any of them."""
-        failed = self._fail(list(self._running.values()), error, RETRY_S)
+        failed = self._fail(list(self._running.values()), error, retry_after.STEP_FAILED_S)
         self._release(list(failed))
         return failed
 
@@ -264,7 +263,9 @@ class Scheduler:
                 self._stats.num_expired += 1
                 self._remove(row)
                 chunk = TokenChunk((), FinishReason.EXPIRED, error, row.index)
-                self._expired[row.id] = replace(chunk, retry_after_s=self.expected_wait_s() or RETRY_S)
+                self._expired[row.id] = replace(
+                    chunk, retry_after_s=self.expected_wait_s() or retry_after.STEP_FAILED_S
+                )
 
     def _extend_rows(self) -> bool:
         """Extend the reservations of rows that have used theirs up, the oldest row first, preempting others if needed.
@@ -325,7 +326,7 @@ class Scheduler:
         """Fail the only request in the engine: its memory was checked on arrival and should have sufficed."""
         limit = self.budget.limit_bytes
         error = f"the request needs {missing} more bytes of memory; the budget is {limit} bytes"
-        return self._fail(rows, error, RETRY_S)
+        return self._fail(rows, error, retry_after.STEP_FAILED_S)
 
     def _admit(self, may_preempt: bool) -> None:
         """Admit queued requests while the prompts in progress leave time in the step, or if their prompts are shorter.

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.in_flight import MAX_RETRY_S, MIN_RETRY_S, InFlight, InFlightRequest, Pace
+from deployments.in_flight import InFlight, InFlightRequest, Pace
+from engine import retry_after
 from engine.protocol import Cancelled, InvalidRequest, Overloaded, Unavailable
 
 
@@ -102,7 +103,7 @@ def test_the_time_until_there_is_room_is_between_a_second_and_a_minute(ends: lis
     for later_s, num_choices in ends:
         clock.now += later_s
         pace.ended(num_choices)
-    assert MIN_RETRY_S <= pace.seconds_until(num_over) <= MAX_RETRY_S
+    assert retry_after.MIN_S <= pace.seconds_until(num_over) <= retry_after.MAX_S
     assert pace.seconds_until(num_over) <= pace.seconds_until(num_over + 1)
 
 
