@@ -20,6 +20,9 @@ BODY_S = 1.0
 PROCESS_LOST_S = 1.0
 """The ingress that handled a request was lost, and another one may be running."""
 
+IMAGE_WORKER_S = 2.0
+"""No process that decodes images can be started."""
+
 ENGINE_S = 2.0
 """The engine's queue is full before it has measured a wait, or the machine is short of memory."""
 

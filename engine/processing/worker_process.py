@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 
 import engine
+from engine import retry_after
 from engine.processing.image_file import UNDECODABLE, ImageRefused
 from engine.processing.image_worker import GO, LENGTH, REQUEST, WorkerSettings, out_of_memory
 from engine.processing.patch_grid import CutImage
@@ -72,7 +73,9 @@ class WorkerProcess:
                         env=environment(),
                     )
                 except OSError as error:
-                    raise Unavailable(f"no image worker can be started: {error.strerror}", 2.0) from None
+                    raise Unavailable(
+                        f"no image worker can be started: {error.strerror}", retry_after.IMAGE_WORKER_S
+                    ) from None
 
     def examine(
         self, read: Callable[[], bytes | bytearray], is_base64: bool, has_low_detail: bool = False
@@ -125,7 +128,9 @@ class WorkerProcess:
         try:
             self._receive_header(time.monotonic() + START_TIMEOUT_S)
         except WorkerEnded:
-            raise Unavailable("no image worker can be started: the process ended before it was ready", 2.0) from None
+            raise Unavailable(
+                "no image worker can be started: the process ended before it was ready", retry_after.IMAGE_WORKER_S
+            ) from None
         self._is_ready = True
 
     def _receive_header(self, deadline: float) -> dict[str, Any]:
