@@ -1,0 +1,54 @@
+"""The documents name only links, files and classes that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("deployments", "engine", "tests")
+DOCUMENTS = [
+    Path("README.md"),
+    *sorted(p.relative_to(ROOT) for folder in FOLDERS for p in (ROOT / folder).rglob("*.md")),
+]
+SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+
+_CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+_CAMEL = re.compile(r"\b[A-Z]+[a-z]\w*[A-Z]\w*\b")
+
+
+def prose(document: Path) -> str:
+    return _CODE_BLOCK.sub("", (ROOT / document).read_text())
+
+
+def anchors(document: Path) -> set[str]:
+    """Return the anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(document), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_links_lead_to_files_and_headings_that_exist(document: Path):
+    dead = []
+    for target, anchor in _LINK.findall(prose(document)):
+        if ":" in target:
+            continue
+        path = ((ROOT / document).parent / target).resolve() if target else ROOT / document
+        if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors(path.relative_to(ROOT))):
+            dead.append(f"{target}#{anchor}")
+    assert not dead
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_python_files_named_in_a_document_exist(document: Path):
+    known = [path.relative_to(ROOT).as_posix() for path in SOURCES]
+    named = set(re.findall(r"[\w/]+\.py\b", prose(document)))
+    assert not [name for name in named if not any(f"/{path}".endswith(f"/{name.lstrip('/')}") for path in known)]
+
+
+def test_classes_named_in_the_documents_exist():
+    words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in SOURCES)))
+    for document in DOCUMENTS:
+        quoted = " ".join(re.findall(r"`([^`\n]+)`", prose(document)))
+        assert not [name for name in set(_CAMEL.findall(quoted)) if name not in words], document
