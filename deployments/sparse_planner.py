@@ -83,6 +83,9 @@ class SparsePlanner:
             return engine_request, None
         if request.spec_prefill is False:
             return engine_request, None
+        is_asked = request.spec_prefill or request.spec_prefill_keep is not None
+        if not is_asked and len(engine_request.token_ids) < self._config.threshold_tokens:
+            return engine_request, None
         attempt = SparsePlanning(self._config, self._facts, self._client, request, engine_request)
         try:
             plan = await attempt.plan()
