@@ -1,6 +1,7 @@
 """`serve run`, or `orchard serve`, with a copy of the shipped serve_config.yaml, and its bounded end."""
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -16,6 +17,8 @@ from typing import Any
 import httpx
 import yaml
 
+log = logging.getLogger(__name__)
+
 ROOT = Path(__file__).parent.parent.parent
 SHIPPED_CONFIG = ROOT / "serve_config.yaml"
 START_TIMEOUT_S = 300.0  # half a minute on two idle cores
@@ -28,6 +31,9 @@ SERVE_RUN, ORCHARD_SERVE = ("serve", "run"), ("orchard", "serve")
 
 LATE = ("mllm", "spec_prefill")
 """Deployments that start after the first engine, as `/v1/status` names them."""
+
+RAY_WAS_SLOW = "The current node timed out during startup"
+"""Ray gives its own node 30 s to start, a constant; on a machine that is busy with other work that may not suffice."""
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -46,14 +52,14 @@ class ServeRun:
         path = self._dir / "serve_config.yaml"
         path.write_text(yaml.safe_dump(config))
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self._command = [str(Path(sys.executable).parent / command[0]), *command[1:], str(path)]
+        self._env = {**inherited, "RAY_TMPDIR": str(self._dir), **(env or {})}
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [str(Path(sys.executable).parent / command[0]), *command[1:], str(path)],
-                cwd=ROOT,
-                env={**inherited, "RAY_TMPDIR": str(self._dir), **(env or {})},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+            return subprocess.Popen(
+                self._command, cwd=ROOT, env=self._env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
 
     @property
@@ -66,8 +72,14 @@ class ServeRun:
         return self._dir
 
     def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
+        """Wait for the line that the server prints when it is ready; start once more if Ray's node was too slow."""
+        deadline, was_slow = time.monotonic() + START_TIMEOUT_S, False
         while "Orchard is ready" not in self.output:
+            if self.process.poll() is not None and RAY_WAS_SLOW in self.output and not was_slow:
+                log.warning("%s: the server is started again", RAY_WAS_SLOW)
+                was_slow = True
+                self._kill()
+                self.process = self._start()
             assert self.process.poll() is None, (
                 f"the command ended with {self.process.returncode}:\n{self.output[-8000:]}"
             )
@@ -90,10 +102,13 @@ class ServeRun:
             self.process.send_signal(signal.SIGINT)
         return self.process.wait(STOP_TIMEOUT_S)
 
-    def clean_up(self) -> None:
+    def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(STOP_TIMEOUT_S)
+
+    def clean_up(self) -> None:
+        self._kill()
         shutil.rmtree(self._dir, ignore_errors=True)
 
 
