@@ -93,6 +93,7 @@ def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None
     offers neither resource gets one replica of each deployment.
 
     Args:
+        args: The `args` of the configuration file.
         overrides: Deployment name to options that replace the ones set here.
 
     Raises:
@@ -150,7 +151,7 @@ def _shown(args: AppArgs) -> dict[str, Any]:
 
 
 def most_in_flight(config: EngineConfig) -> int:
-    """Return the most requests that an ingress admits, or that hold a slot of one engine, in the largest cluster.
+    """Return the most choices that an ingress admits in the largest cluster, and so the most calls to one engine.
 
     With N nodes each ingress admits what N engines run and queue. All of it may reach a single engine, which refuses
     what it cannot queue. Serve's max_ongoing_requests must be larger: at that limit a request would wait inside Serve,

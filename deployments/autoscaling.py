@@ -35,6 +35,7 @@ def offers_nothing() -> bool:
 
 
 def num_living_nodes() -> int:
+    """Return the number of living nodes of the cluster."""
     return len(_living_nodes())
 
 
@@ -54,7 +55,8 @@ class OnePerOfferingNode:
     """
 
     def __init__(self, resource: Resource, waits_for: str | None = None) -> None:
-        """
+        """Create the policy of one deployment.
+
         Args:
             resource: Resource that a node must offer.
             waits_for: Name of a deployment of the same application that must start first; None: none.

@@ -14,7 +14,8 @@ class CachedCall(Generic[T]):
     def __init__(
         self, ask: Callable[[], Awaitable[T]], max_age_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """
+        """Create a call without an answer yet.
+
         Args:
             ask: The call.
             max_age_s: How long an answer is reused, counted from the start of its call.

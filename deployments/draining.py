@@ -1,7 +1,7 @@
 """Detects that Serve is about to stop this replica.
 
 Serve waits until the replica's requests are over, kills the replica after graceful_shutdown_timeout_s, and calls user
-code (`__del__`) only at the end. It sets a flag first (ray_seams.stop_flag), which is polled here.
+code (`__del__`) only at the end. It sets a flag first (ray_internals.stop_flag), which is polled here.
 tests/deployments/test_draining.py fails when Ray no longer sets it.
 """
 

@@ -102,6 +102,7 @@ class PlacementAttempt:
         """Return the attempt that follows this failed one; None if the error is final.
 
         Args:
+            error: The error that ended this attempt.
             last: Unique ids of replicas to choose last.
         """
         lost = is_replica_lost(error)
@@ -135,11 +136,19 @@ class EngineClient:
         checkpoint: str = "",
         clock: Callable[[], float] = time.monotonic,
     ):
-        """
+        """Connect to the engines and the planners.
+
         Args:
+            engine: Handle of the engine.
+            planners: Handle of the planner of each route.
+            reserve_timeout_s: Longest wait of a request for replicas, over both attempts.
+            ask_timeout_s: Longest wait for an engine's answer to an administrative call.
+            plan_timeout_s: Longest wait of a request for plans, over both attempts.
+            silence_limit_s: Longest wait for the next item of an answer, heartbeats included.
             room_in_s: Returns the expected seconds until a queue has room, for Retry-After of an Overloaded.
             checkpoint: Fingerprint of the checkpoint whose tokenizer decodes the answers; plans for another one are
                 refused. '' disables the check.
+            clock: Monotonic seconds.
         """
         # options() connects a handle to its deployment, so that the first request does not wait for the connection.
         # Chunks are plain dataclasses: pickle costs a fifth less of the engine's CPU per item than cloudpickle.

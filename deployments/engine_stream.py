@@ -33,8 +33,10 @@ class ChunkReader:
     """
 
     def __init__(self, chunks: Any, silence_limit_s: float, clock: Callable[[], float] | None = None):
-        """
+        """Start to watch a call; must be called in a running event loop.
+
         Args:
+            chunks: The call's items, each a TokenChunk.
             silence_limit_s: Longest wait for the next item, heartbeats included.
             clock: Monotonic seconds; the event loop's by default.
         """

@@ -131,7 +131,7 @@ class InFlight:
 
         Args:
             request_id: Need not be unique.
-            address: See Entry.
+            address: See InFlightRequest.
 
         Raises:
             Unavailable: The server is stopping.

@@ -47,7 +47,7 @@ STATUS_SHARED_S = 0.5
 
 
 class TextGeneration:
-    """Turns the chunks of an engine into deltas; implements chat.Generation.
+    """Turns the chunks of an engine into deltas; implements protocol.Generation.
 
     A choice ends as soon as a stop string is complete. While other choices run, the engine keeps generating for it, and
     those tokens are dropped; the engine's stream is closed after the last choice.
@@ -134,7 +134,7 @@ class TextGeneration:
 @serve.deployment()
 @serve.ingress()
 class Ingress:
-    """Implements chat.Backend for the HTTP API.
+    """Implements protocol.Backend for the HTTP API.
 
     It admits no more choices than all engines can run and queue, and refuses a request before any work on it. Other
     ingresses admit as many, so an engine may still refuse.

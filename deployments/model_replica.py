@@ -1,4 +1,4 @@
-"""ModelReplica: a thin deployment over engine.AsyncEngine; the only process of a node that holds the weights."""
+"""ModelReplica: a thin deployment over AsyncEngine; the only process of a node that holds the weights."""
 
 import asyncio
 import logging
@@ -31,6 +31,8 @@ engine_stream.py."""
 
 @serve.deployment()
 class ModelReplica:
+    """The engine's replica: one AsyncEngine, and the fingerprint of its checkpoint."""
+
     async def __init__(self, config: EngineConfig, drain_timeout_s: float = DRAIN_TIMEOUT_S):
         """Load the model; Serve sends no requests until then. Raises EngineFailed."""
         log_refusals_in_one_line()

@@ -1,5 +1,7 @@
-"""PromptPlanner: turns a ChatRequest into an EngineRequest: token ids, sampling parameters, grammar. Both planners use
-it."""
+"""PromptPlanner: turns a ChatRequest into an EngineRequest: token ids, sampling parameters, grammar.
+
+Both planners use it.
+"""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence

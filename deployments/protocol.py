@@ -363,6 +363,7 @@ class Backend(Protocol):
         """Decode token ids to text.
 
         Args:
+            token_ids: Ids of the model's tokenizer.
             field: The client's field, for errors.
 
         Raises:

@@ -131,6 +131,7 @@ async def replica_calls(handle: Any, method: str, *args: Any) -> list[Any]:
 
 
 async def answer_of(call: Any) -> Any:
+    """Wait for the answer of one `ReplicaResult` of `replica_calls`; raise the error of its call."""
     return await call.get_async()
 
 

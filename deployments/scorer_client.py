@@ -55,6 +55,8 @@ class Answer(NamedTuple):
 
 
 class ScorerClient:
+    """Calls the engine of this node and the scorers for a planner; owns the handles."""
+
     def __init__(self, engine: DeploymentHandle, scorer: DeploymentHandle):
         self._engine = engine.options(method_name="cached_prefix", session_id=pin_to(node_id()))
         self._scorer = scorer.options(method_name="score")

@@ -1,4 +1,4 @@
-"""SpecPrefillScorer: a thin deployment over engine.AsyncDraftScorer; the only process with the draft model."""
+"""SpecPrefillScorer: a thin deployment over AsyncDraftScorer; the only process with the draft model."""
 
 import asyncio
 import logging

@@ -131,6 +131,7 @@ def _show(text: str) -> str:
 
 
 async def run(options: argparse.Namespace) -> None:
+    """Answer the prompt of the command line, or messages from the terminal until the input ends."""
     chat = Chat(options)
     try:
         await chat.wait_ready()
@@ -165,6 +166,7 @@ async def _until_readable(file: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 1 after an error, 130 after Ctrl-C."""
     options = arguments(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.ERROR)
     logging.getLogger("orchard.engine").setLevel(logging.INFO if options.verbose else logging.CRITICAL)

@@ -114,7 +114,7 @@ class AsyncEngine:
                 None: never.
 
         Raises:
-            Overloaded: max_running + max_queue answers or image_memory_mb of pixels are open.
+            Overloaded: max_running + max_queue choices or image_memory_mb of pixels are open.
             QueueTimeout: The request waited in the queue for too long; raised before the first token.
             InvalidRequest: The engine cannot serve the request as asked.
             ContextLengthExceeded: Prompt and output do not fit into the context.

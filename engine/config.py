@@ -29,6 +29,8 @@ BooleanToOnOff = BeforeValidator(_boolean_to_on_off)
 
 
 class Frozen(BaseModel):
+    """Base of the option models: immutable, and unknown keys are rejected."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def changed(self) -> list[str]:
@@ -37,11 +39,15 @@ class Frozen(BaseModel):
 
 
 class MTPConfig(Frozen):
+    """Fixed limits of speculative decoding with the MTP head."""
+
     max_draft_tokens: int = Field(default=3, ge=1, le=8, description="draft tokens per row and step")
     max_rows: int = Field(default=4, ge=1, le=1024, description="largest batch, in rows, for which tokens are drafted")
 
 
 class SchedulerConfig(Frozen):
+    """Options of the queue: its order, timeout and fairness between clients, and the longest stall of decoding rows."""
+
     policy: Literal["fifo", "shortest_first", "priority"] = Field(
         default="fifo",
         description="order of the queue: by arrival, by prompt length, or by the field `priority` of requests",
@@ -92,6 +98,8 @@ class MemoryConfig(Frozen):
 
 
 class GrammarConfig(Frozen):
+    """Limits on the grammars of structured output: seconds of compilation, and bytes of text."""
+
     compile_timeout_s: float = Field(
         default=5.0, gt=0, description="seconds for compiling one grammar; requests that need more are rejected (400)"
     )
@@ -115,11 +123,15 @@ class PinnedPrompt(Frozen):
 
 
 class DiskCacheConfig(Frozen):
+    """Options of the prefix cache's disk tier: its directory and its size."""
+
     path: str = Field(description="directory of the snapshots; created if missing")
     max_gb: float = Field(default=20.0, gt=0, description="GiB of files; the least recently used are removed first")
 
 
 class PrefixCacheConfig(Frozen):
+    """Options of the prefix cache: where snapshots are taken, their memory, pinned prompts, and the disk tier."""
+
     enabled: bool = Field(
         default=True, description="cache the state at the boundaries of prompts, for prompts that begin alike"
     )
@@ -162,6 +174,8 @@ class PrefixCacheConfig(Frozen):
 
 
 class EmbeddingConfig(Frozen):
+    """Options of embeddings: how hidden states are pooled."""
+
     pooling: Literal["auto"] | Pooling = Field(
         default="auto",
         description="hidden state used as embedding: that of the last token, or the mean of all; auto: as in the "
@@ -170,6 +184,8 @@ class EmbeddingConfig(Frozen):
 
 
 class EngineConfig(Frozen):
+    """Options of one engine: its model, device and limits, and the options of its parts."""
+
     model: str = Field(
         default="demo", description="'demo' (part of Orchard), a directory with an MLX model, or a hub repository"
     )
@@ -186,7 +202,9 @@ class EngineConfig(Frozen):
         default=None, ge=16, description="most tokens of prompt and answer together; null: the model's own limit"
     )
     max_running: int = Field(default=32, ge=1, le=1024, description="most rows in the decode batch")
-    max_queue: int = Field(default=256, ge=0, description="most queued requests; further ones are rejected (429)")
+    max_queue: int = Field(
+        default=256, ge=0, description="choices beyond max_running that are queued; further ones are rejected (429)"
+    )
     prefill_chunk_tokens: int = Field(
         default=2048, ge=16, description="most prompt tokens per step while no row decodes"
     )
@@ -251,8 +269,11 @@ class EngineConfig(Frozen):
 
 
 class SpecPrefillConfig(Frozen):
-    """Options of sparse prefill: a small draft model scores the tokens of a long prompt, and the target computes only
-    the best."""
+    """Options of sparse prefill.
+
+    A small draft model scores the tokens of a long prompt, and the target computes only those that are selected by
+    score.
+    """
 
     enabled: bool = Field(default=False, description="score long prompts and prefill them sparsely")
     draft_model: str | None = Field(
@@ -307,6 +328,8 @@ class SpecPrefillConfig(Frozen):
 
 
 class MediaConfig(Frozen):
+    """Limits on the images of requests: their number, size, download and decoding."""
+
     max_images: int = Field(default=16, ge=1, description="most images in one request")
     max_bytes: int = Field(default=20 * 2**20, ge=1024, description="largest encoded image in bytes")
     max_pixels: int = Field(

@@ -24,6 +24,8 @@ EXIT_TIMEOUT_S = 10.0
 
 
 class Worker(Protocol):
+    """The object that the thread runs: `step` while `has_work`, and `close` at the end."""
+
     @property
     def has_work(self) -> bool: ...
 

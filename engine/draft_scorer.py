@@ -131,8 +131,9 @@ class AsyncDraftScorer:
         )
 
     def check_health(self) -> None:
-        """Check that a scorer that was ready still works. A draft that could not be loaded is not unhealthy: retrying
-        would not help.
+        """Check that a scorer that was ready still works.
+
+        A draft that could not be loaded is not unhealthy: retrying would not help.
 
         Raises:
             EngineFailed: It failed, was stopped, or its device hangs.

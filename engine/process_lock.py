@@ -22,8 +22,7 @@ class ProcessLock:
     """An exclusive flock on a file, with the holder's pid and command line inside.
 
     The kernel releases it however the process ends, so there are no stale locks; the file itself stays. Child processes
-    do
-    not inherit the lock.
+    do not inherit the lock.
     """
 
     def __init__(self, path: Path, timeout_s: float = 0.0):

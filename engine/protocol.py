@@ -4,7 +4,7 @@ OrchardError
 ├── InvalidRequest            the client's fault: names the field, the value and the limit
 │   └── ContextLengthExceeded prompt and output do not fit into the model's context
 │       └── MemoryExceeded    prompt and output do not fit into the engine's memory, even with no other request
-├── Overloaded                the queue is full: retry later
+├── Overloaded                a limit is reached for now, such as a full queue: retry later
 │   └── QueueTimeout          waited in the queue for too long: retry later
 ├── ScoringTooSlow            scoring a prompt would take longer than its sparse plan saves
 ├── Cancelled                 the request was cancelled
@@ -89,7 +89,7 @@ class MemoryExceeded(ContextLengthExceeded):
 
 
 class Overloaded(OrchardError):
-    """The queue is full; the request may succeed after retry_after_s seconds."""
+    """A limit is reached for now; the request may succeed after retry_after_s seconds."""
 
     def __init__(self, message: str, retry_after_s: float):
         super().__init__(message, retry_after_s)
@@ -97,7 +97,7 @@ class Overloaded(OrchardError):
 
 
 class QueueTimeout(Overloaded):
-    pass
+    """The request waited in the queue for longer than queue_timeout_s seconds."""
 
 
 class ScoringTooSlow(OrchardError):
@@ -105,11 +105,11 @@ class ScoringTooSlow(OrchardError):
 
 
 class Cancelled(OrchardError):
-    pass
+    """The request was cancelled before its answer was complete."""
 
 
 class EngineFailed(OrchardError):
-    pass
+    """The engine is at fault, not the request: its configuration, its model, or a step failed."""
 
 
 class Unavailable(EngineFailed):
@@ -121,6 +121,8 @@ class Unavailable(EngineFailed):
 
 
 class FinishReason(StrEnum):
+    """Why a choice finished."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
@@ -134,12 +136,12 @@ MAX_LOGIT_BIAS = 1024
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of a row. Equal parameters and seed give equal tokens, alone or in a batch, with MTP or
-    without.
+    """Sampling parameters of a row.
+
+    Equal parameters and seed give equal tokens, alone or in a batch, with MTP or without.
 
     The logits of an output position are processed in this order: repetition penalty, frequency penalty, presence
-    penalty,
-    logit bias, min_tokens, grammar mask, temperature, top_k, top_p, min_p.
+    penalty, logit bias, min_tokens, grammar mask, temperature, top_k, top_p, min_p.
 
     Raises:
         InvalidRequest: A value is out of range.
@@ -195,7 +197,7 @@ class GrammarSpec:
     """A grammar that the output must match, from its first token to the stop token."""
 
     kind: Literal["json_schema", "json_object", "regex", "lark"]
-    """Json_object is any JSON object; lark is llguidance's Lark dialect, used for tool calls."""
+    """`json_object` is any JSON object; `lark` is llguidance's Lark dialect, used for tool calls."""
     text: str = ""  # The JSON schema, regex or Lark grammar; '' for json_object.
     field: str = "response_format"  # The client's field, for error messages.
 
@@ -227,7 +229,7 @@ class ImagePatches:
     """One image, resized and cut into patches for the vision tower, not yet normalized."""
 
     patches: np.ndarray
-    """Uint8 [grid_t * grid_h * grid_w, channels, patch, patch], in the order of the model's processor."""
+    """uint8 [grid_t * grid_h * grid_w, channels, patch, patch], in the order of the model's processor."""
     grid_thw: tuple[int, int, int]  # Patches along time, height and width.
     num_tokens: int  # Placeholder tokens in the prompt.
     content_hash: str  # Hex digest of mode, size and pixels after resizing.
@@ -261,7 +263,7 @@ class SparsePlan:
     """The tokens of a long prompt to compute; the others are skipped, and all keep their positions."""
 
     positions: np.ndarray
-    """Int32, ascending; contains the first num_dense tokens and the last token of the prompt."""
+    """int32, ascending; contains the first num_dense tokens and the last token of the prompt."""
     num_dense: int
     """Tokens at the beginning that the plan keeps on purpose."""
     fingerprint: str
@@ -275,9 +277,9 @@ class EngineRequest:
     request_id: str
     """Unique among open requests."""
     token_ids: np.ndarray
-    """Int32 [num_prompt_tokens], with one placeholder per image token."""
+    """int32 [num_prompt_tokens], with one placeholder per image token."""
     sampling: SamplingParams
-    """Max_tokens is a ceiling: the engine lowers it to what its memory holds."""
+    """Its max_tokens is a ceiling: the engine lowers it to what its memory holds."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end an answer."""
     images: tuple[ImagePatches, ...] = ()
@@ -295,7 +297,7 @@ class EngineRequest:
     client: str = ""
     """Unit of fairness, see SchedulerConfig.fairness."""
     origin: PromptOrigin = PromptOrigin()
-    """What the prompt was rendered with."""
+    """Digests of the template variables that the prompt was rendered with."""
     pinned: bool = False
     """Whether the snapshot at its system boundary is never evicted."""
     sparse: SparsePlan | None = None
@@ -382,8 +384,10 @@ HEARTBEAT = TokenChunk(())
 
 @dataclass(frozen=True)
 class PrefillCost:
-    """Measured cost of prefill: n tokens after p others take chunk_s + token_s * n + pair_s * n * (p + n / 2)
-    seconds."""
+    """Measured cost of prefill.
+
+    n tokens after p others take chunk_s + token_s * n + pair_s * n * (p + n / 2) seconds.
+    """
 
     chunk_s: float
     """Seconds of a chunk, whatever its size."""
@@ -437,7 +441,7 @@ class CacheMiss:
     request_id: str
     """Id of the request."""
     reason: CacheMissReason
-    """What differs after num_common tokens; `cold` if there is no similar snapshot."""
+    """The difference after num_common tokens; `cold` if there is no similar snapshot."""
     num_prompt_tokens: int
     """Tokens of the prompt."""
     num_cached: int = 0
@@ -519,13 +523,13 @@ class EngineStatus:
     """A snapshot for `/v1/status`: gauges are current, counters count from the start. Bytes, seconds, tokens."""
 
     state: str
-    """Loading, warming (prefilling pinned prompts), ready, failed, or stopped."""
+    """`loading`, `warming` (prefilling pinned prompts), `ready`, `failed` or `stopped`."""
     model: str
     """As configured."""
     load_progress: float
     """0 to 1, by bytes of the weights; while warming, by tokens of the pinned prompts."""
-    num_running: int = 0
-    num_waiting: int = 0
+    num_running: int = 0  # Rows: decoding, or of a prompt in progress.
+    num_waiting: int = 0  # Requests in the queue.
     max_running: int = 0
     max_queue: int = 0
     max_context_tokens: int = 0

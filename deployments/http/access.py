@@ -23,7 +23,7 @@ _CORS_MAX_AGE_S = "600"
 
 
 class HostNotAllowed(Refusal):
-    """Args: the Host header that was sent."""
+    """The Host header, args[0], is not a name of this server."""
 
     status, code = 403, "host_not_allowed"
 
@@ -36,7 +36,7 @@ class HostNotAllowed(Refusal):
 
 
 class OriginNotAllowed(Refusal):
-    """Args: the Origin header that was sent."""
+    """Web pages of the origin in the Origin header, args[0], may not send requests."""
 
     status, code = 403, "origin_not_allowed"
 
@@ -49,7 +49,7 @@ class OriginNotAllowed(Refusal):
 
 
 class WrongContentType(Refusal):
-    """Args: the Content-Type that was sent, '' if the header is missing."""
+    """The Content-Type, args[0], is not JSON; '' if the header is missing."""
 
     status, code = 415, "unsupported_media_type"
 
@@ -71,7 +71,7 @@ class KeyRequired(Refusal):
 
 
 class AdministratorOnly(Refusal):
-    """Args: the method and route that were requested."""
+    """The method and route in args[0] are for administrators only."""
 
     status, code = 403, "not_administrative"
 

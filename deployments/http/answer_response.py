@@ -1,5 +1,7 @@
-"""AnswerResponse: reads a request, starts its generation and relays the answer, in every dialect; ends early when the
-client disconnects or the request is cancelled."""
+"""AnswerResponse: reads a request, starts its generation and relays the answer, in every dialect.
+
+It ends early when the client disconnects or the request is cancelled.
+"""
 
 import asyncio
 import contextlib

@@ -101,7 +101,8 @@ class KeyRing:
     """The accepted keys, as hashes."""
 
     def __init__(self, keys: Iterable[tuple[str, KeyIdentity]]):
-        """
+        """Decode the hashes of the keys.
+
         Args:
             keys: Pairs of 'sha256:<64 hex digits>' and the identity of the key.
         """

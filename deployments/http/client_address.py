@@ -40,6 +40,7 @@ def is_loopback_name(host: str) -> bool:
 
 
 def is_ip_address(host: str) -> bool:
+    """Tell whether a host is an IPv4 or IPv6 address, IPv6 without brackets."""
     return _parsed(host) is not None
 
 

@@ -104,7 +104,7 @@ class HttpContext:
         return {IGNORED_HEADER: ", ".join(map(printable, parsed.ignored))}
 
     def respond(self, request: Request, parse_body: Callable[[bytes], Awaitable[Job]]) -> Response:
-        """Return the response to a request whose body `understand` turns into a Job."""
+        """Return the response to a request whose body `parse_body` turns into a Job."""
         return AnswerResponse(
             parse_body,
             self.backend.in_flight,

@@ -78,7 +78,10 @@ class ModelNotFound(Refusal):
 
 
 class BodyTooLarge(Refusal):
-    """Args: bytes announced, or received when the limit was exceeded; the limit in bytes."""
+    """A request body is too large.
+
+    args: bytes announced, or received when the limit was exceeded; the limit in bytes.
+    """
 
     status, code = 413, "request_too_large"
 
@@ -89,7 +92,10 @@ class BodyTooLarge(Refusal):
 
 
 class BodyTooSlow(Refusal):
-    """Args: bytes received; seconds since the headers; least rate in bytes per second."""
+    """A request body arrived too slowly.
+
+    args: bytes received; seconds since the headers; least rate in bytes per second.
+    """
 
     status, code = 408, "request_timeout"
 
@@ -103,7 +109,7 @@ class BodyTooSlow(Refusal):
 
 
 class RequestNotFound(Refusal):
-    """Args: the id that was requested."""
+    """No request in progress has the id in args[0]."""
 
     status, code = 404, "request_not_found"
 

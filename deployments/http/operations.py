@@ -12,6 +12,8 @@ from deployments.http.redaction import administrative_view, public_view
 
 
 class Operations:
+    """The endpoints /v1/status, /v1/cache, /health/live and /health/ready."""
+
     def __init__(self, context: HttpContext):
         self._context = context
 

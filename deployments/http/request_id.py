@@ -1,5 +1,7 @@
-"""RequestId: assigns each request an id, the client's X-Request-Id if valid, and returns it in exactly one header.
-Anthropic's SDKs read it from the header request-id."""
+"""RequestId: assigns each request an id, the client's X-Request-Id if valid, and returns it in one X-Request-Id header.
+
+Responses in Anthropic's dialect also have it in the header request-id, from which Anthropic's SDKs read it.
+"""
 
 import re
 import secrets

@@ -18,6 +18,7 @@ OBJECT_STORE_MIB = 512
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments of the command `orchard`."""
     parser = argparse.ArgumentParser("orchard", description="Serves MLX models behind the OpenAI HTTP API.")
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser(

@@ -210,6 +210,7 @@ def check_with_ray(raw: dict[str, Any], path: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
+    """Tell whether a host is `localhost` or a loopback IP address; other names are not resolved."""
     if host == "localhost":
         return True
     try:

@@ -33,6 +33,7 @@ def describe_args(args: AppArgs, environment: list[str]) -> str:
 
 
 def sparse_prefill_line(args: AppArgs) -> str:
+    """Describe in one line whether sparse prefill is on, or why it is off."""
     if (reason := args.sparse_prefill_off) is not None:
         return f"off: {reason}"
     config = args.spec_prefill

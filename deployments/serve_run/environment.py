@@ -21,6 +21,8 @@ INIT_HOOK = "deployments.serve_run.hook.watch_serve_run"
 
 @dataclass(frozen=True)
 class EnvironmentDefault:
+    """An environment variable, and the value that it gets if the operator has not set it."""
+
     name: str
     value: str
     without: str
@@ -103,6 +105,7 @@ def prepare() -> None:
 
 
 def set_defaults(environ: MutableMapping[str, str] | None = None) -> None:
+    """Set the variables that are unset and meant for this platform, in `environ` or the environment of this process."""
     for default in _defaults_here():
         (os.environ if environ is None else environ).setdefault(default.name, default.value)
 

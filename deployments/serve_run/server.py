@@ -24,10 +24,13 @@ POLL_S = 0.1
 
 
 class Server:
+    """The process of `orchard serve`: starts Ray, or joins a cluster, and the application; shuts down on a signal."""
+
     def __init__(
         self, config: OrchardConfig, address: str | None, dashboard: bool, object_store_bytes: int, began_s: float
     ):
-        """
+        """Store the settings; `run` starts the server.
+
         Args:
             config: The configuration file.
             address: Address of the Ray cluster to join; None: start a new one.

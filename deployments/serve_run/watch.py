@@ -82,7 +82,8 @@ class Watcher:
         owns_cluster: bool,
         status_of: StatusOf | None = None,
     ):
-        """
+        """Store the settings.
+
         Args:
             config: The configuration file.
             on_running: Called once, when the application is running.
@@ -141,6 +142,7 @@ class Watcher:
 
 
 def children() -> set[psutil.Process]:
+    """Return all descendants of this process."""
     return set(psutil.Process().children(recursive=True))
 
 
@@ -184,6 +186,7 @@ def application_status(name: str) -> Any | None:
 
 
 def reasons_of(application: Any) -> str:
+    """Return the messages of an application and of its failed or unhealthy deployments, without tracebacks."""
     reasons = [reason_in(application.message)]
     for deployment, overview in application.deployments.items():
         if overview.status in ("DEPLOY_FAILED", "UNHEALTHY"):

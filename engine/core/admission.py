@@ -85,8 +85,12 @@ class Admission:
         return self._config.max_running - len(self._running) - self._prefills.num_rows
 
     def next_entry(self) -> QueueEntry | None:
-        """Return the head of the queue if the prompts in progress leave time in this step, else a much shorter request
-        or None."""
+        """Return the next request to admit, or None.
+
+        This is the head of the queue if the prompts in progress leave time in the step. Otherwise it is one of the
+        first MAX_SHORT requests: with policy `priority` the first one if it is more urgent than all prompts in
+        progress, else one whose prefill is much shorter than what is left of each of them.
+        """
         if not self._queue:
             return None
         if not self._prefills.in_progress or not self._prefills.fills_step:
@@ -126,12 +130,12 @@ class Admission:
         return False
 
     def choose_victims(self, head: QueueEntry) -> tuple[QueueEntry, Sequence[Victim]]:
-        """Return the request that may preempt others, and the rows and prompts to preempt; none if they would not
-        suffice.
+        """Return the request that may preempt others, and the rows and prompts to preempt.
+
+        None are returned to preempt if preempting them would not suffice.
 
         With policy `priority` the most urgent request preempts less urgent rows and prompts in progress. Otherwise the
-        head,
-        once it has waited for ageing_s, preempts rows of clients above their fair share.
+        head, once it has waited for ageing_s, preempts rows of clients above their fair share.
         """
         limits, now = self._config.scheduler, self._clock()
         num_rows, num_bytes = self._num_free_rows, self._evictable.evictable_bytes
@@ -144,13 +148,13 @@ class Admission:
         return head, []
 
     def choose_backfill(self, head: QueueEntry) -> QueueEntry | None:
-        """Return a request that fits although the head does not: any during ageing_s, then only those that finish
-        before
-        the head can start.
+        """Return a request that fits although the head does not; None without one.
 
-        This is EASY backfilling (Lifka 1995): backfilled requests never delay the predicted start of the head. No
-        request is
-        backfilled while the head lacks free rows.
+        Until ageing_s after the head first did not fit, any request that fits may be admitted before it, then only
+        requests that are predicted to finish before the head can start.
+
+        The latter is EASY backfilling (Lifka 1995): backfilled requests do not delay the predicted start of the head.
+        No request is backfilled while the head lacks free rows.
         """
         if len(head.rows) > self._num_free_rows:
             return None
@@ -169,8 +173,7 @@ class Admission:
         """Choose two decode groups to merge if that saves more time than it costs, and update the grouping.
 
         Nothing is merged while requests are queued, which may need the memory, or prompts are in progress, which may
-        hold
-        promised loans. Merges are considered every MERGE_PERIOD_S, because pricing snapshots takes milliseconds.
+        hold promised loans. Merges are considered every MERGE_PERIOD_S, because pricing snapshots takes milliseconds.
         """
         now, budget = self._clock(), self._budget
         if self._queue or self._prefills.in_progress or len(budget.grouping.groups) < 2 or now < self._merge_again_s:
@@ -218,8 +221,10 @@ class Admission:
         return ceil(num_steps * max(1.0, step_s / token_s))
 
     def _prompt_s(self, entry: QueueEntry, limit_s: float) -> float:
-        """Predict the prefill seconds of a queued request; its cached prefix is looked up only if the limit depends on
-        it."""
+        """Predict the prefill seconds of a queued request.
+
+        Its cached prefix is looked up only if the request would exceed the limit without it.
+        """
         row = entry.rows[0]
         seconds = self._costs.prompt_s(0, row.num_prompt_tokens)
         if seconds <= limit_s:

@@ -86,7 +86,7 @@ class RowSnapshot:
     """The state of a decoding row, and the tokens it has processed."""
 
     token_ids: np.ndarray
-    """Int32: tokens processed after the request's own prompt (`spec.token_ids`). The last ones may not have been
+    """int32: tokens processed after the request's own prompt (`spec.token_ids`). The last ones may not have been
     published yet, see `ModelRunner.snapshot_row`."""
     snapshot: Snapshot
     """The state after the prompt and these tokens."""
@@ -117,8 +117,7 @@ class ModelRunner(Protocol):
     """Computes; never decides. All methods run on the device thread; the attributes never change.
 
     A row is a `core.Request`. Its prompt is `row.prompt_token_ids`, which includes generated tokens after a preemption,
-    and
-    of which only those at `row.computed_index` are computed and counted.
+    and of which only those at `row.computed_index` are computed and counted.
     """
 
     max_context_tokens: int
@@ -225,8 +224,7 @@ class ModelRunner(Protocol):
             rows: The rows that share the prompt.
             snapshot: The state.
             lend: KV segments of the snapshot that move into the prompt's cache. They are lent from then on, even if
-                this
-                raises.
+                this raises.
         """
         ...
 
@@ -244,8 +242,9 @@ class ModelRunner(Protocol):
         ...
 
     def pending(self, row_ids: Sequence[str]) -> Mapping[str, RowOutput]:
-        """Wait for the step in flight and return the outputs of these rows, which must be dropped before the next
-        `decode`.
+        """Wait for the step in flight and return the outputs of these rows.
+
+        The rows must be dropped before the next `decode`.
 
         Other rows get their outputs from that `decode`. Rows that the step does not decode are left out.
 
@@ -260,20 +259,16 @@ class ModelRunner(Protocol):
         """Take a snapshot of a decoding row, without effect on it or others. Call it before `drop`.
 
         A row that has finished by a stop token or its length, and has not been decoded since, is snapshotted after its
-        last
-        token, the stop token included; a row that finished with its first token is snapshotted after its prompt. The
-        state of
-        any other row also includes the outputs of the step in flight, except for its last token.
+        last token, the stop token included; a row that finished with its first token is snapshotted after its prompt.
+        The state of any other row also includes the outputs of the step in flight, except for its last token.
 
         Args:
             row_id: The row.
             parent: The KV segment of a snapshot of the row's first tokens; None without one.
             cuts: Rising token counts between the end of `parent` and the row's end, at which the tokens after `parent`
-                are
-                split into KV segments, each the parent of the next.
+                are split into KV segments, each the parent of the next.
             lend: Leave the keys and values after `parent`, which must have no cuts, in the row's cache until `drop`,
-                which
-                must follow before the next `decode`.
+                which must follow before the next `decode`.
 
         Returns:
             None if the row is not decoding, had a sparse plan, or its state is not finite.
@@ -284,8 +279,9 @@ class ModelRunner(Protocol):
         ...
 
     def export_snapshot(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
-        """Return the arrays that `import_snapshot` needs besides the parent, in host memory, without a copy where
-        possible.
+        """Return the arrays that `import_snapshot` needs besides the parent, in host memory.
+
+        They are not copied where that is possible.
 
         Names of keys and values begin with SEGMENT_ARRAYS.
         """
@@ -325,8 +321,7 @@ class ModelRunner(Protocol):
         Args:
             row_ids: The rows.
             lent: KV segments lent to each row, by row id, in order. They are copied back layer by layer before the
-                layer is
-                freed; segments that are not in the row's cache stay lent.
+                layer is freed; segments that are not in the row's cache stay lent.
         """
         ...
 

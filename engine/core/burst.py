@@ -1,5 +1,4 @@
-"""Which prompts in progress are computed in one forward: short ones, as long as that shortens the time to first
-token."""
+"""Which prompts in progress are computed in one forward: short ones, if that shortens the time to first token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,8 +53,7 @@ def num_together(spans: Sequence[Span], costs: CostModel, max_tokens: int, max_s
     """Choose how many of the first prompts are computed in one forward.
 
     A forward of more prompts completes all of them sooner on average but the first of them later; the sum of the mean
-    and
-    the longest time to first token is minimized.
+    and the longest time to first token is minimized.
 
     Args:
         spans: Spans of the prompt chosen first, then of the others, the shortest first.

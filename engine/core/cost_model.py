@@ -74,10 +74,8 @@ class CostModel:
     """Predicts the seconds of prefill, image encoding, decode steps and reads from disk.
 
     A chunk of n tokens after p others takes a + b * n + c * n * (p + n / 2) seconds: the fixed part of a forward,
-    matrix
-    products, and attention. An image of n patches takes d + e * n + f * n * n seconds, each block of the vision tower
-    an
-    equal share. `steps` predicts decode steps. Prefill and decode start with measurements from warm-up.
+    matrix products, and attention. An image of n patches takes d + e * n + f * n * n seconds, each block of the vision
+    tower an equal share. `steps` predicts decode steps. Prefill and decode start with measurements from warm-up.
 
     Args:
         max_draft_tokens: The most drafts per row.
@@ -138,8 +136,7 @@ class CostModel:
             num_drafts: Draft tokens per row.
             tokens_per_row: Mean number of tokens that the rows got; 0 if none got any.
             seconds: Since the end of the step before; None where other work came between. The first step after a change
-                of
-                rows or drafts is ignored: the runner's pipeline mixes it with the step before.
+                of rows or drafts is ignored: the runner's pipeline mixes it with the step before.
         """
         is_settled, self._step_shape = self._step_shape == (num_rows, num_drafts), (num_rows, num_drafts)
         if not is_settled or not tokens_per_row:

@@ -16,8 +16,10 @@ UNSEEN_STEPS = 512
 
 
 class Acceptance:
-    """The acceptance rate at each depth, given that all shallower drafts were accepted; over all rows of all
-    batches."""
+    """The acceptance rate at each depth, given that all shallower drafts were accepted.
+
+    It is an average over all rows of all batches.
+    """
 
     def __init__(self, max_draft_tokens: int):
         self._mean: list[float | None] = [None] * max_draft_tokens
@@ -48,7 +50,8 @@ class Acceptance:
         """Return the expected tokens per row and step with 0, 1, 2, ... drafts.
 
         Args:
-            hope_beyond: Acceptance at deeper drafts than this is estimated optimistically, within what was measured.
+            optimistic_beyond: Number of drafts; acceptance at deeper ones is estimated optimistically, within what was
+                measured. None: nowhere.
         """
         expected, before, all_hold = [1.0], ASSUMED_ACCEPTANCE / DEPTH_DECAY, 1.0
         for depth, mean in enumerate(self._mean):

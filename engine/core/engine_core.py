@@ -325,8 +325,10 @@ class EngineCore:
         self.progress.begin(f"{name} at position {start}", seconds, ("prefill", num_rows, num_tokens.bit_length()))
 
     def _forward(self, rows: Sequence[Request], chunks: Sequence[PromptChunk]) -> Sequence[PrefillOutput]:
-        """Compute the chunks. If a shared forward fails, return nothing: each prompt is then computed alone in the next
-        steps."""
+        """Compute the chunks.
+
+        If a shared forward fails, nothing is returned, and each prompt is computed alone in the next steps.
+        """
         if len(chunks) == 1:
             return [self.runner.prefill(rows, chunks[0].num_tokens)]
         try:

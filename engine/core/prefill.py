@@ -101,8 +101,7 @@ class PrefillOrder:
         Args:
             prefills: At least one prompt in progress.
             chunk_s: Seconds of a chunk. The oldest prompt is chosen once it is owed this much, unless the shortest
-                prompt
-                needs less than this.
+                prompt needs less than this.
         """
         oldest = prefills[0]
         if oldest is not self._oldest:

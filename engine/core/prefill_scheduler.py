@@ -1,5 +1,4 @@
-"""Which prompts in progress advance in a step: their order, the sizes of their chunks, and which share a forward.
-Pure."""
+"""Which prompts in progress advance in a step: order, chunk sizes, and which prompts share a forward. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -40,20 +39,24 @@ tokens."""
 
 
 class Prefixes(Protocol):
-    """Looks up cached prefixes of prompts, see core/prefix_cache/reuse.py."""
+    """Looks up cached prefixes of prompts, see core/prefix_cache/sessions.py."""
 
     def num_cached(self, row: Request) -> int:
         """Return how many tokens of a row's prompt are cached."""
         ...
 
     def source_of(self, row: Request) -> Request | None:
-        """Return the first row of the prompt in progress that will soon cache a longer prefix of this row's prompt than
-        is cached now; None without one."""
+        """Return the first row of the prompt in progress that will soon cache a longer prefix of this row's prompt.
+
+        The prefix is longer than what is cached now. Returns None without such a prompt.
+        """
         ...
 
     def promise(self, rows: Sequence[Request]) -> bool:
-        """Count the cached keys and values that the request will take over as the request's memory. Return whether
-        there are any."""
+        """Count the cached keys and values that the request will take over as the request's memory.
+
+        Returns whether there are any.
+        """
         ...
 
     def cancel(self, rows: Sequence[Request]) -> None:
@@ -237,8 +240,7 @@ class PrefillScheduler:
         return num_tokens if num_tokens == wanted else self._enlarged_chunk(row, num_tokens, wanted)
 
     def _pays(self, num_tokens: int, start: int) -> bool:
-        """Return whether a chunk is worth a forward in this step, rather than being merged with the next step's
-        chunk."""
+        """Return whether a chunk is worth a forward in this step, rather than merging it with the next step's chunk."""
         is_long = self._costs.chunk_s(num_tokens, start) >= MIN_FIXED_PARTS * self._costs.chunk_s(1, start)
         return num_tokens >= MIN_PREFILL_TOKENS and is_long
 
@@ -296,8 +298,7 @@ class PrefillScheduler:
         return max(num_tokens, min(MIN_PREFILL_TOKENS, self._costs.max_tokens(longest_s, start)))
 
     def _enlarged_chunk(self, row: Request, num_tokens: int, wanted: int) -> int:
-        """Evict snapshots for larger chunks of this prompt if that saves more time than it costs; return the chunk's
-        size."""
+        """Return the size of this prompt's chunk, after evicting snapshots for a larger one if that saves time."""
         missing = self._budget.chunk_shortfall_bytes(row, wanted)
         start, end = row.num_prefilled, row.num_prompt_tokens
         saved_s = self._costs.prompt_s(start, end, num_tokens) - self._costs.prompt_s(start, end, wanted)

@@ -12,6 +12,8 @@ from engine.protocol import EngineRequest, FinishReason, SamplingParams, choice_
 
 
 class RequestState(Enum):
+    """The stage of a row in its life cycle; see scheduler.py."""
+
     WAITING = "waiting"
     PREFILL = "prefill"
     RUNNING = "running"
@@ -123,8 +125,10 @@ class Request:
         return num_contiguous(self.spec.sparse.positions)
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Append one sampled token and return the finish reason, if any. A stop token finishes the row and is not
-        kept."""
+        """Append one sampled token and return the finish reason, if any.
+
+        A stop token finishes the row and is not kept.
+        """
         if token_id in self.spec.stop_token_ids:
             return FinishReason.STOP
         self.output_token_ids.append(token_id)

@@ -1,5 +1,4 @@
-"""The queue of waiting requests, ordered by policy, ageing and fairness between clients; predicts waiting times.
-Pure."""
+"""The queue of waiting requests, ordered by policy, ageing and fairness between clients; predicts waits. Pure."""
 
 from bisect import insort_left, insort_right
 from collections.abc import Callable, Iterator, Sequence
@@ -116,8 +115,7 @@ class RequestQueue:
         self._last_admitted_s = now
 
     def expired(self) -> list[QueueEntry]:
-        """Return the requests that have waited longer than queue_timeout_s; requests with generated tokens never
-        expire."""
+        """Return the requests that have waited longer than queue_timeout_s, except those with generated tokens."""
         latest = self._clock() - self._config.queue_timeout_s
         return [entry for entry in self._entries if entry.arrived_s <= latest and not entry.has_output]
 
@@ -140,8 +138,7 @@ class RequestQueue:
         return min((tagged for tagged in self._tagged() if tagged[2].priority == priority), key=_TAG)[2]
 
     def order(self) -> list[QueueEntry]:
-        """Return the requests in the order of admission: by rank, and within a priority by the clients' service so
-        far."""
+        """Return the requests in order of admission: by rank, and within a priority by their clients' service."""
         if not self._is_fair:
             return list(self._entries)
         by_priority = dict[int, list[Tagged]]()
@@ -151,12 +148,13 @@ class RequestQueue:
         return [next(by_tag[entry.priority])[2] for entry in self._entries]
 
     def _tagged(self) -> Iterator[Tagged]:
-        """Yield (tag, rank, request) by rank. A client's first request has the client's service so far as its tag, the
-        second that plus the first one's cost, and so on.
+        """Yield (tag, rank, request) by rank.
+
+        A client's first request has the client's service so far as its tag, the second that plus the first one's cost,
+        and so on.
 
         A preempted request with generated tokens comes first within its priority after ageing_s, whatever its client's
-        service:
-        new clients, with no service so far, could otherwise pass it for ever.
+        service: new clients, with no service so far, could otherwise pass it for ever.
         """
         ahead, aged_s = dict[str, float](), self._clock() - self._config.ageing_s
         for entry in self._entries:

@@ -88,7 +88,7 @@ class Scheduler:
         self._drop: list[str] = []  # preempted rows, dropped at the beginning of the next step
         self._expired: Chunks = {}  # final chunks of rows that expired or ran out of memory
         self._completed: list[Request] = []  # rows with complete answers that the runner has not dropped yet
-        self._preempted: list[tuple[list[Request], int]] = []  # see take_displaced
+        self._preempted: list[tuple[list[Request], int]] = []  # see take_preempted
 
     @property
     def num_waiting(self) -> int:
@@ -145,7 +145,8 @@ class Scheduler:
     def preempt(self, row: Request) -> None:
         """Preempt a decoding row: requeue it at the head of its priority class.
 
-        Its prompt and the tokens generated so far are prefilled again, and decoding continues after them.
+        Its state is snapshotted where possible. Once it is admitted again, only tokens of its prompt and answer without
+        a stored state are computed again, and decoding continues after them.
         """
         assert row.state is RequestState.RUNNING
         self._stats.num_preempted += 1
@@ -175,8 +176,7 @@ class Scheduler:
         return SchedulerOutput([*gone, *drop], bool(self._running), [] if merge is None else [merge])
 
     def next_prompt(self) -> Sequence[Request]:
-        """Return the rows of the next prompt to advance in this step; empty when the step has no time or prompts
-        left."""
+        """Return the rows of the next prompt to advance in this step; empty if the step has no time or prompt left."""
         if self.prefills.is_step_over:
             return ()
         if self.prefills.has_started_step:

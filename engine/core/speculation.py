@@ -181,8 +181,10 @@ class SpeculationController:
         return self._now
 
     def record(self, outputs: Collection[RowOutput]) -> None:
-        """Learn acceptance from a step's outputs, which may be those of the step before. The cost model learns its
-        time."""
+        """Learn acceptance from a step's outputs, which may be those of the step before.
+
+        The cost model learns the step's time.
+        """
         if not outputs:
             return
         if self._record_drafts(outputs) and self._mode == "auto":

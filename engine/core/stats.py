@@ -13,7 +13,7 @@ class Stats:
     num_failed: int = 0  # Rows that failed.
     num_expired: int = 0  # Rows that waited in the queue for too long.
     num_preempted: int = 0  # Rows that were preempted, once for each time.
-    num_prompt_tokens: int = 0  # Prefilled tokens, again after each preemption.
+    num_prompt_tokens: int = 0  # Prefilled tokens; those computed again after a preemption count again.
     num_cached_tokens: int = 0  # Prompt tokens that came from the prefix cache.
     num_sparse: int = 0  # Rows whose prompts were prefilled by a sparse plan.
     num_skipped_tokens: int = 0  # Prompt tokens that sparse plans skipped.

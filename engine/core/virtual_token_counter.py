@@ -35,8 +35,10 @@ class VirtualTokenCounter:
         self._num_open[client] += num_rows
 
     def closed(self, client: str) -> None:
-        """Record that one row of a client has finished. Counters of idle clients are dropped when there are too
-        many."""
+        """Record that one row of a client has finished.
+
+        Counters of idle clients are dropped when there are too many.
+        """
         self._num_open[client] -= 1
         if self._num_open[client] == 0:
             del self._num_open[client]

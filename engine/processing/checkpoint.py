@@ -96,6 +96,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, {} if there is no such file."""
     return read_json(path) if path.exists() else {}
 
 

@@ -97,13 +97,17 @@ class ControlTokenEscaper:
 
 
 def any_of(strings: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that matches any of the strings, longer ones first; without strings it matches nothing."""
     longest_first = sorted(strings, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def encode_inside(encode: Callable[[str], list[int]], text: str) -> list[int]:
-    """Encode a piece from the middle of a text: after a line break that is then removed, since some tokenizers
-    (SentencePiece) prefix every text with a space."""
+    """Encode a piece from the middle of a text.
+
+    It is encoded after a line break that is then removed, since some tokenizers (SentencePiece) prefix every text with
+    a space.
+    """
     line_break, ids = encode("\n"), encode("\n" + text)
     return ids[len(line_break) :] if ids[: len(line_break)] == line_break else encode(text)
 

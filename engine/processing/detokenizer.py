@@ -1,5 +1,7 @@
-"""Converts tokens to text. TokenDecoder: one answer token by token; Detokenizer: one answer up to a stop string;
-TokenBytes: each token by itself."""
+"""Converts tokens to text.
+
+TokenDecoder: one answer token by token; Detokenizer: one answer up to a stop string; TokenBytes: each token by itself.
+"""
 
 import re
 from collections.abc import Iterable, Mapping

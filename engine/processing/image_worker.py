@@ -60,6 +60,10 @@ class WorkerSettings:
 
 
 def main() -> None:
+    """Receive images from the planner and answer with their patches, or with the reason why one is refused.
+
+    Ends when the planner closes the connection.
+    """
     settings = WorkerSettings.from_json(sys.argv[1])
     Image.MAX_IMAGE_PIXELS = None  # ImageFile applies its own limit
     limit_process(settings)
@@ -89,6 +93,7 @@ def answer(
 
 
 def from_base64(text: bytearray) -> bytes:
+    """Decode base64 text; raise ImageRefused if it is invalid."""
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error:
@@ -96,6 +101,7 @@ def from_base64(text: bytearray) -> bytes:
 
 
 def out_of_memory(limit_bytes: int) -> str:
+    """Return the error message for an image whose decoding exceeds the memory limit."""
     return f"decoding the image takes more than {limit_bytes >> 20} MiB of memory, which is the limit"
 
 
@@ -118,6 +124,7 @@ def limit_cpu(seconds: float) -> None:
 
 
 def send(planner: socket.socket, answer: dict[str, Any], payload: bytes | memoryview = b"") -> None:
+    """Send an answer: its JSON, preceded by the length, and then the payload."""
     encoded = json.dumps(answer).encode()
     planner.sendall(LENGTH.pack(len(encoded)) + encoded)
     planner.sendall(payload)
@@ -134,6 +141,7 @@ def receive_request(planner: socket.socket) -> tuple[bytearray, bool, bool] | No
 
 
 def receive(planner: socket.socket, num_bytes: int) -> bytearray | None:
+    """Read exactly `num_bytes` bytes; None if the connection ended before."""
     content = bytearray(num_bytes)
     view, done = memoryview(content), 0
     while done < num_bytes:

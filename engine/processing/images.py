@@ -87,8 +87,10 @@ def normalize(patches: np.ndarray, normalization: PatchNormalization) -> np.ndar
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the processor. Its class is fixed, since converted checkpoints name mlx-vlm's class,
-    which transformers does not know."""
+    """Return the arguments of the processor.
+
+    Its class is fixed, since converted checkpoints name mlx-vlm's class, which transformers does not know.
+    """
     size = config.get("size") or {}
     pixels = {key: size[key] for key in ("min_pixels", "max_pixels") if key in size}  # in old files
     edges = {key: size[key] for key in ("shortest_edge", "longest_edge") if key in size}

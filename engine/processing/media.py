@@ -173,6 +173,7 @@ def check_data_url(url: str, max_bytes: int) -> int:
 
 
 def data_url_text(url: str, start: int) -> bytes:
+    """Return the base64 text of a data: URL, which begins at `start`; raise InvalidRequest if it is not ASCII."""
     try:
         return url[start:].encode("ascii")
     except UnicodeEncodeError:

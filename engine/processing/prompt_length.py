@@ -1,5 +1,7 @@
-"""Lower bounds of a prompt's length, from its characters or from the tokens of its parts, with which a prompt that
-cannot fit is refused before all of it is tokenized."""
+"""Lower bounds of a prompt's length, from its characters or from the tokens of its parts.
+
+With them a prompt that cannot fit is refused before all of it is tokenized.
+"""
 
 import json
 import string

@@ -22,8 +22,7 @@ PROBES = (
 
 
 def why_different(target_dir: Path, draft_dir: Path) -> str | None:
-    """Return the first difference between the tokenizers of two checkpoints; None if the draft can read the target's
-    tokens.
+    """Return the first difference between the tokenizers of two checkpoints, None if the draft can read the tokens.
 
     Raises EngineFailed if a tokenizer cannot be loaded.
     """

@@ -1,4 +1,6 @@
-"""Grammars of tool calls in llguidance's Lark dialect: for JSON formats, and for the XML of Qwen3-Coder and Qwen3.5:
+"""Grammars of tool calls in llguidance's Lark dialect: for JSON formats, and for the XML of Qwen3-Coder and Qwen3.5.
+
+The XML is:
 
     <tool_call>
     <function=NAME>
@@ -157,9 +159,14 @@ def json_call_grammar(
     openings: Sequence[str],
     control_ids: Mapping[str, int],
 ) -> GrammarSpec:
-    """Return the grammar of an answer with calls in a JSON format; for other arguments see `tool_call_grammar`.
+    """Return the grammar of an answer with calls in a JSON format.
 
     Args:
+        tools: As in `tool_call_grammar`.
+        choice: 'auto' (text, then optionally calls); any other value: only calls.
+        parallel: Whether several calls are allowed, if the format has a separator between calls.
+        names: As in `tool_call_grammar`.
+        answer: As in `tool_call_grammar`.
         shape: Markup around names and arguments.
         openings: Strings that text without calls must not contain.
         control_ids: String to id of the added tokens, which text cannot spell.

@@ -205,6 +205,7 @@ def environment() -> dict[str, str]:
 
 
 def resident_bytes(pid: int | None) -> int:
+    """Return the bytes of a process's resident memory; 0 without a process, or if it cannot be read."""
     try:
         return 0 if pid is None else psutil.Process(pid).memory_info().rss
     except psutil.Error:

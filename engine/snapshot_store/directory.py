@@ -184,8 +184,10 @@ class SnapshotDirectory:
             log.warning("%s: cannot %s snapshots (%s); further such errors are only counted", self._path, what, error)
 
     def status(self) -> dict[str, int]:
-        """Return gauges and counters. num_files counts this model's files; num_bytes counts all models' and is limited
-        by max_bytes."""
+        """Return gauges and counters.
+
+        num_files counts this model's files; num_bytes counts all models' and is limited by max_bytes.
+        """
         own = len(self._own())
         counted = ("written", "read", "dropped", "torn", "missing", "orphans", "evicted", "errors")
         return {

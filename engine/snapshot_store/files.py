@@ -108,8 +108,9 @@ class SnapshotFiles:
             return write.meta if write is not None else None
 
     def save(self, meta: SnapshotMeta, arrays: dict[str, np.ndarray]) -> bool:
-        """Queue a snapshot for writing. Its parent must be on disk or queued before it, else it is dropped
-        (num_orphans).
+        """Queue a snapshot for writing.
+
+        Its parent must be on disk or queued before it, else it is dropped (num_orphans).
 
         Args:
             meta: The metadata.
@@ -139,8 +140,7 @@ class SnapshotFiles:
 
         Returns:
             A future that raises SnapshotLost if the snapshot cannot be read; it is removed then. Snapshots that are not
-                written
-            yet give the saved arrays. Callbacks may run on the thread.
+                written yet give the saved arrays. Callbacks may run on the thread.
         """
         answer: Future[dict[str, np.ndarray]] = Future()
         with self._changed:
@@ -165,8 +165,10 @@ class SnapshotFiles:
             self._changed.notify_all()
 
     def discard(self, digest: str) -> Future[int]:
-        """Remove a snapshot and its descendants from the index now; return the future of the number of removed
-        files."""
+        """Remove a snapshot and its descendants from the index now.
+
+        Returns the future of the number of removed files.
+        """
         with self._changed:
             removed = {digest, *with_descendants(self._index, digest)}
             self._give_up(removed)

@@ -79,7 +79,7 @@ class SnapshotMeta:
     tenant: str  # Tenant of the prompt.
     token_ids: np.ndarray  # int32 [num_tokens], all tokens before the boundary.
     media: tuple[tuple[int, int, str], ...]  # (start, end, content hash) of the images among them.
-    origin: PromptOrigin  # What the prompt was rendered with.
+    origin: PromptOrigin  # Digests of the template variables that the prompt was rendered with.
     created_s: float  # Unix time.
 
     def says_the_same_as(self, other: "SnapshotMeta") -> bool:

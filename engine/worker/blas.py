@@ -157,8 +157,10 @@ def _cache_dir(version: str) -> Path:
 
 
 def _make_copy(original: Path, copy: Path) -> None:
-    """Create the copy atomically, also with several processes at once: it is written to a temporary file and
-    renamed."""
+    """Create the copy atomically, also with several processes at once.
+
+    It is written to a temporary file and renamed.
+    """
     copy.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=copy.parent) as private:
         names, patched = Path(private) / "names", Path(private) / copy.name

@@ -19,8 +19,7 @@ from engine.worker.prefill import Prompt
 
 
 class BurstKeysValues:
-    """One attention layer of all prompts: each appends its own tokens to its own cache, and attention sees them
-    padded."""
+    """One attention layer of all prompts: each appends to its own cache, and attention sees them padded."""
 
     def __init__(self, caches: Sequence[KVCache], lengths: Sequence[int]):
         """Wrap the prompts' caches. lengths: how many tokens of the forward are each prompt's own, at least 0."""
@@ -68,8 +67,7 @@ class BurstKeysValues:
 
 
 class BurstStates:
-    """One recurrent layer of all prompts, with slots (convolution window, state). Implements the library's
-    ArraysCache."""
+    """One recurrent layer of all prompts, with slots (convolution window, state), as the library's ArraysCache."""
 
     lengths = None  # update_window selects each row's window itself
 

@@ -84,11 +84,11 @@ class PendingStep:
     num_drafts: int
     """Drafts per row, k."""
     tokens: mx.array
-    """Int32 [B, k + 1], sampled tokens."""
+    """int32 [B, k + 1], sampled tokens."""
     num_kept: mx.array | None
-    """Int32 [B]: how many of the tokens each row keeps; None for all (k = 0)."""
+    """int32 [B]: how many of the tokens each row keeps; None for all (k = 0)."""
     num_accepted: mx.array | None
-    """Int32 [B]: accepted drafts, which may exceed the kept ones of a finished row; None for k = 0."""
+    """int32 [B]: accepted drafts, which may exceed the kept ones of a finished row; None for k = 0."""
     logprobs: Logprobs | None
     """None if no row asks for them."""
     outputs: dict[str, RowOutput] | None = None
@@ -185,8 +185,7 @@ class DecodeGroup:
         """Take over the rows of another group, layer by layer; that group must not be used afterwards.
 
         The steps in flight of both groups are read, and matchers have consumed their tokens, so a step must follow
-        before any
-        row is removed. When it raises, the rows of both groups are lost.
+        before any row is removed. When it raises, the rows of both groups are lost.
         """
         launched = [one._launched for one in (self, other) if one._launched is not None]
         self._launched = PendingStep.merged(launched) if launched else None
@@ -371,8 +370,7 @@ class DecodeGroup:
         return logits
 
     def _most_kept(self, tokens: mx.array, positions: mx.array) -> mx.array:
-        """Return how many sampled tokens each row may keep: none after its last token, and one if that is processed
-        now.
+        """Return how many sampled tokens each row may keep: none after its last token, one if that is processed now.
 
         Args:
             tokens: int32 [B, k + 1], the newest tokens, then the drafts.

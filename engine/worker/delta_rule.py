@@ -51,9 +51,11 @@ def run(
     """Compute the delta rule.
 
     Args:
-        q, k: [B, T, Hk, Dk].
-        v: [B, T, Hv, Dv].
-        g, beta: Decay and rate [B, T, Hv].
+        q: Queries [B, T, Hk, Dk].
+        k: Keys [B, T, Hk, Dk].
+        v: Values [B, T, Hv, Dv].
+        g: Decay [B, T, Hv].
+        beta: Rate [B, T, Hv].
         state: float32 [B, Hv, Dv, Dk].
 
     Returns:

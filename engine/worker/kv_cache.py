@@ -26,7 +26,7 @@ class Cursor:
     """Where the rows write in the next forward; shared by all layers, and set before each forward."""
 
     start: mx.array
-    """Int32 [B], on the device: each row's next slot."""
+    """int32 [B], on the device: each row's next slot."""
     extent: int
     """Slots that attention reads, at least max(start) + new tokens."""
     uniform_start: int | None = None
@@ -36,8 +36,10 @@ class Cursor:
     positions."""
 
     def mask(self, num_new: int, window_size: int | None) -> mx.array | str | None:
-        """Return what each new token sees: bool [B, 1, num_new, extent], or the library's shorthand for all preceding
-        tokens."""
+        """Return which slots each new token sees: bool [B, 1, num_new, extent], or the library's shorthand.
+
+        The shorthand stands for all preceding tokens: None for one new token, otherwise "causal".
+        """
         if self.uniform_start is not None and window_size is None:
             return None if num_new == 1 else "causal"
         slots = mx.arange(self.extent)[None, None]
@@ -104,8 +106,7 @@ class BatchRecurrentLayer:
     """One recurrent layer of all rows, with slots (convolution window, state) [B, ...]. Implements ArraysCache.
 
     While `recording`, it keeps what `commit` needs to return to the state after any token of the forward: all states
-    or,
-    with `is_factored`, the factors of their change; the state itself is then updated by `commit`.
+    or, with `is_factored`, the factors of their change; the state itself is then updated by `commit`.
     """
 
     lengths = None  # no row is padded
@@ -265,8 +266,10 @@ class BatchCache:
         return max((layer.keys.shape[2] for layer in self.layers if isinstance(layer, BatchKVLayer)), default=0)
 
     def at(self, start: mx.array, extent: int, uniform_start: int | None = None, record: bool = False) -> list[Any]:
-        """Return the layers, prepared for a forward that writes at `start`; see Cursor. record: `commit` will
-        follow."""
+        """Return the layers, prepared for a forward that writes at `start`; see Cursor.
+
+        With `record`, `commit` will follow.
+        """
         self.reserve(extent)
         self.cursor.start, self.cursor.extent, self.cursor.uniform_start = start, extent, uniform_start
         for layer in self.layers:
@@ -363,8 +366,10 @@ def _stacked(parts: Sequence[mx.array]) -> mx.array:
 
 
 def _written(slots: mx.array, new: mx.array, cursor: Cursor) -> mx.array:
-    """Write new [B, heads, L, head_dim] to slots start .. start + L of each row, in place if `slots` has no other
-    reference."""
+    """Write new [B, heads, L, head_dim] to slots start .. start + L of each row.
+
+    The write is in place if `slots` has no other reference.
+    """
     at, length = cursor.uniform_start, new.shape[2]
     if at is not None:
         slots[..., at : at + length, :] = new

@@ -14,10 +14,9 @@ class LanguageModel:
     """Runs the module of the loaded model; has no weights and no state of its own.
 
     Models with multimodal rope (`get_rope_index`) keep positions in module state unless they are given, which would mix
-    up
-    rows; they always get explicit positions here. Text ports take positions from their cache, which is right for dense
-    prompts. `capture_layer_ids=[]` captures no layer's output, and keeps the library from copying the whole cache of a
-    single-row batch on every token (mlx_vlm 0.7.10, models/qwen3_5/language.py).
+    up rows; they always get explicit positions here. Text ports take positions from their cache, which is right for
+    dense prompts. `capture_layer_ids=[]` captures no layer's output, and keeps the library from copying the whole cache
+    of a single-row batch on every token (mlx_vlm 0.7.10, models/qwen3_5/language.py).
     """
 
     def __init__(self, language_model: Any, exact: MTPExact = "auto"):
@@ -29,8 +28,7 @@ class LanguageModel:
         """Return whether drafts of `num_rows` rows are verified by the library's exact verifier.
 
         In low precision Metal's kernels for several tokens round differently from those for one. The verifier uses the
-        latter
-        and reads quantized weights once per row. On other devices it is slower even for one row.
+        latter and reads quantized weights once per row. On other devices it is slower even for one row.
         """
         if self.exact == "auto":
             on_metal = mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu
@@ -99,8 +97,10 @@ class LanguageModel:
     def extend_to_end(
         self, token_ids: mx.array, embeds: mx.array | None, cache: list, positions: np.ndarray
     ) -> tuple[mx.array, mx.array | None]:
-        """Compute the last prompt tokens; return logits [1, 1, vocab] of the very last one only, and hidden states as
-        `extend`."""
+        """Compute the last prompt tokens; return logits [1, 1, vocab] of the very last, and hidden states or None.
+
+        The hidden states are those of `extend`.
+        """
         if self.explicit_positions:
             hidden = self._hidden(token_ids, cache, mx.array(positions), inputs_embeds=embeds)
             return self.logits(hidden[:, -1:]), hidden
@@ -109,10 +109,9 @@ class LanguageModel:
         return self.lm(token_ids[:, -1:], cache=cache).logits[:, -1:], None
 
     def states(self, token_ids: mx.array, cache: list, positions: np.ndarray) -> mx.array:
-        """Compute prompt tokens into the cache of one row; return hidden states [1, L, hidden] after the last norm,
-        lazy.
+        """Compute prompt tokens into the cache of one row; return hidden states [1, L, hidden] after the last norm.
 
-        Takes no images. Requires that `why_no_states` returns None.
+        The hidden states are lazy. Takes no images. Requires that `states_unsupported_reason` returns None.
         """
         if self.explicit_positions:
             return self._hidden(token_ids, cache, mx.array(positions))

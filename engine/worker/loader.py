@@ -169,8 +169,7 @@ def _read_weights(modules: list[nn.Module], progress: Callable[[float], None]) -
 
 
 def _main_dtype(module: nn.Module) -> str:
-    """Return the floating dtype of most bytes, which is computed in; packed integers of quantized weights do not
-    count."""
+    """Return the floating dtype of most bytes, in which the model computes; packed integer weights do not count."""
     size: dict[str, int] = {}
     for _, w in weights_of(module):
         if not mx.issubdtype(w.dtype, mx.floating):

@@ -44,6 +44,8 @@ PICTURE_SIDES = (4, 8, 16)
 
 
 class Runner(Protocol):
+    """The methods of core.batch.ModelRunner that the probes call."""
+
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput: ...
     def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]: ...
     def drop(self, row_ids: Sequence[str]) -> None: ...
@@ -89,8 +91,7 @@ def _exact(snapshot: StateSnapshot, max_drafts: int) -> MemoryCosts:
 
 
 def _with_forwards(runner: Runner, costs: MemoryCosts, max_drafts: int) -> MemoryCosts:
-    """Probe with two prompts of n and 3n tokens, the second in chunks of 2n and n, and with steps of one and both
-    rows."""
+    """Probe with prompts of n and 3n tokens, the second in chunks of 2n and n, and with steps of one and both rows."""
     n = PROBE_TOKENS
     one, two = _row("one", n), _row("two", 3 * n)
     short, long = costs.prompt(n), costs.prompt(3 * n)

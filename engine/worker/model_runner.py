@@ -175,8 +175,10 @@ class MLXRunner:
         return min(seconds[2:])
 
     def _has_room_for(self, num_rows: int) -> bool:
-        """Return whether `num_rows` short rows take little of the free memory; verification keeps a state per
-        position."""
+        """Return whether `num_rows` short rows take little of the free memory.
+
+        Verification keeps one state per position.
+        """
         snapshot = self._a_snapshot
         if snapshot is None or num_rows > self._max_running:
             return False

@@ -23,16 +23,17 @@ FEED_LIMIT = 128  # pending pairs per row: hidden states take as much memory as 
 
 
 class MTPHead:
-    """The MTP head, which shares embedding and output layer with the target. `module`: mlx_vlm's
-    Qwen3_5MTPDraftModel."""
+    """The MTP head, which shares embedding and output layer with the target.
+
+    `module` is mlx_vlm's Qwen3_5MTPDraftModel.
+    """
 
     def __init__(self, module: Any, language_model: LanguageModel):
         self._module = module
         self._language_model = language_model
 
     def make_cache(self) -> SequenceCache:
-        """Return an empty cache for one row, with arrays of 0 slots: a prompt of one token has no pair to begin
-        with."""
+        """Return an empty cache for one row, with arrays of 0 slots: a prompt of one token has no first pair."""
         cache = [KVCache() for _ in self._module.layers]
         for layer, entry in zip(self._module.layers, cache, strict=True):
             attention = layer.self_attn

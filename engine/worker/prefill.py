@@ -30,17 +30,17 @@ class Prompt:
     """A prompt in progress. L: number of its computed tokens."""
 
     token_ids: np.ndarray
-    """Int32 [L], the computed tokens."""
+    """int32 [L], the computed tokens."""
     successors: np.ndarray
-    """Int32 [L], the token after each of them in the whole prompt, computed or not; 0 for the last."""
+    """int32 [L], the token after each of them in the whole prompt, computed or not; 0 for the last."""
     cache: SequenceCache
     """The target's cache."""
     positions: np.ndarray
-    """Int32 [3, 1, L]: time, height, width."""
+    """int32 [3, 1, L]: time, height, width."""
     next_position: int
     """Logical position of the first generated token."""
     image_index: np.ndarray
-    """Int32 [n], indices of the image tokens among token_ids."""
+    """int32 [n], indices of the image tokens among token_ids."""
     head_cache: SequenceCache | None = None
     """The MTP head's cache; None without a head."""
     hidden: mx.array | None = None

@@ -217,8 +217,10 @@ def advance_matcher(row: Request, token_ids: tuple[int, ...]) -> str | None:
 
 
 def _masked(logits: mx.array, rows: Sequence[int], masks: Sequence[np.ndarray]) -> mx.array:
-    """Apply masks, uint32 [1 to L, words] per row. Positions without a mask follow a forbidden draft and do not
-    matter."""
+    """Apply masks, uint32 [1 to L, words] per row.
+
+    Positions without a mask follow a forbidden draft and do not matter.
+    """
     length, vocab_size = logits.shape[1:]
     words = np.full((len(rows), length, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
     for i, mask in enumerate(masks):

@@ -78,7 +78,7 @@ class KVSegment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateSnapshot:
-    """Implements core.Snapshot."""
+    """A snapshot on the device. Implements core.prefix_cache.node.Snapshot."""
 
     num_tokens: int  # Tokens before its boundary.
     segment: KVSegment  # Its own KV segment.

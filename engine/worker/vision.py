@@ -30,8 +30,7 @@ class VisionEncoder:
     """Encodes images in pieces, and caches features by content, least recently used first out.
 
     Follows the forward of mlx_vlm's qwen3_vl.vision.VisionModel (0.7.10) block by block, without the deepstack
-    features,
-    which no supported model uses.
+    features, which no supported model uses.
 
     Args:
         module: The mlx_vlm model.
@@ -73,16 +72,14 @@ class VisionEncoder:
         return encoding.features
 
     def probe(self, side: int) -> tuple[int, int]:
-        """Encode a black square of side * side tokens; return its number of patches, and the features' bytes per
-        token."""
+        """Encode a black square of side * side tokens; return the number of patches and the feature bytes per token."""
         encoding = ImageEncoding(self._black(side))
         self._run(encoding, self.num_blocks)
         assert encoding.features is not None
         return len(encoding.image.patches), encoding.features.nbytes // (side * side)
 
     def probe_piece(self, side: int) -> int:
-        """Encode one block of a black square of side * side tokens; return the bytes per token kept between two
-        pieces."""
+        """Encode one block of a black square of side * side tokens; return the bytes kept between pieces, per token."""
         encoding = ImageEncoding(self._black(side))
         self._run(encoding, 1)
         kept = [array for array in (encoding.hidden, encoding.rotary) if array is not None]
@@ -117,8 +114,7 @@ class VisionEncoder:
             mx.eval(encoding.features)
 
     def _embed(self, image: ImagePatches) -> tuple[mx.array, mx.array]:
-        """Return patches [n, hidden size of the tower] with their learned positions, and the angles of the rotary
-        ones."""
+        """Return patches [n, hidden size of the tower] with learned positions, and the angles of the rotary ones."""
         tower, grid = self._tower, mx.array([image.grid_thw], mx.int32)
         hidden = tower.patch_embed(self._pixels(image, tower.patch_embed.proj.weight.dtype))
         return hidden + tower.fast_pos_embed_interpolate(grid), tower.rot_pos_emb(grid)

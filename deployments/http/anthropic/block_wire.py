@@ -15,17 +15,23 @@ MAX_BLOCKS = 2048
 
 
 class TextBlock(OpenWire):
+    """A block of text."""
+
     type: Literal["text"]
     text: str
 
 
 class Base64Source(OpenWire):
+    """The bytes of an image in base64."""
+
     type: Literal["base64"]
     media_type: str = Field(pattern=r"^image/[a-zA-Z0-9.+-]{1,64}$")
     data: str = Field(min_length=1)
 
 
 class UrlSource(OpenWire):
+    """The URL of an image."""
+
     type: Literal["url"]
     url: str = Field(min_length=1)
 
@@ -44,6 +50,8 @@ def _one_of(*kinds: str) -> Any:
 
 
 class ImageBlock(OpenWire):
+    """An image of a user message or a tool result."""
+
     type: Literal["image"]
     source: Annotated[
         Annotated[Base64Source, tag("base64")] | Annotated[UrlSource, tag("url")], _one_of("base64", "url")
@@ -73,6 +81,8 @@ STRING_OR_BLOCKS = choose(_content, "Input should be a string or a list of block
 
 
 class ToolResult(OpenWire):
+    """The result of an earlier tool call."""
+
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
     content: (
@@ -87,6 +97,8 @@ class ToolResult(OpenWire):
 
 
 class ThinkingBlock(OpenWire):
+    """A thought of an earlier answer. If `thinking` is empty, the text comes from the signature of this server."""
+
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
@@ -100,6 +112,8 @@ class RedactedThinking(OpenWire):
 
 
 class ToolUse(OpenWire):
+    """A tool call of an earlier answer."""
+
     type: Literal["tool_use"]
     id: str = Field(min_length=1)
     name: str = Field(min_length=1)
@@ -123,6 +137,8 @@ Texts = Annotated[Annotated[str, tag("string")] | Annotated[TextBlocks, tag("arr
 
 
 class UserMessage(OpenWire):
+    """A message of the user, tool results included."""
+
     role: Literal["user"]
     content: Annotated[
         Annotated[str, tag("string")]
@@ -132,6 +148,8 @@ class UserMessage(OpenWire):
 
 
 class AssistantMessage(OpenWire):
+    """An earlier answer of the model. If it is the last message, the answer continues its text."""
+
     role: Literal["assistant"]
     content: Annotated[
         Annotated[str, tag("string")]

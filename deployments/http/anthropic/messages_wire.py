@@ -69,6 +69,8 @@ class WireTool(OpenWire):
 
 
 class WireToolChoice(OpenWire):
+    """Which tools the model may or must call; `name` is the tool of type `tool`."""
+
     type: Literal["auto", "any", "none", "tool"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -83,16 +85,22 @@ class WireThinking(OpenWire):
 
 
 class JsonFormat(OpenWire):
+    """A JSON schema that the text of the answer must match."""
+
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Wire):
+    """The effort of thinking, and the format of the answer."""
+
     effort: Effort | None = None
     format: JsonFormat | None = None
 
 
 class Metadata(OpenWire):
+    """Metadata of a request; other keys than `user_id` are dropped."""
+
     user_id: str | None = Field(None, max_length=MAX_USER_ID_CHARS)
 
 
@@ -100,8 +108,11 @@ StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class MessagesBody(Wire):
-    """A request for a message. `metadata.user_id` names the client for fair scheduling; only its digest is kept.
-    `cache_control` has no effect, as the prefix cache needs no hints."""
+    """A request for a message.
+
+    `metadata.user_id` names the client for fair scheduling; only its digest is kept. `cache_control` has no effect, as
+    the prefix cache needs no hints.
+    """
 
     model: str
     messages: Annotated[list[WireMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

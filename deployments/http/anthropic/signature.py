@@ -1,5 +1,7 @@
-"""The signature of a thinking block. If the client omits the thought's text, the signature contains it, so that the
-thought returns with the history."""
+"""The signature of a thinking block.
+
+If the client asked to omit the thought's text, the signature contains it, so that the thought returns with the history.
+"""
 
 import base64
 import binascii

@@ -22,6 +22,8 @@ EXAMPLE = {
 
 
 class ChatCompletions:
+    """The endpoints /v1/chat/completions and /v1/chat/completions/{id}/cancel."""
+
     def __init__(self, context: HttpContext):
         self._context = context
 

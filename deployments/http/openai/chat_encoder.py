@@ -137,10 +137,12 @@ def usage(answer: Answer) -> dict[str, Any]:
 
 
 def tool_call_body(call: ToolCall) -> dict[str, Any]:
+    """Return the JSON object of a tool call."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def logprobs_body(entries: Sequence[TextLogprobs]) -> dict[str, Any]:
+    """Return the JSON object of the logprobs of a text's tokens, with the alternatives of each token."""
     content = [
         {**token_body(entry.token, entry.logprob), "top_logprobs": [token_body(*other) for other in entry.top]}
         for entry in entries
@@ -149,6 +151,7 @@ def logprobs_body(entries: Sequence[TextLogprobs]) -> dict[str, Any]:
 
 
 def token_body(token: bytes, logprob: float) -> dict[str, Any]:
+    """Return the JSON object of one token: text, logprob of at least LEAST_LOGPROB, and bytes."""
     text = token.decode(errors="replace")
     return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(token)}
 

@@ -1,5 +1,6 @@
-"""The wire model of a chat completion (OpenAI's dialect with fields of vLLM and others), and its conversion to a
-ChatRequest, which later code need not validate again.
+"""The wire model of a chat completion, OpenAI's dialect with fields of vLLM and others.
+
+It is converted to a ChatRequest, which later code need not validate again.
 """
 
 import json
@@ -120,16 +121,26 @@ CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS),
 
 
 class StreamOptions(Wire):
+    """Options of a stream.
+
+    `include_usage` adds a last chunk with the token counts. `continuous_usage_stats` (vLLM's field) adds the counts so
+    far to each chunk with output.
+    """
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
 class TemplateKwargs(Wire):
+    """Arguments of the chat template; only `enable_thinking` is supported."""
+
     enable_thinking: bool | None = None
 
 
 class PlainFormat(Wire):
+    """The format of free text, or of any JSON object."""
+
     type: Literal["text", "json_object"]
 
 
@@ -143,6 +154,8 @@ class JsonSchema(Wire):
 
 
 class SchemaFormat(Wire):
+    """The format of JSON that matches a schema."""
+
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -353,7 +366,7 @@ def request_fields(body: ChatCompletionBody) -> dict[str, Any]:
 
 
 def _tool_fields(body: ChatCompletionBody) -> dict[str, Any]:
-    """`functions` and `function_call` are what `tools` and `tool_choice` were once called."""
+    """Return the fields of the tools; `functions` and `function_call` are legacy names of `tools` and `tool_choice`."""
     if body.functions and body.tools:
         raise InvalidRequest("`tools` and `functions` may not be sent together: send only `tools`.", "functions")
     legacy = [function.tool() for function in body.functions or ()]

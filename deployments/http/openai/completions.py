@@ -23,6 +23,8 @@ EXAMPLE = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 32, "tem
 
 
 class Completions:
+    """The endpoints /v1/completions and /v1/completions/{id}/cancel."""
+
     def __init__(self, context: HttpContext):
         self._context = context
 

@@ -128,7 +128,7 @@ class LogprobsEncoder:
 
 
 def token_name(token: bytes) -> str:
-    """Return the text of a token; incomplete characters are written as OpenAI does, `bytes:\\xe2\\x80`."""
+    r"""Return the text of a token; incomplete characters are written as OpenAI does, `bytes:\xe2\x80`."""
     try:
         return token.decode()
     except UnicodeDecodeError:

@@ -28,6 +28,8 @@ EXAMPLE = {"model": "demo", "input": ["A text.", "Another one."], "encoding_form
 
 
 class EmbeddingsEndpoint:
+    """The endpoint /v1/embeddings."""
+
     def __init__(self, context: HttpContext):
         self._context = context
 

@@ -10,7 +10,7 @@ Start = Callable[[], Awaitable[Generation]]
 
 
 class MergedGeneration:
-    """See chat.Generation. Choice j of generation i becomes choice i * num_choices + j; token counts are sums.
+    """See protocol.Generation. Choice j of generation i becomes choice i * num_choices + j; token counts are sums.
 
     Iterating raises the first error of any generation.
     """

@@ -46,6 +46,8 @@ _PART_TAGS = dict.fromkeys(MEDIA_KINDS, "media") | {
 
 
 class TextPart(OpenWire):
+    """A part of text, of a request or of an earlier answer."""
+
     type: str
     text: str
 
@@ -71,6 +73,8 @@ class ThinkingPart(OpenWire):
 
 
 class ImageSource(OpenWire):
+    """The URL or data: URL of an image. Only the detail `low` changes the image."""
+
     url: str = Field(min_length=1)
     detail: Literal["auto", "low", "high", "original"] | None = None
 
@@ -85,6 +89,8 @@ def canonical_image(source: ImageSource, detail: str | None = None) -> dict[str,
 
 
 class ImageUrlPart(OpenWire):
+    """An image in OpenAI's form, with the source in `image_url`."""
+
     type: str
     image_url: Image
     detail: Literal["auto", "low", "high", "original"] | None = None
@@ -94,6 +100,8 @@ class ImageUrlPart(OpenWire):
 
 
 class ImagePart(OpenWire):
+    """An image with the source in `image`."""
+
     type: str
     image: Image
 
@@ -137,6 +145,8 @@ def _json_text(value: Any) -> Any:
 
 
 class FunctionCall(OpenWire):
+    """The name and arguments of a call in an earlier answer; arguments sent as an object become JSON text."""
+
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
     arguments: Annotated[str, BeforeValidator(_json_text)] = ""
 
@@ -145,18 +155,24 @@ class FunctionCall(OpenWire):
 
 
 class ToolCall(OpenWire):
+    """A tool call of an earlier answer."""
+
     id: str = Field(min_length=1)
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
 class PlainMessage(OpenWire):
+    """A system, developer or user message. The prompt has `name` in brackets before the content."""
+
     role: Literal["system", "developer", "user"]
     content: Content | None
     name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
 
 
 class AssistantMessage(OpenWire):
+    """An earlier answer of the model, with its thought and its calls."""
+
     role: Literal["assistant"]
     content: Content | None = None
     name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
@@ -169,6 +185,8 @@ class AssistantMessage(OpenWire):
 
 
 class ToolMessage(OpenWire):
+    """The result of a tool call."""
+
     role: Literal["tool"]
     content: Content | None = None
     tool_call_id: str = Field(min_length=1)
@@ -176,6 +194,8 @@ class ToolMessage(OpenWire):
 
 
 class FunctionMessage(OpenWire):
+    """The result of the last preceding call of the legacy function `name`."""
+
     role: Literal["function"]
     content: Content | None = None
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]

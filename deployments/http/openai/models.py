@@ -14,6 +14,8 @@ PATH = "/v1/models"
 
 
 class Models:
+    """The endpoints /v1/models and /v1/models/{model}."""
+
     def __init__(self, context: HttpContext):
         self._context = context
         self._created = int(time.time())

@@ -41,11 +41,13 @@ def from_effort(effort: str, field: str) -> Thinking:
 
 
 def from_thinking(asked: ThinkingField, field: str) -> Thinking:
+    """Convert the field `thinking`: enabled is on, disabled is off, any other type is auto."""
     modes: dict[str, Literal["off", "on", "auto"]] = {"enabled": "on", "disabled": "off"}
     return Thinking(modes.get(asked.type, "auto"), asked.budget_tokens, field=f"{field}.type")
 
 
 def from_reasoning(asked: ReasoningField, field: str) -> Thinking | None:
+    """Convert the field `reasoning` by the first of effort, max_tokens and enabled that is sent; None without any."""
     if asked.effort is not None:
         return from_effort(asked.effort, f"{field}.effort")
     if asked.max_tokens is not None:
@@ -54,6 +56,7 @@ def from_reasoning(asked: ReasoningField, field: str) -> Thinking | None:
 
 
 def from_switch(is_on: bool, field: str) -> Thinking:
+    """Convert a boolean field, such as `enable_thinking`."""
     return Thinking("on" if is_on else "off", field=field)
 
 

@@ -19,6 +19,8 @@ Answerer = Callable[[ParsedRequest], Awaitable[PlainBody]]
 
 
 class Tokenization:
+    """The endpoints /tokenize and /detokenize, also under /v1."""
+
     def __init__(self, context: HttpContext):
         self._context = context
 

@@ -28,8 +28,10 @@ class TokenizeTextBody(Wire):
 
 
 class TokenizeChatBody(Wire):
-    """A conversation to tokenize. `model` is optional. Any other field of a chat completion is accepted, and those that
-    affect the prompt have an effect."""
+    """A conversation to tokenize; `model` is optional.
+
+    Any other field of a chat completion is accepted, and those that affect the prompt have an effect.
+    """
 
     model: str | None = None
     messages: Annotated[list[WireMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -54,7 +56,7 @@ class TokenizeEcho:
 
 
 def parse_tokenize(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """See request_reader.Parser."""
+    """Parse a request to tokenize a raw prompt or a conversation; see request_reader.Parser."""
     if "prompt" in raw and "messages" in raw:
         raise InvalidRequest("`prompt` and `messages` may not be sent together: send one of them.", "prompt")
     raw = {"model": rules.model_name} | {name: value for name, value in raw.items() if value is not None}

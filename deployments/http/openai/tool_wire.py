@@ -27,6 +27,8 @@ ToolName = Annotated[str, AfterValidator(_checked_name)]
 
 
 class FunctionTool(OpenWire):
+    """The name, description and parameters of a function."""
+
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -37,28 +39,34 @@ class FunctionTool(OpenWire):
 
 
 class WireTool(OpenWire):
+    """A tool of a chat completion, which is always a function."""
+
     type: Literal["function"]
     function: FunctionTool
 
 
 class NamedFunction(OpenWire):
+    """The name of a function."""
+
     name: str
 
 
 class NamedChoice(OpenWire):
-    """`{"type": "function", "function": {"name": ...}}`"""
+    """One function: `{"type": "function", "function": {"name": ...}}`. As a tool choice it requires a call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class AllowedTools(OpenWire):
+    """The functions that may be called, or one of which must be called with mode `required`."""
+
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class AllowedChoice(OpenWire):
-    """`{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}`"""
+    """A tool choice `{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}`."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools

@@ -56,10 +56,14 @@ _INT32_MAX = 2**31 - 1
 
 
 class StreamOptions(Wire):
+    """Options of a stream, whose events are never obfuscated."""
+
     include_obfuscation: Literal[False] | None = None
 
 
 class SchemaFormat(JsonSchema):
+    """The format of JSON that matches a schema, whose fields are not nested as in chat completions."""
+
     type: Literal["json_schema"]
 
 
@@ -70,6 +74,8 @@ TextFormat = Annotated[
 
 
 class TextConfig(Wire):
+    """The format of the answer; only the default `verbosity` is accepted."""
+
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 

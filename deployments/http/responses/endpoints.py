@@ -52,6 +52,8 @@ DEFAULT_PAGE = 20
 
 
 class Responses:
+    """The endpoints under /v1/responses, with the store of responses and the responses in progress on this node."""
+
     def __init__(self, context: HttpContext):
         self._context = context
         config = context.config

@@ -37,6 +37,8 @@ Detail = Literal["auto", "low", "high", "original"]
 
 
 class TextPart(OpenWire):
+    """A part of text, of a request or of an earlier answer."""
+
     type: str
     text: str
 
@@ -45,6 +47,8 @@ class TextPart(OpenWire):
 
 
 class RefusalPart(OpenWire):
+    """A refusal in an earlier answer."""
+
     type: str
     refusal: str
 
@@ -53,6 +57,8 @@ class RefusalPart(OpenWire):
 
 
 class ImageSource(OpenWire):
+    """The URL or data: URL of an image."""
+
     url: str = Field(min_length=1)
     detail: Detail | None = None
 
@@ -61,7 +67,7 @@ Image = Annotated[ImageSource, BeforeValidator(lambda value: {"url": value} if i
 
 
 class ImagePart(OpenWire):
-    """`image_url` is a string, or an object as in chat completions."""
+    """An image; `image_url` is a string, or an object as in chat completions."""
 
     type: str
     image_url: Image
@@ -96,6 +102,8 @@ Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 class InputItem(OpenWire):
+    """The base of items with an optional id."""
+
     id: str | None = None
 
     def _named(self, fields: Item) -> Item:
@@ -103,6 +111,8 @@ class InputItem(OpenWire):
 
 
 class MessageItem(InputItem):
+    """A message; the type may be omitted."""
+
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Content | None = None
@@ -122,6 +132,8 @@ def _json_text(value: Any) -> Any:
 
 
 class FunctionCallItem(InputItem):
+    """A function call of an earlier answer; arguments sent as an object become JSON text."""
+
     type: Literal["function_call"]
     call_id: str = Field(min_length=1)
     name: Name
@@ -135,6 +147,8 @@ class FunctionCallItem(InputItem):
 
 
 class FunctionCallOutputItem(InputItem):
+    """The result of a function call."""
+
     type: Literal["function_call_output"]
     call_id: str = Field(min_length=1)
     output: Content
@@ -155,8 +169,10 @@ Thoughts = Annotated[list[ThoughtPart], Field(max_length=MAX_PARTS, fail_fast=Tr
 
 
 class ReasoningItem(InputItem):
-    """A thought: the text sealed by this server, else the content, else the summary. Text sealed by other servers is
-    dropped."""
+    """A thought: the text sealed by this server, else the content, else the summary.
+
+    Text sealed by other servers is dropped.
+    """
 
     type: Literal["reasoning"]
     summary: Thoughts | None = None
@@ -170,6 +186,8 @@ class ReasoningItem(InputItem):
 
 
 class ReferenceItem(OpenWire):
+    """A reference to an item of a stored response; the type may be omitted."""
+
     type: Literal["item_reference"] | None = None
     id: str = Field(min_length=1)
 

@@ -41,6 +41,8 @@ class ResponseNotFound(Refusal):
 
 
 class PreviousResponseNotFound(ResponseNotFound):
+    """No stored response has the id in `previous_response_id`."""
+
     code = "previous_response_not_found"
 
 

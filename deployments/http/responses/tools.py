@@ -15,6 +15,8 @@ from engine.protocol import InvalidRequest
 
 
 class FunctionTool(OpenWire):
+    """The name, description and parameters of a function."""
+
     type: Literal["function"]
     name: ToolName
     description: str | None = None
@@ -64,6 +66,8 @@ WireTools = Annotated[list[WireTool], Field(max_length=MAX_TOOLS, fail_fast=True
 
 
 class NamedChoice(OpenWire):
+    """A function that must be called."""
+
     type: Literal["function"]
     name: str
     namespace: str | None = None
@@ -78,6 +82,8 @@ class AllowedTool(OpenWire):
 
 
 class AllowedChoice(OpenWire):
+    """The tools that may be called, or one of which must be called with mode `required`."""
+
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]

@@ -116,7 +116,7 @@ class MemoryBudget:
         self._reserve_tokens = reserve_tokens
         self._evictable = evictable or NothingEvictable()
         self.grouping = Grouping(costs, limit_bytes - costs.base_bytes)
-        self._sampling: dict[str, int] = {}  # Need.sampling_bytes by row id
+        self._sampling: dict[str, int] = {}  # MemoryNeed.sampling_bytes by row id
         self._prefills: list[PrefillReservation] = []
         self.unaccounted_bytes = 0
         self.num_underestimates = 0
@@ -134,8 +134,7 @@ class MemoryBudget:
         Args:
             rows: The request's rows.
             whole: Whether to reserve the whole answer instead of `reserve_tokens`. Each preemption by growth doubles a
-                row's
-                reserve, because with the same one it would soon be preempted again.
+                row's reserve, because with the same one it would soon be preempted again.
         """
         row, images, costs = rows[0], rows[0].spec.images, self.costs
         left = row.sampling.max_tokens - len(row.output_token_ids)
@@ -152,8 +151,8 @@ class MemoryBudget:
     def min_bytes(self, need: MemoryNeed) -> int:
         """Return the least bytes that a request needs, with no other row in the engine.
 
-        This covers prefilling it again at the end of its answer. A request that needs more than `request_bytes` can
-        never run.
+        This covers prefilling all of it again at the end of its answer, in case it is preempted there and its state is
+        lost. A request that needs more than `request_bytes` can never run.
         """
         end, sizes = need.num_tokens, [(need.num_rows, self.costs.slots(need.num_tokens))]
         reservation = self._reservation(need, chunk_tokens=0, end=end)
@@ -223,8 +222,7 @@ class MemoryBudget:
             rows: The request's rows.
             without: Ids of rows to ignore, as if they had been dropped.
             growth_tokens: Predicted tokens that each decoding row generates before the prompt is computed. Rows that
-                outgrow
-                their reservations by then count with the extended ones.
+                outgrow their reservations by then count with the extended ones.
         """
         return self._shortfall_bytes(self.need(rows), None, without, growth_tokens)[
             0
@@ -330,8 +328,10 @@ class MemoryBudget:
         return row_bytes / max(self.request_bytes, 1)
 
     def extend(self, row: Request) -> int:
-        """Reserve more slots for a row that has used up its own. Return 0, or the missing bytes if nothing was
-        reserved."""
+        """Reserve more slots for a row that has used up its own; return 0, or the missing bytes.
+
+        With missing bytes, nothing was reserved.
+        """
         slots = self.costs.slots(self.need([row]).num_tokens)
         group = self.grouping.of(row.id)
         if slots > group.num_slots:
@@ -491,8 +491,7 @@ class MemoryBudget:
         return [*sizes, (num_rows, slots)] if changed is None and num_rows else sizes
 
     def _grown_slots(self, group: DecodeGroupPlan, num_tokens: int, without: Collection[str] = ()) -> int:
-        """Return a group's slots, ignoring some rows, after each of the others has generated `num_tokens` more
-        tokens."""
+        """Return a group's slots, without some rows, after each other row has generated `num_tokens` more tokens."""
         rows = [row for row in group.rows.values() if row.id not in without]
         return max((self._row_slots(row, group.slots[row.id], num_tokens) for row in rows), default=0)
 

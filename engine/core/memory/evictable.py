@@ -30,7 +30,7 @@ class Evictable(Protocol):
         ...
 
     def price(self, num_bytes: int) -> float:
-        """Return the expected seconds of recomputation that `free` would cause."""
+        """Return the expected seconds of recomputation that `evict` would cause."""
         ...
 
 
@@ -80,7 +80,7 @@ class EvictableMemory:
         return self.num_bytes - self._cache.unevictable_bytes - self._cache.num_pinned * self._slack
 
     def price(self, num_bytes: int) -> float:
-        """Return the expected seconds of recomputation that `free` would cause; inf if `num_bytes` cannot be freed."""
+        """Return the expected seconds of recomputation that `evict` would cause; inf if `num_bytes` cannot be freed."""
         if num_bytes > self.evictable_bytes:
             return float("inf")
         of_snapshots = self.evictable_bytes - self.image_bytes

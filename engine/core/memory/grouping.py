@@ -45,8 +45,7 @@ class Grouping:
     """Assigns rows to decode groups.
 
     A step reads all weights once per group, so wasted slots that attention reads may weigh as much as the weights, but
-    not
-    more, and unused reserved slots may take at most MAX_WASTE_SHARE of the memory.
+    not more, and unused reserved slots may take at most MAX_WASTE_SHARE of the memory.
 
     Args:
         costs: Bytes of rows and weights.
@@ -61,7 +60,7 @@ class Grouping:
         self._ids = count()
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return len(self._of_row)
 
     def of(self, row_id: str) -> DecodeGroupPlan:

@@ -74,9 +74,8 @@ class Preemption:
         """Return whether a more urgent request may preempt a prompt in progress.
 
         A protected prompt is preempted only by a request that has waited for as long as its own prompt takes and as
-        recomputing
-        the protected one takes, doubled for each earlier restart: a stream of urgent requests cannot restart it for
-        ever.
+        recomputing the protected one takes, doubled for each earlier restart: a stream of urgent requests cannot
+        restart it for ever.
         """
         if not prefill.entry.is_protected:
             return True
@@ -87,8 +86,8 @@ class Preemption:
     def choose_for_fairness(self, entry: QueueEntry, now: float, num_rows: int, num_bytes: int) -> list[Request]:
         """Choose the latest rows of clients above their fair share, in rows or bytes, for a client below its own.
 
-        Empty if they do not suffice, or if recomputing them takes longer than the request has waited. Args: see
-        `for_urgent`.
+        The choice is empty if they do not suffice, or if recomputing them takes longer than the request has waited. The
+        arguments are those of `choose_for_priority`.
         """
         num_clients = max(self._shares.num_active, 1)
         max_rows = max(1, self._config.max_running // num_clients)
@@ -145,7 +144,7 @@ class Preemption:
 
 
 def recompute_s(row: Request, costs: CostModel) -> float:
-    """Predict the seconds of recomputing what has been computed of a row, after its cached prefix."""
+    """Predict the seconds of recomputing what was computed of a row after its cached prefix, without a new snapshot."""
     end = row.num_prefilled if row.state is RequestState.PREFILL else row.num_prompt_tokens
     return costs.prompt_s(min(row.num_cached, end), end)
 

@@ -138,8 +138,7 @@ class PrefixCache:
         return None
 
     def ghost(self, key: PromptKey, min_tokens: int) -> Ghost | None:
-        """Return the longest proper prefix of at least `min_tokens` tokens that was stored and evicted, cleared or
-        rejected."""
+        """Return the longest proper prefix of at least `min_tokens` tokens that was evicted, cleared or rejected."""
         return self._lineages.ghost(key, min_tokens, len(key) - 1)
 
     def path(self, entry: CacheEntry) -> list[CacheEntry]:
@@ -203,8 +202,10 @@ class PrefixCache:
         node.lent_to, node.lent_bytes, node.segment_bytes = row_id, num_bytes, 0
 
     def take_back(self, node: SnapshotNode) -> None:
-        """Count a KV segment as the cache's memory again, with its actual bytes or those expected once it is copied
-        back."""
+        """Count a KV segment as the cache's memory again.
+
+        Its bytes are the actual ones or, while it is lent, those expected once it is copied back.
+        """
         num_bytes = node.lent_bytes if node.segment.is_lent else node.segment.num_bytes
         self.num_bytes += num_bytes - node.segment_bytes
         node.lent_to, node.segment_bytes = None, num_bytes
@@ -299,8 +300,7 @@ class PrefixCache:
             parent: The node before the snapshot's own KV segment.
             prompt: See `evict_for`.
             is_for_row: Whether the snapshot moves to a row that is about to continue it: the KV segment counts as the
-                row's
-                memory, to which it is lent next, and the state is stored even if it does not fit.
+                row's memory, to which it is lent next, and the state is stored even if it does not fit.
         """
         assert entry.node is None and self._entries.get(entry.digest, entry) is entry
         segment_bytes, state_bytes = 0 if is_for_row else snapshot.segment_bytes, snapshot.state_bytes
@@ -341,8 +341,7 @@ class PrefixCache:
             key: The tokens before its boundary; None if it is worth more than anything.
             kind: Kind of its boundary.
             prompt: Id of the row whose prompt it belongs to. A rejected snapshot that the same prompt asks for again
-                does not
-                count as reuse.
+                does not count as reuse.
 
         Returns:
             False, with nothing evicted, if its memory cannot be freed or is not worth it.
@@ -448,8 +447,10 @@ class PrefixCache:
         self._lineages.stored(entry.digest)
 
     def _num_bytes_that_stay(self, in_use: Iterable[SnapshotNode]) -> int:
-        """Return the bytes that no eviction frees: pinned snapshots, and KV segments before them and before nodes in
-        use."""
+        """Return the bytes that no eviction frees.
+
+        They are pinned snapshots, and the KV segments of pinned snapshots, of nodes in use, and of all their ancestors.
+        """
         stays = {id(entry.node): entry.node.state_bytes for entry in self._pinned.values() if entry.node is not None}
         num_bytes, seen = sum(stays.values()), set[int]()
         for node in (*(entry.node for entry in self._pinned.values()), *in_use):
@@ -506,8 +507,10 @@ class PrefixCache:
         passed: Lineage | None = None,
         spared: Collection[CacheEntry] = (),
     ) -> tuple[list[Victim], int]:
-        """Return the least valuable entries, except `spared`, that free `num_bytes`, or all of them; and the bytes
-        freed."""
+        """Return the least valuable entries, except `spared`, that free `num_bytes`, and the bytes freed.
+
+        All entries except `spared` are returned if together they free fewer bytes.
+        """
         candidates = [entry for entry in self._victims.values() if entry not in spared]
         order = iter(EvictionOrder(candidates, self._lineages.forecast, self._cost, self._clock(), passed))
         victims, freed_bytes = list[Victim](), 0

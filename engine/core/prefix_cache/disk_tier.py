@@ -24,8 +24,7 @@ PRUNE_EVERY = 64
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """A snapshot being read from disk, with those of its ancestors that are only on disk; the first ancestor comes
-    first."""
+    """A snapshot being read from disk, with those of its ancestors that are only on disk, first ancestor first."""
 
     pending: list[tuple[CacheEntry, Future[dict[str, np.ndarray]]]]
     """Entries that are not in memory yet, with the futures of their arrays."""
@@ -34,7 +33,7 @@ class Reading:
     row_id: str | None
     """The row whose reservation covers the keys and values; None if the cache must have memory for them."""
     base: SnapshotNode | None = None
-    """The node before the next entry, held until that is stored."""
+    """The node before the next entry; its KV segment is kept, even if it is evicted, until that entry is stored."""
     copying: Iterator[Snapshot | None] | None = None
     """The import of the next entry, layer by layer."""
     num_bytes: int = 0
@@ -78,8 +77,10 @@ class DiskTier:
             cache.add(self._entry(meta))
 
     def save(self, entry: CacheEntry) -> None:
-        """Write an entry, and those of its ancestors that are not on disk. Never raises: the snapshot stays in
-        memory."""
+        """Write an entry, and those of its ancestors that are not on disk.
+
+        Never raises; after an error the snapshot is in memory only.
+        """
         self._num_saved += 1
         if self._num_saved % PRUNE_EVERY == 0:
             self._cache.prune()

@@ -1,5 +1,4 @@
-"""The order in which snapshots are evicted, the bytes that each eviction frees, and the cost of computing them again.
-Pure."""
+"""The order in which snapshots are evicted, the bytes that this frees, and the cost of computing them again. Pure."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,10 +26,8 @@ class EvictionOrder:
     """Iterates over entries by lost_s * rate / freed_bytes, the smallest first; ties keep the given order.
 
     Nothing is evicted here: the effects of planned evictions are tracked separately. A heap holds the densities from
-    its
-    construction. Most evictions only make others more valuable: an entry whose density has grown is pushed back when it
-    is
-    popped, and the entry before a victim, whose KV segment may be freed with it now, is pushed anew.
+    its construction. Most evictions only make others more valuable: an entry whose density has grown is pushed back
+    when it is popped, and the entry before a victim, whose KV segment may be freed with it now, is pushed anew.
 
     Args:
         entries: Entries with snapshots in memory that are not pinned.

@@ -34,8 +34,7 @@ class Ghosts:
         self._lengths: Counter[int] = Counter()
 
     def longest(self, key: PromptKey, min_tokens: int, max_tokens: int) -> Ghost | None:
-        """Return the longest ghost that is a prefix of the key with min_tokens to max_tokens tokens; None without
-        one."""
+        """Return the longest ghost of min_tokens to max_tokens tokens that is a prefix of the key; None without one."""
         lengths = sorted(length for length in self._lengths if min_tokens <= length <= max_tokens)
         found = [self._ghosts[digest] for _, digest in key.digests(lengths) if digest in self._ghosts]
         return found[-1] if found else None

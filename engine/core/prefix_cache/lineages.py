@@ -17,8 +17,7 @@ class Lineages:
         self._ghosts = Ghosts()
 
     def ghost(self, key: PromptKey, min_tokens: int, max_tokens: int) -> Ghost | None:
-        """Return the longest remembered prefix that is not stored, with min_tokens to max_tokens tokens; None without
-        one."""
+        """Return the longest remembered prefix that is not stored, of min_tokens to max_tokens tokens, or None."""
         return self._ghosts.longest(key, min_tokens, max_tokens)
 
     def of_new(
@@ -108,10 +107,8 @@ class Lineages:
         """Record that a prompt continues an entry that is not the last of its lineage.
 
         At first use, the conversation is assumed to continue from here, as with templates that render the end of a
-        prompt
-        differently in the next one: the entries after it are given up. An entry that was used before is a prefix shared
-        by
-        several conversations, and gets a lineage of its own.
+        prompt differently in the next one: the entries after it are given up. An entry that was used before is a prefix
+        shared by several conversations, and gets a lineage of its own.
         """
         lineage = entry.lineage
         at = lineage.entries.index(entry)

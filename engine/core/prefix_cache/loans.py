@@ -35,8 +35,10 @@ class Loans:
         return list(self._of_row)
 
     def promise(self, row_id: str, entry: CacheEntry) -> bool:
-        """Count the KV segments that the row will probably continue as the row's memory. Return whether there are
-        any."""
+        """Count the KV segments that the row will probably continue as the row's memory.
+
+        Returns whether there are any.
+        """
         if row_id in self._of_row:
             return True
         return bool(self._lend(row_id, entry))
@@ -49,8 +51,7 @@ class Loans:
         self._take_back_promised(row_id)
 
     def break_promise(self, row_id: str) -> None:
-        """Revoke the promise to an admitted row, as `cancel`; evict other snapshots if the cache does not fit any
-        more."""
+        """Revoke the promise to an admitted row, as `cancel`; evict other snapshots if the cache exceeds its limit."""
         if self._take_back_promised(row_id):
             self._cache.fit()
 
@@ -73,8 +74,10 @@ class Loans:
         return bool(promised)
 
     def _lacks_room(self, entry: CacheEntry) -> bool:
-        """Return whether the cache cannot hold the parts of an entry that are not lent: it was read from disk for this
-        row only."""
+        """Return whether the cache cannot hold the parts of an entry that are not lent.
+
+        Such an entry was read from disk for this row only.
+        """
         lendable = sum(node.segment_bytes for node in self._cache.lendable(entry.node))
         return self._cache.missing_bytes > lendable
 
@@ -132,8 +135,7 @@ class Loans:
         """Free memory for the KV segments of rows about to be dropped; return the segments to copy back, by row id.
 
         Segments that are worth less than what would be evicted for them are given up, from the end of the row on, once
-        those to
-        be written to disk have been copied back. `settle` and then `take_leaving` must follow.
+        those to be written to disk have been copied back. `settle` and then `take_leaving` must follow.
 
         Args:
             row_ids: The rows.
@@ -176,8 +178,10 @@ class Loans:
                 self._cache.evict_behind(first)
 
     def settle(self, row_ids: Iterable[str]) -> None:
-        """End the loans of rows that were dropped or failed. Segments that were not copied back are lost, with all
-        their descendants."""
+        """End the loans of rows that were dropped or failed.
+
+        Segments that were not copied back are lost, with all their descendants.
+        """
         self._settle([node for row_id in row_ids for node in self._pop(row_id)])
 
     def _settle(self, nodes: Sequence[SnapshotNode]) -> None:

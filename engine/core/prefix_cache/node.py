@@ -1,4 +1,4 @@
-"""What the prefix cache stores per boundary of a prompt: its snapshot, its entry, and its conversation."""
+"""The records of the prefix cache for each boundary of a prompt: its snapshot, its entry, and its conversation."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -9,8 +9,7 @@ from engine.protocol import PromptOrigin
 
 
 class KVSegment(Protocol):
-    """A KV segment: the keys and values of the tokens between two snapshots, or a reference to the row that holds
-    them."""
+    """A KV segment: keys and values of the tokens between two snapshots, or a reference to the row that has them."""
 
     @property
     def num_bytes(self) -> int:

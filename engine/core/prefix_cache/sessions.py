@@ -73,8 +73,10 @@ class PrefixCacheSession:
 
 
 class AnswerStatistics:
-    """Decides whether answers are stored: they are never reused if the template renders them differently in the next
-    turn."""
+    """Decides whether answers are stored, by whether earlier ones were reused.
+
+    Answers are never reused if the template renders them differently in the next turn.
+    """
 
     def __init__(self, enabled: bool):
         self._enabled = enabled
@@ -198,8 +200,10 @@ class PrefixCacheSessions:
         return row.cached_hint[1]
 
     def promise(self, rows: Sequence[Request]) -> bool:
-        """Count the keys and values that a request will take over from the cache as the request's memory, see
-        loans.py."""
+        """Count the keys and values that a request will take over from the cache as the request's memory; see loans.py.
+
+        Returns whether there are any.
+        """
         row = rows[0]
         if not self._may_lend(rows) or self.num_cached(row) == 0:
             return False
@@ -251,8 +255,10 @@ class PrefixCacheSessions:
 
     @staticmethod
     def _max_tokens(row: Request, key: PromptKey) -> int:
-        """Return the longest prefix to restore: the last token must be computed for its logits, and a sparse plan has
-        gaps."""
+        """Return the length in tokens of the longest prefix to restore.
+
+        The last token must be computed for its logits, and a sparse plan has gaps after its dense tokens.
+        """
         most = len(key) if row.spec.sparse is None else row.num_dense_tokens
         return min(most, len(key) - 1)
 
@@ -306,8 +312,7 @@ class PrefixCacheSessions:
         return self.off_reason is None and is_plain and not spec.pinned
 
     def _store_row_or_log(self, row: Request, is_awaited: bool) -> bool:
-        """Store the state of a decoding row after its longest cached prefix in memory; return whether that
-        succeeded."""
+        """Store the state of a decoding row after its longest cached prefix in memory; return whether it was stored."""
         key = self._key_of(row)
         parent = self.cache.match(key, len(key), in_memory=True)
         base = None if parent is None else self.cache.hold(parent)
@@ -554,8 +559,7 @@ class PrefixCacheSessions:
         """Return where to take snapshots: at least min_tokens apart, and never within an image.
 
         The end of the prompt is skipped if it is less than min_tokens after the end of its turn: templates may render
-        the
-        tokens between them differently in the next prompt.
+        the tokens between them differently in the next prompt.
         """
         wanted, dense = [*row.spec.boundaries, Boundary("prompt", len(row.spec.token_ids) - 1)], row.num_dense_tokens
         wanted = [b for b in wanted if b.num_tokens <= dense]  # later states depend on the plan

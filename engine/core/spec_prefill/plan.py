@@ -26,11 +26,11 @@ class ScoreRequest:
     request_id: str
     """Id of the request, for log messages."""
     token_ids: np.ndarray
-    """Int32 [num_prompt_tokens]."""
+    """int32 [num_prompt_tokens]."""
     num_dense: int
     """Tokens at the beginning that are all kept."""
     anchors: np.ndarray
-    """Int32, ascending: positions that are always kept, see `find_anchors`."""
+    """int32, ascending: positions that are always kept, see `find_anchors`."""
     keep: float
     """Share of the tokens after num_dense to keep."""
     boundaries: tuple[Boundary, ...] = ()
@@ -126,8 +126,7 @@ def find_anchors(
     """Return the positions that are always kept.
 
     These are control tokens with those that follow, the end of the last turn with all tokens after it, and image
-    tokens.
-    `select` always keeps the first and the last chunk.
+    tokens. `select` always keeps the first and the last chunk.
 
     Args:
         token_ids: int32 [num_prompt_tokens].

@@ -12,8 +12,7 @@ def select(importance: np.ndarray, keep: float) -> np.ndarray:
     """Return the tokens of the chunks with the highest mean importance.
 
     At least ceil(keep * num_tokens) tokens are kept, in as few chunks as possible, but at least ceil(keep * chunks)
-    chunks.
-    The first and the last chunk are always kept: one is the attention sink, the other holds the question.
+    chunks. The first and the last chunk are always kept: one is the attention sink, the other holds the question.
 
     Args:
         importance: float [num_tokens]; values that are not finite count as 0.

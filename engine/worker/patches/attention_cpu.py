@@ -51,7 +51,8 @@ def _block(q: mx.array, k: mx.array, v: mx.array, is_causal: bool) -> mx.array:
 
     Args:
         q: [B, heads, n, head_dim].
-        k, v: [B, kv heads, m, head_dim]; with is_causal the last n keys are the queries' own.
+        k: [B, kv heads, m, head_dim]; with is_causal the last n keys are the queries' own.
+        v: As k.
         is_causal: Whether query i sees only the keys up to its own.
     """
     batch, num_heads, n, head_dim = q.shape
@@ -63,8 +64,10 @@ def _block(q: mx.array, k: mx.array, v: mx.array, is_causal: bool) -> mx.array:
 
 
 def _softmax(scores: np.ndarray, num_causal: int) -> None:
-    """Apply softmax in place over the last axis. num_causal: queries per head that see no later keys; 0 for all
-    keys."""
+    """Apply softmax in place over the last axis.
+
+    num_causal is the number of queries per head that see no later keys; 0 for all keys.
+    """
     if num_causal:
         newest = scores.reshape(*scores.shape[:2], -1, num_causal, scores.shape[-1])[..., -num_causal:]
         np.copyto(newest, -np.inf, where=np.triu(np.ones((num_causal, num_causal), bool), 1))

@@ -81,9 +81,11 @@ def run(
     """Compute the delta rule.
 
     Args:
-        q, k: [B, T, Hk, Dk].
-        v: [B, T, Hv, Dv].
-        g, beta: [B, T, Hv].
+        q: Queries [B, T, Hk, Dk].
+        k: Keys [B, T, Hk, Dk].
+        v: Values [B, T, Hv, Dv].
+        g: Decay [B, T, Hv].
+        beta: Rate [B, T, Hv].
         state: float32 [B, Hv, Dv, Dk]; None for zeros.
         num_states: How many intermediate states to return.
 

@@ -59,8 +59,7 @@ class AttentionLayer:
         return self.rotate(self.normalize(heads).transpose(0, 2, 1, 3), position), gate
 
     def output(self, hidden: mx.array, position: int, cache: KVCache) -> mx.array:
-        """Return the block's output [1, 1, hidden] for the newest token, from the query computed here and the cached
-        keys."""
+        """Return the block's output [1, 1, hidden] for the newest token, from its query and the cached keys."""
         attention, block = self.block.self_attn, self.block
         keys, values = _cached(cache)
         query, gate = self.query(hidden, position, keys.shape[-1])
@@ -73,8 +72,10 @@ class AttentionLayer:
         return hidden + block.mlp(block.post_attention_layernorm(hidden))
 
     def weights(self, query: mx.array, cache: KVCache, num_keys: int) -> mx.array:
-        """Return the softmax over the first `num_keys` keys, float32 [heads, n, num_keys]. query: [1, heads, n,
-        head_dim]."""
+        """Return the softmax over the first `num_keys` keys, float32 [heads, n, num_keys].
+
+        `query` is [1, heads, n, head_dim].
+        """
         keys, num_queries = _cached(cache)[0], query.shape[2]
         scaled = query[0].astype(mx.float32) * self.block.self_attn.scale
         grouped = scaled.reshape(keys.shape[1], -1, keys.shape[-1])

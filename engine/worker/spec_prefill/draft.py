@@ -149,7 +149,7 @@ class Draft:
         """Return the mean importance of the prompt's tokens to the tokens that the steps have read, lazy.
 
         Args:
-            steps: What `look_ahead` returned for each step.
+            steps: Results of `look_ahead`, one per step.
             position: Position of the first step's token.
             cache: The prompt's cache.
             num_prompt: Tokens of the prompt.
@@ -185,8 +185,10 @@ class Draft:
         return self._lm.lm_head(hidden) if hasattr(self._lm, "lm_head") else model.embed_tokens.as_linear(hidden), seen
 
     def _check(self) -> SequenceCache:
-        """Check with a probe that `walk` equals the model's own forward, and that the layers' outputs follow from the
-        queries and keys read here. Return the probe's cache.
+        """Check the layer-by-layer forward with a probe and return the probe's cache.
+
+        `walk` must equal the model's own forward, and the layers' outputs must follow from the queries and keys read
+        here.
 
         Raises:
             EngineFailed: They differ; the message names the layer and the error.
@@ -231,8 +233,7 @@ def plain_block(block: Any) -> Block:
 
 
 def compiled_block(block: Any) -> Block:
-    """Return a function that computes a block with a recurrent state for one token, compiled once: all shapes are
-    fixed.
+    """Return a function that computes a block with a recurrent state for one token; compiled once, as shapes are fixed.
 
     Three of four layers of a hybrid model are such blocks; on CUDA building a step takes longer than computing it.
     """

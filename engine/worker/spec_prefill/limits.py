@@ -9,7 +9,7 @@ from engine.worker.kv_cache import rounded
 
 @dataclass(frozen=True)
 class Limits:
-    """What a draft model can score. Usable from any thread."""
+    """The limits of the prompts that a draft model can score. Usable from any thread."""
 
     vocab_size: int  # Vocabulary of the draft.
     max_context_tokens: int  # Context of the draft.

@@ -23,8 +23,7 @@ class DraftReuse:
     """Caches the draft's snapshots and scores.
 
     Prompts in progress hold no references to snapshots: a restored prefix is copied into the prompt's own cache, and
-    the
-    parents of its own snapshots are looked up again.
+    the parents of its own snapshots are looked up again.
     """
 
     def __init__(self, draft: Draft):
@@ -65,8 +64,10 @@ class DraftReuse:
         return entry.num_tokens
 
     def store(self, key: PromptKey, kind: BoundaryKind, cache: SequenceCache) -> str | None:
-        """Store the state after all tokens of `key`; return its digest, None if it is stored already or does not
-        fit."""
+        """Store the state after all tokens of `key`; return its digest, or None if nothing was stored.
+
+        Nothing is stored if the state is stored already, does not fit, or contains NaN or inf.
+        """
         parent = self.touch(key, len(key))
         num_tokens = len(key) - (parent.num_tokens if parent is not None else 0)
         if num_tokens == 0 or not self._make_room(self._draft.cache_bytes(num_tokens)):

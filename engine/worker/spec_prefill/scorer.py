@@ -81,7 +81,7 @@ class ScoreJob:
     cache: SequenceCache = field(default_factory=list)  # The draft's cache, empty before it begins.
     done: int = 0  # Prompt tokens in the cache.
     num_reused: int = 0  # Prompt tokens that were restored from a snapshot.
-    looked: list[list[mx.array]] = field(default_factory=list)  # What each look-ahead step returned for Draft.observe.
+    looked: list[list[mx.array]] = field(default_factory=list)  # Results of the look-ahead steps, for Draft.observe.
     looking_s: float = 0.0  # Seconds of the look-ahead steps so far.
     stored: list[str] = field(default_factory=list)  # Digests of the snapshots that it has stored.
 
