@@ -27,6 +27,9 @@ from engine.protocol import EngineFailed, InvalidRequest, OrchardError
 RECYCLE_BYTES = 512 * 2**20
 """A process whose resident memory exceeds this after a body is replaced."""
 
+PIECE_BYTES = 256 * 2**10
+"""Bytes per send and receive on the event loop. One call for a whole body would copy it at once, in up to 0.1 s."""
+
 _READY = b"!"
 _LENGTH = struct.Struct(">Q")
 _ANSWER = struct.Struct(">QQ?")
@@ -81,7 +84,10 @@ class BodyProcess:
         try:
             name = dialect.encode()
             await loop.sock_sendall(self._socket, _LENGTH.pack(len(name)) + name + _LENGTH.pack(len(body)))
-            await loop.sock_sendall(self._socket, body)
+            view = memoryview(body)
+            for start in range(0, len(body), PIECE_BYTES):
+                await loop.sock_sendall(self._socket, view[start : start + PIECE_BYTES])
+                await asyncio.sleep(0)  # a send that need not wait does not yield to other tasks
             num_bytes, num_message_bytes, is_last = _ANSWER.unpack(await self._receive(loop, _ANSWER.size))
             head, messages = await self._receive(loop, num_bytes), await self._receive(loop, num_message_bytes)
             answer = pickle.loads(head, buffers=[messages])  # noqa: S301 written by our own subprocess
@@ -96,7 +102,7 @@ class BodyProcess:
         data = bytearray(num_bytes)
         view, num_received = memoryview(data), 0
         while num_received < num_bytes:
-            received = await loop.sock_recv_into(self._socket, view[num_received:])
+            received = await loop.sock_recv_into(self._socket, view[num_received : num_received + PIECE_BYTES])
             if not received:
                 raise ProcessDied
             num_received += received

@@ -1,7 +1,7 @@
 """No body below the size limit holds up the event loop, and with it the token streams of all other requests.
 
-What is measured is the processor time that the loop's thread takes between two turns of a task that is always ready:
-other processes of the machine do not change it.
+What is measured is the processor time that the loop's thread takes between two turns of a task that is always ready,
+in multiples of what the loop's thread takes in the same run for the most expensive body that it parses itself.
 """
 
 import asyncio
@@ -16,7 +16,8 @@ from deployments.http import request_reader
 from tests.deployments.http.conftest import Connection
 from tests.deployments.http.worst_bodies import LIMIT, WORST_BODIES, parts_of
 
-MAX_LAG_S = 0.05
+INLINE_BODY = "8000 marks of messages"
+MAX_RATIO = 10
 NUM_TRIES = 3
 
 
@@ -39,6 +40,12 @@ async def lag_of(app: FastAPI, body: bytes) -> tuple[float, Connection]:
     return longest, connection
 
 
+async def inline_lag(app: FastAPI) -> float:
+    """The lag of a body that is parsed on the event loop, seconds of its thread: the median of three."""
+    lags = [await lag_of(app, WORST_BODIES[INLINE_BODY]()) for _ in range(4)]  # the first compiles and imports
+    return sorted(lag for lag, _ in lags[1:])[1]
+
+
 @pytest.fixture
 def freeze_garbage() -> Any:
     """A collection looks at all objects of the tests, which a server does not have."""
@@ -55,14 +62,15 @@ def test_no_body_blocks_the_event_loop(make_app, freeze_garbage, name: str):
 
     async def talk() -> None:
         app, lags = make_app(), []
-        await lag_of(app, b"{}")
+        limit_s = MAX_RATIO * await inline_lag(app)
         for _ in range(NUM_TRIES):
             lag, connection = await lag_of(app, body)
             assert connection.status in (200, 400, 404), connection.body
             lags.append(lag)
-            if lag < MAX_LAG_S:
+            if lag < limit_s:
                 return
-        pytest.fail(f"{len(body)} bytes held up the loop for {min(lags) * 1000:.0f} ms")
+        lag_ms, limit_ms = min(lags) * 1000, limit_s * 1000
+        pytest.fail(f"{len(body)} bytes held up the loop for {lag_ms:.0f} ms; the limit is {limit_ms:.0f} ms")
 
     asyncio.run(talk())
 
@@ -72,7 +80,9 @@ def test_lag_measurement_detects_a_body_read_on_the_event_loop(make_app, freeze_
     monkeypatch.setattr(request_reader, "MAX_INLINE_MARKS", LIMIT)
 
     async def talk() -> None:
-        lag, _ = await lag_of(make_app(), parts_of(b"[]", 200_000))
-        assert lag > MAX_LAG_S
+        app = make_app()
+        limit_s = MAX_RATIO * await inline_lag(app)
+        lag, _ = await lag_of(app, parts_of(b"[]", 200_000))
+        assert lag > limit_s
 
     asyncio.run(talk())
