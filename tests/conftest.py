@@ -11,3 +11,5 @@ from deployments.serve_run.environment import set_defaults
 set_defaults()
 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+pytest_plugins = ["tests.support.demo_model"]

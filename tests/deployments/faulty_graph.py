@@ -34,9 +34,9 @@ from deployments.text import TextMTP
 from engine import async_engine
 from engine.config import EngineConfig, MediaConfig, SpecPrefillConfig
 from engine.worker.model_runner import load_runner
-from tests.engine.fakes import until
-from tests.engine.faulty_engine import FaultyEngine
-from tests.faults import Faults
+from tests.support.fake_runner import until
+from tests.support.faults import Faults
+from tests.support.faulty_engine import FaultyEngine
 
 NODE = "here"
 MODEL = "tiny"

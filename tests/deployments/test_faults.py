@@ -20,9 +20,9 @@ from deployments.text import TextMTP
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.protocol import EngineFailed, Overloaded
 from tests.deployments.faulty_graph import DEADLINE_S, Bench, Client, as_ray_raises, make
-from tests.engine.faulty_engine import TINY
-from tests.faults import Failing, Hanging, Stalling
-from tests.tiny import Tiny, build
+from tests.support.faults import Failing, Hanging, Stalling
+from tests.support.faulty_engine import TINY
+from tests.support.tiny import Tiny, build
 
 ENDLESS: dict[str, Any] = {"max_tokens": 20_000, "min_tokens": 20_000}
 

@@ -13,7 +13,7 @@ from engine.config import EngineConfig, MediaConfig, SpecPrefillConfig
 from engine.processing import media
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import InvalidRequest
-from tests.engine.processing.pictures import scan_bomb
+from tests.support.image_files import scan_bomb
 
 CONFIG = EngineConfig(), MediaConfig(max_images=3)
 

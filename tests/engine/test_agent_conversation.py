@@ -16,8 +16,8 @@ from deployments.protocol import ChatRequest, Message, Thinking, Tool
 from engine.config import EngineConfig
 from engine.protocol import EngineRequest, ImagePatches
 from engine.worker.model_runner import MLXRunner
-from tests.engine.conversations import Answer, Shelf, cache_config, common, plain_request, plain_tokens
-from tests.engine.driver import Driver
+from tests.support.conversations import Answer, Shelf, cache_config, common, plain_request, plain_tokens
+from tests.support.driver import Driver
 
 NUM_TURNS = 20
 COMPARES_ALL = bool(os.environ.get("ORCHARD_SCHEDULES"))

@@ -12,7 +12,7 @@ import pytest
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.protocol import Boundary, EngineFailed, EngineRequest, SamplingParams
-from tests.engine.fakes import STOP, FakeRunner, answer, run_engine, until
+from tests.support.fake_runner import STOP, FakeRunner, answer, run_engine, until
 
 SYSTEM = list(range(100, 150))
 

@@ -22,7 +22,7 @@ from engine.protocol import (
     SamplingParams,
     TokenChunk,
 )
-from tests.engine.fakes import STOP, VOCAB_SIZE, FakeRunner, answer, run_engine, until
+from tests.support.fake_runner import STOP, VOCAB_SIZE, FakeRunner, answer, run_engine, until
 
 JSON = GrammarSpec("json_object")
 

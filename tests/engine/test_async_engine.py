@@ -24,8 +24,8 @@ from engine.protocol import (
     SamplingParams,
     Unavailable,
 )
-from tests.engine.fakes import NoSnapshots, run_engine, until
-from tests.faults import Hanging
+from tests.support.fake_runner import NoSnapshots, run_engine, until
+from tests.support.faults import Hanging
 
 
 class CountingRunner(NoSnapshots):

@@ -12,9 +12,9 @@ from engine.config import EngineConfig
 from engine.core.memory.budget import HEADROOM_SHARE
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
-from tests.engine.driver import Driver, fix_prefill_costs
 from tests.engine.test_memory_books import Books, requests
-from tests.faults import Failing, Faults, Faulty
+from tests.support.driver import Driver, fix_prefill_costs
+from tests.support.faults import Failing, Faults, Faulty
 
 TINY: dict[str, Any] = {"layers": 4, "interval": 2, "agree": 0.3, "seed": 1}
 

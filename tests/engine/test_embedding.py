@@ -23,8 +23,8 @@ from engine.protocol import (
     TokenChunk,
 )
 from engine.worker.model_runner import MLXRunner, load_runner
-from tests.engine.driver import Driver
-from tests.engine.fakes import FakeRunner, run_engine
+from tests.support.driver import Driver
+from tests.support.fake_runner import FakeRunner, run_engine
 
 TOLERANCE = 2e-6
 """Of a vector of length 1 in float32; chunks round otherwise than the whole."""

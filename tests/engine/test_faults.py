@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from engine.protocol import EngineFailed, EngineRequest, FinishReason
-from tests.engine.faulty_engine import (
+from tests.support.faults import Armed, Failing, Faults, Meanwhile, nothing
+from tests.support.faulty_engine import (
     DRAFTS,
     NUM_CHUNKS,
     NUM_SYSTEM,
@@ -29,7 +30,6 @@ from tests.engine.faulty_engine import (
     tokens,
     with_picture,
 )
-from tests.faults import Armed, Failing, Faults, Meanwhile, nothing
 
 PICTURE = with_picture()
 

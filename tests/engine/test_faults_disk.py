@@ -11,9 +11,9 @@ import pytest
 from engine.core.engine_core import EngineCore
 from engine.protocol import FinishReason
 from engine.snapshot_store.directory import SnapshotDirectory
-from tests.engine.fakes import until
-from tests.engine.faulty_engine import PLAIN, RUNS, TINY, WAITS, Bench, Scene
-from tests.faults import Failing, Faults, Hanging, Meanwhile
+from tests.support.fake_runner import until
+from tests.support.faults import Failing, Faults, Hanging, Meanwhile
+from tests.support.faulty_engine import PLAIN, RUNS, TINY, WAITS, Bench, Scene
 
 SEED = replace(PLAIN, request_id="before")
 

@@ -10,9 +10,9 @@ import pytest
 
 from engine.processing import grammar
 from engine.protocol import EngineRequest, FinishReason, GrammarSpec, InvalidRequest
-from tests.engine.fakes import until
-from tests.engine.faulty_engine import DEADLINE_S, REGEX, RUNS, THREE_REGEX, TINY, WAITS, Bench, Reader
-from tests.faults import Failing, Faults, Hanging
+from tests.support.fake_runner import until
+from tests.support.faults import Failing, Faults, Hanging
+from tests.support.faulty_engine import DEADLINE_S, REGEX, RUNS, THREE_REGEX, TINY, WAITS, Bench, Reader
 
 NUMBERS = count(1)
 

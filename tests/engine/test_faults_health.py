@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from engine.protocol import EngineFailed, FinishReason
-from tests.engine.fakes import until
-from tests.engine.faulty_engine import PLAIN, RUNS, TINY, WAITS, Bench
-from tests.faults import Failing, Meanwhile, nothing
+from tests.support.fake_runner import until
+from tests.support.faults import Failing, Meanwhile, nothing
+from tests.support.faulty_engine import PLAIN, RUNS, TINY, WAITS, Bench
 
 MAX_FAILED_STEPS = 3
 

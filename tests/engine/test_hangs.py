@@ -17,9 +17,9 @@ from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.processing import grammar
 from engine.protocol import EngineFailed, EngineRequest, FinishReason, GrammarSpec, Unavailable
-from tests.engine.fakes import until
-from tests.engine.faulty_engine import PLAIN, REGEX, THREE, TINY, Bench, Reader, with_picture
-from tests.faults import Armed, Failing, Faults, Hanging, nothing
+from tests.support.fake_runner import until
+from tests.support.faults import Armed, Failing, Faults, Hanging, nothing
+from tests.support.faulty_engine import PLAIN, REGEX, THREE, TINY, Bench, Reader, with_picture
 
 STEP_TIMEOUT_S = 1.0
 SOON_S = 8.0

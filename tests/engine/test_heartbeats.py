@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from engine.protocol import HEARTBEAT, FinishReason, TokenChunk
-from tests.engine.fakes import until
 from tests.engine.test_async_engine import CountingRunner, request, run
+from tests.support.fake_runner import until
 
 PERIOD_S = 0.05
 

@@ -29,9 +29,9 @@ from engine.core.request import Request
 from engine.protocol import EngineRequest, GrammarSpec, SamplingParams, TokenLogprobs
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.sampler import Sampler
-from tests.engine.conftest import DEMO
-from tests.engine.schedule_runs import NUM_SCHEDULES, check_many
-from tests.engine.schedules import Ending, Execution, Schedule, Specimens
+from tests.support.demo_model import DEMO
+from tests.support.schedule_runs import NUM_SCHEDULES, check_many
+from tests.support.schedules import Ending, Execution, Schedule, Specimens
 
 LOGPROB_TOLERANCE = 1e-4
 NUM_REFERENCE_TOKENS = 12

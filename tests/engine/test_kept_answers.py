@@ -8,9 +8,9 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.prefix_cache.sessions import MAX_UNUSED, PROBE_EVERY, AnswerStatistics
 from engine.protocol import EngineRequest
-from tests.engine.conversations import plain_request, plain_tokens
-from tests.engine.driver import Driver
-from tests.engine.fakes import FakeRunner, answer
+from tests.support.conversations import plain_request, plain_tokens
+from tests.support.driver import Driver
+from tests.support.fake_runner import FakeRunner, answer
 
 NUM_ANSWER = 40
 

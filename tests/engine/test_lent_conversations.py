@@ -16,8 +16,8 @@ from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
-from tests.engine.conversations import plain_tokens
-from tests.engine.driver import Driver
+from tests.support.conversations import plain_tokens
+from tests.support.driver import Driver
 
 NUM_SEEDS = 20 + int(os.environ.get("ORCHARD_SCHEDULES", "0"))
 MODELS = (

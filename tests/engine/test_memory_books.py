@@ -19,7 +19,7 @@ from engine.core.memory.budget import HEADROOM_SHARE
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
-from tests.engine.driver import Driver
+from tests.support.driver import Driver
 
 DEMO = EngineConfig()
 

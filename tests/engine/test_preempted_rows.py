@@ -7,9 +7,9 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.protocol import EngineRequest
-from tests.engine.conversations import plain_request, plain_tokens
-from tests.engine.driver import Driver
-from tests.engine.fakes import FakeRunner, answer
+from tests.support.conversations import plain_request, plain_tokens
+from tests.support.driver import Driver
+from tests.support.fake_runner import FakeRunner, answer
 
 NUM_PROMPT, NUM_ANSWER = 60, 90
 MIN_TOKENS = EngineConfig().prefix_cache.min_tokens

@@ -26,8 +26,7 @@ from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParam
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.mtp import MTPHead
 from tests.benchmarks.tasks import RETRIEVAL, prompts
-from tests.engine.conftest import DEMO, DRAFT
-from tests.engine.conversations import (
+from tests.support.conversations import (
     LENGTHS,
     Answer,
     Bench,
@@ -37,8 +36,9 @@ from tests.engine.conversations import (
     plain_tokens,
     random_traffic,
 )
-from tests.engine.driver import Driver
-from tests.engine.schedules import Unruly
+from tests.support.demo_model import DEMO, DRAFT
+from tests.support.driver import Driver
+from tests.support.schedules import Unruly
 
 NUM_SCHEDULES = int(os.environ.get("ORCHARD_SCHEDULES", "0"))
 NUM_SPECIMENS = 40

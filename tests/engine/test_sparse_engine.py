@@ -21,10 +21,10 @@ from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.protocol import Boundary, EngineRequest, FinishReason, InvalidRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
-from tests.engine.conftest import DRAFT
-from tests.engine.conversations import LENGTHS, Answer, cache_config, compare_logprobs, plain_tokens
-from tests.engine.driver import Driver
-from tests.engine.sparse_prompts import KINDS, num_computed, with_plan, with_random_plan
+from tests.support.conversations import LENGTHS, Answer, cache_config, compare_logprobs, plain_tokens
+from tests.support.demo_model import DRAFT
+from tests.support.driver import Driver
+from tests.support.sparse_prompts import KINDS, num_computed, with_plan, with_random_plan
 
 MEMORY_TOLERANCE = 2**20
 NUM_STORM_REQUESTS = 30

@@ -25,11 +25,11 @@ from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.mtp import MTPHead
 from tests.benchmarks.tasks import RETRIEVAL, prompts
 from tests.engine import conversations, test_invariants
-from tests.engine.conftest import DEMO, DRAFT
-from tests.engine.conversations import Answer, cache_config, compare_logprobs, plain_tokens, random_traffic
-from tests.engine.driver import Driver, fix_prefill_costs
-from tests.engine.schedule_runs import NUM_SCHEDULES, check_many
-from tests.engine.sparse_prompts import (
+from tests.support.conversations import Answer, cache_config, compare_logprobs, plain_tokens, random_traffic
+from tests.support.demo_model import DEMO, DRAFT
+from tests.support.driver import Driver, fix_prefill_costs
+from tests.support.schedule_runs import NUM_SCHEDULES, check_many
+from tests.support.sparse_prompts import (
     KINDS,
     Oracle,
     SharedSparseSpecimens,

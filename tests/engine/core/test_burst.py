@@ -14,8 +14,8 @@ from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams, SparsePlan
 from tests.engine.core.rows import EvictableBytes
-from tests.engine.driver import Driver, fix_prefill_costs
-from tests.engine.fakes import STOP, FakeRunner, answer
+from tests.support.driver import Driver, fix_prefill_costs
+from tests.support.fake_runner import STOP, FakeRunner, answer
 
 EVERY = {"max_tokens": 10_000, "max_s": 10.0}
 

@@ -7,8 +7,8 @@ from engine.config import EngineConfig, PrefixCacheConfig
 from engine.core.batch import PrefillOutput
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
 from tests.engine.core.rows import finish_prefill, out, rows_of, scheduler_of, spec, start, step_of
-from tests.engine.driver import Driver
-from tests.engine.fakes import STOP, FakeRunner, answer
+from tests.support.driver import Driver
+from tests.support.fake_runner import STOP, FakeRunner, answer
 
 
 def request(request_id: str, n: int, max_tokens: int = 12, seed: int = 1, **sampling) -> EngineRequest:

@@ -15,8 +15,8 @@ from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams
 from engine.snapshot_store.files import SnapshotFiles
-from tests.engine.driver import Driver
-from tests.engine.fakes import BYTES_PER_TOKEN, STATE_BYTES, STOP, FakeRunner, answer
+from tests.support.driver import Driver
+from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, STOP, FakeRunner, answer
 
 SYSTEM = list(range(100, 140))
 

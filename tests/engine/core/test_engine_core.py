@@ -8,8 +8,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
-from tests.engine.driver import Driver
-from tests.engine.fakes import FakeRunner, answer
+from tests.support.driver import Driver
+from tests.support.fake_runner import FakeRunner, answer
 
 SMALL_CHUNKS = EngineConfig(prefill_chunk_tokens=64, prefill_chunk_tokens_busy=64)
 

@@ -13,8 +13,8 @@ from engine.core.cost_model import CostModel
 from engine.protocol import Boundary, EngineRequest, FinishReason, ImagePatches, SamplingParams
 from tests.engine.core.test_poll import Inbox
 from tests.engine.core.test_step import DeviceClock, TimedRunner
-from tests.engine.driver import Driver
-from tests.engine.fakes import STOP, answer
+from tests.support.driver import Driver
+from tests.support.fake_runner import STOP, answer
 
 DEPTH = 24
 BLOCK_S = 0.25

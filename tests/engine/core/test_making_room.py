@@ -17,8 +17,8 @@ from engine.core.scheduler import Scheduler
 from engine.core.stats import Stats
 from engine.protocol import EngineRequest, SamplingParams
 from tests.engine.core.rows import Clock, finish_prefill, scheduler_of, spec, start, step_of
-from tests.engine.driver import Driver
-from tests.engine.fakes import FakeRunner, answer
+from tests.support.driver import Driver
+from tests.support.fake_runner import FakeRunner, answer
 
 COSTS = MemoryCosts(base_bytes=10_000, token_bytes=10, layer_share=0.125, slots_step=16, overshoot=3)
 

@@ -11,9 +11,9 @@ from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
-from tests.engine.driver import Driver
-from tests.engine.fakes import STOP, FakeRunner, answer, run_engine, until
-from tests.faults import Meanwhile
+from tests.support.driver import Driver
+from tests.support.fake_runner import STOP, FakeRunner, answer, run_engine, until
+from tests.support.faults import Meanwhile
 
 NUM_PROMPT = 20
 """A prompt is computed in two chunks of a step: the prefix cache keeps the state in front of its last token."""

@@ -12,8 +12,8 @@ from engine.core.request import Request, RequestState
 from engine.core.scheduler import Scheduler
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
 from tests.engine.core.rows import Clock, finish_prefill, out, rows_of, scheduler_of, spec, start, step_of
-from tests.engine.driver import Driver
-from tests.engine.fakes import STOP, FakeRunner, answer
+from tests.support.driver import Driver
+from tests.support.fake_runner import STOP, FakeRunner, answer
 
 PRIORITY = EngineConfig.model_validate({"max_running": 2, "scheduler": {"policy": "priority"}})
 

@@ -8,8 +8,8 @@ import pytest
 from engine.core.spec_prefill.plan import fingerprint
 from engine.protocol import SparsePlan
 from tests.engine.core.prefix_cache.test_sessions import QUESTION, SYSTEM, cached, config, request
-from tests.engine.driver import Driver
-from tests.engine.fakes import BYTES_PER_TOKEN, STATE_BYTES, FakeRunner
+from tests.support.driver import Driver
+from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, FakeRunner
 
 ROOM = 2 * (STATE_BYTES + 70 * BYTES_PER_TOKEN)
 OLDER = request("older", [60] * 40, QUESTION)

@@ -8,8 +8,8 @@ from engine.core.batch import StepTime
 from engine.core.progress import FIRST_FACTOR, LATE_FACTOR, LOST_FACTOR, MIN_LATE_S, Progress, Work
 from engine.protocol import EngineRequest, SamplingParams
 from tests.engine.core.test_step import DeviceClock, TimedRunner
-from tests.engine.driver import Driver
-from tests.engine.fakes import STOP
+from tests.support.driver import Driver
+from tests.support.fake_runner import STOP
 
 
 def test_work_may_take_the_timeout_or_a_multiple_of_its_prediction_whichever_is_longer():

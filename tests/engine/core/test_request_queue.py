@@ -10,8 +10,8 @@ from engine.config import EngineConfig
 from engine.core.virtual_token_counter import MAX_IDLE_CLIENTS, VirtualTokenCounter
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
 from tests.engine.core.rows import Clock, admitted, out, rows_of, scheduler_of, spec, start, step_of
-from tests.engine.driver import Driver
-from tests.engine.fakes import FakeRunner, answer
+from tests.support.driver import Driver
+from tests.support.fake_runner import FakeRunner, answer
 
 
 def of(client: str, name: str, **more: Any) -> EngineRequest:

@@ -7,8 +7,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
-from tests.engine.driver import Driver
-from tests.engine.fakes import STOP, FakeRunner, answer
+from tests.support.driver import Driver
+from tests.support.fake_runner import STOP, FakeRunner, answer
 
 
 class DeviceClock:

@@ -24,7 +24,7 @@ from engine.processing.image_workers import ImageWorkers
 from engine.processing.images import ImagePreprocessor
 from engine.processing.worker_process import environment
 from engine.protocol import InvalidRequest
-from tests.engine.processing.pictures import PNG, QWEN3_VL, UNCHANGED, encoded, picture, scan_bomb
+from tests.support.image_files import PNG, QWEN3_VL, UNCHANGED, encoded, picture, scan_bomb
 
 SETTINGS = WorkerSettings.of(MediaConfig(), UNCHANGED)
 BUDGET = 10**9

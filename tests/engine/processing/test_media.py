@@ -13,7 +13,7 @@ from engine.processing import media
 from engine.processing.byte_budget import ByteBudget
 from engine.processing.media import MAX_REQUEST_BYTES, ImageSource, MediaLoader, check_data_url
 from engine.protocol import InvalidRequest
-from tests.engine.processing.pictures import (
+from tests.support.image_files import (
     FIELD,
     PNG,
     QWEN3_VL,

@@ -17,7 +17,7 @@ from engine.processing.byte_budget import ByteBudget
 from engine.processing.media import MAX_FETCHES, ImageSource, MediaLoader
 from engine.processing.public_addresses import Resolver, is_public
 from engine.protocol import InvalidRequest
-from tests.engine.processing.pictures import PNG, UNCHANGED, data_url, load, picture, pixels_of, refusal
+from tests.support.image_files import PNG, UNCHANGED, data_url, load, picture, pixels_of, refusal
 
 
 class Server(ThreadingHTTPServer):

@@ -11,7 +11,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from engine.processing.image_file import ImageFile
 from engine.processing.patch_grid import CutImage, PatchGrid
-from tests.engine.processing.pictures import QWEN3_VL, encoded, picture
+from tests.support.image_files import QWEN3_VL, encoded, picture
 
 SMALL = PatchGrid(16, 2, 64**2, 256**2, 3)
 

@@ -6,7 +6,7 @@ import pytest
 
 from engine.snapshot_store.directory import SnapshotDirectory, SnapshotLost
 from engine.snapshot_store.format import FORMAT
-from tests.engine.processing.snapshots import (
+from tests.engine.snapshot_store.snapshots import (
     MODEL,
     OTHER_MODEL,
     ROOMY,

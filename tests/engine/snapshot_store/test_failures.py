@@ -16,7 +16,7 @@ from engine.config import DiskCacheConfig
 from engine.protocol import EngineFailed
 from engine.snapshot_store import directory as snapshot_directory
 from engine.snapshot_store.files import SnapshotFiles, SnapshotLost
-from tests.engine.processing.snapshots import (
+from tests.engine.snapshot_store.snapshots import (
     MODEL,
     SIZE,
     WAIT_S,
@@ -184,7 +184,7 @@ USE = """
 import random, sys
 from engine.config import DiskCacheConfig
 from engine.snapshot_store.files import SnapshotFiles, SnapshotLost
-from tests.engine.processing.snapshots import MODEL, arrays_of, assert_same_arrays, meta_of
+from tests.engine.snapshot_store.snapshots import MODEL, arrays_of, assert_same_arrays, meta_of
 
 rng = random.Random(int(sys.argv[2]))
 files = SnapshotFiles(DiskCacheConfig(path=sys.argv[1], max_gb=300_000 / 2**30), MODEL)

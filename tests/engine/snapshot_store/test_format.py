@@ -27,7 +27,7 @@ from engine.snapshot_store.format import (
     snapshot_bytes,
     write_snapshot,
 )
-from tests.engine.processing.snapshots import MODEL, assert_same_arrays, assert_same_meta, digest_of, meta_of
+from tests.engine.snapshot_store.snapshots import MODEL, assert_same_arrays, assert_same_meta, digest_of, meta_of
 
 Arrays = dict[str, np.ndarray]
 

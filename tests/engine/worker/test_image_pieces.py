@@ -19,7 +19,7 @@ from engine.protocol import ImagePatches
 from engine.worker import loader
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.vision import VisionEncoder
-from tests.engine.driver import Driver
+from tests.support.driver import Driver
 
 
 @pytest.fixture(scope="module")

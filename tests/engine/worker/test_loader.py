@@ -18,7 +18,7 @@ from engine.protocol import EngineFailed
 from engine.worker import loader
 from engine.worker.model_runner import load_runner
 from engine.worker.vision import VisionEncoder
-from tests.tiny import Tiny, build
+from tests.support.tiny import Tiny, build
 
 DEMO = Path(loader.__file__).parents[1] / "demo_model"
 

@@ -25,7 +25,7 @@ from engine.processing.grammar import GrammarCompiler
 from engine.protocol import EngineRequest, FinishReason, GrammarSpec, SamplingParams, SparsePlan
 from engine.worker.model_runner import MLXRunner
 from engine.worker.snapshot import StateSnapshot
-from tests.engine.schedules import Execution, Schedule, Specimens
+from tests.support.schedules import Execution, Schedule, Specimens
 
 NUM_MORE_SCHEDULES = int(os.environ.get("ORCHARD_SCHEDULES", "0"))
 VOCAB = 512

@@ -16,8 +16,8 @@ from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import EngineFailed, EngineRequest, MemoryExceeded, SamplingParams
 from tests.engine.core.rows import EvictableBytes
-from tests.engine.driver import Driver
-from tests.engine.fakes import FakeRunner, answer
+from tests.support.driver import Driver
+from tests.support.fake_runner import FakeRunner, answer
 
 COSTS = MemoryCosts(
     base_bytes=10_000,

@@ -13,8 +13,8 @@ from engine.core.prefix_cache.cache import SnapshotNode
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.snapshot_store.files import SnapshotFiles
-from tests.engine.driver import Driver
-from tests.engine.fakes import BYTES_PER_TOKEN, STATE_BYTES, FakeRunner, answer
+from tests.support.driver import Driver
+from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, FakeRunner, answer
 
 CHUNK = 64
 COSTS = MemoryCosts(token_bytes=BYTES_PER_TOKEN, state_bytes=STATE_BYTES, layer_share=0.0)

@@ -18,8 +18,8 @@ from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import FinishReason, PromptOrigin
 from engine.snapshot_store.files import SnapshotFiles
 from tests.engine.core.prefix_cache.lending import Engine, following, request, tokens
-from tests.engine.fakes import BYTES_PER_TOKEN, STATE_BYTES, FakeSnapshot, answer
-from tests.engine.sparse_prompts import with_plan
+from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, FakeSnapshot, answer
+from tests.support.sparse_prompts import with_plan
 
 NUM_SEEDS = int(os.environ.get("ORCHARD_LOANS", "0")) or 12
 

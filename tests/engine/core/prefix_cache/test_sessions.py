@@ -11,8 +11,8 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import Boundary, EngineRequest, FinishReason, ImagePatches, PromptOrigin, SamplingParams
-from tests.engine.driver import Driver
-from tests.engine.fakes import BYTES_PER_TOKEN, STATE_BYTES, STOP, FakeRunner, answer
+from tests.support.driver import Driver
+from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, STOP, FakeRunner, answer
 
 SYSTEM = list(range(100, 140))
 QUESTION = list(range(200, 230))

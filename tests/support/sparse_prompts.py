@@ -14,8 +14,8 @@ from engine.core.spec_prefill.plan import ScoreRequest, fingerprint, make_plan, 
 from engine.protocol import Boundary, EngineRequest, SparsePlan
 from engine.worker.model_runner import MLXRunner
 from engine.worker.sampler import Sampler
-from tests.engine.conversations import LOGPROB_TOLERANCE, Answer, SharedSpecimens, Shelf, Stored
-from tests.engine.schedules import Specimens
+from tests.support.conversations import LOGPROB_TOLERANCE, Answer, SharedSpecimens, Shelf, Stored
+from tests.support.schedules import Specimens
 
 KINDS: dict[str, dict[str, Any]] = {
     "deep": {"layers": 4, "interval": 4, "agree": 0.3},

@@ -1,20 +1,26 @@
-"""The demo model's runner, loaded once for all tests of the engine, and requests for it."""
+"""Fixtures of all tests: the demo model's runner, loaded once, requests for it, and tiny checkpoints, built once.
+
+MLX and the tokenizers are imported by the first test that uses such a fixture.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from PIL import Image, ImageDraw
 
 from engine.config import EngineConfig
-from engine.core.batch import ModelRunner
-from engine.processing.images import ImagePreprocessor
-from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, ImagePatches, SamplingParams
-from engine.worker.model_runner import MLXRunner, load_runner
-from tests.engine.driver import Driver
-from tests.tiny import Tiny, build
+
+if TYPE_CHECKING:
+    from engine.core.batch import ModelRunner
+    from engine.processing.tokenizer import ChatTokenizer
+    from engine.worker.model_runner import MLXRunner
+    from tests.support.driver import Driver
+    from tests.support.tiny import Tiny
 
 DEMO = Path(__file__).parents[2] / "engine" / "demo_model"
 DRAFT = DEMO / "draft"  # a text-only model with plain attention
@@ -23,20 +29,26 @@ GREEDY = 0.0
 
 @pytest.fixture(scope="session")
 def runner() -> Iterable[MLXRunner]:
-    runner = load_runner(EngineConfig(), lambda progress: None)
-    yield runner
-    runner.close()
+    yield from _loaded(EngineConfig())
 
 
 @pytest.fixture(scope="session")
 def text_runner() -> Iterable[MLXRunner]:
-    runner = load_runner(EngineConfig(model=str(DRAFT)), lambda progress: None)
+    yield from _loaded(EngineConfig(model=str(DRAFT)))
+
+
+def _loaded(config: EngineConfig) -> Iterable[MLXRunner]:
+    from engine.worker.model_runner import load_runner
+
+    runner = load_runner(config, lambda progress: None)
     yield runner
     runner.close()
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> ChatTokenizer:
+    from engine.processing.tokenizer import ChatTokenizer
+
     return ChatTokenizer(DEMO)
 
 
@@ -65,6 +77,8 @@ def make_request(tokenizer: ChatTokenizer) -> Callable[..., EngineRequest]:
 
 @pytest.fixture(scope="session")
 def picture() -> Callable[..., ImagePatches]:
+    from engine.processing.images import ImagePreprocessor
+
     preprocessor = ImagePreprocessor(DEMO)
 
     def draw(colour: str, shape: str = "circle", size: tuple[int, int] = (128, 128)) -> ImagePatches:
@@ -79,6 +93,8 @@ def picture() -> Callable[..., ImagePatches]:
 
 @pytest.fixture
 def drive(runner: MLXRunner) -> Callable[..., Driver]:
+    from tests.support.driver import Driver
+
     def make(config: EngineConfig | None = None, on: ModelRunner = runner) -> Driver:
         return Driver(on, config)
 
@@ -87,7 +103,12 @@ def drive(runner: MLXRunner) -> Callable[..., Driver]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """tiny_model(**of tests.tiny.Tiny): a random checkpoint, built once per session. Copy it before changing it."""
+    """tiny_model(**of tests.support.tiny.Tiny): a random checkpoint, built once per session.
+
+    Copy it before changing it.
+    """
+    from tests.support.tiny import Tiny, build
+
     built: dict[Tiny, Path] = {}
 
     def make(**choices: Any) -> Path:

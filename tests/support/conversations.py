@@ -26,8 +26,8 @@ from engine.protocol import (
     TokenLogprobs,
 )
 from engine.worker.model_runner import MLXRunner
-from tests.engine.driver import Driver
-from tests.engine.schedules import Specimens
+from tests.support.driver import Driver
+from tests.support.schedules import Specimens
 
 MAX_STEPS = 3000
 MAX_TOKENS = 6

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.engine.schedules import Schedule, schedules
+from tests.support.schedules import Schedule, schedules
 
 NUM_SCHEDULES = int(os.environ.get("ORCHARD_SCHEDULES", "0"))
 

@@ -38,9 +38,9 @@ from engine.protocol import (
 )
 from engine.worker.loader import load
 from engine.worker.model_runner import MLXRunner
-from tests.engine.fakes import until
-from tests.faults import Faults, Faulty, Hanging
-from tests.tiny import TOKEN_IDS
+from tests.support.fake_runner import until
+from tests.support.faults import Faults, Faulty, Hanging
+from tests.support.tiny import TOKEN_IDS
 
 log = logging.getLogger("orchard.engine")
 
