@@ -24,7 +24,8 @@ from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.mtp import MTPHead
 from tests.benchmarks.tasks import RETRIEVAL, prompts
-from tests.engine import conversations, test_invariants
+from tests.properties import test_batch_invariants
+from tests.support import conversations
 from tests.support.conversations import Answer, cache_config, compare_logprobs, plain_tokens, random_traffic
 from tests.support.demo_model import DEMO, DRAFT
 from tests.support.driver import Driver, fix_prefill_costs
@@ -49,7 +50,7 @@ PENALISED = replace(SAMPLED, repetition_penalty=1.6, presence_penalty=0.5, frequ
 DRAFTS = conversations.DRAFTS
 
 
-class SparseBench(test_invariants.Bench):
+class SparseBench(test_batch_invariants.Bench):
     """Each specimen with its plan alone and without drafts is the truth, and a third of those are the oracle's."""
 
     def __init__(self, runner: MLXRunner, model_dir: Path):

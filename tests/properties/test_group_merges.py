@@ -5,7 +5,7 @@ import pytest
 from engine.core import admission
 from engine.core.memory.grouping import Grouping
 from engine.worker.decode import DecodeGroup
-from tests.engine.test_lent_conversations import Conversations, runners  # noqa: F401
+from tests.properties.test_lent_conversations import Conversations, runners  # noqa: F401
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.core.memory.budget import HEADROOM_SHARE
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
-from tests.engine.test_memory_books import Books, requests
+from tests.properties.test_memory_budget import Books, requests
 from tests.support.driver import Driver, fix_prefill_costs
 from tests.support.faults import Failing, Faults, Faulty
 
