@@ -7,7 +7,7 @@ from engine.config import EngineConfig
 from engine.core.batch import StepTime
 from engine.core.progress import FIRST_FACTOR, LATE_FACTOR, LOST_FACTOR, MIN_LATE_S, Progress, Work
 from engine.protocol import EngineRequest, SamplingParams
-from tests.engine.core.test_step import DeviceClock, TimedRunner
+from tests.engine.core.test_engine_core_steps import DeviceClock, TimedRunner
 from tests.support.driver import Driver
 from tests.support.fake_runner import STOP
 

@@ -11,8 +11,8 @@ from engine.config import EngineConfig
 from engine.core.batch import ImageLeft
 from engine.core.cost_model import CostModel
 from engine.protocol import Boundary, EngineRequest, FinishReason, ImagePatches, SamplingParams
-from tests.engine.core.test_poll import Inbox
-from tests.engine.core.test_step import DeviceClock, TimedRunner
+from tests.engine.core.test_engine_core_poll import Inbox
+from tests.engine.core.test_engine_core_steps import DeviceClock, TimedRunner
 from tests.support.driver import Driver
 from tests.support.fake_runner import STOP, answer
 
