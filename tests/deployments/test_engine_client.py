@@ -42,6 +42,7 @@ from engine.protocol import (
     Unavailable,
 )
 from tests.deployments.test_routing import FakeReplica, call, make_router
+from tests.support.clock import Clock
 
 REQUEST = ChatRequest("r", ({"role": "user", "content": "What is 12 + 30?"},), temperature=0)
 PLAN = Plan(EngineRequest("r", np.zeros(3, np.int32), SamplingParams(8), (2,)), Route.TEXT, "node-0")
@@ -455,14 +456,14 @@ def test_engine_without_a_planner_on_its_node_is_tried_last_and_then_waits_for_t
 
 
 def test_engine_that_refused_or_was_lost_is_chosen_last_for_a_while():
-    now = [0.0]
+    clock = Clock()
     graph = Graph(
         streams=[[task_error(Overloaded("full", 3.0))], [LAST], [LAST], [ActorDiedError()], [LAST], [LAST], [LAST]]
     )
 
     async def go() -> list[set[str]]:
-        client = graph.client(clock=lambda: now[0])
-        for now[0] in (0.0, 1.0, 5.0, 10.0, 40.0):
+        client = graph.client(clock=clock)
+        for clock.now_s in (0.0, 1.0, 5.0, 10.0, 40.0):
             await tokens(await client.start(REQUEST, Route.TEXT))
         return [set(choice.last) for choice in graph.choices]
 

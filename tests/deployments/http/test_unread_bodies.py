@@ -11,14 +11,7 @@ import pytest
 from deployments.http.errors import BodyTooLarge, BodyTooSlow
 from deployments.http.unread_bodies import BodyLimits, UnreadBodies, UnreadBody, read_body
 from engine.protocol import Overloaded
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -90,12 +83,12 @@ def test_slow_body_is_displaced_by_a_new_body_and_a_quick_body_is_not():
                 await body.receive(message(b"x" * num_bytes))
             with pytest.raises(Overloaded):
                 entered(stack, bodies)  # all are too young to tell
-            clock.now += 2
+            clock.advance(2)
             for displaced in (slower, slow):
                 entered(stack, bodies)
                 with pytest.raises(BodyTooSlow):
                     await displaced.receive(message(b"x"))
-            clock.now += 0.5
+            clock.advance(0.5)
             with pytest.raises(Overloaded):
                 entered(stack, bodies)
             await quick.receive(message(b"x"))
@@ -111,7 +104,7 @@ def test_displaced_body_fails_as_too_slow_while_waiting_for_data():
         with ExitStack() as stack:
             waiting = asyncio.ensure_future(entered(stack, bodies).receive(silent))
             await asyncio.sleep(0)
-            clock.now += 2
+            clock.advance(2)
             entered(stack, bodies)
             with pytest.raises(BodyTooSlow, match=r"0 bytes in 2.0 s; the minimum is 65536 bytes per second"):
                 await waiting
@@ -161,7 +154,7 @@ def test_a_body_above_the_rate_floor_may_take_as_long_as_it_needs():
 
         async def receive() -> Any:
             nonlocal num_left
-            clock.now += 1
+            clock.advance(1)
             num_left -= 1
             return {"type": "http.request", "body": b"x" * 11, "more_body": num_left > 0}
 

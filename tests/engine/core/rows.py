@@ -1,4 +1,4 @@
-"""Requests and a clock for the tests of the scheduler, and the way of a row into the batch."""
+"""Requests for the tests of the scheduler, and the way of a row into the batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from engine.core.request import Request, RequestState
 from engine.core.scheduler import Scheduler
 from engine.core.stats import Stats
 from engine.protocol import EngineRequest, SamplingParams
+from tests.support.clock import Clock
 
 STOP = 2
 
@@ -23,13 +24,6 @@ class EvictableBytes(NothingEvictable):
 
     snapshot_bytes: int = 0
     image_bytes: int = 0
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def spec(request_id: str, num_prompt: int = 4, max_tokens: int = 30, priority: int = 0, n: int = 1) -> EngineRequest:

@@ -16,7 +16,8 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.stats import Stats
 from engine.protocol import EngineRequest, SamplingParams
-from tests.engine.core.rows import Clock, finish_prefill, scheduler_of, spec, start, step_of
+from tests.engine.core.rows import finish_prefill, scheduler_of, spec, start, step_of
+from tests.support.clock import Clock
 from tests.support.driver import Driver
 from tests.support.fake_runner import FakeRunner, answer
 
@@ -32,10 +33,7 @@ def driver(budget: int, costs: MemoryCosts = COSTS, clock: Clock | None = None, 
     runner = FakeRunner()
     runner.costs, runner.memory_limit_bytes = costs, budget
     limits = {"memory": {"headroom_gb": 0}, "prefix_cache": {"enabled": False}} | config
-    driver = Driver(runner, EngineConfig.model_validate(limits))
-    if clock is not None:
-        driver.core.scheduler._clock = driver.core.scheduler._queue._clock = clock
-    return driver
+    return Driver(runner, EngineConfig.model_validate(limits), clock)
 
 
 class Evictables:
@@ -176,7 +174,7 @@ def test_a_request_that_never_fits_fails_when_the_engine_is_idle_and_the_next_is
     row = admit(scheduler, spec("runs", 20, 100))
     scheduler.add([Request(spec("never", 400, 10))])
     step_of(scheduler)
-    clock.now += 100
+    clock.advance(100)
     step_of(scheduler)
     scheduler.abort(row.spec.request_id)
     step_of(scheduler)
@@ -203,7 +201,7 @@ def test_preemption_and_eviction_together_admit_a_request_where_neither_is_enoug
         admit(scheduler, replace(spec(f"hog{i}", 28, 15), client="hog"))
     spare.evictable_bytes = scheduler.budget.free_bytes
     scheduler.add([Request(replace(spec("new", 100, 20), client="other"))])
-    clock.now += 6
+    clock.advance(6)
     assert [row.id for row in step_of(scheduler).prefill] == ["new/0"] and scheduler._stats.num_preempted == 1
 
 
@@ -214,7 +212,7 @@ def test_a_client_with_its_fair_share_of_rows_preempts_no_other():
         for i in range(num_rows):
             admit(scheduler, replace(spec(f"{client}{i}"), client=client))
     scheduler.add([Request(replace(spec("more"), client="share"))])
-    clock.now += 6
+    clock.advance(6)
     assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
 
 
@@ -224,9 +222,9 @@ def test_a_client_with_most_of_the_memory_is_preempted_for_other_clients_but_not
         scheduler = tight(10_000, clock=clock, max_running=8)
         admit(scheduler, replace(spec("big", 700, 100), client="big"))
         admit(scheduler, replace(spec("small", 20, 20), client="other"))
-        clock.now += 20  # 700 tokens take 0.7 s, as far as is known: the row has run for longer than 20 times that
+        clock.advance(20)  # 700 tokens take 0.7 s, as far as is known: the row has run for longer than 20 times that
         scheduler.add([Request(replace(spec("new", 300, 20), client=client))])
-        clock.now += 6
+        clock.advance(6)
         step_of(scheduler)
         assert scheduler._stats.num_preempted == displaced, client
 
@@ -236,9 +234,10 @@ def test_a_row_is_not_preempted_before_it_has_run_for_twenty_times_its_recompute
     scheduler = tight(10_000, clock=clock, max_running=8)
     admit(scheduler, replace(spec("big", 700, 100), client="big"))
     admit(scheduler, replace(spec("small", 20, 20), client="other"))
+    began_s = clock()
     scheduler.add([Request(replace(spec("new", 300, 20), client="other"))])
     for waited_s, num_preempted in ((13.9, 0), (14.1, 1)):
-        clock.now = Clock.now + waited_s
+        clock.now_s = began_s + waited_s
         step_of(scheduler)
         assert scheduler._stats.num_preempted == num_preempted, waited_s
 
@@ -263,7 +262,7 @@ def test_rows_are_not_preempted_where_that_would_not_free_enough_memory():
     for i in range(2):
         admit(scheduler, replace(spec(f"fair{i}", 500, 100), client="fair"))
     scheduler.add([Request(replace(spec("new", 1500, 100), client="new"))])
-    clock.now += 6
+    clock.advance(6)
     assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
 
 
@@ -290,14 +289,14 @@ def test_started_rows_make_progress_despite_a_steady_stream_of_new_clients():
         engine.core.add_request(request(f"long{i}", 50, 40_000, i, client="long"))
     for _ in range(300):
         engine.core.step()
-        clock.now += 0.05
+        clock.advance(0.05)
     num_others, seen = 0, {}
     for step in range(4000):
         while engine.core.scheduler.num_waiting < 6:
             engine.core.add_request(request(f"once{num_others}", 50, 40, client=f"once{num_others}"))
             num_others += 1
         engine.core.step()
-        clock.now += 0.05
+        clock.advance(0.05)
         if step == 2000:
             seen = {name: len(engine.tokens[name]) for name in ("long0", "long1", "long2", "long3")}
     assert num_others > 50 and all(len(engine.tokens[name]) > before for name, before in seen.items())
@@ -313,12 +312,12 @@ def test_a_prompt_preempted_before_its_first_token_still_times_out_in_the_queue(
     scheduler.add([new])
     assert list(step_of(scheduler).prefill) == [new]
     scheduler.update_prefill([new], PrefillOutput(16))
-    clock.now += 8
+    clock.advance(8)
     while not scheduler._stats.num_preempted:
         scheduler.update_decode({row.id: RowOutput((7,))})
         step_of(scheduler)
     assert not scheduler.take_expired()
-    clock.now += 3
+    clock.advance(3)
     step_of(scheduler)
     assert set(scheduler.take_expired()) == {"new/0"}, "11 s since it came"
 
@@ -339,7 +338,7 @@ def test_ageing_raises_one_request_of_a_priority_and_fairness_chooses_which():
     start(scheduler, spec("runs"))
     for name, priority, client in (("aged", 1, "a"), *((f"fresh{i}", 1, "b") for i in range(3)), ("urgent", 0, "c")):
         scheduler.add([Request(replace(spec(name, priority=priority), client=client))])
-        clock.now += 5.5 * (name == "aged")
+        clock.advance(5.5 * (name == "aged"))
     scheduler._shares.charge("a", num_prompt_tokens=5000)
     order = [one.request_id for one in scheduler.queue()]
     assert order == ["fresh0", "urgent", "fresh1", "fresh2", "aged"], "one of them, whichever it is"

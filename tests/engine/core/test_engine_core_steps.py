@@ -7,34 +7,25 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
+from tests.support.clock import Clock
 from tests.support.driver import Driver
 from tests.support.fake_runner import STOP, FakeRunner, answer
-
-
-class DeviceClock:
-    """Synthetic time: each call of the runner costs what `seconds` says."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class TimedRunner(FakeRunner):
     """A step of k drafts takes 10 * (1 + 0.1 k) ms, a prefill chunk 1 s per 1000 tokens."""
 
-    def __init__(self, clock: DeviceClock, **more: Any):
+    def __init__(self, clock: Clock, **more: Any):
         super().__init__(**more)
         self._clock = clock
 
     def decode(self, num_draft_tokens=0):
-        self._clock.now += 0.01 * (1 + 0.1 * num_draft_tokens)
+        self._clock.advance(0.01 * (1 + 0.1 * num_draft_tokens))
         return super().decode(num_draft_tokens)
 
     def prefill(self, rows, max_tokens):
         output = super().prefill(rows, max_tokens)
-        self._clock.now += output.num_tokens / 1000
+        self._clock.advance(output.num_tokens / 1000)
         return output
 
 
@@ -72,7 +63,7 @@ def test_fixed_drafts_stop_where_the_batch_is_too_large():
 
 
 def test_auto_speculation_keeps_drafting_where_drafts_pay():
-    clock = DeviceClock()
+    clock = Clock()
     runner = TimedRunner(clock, max_draft_tokens=3)
     driver = Driver(runner, config("auto"), clock)
     driver.run({0: [request("r", 600)]})
@@ -85,14 +76,14 @@ def test_auto_speculation_keeps_drafting_where_drafts_pay():
 
 
 def test_auto_speculation_stops_drafting_where_drafts_are_never_accepted():
-    clock = DeviceClock()
+    clock = Clock()
     runner = TimedRunner(clock, max_draft_tokens=3, accepts=lambda seed, position: False)
     Driver(runner, config("auto"), clock).run({0: [request("r", 1000)]})
     assert sum(k > 0 for k in drafts(runner)) < 80 and drafts(runner)[-100:] == [0] * 100
 
 
 def test_a_step_next_to_a_prefill_is_not_timed():
-    clock = DeviceClock()
+    clock = Clock()
     runner = TimedRunner(clock, max_draft_tokens=3)
     driver = Driver(runner, config("off", prefill_chunk_tokens_busy=16), clock)
     driver.run({0: [request("r", 70)], 5: [request("long", 1, num_prompt=900)]})
@@ -100,7 +91,7 @@ def test_a_step_next_to_a_prefill_is_not_timed():
 
 
 def test_a_slow_prefill_makes_the_chunks_smaller_while_rows_decode():
-    clock = DeviceClock()
+    clock = Clock()
     runner = TimedRunner(clock)
     limits = {"prefill_chunk_tokens_busy": 256, "scheduler": {"max_stall_s": 0.1}, "prefix_cache": {"enabled": False}}
     driver = Driver(runner, config("off", **limits), clock)
@@ -141,7 +132,7 @@ def test_a_failed_drop_ends_the_rows_and_the_step_continues_with_its_prompts():
 class BrokenRunner(TimedRunner):
     """Every decode step with at least `from_drafts` drafts fails."""
 
-    def __init__(self, from_drafts: int, clock: DeviceClock, **more: Any):
+    def __init__(self, from_drafts: int, clock: Clock, **more: Any):
         super().__init__(clock, **more)
         self._from_drafts = from_drafts
 
@@ -153,7 +144,7 @@ class BrokenRunner(TimedRunner):
 
 @pytest.mark.parametrize("num_prompt", [10, 5000])
 def test_decode_steps_that_always_fail_are_counted_although_prompts_still_succeed(num_prompt):
-    driver = Driver(BrokenRunner(0, DeviceClock()), config("off"))
+    driver = Driver(BrokenRunner(0, Clock()), config("off"))
     for i in range(4):
         driver.run({0: [request(f"r{i}", num_prompt=num_prompt)]})
         assert driver.finish[f"r{i}"] is FinishReason.ERROR
@@ -163,7 +154,7 @@ def test_decode_steps_that_always_fail_are_counted_although_prompts_still_succee
 
 
 def test_steps_with_drafts_that_always_fail_cost_one_batch_and_not_every_one():
-    clock = DeviceClock()
+    clock = Clock()
     driver = Driver(BrokenRunner(1, clock, max_draft_tokens=3), config("auto"), clock)
     for i in range(6):
         driver.run({0: [request(f"r{i}", 60)]})

@@ -12,7 +12,8 @@ from engine.core.batch import ImageLeft
 from engine.core.cost_model import CostModel
 from engine.protocol import Boundary, EngineRequest, FinishReason, ImagePatches, SamplingParams
 from tests.engine.core.test_engine_core_poll import Inbox
-from tests.engine.core.test_engine_core_steps import DeviceClock, TimedRunner
+from tests.engine.core.test_engine_core_steps import TimedRunner
+from tests.support.clock import Clock
 from tests.support.driver import Driver
 from tests.support.fake_runner import STOP, answer
 
@@ -25,7 +26,7 @@ NUM_PATCHES = 1000
 class SeeingRunner(TimedRunner):
     """A FakeRunner whose prompts have images; a block takes a time in proportion to the patches."""
 
-    def __init__(self, clock: DeviceClock, **more: Any):
+    def __init__(self, clock: Clock, **more: Any):
         super().__init__(clock, **more)
         self.blocks: dict[str, list[int]] = {}  # row id -> blocks left of each image
 
@@ -41,7 +42,7 @@ class SeeingRunner(TimedRunner):
         self._called("encode", rows[0].id, num_blocks)
         assert image is not None and 1 <= num_blocks <= image.num_blocks
         left[next(i for i, each in enumerate(left) if each)] -= num_blocks
-        self._clock.now += num_blocks * BLOCK_S * image.num_patches / NUM_PATCHES
+        self._clock.advance(num_blocks * BLOCK_S * image.num_patches / NUM_PATCHES)
 
     def prefill(self, rows, max_tokens):
         assert not rows[0].spec.images or self.next_image(rows) is None
@@ -63,7 +64,7 @@ def request(request_id: str, *images: ImagePatches, num_prompt: int = 20, max_to
 
 
 def driver_of(poll: Inbox | None = None, **config: Any) -> tuple[SeeingRunner, Driver]:
-    clock = DeviceClock()
+    clock = Clock()
     runner = SeeingRunner(clock)
     settings = {"mtp": "off", "prefix_cache": {"enabled": False}, **config}
     driver = Driver(runner, EngineConfig.model_validate(settings), clock, poll)

@@ -7,7 +7,8 @@ from engine.config import EngineConfig
 from engine.core.batch import StepTime
 from engine.core.progress import FIRST_FACTOR, LATE_FACTOR, LOST_FACTOR, MIN_LATE_S, Progress, Work
 from engine.protocol import EngineRequest, SamplingParams
-from tests.engine.core.test_engine_core_steps import DeviceClock, TimedRunner
+from tests.engine.core.test_engine_core_steps import TimedRunner
+from tests.support.clock import Clock
 from tests.support.driver import Driver
 from tests.support.fake_runner import STOP
 
@@ -42,7 +43,7 @@ class WatchedRunner(TimedRunner):
 
     core = None
 
-    def __init__(self, clock: DeviceClock, **more):
+    def __init__(self, clock: Clock, **more):
         super().__init__(clock, **more)
         self.seen: list[Work] = []
 
@@ -58,7 +59,7 @@ def request(request_id: str, num_prompt: int, max_tokens: int = 3) -> EngineRequ
 
 @pytest.fixture
 def watched() -> tuple[WatchedRunner, Driver]:
-    clock = DeviceClock()
+    clock = Clock()
     runner = WatchedRunner(clock)
     runner.step_times = [StepTime(1, 0, 0.01), StepTime(2, 0, 0.01)]
     driver = Driver(runner, EngineConfig.model_validate({"prefix_cache": {"enabled": False}}), clock)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.http.responses.store import OVERHEAD_BYTES, ResponseStore, StoredResponse, Turn
+from tests.support.clock import Clock
 
 
 def turn(num_bytes: int = OVERHEAD_BYTES) -> Turn:
@@ -48,15 +49,15 @@ def test_a_response_larger_than_the_store_is_not_kept():
 
 
 def test_a_response_is_dropped_some_time_after_its_last_use():
-    now = [0.0]
-    timed = store(ttl_s=10, clock=lambda: now[0])
+    clock = Clock(0.0)
+    timed = store(ttl_s=10, clock=clock)
     timed.add(stored("a"))
     timed.add(stored("b"))
-    now[0] = 9.0
+    clock.now_s = 9.0
     assert timed.get("", "a") is not None
-    now[0] = 11.0
+    clock.now_s = 11.0
     assert kept(timed, "a", "b") == ["a"]
-    now[0] = 30.0
+    clock.now_s = 30.0
     assert len(timed) == 0
 
 

@@ -16,6 +16,7 @@ from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import EngineFailed, EngineRequest, MemoryExceeded, SamplingParams
 from tests.engine.core.rows import EvictableBytes
+from tests.support.clock import Clock
 from tests.support.driver import Driver
 from tests.support.fake_runner import FakeRunner, answer
 
@@ -297,8 +298,8 @@ def test_a_snapshot_takes_no_memory_that_rows_have_reserved():
 
 
 def test_small_requests_overtake_one_that_waits_for_memory_only_for_a_limited_time():
-    now = [0.0]
-    tight = driver(budget=13_700, clock=lambda: now[0], scheduler={"ageing_s": 10})
+    clock = Clock()
+    tight = driver(budget=13_700, clock=clock, scheduler={"ageing_s": 10})
     tight.core.add_request(request("running", num_prompt=100, max_tokens=60))
     tight.core.step()
     for name, num_prompt in (("large", 120), ("small", 5)):
@@ -306,7 +307,7 @@ def test_small_requests_overtake_one_that_waits_for_memory_only_for_a_limited_ti
     assert tight.core.budget.shortfall_bytes(rows(request("large", 120, 8))) > 0
     tight.core.step()
     assert tight.tokens["small"] and not tight.tokens["large"], "it passes"
-    now[0] += 11
+    clock.advance(11)
     tight.core.add_request(request("late", 5, max_tokens=8))
     tight.core.step()
     assert not tight.tokens["late"] and not tight.tokens["large"], "nobody passes any more"

@@ -11,7 +11,8 @@ from engine.core.cost_model import GUESSED_S_PER_TOKEN
 from engine.core.request import Request, RequestState
 from engine.core.scheduler import Scheduler
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
-from tests.engine.core.rows import Clock, finish_prefill, out, rows_of, scheduler_of, spec, start, step_of
+from tests.engine.core.rows import finish_prefill, out, rows_of, scheduler_of, spec, start, step_of
+from tests.support.clock import Clock
 from tests.support.driver import Driver
 from tests.support.fake_runner import STOP, FakeRunner, answer
 
@@ -71,9 +72,9 @@ def test_a_restarted_prompt_is_preempted_only_after_a_wait_that_doubles_with_eac
         scheduler.add(urgent)
         wait_s = GUESSED_S_PER_TOKEN * (7000 if num_restarts == 2 else 5000) * 2 ** (num_restarts - 1)
         if num_restarts > 1:  # the first time it has no right to its place yet
-            clock.now += 0.9 * wait_s
+            clock.advance(0.9 * wait_s)
             assert not step_of(scheduler).drop
-            clock.now += 0.2 * wait_s
+            clock.advance(0.2 * wait_s)
         work = step_of(scheduler)
         assert work.drop == ["low/0"] and list(work.prefill) == urgent
         assert low[0].num_restarts == num_restarts
@@ -107,7 +108,7 @@ def test_waiting_long_does_not_make_a_request_urgent_enough_to_preempt():
     scheduler = scheduler_of("priority", clock, max_running=1)
     start(scheduler, spec("a", priority=1))
     scheduler.add(rows_of(spec("b", priority=1)))
-    clock.now += 1e6
+    clock.advance(1e6)
     assert not step_of(scheduler).prefill
 
 
@@ -136,7 +137,7 @@ def test_an_urgent_request_does_not_take_a_free_row_that_the_head_of_the_queue_w
     scheduler = scheduler_of("priority", clock, max_running=3)
     start(scheduler, spec("a", priority=0))
     scheduler.add(rows_of(spec("wide", n=3, priority=1)))
-    clock.now += 60
+    clock.advance(60)
     scheduler.add(rows_of(spec("late", priority=0)))
     assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
 
@@ -147,7 +148,7 @@ def test_a_preempted_row_waits_at_the_head_of_its_priority():
     [row] = start(scheduler, spec("a", priority=5))
     for name, priority in {"older equal": 5, "better": 4}.items():
         scheduler.add(rows_of(spec(name, priority=priority)))
-    clock.now += 1
+    clock.advance(1)
     scheduler.preempt(row)
     assert row.state is RequestState.WAITING and row.num_prefilled == 0
     order = [waiting.request_id for waiting in scheduler.queue()]
@@ -198,13 +199,13 @@ def test_a_row_that_waited_long_is_not_preempted_for_a_while():
         start(scheduler, spec("first", priority=-1))
         low = rows_of(spec("low", priority=3))
         scheduler.add(low)
-        clock.now += waited_s
+        clock.advance(waited_s)
         scheduler.abort("first")
         assert list(step_of(scheduler).prefill) == low
         finish_prefill(scheduler, low)
         scheduler.add(rows_of(spec("urgent")))
         assert bool(step_of(scheduler).prefill) == (waited_s < 5.0)
-        clock.now += 5.0
+        clock.advance(5.0)
         assert step_of(scheduler).prefill[0].spec.request_id == "urgent", "but not for ever"
 
 
@@ -219,7 +220,7 @@ def test_a_row_that_was_preempted_is_not_preempted_again_at_once():
     finish_prefill(scheduler, [poor])
     scheduler.add(rows_of(spec("urgent too")))
     assert not step_of(scheduler).prefill
-    clock.now += 5.0
+    clock.advance(5.0)
     assert step_of(scheduler).prefill and scheduler._stats.num_preempted == 2
 
 
@@ -230,7 +231,7 @@ def test_a_low_priority_row_finishes_under_a_stream_of_urgent_requests_with_few_
     for second in range(300):
         scheduler.add(rows_of(spec(f"urgent {second}", max_tokens=11)))
         for _ in range(10):
-            clock.now += 0.1
+            clock.advance(0.1)
             work = step_of(scheduler)
             scheduler.update_decode({row_id: out(8) for row_id in scheduler._running})
             if work.prefill:

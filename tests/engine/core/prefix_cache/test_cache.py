@@ -10,14 +10,14 @@ from tests.engine.core.prefix_cache.virtual_prompts import (
     STATE_BYTES,
     TOKEN_BYTES,
     Conversation,
-    VirtualClock,
     VirtualEngine,
     room,
 )
+from tests.support.clock import Clock
 
 
 def engine_with(num_bytes: int = sys.maxsize) -> VirtualEngine:
-    clock = VirtualClock()
+    clock = Clock(0.0)
     return VirtualEngine(PrefixCache(num_bytes, clock), clock)
 
 
@@ -86,7 +86,7 @@ def test_a_conversation_whose_last_snapshot_is_evicted_for_the_next_returns_once
     talk = engine.conversation(100)
     for _ in range(4):
         engine.turn(talk, 20)
-        engine.clock.now += 100
+        engine.clock.advance(100)
     assert engine.cache.counters.num_evicted == 3
     [entry] = engine.cache.entries()
     assert entry.num_tokens == 180 and entry.lineage.num_returns == 3
@@ -132,7 +132,7 @@ def test_a_rejected_snapshot_is_worth_more_when_its_conversation_returns():
     talks = [engine.conversation(100) for _ in range(3)]
     for talk in (*talks, *[talks[2]] * 2):
         engine.turn(talk, 0)
-        engine.clock.now += 10
+        engine.clock.advance(10)
     assert num_stored(engine, talks[2]) == 100 and num_stored(engine, talks[1]) == 100
 
 
@@ -212,7 +212,7 @@ def test_the_price_is_the_seconds_that_eviction_is_expected_to_cost_and_evicts_n
     assert engine.cache.price(engine.cache.num_bytes) == pytest.approx(60 + 90)
     assert engine.cache.price(engine.cache.num_bytes + 1) == math.inf and engine.cache.price(0) == 0
     assert engine.cache.num_in_memory == 2
-    engine.clock.now += 86400
+    engine.clock.advance(86400)
     assert engine.cache.price(1) < 1, "it has not come back for a day"
 
 

@@ -5,13 +5,14 @@ import random
 import pytest
 
 from engine.core.prefix_cache.cache import PrefixCache
-from tests.engine.core.prefix_cache.virtual_prompts import LOADS, VirtualClock, VirtualEngine, room, seconds
+from tests.engine.core.prefix_cache.virtual_prompts import LOADS, VirtualEngine, room, seconds
+from tests.support.clock import Clock
 
 
 def run(name: str, by_value: bool = True, seed: int = 7) -> VirtualEngine:
     """Where nothing costs any seconds, all snapshots are worth the same, and the least recently used is evicted."""
     num_bytes, load = LOADS[name]
-    clock = VirtualClock()
+    clock = Clock(0.0)
     cache = PrefixCache(num_bytes, clock, seconds if by_value else lambda start, end: 0.0)
     engine = VirtualEngine(cache, clock, rng=random.Random(seed))
     load(engine)
@@ -55,12 +56,12 @@ def test_prompts_that_are_never_seen_again_cost_the_live_conversations_next_to_n
 
 
 def test_a_new_conversation_is_stored_within_three_turns_after_an_old_one_has_ended():
-    clock = VirtualClock()
+    clock = Clock(0.0)
     engine = VirtualEngine(PrefixCache(room(3.3, 620), clock, seconds), clock)
     live = [engine.conversation(600) for _ in range(3)]
     for i in range(30):
         engine.turn(live[i % 3], 1)
-        clock.now += 20
+        clock.advance(20)
     live[0] = engine.conversation(600)
     computed = [[engine.turn(conversation, 1) for conversation in live] for _ in range(6)]
     assert all(new < 10 for new, *_ in computed[3:])

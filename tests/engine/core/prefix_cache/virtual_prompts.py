@@ -10,6 +10,7 @@ import numpy as np
 from engine.core.prefix_cache.cache import CacheEntry, PrefixCache
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import Boundary, PromptOrigin
+from tests.support.clock import Clock
 
 TOKEN_BYTES = 68 * 100
 """KiB of keys and values per 100 tokens of a 27B model; a token here stands for 100."""
@@ -18,14 +19,6 @@ STATE_BYTES = 147 * 1024
 SECONDS_PER_TOKEN = 0.4
 
 EMPTY = np.empty(0, np.int32)
-
-
-class VirtualClock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def seconds(start: int, end: int) -> float:
@@ -80,7 +73,7 @@ class VirtualEngine:
     """Takes prompts in one after the other, as PrefixCacheSessions does. num_computed, computed_s: of all prompts."""
 
     cache: PrefixCache
-    clock: VirtualClock
+    clock: Clock
     num_prompts: int = 0
     num_computed: int = 0
     computed_s: float = 0.0
@@ -121,7 +114,7 @@ class VirtualEngine:
     def _compute(self, start: int, end: int) -> None:
         self.num_computed += end - start
         self.computed_s += seconds(start, end)
-        self.clock.now += seconds(start, end)
+        self.clock.advance(seconds(start, end))
 
     def _take(self, key: PromptKey, boundary: Boundary, base: Any, digest: str | None) -> tuple[Any, str | None]:
         parent = self.cache.get(digest)
@@ -160,7 +153,7 @@ def circle(
         for _ in range(num_rounds):
             for agent in agents:
                 engine.turn(agent, growth, generation)
-                engine.clock.now += 20 * engine.rng.uniform(1 - jitter, 1 + jitter)
+                engine.clock.advance(20 * engine.rng.uniform(1 - jitter, 1 + jitter))
 
     return load
 
@@ -170,9 +163,9 @@ def scan(engine: VirtualEngine) -> None:
     live = [engine.conversation(600) for _ in range(2)]
     for i in range(60):
         engine.turn(live[i % 2], 5)
-        engine.clock.now += 20
+        engine.clock.advance(20)
         engine.turn(engine.conversation(400), 0)
-        engine.clock.now += 5
+        engine.clock.advance(5)
 
 
 def succession(engine: VirtualEngine) -> None:
@@ -182,7 +175,7 @@ def succession(engine: VirtualEngine) -> None:
         if i % 30 == 29:
             live[(i // 30) % 3] = engine.conversation(600)
         engine.turn(live[i % 3], 1)
-        engine.clock.now += 20 * engine.rng.uniform(0.5, 1.5)
+        engine.clock.advance(20 * engine.rng.uniform(0.5, 1.5))
 
 
 def shared_system(engine: VirtualEngine) -> None:
@@ -195,7 +188,7 @@ def shared_system(engine: VirtualEngine) -> None:
         engine.turn(conversation, 10)
         if turns > 1:
             live.append((conversation, turns - 1))
-        engine.clock.now += 5
+        engine.clock.advance(5)
 
 
 def zipf(engine: VirtualEngine, exponent: float = 1.0, num_turns: int = 1000) -> None:
@@ -204,7 +197,7 @@ def zipf(engine: VirtualEngine, exponent: float = 1.0, num_turns: int = 1000) ->
     weights = [1 / (i + 1) ** exponent for i in range(300)]
     for conversation in engine.rng.choices(conversations, weights, k=num_turns):
         engine.turn(conversation, 1 if len(conversation.token_ids) < 100 else 0)
-        engine.clock.now += engine.rng.expovariate(1 / 3)
+        engine.clock.advance(engine.rng.expovariate(1 / 3))
 
 
 def people(engine: VirtualEngine) -> None:
@@ -216,13 +209,13 @@ def people(engine: VirtualEngine) -> None:
     for _ in range(800):
         events.sort()
         at, person = events.pop(0)
-        engine.clock.now = max(engine.clock.now, 1000 + at)
+        engine.clock.now_s = max(engine.clock.now_s, at)
         if person not in talks or talks[person][1] == 0:
             talks[person] = [engine.conversation(engine.rng.randint(60, 300), system), engine.rng.randint(1, 20)]
         engine.turn(talks[person][0], engine.rng.randint(2, 20), 3)
         talks[person][1] -= 1
         pause = engine.rng.lognormvariate(4, 1.2) * (20 if talks[person][1] == 0 else 1)
-        events.append((engine.clock.now - 1000 + pause, person))
+        events.append((engine.clock.now_s + pause, person))
 
 
 LOADS: dict[str, tuple[int, Load]] = {
