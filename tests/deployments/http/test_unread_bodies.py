@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 from contextlib import ExitStack
 from typing import Any
 
+import httpx
 import pytest
 
 from deployments.http.errors import BodyTooLarge, BodyTooSlow
@@ -236,3 +237,34 @@ def test_the_configured_limits_hold_for_requests(connect: Any, backend: Any, con
 def test_max_unread_bytes_below_max_body_bytes_is_refused(make_app: Any):
     with pytest.raises(ValueError, match="max_unread_bytes is 2000: it must be at least max_body_bytes, 4000"):
         make_app(max_unread_bytes=2000, max_body_bytes=4000)
+
+
+def test_body_one_byte_above_the_limit_is_a_413(send, make_app):
+    app = make_app(max_body_bytes=1024)
+    for num_bytes, status in [(1024, 400), (1025, 413)]:
+        response = send("POST", "/v1/chat/completions", app=app, content=b" " * num_bytes)
+        assert response.status_code == status
+    assert "1025" in response.json()["error"]["message"]
+    assert "1024" in response.json()["error"]["message"]
+    assert response.headers["x-request-id"]
+
+
+def test_a_body_without_a_length_is_stopped_when_it_passes_the_limit(make_app):
+    num_sent = 0
+
+    async def endless():
+        nonlocal num_sent
+        for _ in range(1000):
+            num_sent += 512
+            yield b" " * 512
+
+    async def talk():
+        transport = httpx.ASGITransport(make_app(max_body_bytes=1024))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            headers = {"Content-Type": "application/json"}
+            return await client.post("/v1/chat/completions", content=endless(), headers=headers)
+
+    response = asyncio.run(talk())
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "request_too_large"
+    assert num_sent < 3000
