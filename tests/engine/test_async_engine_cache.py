@@ -51,8 +51,8 @@ def test_the_status_and_clearing_are_answered_between_steps():
 
 def test_a_failed_status_query_does_not_harm_the_engine(monkeypatch):
     async def test(engine: AsyncEngine) -> None:
-        assert engine._core is not None
-        monkeypatch.setattr(engine._core.prefix, "status", lambda: 1 / 0)
+        assert engine._thread.worker is not None
+        monkeypatch.setattr(engine._thread.worker.prefix, "status", lambda: 1 / 0)
         with pytest.raises(EngineFailed, match="ZeroDivisionError"):
             await engine.cache_status()
         assert await ask(engine, request("a"), request("b")) == [0, 50]
@@ -119,11 +119,12 @@ def test_an_engine_shut_down_while_it_prefills_pinned_prompts_stays_stopped():
     async def main() -> None:
         config = EngineConfig.model_validate(pins("You sell fruit.", "You are a poet."))
         engine = AsyncEngine(config, lambda config, progress: words_runner())
-        await until(lambda: engine._core is not None)
+        await until(lambda: engine._thread.worker is not None)
         await engine.shutdown()
         with pytest.raises(EngineFailed, match="shut down"):
             await engine.wait_ready()
-        await asyncio.wait({engine._warming})
+        assert engine._thread._warming is not None
+        await asyncio.wait({engine._thread._warming})
         assert engine.status().state == "stopped"
 
     asyncio.run(main())

@@ -71,7 +71,7 @@ def test_a_grammar_that_is_being_compiled_does_not_keep_heartbeats_back(monkeypa
             await compiled.wait()
             return []
 
-        monkeypatch.setattr(engine, "_matchers", compile_slowly)
+        monkeypatch.setattr(engine._grammars, "matchers", compile_slowly)
         stream = engine.generate(request(max_tokens=3), PERIOD_S)
         assert [await anext(stream) for _ in range(3)] == [HEARTBEAT] * 3
         compiled.set()
@@ -91,7 +91,7 @@ def test_a_failed_grammar_compile_after_heartbeats_ends_the_stream_and_leaves_no
             await failing.wait()
             raise ZeroDivisionError
 
-        monkeypatch.setattr(engine, "_matchers", fail)
+        monkeypatch.setattr(engine._grammars, "matchers", fail)
         stream = engine.generate(request(), PERIOD_S)
         assert await anext(stream) == HEARTBEAT
         failing.set()

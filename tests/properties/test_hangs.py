@@ -171,7 +171,7 @@ def test_a_hanging_status_query_is_handled_like_a_hanging_step(bench: Bench, mon
     other = bench.another(step_timeout_s=STEP_TIMEOUT_S)
 
     async def test() -> None:
-        core = other.engine._core
+        core = other.engine._thread.worker
         assert core is not None
         monkeypatch.setattr(core.prefix, "status", lambda: hang())
         asked = asyncio.create_task(other.engine.cache_status())

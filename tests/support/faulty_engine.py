@@ -25,6 +25,7 @@ from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
 from engine.core.request import Matcher
 from engine.core.scheduler import Chunks
+from engine.grammar_compilers import GrammarCompilers
 from engine.protocol import (
     Boundary,
     EngineRequest,
@@ -77,21 +78,30 @@ def faulty_runner(runner: Any, faults: Faults) -> ModelRunner:
     return seen
 
 
-class FaultyEngine(AsyncEngine):
-    """Further seams: `submit` (a request is about to enter the device thread's queue), `masks` and `advance` (of a
-    row's grammar), `publish`."""
+class FaultyGrammars(GrammarCompilers):
+    """Seams: `submit` (a request is about to enter the device thread's queue), `masks` and `advance` (of a row's
+    grammar)."""
 
-    def __init__(self, config: EngineConfig, faults: Faults, make_runner: RunnerFactory):
+    def __init__(self, config: EngineConfig, faults: Faults):
+        super().__init__(config)
         self.faults = faults
-        super().__init__(config, lambda config, progress: faulty_runner(make_runner(config, progress), faults))
 
-    async def _matchers(self, request: EngineRequest, core: EngineCore) -> list[Matcher]:
-        matchers = await super()._matchers(request, core)
+    async def matchers(self, request: EngineRequest, vocab_size: int) -> list[Matcher]:
+        matchers = await super().matchers(request, vocab_size)
         self.faults.at("submit", "before", [request.request_id])
         seams = {"masks": "masks", "advance": "advance"}
         names = [(request.request_id, f"{request.request_id}/{i}") for i in range(len(matchers))]
         wrapped: list[Any] = [Faulty(one, self.faults, seams, mine) for one, mine in zip(matchers, names, strict=True)]
         return wrapped
+
+
+class FaultyEngine(AsyncEngine):
+    """Further seams: those of FaultyGrammars, and `publish`."""
+
+    def __init__(self, config: EngineConfig, faults: Faults, make_runner: RunnerFactory):
+        self.faults = faults
+        super().__init__(config, lambda config, progress: faulty_runner(make_runner(config, progress), faults))
+        self._grammars = FaultyGrammars(config, faults)
 
     def _publish(self, chunks: Chunks) -> None:
         self.faults.around(super()._publish, "publish")(chunks)
@@ -347,12 +357,12 @@ class Bench:
         """What is held with an empty prefix cache, when the device thread has let go of the rest."""
         await until(lambda: self.is_idle(self.engine.status()), DEADLINE_S)
         await self.engine.clear_cache()
-        state = await self.engine._ask(_state)
+        state = await self.engine._thread.call(_state)
         for _ in range(LOOKS):  # what was dropped is given back in the next step
             if state == getattr(self, "state", state) and not state.has_work:
                 break
             await asyncio.sleep(0.05)
-            state = await self.engine._ask(_state)
+            state = await self.engine._thread.call(_state)
         return state
 
     async def check(self, request: EngineRequest, num_started: int, num_aborted: int = 0) -> None:

@@ -162,15 +162,15 @@ def test_masks_that_allow_every_token_leave_the_logits_untouched():
     requests = [row("a", [1], []), row("b", [1], [])]
     requests[0].matcher = Permissive()  # type: ignore[assignment]
     logits = mx.zeros((2, 3, VOCAB), mx.bfloat16)
-    assert apply_grammar_masks(requests, logits, [[8, 8]] * 2, {}) is logits
+    shaped, errors = apply_grammar_masks(requests, logits, [[8, 8]] * 2)
+    assert shaped is logits and not errors
 
 
 def test_masks_apply_to_their_own_rows_and_a_broken_matcher_fails_only_its_row():
     requests = [row("free", [1], []), row("masked", [1], []), row("broken", [1], [])]
     requests[1].matcher, requests[2].matcher = Only({1, 33}, {39}), Only(fails=True)
-    errors: dict[int, str] = {}
-    logits = mx.zeros((3, 3, VOCAB))
-    shaped = np.array(apply_grammar_masks(requests, logits, [[8, 8]] * 3, errors))
+    masked, errors = apply_grammar_masks(requests, mx.zeros((3, 3, VOCAB)), [[8, 8]] * 3)
+    shaped = np.array(masked)
     assert np.isfinite(shaped[[0, 2]]).all()
     assert [np.flatnonzero(np.isfinite(shaped[1, i])).tolist() for i in range(2)] == [[1, 33], [39]]
     assert np.isfinite(shaped[1, 2]).all(), "behind a forbidden draft nothing is masked"
