@@ -95,6 +95,7 @@ class Selection:
     """released: slots that were given back because their call was never sent."""
 
     node_id: str
+    replica_id: str = "scorer"
     released: list[str] = field(default_factory=list)
 
     async def _release_slot(self, *, force: bool = False) -> None:

@@ -15,7 +15,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 
-from deployments import engine_client, engine_stream
+from deployments import engine_stream, replica_calls
 from deployments.engine_client import EngineClient, failure_of
 from deployments.engine_stream import EngineStream
 from deployments.model_replica import ModelReplica
@@ -655,8 +655,8 @@ def test_plan_is_not_waited_for_when_its_node_is_lost():
         return await tokens(await graph.client().start(REQUEST, Route.TEXT))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_client, "running_nodes", lambda handle: set(nodes))
-        patch.setattr(engine_client.while_running, "__defaults__", (0.01, 0.05))
+        patch.setattr(replica_calls, "running_nodes", lambda handle: set(nodes))
+        patch.setattr(replica_calls.while_running, "__defaults__", (0.01, 0.05))
         assert run(go) == [3]
 
 
@@ -667,11 +667,11 @@ def test_planner_stopped_by_serve_may_finish_a_plan_in_the_grace_period():
             return "planned"
 
         work = asyncio.ensure_future(late())
-        return await engine_client.while_running(None, "node-0", work, period_s=0.01, grace_s=5)
+        return await replica_calls.while_running(None, "node-0", work, period_s=0.01, grace_s=5)
 
     seen = iter([{"node-0"}])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_client, "running_nodes", lambda handle: next(seen, set()))
+        patch.setattr(replica_calls, "running_nodes", lambda handle: next(seen, set()))
         assert run(go) == "planned"
 
 
