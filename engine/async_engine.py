@@ -15,7 +15,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.progress import Work
 from engine.core.request import Matcher
 from engine.core.request_check import check_plan, check_pooling, check_request
-from engine.core.scheduler import Chunks
+from engine.core.scheduler_output import Chunks
 from engine.core.stats import Stats
 from engine.device_thread import DeviceThread
 from engine.grammar_compilers import GrammarCompilers
