@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
 from engine.core.request_check import check_plan, check_pooling, check_request
-from engine.core.scheduler import Chunks
+from engine.core.scheduler_output import Chunks
 from engine.grammar_compilers import GrammarCompilers
 from engine.pinned_prompts import PinnedPrompts
 from engine.protocol import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 from engine import retry_after
 from engine.config import EngineConfig
 from engine.core.admission import Admission
-from engine.core.batch import NO_TOKEN, PrefillOutput, RowOutput, SchedulerOutput
+from engine.core.batch import NO_TOKEN, PrefillOutput, RowOutput
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
@@ -17,15 +17,13 @@ from engine.core.prefill import Prefill
 from engine.core.prefill_scheduler import NoPrefixes, PrefillScheduler, Prefixes
 from engine.core.request import Request, RequestState
 from engine.core.request_queue import QueueEntry, RequestQueue
+from engine.core.scheduler_output import Chunks, PreemptedRows, ReleasedRows, SchedulerOutput
 from engine.core.stats import Stats
 from engine.core.virtual_token_counter import VirtualTokenCounter
 from engine.protocol import FinishReason, QueuedRequest, TokenChunk
 
 MAX_SHOWN = 32
 """How many queued requests the status page lists."""
-
-Chunks = dict[str, TokenChunk]
-"""Row id -> the row's new tokens."""
 
 
 class Scheduler:
@@ -84,11 +82,7 @@ class Scheduler:
             prefixes,
             self._preemption,
         )
-        self._finished: list[str] = []  # finished rows that the runner has not dropped yet
-        self._drop: list[str] = []  # preempted rows, dropped at the beginning of the next step
-        self._expired: Chunks = {}  # final chunks of rows that expired or ran out of memory
-        self._completed: list[Request] = []  # rows with complete answers that the runner has not dropped yet
-        self._preempted: list[tuple[list[Request], int]] = []  # see take_preempted
+        self._released = ReleasedRows()
 
     @property
     def num_waiting(self) -> int:
@@ -106,7 +100,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue or self._running or self._finished or self._drop or self.prefills.in_progress)
+        return bool(self._queue or self._running or self._released.row_ids or self.prefills.in_progress)
 
     def queue(self) -> tuple[QueuedRequest, ...]:
         """Return the first MAX_SHOWN queued requests in the order in which they would be admitted now."""
@@ -152,11 +146,10 @@ class Scheduler:
         self._stats.num_preempted += 1
         self._requeue([row])
 
-    def take_finished(self) -> list[str]:
-        """Return the rows that have finished since the last call; the runner must drop them before it computes."""
-        gone, self._finished = self._finished, []
-        self._release(gone)
-        return gone
+    def take_released(self) -> ReleasedRows:
+        """Return the rows that have lost their place since the last call; they must be dropped before `schedule`."""
+        released, self._released = self._released, ReleasedRows()
+        return released
 
     def schedule(self, num_draft_tokens: int = 0) -> SchedulerOutput:
         """Decide the first half of a step: expiry, reservations, admission and merges of decode groups.
@@ -164,7 +157,6 @@ class Scheduler:
         Args:
             num_draft_tokens: Draft tokens that each decoding row verifies in this step.
         """
-        gone = self.take_finished()  # rows that a failed step has finished since the caller's own call
         self.budget.end_chunk()
         self._expire()
         self.prefills.begin_step(num_draft_tokens)
@@ -172,8 +164,7 @@ class Scheduler:
         if self._extend_rows():
             self._admit(may_preempt=True)
             merge = self._admission.merge_of_groups()
-        drop, self._drop = self._drop, []
-        return SchedulerOutput([*gone, *drop], bool(self._running), [] if merge is None else [merge])
+        return SchedulerOutput(self.take_released(), bool(self._running), merge)
 
     def next_prompt(self) -> Sequence[Request]:
         """Return the rows of the next prompt to advance in this step; empty if the step has no time or prompt left."""
@@ -183,25 +174,6 @@ class Scheduler:
             self._admit(may_preempt=False)
         prefill = self.prefills.choose()
         return () if prefill is None else tuple(prefill.rows)
-
-    def take_completed(self) -> list[Request]:
-        """Return the rows whose answers are complete since the last call. The runner still has them."""
-        completed, self._completed = self._completed, []
-        return completed
-
-    def take_preempted(self) -> list[tuple[list[Request], int]]:
-        """Return the rows preempted since the last call; the runner still has them.
-
-        Returns:
-            A prompt in progress as all of its rows with the number of computed tokens; a decoding row alone, with 0.
-        """
-        displaced, self._preempted = self._preempted, []
-        return displaced
-
-    def take_expired(self) -> Chunks:
-        """Return the final chunks of rows that expired in the queue or ran out of memory since the last call."""
-        ended, self._expired = self._expired, {}
-        return ended
 
     def update_decode(self, outputs: Mapping[str, RowOutput]) -> Chunks:
         """Give the rows their new tokens. Outputs of rows that are no longer running are discarded."""
@@ -245,9 +217,7 @@ class Scheduler:
 
     def fail_rows(self, error: str) -> Chunks:
         """Fail every decoding row after the runner was reset: a failed step may have touched any of them."""
-        failed = self._fail(list(self._running.values()), error, retry_after.STEP_FAILED_S)
-        self._release(list(failed))
-        return failed
+        return self._fail(list(self._running.values()), error, retry_after.STEP_FAILED_S)
 
     def fail_prefill(self, rows: Sequence[Request], error: str, retry_after_s: float | None = None) -> Chunks:
         """Fail the rows of a prompt in progress. retry_after_s: see TokenChunk."""
@@ -263,9 +233,8 @@ class Scheduler:
                 self._stats.num_expired += 1
                 self._remove(row)
                 chunk = TokenChunk((), FinishReason.EXPIRED, error, row.index)
-                self._expired[row.id] = replace(
-                    chunk, retry_after_s=self.expected_wait_s() or retry_after.STEP_FAILED_S
-                )
+                retry_after_s = self.expected_wait_s() or retry_after.STEP_FAILED_S
+                self._released.expired[row.id] = replace(chunk, retry_after_s=retry_after_s)
 
     def _extend_rows(self) -> bool:
         """Extend the reservations of rows that have used theirs up, the oldest row first, preempting others if needed.
@@ -277,7 +246,7 @@ class Scheduler:
         for row in list(self._running.values()):
             while row.id in self._running and self.budget.needs_more_slots(row) and not self._extend_row(row):
                 if len(self._running) == 1 and not self.prefills.in_progress:
-                    self._expired |= self._fail_out_of_memory([row], self.budget.extend(row))
+                    self._released.expired |= self._fail_out_of_memory([row], self.budget.extend(row))
                 else:
                     victim = self._preemption.choose_for_growth(self.prefills.in_progress)
                     keeps &= not isinstance(victim, Prefill)
@@ -305,22 +274,14 @@ class Scheduler:
 
     def _requeue(self, rows: Sequence[Request], arrived_s: float | None = None) -> None:
         """Requeue preempted rows. Their memory is released now, so the runner must drop them first in the next step."""
-        is_decoding, num_computed = rows[0].state is RequestState.RUNNING, rows[0].num_prefilled
-        if is_decoding or num_computed:
-            self._preempted.append((list(rows), 0 if is_decoding else num_computed))
+        is_decoding = rows[0].state is RequestState.RUNNING
+        self._released.preempted.append(PreemptedRows(rows, None if is_decoding else rows[0].num_prefilled))
         for row in rows:
-            has_run = row.state is RequestState.RUNNING
-            row.num_charged = max(row.num_charged, row.num_prompt_tokens if has_run else row.num_prefilled)
+            row.num_charged = max(row.num_charged, row.num_prompt_tokens if is_decoding else row.num_prefilled)
             self._remove_running(row)
             row.state, row.num_prefilled = RequestState.WAITING, 0
-        row_ids = [self._finished.pop() for _ in rows]
-        self._release(row_ids)
-        self._drop += row_ids
+            self.budget.release(row.id)
         self._queue.requeue(rows, arrived_s)
-
-    def _release(self, row_ids: Sequence[str]) -> None:
-        for row_id in row_ids:
-            self.budget.release(row_id)
 
     def _fail_out_of_memory(self, rows: list[Request], missing: int) -> Chunks:
         """Fail the only request in the engine: its memory was checked on arrival and should have sufficed."""
@@ -338,13 +299,14 @@ class Scheduler:
         while (entry := admission.next_entry()) is not None:
             if not admission.reserve(entry):
                 if may_preempt and admission.is_idle:
-                    self._expired |= self._fail_out_of_memory(list(entry.rows), self.budget.shortfall_bytes(entry.rows))
+                    missing = self.budget.shortfall_bytes(entry.rows)
+                    self._released.expired |= self._fail_out_of_memory(list(entry.rows), missing)
                     return
                 entry = self._preempt_or_backfill(entry) if may_preempt else None
             if entry is None:
                 return
             self._start_prefill(entry)
-            if self._preempted:  # preempted rows cannot be admitted again before the runner has dropped them
+            if any(one.has_state for one in self._released.preempted):  # they must be dropped before they are admitted
                 return
 
     def _preempt_or_backfill(self, head: QueueEntry) -> QueueEntry | None:
@@ -387,7 +349,7 @@ class Scheduler:
         self._stats.num_finished += not is_failed
         self._remove(row)
         if not is_failed:
-            self._completed.append(row)
+            self._released.completed.append(row)
 
     def _finish_embedding(self, row: Request, output: RowOutput) -> TokenChunk:
         if output.embedding is None:
@@ -407,7 +369,11 @@ class Scheduler:
         }
 
     def _remove(self, row: Request) -> None:
-        self._remove_running(row)
+        if row.state is RequestState.WAITING:
+            self._queue.remove(row)
+        else:
+            self._remove_running(row)
+            self._released.finished.append(row)
         row.state = RequestState.FINISHED
         self._shares.closed(row.spec.client)
         rows = self._rows[row.spec.request_id]
@@ -416,11 +382,7 @@ class Scheduler:
             del self._rows[row.spec.request_id]
 
     def _remove_running(self, row: Request) -> None:
-        """Remove a row from the queue, the prompts in progress or the decode batch."""
-        if row.state is RequestState.WAITING:
-            self._queue.remove(row)
-            return
-        self._finished.append(row.id)
+        """Remove a row from the prompts in progress or the decode batch."""
         if row.state is RequestState.RUNNING:
             del self._running[row.id]
         else:

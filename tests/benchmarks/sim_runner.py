@@ -18,7 +18,7 @@ from engine.core.batch import SEGMENT_ARRAYS, ChunkTime, PrefillOutput, PromptCh
 from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request, RequestState
-from engine.core.scheduler import Chunks
+from engine.core.scheduler_output import Chunks
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams, TokenChunk
 from engine.snapshot_store.files import MAX_QUEUED_BYTES, SnapshotMeta
 from tests.support.clock import Clock

@@ -9,7 +9,7 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
-from engine.core.scheduler import Chunks
+from engine.core.scheduler_output import Chunks
 from engine.protocol import EngineRequest, FinishReason, TokenChunk
 
 

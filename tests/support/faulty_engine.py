@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
 from engine.core.request import Matcher
-from engine.core.scheduler import Chunks
+from engine.core.scheduler_output import Chunks
 from engine.grammar_compilers import GrammarCompilers
 from engine.protocol import (
     Boundary,

@@ -11,6 +11,7 @@ from engine.core.batch import PrefillOutput, RowOutput
 from engine.core.memory.evictable import NothingEvictable
 from engine.core.request import Request, RequestState
 from engine.core.scheduler import Scheduler
+from engine.core.scheduler_output import Chunks
 from engine.core.stats import Stats
 from engine.protocol import EngineRequest, SamplingParams
 from tests.support.clock import Clock
@@ -46,15 +47,24 @@ class Step:
     """What the scheduler has chosen for a step: drops, decoding, and the first chunk of a prompt."""
 
     drop: list[str]
+    expired: Chunks
     decode: bool
     prefill: Sequence[Request]
     max_prefill_tokens: int
 
 
 def step_of(scheduler: Scheduler, num_draft_tokens: int = 0) -> Step:
+    """Schedule a step, and free the memory of finished rows as EngineCore does."""
+    before = scheduler.take_released()
+    for row in before.finished:
+        scheduler.budget.release(row.id)
     work = scheduler.schedule(num_draft_tokens)
+    for row in work.released.finished:
+        scheduler.budget.release(row.id)
     rows = scheduler.next_prompt()
-    return Step(work.drop, work.decode, rows, scheduler.prefills.chunk_tokens(rows) if rows else 0)
+    drop = [*before.row_ids, *work.released.row_ids]
+    max_tokens = scheduler.prefills.chunk_tokens(rows) if rows else 0
+    return Step(drop, work.released.expired, work.decode, rows, max_tokens)
 
 
 def out(*token_ids: int, **more: Any) -> RowOutput:

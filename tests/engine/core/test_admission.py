@@ -177,8 +177,7 @@ def test_a_request_that_never_fits_fails_when_the_engine_is_idle_and_the_next_is
     clock.advance(100)
     step_of(scheduler)
     scheduler.abort(row.spec.request_id)
-    step_of(scheduler)
-    [(row_id, chunk)] = scheduler.take_expired().items()
+    [(row_id, chunk)] = step_of(scheduler).expired.items()
     assert row_id == "never/0" and "more bytes of memory; the budget is 3000 bytes" in (chunk.error or "")
     admit(scheduler, spec("next", 20, 10))
 
@@ -245,7 +244,7 @@ def test_a_row_is_not_preempted_before_it_has_run_for_twenty_times_its_recompute
 def test_eviction_that_cannot_free_enough_evicts_nothing_and_pinned_snapshots_stay():
     engine = driver(30_000, replace(COSTS, snapshot_slack=300), prefix_cache={"enabled": True, "max_gb": 1})
     engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
-    cache, spare = engine.core.prefix.cache, engine.core._spare
+    cache, spare = engine.core.prefix.cache, engine.core._evictable
     pinned = next(cache.entries())
     cache.pin(pinned)
     assert spare.pinned_bytes == cache.pinned_bytes + 300
@@ -315,11 +314,9 @@ def test_a_prompt_preempted_before_its_first_token_still_times_out_in_the_queue(
     clock.advance(8)
     while not scheduler._stats.num_preempted:
         scheduler.update_decode({row.id: RowOutput((7,))})
-        step_of(scheduler)
-    assert not scheduler.take_expired()
+        assert not step_of(scheduler).expired
     clock.advance(3)
-    step_of(scheduler)
-    assert set(scheduler.take_expired()) == {"new/0"}, "11 s since it came"
+    assert set(step_of(scheduler).expired) == {"new/0"}, "11 s since it came"
 
 
 def test_a_client_is_not_charged_again_for_recomputing_a_preempted_row():
