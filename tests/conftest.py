@@ -5,11 +5,23 @@ process keeps from running take ten times as long. Run alone, tests compute with
 """
 
 import os
+from pathlib import Path
+
+import pytest
 
 from deployments.serve_run.environment import set_defaults
+
+FOLDERS = {mark: Path(__file__).parent / folder for mark, folder in (("server", "e2e"), ("cluster", "cluster"))}
 
 set_defaults()
 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 pytest_plugins = ["tests.support.demo_model"]
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test that the commands in README.md would not find, as they name the folder of each mark."""
+    for mark, folder in FOLDERS.items():
+        lost = [item.nodeid for item in items if item.get_closest_marker(mark) and folder not in item.path.parents]
+        if lost:
+            raise pytest.UsageError(f"tests with the mark {mark} belong in {folder}: {lost}")

@@ -1,15 +1,35 @@
-"""One real server for most tests with the mark `server`, and a small one that is killed and stopped."""
+"""One real server for most tests with the mark `server`, and a small one that is killed and stopped.
+
+With `pytest -n 2 --dist loadgroup` the tests of the first server run beside those that start servers of their own.
+"""
 
 import gc
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.e2e.server import DRAIN_S, MAX_QUEUE, MAX_RUNNING, ORCHARD_SERVE, ServeRun, serve_run
+from tests.e2e.server import (
+    DRAIN_S,
+    MAX_QUEUE,
+    MAX_RUNNING,
+    ORCHARD_SERVE,
+    SPARSE_THRESHOLD,
+    ServeRun,
+    serve_run,
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of the one server in one process, which starts it once."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("one server"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,7 +51,7 @@ def server() -> Iterator[ServeRun]:
 
 @pytest.fixture(scope="session")
 def small_server() -> Iterator[ServeRun]:
-    """For the tests that kill its engine, and then for the one that stops it: `test_stopping` comes last.
+    """For the tests that kill its engine or its scorer, and then for the one that stops it: `test_stopping` is last.
 
     Started by `orchard serve`; the other one by `serve run`.
     """
@@ -39,6 +59,7 @@ def small_server() -> Iterator[ServeRun]:
     def make_it_small(config: dict[str, Any]) -> None:
         args = config["applications"][0]["args"]
         args["engine"].update(max_running=MAX_RUNNING, max_queue=MAX_QUEUE)
+        args["spec_prefill"]["threshold_tokens"] = SPARSE_THRESHOLD
         args["drain_timeout_s"] = DRAIN_S
 
     with serve_run(make_it_small, command=ORCHARD_SERVE) as server:

@@ -7,13 +7,15 @@ in multiples of what the loop's thread takes in the same run for the most expens
 import asyncio
 import gc
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from fastapi import FastAPI
 
 from deployments.http import request_reader
-from tests.deployments.http.conftest import Connection
+from deployments.http.app import create_app
+from deployments.http.config import HttpConfig
+from tests.deployments.http.conftest import Connection, FakeBackend
 from tests.deployments.http.worst_bodies import LIMIT, WORST_BODIES, parts_of
 
 INLINE_BODY = "8000 marks of messages"
@@ -46,8 +48,8 @@ async def inline_lag(app: FastAPI) -> float:
     return sorted(lag for lag, _ in lags[1:])[1]
 
 
-@pytest.fixture
-def freeze_garbage() -> Any:
+@pytest.fixture(scope="module", autouse=True)
+def freeze_garbage() -> Iterator[None]:
     """A collection looks at all objects of the tests, which a server does not have."""
     gc.collect()
     gc.freeze()
@@ -55,13 +57,32 @@ def freeze_garbage() -> Any:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def shared_backend() -> FakeBackend:
+    return FakeBackend()
+
+
+@pytest.fixture(scope="module")
+def shared_app(shared_backend: FakeBackend) -> FastAPI:
+    """Its processes read one body after the other, as those of a server; to start one takes a second."""
+    return create_app(shared_backend, HttpConfig(), frozenset({"image"}))
+
+
 @pytest.mark.parametrize("name", WORST_BODIES)
-def test_no_body_blocks_the_event_loop(make_app, freeze_garbage, name: str):
+def test_no_body_blocks_the_event_loop(
+    shared_app: FastAPI, shared_backend: FakeBackend, loop: asyncio.Runner, name: str
+):
     body = WORST_BODIES[name]()
     assert len(body) <= LIMIT
 
     async def talk() -> None:
-        app, lags = make_app(), []
+        app, lags = shared_app, []
         limit_s = MAX_RATIO * await inline_lag(app)
         for _ in range(NUM_TRIES):
             lag, connection = await lag_of(app, body)
@@ -72,10 +93,11 @@ def test_no_body_blocks_the_event_loop(make_app, freeze_garbage, name: str):
         lag_ms, limit_ms = min(lags) * 1000, limit_s * 1000
         pytest.fail(f"{len(body)} bytes held up the loop for {lag_ms:.0f} ms; the limit is {limit_ms:.0f} ms")
 
-    asyncio.run(talk())
+    loop.run(talk())
+    shared_backend.requests.clear()
 
 
-def test_lag_measurement_detects_a_body_read_on_the_event_loop(make_app, freeze_garbage, monkeypatch):
+def test_lag_measurement_detects_a_body_read_on_the_event_loop(make_app, monkeypatch):
     monkeypatch.setattr(request_reader, "MAX_INLINE_BYTES", LIMIT)
     monkeypatch.setattr(request_reader, "MAX_INLINE_MARKS", LIMIT)
 
