@@ -19,6 +19,7 @@ if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
 
 pytest_plugins = ["tests.support.demo_model"]
 
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse a test that the commands in README.md would not find, as they name the folder of each mark."""
     for mark, folder in FOLDERS.items():
