@@ -5,13 +5,13 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
 from engine import retry_after
 from engine.config import MIN_KEEP, EngineConfig, SpecPrefillConfig
-from engine.core.spec_prefill.plan import Scored, ScoreRequest, ScorerStatus, make_plan
+from engine.core.spec_prefill.plan import Scored, ScorerCounters, ScoreRequest, ScorerStatus, make_plan
 from engine.device_thread import DeviceThread
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer_match import why_different
@@ -24,18 +24,6 @@ STEP_TIMEOUT_S = 120.0
 
 ScorerFactory = Callable[[SpecPrefillConfig, EngineConfig, Publish], Scorer]
 """Creates the scorer on the device thread; the second argument configures how the draft is loaded."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counters, see ScorerStatus."""
-
-    num_scored: int = 0
-    num_scored_tokens: int = 0
-    num_reused_tokens: int = 0
-    num_cancelled: int = 0
-    num_refused: int = 0
-    num_failed: int = 0
 
 
 class AsyncDraftScorer:
@@ -66,7 +54,7 @@ class AsyncDraftScorer:
         self._open: dict[str, asyncio.Future[tuple[np.ndarray, int]]] = {}  # by unique key
         self._serial = itertools.count()
         self._scorer: Scorer | None = None
-        self._counts = Counts()
+        self._counts = ScorerCounters()
         self._state = "loading"
         self._error: str | None = None
         self._closing = False
@@ -119,7 +107,8 @@ class AsyncDraftScorer:
     def status(self) -> ScorerStatus:
         """Return the scorer's state and figures."""
         scorer = self._scorer
-        status = ScorerStatus(self._state, self.config.draft_model or "demo", error=self._error, **asdict(self._counts))
+        draft_model = self.config.draft_model or "demo"
+        status = ScorerStatus(state=self._state, draft_model=draft_model, error=self._error, **asdict(self._counts))
         if scorer is None:
             return status
         return replace(
