@@ -368,7 +368,7 @@ class AsyncEngine:
                 f"{status.num_rejected} snapshots were rejected; the limit of the cache is {status.max_bytes} bytes "
                 "(prefix_cache.max_gb)"
             )
-            reason = chunks[-1].error or status.off or refused
+            reason = chunks[-1].error or status.off_reason or refused
             raise EngineFailed(f"{request.request_id} ({len(request.token_ids)} tokens) cannot be pinned: {reason}")
 
     # On the device thread.

@@ -113,7 +113,7 @@ class SnapshotTree:
         """Return whether an entry or a descendant still needs the node's KV segment."""
         digest = node.entry.digest
         stored = self.evictable.get(digest) or self.pinned.get(digest)
-        return node in self._loose or (stored is node.entry and stored.node is node)
+        return node in self._loose or (stored is node.entry and node.entry.node is node)
 
     def entries_behind(self, node: SnapshotNode) -> set[CacheEntry]:
         """Return the entries in memory that need a node's KV segment, its own included."""
