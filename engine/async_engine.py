@@ -191,7 +191,7 @@ class AsyncEngine:
             EngineFailed: The engine is not ready.
         """
         return await self._thread.call(
-            lambda core: CachedPrefix(core.prefix.peek(request), core.runner.no_sparse, core.costs.prefill)
+            lambda core: CachedPrefix(core.prefix.lookup.peek(request), core.runner.no_sparse, core.costs.prefill)
         )
 
     async def cache_status(self) -> CacheStatus:

@@ -4,14 +4,14 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
 from engine import retry_after
 from engine.async_device_thread import AsyncDeviceThread, type_and_message
 from engine.config import MIN_KEEP, EngineConfig, SpecPrefillConfig
-from engine.core.spec_prefill.plan import Scored, ScoreRequest, ScorerStatus, make_plan
+from engine.core.spec_prefill.plan import Scored, ScorerCounters, ScoreRequest, ScorerStatus, make_plan
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer_match import why_different
 from engine.protocol import EngineFailed, InvalidRequest, OrchardError, Overloaded, ScoringTooSlow
@@ -23,18 +23,6 @@ STEP_TIMEOUT_S = 120.0
 
 ScorerFactory = Callable[[SpecPrefillConfig, EngineConfig, Publish], Scorer]
 """Creates the scorer on the device thread; the second argument configures how the draft is loaded."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counters, see ScorerStatus."""
-
-    num_scored: int = 0
-    num_scored_tokens: int = 0
-    num_reused_tokens: int = 0
-    num_cancelled: int = 0
-    num_refused: int = 0
-    num_failed: int = 0
 
 
 class AsyncDraftScorer:
@@ -62,7 +50,7 @@ class AsyncDraftScorer:
         self._make_scorer = make_scorer
         self._open: dict[str, asyncio.Future[tuple[np.ndarray, int]]] = {}  # by unique key
         self._serial = itertools.count()
-        self._counts = Counts()
+        self._counts = ScorerCounters()
         self._thread = AsyncDeviceThread("the scorer", self._make, self._end_prompts, describe=described)
         self._thread.start()
 
@@ -112,7 +100,8 @@ class AsyncDraftScorer:
     def status(self) -> ScorerStatus:
         """Return the scorer's state and figures."""
         scorer, error = self._thread.worker, self._thread.error
-        status = ScorerStatus(self._state, self.config.draft_model or "demo", error=error, **asdict(self._counts))
+        draft_model = self.config.draft_model or "demo"
+        status = ScorerStatus(state=self._state, draft_model=draft_model, error=error, **asdict(self._counts))
         if scorer is None:
             return status
         return replace(

@@ -61,7 +61,7 @@ class PinnedPrompts:
                 f"{status.num_rejected} snapshots were rejected; the limit of the cache is {status.max_bytes} bytes "
                 "(prefix_cache.max_gb)"
             )
-            reason = chunks[-1].error or status.off or refused
+            reason = chunks[-1].error or status.off_reason or refused
             raise EngineFailed(f"{request.request_id} ({len(request.token_ids)} tokens) cannot be pinned: {reason}")
 
     def progress(self, stats: Stats) -> float:

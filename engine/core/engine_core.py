@@ -72,12 +72,17 @@ class EngineCore:
         no_drafts = str(runner.capabilities.get("mtp", "the runner cannot draft"))
         self.costs = CostModel(runner.max_draft_tokens, runner.step_times, runner.chunk_times)
         self._speculation = SpeculationController(config.mtp, runner.max_draft_tokens, self.costs, no_drafts)
-        self.prefix = PrefixCacheSessions(config.prefix_cache, runner, self.stats, files, clock, self.costs)
-        self._evictable = EvictableMemory(self.prefix.cache, runner)
+        self.prefix = PrefixCacheSessions(
+            config.prefix_cache,
+            runner,
+            self.stats,
+            self.costs,
+            lambda: self.budget.free_bytes + self.prefix.cache.num_bytes,
+            files,
+            clock,
+        )
+        self._evictable = EvictableMemory(self.prefix.memory, runner)
         self.budget = make_memory_budget(config, runner, self._evictable)
-        self.prefix.cache.room = lambda: self.budget.free_bytes + self.prefix.cache.num_bytes
-        self.prefix.cache.seconds = self.costs.prompt_s
-        self.prefix.cache.read_seconds = self.costs.read_s
         self._max_stall_s = config.scheduler.max_stall_s
         self.scheduler = Scheduler(
             config,
@@ -86,7 +91,7 @@ class EngineCore:
             self.budget,
             self._evictable,
             self.costs,
-            self.prefix,
+            self.prefix.lookup,
             has_bursts=runner.no_bursts is None,
         )
         self.memory: dict[str, int] = self._memory()
@@ -181,9 +186,9 @@ class EngineCore:
             self.prefix.check_integrity()
 
     def _memory(self) -> dict[str, int]:
-        cache = self.prefix.cache
-        max_bytes = cache.max_bytes if self.prefix.off_reason is None else 0
-        cache_bytes = {"prefix_cache_bytes": cache.num_bytes, "prefix_cache_max_bytes": max_bytes}
+        num_bytes = self.prefix.cache.num_bytes
+        max_bytes = self.prefix.memory.max_bytes if self.prefix.off_reason is None else 0
+        cache_bytes = {"prefix_cache_bytes": num_bytes, "prefix_cache_max_bytes": max_bytes}
         return self.runner.memory() | cache_bytes
 
     def _next_prompt(self) -> Sequence[Request]:
@@ -197,7 +202,7 @@ class EngineCore:
         """Snapshot and publish what is left of rows that have lost their place, then drop them."""
         self._snapshot_preempted(released.preempted)
         for row in released.completed:
-            self.prefix.keep_answer(row)
+            self.prefix.snapshots.keep_answer(row)
             self._decoded_s = None  # the snapshot must not count as decode time
         if released.expired:
             self._publish(released.expired)
@@ -223,20 +228,20 @@ class EngineCore:
             self._release(self.scheduler.take_released())  # some may have completed their answers
         for one in preempted:
             if one.num_prefilled:
-                self.prefix.keep_prompt(one.rows, one.num_prefilled)
+                self.prefix.snapshots.keep_prompt(one.rows, one.num_prefilled)
             elif one.num_prefilled is None and one.rows[0].state is not RequestState.FINISHED:
-                self.prefix.keep_row(one.rows[0])
+                self.prefix.snapshots.keep_row(one.rows[0])
 
     def _drop(self, row_ids: list[str]) -> None:
         self.prefix.end(row_ids)
-        lent = self.prefix.returning(row_ids)
+        lent = self.prefix.returns.prepare(row_ids)
         try:
             self.runner.drop(row_ids, lent)
         except Exception as error:
             log.exception("dropping %s failed", ", ".join(row_ids))
             self._publish(self._fail_rows(f"dropping other rows failed: {type(error).__name__}"))
             self._drop_again(row_ids)
-        self.prefix.settle(row_ids)
+        self.prefix.returns.settle(row_ids)
 
     def _drop_again(self, row_ids: list[str]) -> None:
         """Retry a failed drop: the decode batch has been reset, but prompts in progress may remain."""
@@ -252,7 +257,7 @@ class EngineCore:
         failed = self.scheduler.fail_rows(error)
         for row_id in failed:
             self.budget.release(row_id)
-        self.prefix.settle(failed)
+        self.prefix.returns.settle(failed)
         return failed
 
     def _decode(self, num_draft_tokens: int, merge: GroupMerge | None) -> None:
@@ -333,7 +338,7 @@ class EngineCore:
         for chunk, output in zip(chunks, outputs, strict=True):
             prompt = rows if chunk.row is rows[0] else [chunk.row]
             published |= self.scheduler.update_prefill(prompt, output)
-            self.prefix.snapshot_boundary(prompt)
+            self.prefix.snapshots.take_at_boundary(prompt)
             if output.first is not None:
                 self.prefix.end([chunk.row.id])
         self.stats.num_bursts += len(chunks) > 1
@@ -378,7 +383,7 @@ class EngineCore:
 
     def _begin_prompt(self, rows: Sequence[Request]) -> bool:
         """Begin a prompt after its cached prefix, unless another prompt in progress will soon cache a longer one."""
-        if self.prefix.source_of(rows[0]) is not None:
+        if self.prefix.lookup.source_of(rows[0]) is not None:
             return False
         try:
             if self.prefix.begin(rows):

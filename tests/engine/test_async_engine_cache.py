@@ -38,7 +38,7 @@ def test_the_status_and_clearing_are_answered_between_steps():
     async def test(engine: AsyncEngine) -> None:
         assert await ask(engine, request("a"), request("b")) == [0, 50]
         status = await engine.cache_status()
-        assert (status.num_hits, status.num_misses, status.num_entries, status.off) == (1, 1, 1, None)
+        assert (status.num_hits, status.num_misses, status.num_entries, status.off_reason) == (1, 1, 1, None)
         cleared = await engine.clear_cache()
         assert (cleared.num_entries, cleared.num_bytes, cleared.num_files) == (1, status.num_bytes, 0)
         assert await ask(engine, request("c")) == [0]

@@ -320,7 +320,7 @@ def test_a_miss_tells_whether_its_snapshot_was_cleared_or_evicted(runner):
     driver = Driver(runner, cache_config(boundaries=("system",), max_gb=room))
     driver.run({0: requests[:2]})
     driver.run({0: [replace(requests[0], request_id="used")]})  # so that the other one goes
-    assert driver.core.prefix.cache.evict()
+    assert driver.core.prefix.memory.evict()
     driver.run({0: [replace(requests[0], request_id="still there")], 1: [replace(requests[1], request_id="evicted")]})
     assert Answer.of(driver, "still there").num_cached == 60
     told = driver.core.prefix.status().recent_misses[0]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.prefix_cache.sessions import MAX_UNUSED, PROBE_EVERY, AnswerStatistics
+from engine.core.prefix_cache.answer_statistics import MAX_UNUSED, PROBE_EVERY, AnswerStatistics
 from engine.protocol import EngineRequest
 from tests.support.conversations import plain_request, plain_tokens
 from tests.support.driver import Driver

@@ -138,7 +138,7 @@ STATUSES = (
         disk={"num_files": 2},
     ),
     CacheStatus(max_bytes=10, num_bytes=1, num_entries=1, num_misses=2, misses={"text": 2}),
-    CacheStatus(off="prefix_cache.enabled is false"),
+    CacheStatus(off_reason="prefix_cache.enabled is false"),
 )
 
 

@@ -117,7 +117,7 @@ def test_the_allocation_overhead_of_snapshots_counts_as_evictable():
     engine = driver(30_000, replace(COSTS, snapshot_slack=300), prefix_cache={"enabled": True, "max_gb": 1})
     engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
     cache, big = engine.core.prefix.cache, request("big", 10, 1720, 7)
-    held = cache.num_bytes + 300 * cache.num_in_memory
+    held = cache.num_bytes + 300 * cache.tree.num_in_memory
     assert cache.num_bytes < engine.core.budget.shortfall_bytes([Request(big)]) <= held, (
         "arrays alone would not suffice"
     )
@@ -245,12 +245,12 @@ def test_eviction_that_cannot_free_enough_evicts_nothing_and_pinned_snapshots_st
     engine = driver(30_000, replace(COSTS, snapshot_slack=300), prefix_cache={"enabled": True, "max_gb": 1})
     engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
     cache, spare = engine.core.prefix.cache, engine.core._evictable
-    pinned = next(cache.entries())
-    cache.pin(pinned)
-    assert spare.pinned_bytes == cache.pinned_bytes + 300
+    pinned = next(cache.index.entries())
+    cache.tree.pin(pinned)
+    assert spare.pinned_bytes == cache.tree.pinned_bytes + 300
     before = spare.num_bytes
     assert not spare.evict(spare.evictable_bytes + 1) and spare.num_bytes == before
-    assert spare.evict(spare.evictable_bytes) and [*cache.entries()] == [pinned] and spare.evictable_bytes == 0
+    assert spare.evict(spare.evictable_bytes) and [*cache.index.entries()] == [pinned] and spare.evictable_bytes == 0
 
 
 def test_rows_are_not_preempted_where_that_would_not_free_enough_memory():

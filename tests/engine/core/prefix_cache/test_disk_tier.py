@@ -115,7 +115,7 @@ def test_an_answer_is_written_when_the_kv_segments_in_front_of_it_are_returned(e
     spec = replace(request("a", SYSTEM, [1] * 60), sampling=SamplingParams(70, seed=1))
     engine.run({0: [spec]})
     engine.files.flush()
-    kinds = {entry.kind for entry in engine.core.prefix.cache.entries()}
+    kinds = {entry.kind for entry in engine.core.prefix.cache.index.entries()}
     assert {meta.kind for meta in engine.files.entries()} == kinds >= {"answer"}
 
 
@@ -182,7 +182,7 @@ def test_entries_of_evicted_files_are_pruned_and_the_next_miss_reports_the_evict
     for i in range(200):
         engine.cached(request(f"r{i}", [i * 50 + t for t in range(40)], [1] * 20))
     engine.core.prefix.cache.prune()
-    assert len(engine.core.prefix.cache) <= len(engine.files.entries()) + 4 < 100
+    assert len(engine.core.prefix.cache.index) <= len(engine.files.entries()) + 4 < 100
     miss = engine.cached(request("old", list(range(40)), [1] * 20))
     assert miss == [0] and engine.core.prefix.status().recent_misses[0].reason == "evicted"
 
@@ -229,8 +229,8 @@ def test_a_file_is_kept_when_its_parent_is_evicted_from_memory_while_it_is_read(
     engine.core.add_request(request("c", SYSTEM, [1] * 90))
     engine.core.step()
     cache = engine.core.prefix.cache
-    (turn,) = [entry for entry in cache.entries() if entry.num_tokens == 130]
-    system = cache.get(turn.parent)
+    (turn,) = [entry for entry in cache.index.entries() if entry.num_tokens == 130]
+    system = cache.index.get(turn.parent)
     assert system is not None
     cache.forget_memory(system)
     monkeypatch.undo()
@@ -311,7 +311,7 @@ def test_a_file_stored_behind_another_parent_is_read_back_behind_that_parent(eng
     one, other = engines(), engines()  # two processes with one directory
     one.cached(request("a", SYSTEM, [1] * 20))
     whole = [*SYSTEM, *[1] * 20]
-    other.core.prefix.cache.max_bytes = STATE_BYTES + 70 * BYTES_PER_TOKEN
+    other.core.prefix.memory.max_bytes = STATE_BYTES + 70 * BYTES_PER_TOKEN
     other.cached(request("b", whole[:20], whole[20:]))
     other.cached(request("c", [9] * 50, [1] * 5))
     assert other.cached(request("d", whole[:20], whole[20:])) == [60]

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.prefix_cache.cache import CacheEntry, PrefixCache
+from engine.core.prefix_cache.cache import PrefixCache
+from engine.core.prefix_cache.node import CacheEntry
 from engine.core.prefix_cache.prompt_key import PromptKey
+from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.protocol import Boundary, PromptOrigin
 from tests.support.clock import Clock
 
@@ -72,12 +74,16 @@ class Conversation:
 class VirtualEngine:
     """Takes prompts in one after the other, as PrefixCacheSessions does. num_computed, computed_s: of all prompts."""
 
-    cache: PrefixCache
+    memory: SnapshotMemory
     clock: Clock
     num_prompts: int = 0
     num_computed: int = 0
     computed_s: float = 0.0
     rng: random.Random = field(default_factory=lambda: random.Random(7))
+
+    @property
+    def cache(self) -> PrefixCache:
+        return self.memory.cache
 
     def new_tokens(self, num_tokens: int) -> np.ndarray:
         return np.array([self.rng.randrange(2**31 - 1) for _ in range(num_tokens)], np.int32)
@@ -93,7 +99,7 @@ class VirtualEngine:
 
     def take_in(self, key: PromptKey, boundaries: list[Boundary]) -> int:
         self.num_prompts += 1
-        entry = self.cache.match(key, len(key) - 1)
+        entry = self.cache.index.match(key, len(key) - 1)
         base = self.cache.use(entry) if entry is not None else None
         digest, start = (entry.digest, entry.num_tokens) if entry is not None else (None, 0)
         num_computed, done = len(key) - start, start
@@ -105,10 +111,10 @@ class VirtualEngine:
             base, digest = self._take(key, boundary, base, digest)
         self._compute(done, len(key))
         if base is not None:
-            self.cache.release(base)
+            self.cache.tree.release(base)
         if self.num_prompts % 20 == 0:
             assert (error := self.cache.integrity_error()) is None, error
-        assert self.cache.num_bytes <= self.cache.max_bytes
+        assert self.cache.num_bytes <= self.memory.max_bytes
         return num_computed
 
     def _compute(self, start: int, end: int) -> None:
@@ -117,19 +123,19 @@ class VirtualEngine:
         self.clock.advance(seconds(start, end))
 
     def _take(self, key: PromptKey, boundary: Boundary, base: Any, digest: str | None) -> tuple[Any, str | None]:
-        parent = self.cache.get(digest)
+        parent = self.cache.index.get(digest)
         num_own = boundary.num_tokens - (parent.num_tokens if parent is not None else 0)
         snapshot, prefix = VirtualSnapshot(num_own), key.prefix(boundary.num_tokens)
         num_bytes, prompt = snapshot.segment_bytes + snapshot.state_bytes, str(self.num_prompts)
-        if not self.cache.evict_for(num_bytes, base, prefix, boundary.kind, prompt):
+        if not self.memory.evict_for(num_bytes, base, prefix, boundary.kind, prompt):
             return base, digest
         now = self.clock()
         entry = CacheEntry(prefix.digest(), prefix, boundary.kind, digest, PromptOrigin(), False, now, now)
-        if not self.cache.store(entry, snapshot, base, prompt):
+        if not self.memory.store(entry, snapshot, base, prompt):
             return base, digest
         if base is not None:
-            self.cache.release(base)
-        return self.cache.hold(entry), entry.digest
+            self.cache.tree.release(base)
+        return self.cache.tree.hold(entry), entry.digest
 
 
 def room(num_conversations: float, num_tokens: int, system: int = 0) -> int:

@@ -18,7 +18,7 @@ from engine.protocol import Boundary, EngineFailed, InvalidRequest
 from engine.worker import memory
 from engine.worker.spec_prefill import reuse, scorer
 from engine.worker.spec_prefill.draft import Draft
-from engine.worker.spec_prefill.scorer import Publish, ScoreJob, Scorer, ScoreResult, boundaries
+from engine.worker.spec_prefill.scorer import Publish, ScoreJob, Scorer, ScoreResult
 from tests.engine.worker.spec_prefill.drafts import brute_force, load, prompt
 from tests.support.clock import Clock
 
@@ -462,17 +462,6 @@ def test_the_snapshot_that_a_prompt_continues_is_evicted_last(bench):
         one.score(f"{i}", prompt(500, seed=i))
     one.score("longer", np.concatenate([prompt(500, seed=0), prompt(900)]))
     assert one.outcomes["longer"].num_read == 1400 - 499
-
-
-def test_boundaries_too_close_together_get_no_snapshot():
-    def found(*cuts: int, num_tokens: int = 200) -> list[int]:
-        given = tuple(Boundary("turn", cut) for cut in cuts)
-        return [boundary.num_tokens for boundary in boundaries(request_of(prompt(num_tokens), boundaries=given))]
-
-    assert found() == [199] and found(50, 100) == [50, 100, 199]
-    assert found(10) == [199] and found(50, 60) == [50, 199] and found(190) == [190]
-    assert found(179, 190) == [179], "nor the end of the prompt in place of that of its turn"
-    assert found(num_tokens=16) == [] and found(num_tokens=1) == []
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 17])
