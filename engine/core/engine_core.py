@@ -18,6 +18,7 @@ from engine.core.prefix_cache.sessions import PrefixCacheSessions
 from engine.core.progress import Progress
 from engine.core.request import Matcher, Request, RequestState
 from engine.core.scheduler import Scheduler
+from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import Chunks, PreemptedRows, ReleasedRows
 from engine.core.speculation import SpeculationController
 from engine.core.stats import Stats
@@ -84,16 +85,16 @@ class EngineCore:
         self._evictable = EvictableMemory(self.prefix.memory, runner)
         self.budget = make_memory_budget(config, runner, self._evictable)
         self._max_stall_s = config.scheduler.max_stall_s
-        self.scheduler = Scheduler(
-            config,
-            self.stats,
-            clock,
-            self.budget,
-            self._evictable,
-            self.costs,
-            self.prefix.lookup,
+        context = SchedulerContext(
+            config=config,
+            clock=clock,
+            costs=self.costs,
+            budget=self.budget,
+            evictable=self._evictable,
+            prefixes=self.prefix.lookup,
             has_bursts=runner.no_bursts is None,
         )
+        self.scheduler = Scheduler(context, self.stats)
         self.memory: dict[str, int] = self._memory()
         self.speculation_status: dict[str, Any] = self._speculation.status()
         self.queue: tuple[QueuedRequest, ...] = ()
@@ -153,16 +154,16 @@ class EngineCore:
         Raises:
             MemoryExceeded: The request would not fit even with no other request in the engine.
         """
-        budget, limit = self.budget, self.budget.request_bytes - self.pinned_bytes
+        needs, limit = self.budget.needs, self.budget.needs.request_bytes - self.pinned_bytes
         rows = [Request(request, index) for index in range(request.num_choices)]
-        whole = budget.need(rows, whole=True)
-        if budget.min_bytes(whole) <= limit:
+        whole = needs.need(rows, whole=True)
+        if needs.min_bytes(whole) <= limit:
             return request
         num_prompt, num_output = whole.num_prompt, request.sampling.max_tokens
-        if request.pooling is None and (num_fitting := budget.max_answer_tokens(whole, num_output, limit)):
+        if request.pooling is None and (num_fitting := needs.max_answer_tokens(whole, num_output, limit)):
             return replace(request, sampling=replace(request.sampling, max_tokens=num_fitting))
-        num_tokens = budget.max_row_tokens(self.pinned_bytes)
-        raise MemoryExceeded(num_prompt, num_output, num_tokens, budget.min_bytes(whole), limit)
+        num_tokens = needs.max_row_tokens(self.pinned_bytes)
+        raise MemoryExceeded(num_prompt, num_output, num_tokens, needs.min_bytes(whole), limit)
 
     def free_evictable(self) -> None:
         """Evict all evictable memory, because the machine is short of memory."""
@@ -299,7 +300,7 @@ class EngineCore:
             can_wait = not self.scheduler.num_decoding and len(self.scheduler.prefills.in_progress) == 1
             copy_s = self._max_stall_s if self.scheduler.num_decoding else math.inf
             if not self.prefix.begin(rows, DISK_WAIT_S if can_wait else 0.0, copy_s):
-                self.scheduler.prefills.wait_for_disk(rows)
+                self.scheduler.prefills.in_progress.wait_for_disk(rows)
             elif rows[0].spec.images and (image := self.runner.next_image(rows)) is not None:
                 self._encode(rows, image, began_s, in_flight_s)
             elif max_tokens := self.scheduler.prefills.chunk_tokens(rows):
@@ -388,7 +389,7 @@ class EngineCore:
         try:
             if self.prefix.begin(rows):
                 return True
-            self.scheduler.prefills.wait_for_disk(rows)
+            self.scheduler.prefills.in_progress.wait_for_disk(rows)
         except Exception as error:
             self._prefill_failed(rows, error)
         return False
@@ -401,13 +402,13 @@ class EngineCore:
         row_ids = [row.id for row in rows]
         log.error("the shared prefill of %s failed; each prompt is prefilled alone", ", ".join(row_ids), exc_info=error)
         self.stats.num_failed_bursts += 1
-        self.scheduler.prefills.end_step()
+        self.scheduler.prefills.step.close()
         self.prefix.end(row_ids, failed=True)
         self._drop(row_ids)
-        self.scheduler.prefills.compute_alone(rows)
+        self.scheduler.prefills.in_progress.compute_alone(rows)
 
     def _prefill_failed(self, rows: Sequence[Request], error: Exception) -> None:
-        self.scheduler.prefills.end_step()
+        self.scheduler.prefills.step.close()
         self.prefix.end([rows[0].id], failed=True)
         if isinstance(error, InvalidRequest):  # the client's fault does not count towards max_failed_steps
             self._publish(self.scheduler.fail_prefill(rows, str(error)))

@@ -1,22 +1,17 @@
 """The life cycle of rows: queued, admitted, prefilling, decoding, preempted, finished. Pure; touches no array."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from engine import retry_after
-from engine.config import EngineConfig
 from engine.core.admission import Admission
 from engine.core.batch import NO_TOKEN, PrefillOutput, RowOutput
-from engine.core.cost_model import CostModel
-from engine.core.memory.budget import MemoryBudget
-from engine.core.memory.costs import MemoryCosts
-from engine.core.memory.evictable import Evictable, NothingEvictable
 from engine.core.memory.victims import Preemption, Victim
 from engine.core.prefill import Prefill
-from engine.core.prefill_scheduler import NoPrefixes, PrefillScheduler, Prefixes
+from engine.core.prefill_scheduler import PrefillScheduler
 from engine.core.request import Request, RequestState
 from engine.core.request_queue import QueueEntry, RequestQueue
+from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import Chunks, PreemptedRows, ReleasedRows, SchedulerOutput
 from engine.core.stats import Stats
 from engine.core.virtual_token_counter import VirtualTokenCounter
@@ -32,55 +27,28 @@ class Scheduler:
     Prompts are prefilled in chunks between the decode steps; several may be in progress.
 
     Args:
-        config: The engine's configuration.
+        context: What decisions depend on.
         stats: Counters to update.
-        clock: Returns monotonic seconds.
-        budget: The memory budget; by default every request costs 0 bytes.
-        evictable: Cached memory that may be evicted when a row needs it.
-        costs: Predicts seconds; `prefills` records measurements in it.
-        prefixes: Looks up cached prefixes of prompts; by default nothing is cached.
-        has_bursts: Whether several prompts can be computed in one forward.
 
     Attributes:
+        budget: The memory budget.
         prefills: The prompts in progress; chooses which of them advance in a step.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        stats: Stats,
-        clock: Callable[[], float] = time.monotonic,
-        budget: MemoryBudget | None = None,
-        evictable: Evictable | None = None,
-        costs: CostModel | None = None,
-        prefixes: Prefixes | None = None,
-        has_bursts: bool = False,
-    ):
-        costs, prefixes = costs or CostModel(), prefixes or NoPrefixes()
-        self._config = config
+    def __init__(self, context: SchedulerContext, stats: Stats):
+        self._config = context.config
+        self._clock = context.clock
+        self._evictable = context.evictable
+        self.budget = context.budget
         self._stats = stats
-        self._clock = clock
-        self._evictable = evictable or NothingEvictable()
-        self.budget = budget or MemoryBudget(MemoryCosts(), 0, config.memory.reserve_tokens)
         self._shares = VirtualTokenCounter()
-        self._queue = RequestQueue(config.scheduler, self._shares, clock)
+        self._queue = RequestQueue(context.config.scheduler, self._shares, context.clock)
         self._rows: dict[str, list[Request]] = {}  # request id -> its unfinished rows
         self._running: dict[str, Request] = {}  # row id -> decoding row, in the order of joining
-        self.prefills = PrefillScheduler(
-            config, costs, self.budget, self._running, self._evictable, prefixes, has_bursts
-        )
-        self._preemption = Preemption(config, self.budget, self._shares, self._running, costs)
+        self.prefills = PrefillScheduler(context, self._running)
+        self._preemption = Preemption(context, self._shares, self._running)
         self._admission = Admission(
-            config,
-            clock,
-            costs,
-            self.budget,
-            self._queue,
-            self._running,
-            self.prefills,
-            self._evictable,
-            prefixes,
-            self._preemption,
+            context, queue=self._queue, running=self._running, prefills=self.prefills, preemption=self._preemption
         )
         self._released = ReleasedRows()
 
@@ -96,7 +64,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Rows with reserved device memory: decoding or prefilling."""
-        return len(self._running) + self.prefills.num_rows
+        return len(self._running) + self.prefills.in_progress.num_rows
 
     @property
     def has_work(self) -> bool:
@@ -104,13 +72,13 @@ class Scheduler:
 
     def queue(self) -> tuple[QueuedRequest, ...]:
         """Return the first MAX_SHOWN queued requests in the order in which they would be admitted now."""
-        budget = self.budget
+        needs = self.budget.needs
         return tuple(
             QueuedRequest(
                 entry.rows[0].spec.request_id,
                 position,
                 len(entry.rows),
-                budget.min_bytes(budget.need(entry.rows)),
+                needs.min_bytes(needs.need(entry.rows)),
                 self._queue.waited_s(entry),
                 self._queue.expected_wait_s(position),
                 entry.has_output,
@@ -136,15 +104,29 @@ class Scheduler:
             self._stats.num_aborted += 1
             self._remove(row)
 
-    def preempt(self, row: Request) -> None:
-        """Preempt a decoding row: requeue it at the head of its priority class.
+    def preempt(self, victim: Victim) -> None:
+        """Preempt a decoding row or a prompt in progress: requeue its rows at the head of their priority class.
 
-        Its state is snapshotted where possible. Once it is admitted again, only tokens of its prompt and answer without
-        a stored state are computed again, and decoding continues after them.
+        Their state is snapshotted where possible. Once they are admitted again, only tokens of prompt and answer
+        without a stored state are computed again. Their memory is released now, so the runner must drop them before the
+        next forward.
         """
-        assert row.state is RequestState.RUNNING
-        self._stats.num_preempted += 1
-        self._requeue([row])
+        if isinstance(victim, Prefill):
+            rows, arrived_s = list(victim.rows), victim.entry.arrived_s
+            rows[0].num_restarts += rows[0].num_prefilled > 0 and not rows[0].num_cached
+            released = PreemptedRows(rows, rows[0].num_prefilled)
+        else:
+            assert victim.state is RequestState.RUNNING
+            rows, arrived_s, released = [victim], None, PreemptedRows([victim], None)
+        self._released.preempted.append(released)
+        self._stats.num_preempted += len(rows)
+        for row in rows:
+            num_computed = row.num_prompt_tokens if released.num_prefilled is None else row.num_prefilled
+            row.num_charged = max(row.num_charged, num_computed)
+            self._remove_running(row)
+            row.state, row.num_prefilled = RequestState.WAITING, 0
+            self.budget.release(row.id)
+        self._queue.requeue(rows, None if rows[0].output_token_ids else arrived_s)
 
     def take_released(self) -> ReleasedRows:
         """Return the rows that have lost their place since the last call; they must be dropped before `schedule`."""
@@ -157,7 +139,6 @@ class Scheduler:
         Args:
             num_draft_tokens: Draft tokens that each decoding row verifies in this step.
         """
-        self.budget.end_chunk()
         self._expire()
         self.prefills.begin_step(num_draft_tokens)
         merge = None
@@ -168,9 +149,9 @@ class Scheduler:
 
     def next_prompt(self) -> Sequence[Request]:
         """Return the rows of the next prompt to advance in this step; empty if the step has no time or prompt left."""
-        if self.prefills.is_step_over:
+        if self.prefills.step.is_over:
             return ()
-        if self.prefills.has_started_step:
+        if self.prefills.step.has_started:
             self._admit(may_preempt=False)
         prefill = self.prefills.choose()
         return () if prefill is None else tuple(prefill.rows)
@@ -205,7 +186,7 @@ class Scheduler:
 
     def _join(self, rows: Sequence[Request]) -> None:
         self.budget.release_prefill(rows[0])
-        keeps_place, now = self.prefills.complete(rows[0]).is_protected, self._clock()
+        keeps_place, now = self.prefills.in_progress.complete(rows[0]).is_protected, self._clock()
         for row in rows:
             if row.num_skipped and not row.output_token_ids:
                 self._stats.num_sparse += 1
@@ -213,7 +194,7 @@ class Scheduler:
             row.state, row.joined_s = RequestState.RUNNING, now
             row.keep_until_s = now + self._config.scheduler.ageing_s if keeps_place else 0.0
             self._running[row.id] = row
-        self.prefills.limit_step()
+        self.prefills.step.limit(self._config.scheduler.max_stall_s)  # rows decode now
 
     def fail_rows(self, error: str) -> Chunks:
         """Fail every decoding row after the runner was reset: a failed step may have touched any of them."""
@@ -248,44 +229,20 @@ class Scheduler:
                 if len(self._running) == 1 and not self.prefills.in_progress:
                     self._released.expired |= self._fail_out_of_memory([row], self.budget.extend(row))
                 else:
-                    victim = self._preemption.choose_for_growth(self.prefills.in_progress)
+                    victim = self._preemption.choose_for_growth(list(self.prefills.in_progress))
                     keeps &= not isinstance(victim, Prefill)
                     if isinstance(victim, Request):
                         victim.num_growth_preemptions += 1
-                    self._preempt(victim)
+                    self.preempt(victim)
         return keeps
-
-    def _preempt(self, victim: Victim) -> None:
-        if isinstance(victim, Prefill):
-            self._preempt_prefill(victim)
-        else:
-            self.preempt(victim)
 
     def _extend_row(self, row: Request) -> bool:
         missing = self.budget.extend(row)
         return not missing or (self._evictable.evict(missing) and not self.budget.extend(row))
 
-    def _preempt_prefill(self, prefill: Prefill) -> None:
-        """Preempt a prompt in progress: requeue it and keep the snapshots that it has stored."""
-        rows, arrived_s = list(prefill.rows), prefill.entry.arrived_s
-        rows[0].num_restarts += rows[0].num_prefilled > 0 and not rows[0].num_cached
-        self._stats.num_preempted += len(rows)
-        self._requeue(rows, None if rows[0].output_token_ids else arrived_s)
-
-    def _requeue(self, rows: Sequence[Request], arrived_s: float | None = None) -> None:
-        """Requeue preempted rows. Their memory is released now, so the runner must drop them first in the next step."""
-        is_decoding = rows[0].state is RequestState.RUNNING
-        self._released.preempted.append(PreemptedRows(rows, None if is_decoding else rows[0].num_prefilled))
-        for row in rows:
-            row.num_charged = max(row.num_charged, row.num_prompt_tokens if is_decoding else row.num_prefilled)
-            self._remove_running(row)
-            row.state, row.num_prefilled = RequestState.WAITING, 0
-            self.budget.release(row.id)
-        self._queue.requeue(rows, arrived_s)
-
     def _fail_out_of_memory(self, rows: list[Request], missing: int) -> Chunks:
         """Fail the only request in the engine: its memory was checked on arrival and should have sufficed."""
-        limit = self.budget.limit_bytes
+        limit = self.budget.needs.limit_bytes
         error = f"the request needs {missing} more bytes of memory; the budget is {limit} bytes"
         return self._fail(rows, error, retry_after.STEP_FAILED_S)
 
@@ -313,7 +270,7 @@ class Scheduler:
         """Return a request with reserved memory when the head does not fit: after preemption, or one that backfills."""
         entry, victims = self._admission.choose_victims(head)
         for victim in victims:
-            self._preempt(victim)
+            self.preempt(victim)
         if victims and self._admission.reserve(entry, may_wait=False):
             return entry
         return None if victims else self._admission.choose_backfill(head)
@@ -340,16 +297,13 @@ class Scheduler:
         self._stats.num_accepted += num_accepted
         error = "the highest logit is not finite" if reason is FinishReason.ERROR else None
         if reason is not None:
-            self._finish(row, is_failed=error is not None)
+            self._stats.num_failed += error is not None
+            self._stats.num_finished += error is None
+            self._remove(row)
+            if error is None:
+                self._released.completed.append(row)
         figures = output.num_drafted, num_accepted, row.num_cached, row.num_skipped
         return TokenChunk(new, reason, error, row.index, output.logprobs[: len(new)], *figures)
-
-    def _finish(self, row: Request, is_failed: bool) -> None:
-        self._stats.num_failed += is_failed
-        self._stats.num_finished += not is_failed
-        self._remove(row)
-        if not is_failed:
-            self._released.completed.append(row)
 
     def _finish_embedding(self, row: Request, output: RowOutput) -> TokenChunk:
         if output.embedding is None:
@@ -386,7 +340,7 @@ class Scheduler:
         if row.state is RequestState.RUNNING:
             del self._running[row.id]
         else:
-            self.prefills.remove(row)
+            self.prefills.in_progress.remove(row)
 
 
 def _appended(row: Request, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:

@@ -161,5 +161,5 @@ def test_a_tight_memory_limit_changes_no_token_of_a_burst(tiny):
     expected = alone(tiny, asked)
     driver = with_bursts(Driver(tiny))
     budget = driver.core.budget
-    budget.limit_bytes = budget.costs.base_bytes + 4 * budget.costs.chunk(64, 64)
+    budget.needs.limit_bytes = budget.costs.base_bytes + 4 * budget.costs.chunk(64, 64)
     assert driver.run({0: asked}) == expected

@@ -174,6 +174,6 @@ def test_an_embedding_may_fill_the_whole_context(tiny_model):
 
 def test_an_embedding_that_does_not_fit_in_memory_is_refused(tiny):
     core = Driver(tiny).core
-    core.budget.limit_bytes = core.budget.costs.base_bytes + 1
+    core.budget.needs.limit_bytes = core.budget.costs.base_bytes + 1
     with pytest.raises(MemoryExceeded):
         core.clamp_max_tokens(embedding_of("e", 64))

@@ -51,7 +51,7 @@ class Conversations:
         """Of an engine that has room for one row of so many tokens, beside the other models of this process."""
         ids = np.zeros(num_tokens, np.int32)
         budget = Driver(self.runner, self.config(None)).core.budget
-        alone = budget.min_bytes(budget.need([Request(EngineRequest("alone", ids, SamplingParams(1), ()))]))
+        alone = budget.needs.min_bytes(budget.needs.need([Request(EngineRequest("alone", ids, SamplingParams(1), ()))]))
         return (max(self.runner.active_bytes, budget.costs.base_bytes) + alone) / 2**30
 
     def config(self, limit_gb: float | None, **cache: bool) -> EngineConfig:

@@ -61,7 +61,7 @@ class Books:
         return max(peak, mx.get_active_memory()) - self._others  # without an allocation there is no peak
 
     def booked(self) -> int:
-        return self.budget.limit_bytes - self.budget.free_bytes - self.budget.unaccounted_bytes
+        return self.budget.needs.limit_bytes - self.budget.free_bytes - self.budget.unaccounted_bytes
 
     def run(self, requests: list[EngineRequest], aborted: tuple[str, ...] = ()) -> None:
         for request in requests:
@@ -172,9 +172,9 @@ def test_a_tight_memory_limit_delays_tokens_but_does_not_change_them(wide: MLXRu
     expected = Driver(wide).run({0: asked})
     memory = {"headroom_gb": 0, "reserve_tokens": 16}
     books = Books(wide, memory=memory, prefill_chunk_tokens=64).budget
-    needs = [books.need([Request(one)], whole=True) for one in asked]
+    needs = [books.needs.need([Request(one)], whole=True) for one in asked]
     row = max(wide.costs.rows(1, wide.costs.slots(need.num_tokens)) for need in needs)
-    limit = wide.costs.base_bytes + max(books.min_bytes(need) for need in needs) + row
+    limit = wide.costs.base_bytes + max(books.needs.min_bytes(need) for need in needs) + row
     tight = Books(wide, memory=memory | {"limit_gb": limit / 2**30}, prefill_chunk_tokens=64)
     tight.run(asked)
     assert dict(tight.driver.tokens) == expected

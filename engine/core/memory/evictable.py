@@ -34,18 +34,6 @@ class Evictable(Protocol):
         ...
 
 
-class NothingEvictable:
-    """The evictable memory of an engine without caches."""
-
-    snapshot_bytes = image_bytes = evictable_bytes = 0
-
-    def evict(self, num_bytes: int) -> bool:
-        return False
-
-    def price(self, num_bytes: int) -> float:
-        return float("inf")
-
-
 class EvictableMemory:
     """Evicts snapshots and image features.
 

@@ -11,12 +11,20 @@ from engine.config import EngineConfig
 from engine.core.batch import PrefillOutput, RowOutput
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
+from engine.core.memory.chunks import ChunkMemory
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.core.stats import Stats
 from engine.protocol import EngineRequest, SamplingParams
-from tests.engine.core.rows import finish_prefill, scheduler_of, spec, start, step_of
+from tests.engine.core.rows import (
+    EvictableBytes,
+    finish_prefill,
+    make_scheduler,
+    scheduler_of,
+    spec,
+    start,
+    step_of,
+)
 from tests.support.clock import Clock
 from tests.support.driver import Driver
 from tests.support.fake_runner import FakeRunner, answer
@@ -61,12 +69,12 @@ class Evictables:
         return self.price_s if num_bytes <= self.evictable_bytes else float("inf")
 
 
-def tight(budget: int, spare: Evictables | None = None, clock: Clock | None = None, **config: Any) -> Scheduler:
+def tight(budget: int, evictable: Evictables | None = None, clock: Clock | None = None, **config: Any) -> Scheduler:
     """A scheduler in which a token of a row costs ten bytes and nothing else costs any."""
-    spare = spare or Evictables()
+    evictable = evictable or Evictables()
     costs = MemoryCosts(token_bytes=10, layer_share=0.0, slots_step=16, overshoot=3)
-    books = MemoryBudget(costs, budget, config.pop("reserve_tokens", 1000), spare)
-    return Scheduler(EngineConfig.model_validate(config), Stats(), clock or Clock(), books, spare)
+    books = MemoryBudget(costs, budget, config.pop("reserve_tokens", 1000), evictable)
+    return make_scheduler(EngineConfig.model_validate(config), clock, books, evictable)
 
 
 def admit(scheduler: Scheduler, spec: EngineRequest) -> Request:
@@ -91,7 +99,7 @@ def test_a_preempted_long_answer_fits_when_it_restarts():
     long, urgent = request("long", 10, 1900, priority=9), request("urgent", 10, 5)
     engine = driver(60_000, costs, max_running=1, scheduler={"policy": "priority"})
     core = engine.core
-    most = core.budget.min_bytes(core.budget.need([Request(long)], whole=True))
+    most = core.budget.needs.min_bytes(core.budget.needs.need([Request(long)], whole=True))
     assert most > 49_000, "its rows, and 16 tokens that look at 1900"
     engine = driver(10_000 + most, costs, max_running=1, scheduler={"policy": "priority"})
     core = engine.core
@@ -125,12 +133,12 @@ def test_the_allocation_overhead_of_snapshots_counts_as_evictable():
 
 
 def test_evicted_memory_goes_to_a_growing_row_before_a_new_request():
-    spare = Evictables()
-    scheduler = tight(2000, spare, memory={"reserve_tokens": 16}, reserve_tokens=16)
+    evictable = Evictables()
+    scheduler = tight(2000, evictable, memory={"reserve_tokens": 16}, reserve_tokens=16)
     row = admit(scheduler, spec("row", 20, 200))
     while not scheduler.budget.needs_more_slots(row):
         scheduler.update_decode({row.id: RowOutput((7,))})
-    spare.evictable_bytes = scheduler.budget.free_bytes
+    evictable.evictable_bytes = scheduler.budget.free_bytes
     scheduler.add([Request(spec("new", 5, 1))])
     work = step_of(scheduler)
     assert work.decode and not scheduler.budget.needs_more_slots(row)
@@ -141,23 +149,23 @@ def test_a_growing_row_gets_memory_by_shrinking_the_next_chunk():
     """The chunk before was as large as the memory was free."""
     costs = MemoryCosts(token_bytes=10, layer_share=0.0, slots_step=16, overshoot=3, token_step_bytes=25.0)
     config = EngineConfig.model_validate({"prefill_chunk_tokens_busy": 16, "prefill_chunk_tokens": 2048})
-    budget = MemoryBudget(costs, 12_000, 16)
-    scheduler = Scheduler(config, Stats(), Clock(), budget)
+    budget = MemoryBudget(costs, 12_000, 16, EvictableBytes())
+    scheduler = make_scheduler(config, budget=budget)
     row, new = admit(scheduler, spec("row", 20, 200)), Request(spec("new", 600, 10))
     scheduler.add([new])
     assert list(step_of(scheduler).prefill) == [new]
     scheduler.update_prefill([new], PrefillOutput(16))
-    budget.max_chunk(new, 120)  # as while nothing decoded
+    ChunkMemory(budget).reserve_chunk(new, 120)  # as while nothing decoded
     while not budget.needs_more_slots(row):
         scheduler.update_decode({row.id: RowOutput((7,))})
-    budget.observe(budget.limit_bytes - budget.accounts.transient_bytes)
+    budget.observe(budget.needs.limit_bytes - budget.accounts.transient_bytes)
     work = step_of(scheduler)
     assert list(work.prefill) == [new] and not work.drop and not budget.needs_more_slots(row)
 
 
 def test_a_prompt_beside_other_rows_needs_memory_for_a_larger_chunk_than_alone():
     costs = replace(COSTS, token_step_bytes=40.0)
-    books = MemoryBudget(costs, 17_500, 16)
+    books = MemoryBudget(costs, 17_500, 16, EvictableBytes())
     row = Request(request("row", 10, 16))
     small, large = (books.shortfall_bytes([Request(request("new", n, 8))]) for n in (520, 640))
     assert (small, large) == (0, 0), "alone it starts with 16 tokens at a time"
@@ -183,22 +191,22 @@ def test_a_request_that_never_fits_fails_when_the_engine_is_idle_and_the_next_is
 
 
 def test_evictable_memory_is_freed_before_a_row_is_preempted():
-    clock, spare = Clock(), Evictables()
-    scheduler = tight(20_000, spare, clock, max_running=8)
+    clock, evictable = Clock(), Evictables()
+    scheduler = tight(20_000, evictable, clock, max_running=8)
     for i in range(6):
         admit(scheduler, replace(spec(f"hog{i}", 28, 100), client="hog"))
     scheduler.add([Request(replace(spec("new", 500, 100), client="other"))])
-    spare.evictable_bytes = scheduler.budget.free_bytes
+    evictable.evictable_bytes = scheduler.budget.free_bytes
     work = step_of(scheduler)
     assert [row.id for row in work.prefill] == ["new/0"] and scheduler._stats.num_preempted == 0
 
 
 def test_preemption_and_eviction_together_admit_a_request_where_neither_is_enough():
-    clock, spare = Clock(), Evictables()
-    scheduler = tight(4 * 480 + 1200, spare, clock, max_running=4)
+    clock, evictable = Clock(), Evictables()
+    scheduler = tight(4 * 480 + 1200, evictable, clock, max_running=4)
     for i in range(4):
         admit(scheduler, replace(spec(f"hog{i}", 28, 15), client="hog"))
-    spare.evictable_bytes = scheduler.budget.free_bytes
+    evictable.evictable_bytes = scheduler.budget.free_bytes
     scheduler.add([Request(replace(spec("new", 100, 20), client="other"))])
     clock.advance(6)
     assert [row.id for row in step_of(scheduler).prefill] == ["new/0"] and scheduler._stats.num_preempted == 1
@@ -244,13 +252,17 @@ def test_a_row_is_not_preempted_before_it_has_run_for_twenty_times_its_recompute
 def test_eviction_that_cannot_free_enough_evicts_nothing_and_pinned_snapshots_stay():
     engine = driver(30_000, replace(COSTS, snapshot_slack=300), prefix_cache={"enabled": True, "max_gb": 1})
     engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
-    cache, spare = engine.core.prefix.cache, engine.core._evictable
+    cache, evictable = engine.core.prefix.cache, engine.core._evictable
     pinned = next(cache.index.entries())
     cache.tree.pin(pinned)
-    assert spare.pinned_bytes == cache.tree.pinned_bytes + 300
-    before = spare.num_bytes
-    assert not spare.evict(spare.evictable_bytes + 1) and spare.num_bytes == before
-    assert spare.evict(spare.evictable_bytes) and [*cache.index.entries()] == [pinned] and spare.evictable_bytes == 0
+    assert evictable.pinned_bytes == cache.tree.pinned_bytes + 300
+    before = evictable.num_bytes
+    assert not evictable.evict(evictable.evictable_bytes + 1) and evictable.num_bytes == before
+    assert (
+        evictable.evict(evictable.evictable_bytes)
+        and [*cache.index.entries()] == [pinned]
+        and evictable.evictable_bytes == 0
+    )
 
 
 def test_rows_are_not_preempted_where_that_would_not_free_enough_memory():
@@ -343,7 +355,7 @@ def test_ageing_raises_one_request_of_a_priority_and_fairness_chooses_which():
 
 def test_a_reservation_covers_the_logits_processing_that_the_sampling_parameters_need():
     costs = replace(COSTS, ranked_bytes=100, shaped_bytes=1000)
-    books = MemoryBudget(costs, 100_000, 16)
+    books = MemoryBudget(costs, 100_000, 16, EvictableBytes())
     plain = SamplingParams(16)
     asked = {
         0: (plain, replace(plain, temperature=0.5, seed=3)),
@@ -351,11 +363,11 @@ def test_a_reservation_covers_the_logits_processing_that_the_sampling_parameters
         1000: (replace(plain, presence_penalty=1.0), replace(plain, logprobs=0), replace(plain, min_tokens=3)),
         1100: (replace(plain, top_p=0.9, logit_bias=((5, 1.0),), repetition_penalty=1.1),),
     }
-    base = books.min_bytes(books.need([Request(request("r", 20, 16))]))
+    base = books.needs.min_bytes(books.needs.need([Request(request("r", 20, 16))]))
     for num_bytes, samplings in asked.items():
         for sampling in samplings:
             row = Request(replace(request("r", 20, 16), sampling=sampling))
-            assert books.min_bytes(books.need([row])) == base + num_bytes
+            assert books.needs.min_bytes(books.needs.need([row])) == base + num_bytes
             assert books.reserve([row]) == 0
             assert books._sampling_bytes == num_bytes
             books.release(row.id)
@@ -371,7 +383,7 @@ def test_snapshots_are_evicted_for_a_shared_decode_group_only_for_long_answers(m
     for _ in range(2):  # the first step after a change of rows is ignored
         model.record_step(1, 0, 1.0, 1.0)
     budget = MemoryBudget(costs, 200_000, 1000, cached)
-    scheduler = Scheduler(EngineConfig(max_running=2), Stats(), Clock(), budget, cached, model)
+    scheduler = make_scheduler(EngineConfig(max_running=2), None, budget, cached, model)
     admit(scheduler, spec("long", 3000, 200))
     short = Request(spec("short", 2800, max_tokens))
     cached.evictable_bytes = num_cached = budget.free_bytes - 31_000

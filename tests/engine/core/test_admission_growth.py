@@ -7,7 +7,7 @@ from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request, RequestState
 from tests.benchmarks.agents_sim import OPEN_TOKENS, short, with_room
 from tests.benchmarks.sim_runner import MAC_27B, Simulation
-from tests.engine.core.rows import spec
+from tests.engine.core.rows import EvictableBytes, spec
 
 RESERVE_TOKENS = 4096
 THINKER_TOKENS = 20_000
@@ -34,7 +34,7 @@ def test_a_prompt_is_not_admitted_when_growing_rows_would_soon_preempt_it():
 
 def test_only_rows_that_outgrow_their_reserve_need_more_memory():
     costs = MemoryCosts(token_bytes=10, slots_step=16)
-    budget = MemoryBudget(costs, 100_000, 64)
+    budget = MemoryBudget(costs, 100_000, 64, EvictableBytes())
     rows = [Request(spec(name, num_prompt=100, max_tokens=max_tokens)) for name, max_tokens in (("a", 300), ("b", 20))]
     for row in rows:
         budget.reserve([row])
@@ -43,7 +43,7 @@ def test_only_rows_that_outgrow_their_reserve_need_more_memory():
     new = [Request(replace(spec("new", num_prompt=100), client="other"))]
     now = budget.reserved_bytes
     assert budget.shortfall_bytes(new, growth_tokens=60) == budget.shortfall_bytes(new) == 0
-    budget.limit_bytes = now + budget.costs.rows(1, 144)
+    budget.needs.limit_bytes = now + budget.costs.rows(1, 144)
     grown = [budget.shortfall_bytes(new, growth_tokens=growth) for growth in (0, 80, 150, 1000)]
     assert grown == sorted(grown) and grown[0] < grown[1] < grown[2] < grown[3]
     assert budget.shortfall_bytes(new, growth_tokens=10**6) == grown[3], "no row gives out more than max_tokens"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.core.memory.budget import MemoryBudget, make_memory_budget
+from engine.core.memory.chunks import ChunkMemory
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import EngineFailed, EngineRequest, MemoryExceeded, SamplingParams
@@ -149,17 +150,18 @@ def chunk(books: MemoryBudget, start: int) -> int:
     [row] = rows(request("of a chunk", start + 1, 1))
     assert books.reserve([row]) == 0
     row.num_prefilled = start
-    size = books.max_chunk(row, 2048)
+    chunks = ChunkMemory(books)
+    size = chunks.reserve_chunk(row, 2048)
     assert books.free_bytes >= 0
-    books.end_chunk()
-    assert books.max_chunk(row, 2048) == size, "what it could be smaller by is free until the next is chosen"
+    chunks.end_chunk()
+    assert chunks.reserve_chunk(row, 2048) == size, "what it could be smaller by is free until the next is chosen"
     books.release(row.id)
     return size
 
 
 def test_chunks_become_smaller_behind_long_prompts():
     books = budget_of(200_000, costs=replace(COSTS, pair_bytes=1.0))
-    starts, limit = (10, 100, 1000, 2800), 0.25 * books.request_bytes
+    starts, limit = (10, 100, 1000, 2800), 0.25 * books.needs.request_bytes
     sizes = [chunk(books, start) for start in starts]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 100 and sizes[-1] == 16
     for start, size in list(zip(starts, sizes, strict=True))[:3]:
@@ -231,9 +233,9 @@ def test_the_accounts_add_up_to_the_limit():
 def test_the_headroom_is_kept_free():
     runner = FakeRunner()
     runner.memory_limit_bytes = 2**30
-    assert make_memory_budget(EngineConfig(), runner, EvictableBytes()).limit_bytes == 2**30 - 2**27
+    assert make_memory_budget(EngineConfig(), runner, EvictableBytes()).needs.limit_bytes == 2**30 - 2**27
     config = EngineConfig.model_validate({"memory": {"limit_gb": 4, "headroom_gb": 1}})
-    assert make_memory_budget(config, runner, EvictableBytes()).limit_bytes == 3 * 2**30
+    assert make_memory_budget(config, runner, EvictableBytes()).needs.limit_bytes == 3 * 2**30
 
 
 def test_max_tokens_is_lowered_to_what_fits_and_a_prompt_that_never_fits_is_refused_with_both_numbers():
@@ -261,12 +263,11 @@ def test_random_arrivals_and_aborts_in_tight_memory_give_every_row_its_own_token
     for seed in range(6):
         rng = random.Random(seed)
         tight = driver(budget=rng.randint(13_000, 18_000), max_running=6)
+        needs = tight.core.budget.needs
         requests = [
             request(f"r{i}", rng.randint(1, 120), rng.randint(1, 100), rng.choice([1, 1, 2])) for i in range(20)
         ]
-        requests = [
-            r for r in requests if tight.core.budget.min_bytes(tight.core.budget.need(rows(r), whole=True)) <= 3000
-        ]
+        requests = [r for r in requests if needs.min_bytes(needs.need(rows(r), whole=True)) <= 3000]
         arrivals = {rng.randint(0, 60): [r] for r in requests}
         aborts = {rng.randint(0, 80): [r.request_id] for r in requests[::4]}
         tight.run(arrivals, aborts)
