@@ -379,8 +379,17 @@ class Scheduler:
         error = "the highest logit is not finite" if reason is FinishReason.ERROR else None
         if reason is not None:
             self._finish(row, is_failed=error is not None)
-        figures = output.num_drafted, num_accepted, row.num_cached, row.num_skipped
-        return TokenChunk(new, reason, error, row.index, output.logprobs[: len(new)], *figures)
+        return TokenChunk(
+            token_ids=new,
+            finish_reason=reason,
+            error=error,
+            index=row.index,
+            logprobs=output.logprobs[: len(new)],
+            num_drafted=output.num_drafted,
+            num_accepted=num_accepted,
+            num_cached=row.num_cached,
+            num_skipped=row.num_skipped,
+        )
 
     def _finish(self, row: Request, is_failed: bool) -> None:
         self._stats.num_failed += is_failed
