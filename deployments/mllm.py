@@ -7,11 +7,11 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from deployments.args import AppArgs
 from deployments.planning import PromptPlanner
 from deployments.process import log_refusals_in_one_line, node_id, replica_info
-from deployments.protocol import MEDIA_KINDS, ChatRequest, Message, Plan, Route
+from deployments.protocol import MEDIA_KINDS, ChatRequest, Message, Plan
 from deployments.sparse_planner import PromptFacts, SparsePlanner
-from engine.config import EngineConfig, MediaConfig, SpecPrefillConfig
 from engine.processing.images import ImagePreprocessor
 from engine.processing.media import ImageSource, MediaLoader
 from engine.protocol import ImagePatches, InvalidRequest
@@ -21,21 +21,14 @@ from engine.protocol import ImagePatches, InvalidRequest
 class MLLM:
     """Loads images, renders the chat template and tokenizes, on the node whose engine will answer."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        media: MediaConfig,
-        spec_prefill: SpecPrefillConfig,
-        engine: DeploymentHandle | None = None,
-        scorer: DeploymentHandle | None = None,
-    ):
+    def __init__(self, args: AppArgs, engine: DeploymentHandle | None = None, scorer: DeploymentHandle | None = None):
         log_refusals_in_one_line()
-        self._planner = PromptPlanner(config, finds_boundaries=spec_prefill.enabled)
-        self._sparse = SparsePlanner(spec_prefill, PromptFacts.of(self._planner.tokenizer), engine, scorer)
+        self._planner = PromptPlanner(args.engine, finds_boundaries=args.spec_prefill.enabled)
+        self._sparse = SparsePlanner(args.spec_prefill, PromptFacts.of(self._planner.tokenizer), engine, scorer)
         model_dir = self._planner.model_dir
         self._loader: MediaLoader | None = None
         if ImagePreprocessor.supported(model_dir):
-            self._loader = MediaLoader(media, ImagePreprocessor(model_dir).grid)
+            self._loader = MediaLoader(args.media, ImagePreprocessor(model_dir).grid)
             self._loader.workers.start_one()
 
     async def plan(self, request: ChatRequest) -> Plan:
@@ -49,7 +42,7 @@ class MLLM:
         async with self._images(request) as images:
             dense = await self._planner.engine_request(request, request.messages, images)
             planned, report = await self._sparse.plan(request, dense)
-            return Plan(planned, Route.MLLM, node_id(), report)
+            return Plan(planned, node_id(), report)
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Count the prompt's tokens, images included. Raises what `plan` raises."""

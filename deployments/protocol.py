@@ -222,7 +222,6 @@ class Plan:
     """A ChatRequest prepared for the engine by a planner."""
 
     request: EngineRequest
-    route: Route
     planner_node: str = ""
     """Ray node id of the planner; '' without Ray."""
     spec_prefill: SpecPrefillReport | None = None

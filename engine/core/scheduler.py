@@ -302,8 +302,17 @@ class Scheduler:
             self._remove(row)
             if error is None:
                 self._released.completed.append(row)
-        figures = output.num_drafted, num_accepted, row.num_cached, row.num_skipped
-        return TokenChunk(new, reason, error, row.index, output.logprobs[: len(new)], *figures)
+        return TokenChunk(
+            token_ids=new,
+            finish_reason=reason,
+            error=error,
+            index=row.index,
+            logprobs=output.logprobs[: len(new)],
+            num_drafted=output.num_drafted,
+            num_accepted=num_accepted,
+            num_cached=row.num_cached,
+            num_skipped=row.num_skipped,
+        )
 
     def _finish_embedding(self, row: Request, output: RowOutput) -> TokenChunk:
         if output.embedding is None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,23 +12,21 @@ from ray.serve.exceptions import BackPressureError
 from deployments.engine_client import EngineClient
 from deployments.protocol import EngineAnswer, SilentEngine
 from engine.protocol import EngineFailed
-from tests.deployments.test_engine_client import Planned, run, task_error
+from tests.deployments.fake_handle import FakeCall, FakeHandle, task_error
+from tests.deployments.test_engine_client import run
 
 
 @dataclass
-class Engines:
+class Engines(FakeHandle):
     """Handles of one engine per node. says: its answer, seconds to wait, or an error to raise."""
 
     says: dict[str, Any]
     log: list[str] = field(default_factory=list)
-    question: str = ""
 
-    def options(self, **options: Any) -> "Engines":
-        return replace(self, question=f"{options['method_name']} {options.get('session_id')}")
-
-    def remote(self) -> Planned:
-        self.log.append(self.question)
-        return Planned(self.says[self.question.partition(" node:")[2]], self.log)
+    def call(self) -> FakeCall:
+        session_id = self.chosen.get("session_id")
+        self.log.append(f"{self.chosen['method_name']} {session_id}")
+        return FakeCall(self.says[str(session_id).removeprefix("node:")], lambda: self.log.append("cancel plan"))
 
     async def ask(self, timeout_s: float = 0.05) -> tuple[list[EngineAnswer[Any]], list[SilentEngine]]:
         engines: Any = self

@@ -12,14 +12,14 @@ import pytest
 from PIL import Image
 from ray import serve
 
-from deployments.http.config import HttpConfig
+from deployments.args import AppArgs
 from deployments.ingress import Ingress, naming_prompt
 from deployments.mllm import MLLM
 from deployments.model_replica import ModelReplica
 from deployments.planning import PromptPlanner
 from deployments.protocol import ChatRequest, Tool
 from deployments.text import TextMTP
-from engine.config import EmbeddingConfig, EngineConfig, MediaConfig, PrefixCacheConfig, SpecPrefillConfig
+from engine.config import EmbeddingConfig, EngineConfig, PrefixCacheConfig
 from engine.protocol import ContextLengthExceeded, InvalidRequest
 
 USER = {"role": "user", "content": "What is 12 + 30?"}
@@ -123,7 +123,7 @@ class Here(Ingress.func_or_class):  # type: ignore[misc, name-defined]
 def graph() -> Iterator[tuple[Any, Any, Any]]:
     config = EngineConfig(max_running=4, prefix_cache=PrefixCacheConfig(min_tokens=4))
     engine = serve.run(ModelReplica.bind(config), name="raw-engine", _local_testing_mode=True)
-    text = serve.run(TextMTP.bind(config, SpecPrefillConfig()), name="raw-text", _local_testing_mode=True)
+    text = serve.run(TextMTP.bind(AppArgs(engine=config)), name="raw-text", _local_testing_mode=True)
     yield engine, text, text
     engine.options(method_name="__del__").remote().result()  # as Serve does; the local mode forgets it
 
@@ -135,7 +135,7 @@ def talk(graph) -> Callable[[Callable[[httpx.AsyncClient], Coroutine[Any, Any, N
     def run(test: Callable[[httpx.AsyncClient], Coroutine[Any, Any, None]]) -> None:
         async def go() -> None:
             here: Any = Here.__new__(Here)
-            await here.__init__("demo", EngineConfig(max_running=4), HttpConfig(), {}, *graph)
+            await here.__init__(AppArgs(engine=EngineConfig(max_running=4)), {}, *graph)
             here._ready_until = float("inf")
             transport = httpx.ASGITransport(here.__serve_build_asgi_app__())
             async with (
@@ -218,7 +218,7 @@ def test_token_count_and_token_ids_include_the_tokens_of_an_image():
 
     async def go() -> tuple[int, list[int], int]:
         make: Any = MLLM.func_or_class
-        planner = make(EngineConfig(), MediaConfig(), SpecPrefillConfig())
+        planner = make(AppArgs())
         planned = await planner.plan(request)
         return await planner.count_tokens(request), await planner.token_ids(request), len(planned.request.token_ids)
 
