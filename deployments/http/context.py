@@ -15,8 +15,9 @@ from deployments.http.config import HttpConfig
 from deployments.http.errors import ErrorMap, NotReady
 from deployments.http.fields import IgnoredFields, printable
 from deployments.http.openapi import ApiDocument
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.rate_limits import RateLimits
-from deployments.http.request_reader import Dialect, ParsedRequest, ReadingRules
+from deployments.http.request_reader import Dialect
 from deployments.http.unread_bodies import UnreadBodies
 from deployments.protocol import Backend, ChatRequest, Generation, Route
 from engine.protocol import EngineFailed, Unavailable

@@ -9,7 +9,7 @@ from deployments.http.answer_response import Job
 from deployments.http.api_keys import KeyIdentity
 from deployments.http.context import HttpContext
 from deployments.http.errors import Failure
-from deployments.http.request_reader import ParsedRequest
+from deployments.http.parsed_request import ParsedRequest
 from deployments.protocol import Generation, SpecPrefillReport, TextDelta
 
 

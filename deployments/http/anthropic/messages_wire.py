@@ -11,16 +11,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from deployments.http.anthropic.block_wire import MAX_MESSAGES, Texts, WireMessage
-from deployments.http.anthropic.conversation import conversation, image_paths, referenced_tools
+from deployments.http.anthropic.block_wire import MAX_MESSAGES, ImageBlock, Texts, ToolReference, WireMessage
+from deployments.http.anthropic.conversation import all_blocks, conversation
 from deployments.http.anthropic.phrases import NOT_PERMITTED, ThreadsUnsupported, from_validation, wrong
-from deployments.http.classify import classify, find_media
+from deployments.http.classify import classify
 from deployments.http.errors import shown
 from deployments.http.fields import FieldRules, split_fields
 from deployments.http.normalize import normalize
 from deployments.http.openai.chat_wire import schema_grammar
 from deployments.http.openai.thinking_wire import EFFORT_BUDGETS
-from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.wire import OpenWire, Wire
 from deployments.protocol import ChatRequest, Message, Thinking, Tool, ToolChoice
 from engine.protocol import GrammarSpec, InvalidRequest
@@ -138,31 +138,27 @@ class MessagesEcho:
 
     omits_thinking: bool = False
     """Whether thinking blocks have only a signature and no text."""
-    image_paths: tuple[tuple[str, str], ...] = ()
-    """Path of each image in the ChatRequest, and in the client's body, which errors name."""
 
 
 def parse_messages(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """Parse a request for a message; see request_reader.Parser."""
+    """Parse a request for a message; see request_reader.PARSERS."""
     if raw.get("max_tokens") is None:
         raise wrong("max_tokens", "Field required")
     return parse_count_tokens(raw, rules)
 
 
 def parse_count_tokens(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """Parse a request to count tokens, in which `max_tokens` may be missing; see request_reader.Parser."""
+    """Parse a request to count tokens, in which `max_tokens` may be missing; see request_reader.PARSERS."""
     honoured, ignored = _split(raw, rules)
     try:
         body = MessagesBody.model_validate(honoured)
     except ValidationError as error:
         raise from_validation(error) from None
     rules.check_model(body.model)
-    _check_media(raw["messages"], rules.media_kinds)
+    _check_media(body, rules)
     request = _chat_request(body, rules)
     omits = body.thinking is not None and body.thinking.display == "omitted"
-    placed = [path for _, path in find_media(request.messages)]
-    echo = MessagesEcho(omits, tuple(zip(placed, image_paths(body.messages), strict=True)))
-    return ParsedRequest(request, classify(request.messages), bool(body.stream), echo, ignored)
+    return ParsedRequest(request, classify(request.messages), bool(body.stream), MessagesEcho(omits), ignored)
 
 
 def _split(raw: Mapping[str, Any], rules: ReadingRules) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -177,12 +173,12 @@ def _split(raw: Mapping[str, Any], rules: ReadingRules) -> tuple[dict[str, Any],
         raise wrong(error.field, f"{NOT_PERMITTED}. {error.message}") from None
 
 
-def _check_media(messages: list[Any], kinds: frozenset[str]) -> None:
-    for kind, path in find_media(messages):
-        if kind not in kinds:
-            accepted = ", ".join(["text", *sorted(kinds)])
-            where = path.replace("[", ".").replace("]", "")
-            raise wrong(where, f"This block is {kind} input, but the model accepts only: {accepted}.")
+def _check_media(body: MessagesBody, rules: ReadingRules) -> None:
+    if "image" in rules.media_kinds:
+        return
+    for path, block in all_blocks(body.messages):
+        if isinstance(block, ImageBlock):
+            raise wrong(path, f"This block is image input, but the model accepts only: {rules.accepted_input}.")
 
 
 def _chat_request(body: MessagesBody, rules: ReadingRules) -> ChatRequest:
@@ -247,10 +243,11 @@ def _description(tool: WireTool) -> str | None:
 def _usable_tools(body: MessagesBody, known: Mapping[str, Tool]) -> tuple[Tool, ...]:
     """Return the tools except deferred ones that no message references, which the model does not see."""
     referenced = set()
-    for path, name in referenced_tools(body.messages):
-        if name not in known:
-            raise wrong(path, f"Tool reference {shown(name)} not found in `tools`")
-        referenced.add(name)
+    for path, block in all_blocks(body.messages):
+        if isinstance(block, ToolReference):
+            if block.tool_name not in known:
+                raise wrong(f"{path}.tool_name", f"Tool reference {shown(block.tool_name)} not found in `tools`")
+            referenced.add(block.tool_name)
     return tuple(tool for tool in known.values() if not tool.is_deferred or tool.name in referenced)
 
 

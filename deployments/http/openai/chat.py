@@ -10,7 +10,7 @@ from deployments.http.context import HttpContext
 from deployments.http.errors import RequestNotFound
 from deployments.http.openai.chat_encoder import ChatEncoder
 from deployments.http.openai.chat_wire import ChatCompletionBody
-from deployments.http.request_reader import ParsedRequest
+from deployments.http.parsed_request import ParsedRequest
 
 PATH = "/v1/chat/completions"
 EXAMPLE = {

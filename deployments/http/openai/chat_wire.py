@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from deployments.http.classify import classify, reject_unsupported_media
+from deployments.http.classify import classify
 from deployments.http.errors import from_validation, shown
 from deployments.http.fields import FieldRules, UnknownFields, split_fields
 from deployments.http.normalize import normalize
@@ -28,7 +28,7 @@ from deployments.http.openai.thinking_wire import (
     from_thinking,
 )
 from deployments.http.openai.tool_wire import Functions, LegacyChoice, Tools, WireToolChoice, check_tools, tool_choice
-from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.wire import STRING_OR_ARRAY, Wire, choose, tag
 from deployments.protocol import ChatRequest, Thinking, Tool
 from engine.config import MIN_KEEP
@@ -249,11 +249,10 @@ KNOWN_FIELDS = frozenset(ChatCompletionBody.model_fields)
 
 
 def parse_chat(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """Parse a request for a chat completion; see request_reader.Parser."""
+    """Parse a request for a chat completion; see request_reader.PARSERS."""
     body, ignored = parse_chat_completion(raw, rules.unknown_fields)
     rules.check_model(body.model)
-    canonical = list(canonical_messages(body.messages))
-    reject_unsupported_media(canonical, rules.media_kinds)
+    canonical = canonical_messages(body.messages, rules)
     messages = normalize(canonical, rules.system_policy, rules.volatile_patterns, rules.keeps_late_system)
     request = ChatRequest(request_id="", messages=messages, **request_fields(body))
     options = body.stream_options or StreamOptions()

@@ -15,7 +15,7 @@ from deployments.http.errors import RequestNotFound
 from deployments.http.openai.completions_encoder import CompletionsEcho, CompletionsEncoder
 from deployments.http.openai.completions_wire import CompletionsBody
 from deployments.http.openai.merged_generation import start_all
-from deployments.http.request_reader import ParsedRequest
+from deployments.http.parsed_request import ParsedRequest
 from deployments.protocol import ChatRequest, Generation, Route
 
 PATH = "/v1/completions"

@@ -16,7 +16,7 @@ from deployments.http.openai.chat_wire import (
 )
 from deployments.http.openai.completions_encoder import CompletionsEcho
 from deployments.http.openai.raw_prompt_wire import INT32_MAX, RawPrompts, prompts_of
-from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.protocol import ChatRequest, Route
 from engine.protocol import InvalidRequest
 
@@ -73,7 +73,7 @@ KNOWN_FIELDS = frozenset(CompletionsBody.model_fields)
 
 
 def parse_completions(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """Parse a request for completions; see request_reader.Parser.
+    """Parse a request for completions; see request_reader.PARSERS.
 
     The ChatRequest has the first prompt, the echo all prompts.
     """

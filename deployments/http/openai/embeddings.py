@@ -16,8 +16,8 @@ from deployments.http.answer_response import Job
 from deployments.http.api_keys import KeyIdentity
 from deployments.http.context import HttpContext
 from deployments.http.openai.embeddings_wire import EmbeddingsBody
+from deployments.http.parsed_request import ParsedRequest
 from deployments.http.plain_answer import PlainBody, plain_job
-from deployments.http.request_reader import ParsedRequest
 from deployments.protocol import ChatRequest, EmbedRequest
 
 MAX_PARALLEL = 4

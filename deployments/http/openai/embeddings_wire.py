@@ -8,7 +8,7 @@ from deployments.http.errors import from_validation
 from deployments.http.fields import FieldRules, split_fields
 from deployments.http.openai.chat_wire import MAX_USER_CHARS
 from deployments.http.openai.raw_prompt_wire import INT32_MAX, RawPrompts, prompts_of
-from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.wire import Wire
 from deployments.protocol import ChatRequest, EmbedRequest, Route
 
@@ -46,7 +46,7 @@ KNOWN_FIELDS = frozenset(EmbeddingsBody.model_fields)
 
 
 def parse_embeddings(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """Parse an embedding request; see request_reader.Parser.
+    """Parse an embedding request; see request_reader.PARSERS.
 
     The echo is the EmbedRequest, and whether to write vectors as base64.
     """

@@ -10,8 +10,9 @@ from starlette.responses import Response
 from deployments.http.answer_response import Job
 from deployments.http.context import HttpContext
 from deployments.http.openai.tokenization_wire import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from deployments.http.parsed_request import ParsedRequest
 from deployments.http.plain_answer import PlainBody, plain_job
-from deployments.http.request_reader import Dialect, ParsedRequest
+from deployments.http.request_reader import Dialect
 
 EXAMPLE = {"model": "demo", "messages": [{"role": "user", "content": "Hello!"}]}
 DETOKENIZE_EXAMPLE = {"model": "demo", "tokens": [72, 101, 108]}

@@ -11,7 +11,7 @@ from deployments.http.openai.chat_wire import MAX_MESSAGES, TemplateKwargs, Toke
 from deployments.http.openai.message_wire import WireMessage
 from deployments.http.openai.raw_prompt_wire import MAX_PROMPT_TOKENS
 from deployments.http.openai.tool_wire import Tools
-from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.wire import Wire
 from deployments.protocol import ChatRequest, Route
 from engine.protocol import InvalidRequest
@@ -56,7 +56,7 @@ class TokenizeEcho:
 
 
 def parse_tokenize(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """Parse a request to tokenize a raw prompt or a conversation; see request_reader.Parser."""
+    """Parse a request to tokenize a raw prompt or a conversation; see request_reader.PARSERS."""
     if "prompt" in raw and "messages" in raw:
         raise InvalidRequest("`prompt` and `messages` may not be sent together: send one of them.", "prompt")
     raw = {"model": rules.model_name} | {name: value for name, value in raw.items() if value is not None}
@@ -88,7 +88,7 @@ def _echo(returns_texts: Any) -> TokenizeEcho:
 
 
 def parse_detokenize(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """Parse a request to decode tokens, which become the raw prompt; see request_reader.Parser."""
+    """Parse a request to decode tokens, which become the raw prompt; see request_reader.PARSERS."""
     honoured, ignored = split_fields(raw, DetokenizeBody.model_fields, FieldRules(), rules.unknown_fields)
     try:
         body = DetokenizeBody.model_validate(honoured)

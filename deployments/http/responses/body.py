@@ -18,7 +18,7 @@ from deployments.http.openai.chat_wire import (
     schema_grammar,
 )
 from deployments.http.openai.thinking_wire import Effort, from_effort
-from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.responses.conversation import conversation
 from deployments.http.responses.encoder import ResponsesEcho
 from deployments.http.responses.items import Item, WireInput, kept_items, references
@@ -135,7 +135,7 @@ _HONOURED = frozenset(ResponsesBody.model_fields)
 
 
 def parse_responses(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """Parse a request; see request_reader.Parser. A request that needs stored items has no messages yet (`is_open`)."""
+    """Parse a request, see request_reader.PARSERS. One that needs stored items has no messages yet (`is_open`)."""
     honoured, ignored = split_fields(raw, _HONOURED, FIELD_RULES, rules.unknown_fields)
     try:
         body = ResponsesBody.model_validate(honoured)
@@ -145,7 +145,7 @@ def parse_responses(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
     rules.check_model(body.model)
     offered = offered_tools(body.tools or ())
     fields = request_fields(body, offered)
-    items = kept_items(body.input if body.input is not None else (), rules.media_kinds)
+    items = kept_items(body.input if body.input is not None else (), rules)
     echo = _echo(body, raw, offered, items)
     messages, route = ((), Route.TEXT) if echo.is_open else conversation(items, body.instructions, rules)
     request = ChatRequest(request_id="", messages=messages, **fields)

@@ -22,7 +22,7 @@ from deployments.http.answer_response import Job
 from deployments.http.api_keys import KeyIdentity
 from deployments.http.context import HttpContext
 from deployments.http.errors import shown
-from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.responses.body import ResponsesBody
 from deployments.http.responses.conversation import conversation
 from deployments.http.responses.encoder import ResponsesEcho, ResponsesEncoder
