@@ -11,25 +11,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from deployments.http.anthropic.block_wire import MAX_MESSAGES, ImageBlock, Texts, ToolReference, WireMessage
+from deployments.http.anthropic.block_wire import ImageBlock, Texts, ToolReference, WireMessage
 from deployments.http.anthropic.conversation import all_blocks, conversation
 from deployments.http.anthropic.phrases import NOT_PERMITTED, ThreadsUnsupported, from_validation, wrong
 from deployments.http.classify import classify
+from deployments.http.effort import EFFORT_BUDGETS, template_level
 from deployments.http.errors import shown
 from deployments.http.fields import FieldRules, split_fields
+from deployments.http.grammar import schema_grammar
 from deployments.http.normalize import normalize
-from deployments.http.openai.chat_wire import schema_grammar
-from deployments.http.openai.thinking_wire import EFFORT_BUDGETS
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
-from deployments.http.wire import OpenWire, Wire
+from deployments.http.wire import (
+    INT32_MAX,
+    MAX_MESSAGES,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_TOOLS,
+    MAX_USER_CHARS,
+    OpenWire,
+    Wire,
+)
 from deployments.protocol import ChatRequest, Message, Thinking, Tool, ToolChoice
 from engine.protocol import GrammarSpec, InvalidRequest
-
-MAX_TOOLS = 1024
-MAX_STOP_SEQUENCES = 16
-MAX_STOP_CHARS = 256
-MAX_USER_ID_CHARS = 1024
-_INT32_MAX = 2**31 - 1
 
 KEEP_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
@@ -80,7 +83,7 @@ class WireThinking(OpenWire):
     """Thinking settings. With `display: omitted` the answer has no text of the thought, otherwise all of it."""
 
     type: Literal["adaptive", "enabled", "disabled"]
-    budget_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
+    budget_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     display: Literal["omitted", "summarized", "updates"] | None = None
 
 
@@ -101,7 +104,7 @@ class OutputConfig(Wire):
 class Metadata(OpenWire):
     """Metadata of a request; other keys than `user_id` are dropped."""
 
-    user_id: str | None = Field(None, max_length=MAX_USER_ID_CHARS)
+    user_id: str | None = Field(None, max_length=MAX_USER_CHARS)
 
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -124,12 +127,12 @@ class MessagesBody(Wire):
     output_format: JsonFormat | None = None
     cache_control: dict[str, Any] | None = None
     metadata: Metadata | None = None
-    max_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
-    stop_sequences: Annotated[list[StopSequence], Field(max_length=MAX_STOP_SEQUENCES, fail_fast=True)] | None = None
+    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    stop_sequences: Annotated[list[StopSequence], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=_INT32_MAX)
+    top_k: int | None = Field(None, ge=-1, le=INT32_MAX)
 
 
 @dataclass(frozen=True)
@@ -279,7 +282,7 @@ def _thinking(body: MessagesBody) -> Thinking | None:
     if asked is None and effort is None:
         return None
     budget = None if effort is None else EFFORT_BUDGETS[effort]
-    of_template = "high" if effort in ("xhigh", "max") else effort
+    of_template = None if effort is None else template_level(effort)
     if asked is None:
         return Thinking("auto", budget, of_template, "output_config.effort")
     if asked.type == "adaptive":

@@ -3,16 +3,15 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from deployments.http.errors import from_validation
-from deployments.http.fields import FieldRules, split_fields
-from deployments.http.openai.chat_wire import MAX_MESSAGES, TemplateKwargs, TokenId, parse_chat
+from deployments.http.fields import FieldRules, validate_body
+from deployments.http.openai.chat_wire import TemplateKwargs, TokenId, parse_chat
 from deployments.http.openai.message_wire import WireMessage
 from deployments.http.openai.raw_prompt_wire import MAX_PROMPT_TOKENS
 from deployments.http.openai.tool_wire import Tools
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
-from deployments.http.wire import Wire
+from deployments.http.wire import MAX_MESSAGES, Wire
 from deployments.protocol import ChatRequest, Route
 from engine.protocol import InvalidRequest
 
@@ -71,11 +70,7 @@ def _parse_messages(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
 
 
 def _parse_prompt(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    honoured, ignored = split_fields(raw, TokenizeTextBody.model_fields, TEXT_RULES, rules.unknown_fields)
-    try:
-        body = TokenizeTextBody.model_validate(honoured)
-    except ValidationError as error:
-        raise from_validation(error) from None
+    body, ignored = validate_body(TokenizeTextBody, raw, TEXT_RULES, rules.unknown_fields)
     rules.check_model(body.model or rules.model_name)
     request = ChatRequest(request_id="", messages=(), raw_prompt=body.prompt)
     return ParsedRequest(request, Route.TEXT, False, _echo(body.return_token_strs), ignored)
@@ -89,11 +84,7 @@ def _echo(returns_texts: Any) -> TokenizeEcho:
 
 def parse_detokenize(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
     """Parse a request to decode tokens, which become the raw prompt; see request_reader.PARSERS."""
-    honoured, ignored = split_fields(raw, DetokenizeBody.model_fields, FieldRules(), rules.unknown_fields)
-    try:
-        body = DetokenizeBody.model_validate(honoured)
-    except ValidationError as error:
-        raise from_validation(error) from None
+    body, ignored = validate_body(DetokenizeBody, raw, FieldRules(), rules.unknown_fields)
     rules.check_model(body.model or rules.model_name)
     request = ChatRequest(request_id="", messages=(), raw_prompt=tuple(body.tokens), prompt_field="tokens")
     return ParsedRequest(request, Route.TEXT, False, None, ignored)
