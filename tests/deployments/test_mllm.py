@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from deployments.args import AppArgs
-from deployments.mllm import MLLM, image_sources
+from deployments.mllm import MLLM
 from deployments.protocol import ChatRequest, Plan
 from engine.config import EngineConfig, MediaConfig
 from engine.processing import media
@@ -50,35 +50,6 @@ def test_placeholder_tokens_stand_for_each_image_in_order():
     assert [image.num_tokens for image in images] == [4, 8]
     assert (planned.request.token_ids == 6).sum() == 12
     assert len({image.content_hash for image in images}) == 2
-
-
-def test_images_of_all_turns_and_of_tool_results_are_found_in_order():
-    messages = [
-        user({"type": "image_url", "image_url": "a"}, TEXT),
-        {"role": "assistant", "content": "Yes."},
-        {"role": "tool", "content": [{"type": "image", "image": {"url": "b"}}]},
-        user({"type": "input_image", "image_url": "c"}),
-        {"role": "assistant", "content": None},
-    ]
-    found = [(source.field, source.url) for source in image_sources(messages)]
-    assert found == [
-        ("messages[0].content[0].image_url", "a"),
-        ("messages[2].content[0].image.url", "b"),
-        ("messages[3].content[0].image_url", "c"),
-    ]
-
-
-@pytest.mark.parametrize("kind, type_", [("video", "video_url"), ("audio", "input_audio"), ("file", "file")])
-def test_unsupported_media_are_refused_by_kind_and_path(kind: str, type_: str):
-    with pytest.raises(InvalidRequest, match=f"^{kind} is not supported") as error:
-        plan(user(TEXT, {"type": type_, type_: {}}))
-    assert error.value.field == "messages[0].content[1]"
-
-
-def test_image_without_a_url_is_refused_by_path():
-    with pytest.raises(InvalidRequest) as error:
-        plan(user({"type": "image_url", "image_url": {"detail": "high"}}))
-    assert error.value.field == "messages[0].content[0].image_url"
 
 
 def test_undecodable_image_is_refused_by_path():

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from deployments.args import AppArgs
 from deployments.http.anthropic.messages_wire import parse_messages
 from deployments.http.openai.chat_wire import parse_chat
-from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.responses.body import parse_responses
 from deployments.planning import PromptPlanner
 from engine.processing.pinned import pinned_requests

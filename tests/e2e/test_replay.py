@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from deployments.http.errors import InvalidRequest
-from deployments.http.request_reader import ReadingRules, read_request
+from deployments.http.parsed_request import ReadingRules
+from deployments.http.request_reader import read_request
 from tests.e2e.clients.captured import Captured, Filling, fill, load
 from tests.e2e.pictures import image_part, shape
 

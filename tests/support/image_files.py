@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from engine.config import MediaConfig
-from engine.processing.media import ImageSource, MediaLoader
+from engine.processing.media import MediaLoader
+from engine.processing.message import ImageSource
 from engine.processing.patch_grid import PatchGrid
 from engine.processing.public_addresses import Resolver
 from engine.protocol import ImagePatches, InvalidRequest

@@ -12,7 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from deployments.http.request_reader import Dialect, ParsedRequest, read_request
+from deployments.http.parsed_request import ParsedRequest
+from deployments.http.request_reader import Dialect, read_request
 from engine.protocol import InvalidRequest
 from tests.deployments.http.anthropic.conftest import RULES
 

@@ -116,6 +116,7 @@ BAD_FIELDS = [
     (message(role="assistant", tool_calls={}), "messages[1].tool_calls", ["an array"]),
     (message(role="assistant", tool_calls=[{"type": "function"}]), "messages[1].tool_calls[0].id", ["required"]),
     (message(role="assistant", tool_calls=[CALL | {"type": "x"}]), "messages[1].tool_calls[0].type", ['"x"']),
+    (message(role="assistant", tool_calls=[{"id": "c1"}]), "messages[1].tool_calls[0].function", ["required"]),
     (message(role="assistant", content="x", audio={"id": "a"}), "messages[1].audio", ["null"]),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]", ['"x"', "an object"]),
     (part(text="x"), "messages[0].content[0].type", ["required"]),
@@ -277,6 +278,10 @@ def image_part(url: str, **fields: str) -> dict[str, object]:
         ({"role": "user", "content": None}, {"role": "user", "content": ""}),
         ({"role": "user", "content": "x", "id": "m1", "foo": 1}, {"role": "user", "content": "x"}),
         ({"role": "user", "content": "x", "name": "Ann"}, {"role": "user", "content": "[Ann] x"}),
+        (
+            {"role": "user", "content": [{"type": "input_text", "text": "x"}, {"type": "output_text", "text": "y"}]},
+            {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]},
+        ),
         ({"role": "assistant", "content": "x", "refusal": "No."}, {"role": "assistant", "content": "x"}),
         ({"role": "assistant", "content": None, "refusal": "No."}, {"role": "assistant", "content": "No."}),
         (

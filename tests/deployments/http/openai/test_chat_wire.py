@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from deployments.http.grammar import MAX_GRAMMAR_CHARS
 from deployments.http.openai.chat_wire import (
-    MAX_GRAMMAR_CHARS,
     ChatCompletionBody,
     parse_chat_completion,
     request_fields,

@@ -5,7 +5,8 @@ import pickle
 import pytest
 
 from deployments.http.errors import ModelNotFound
-from deployments.http.request_reader import ReadingRules, read_request
+from deployments.http.parsed_request import ReadingRules
+from deployments.http.request_reader import read_request
 from deployments.protocol import Thinking, ToolChoice
 from engine.protocol import GrammarSpec, InvalidRequest
 from tests.deployments.http.responses.conftest import RULES, parse

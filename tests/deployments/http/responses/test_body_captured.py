@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.responses.body import parse_responses
 from engine.protocol import InvalidRequest
 

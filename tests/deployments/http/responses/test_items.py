@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.http.request_reader import ReadingRules
+from deployments.http.parsed_request import ReadingRules
 from deployments.http.responses.sealed import MAX_SEALED_BYTES, seal
 from deployments.protocol import Route
 from engine.protocol import InvalidRequest
