@@ -43,7 +43,7 @@ def test_planned_request_has_token_ids_stop_tokens_and_sampling(planner: PromptP
     assert (planned.sampling.max_tokens, planned.sampling.seed) == (5, 7)
 
 
-def test_without_max_tokens_the_rest_of_the_context_is_the_limit(planner: PromptPlanner):
+def test_max_tokens_defaults_to_the_rest_of_the_context(planner: PromptPlanner):
     planned = plan(planner, request())
     assert planned.sampling.max_tokens == 32768 - len(planned.token_ids)
 

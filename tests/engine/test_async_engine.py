@@ -81,7 +81,7 @@ async def collect(engine: AsyncEngine, r: EngineRequest) -> list[int]:
     return [token async for chunk in engine.generate(r) for token in chunk.token_ids]
 
 
-def test_every_token_comes_once_and_in_order_and_the_first_alone():
+def test_tokens_come_once_and_in_order_and_the_first_alone():
     async def test(engine):
         chunks = [chunk async for chunk in engine.generate(request(max_tokens=50))]
         assert [t for c in chunks for t in c.token_ids] == list(range(50))
