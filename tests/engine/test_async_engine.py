@@ -22,7 +22,6 @@ from engine.protocol import (
     InvalidRequest,
     Overloaded,
     SamplingParams,
-    Unavailable,
 )
 from tests.support.fake_runner import NoSnapshots, run_engine, until
 from tests.support.faults import Hanging
@@ -35,25 +34,16 @@ class CountingRunner(NoSnapshots):
 
     def __init__(self, step_s: float = 0.0):
         self.step_s, self.next, self.hold, self.closed = step_s, {}, 0.0, False
-        self.fail = self.fail_prefill = False
 
     def decode(self, num_draft_tokens=0):
         time.sleep(self.step_s + self.hold)
-        if self.fail:
-            raise RuntimeError("boom")
         outputs = {row: RowOutput((n,)) for row, n in self.next.items()}
         self.next = {row: n + 1 for row, n in self.next.items()}
         return outputs
 
     def prefill(self, rows, max_tokens):
-        if self.fail_prefill:
-            raise RuntimeError("boom")
         self.next.update({row.id: 1 for row in rows})
         return PrefillOutput(rows[0].num_prompt_tokens, {row.id: RowOutput((0,)) for row in rows})
-
-    def probe(self):
-        if self.fail_prefill:
-            raise RuntimeError("boom")
 
     def reset(self):
         self.next.clear()
@@ -204,48 +194,6 @@ def test_a_single_request_may_exceed_the_pixel_limit_of_all_requests():
     run(test, image_memory_mb=64)
 
 
-def test_a_failed_step_ends_its_streams_and_too_many_make_the_engine_unhealthy():
-    runner = CountingRunner()
-
-    async def test(engine):
-        engine.check_health()
-        runner.fail = True
-        for i in range(2):
-            chunks = [chunk async for chunk in engine.generate(request(f"r{i}"))]
-            assert chunks[-1].finish_reason is FinishReason.ERROR
-        engine.check_health()
-        runner.fail = False
-        assert await collect(engine, request("good")) == list(range(10))
-        runner.fail = True
-        runner.fail_prefill = True
-        for i in range(3):
-            await collect(engine, request(f"s{i}"))
-        with pytest.raises(EngineFailed, match="3 consecutive steps failed; the limit is 3"):
-            engine.check_health()
-
-    run(test, runner, max_failed_steps=3)
-
-
-def test_a_hanging_step_ends_open_streams_and_makes_the_engine_unhealthy():
-    runner = CountingRunner()
-
-    async def test(engine):
-        stream = engine.generate(request(max_tokens=900))
-        await anext(stream)
-        runner.hold = 1.5
-        *_, last = [chunk async for chunk in stream]
-        assert last.finish_reason is FinishReason.ERROR and last.retry_after_s
-        assert "a decode step (rows: 1, drafts: 0) has been running for" in last.error
-        assert re.search(r"the limit is 0\.[24] s", last.error), "twice as long the first time"
-        with pytest.raises(EngineFailed, match=r"a decode step .* has been running for"):
-            engine.check_health()
-        with pytest.raises(Unavailable, match=r"a decode step .* has been running for"):
-            await anext(engine.generate(request()))
-        runner.hold = 0.0
-
-    run(test, runner, step_timeout_s=0.2)
-
-
 class HangingRunner(CountingRunner):
     """Hangs in its decode steps; each was predicted to take `step_s`."""
 
@@ -334,20 +282,3 @@ def test_shutdown_ends_open_streams_and_closes_the_runner_on_its_thread():
 
 async def _last(engine: AsyncEngine, r: EngineRequest):
     return [chunk async for chunk in engine.generate(r)][-1]
-
-
-def test_concurrent_streams_of_the_demo_model_get_the_same_tokens_as_alone(make_request):
-    async def main():
-        engine = AsyncEngine(EngineConfig())
-        await engine.wait_ready()
-        questions = ["What is 12 + 30?", "Hello!", "What is 7 + 5?"]
-        alone = [await collect(engine, make_request(q, q)) for q in questions]
-        together = await asyncio.gather(*(collect(engine, make_request(q, q)) for q in questions))
-        assert together == alone
-        hot = replace(make_request("hot", "Hello!", stops=False), sampling=SamplingParams(20, 1.3, seed=5))
-        assert await collect(engine, hot) == await collect(engine, hot)
-        status = engine.status()
-        assert status.num_output_tokens == 2 * sum(map(len, alone)) + 40
-        await engine.shutdown()
-
-    asyncio.run(main())
