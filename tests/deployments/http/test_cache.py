@@ -1,4 +1,4 @@
-"""What `/v1/cache` says of several engines, and the sentence for each reason of a miss."""
+"""`/v1/cache` over several engines, and the sentence for each reason of a miss."""
 
 import json
 from typing import Any, get_args

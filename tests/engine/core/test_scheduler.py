@@ -1,4 +1,4 @@
-"""Who runs when, and what becomes of what the rows get: pure, no model."""
+"""The scheduler without a model: order of requests, sizes of chunks, and ends of rows."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""The books of the memory: what is reserved, what is given back, and who makes room for whom."""
+"""MemoryBudget: reservations, releases and preemption for memory."""
 
 import random
 from collections.abc import Callable
