@@ -1,4 +1,4 @@
-"""AsyncEngine: streams, aborts, limits, failures, the end."""
+"""AsyncEngine: streams, limits, failures, the end."""
 
 import asyncio
 import re
@@ -82,17 +82,6 @@ def test_tokens_come_once_and_in_order_and_the_first_alone():
     run(test, CountingRunner(step_s=0.002))
 
 
-def test_a_slow_reader_gets_all_accumulated_tokens_in_one_chunk():
-    async def test(engine):
-        stream = engine.generate(request(max_tokens=40))
-        first = await anext(stream)
-        await until(lambda: engine.status().num_finished == 1)
-        chunk = await anext(stream)
-        assert len(chunk.token_ids) == 40 - len(first.token_ids) and chunk.finish_reason is FinishReason.LENGTH
-
-    run(test)
-
-
 def test_concurrent_streams_each_get_their_own_tokens():
     async def test(engine):
         results = await asyncio.gather(*(collect(engine, request(f"r{i}", 10 + i)) for i in range(20)))
@@ -100,31 +89,6 @@ def test_concurrent_streams_each_get_their_own_tokens():
         assert engine.status().num_running == 0
 
     run(test, max_running=8)
-
-
-@pytest.mark.parametrize("how", ["close", "cancel", "abort"])
-def test_a_closed_cancelled_or_aborted_stream_frees_its_row(how):
-    runner = CountingRunner(step_s=0.002)
-
-    async def test(engine):
-        stream = engine.generate(request(max_tokens=900))
-        await anext(stream)
-        if how == "close":
-            await stream.aclose()
-        elif how == "cancel":
-            task = asyncio.create_task(collect(engine, request("other", max_tokens=900)))
-            await until(lambda: len(runner.next) == 2)
-            task.cancel()
-            await stream.aclose()
-        else:
-            assert engine.abort("r")
-            rest = [chunk async for chunk in stream]
-            assert rest[-1].finish_reason is FinishReason.ABORT
-            assert not engine.abort("r"), "it is known no more"
-        await until(lambda: engine.status().num_running == 0 and runner.next == {})
-        assert engine.status().num_aborted == (2 if how == "cancel" else 1)
-
-    run(test, runner)
 
 
 def test_requests_that_cannot_be_served_are_refused_with_the_numbers():
