@@ -1,4 +1,4 @@
-"""What EngineClient asks all engines at once: each answers for itself, and who is silent is named."""
+"""Calls of EngineClient to all engines at once: each answers for itself, and silent engines are named."""
 
 import asyncio
 import time

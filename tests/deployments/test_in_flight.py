@@ -90,7 +90,7 @@ def test_rate_of_finished_choices_starts_anew_after_the_server_was_idle():
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 128)), max_size=30), st.integers(1, 10**6))
-def test_the_time_until_there_is_room_is_between_a_second_and_a_minute(ends: list[tuple[float, int]], num_over: int):
+def test_retry_after_of_a_full_server_is_between_a_second_and_a_minute(ends: list[tuple[float, int]], num_over: int):
     clock = Clock()
     pace = Pace(clock)
     for later_s, num_choices in ends:

@@ -298,7 +298,7 @@ texts = st.text(alphabet=st.sampled_from("ab nSTOP.,\té日本🙂🇩🇪ß"), 
     order=st.randoms(use_true_random=False),
 )
 @example([("one STOP two", 3), ("ab", 1)], ["STOP"], SimpleNamespace(choice=lambda seq: seq[0]))
-def test_streamed_and_whole_the_same_is_read_and_it_adds_up(answers: Any, stop: list[str], order: Any):
+def test_streamed_and_whole_answers_are_equal_and_their_token_counts_add_up(answers: Any, stop: list[str], order: Any):
     queues = [cut(ids_of(text), size, index) for index, (text, size) in enumerate(answers)]
     chunks = []
     while waiting := [queue for queue in queues if queue]:

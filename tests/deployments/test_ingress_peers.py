@@ -1,4 +1,4 @@
-"""One ingress among others: whose requests it cancels, how many it lets in, what it says of itself, how it ends."""
+"""One ingress among others: cancelling across ingresses, capacity, status and shutdown."""
 
 import asyncio
 import logging

@@ -177,14 +177,3 @@ def test_a_request_cancelled_while_its_grammar_compiles_leaves_no_state(compiler
         assert not any("r#" in str(call) for call in runner.calls) and engine.status().num_aborted == 0
 
     run(test)
-
-
-def test_an_engine_that_ends_while_a_grammar_compiles_ends_the_stream(compiler):
-    async def test(engine, runner):
-        task = asyncio.create_task(collect(engine, replace(request(n=2), grammar=JSON)))
-        await until(lambda: compiler.compiled == 1)
-        await engine.shutdown()
-        compiler.gate.set()
-        assert [chunk.finish_reason for chunk in await task] == [FinishReason.ERROR] * 2
-
-    run(test)

@@ -120,7 +120,7 @@ def test_a_hanging_step_ends_all_waiting_requests_with_the_reason_and_leaves_no_
     assert bench.run(bench.look) == before
 
 
-def test_a_request_that_waits_for_its_grammar_is_told_of_a_hanging_step(bench: Bench, compiling: Hanging):
+def test_a_request_that_waits_for_its_grammar_ends_when_a_step_hangs(bench: Bench, compiling: Hanging):
     other = bench.another(step_timeout_s=STEP_TIMEOUT_S, grammar={"compile_timeout_s": 100})
 
     async def test() -> None:
@@ -187,7 +187,7 @@ def test_a_hanging_status_query_is_handled_like_a_hanging_step(bench: Bench, mon
 
 
 @pytest.mark.parametrize("who", ["step", "reader"])
-def test_draining_does_not_wait_for_ever(bench: Bench, who: str):
+def test_draining_has_a_time_limit(bench: Bench, who: str):
     """For a step that hangs, or for a reader that does not come back for the rest of its answer."""
     other = bench.another()
 

@@ -328,7 +328,7 @@ def test_the_hidden_states_of_the_head_are_the_same_after_a_hit_as_after_a_miss(
     )
 
 
-def test_as_many_drafts_are_accepted_after_a_hit_as_after_a_miss(runner, tokenizer):
+def test_acceptance_of_drafts_after_a_hit_equals_that_after_a_miss(runner, tokenizer):
     """Retrieval: a head that has not seen the text guesses badly."""
     (prompt,) = prompts(RETRIEVAL, 1, tokenizer, "prefix cache", 8)
     spec = EngineRequest("cold", prompt.token_ids, SamplingParams(24, 0.0), tokenizer.stop_token_ids)
@@ -368,7 +368,7 @@ def test_a_state_that_is_not_finite_is_not_cached(bench_of):
     assert Answer.of(driver, "healed").num_cached == 40 and Answer.of(driver, "healed").finish == "length"
 
 
-def test_all_chunks_of_a_failing_row_report_the_number_of_cached_tokens(bench_of):
+def test_chunks_of_a_failing_row_all_report_the_number_of_cached_tokens(bench_of):
     bench: Bench = bench_of("no head")
     driver = Driver(bench.runner, cache_config())
     for name in ("first", "second"):

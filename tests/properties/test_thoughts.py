@@ -140,7 +140,7 @@ def parse(tokenizer: ChatTokenizer, token_ids: tuple[int, ...]) -> AnswerDelta:
     return AnswerDelta(content, reasoning, parts[0].tool_calls + parts[1].tool_calls)
 
 
-def test_json_comes_behind_the_thought(tokenizer: ChatTokenizer, answers: Results):
+def test_json_follows_the_thought(tokenizer: ChatTokenizer, answers: Results):
     for name in ("json", "json, hot", "budget and json"):
         token_ids, finish = answers[name]
         answer = parse(tokenizer, token_ids)
@@ -149,7 +149,7 @@ def test_json_comes_behind_the_thought(tokenizer: ChatTokenizer, answers: Result
     assert parse(tokenizer, answers["json"][0]).reasoning
 
 
-def test_a_call_comes_behind_the_thought(tokenizer: ChatTokenizer, answers: Results):
+def test_a_tool_call_follows_the_thought(tokenizer: ChatTokenizer, answers: Results):
     for name in ("required", "auto"):
         [call] = parse(tokenizer, answers[name][0]).tool_calls
         assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})

@@ -1,4 +1,4 @@
-"""Requests whose prompts share parts, what comes and goes with them, and what a prefix cache must do by its rules."""
+"""Requests whose prompts share parts, random traffic of them, and the rules that a prefix cache must follow."""
 
 import random
 import zlib

@@ -1,4 +1,4 @@
-"""What tests let happen at the seams of real parts: at a certain call it fails, hangs, or something else comes first.
+"""Faults at the seams of real parts: a certain call fails, hangs, or something else happens first.
 
 Parts know nothing of it. `Faulty` stands in front of a real part and passes everything on; the calls that are seams go
 by a `Faults` object, before and after the part has done its work.

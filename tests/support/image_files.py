@@ -1,4 +1,4 @@
-"""Encoded pictures, and what MediaLoader makes of their URLs or says against them."""
+"""Encoded images, and the patches or refusals that MediaLoader returns for their URLs."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""Runs many random schedules: in CI always the same ones, with ORCHARD_SCHEDULES so many new ones."""
+"""Runs many random schedules: the same ones in CI, ORCHARD_SCHEDULES new ones on request."""
 
 import os
 import zlib

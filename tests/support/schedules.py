@@ -1,4 +1,4 @@
-"""Random schedules for a ModelRunner: who comes, leaves, is preempted or fails when, and what carries them out.
+"""Random schedules for a ModelRunner: arrivals, aborts, preemptions and failures by step, and their execution.
 
 Nothing of the scheduler is in it: tokens are cut at stop tokens and max_tokens here.
 """

@@ -1,4 +1,4 @@
-"""What becomes of a generation that fails, and of one whose client leaves."""
+"""AnswerResponse: failed and cancelled generations, and clients that disconnect."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What is refused before anything is done for it, and how a request is cancelled."""
+"""Requests that are refused before any work, and cancellation by id."""
 
 import asyncio
 from urllib.parse import quote

@@ -255,7 +255,7 @@ LINES = st.lists(
 
 @given(LINES, st.lists(st.sampled_from([*DEFAULT_VOLATILE_PATTERNS, *LINE_PATTERNS]), max_size=3))
 @settings(deadline=None, max_examples=300)
-def test_patterns_see_each_line_alone(content, patterns):
+def test_volatile_patterns_match_within_single_lines(content, patterns):
     assert normalize([system(content)], volatile_patterns=patterns) == (system(line_by_line(content, tuple(patterns))),)
 
 
@@ -351,7 +351,7 @@ def test_the_input_is_never_mutated(conversation, how):
 
 @given(CONVERSATIONS, SETTINGS)
 @settings(deadline=None)
-def test_nothing_that_was_said_is_lost(conversation, how):
+def test_normalization_keeps_the_text_of_every_message(conversation, how):
     after = pieces(normalize(conversation, *how))
     for piece in set(pieces(conversation)):
         assert piece in after
@@ -378,14 +378,14 @@ def could_merge(first: dict[str, Any], second: dict[str, Any]) -> bool:
 
 @given(CONVERSATIONS, SETTINGS)
 @settings(deadline=None)
-def test_no_two_neighbours_are_left_that_could_merge(conversation, how):
+def test_adjacent_messages_of_one_role_are_merged(conversation, how):
     for first, second in itertools.pairwise(normalize(conversation, *how)):
         assert not could_merge(first, second)
 
 
 @given(CONVERSATIONS, SETTINGS)
 @settings(deadline=None)
-def test_system_messages_stand_in_front_of_all_others(conversation, how):
+def test_system_messages_precede_all_other_messages(conversation, how):
     policy, patterns, _ = how
     roles = [m["role"] for m in normalize(conversation, policy, patterns)]
     assert roles == sorted(roles, key=lambda role: role != "system")

@@ -1,4 +1,4 @@
-"""What the status and cache pages show to whom."""
+"""The status and cache pages with and without administrative access."""
 
 import asyncio
 import json

@@ -1,5 +1,4 @@
-"""Who leaves when memory or rows are short: snapshots first, then rows, and nobody in vain; and who must not wait for
-ever."""
+"""Memory and rows for queued requests: eviction first, then preemption, never in vain, and no starvation."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""EngineCore around a runner without a model: drafts, times, and that neither changes what is given out."""
+"""EngineCore with a runner without a model: drafts and times never change the tokens."""
 
 from typing import Any
 

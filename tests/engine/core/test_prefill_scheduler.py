@@ -1,4 +1,4 @@
-"""Pieces of images among decode steps and chunks: how large each is, what comes between, and what ends them."""
+"""Pieces of images among decode steps and chunks: their sizes, their order and their ends."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -19,7 +19,7 @@ def test_work_may_take_the_timeout_or_a_multiple_of_its_prediction_whichever_is_
     assert Work("a drop").limit_s(120) == 120, "nothing is predicted"
 
 
-def test_work_is_late_long_before_it_is_lost():
+def test_work_is_late_before_the_limit_of_the_watchdog():
     work = Work("a chunk", 3.0)
     assert not work.is_late(LATE_FACTOR * 3.0) and work.is_late(LATE_FACTOR * 3.0 + 0.1)
     assert not Work("a decode step", 0.01).is_late(MIN_LATE_S), "what takes a moment is not worth a word"

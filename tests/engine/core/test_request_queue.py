@@ -1,4 +1,4 @@
-"""Whose turn it is among clients, how long one may wait, and what is told about it."""
+"""The order of requests among clients, waiting limits, and the errors about them."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Who runs when, and what becomes of what the rows get: pure, no model."""
+"""The scheduler without a model: order of requests, sizes of chunks, and ends of rows."""
 
 from itertools import pairwise
 
@@ -197,14 +197,14 @@ def test_a_full_batch_keeps_the_next_request_waiting_until_a_row_is_aborted(sche
     assert work.drop == ["a/0"] and list(work.prefill) == c
 
 
-def test_a_stop_token_ends_the_row_and_is_not_given_out(scheduler):
+def test_a_stop_token_ends_the_row_and_is_not_delivered(scheduler):
     start(scheduler, spec("a"))
     chunk = scheduler.update_decode({"a/0": out(STOP)})["a/0"]
     assert chunk.token_ids == () and chunk.finish_reason is FinishReason.STOP
     assert step_of(scheduler).drop == ["a/0"]
 
 
-def test_tokens_after_the_end_are_not_given_out(scheduler):
+def test_tokens_after_the_end_are_not_delivered(scheduler):
     start(scheduler, spec("a", max_tokens=3))
     start(scheduler, spec("b", max_tokens=9))
     logprobs = tuple(TokenLogprobs(-float(i)) for i in range(3))

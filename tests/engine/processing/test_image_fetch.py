@@ -1,4 +1,4 @@
-"""Fetching pictures: from public addresses only, resolved once, within bytes, time and redirects."""
+"""Fetching images: from public addresses only, resolved once, within bytes, time and redirects."""
 
 import asyncio
 import socket

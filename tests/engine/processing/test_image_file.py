@@ -1,4 +1,4 @@
-"""Encoded images of every kind: what they become, and what is refused before it costs anything."""
+"""Encoded images of every format: their pixels, and files that are refused before decoding."""
 
 import struct
 import timeit

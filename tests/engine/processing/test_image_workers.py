@@ -1,4 +1,4 @@
-"""Image workers: what they decode, and how they end at a limit while others go on."""
+"""Image workers: decoding, and their end at a limit while others go on."""
 
 import asyncio
 import os

@@ -77,7 +77,7 @@ def test_a_chat_is_the_template_rendered_and_encoded_once(tokenizer: ChatTokeniz
 
 @settings(max_examples=50, deadline=None)
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])).filter(lambda t: t.strip()))
-def test_text_without_control_strings_is_encoded_like_one_text(tokenizer: ChatTokenizer, text: str):
+def test_a_prompt_without_control_strings_equals_the_encoding_of_its_rendered_text(tokenizer: ChatTokenizer, text: str):
     content = f"begin {text} end"
     expected = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert encode(tokenizer, user(content)) == TOKENIZER.encode(expected, add_special_tokens=False).ids
@@ -89,7 +89,7 @@ def test_the_control_tokens_exclude_the_placeholders_of_images(tokenizer: ChatTo
     assert tokenizer.control_token_ids == set(CONTROL.values()) - media
 
 
-def test_thinking_is_off_unless_asked_for(tokenizer: ChatTokenizer):
+def test_thinking_is_off_unless_requested(tokenizer: ChatTokenizer):
     assert decode(encode(tokenizer, user("Hi"))).endswith("<think>\n\n</think>\n\n")
     assert decode(encode(tokenizer, user("Hi"), enable_thinking=True)).endswith("assistant\n<think>\n")
 
@@ -302,7 +302,7 @@ def test_half_a_surrogate_pair_is_refused(tokenizer: ChatTokenizer):
         tokenizer.encode_text("\ud83d")
 
 
-def test_no_chat_template_is_a_failure_to_load(model_dir: Path):
+def test_a_missing_chat_template_fails_the_load(model_dir: Path):
     with pytest.raises(EngineFailed, match="no chat template"):
         with_template(model_dir, None)
 

@@ -1,4 +1,4 @@
-"""What is in the directory: what is ours and whole, what is torn, foreign or left over, and what is never touched."""
+"""Files in the snapshot directory: own, torn, foreign and left over."""
 
 import errno
 import fcntl

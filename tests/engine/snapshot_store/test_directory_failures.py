@@ -1,4 +1,4 @@
-"""What the disk tier does when the disk, the files or the one who closes it do not do what they should."""
+"""The disk tier when the disk, its files or its shutdown fail."""
 
 import errno
 import os

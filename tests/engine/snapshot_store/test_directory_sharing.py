@@ -1,4 +1,4 @@
-"""Who has to go when the directory is full, and what several processes and models see of each other."""
+"""Eviction from a full directory, and a directory shared by several processes and models."""
 
 from pathlib import Path
 

@@ -72,7 +72,7 @@ rows = st.lists(
     drafts=st.lists(st.lists(tokens, min_size=2, max_size=2), min_size=4, max_size=4),
     seed=st.integers(0, 99),
 )
-def test_every_position_has_its_own_history(rows, drafts, seed):
+def test_penalties_at_each_position_use_the_history_before_that_position(rows, drafts, seed):
     logits = np.random.default_rng(seed).normal(0, 3, (len(rows), 3, VOCAB)).astype(np.float32)
     fed = mx.array([[r.output_token_ids[-1], *d] for r, d in zip(rows, drafts, strict=False)])
     positions = mx.array([[len(r.output_token_ids) + i for i in range(3)] for r in rows])
@@ -84,7 +84,7 @@ def test_every_position_has_its_own_history(rows, drafts, seed):
 
 @settings(max_examples=40, deadline=None)
 @given(rows=rows, others=rows, data=st.data())
-def test_joined_kept_and_committed_is_what_the_host_would_count(rows, others, data):
+def test_token_counts_after_joins_removals_and_commits_equal_counts_on_the_host(rows, others, data):
     joined = LogitsProcessors.of(rows, VOCAB).joined(LogitsProcessors.of(others, VOCAB))
     everyone = [*rows, *others]
     new = [data.draw(st.lists(tokens, min_size=3, max_size=3)) for _ in everyone]

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from deployments.protocol import SpecPrefillReport, TextDelta, TextLogprobs
@@ -191,30 +190,3 @@ def test_infinite_logprobs_are_sent_as_minus_9999(chat, backend):
     (entry,) = chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
     assert (entry["logprob"], entry["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
     assert "Infinity" not in chat(logprobs=True, stream=True).text
-
-
-def test_the_openai_client_reads_choices_logprobs_and_usage(make_app, backend):
-    backend.script = [TextDelta("Hello", 2, "stop", 1, HELLO, 4, 3), TextDelta("Hello", 2, "stop", 0, HELLO)]
-
-    async def talk() -> tuple[Any, list[Any]]:
-        http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(make_app()))
-        async with openai.AsyncOpenAI(api_key="x", base_url="http://127.0.0.1/v1", http_client=http) as client:
-            asked: Any = {"model": "org/demo", "messages": [{"role": "user", "content": "Hi"}], "n": 2}
-            whole = await client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
-            stream = await client.chat.completions.create(
-                **asked, logprobs=True, stream=True, stream_options={"include_usage": True}
-            )
-            return whole, [chunk async for chunk in stream]
-
-    whole, chunks = asyncio.run(talk())
-    assert [choice.index for choice in whole.choices] == [0, 1]
-    for choice in whole.choices:
-        assert [bytes(entry.bytes) for entry in choice.logprobs.content] == [b"Hel", b"lo"]
-        assert choice.logprobs.content[0].top_logprobs[1].logprob == -2.0
-    details = whole.usage.completion_tokens_details
-    assert (details.drafted_tokens, details.accepted_draft_tokens) == (4, 3)
-    assert details.accepted_prediction_tokens is None
-    assert whole.usage.prompt_tokens_details.cached_tokens == 5
-    assert chunks[-1].usage == whole.usage
-    entries = [entry for chunk in chunks for c in chunk.choices if c.logprobs for entry in c.logprobs.content]
-    assert len(entries) == 4

@@ -309,14 +309,14 @@ def least(**fields: Any) -> dict[str, Any]:
 
 
 @given(schema=st.dictionaries(st.text(), json_values, max_size=6))
-def test_any_schema_keeps_its_values_and_the_order_of_its_keys(schema: dict[str, Any]):
+def test_schema_keeps_its_values_and_the_order_of_its_keys(schema: dict[str, Any]):
     for fields in ({"response_format": schema_format(schema=schema)}, {"structured_outputs": {"json": schema}}):
         grammar = request_fields(parse_chat_completion(least(**fields))[0])["grammar"]
         assert json.dumps(json.loads(grammar.text)) == json.dumps(schema)
 
 
 @given(bias=st.dictionaries(st.text(max_size=3) | st.integers().map(str), json_values, max_size=3))
-def test_any_bias_is_either_honoured_exactly_or_refused(bias: dict[str, Any]):
+def test_logit_bias_is_either_honoured_exactly_or_refused(bias: dict[str, Any]):
     try:
         honoured = request_fields(parse_chat_completion(least(logit_bias=bias))[0])["logit_bias"]
     except InvalidRequest as error:

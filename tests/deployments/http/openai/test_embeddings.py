@@ -48,7 +48,7 @@ def test_each_input_has_a_vector_in_its_order(embed, backend):
     ("given", "expected"),
     [("ab", ("ab",)), ([1, 2], ((1, 2),)), ([[1, 2], [3]], ((1, 2), (3,))), (["a"] * 9, ("a",) * 9)],
 )
-def test_inputs_of_all_shapes_reach_the_engine(embed, backend, given, expected):
+def test_embedding_inputs_of_all_shapes_reach_the_engine(embed, backend, given, expected):
     assert len(embed(input=given).json()["data"]) == len(expected)
     assert backend.embeds[0].prompts == expected
     assert backend.embeds[0].num_parallel == min(4, len(expected))

@@ -186,7 +186,7 @@ def pieces(draw: st.DrawFn, text: str) -> list[str]:
 
 @settings(deadline=None)
 @given(answers())
-def test_any_split_of_an_answer_adds_up_to_the_whole_one(answer):
+def test_events_of_an_answer_add_up_to_the_whole_one_for_any_split(answer):
     deltas, joined = answer
     events = stream_of(deltas)
     assert untimed(events[-1]["response"]) == untimed(body_of([joined]))

@@ -1,4 +1,4 @@
-"""Stored responses: going on with them, and what else can be done with them."""
+"""Stored responses: continued, read, listed, deleted and cancelled."""
 
 import asyncio
 import hashlib

@@ -94,7 +94,7 @@ def test_items_of_a_stored_response_have_ids():
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 5), st.booleans()), max_size=40))
-def test_the_bytes_are_those_of_the_turns_that_are_used(steps):
+def test_stored_bytes_are_the_bytes_of_the_referenced_turns(steps):
     mixed, turns = store(max_responses=3, max_bytes=12_000), [turn(1024 * (i + 1)) for i in range(6)]
     alive: dict[str, tuple[Turn, ...]] = {}
     for id, num_turns, deletes in steps:

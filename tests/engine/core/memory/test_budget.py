@@ -1,4 +1,4 @@
-"""The books of the memory: what is reserved, what is given back, and who makes room for whom."""
+"""MemoryBudget: reservations, releases and preemption for memory."""
 
 import random
 from collections.abc import Callable
@@ -178,7 +178,7 @@ def test_chunks_become_smaller_where_little_memory_is_free():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(12_000, 60_000))
-def test_after_any_storm_nothing_is_reserved_and_the_budget_was_never_exceeded(seed: int, budget: int):
+def test_budget_is_never_exceeded_and_empty_after_random_arrivals_and_ends(seed: int, budget: int):
     rng, running, in_prefill = random.Random(seed), list[Request](), list[list[Request]]()
     books = budget_of(budget, rng.choice([8, 64, 10_000]))
     for i in range(60):

@@ -1,4 +1,4 @@
-"""Rows that give their place to more urgent ones: nothing is given out twice, nothing is lost, nobody thrashes."""
+"""Preemption of rows by more urgent requests: no token is repeated or lost, and rows do not thrash."""
 
 import random
 

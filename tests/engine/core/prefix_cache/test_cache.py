@@ -167,7 +167,7 @@ def test_a_snapshot_without_a_key_evicts_others_of_any_value():
     assert engine.memory.evict_for(room(1, 100), None) and engine.cache.counters.num_evicted == 1
 
 
-def test_one_call_evicts_as_many_snapshots_as_needed_and_no_more():
+def test_an_eviction_removes_as_many_snapshots_as_needed_and_no_more():
     engine = engine_with()
     for _ in range(10):
         engine.turn(engine.conversation(100), 0)

@@ -1,4 +1,4 @@
-"""What the prefix cache and its files know of each other: real files, a runner that knows no model."""
+"""The prefix cache with real files and a runner without a model."""
 
 import time
 from collections.abc import Iterator

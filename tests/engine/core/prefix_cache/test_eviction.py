@@ -1,4 +1,4 @@
-"""What is computed again under each workload: by the value of snapshots, beside least recently used."""
+"""Seconds recomputed under several workloads: eviction by the value of snapshots against LRU."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What a prompt takes from the cache and leaves in it, through the engine's step, with a runner that knows no model."""
+"""Prefixes that a prompt restores and stores, through the engine's step, with a runner without a model."""
 
 import itertools
 import time

@@ -1,4 +1,4 @@
-"""What a planner is told of the cache: how much of a prompt is there, and that it stays until the prompt comes."""
+"""The cached prefix of a prompt as a planner sees it: its length, and that it stays until the prompt comes."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a draft will take for a prompt, from what it has taken for others."""
+"""Predicted seconds of scoring a prompt, from those of other prompts."""
 
 import pytest
 

@@ -39,7 +39,7 @@ def score_requests(draw: st.DrawFn) -> tuple[ScoreRequest, np.ndarray]:
 
 @given(score_requests())
 @settings(deadline=None, max_examples=60)
-def test_a_plan_holds_what_it_must_and_fits_its_prompt(pair):
+def test_a_plan_keeps_all_dense_and_anchor_tokens_and_fits_its_prompt(pair):
     request, importance = pair
     num_tokens, num_dense = len(request.token_ids), request.num_dense
     plan = make_plan(request, importance)
@@ -59,7 +59,7 @@ def test_a_plan_holds_what_it_must_and_fits_its_prompt(pair):
 
 @given(score_requests())
 @settings(deadline=None, max_examples=60)
-def test_equal_scores_give_equal_plans_and_what_is_in_front_of_them_is_not_looked_at(pair):
+def test_equal_scores_give_equal_plans_and_scores_of_dense_tokens_are_ignored(pair):
     request, importance = pair
     plan, other = make_plan(request, importance), importance.copy()
     other[: request.num_dense] = 7
@@ -69,7 +69,7 @@ def test_equal_scores_give_equal_plans_and_what_is_in_front_of_them_is_not_looke
 
 @given(st.data())
 @settings(deadline=None, max_examples=60)
-def test_anchors_are_control_tokens_with_followers_the_tail_of_the_last_turn_and_pictures(data):
+def test_anchors_are_control_tokens_with_followers_the_tail_of_the_last_turn_and_images(data):
     num_tokens = data.draw(st.integers(1, 400))
     token_ids = np.random.default_rng(num_tokens).integers(0, 60, num_tokens).astype(np.int32)
     control = data.draw(st.lists(st.integers(0, 70), max_size=4))
@@ -97,7 +97,7 @@ said = st.tuples(small_ints, small_ints, st.integers(0, 3))
 
 
 @given(said, said)
-def test_fingerprints_are_equal_when_all_is_equal_and_only_then(one, other):
+def test_fingerprints_are_equal_exactly_for_equal_plans_of_equal_prompts(one, other):
     digests = [
         fingerprint(np.array(tokens, np.int32), np.array(positions, np.int32), num_dense)
         for tokens, positions, num_dense in (one, other)
@@ -181,7 +181,7 @@ def test_a_plan_that_was_changed_or_is_another_prompts_is_refused_with_the_reaso
 
 @given(score_requests(), st.data())
 @settings(deadline=None, max_examples=60)
-def test_a_plan_that_is_wrong_at_any_one_place_is_refused(pair, data):
+def test_a_plan_with_any_single_change_is_refused(pair, data):
     request, importance = pair
     plan, token_ids = make_plan(request, importance), request.token_ids
     place = data.draw(st.integers(0, len(token_ids) - 1))

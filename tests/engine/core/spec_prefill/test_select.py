@@ -19,7 +19,7 @@ def chunk_means(importance: np.ndarray) -> list[float]:
 
 @settings(deadline=None, max_examples=60)
 @given(importances(), KEEPS)
-def test_whole_chunks_are_chosen_in_order_and_never_too_few_or_many_more(importance, keep):
+def test_selection_consists_of_whole_chunks_in_order_and_meets_keep_within_two_chunks(importance, keep):
     num_tokens, chosen = len(importance), select(importance, float(keep))
     assert chosen.dtype == np.int64 and (np.diff(chosen) > 0).all()
     assert set(range(min(CHUNK_TOKENS, num_tokens))) <= set(chosen.tolist()), "the first chunk"
@@ -36,7 +36,7 @@ def test_whole_chunks_are_chosen_in_order_and_never_too_few_or_many_more(importa
 
 @settings(deadline=None, max_examples=60)
 @given(importances(), KEEPS)
-def test_no_chunk_is_left_out_for_a_worse_one_and_none_is_chosen_needlessly(importance, keep):
+def test_selected_chunks_have_the_highest_means_and_none_is_superfluous(importance, keep):
     num_tokens, means = len(importance), chunk_means(importance)
     chosen = sorted({int(i) // CHUNK_TOKENS for i in select(importance, float(keep))})
     free = [chunk for chunk in chosen if chunk not in (0, len(means) - 1)]
@@ -56,7 +56,7 @@ def test_no_chunk_is_left_out_for_a_worse_one_and_none_is_chosen_needlessly(impo
 
 @given(importances(), KEEPS)
 @settings(deadline=None, max_examples=60)
-def test_what_is_not_finite_is_worth_nothing_and_the_same_scores_choose_the_same(importance, keep):
+def test_scores_that_are_not_finite_count_as_zero_and_selection_is_deterministic(importance, keep):
     before = importance.copy()
     chosen = select(importance, float(keep))
     assert importance.tobytes() == before.tobytes()
