@@ -8,6 +8,7 @@ import gc
 import os
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,16 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Group the tests with servers; others are only distributed by `--dist load`."""
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from tests.server_groups import ServerGroupScheduling  # without pytest-xdist it cannot be imported
+
+    return ServerGroupScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,7 +19,7 @@ from tests.e2e.server import MAX_QUEUE, MAX_RUNNING, START_TIMEOUT_S, ServeRun
 from tests.e2e.storm import Talk, engine_of, hold, unrest
 from tests.e2e.storm_requests import NO_REPLY, Ask, Reply, check_answer, needle_text, read_reply
 
-pytestmark = [pytest.mark.server, pytest.mark.xdist_group("own servers")]
+pytestmark = pytest.mark.server
 
 NUM_KILLS = int(os.environ.get("ORCHARD_KILLS", "1"))
 PHASE_TIMEOUT_S = 30.0
