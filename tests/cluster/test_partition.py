@@ -23,7 +23,7 @@ from tests.cluster.conftest import wait_until
 from tests.cluster.namespaces import Machine, machines, why_there_are_none
 from tests.e2e.pictures import about, image_part, shape
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("cluster")]
+pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parent.parent.parent
 PORT = 8123

@@ -11,7 +11,7 @@ from deployments.protocol import ChatRequest, Route
 from engine.protocol import EngineFailed, FinishReason
 from tests.e2e.pictures import about, image_part, shape
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("cluster")]
+pytestmark = pytest.mark.cluster
 
 QUESTION = ({"role": "user", "content": "What is 12 + 30?"},)
 LONG: dict[str, Any] = {"max_tokens": 400, "min_tokens": 400}

@@ -1,12 +1,8 @@
-"""One real server for most tests with the mark `server`, and a small one that is killed and stopped.
-
-With `pytest -n 2 --dist loadgroup` the tests of the first server run beside those that start servers of their own.
-"""
+"""One real server for most tests with the mark `server`, and a small one that is killed and stopped."""
 
 import gc
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,14 +18,6 @@ from tests.e2e.server import (
     ServeRun,
     serve_run,
 )
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of the one server in one process, which starts it once."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group("one server"))
 
 
 @pytest.fixture(scope="module", autouse=True)

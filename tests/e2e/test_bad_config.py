@@ -40,7 +40,6 @@ def broken_weights(config: dict[str, Any], directory: Path) -> None:
 
 
 @pytest.mark.server
-@pytest.mark.xdist_group("own servers")
 def test_weights_that_cannot_be_read_end_the_server_with_the_reason(tmp_path: Path):
     with serve_run(lambda config: broken_weights(config, tmp_path)) as server:
         reason = reason_of(server)

@@ -31,7 +31,7 @@ REFUSED = {
 NOT_SERVED = {("HEAD", "/")}
 """Answered with 404; clients go on."""
 
-MAX_TEXT_CHARS = 60
+MAX_TEXT_CHARS = 12
 AT_ONCE = 4
 MAX_ANSWER_TOKENS = 4
 BUDGETS = {

@@ -18,7 +18,7 @@ from tests.demo_model.tasks.retrieval import retrieval
 from tests.demo_model.world.draws import Draws
 from tests.e2e.server import ServeRun
 
-pytestmark = [pytest.mark.server, pytest.mark.xdist_group("own servers")]
+pytestmark = pytest.mark.server
 
 VERY_LONG = 10_000
 """Tokens; the draft reads them for seconds."""

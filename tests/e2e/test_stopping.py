@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.server import DRAIN_S, ServeRun
 from tests.e2e.test_serving import LONG
 
-pytestmark = [pytest.mark.server, pytest.mark.xdist_group("own servers")]
+pytestmark = pytest.mark.server
 
 EXIT_S = 120.0
 SHORT, ENDLESS = 60, 20_000

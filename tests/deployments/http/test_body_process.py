@@ -49,12 +49,10 @@ async def inline_lag(app: FastAPI) -> float:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def freeze_garbage() -> Iterator[None]:
+def freeze_garbage() -> None:
     """A collection looks at all objects of the tests, which a server does not have."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

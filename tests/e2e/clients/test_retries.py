@@ -14,7 +14,7 @@ from tests.benchmarks.sse import completions_url, post
 from tests.e2e.clients.questions import CAPITAL, CAPITAL_QUESTION, MODEL
 from tests.e2e.server import MAX_QUEUE, MAX_RUNNING, ServeRun
 
-pytestmark = [pytest.mark.server, pytest.mark.xdist_group("own servers")]
+pytestmark = pytest.mark.server
 
 QUESTION: Any = [{"role": "user", "content": CAPITAL_QUESTION}]
 FILL_TIMEOUT_S = 60.0
