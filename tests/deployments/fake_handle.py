@@ -106,12 +106,12 @@ class FakeHandle:
     def remote(self, *arguments: Any) -> Any:
         return self.call(*arguments)
 
-    def dispatch(self, selection: Any, *arguments: Any) -> Any:
-        return self.call(*arguments)
+    def dispatch(self, selection: Any, *arguments: Any, **named: Any) -> Any:
+        return self.call(*arguments, **named)
 
     @contextlib.asynccontextmanager
-    async def choose_replica(self, **preferences: Any) -> AsyncIterator[Any]:
-        selection = await self.reserve(**preferences)
+    async def choose_replica(self, *arguments: Any, **preferences: Any) -> AsyncIterator[Any]:
+        selection = await self.reserve(*arguments, **preferences)
         try:
             yield selection
         finally:
@@ -120,11 +120,11 @@ class FakeHandle:
     def broadcast(self, method: str, *arguments: Any) -> DeploymentBroadcastResponse:
         return DeploymentBroadcastResponse(self.results(method, *arguments), asyncio.get_running_loop())
 
-    def call(self, *arguments: Any) -> Any:
+    def call(self, *arguments: Any, **named: Any) -> Any:
         """Return the response of a call."""
         raise AssertionError("nothing calls this deployment")
 
-    async def reserve(self, **preferences: Any) -> Any:
+    async def reserve(self, *arguments: Any, **preferences: Any) -> Any:
         """Return a reserved slot. Without an override there are none, as in Serve's local testing mode."""
         raise NotImplementedError
 

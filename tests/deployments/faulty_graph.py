@@ -127,7 +127,7 @@ class Handle(FakeHandle):
     graph: "Graph"
     name: str
 
-    async def reserve(self, *, choice: Choice = Choice()) -> FakeSelection:  # type: ignore[override]  # noqa: B008
+    async def reserve(self, *, choice: Choice = Choice()) -> FakeSelection:  # noqa: B008
         """There is one replica; to a request that waits for another one it is new."""
         if choice.excluded and not choice.waits:
             raise NoOtherReplica("there is no other")

@@ -77,7 +77,7 @@ class Graph(FakeHandle):
         graph: Any = self
         return EngineClient(graph, {Route.TEXT: graph}, **options)
 
-    async def reserve(self, *, choice: Choice) -> FakeSelection:  # type: ignore[override]
+    async def reserve(self, *, choice: Choice) -> FakeSelection:
         self.choices.append(choice)
         names = [f"engine-{i}" for i in range(self.num_engines) if f"engine-{i}" not in choice.excluded]
         names.sort(key=lambda name: name in choice.last)
@@ -444,7 +444,7 @@ class RoutedGraph(Graph):
         self.num_refused = 0
 
     @contextlib.asynccontextmanager
-    async def choose_replica(self, *, choice: Choice) -> AsyncIterator[FakeSelection]:  # type: ignore[override]
+    async def choose_replica(self, *, choice: Choice) -> AsyncIterator[FakeSelection]:
         self.choices.append(choice)
         replica = await call(self.router, "", f"id-{len(self.choices)}", choice=choice)
         replica.queue_len += 1

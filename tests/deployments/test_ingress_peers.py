@@ -33,9 +33,9 @@ class Replicas(FakeHandle):
         self._says = says
         self.asked: list[tuple[Any, ...]] = []
 
-    def broadcast(self, *question: Any) -> Any:
-        self.asked.append(question)
-        return super().broadcast(*question)
+    def broadcast(self, method: str, *arguments: Any) -> Any:
+        self.asked.append((method, *arguments))
+        return super().broadcast(method, *arguments)
 
     async def results(self, method: str, *arguments: Any) -> list[Any]:
         if isinstance(self._says, Exception):
