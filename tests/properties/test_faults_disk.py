@@ -45,7 +45,7 @@ async def evict(bench: Bench) -> None:
             core.prefix.cache.evict(entry)
         return len(entries)
 
-    assert await bench.engine._ask(go) > 0
+    assert await bench.engine._thread.call(go) > 0
 
 
 @asynccontextmanager

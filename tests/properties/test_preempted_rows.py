@@ -96,7 +96,7 @@ def test_a_preempted_prompt_continues_behind_its_last_chunk(runner):
     scheduler = driver.core.scheduler
     (prefill,) = scheduler.prefills.in_progress
     assert 0 < prefill.start < prefill.end
-    scheduler._preempt_prefill(prefill)
+    scheduler.preempt(prefill)
     assert driver.run({0: []}) == cold
     assert driver.core.stats.num_prompt_tokens == 200 and driver.core.stats.num_preempted == 1
     assert driver.core.prefix.cache.integrity_error() is None
