@@ -63,12 +63,14 @@ class Preemption:
     def _may_preempt_prefill(self, prefill: Prefill, entry: QueueEntry, now: float) -> bool:
         """Return whether a more urgent request may preempt a prompt in progress.
 
-        A protected prompt is preempted only by a request that has waited for as long as its own prompt takes and as
-        recomputing the protected one takes, doubled for each earlier restart: a stream of urgent requests cannot
-        restart it for ever.
+        A protected prompt is preempted only after its first chunk, and only by a request that has waited for as long as
+        its own prompt takes and as recomputing the protected one takes, doubled for each earlier restart: a stream of
+        urgent requests can neither keep it from beginning nor restart it for ever.
         """
         if not prefill.entry.is_protected:
             return True
+        if not prefill.has_started:
+            return False
         row = prefill.rows[0]
         own_s = self._costs.prompt_s(0, entry.rows[0].num_prompt_tokens)
         return now - entry.arrived_s >= max(own_s, recompute_s(row, self._costs)) * 2**row.num_restarts

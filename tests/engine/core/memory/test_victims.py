@@ -224,7 +224,6 @@ def test_a_row_that_was_preempted_is_not_preempted_again_at_once():
     assert step_of(scheduler).prefill and scheduler._stats.num_preempted == 2
 
 
-@pytest.mark.xfail(strict=True, reason="an urgent request may preempt a prompt in the step that admits it")
 def test_a_low_priority_row_finishes_under_a_stream_of_urgent_requests_with_few_preemptions():
     clock = Clock()
     scheduler = scheduler_of("priority", clock, max_running=1, scheduler={"ageing_s": 2.0})
