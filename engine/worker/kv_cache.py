@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_vlm.models.cache import ArraysCache, KVCache
+from mlx_vlm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from engine.worker.delta_rule import Factors
+from engine.worker.window_layer import BatchWindowLayer, ring_of
 
 SequenceCache = list[Any]
-"""One row's caches, one of the library's per layer: KVCache (attention) or ArraysCache (recurrent state)."""
+"""One row's caches, those of the library for each layer: KVCache (attention), RotatingKVCache (attention with a sliding
+window) or ArraysCache (recurrent state). A layer with several has them one after the other."""
 
 SLOTS_STEP = 256  # slots are allocated in multiples of this number
 
@@ -109,7 +111,7 @@ class BatchRecurrentLayer:
     or, with `is_factored`, the factors of their change; the state itself is then updated by `commit`.
     """
 
-    lengths = None  # no row is padded
+    lengths = left_padding = None  # no row is padded
     is_factored = False  # for all layers of the process: see patches/gated_delta_rows.py
 
     def __init__(self, slots: Sequence[mx.array]):
@@ -121,6 +123,17 @@ class BatchRecurrentLayer:
 
     def __getitem__(self, index: int) -> mx.array:
         return self.slots[index]
+
+    def __setitem__(self, index: int, value: mx.array) -> None:
+        """Replace a slot; families that do so instead of calling `update_recurrent` cannot return to earlier states."""
+        assert not self.recording
+        self.slots[index] = value
+
+    def make_mask(self, num_new: int) -> None:
+        """Return no mask: all new tokens are a row's own."""
+
+    def advance(self, num_new: int) -> None:
+        """Do nothing: no row is padded."""
 
     @property
     def state(self) -> list[mx.array]:
@@ -262,8 +275,8 @@ class BatchCache:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the attention layers; 0 without one."""
-        return max((layer.keys.shape[2] for layer in self.layers if isinstance(layer, BatchKVLayer)), default=0)
+        """Most slots of an attention layer; 0 without one."""
+        return max((layer.keys.shape[2] for layer in self.layers if hasattr(layer, "keys")), default=0)
 
     def at(self, start: mx.array, extent: int, uniform_start: int | None = None, record: bool = False) -> list[Any]:
         """Return the layers, prepared for a forward that writes at `start`; see Cursor.
@@ -286,10 +299,13 @@ class BatchCache:
     def reserve(self, num_slots: int) -> int:
         """Allocate at least `num_slots` slots per row; return how many slots there are."""
         for layer in self.layers:
-            if isinstance(layer, BatchKVLayer) and layer.keys.shape[2] < num_slots:
+            if isinstance(layer, BatchWindowLayer):
+                layer.reserve(num_slots)
+                mx.eval(layer.state)
+            elif isinstance(layer, BatchKVLayer) and layer.keys.shape[2] < num_slots:
                 layer.keys, layer.values = _with_slots(layer.keys, num_slots), _with_slots(layer.values, num_slots)
                 mx.eval(layer.state)
-        return self.num_slots or rounded(num_slots)
+        return max(self.num_slots, rounded(num_slots))
 
     @property
     def recorded(self) -> list[mx.array]:
@@ -307,12 +323,14 @@ class BatchCache:
         """Return another cache of the same structure with these arrays."""
         cursor = Cursor(self.cursor.start, 0, None, self.cursor.as_offset)
         arrays = iter(state)
-        layers = [
-            BatchKVLayer(next(arrays), next(arrays), cursor)
-            if isinstance(layer, BatchKVLayer)
-            else BatchRecurrentLayer([next(arrays) for _ in layer.slots])
-            for layer in self.layers
-        ]
+        layers: list[Any] = []
+        for layer in self.layers:
+            if isinstance(layer, BatchKVLayer):
+                layers.append(BatchKVLayer(next(arrays), next(arrays), cursor))
+            elif isinstance(layer, BatchWindowLayer):
+                layers.append(BatchWindowLayer(next(arrays), next(arrays), layer.window, cursor))
+            else:
+                layers.append(BatchRecurrentLayer([next(arrays) for _ in layer.slots]))
         return BatchCache(layers, cursor)
 
     @property
@@ -329,10 +347,14 @@ def num_bytes(cache: Sequence[Any]) -> int:
     return sum(layer.nbytes for layer in cache)
 
 
-def _rows_of(i: int, layer: Any, cursor: Cursor) -> BatchKVLayer | BatchRecurrentLayer:
+def _rows_of(i: int, layer: Any, cursor: Cursor) -> BatchKVLayer | BatchWindowLayer | BatchRecurrentLayer:
     kind: Any = type(layer)  # exact types: subclasses store their state differently
     if kind is KVCache:
         return BatchKVLayer(layer.keys, layer.values, cursor)
+    if kind is RotatingKVCache and layer.keep:
+        raise TypeError(f"layer {i}: a window that keeps its first {layer.keep} tokens cannot be batched")
+    if kind is RotatingKVCache:
+        return ring_of(layer, cursor)
     if kind is ArraysCache and all(slot is not None for slot in layer.cache):
         return BatchRecurrentLayer(layer.cache)
     raise TypeError(f"layer {i}: {type(layer).__name__} cannot be batched")

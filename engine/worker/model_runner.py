@@ -24,7 +24,14 @@ from engine.worker.decode import JoiningRow
 from engine.worker.decode_batch import DecodeBatch
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
-from engine.worker.patches import attention_cpu, gated_delta_chunks, gated_delta_cuda, gated_delta_rows, silu_cpu
+from engine.worker.patches import (
+    attention_cpu,
+    gated_delta_chunks,
+    gated_delta_cuda,
+    gated_delta_rows,
+    gemma2_masks,
+    silu_cpu,
+)
 from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, Prompt, first_tokens
 from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays, unsupported_reason
@@ -69,6 +76,7 @@ class MLXRunner:
     def __init__(self, model: loader.LoadedModel, config: EngineConfig, device_lock: ProcessLock | None = None):
         """Set up a loaded model. device_lock: released by `close`, when the device's memory is freed."""
         self._device_lock = device_lock
+        gemma2_masks.install()
         if not loader.on_gpu():
             gated_delta_rows.install()
             gated_delta_chunks.install()
@@ -121,7 +129,7 @@ class MLXRunner:
             self._vision.probe(WARM_UP_IMAGE_SIDE)
         if self._a_snapshot is not None:
             self._prefill.learn_slots(self._a_snapshot)
-            heads = int(getattr(self._language_model.lm.args, "num_attention_heads", 0))
+            heads = int(getattr(self._language_model.args, "num_attention_heads", 0))
             facts = (self.max_draft_tokens, self.capabilities["compiled"], self.capabilities["blas"])
             key, a_snapshot = cost_cache.costs_key(self.fingerprint, *facts), self._a_snapshot
             self.costs = cost_cache.load_or_measure(

@@ -337,7 +337,7 @@ class PrefixCacheSessions:
         if num_new < self._config.min_tokens:
             return False
         lend = self._loans.may_add(row.id, base)
-        num_bytes = costs.state_bytes + (0 if lend else segment_bytes)
+        num_bytes = costs.fixed() + (0 if lend else segment_bytes)
         if not self.cache.evict_for(num_bytes, base, None if is_awaited else key, "answer", row.id):
             return False
         taken = runner.snapshot_row(row.id, None if base is None else base.segment, lend=lend)
@@ -460,7 +460,7 @@ class PrefixCacheSessions:
             here = self.cache.match(current.key, current.max_tokens, in_memory=True)
             start, end, costs = 0 if here is None else here.num_tokens, entry.num_tokens, self._runner.costs
             computed_s = self.cache.seconds(start, end)
-            num_bytes, row_id = (end - start) * costs.token_bytes + costs.state_bytes, None
+            num_bytes, row_id = (end - start) * costs.token_bytes + costs.fixed(), None
             if self._may_lend(rows) and not rows[0].spec.pinned:
                 row_id = current.row.id
             elif not self.cache.can_hold(num_bytes):
@@ -586,7 +586,7 @@ class PrefixCacheSessions:
         num_new = boundary.num_tokens - (current.base_tokens if base is not None else 0)
         pinned, segment_bytes = spec.pinned and boundary.kind == "system", num_new * costs.token_bytes
         lend = self._may_lend(rows) and boundary.kind != "system"
-        num_bytes = costs.state_bytes + (0 if lend else segment_bytes)
+        num_bytes = costs.fixed() + (0 if lend else segment_bytes)
         num_outvalued = self.cache.counters.num_outvalued
         if not self.cache.evict_for(num_bytes, base, None if pinned else key, boundary.kind, current.row.id):
             if self.cache.counters.num_outvalued == num_outvalued:  # no memory, and later ones are larger
