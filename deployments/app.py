@@ -22,7 +22,6 @@ from deployments.autoscaling import (
     offers_nothing,
 )
 from deployments.draining import ENGINE_MARGIN_S, KILL_MARGIN_S
-from deployments.engine_client import PLAN_TIMEOUT_S
 from deployments.http.normalize import normalize
 from deployments.ingress import Ingress
 from deployments.mllm import MLLM
@@ -105,9 +104,8 @@ def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None
     overrides = overrides or {}
     num_nodes = _check_cluster(args)
     _check_pinned(args)
-    is_sparse = args.sparse_prefill_off is None
-    spec_prefill = args.spec_prefill.model_copy(update={"enabled": is_sparse})
-    scorer = _bind_scorer(args, overrides.get("SpecPrefillScorer", {})) if is_sparse else None
+    shown, args = _shown(args), args.resolved()
+    scorer = _bind_scorer(args, overrides.get("SpecPrefillScorer", {})) if args.spec_prefill.enabled else None
     slots = most_in_flight(args.engine) + SPARE_SLOTS
     questions = sum(MAX_PLANNING.values()) if scorer is not None else 0
     ending = _ending(args)
@@ -123,9 +121,8 @@ def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None
     engine = ModelReplica.options(**engine_options).bind(args.engine, args.drain_timeout_s + ENGINE_MARGIN_S)
     small = {**_one_per_node("mlx", SMALL_SHARE, num_nodes), **ending}
     router = {"request_router_config": _router(local_default=True)}
-    sparse = (spec_prefill, engine, scorer)
     text_options = {**small, **router, "max_ongoing_requests": MAX_PLANNING["text"], **overrides.get("TextMTP", {})}
-    text = TextMTP.options(**text_options).bind(args.engine, *sparse)
+    text = TextMTP.options(**text_options).bind(args, engine, scorer)
     mllm_options = {
         **_one_per_node("mlx", SMALL_SHARE, num_nodes, waits_for=ModelReplica.name),
         **ending,
@@ -133,13 +130,9 @@ def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None
         "max_ongoing_requests": MAX_PLANNING["mllm"],
         **overrides.get("MLLM", {}),
     }
-    mllm = MLLM.options(**mllm_options).bind(args.engine, args.media, *sparse)
-    plan_timeout_s = PLAN_TIMEOUT_S + (args.spec_prefill.deadline_s if scorer is not None else 0)
-    timeouts = plan_timeout_s, args.drain_timeout_s
+    mllm = MLLM.options(**mllm_options).bind(args, engine, scorer)
     ingress_options = {**small, "max_ongoing_requests": slots, **overrides.get("Ingress", {})}
-    return Ingress.options(**ingress_options).bind(
-        args.model_name, args.engine, args.http, _shown(args), engine, text, mllm, scorer, *timeouts
-    )
+    return Ingress.options(**ingress_options).bind(args, shown, engine, text, mllm, scorer)
 
 
 def _shown(args: AppArgs) -> dict[str, Any]:
@@ -261,10 +254,11 @@ def _one_per_node(resource: Resource, share: float, num_nodes: int, waits_for: s
     first = {"min_replicas": 1, "initial_replicas": num_nodes}
     if waits_for is not None:
         first = {"min_replicas": 0, "initial_replicas": 0}
+    is_plain = ray.is_initialized() and offers_nothing()  # then the head node counts as one that offers all resources
     return {
         "ray_actor_options": {
             "num_cpus": 0,
-            "resources": _placement(resource, share),
+            "resources": {HEAD_NODE: HEAD_SHARE} if is_plain else {resource: share},
             "runtime_env": {"env_vars": {**SAME_LOOP, LARGE_PLANS[0]: os.environ.get(*LARGE_PLANS)}},
         },
         "max_replicas_per_node": 1,
@@ -279,11 +273,6 @@ def _one_per_node(resource: Resource, share: float, num_nodes: int, waits_for: s
             },
         },
     }
-
-
-def _placement(resource: Resource, share: float) -> dict[str, float]:
-    """Return the Ray resources that place a replica."""
-    return {HEAD_NODE: HEAD_SHARE} if ray.is_initialized() and offers_nothing() else {resource: share}
 
 
 def _router(**choice: bool | float) -> dict[str, Any]:

@@ -80,6 +80,11 @@ class AppArgs(Frozen):
             return f"no draft_model is set for {self.engine.model}"
         return None
 
+    def resolved(self) -> "AppArgs":
+        """Return the arguments with the settled name and sparse prefill, which depend on files of this machine."""
+        spec_prefill = self.spec_prefill.model_copy(update={"enabled": self.sparse_prefill_off is None})
+        return self.model_copy(update={"served_model_name": self.model_name, "spec_prefill": spec_prefill})
+
     @model_validator(mode="after")
     def _effective(self) -> "AppArgs":
         if mistakes := [*self._sparse_prefill_mistakes(), *self._other_mistakes()]:

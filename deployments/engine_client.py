@@ -26,8 +26,15 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.engine_stream import SILENCE_LIMIT_S, ChunkReader, EngineStream
 from deployments.protocol import ChatRequest, EngineAnswer, Plan, Route, SilentEngine
-from deployments.ray_internals import cancel_call, end_dispatch, running_nodes
-from deployments.replica_calls import Silent, call_within, cause_of, is_replica_lost, telling_remote_cancels, why_silent
+from deployments.replica_calls import (
+    ReservedSlot,
+    call_within,
+    cause_of,
+    is_replica_lost,
+    reserve,
+    while_running,
+    why_silent,
+)
 from deployments.replica_choice import Choice, NoOtherReplica, NoReplicaYet, pin_to
 from engine import retry_after
 from engine.protocol import (
@@ -51,10 +58,6 @@ RESERVE_TIMEOUT_S = 30.0
 PLAN_TIMEOUT_S = 120.0
 ASK_TIMEOUT_S = 10.0
 """Longest wait for an engine's answer to an administrative call. It answers between steps, which may take seconds."""
-
-LOOK_PERIOD_S = 1.0
-LEFT_GRACE_S = 5.0
-"""Wait for a planner that Serve no longer lists as running: it may be draining, or lost with its node."""
 
 MIN_REFUSAL_S, MAX_REFUSAL_S = 1.0, 10.0
 LOSS_S = 30.0
@@ -195,8 +198,7 @@ class EngineClient:
         """
         planner = self._planners[route].options(method_name=method)
         try:
-            with telling_remote_cancels():
-                return await call_within(self._plan_timeout_s, planner.remote(*args))
+            return await call_within(self._plan_timeout_s, planner.remote(*args))
         except TimeoutError:
             late = f"The request could not be prepared within {self._plan_timeout_s:g} s."
             raise Unavailable(late, retry_after.REPLICA_LOST_S) from None
@@ -214,8 +216,7 @@ class EngineClient:
     async def _ask(self, method: str, node_id: str) -> EngineAnswer[Any] | SilentEngine:
         handle = self._questions.options(method_name=method, session_id=pin_to(node_id))
         try:
-            with telling_remote_cancels():
-                return await call_within(self._ask_timeout_s, handle.remote())
+            return await call_within(self._ask_timeout_s, handle.remote())
         except TimeoutError:
             return SilentEngine(node_id, f"no answer within {self._ask_timeout_s:g} s")
         except Exception as error:
@@ -232,44 +233,29 @@ class EngineClient:
         return again
 
     async def _attempt(self, request: ChatRequest, route: Route, attempt: PlacementAttempt) -> EngineStream:
-        with telling_remote_cancels():
-            async with AsyncExitStack() as resources:
-                selection = await self._reserve(resources, attempt)
-                plan = await self._plan(request, route, selection, attempt)
-                attempt.stage = "engine"
-                engine_request, plan = plan.request, replace(plan, request=plan.request.without_pixels())
-                chunks: Any
-                if selection is None:
-                    chunks = self._engine.remote(engine_request)
-                    resources.callback(cancel_call, chunks)  # before the reservation ends
-                else:
-                    chunks = self._engine.dispatch(selection, engine_request)
-                    resources.push_async_callback(end_dispatch, chunks, selection)
-                    # Ray sends the call in its own task, which would leak the slot if it were cancelled before its
-                    # first step; this lets it take that step.
-                    await asyncio.sleep(0)
-                del engine_request  # now only the call references the pixels, until it is sent
-                reader = ChunkReader(chunks, self._silence_limit_s)
-                resources.callback(reader.close)
-                first = await reader.next()
-                if first is None:
-                    raise EngineFailed("The engine ended the answer before its first token.")
-                if (error := failure_of(first, plan.request)) is not None:
-                    raise error
-                self._refusals.forget(attempt.replica_id)
-                node_id = selection.node_id if selection else ""
-                note_loss = partial(self._refusals.note, attempt.replica_id, LOSS_S)
-                return EngineStream(plan, node_id, first, reader, resources.pop_all(), note_loss)
+        async with AsyncExitStack() as resources:
+            slot = await self._reserve(resources, attempt)
+            plan = await self._plan(request, route, slot, attempt)
+            attempt.stage = "engine"
+            engine_request, plan = plan.request, replace(plan, request=plan.request.without_pixels())
+            chunks = await slot.stream(engine_request)
+            del engine_request  # now only the call references the pixels, until it is sent
+            reader = ChunkReader(chunks, self._silence_limit_s)
+            resources.callback(reader.close)
+            first = await reader.next()
+            if first is None:
+                raise EngineFailed("The engine ended the answer before its first token.")
+            if (error := failure_of(first, plan.request)) is not None:
+                raise error
+            self._refusals.forget(attempt.replica_id)
+            note_loss = partial(self._refusals.note, attempt.replica_id, LOSS_S)
+            return EngineStream(plan, slot.node_id, first, reader, resources.pop_all(), note_loss)
 
-    async def _reserve(self, resources: AsyncExitStack, attempt: PlacementAttempt) -> Any | None:
-        """Reserve a slot of an engine; None in Serve's local testing mode, which has no reservations."""
+    async def _reserve(self, resources: AsyncExitStack, attempt: PlacementAttempt) -> ReservedSlot:
         began = self._clock()
+        reserving = reserve(self._engine, max(attempt.reserve_s, 0), choice=attempt.choice)
         try:
-            async with asyncio.timeout(max(attempt.reserve_s, 0)):
-                choosing = self._engine.choose_replica(choice=attempt.choice)
-                selection: Any = await resources.enter_async_context(choosing)
-        except NotImplementedError:
-            return None
+            slot = await resources.enter_async_context(reserving)
         except NoReplicaYet:
             raise TooLate("No engine is ready: the model is being loaded.", retry_after.NOT_READY_S) from None
         except TimeoutError:
@@ -277,19 +263,15 @@ class EngineClient:
             raise TooLate(late, retry_after.REPLICA_LOST_S) from None
         finally:
             attempt.reserve_s -= self._clock() - began
-        attempt.replica_id, attempt.stage = selection.replica_id, "plan"
-        return selection
+        attempt.replica_id, attempt.stage = slot.replica_id, "plan"
+        return slot
 
-    async def _plan(self, request: ChatRequest, route: Route, selection: Any | None, attempt: PlacementAttempt) -> Plan:
-        planner = self._planners[route]
+    async def _plan(self, request: ChatRequest, route: Route, slot: ReservedSlot, attempt: PlacementAttempt) -> Plan:
+        planner = self._planners[route].options(session_id=pin_to(slot.node_id, attempt.pin_wait_s))
+        planning = call_within(max(attempt.plan_s, 0), planner.remote(request))
         began = self._clock()
         try:
-            if selection is None:
-                plan = await call_within(attempt.plan_s, planner.remote(request))
-            else:
-                planner = planner.options(session_id=pin_to(selection.node_id, attempt.pin_wait_s))
-                planning = call_within(max(attempt.plan_s, 0), planner.remote(request))
-                plan = await while_running(planner, selection.node_id, asyncio.ensure_future(planning))
+            plan = await while_running(planner, slot.node_id, asyncio.ensure_future(planning))
         except TimeoutError:
             late = f"The request could not be prepared within {self._plan_timeout_s:g} s."
             raise TooLate(late, retry_after.REPLICA_LOST_S) from None
@@ -316,43 +298,6 @@ class EngineClient:
             lost = "The engine was lost before the first token. Please send the request again."
             return Unavailable(lost, retry_after.REPLICA_LOST_S)
         return error
-
-
-async def while_running(
-    handle: Any, node_id: str, work: asyncio.Task[Any], period_s: float = LOOK_PERIOD_S, grace_s: float = LEFT_GRACE_S
-) -> Any:
-    """Await a call to a node while the deployment has a replica on it.
-
-    A call to an unreachable node would hang until its timeout. Ray detects the loss of a node within seconds, and Serve
-    then removes its replicas from the running ones, but does not fail their open calls.
-
-    Args:
-        handle: Handle of the deployment.
-        node_id: The node of the called replica.
-        work: The call.
-        period_s: Time between two looks at the running replicas.
-        grace_s: Time without a replica on the node after which the call is given up.
-
-    Raises:
-        Silent: The node has had no replica for grace_s.
-        Exception: Whatever the call raises.
-    """
-    work.add_done_callback(lambda task: task.cancelled() or task.exception())  # marks the exception as retrieved
-    has_been_there, missing_s = False, 0.0
-    try:
-        while not (await asyncio.wait({work}, timeout=period_s))[0]:
-            nodes = running_nodes(handle)
-            if nodes is None or node_id in nodes:
-                has_been_there, missing_s = True, 0.0
-            elif has_been_there:
-                missing_s += period_s
-                if missing_s >= grace_s:
-                    raise Silent(f"node {node_id} has had no replica for {grace_s:g} s; its call is given up")
-        return work.result()
-    finally:
-        if not work.done():
-            work.cancel()
-            await asyncio.wait({work}, timeout=period_s)
 
 
 def failure_of(chunk: TokenChunk, request: EngineRequest) -> OrchardError | None:

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from deployments.protocol import Plan
-from deployments.replica_calls import Silent, cause_of, is_replica_lost, telling_remote_cancels
+from deployments.replica_calls import CancelledThere, Silent, cause_of, is_replica_lost
 from engine import retry_after
 from engine.protocol import TokenChunk, Unavailable
 
@@ -55,24 +55,24 @@ class ChunkReader:
 
         Raises:
             Silent: Nothing arrived for silence_limit_s.
+            CancelledThere: The replica has cancelled the call.
             Exception: Whatever the call raises.
         """
-        while True:
-            chunk = await self._read()
-            if chunk is None or not chunk.is_heartbeat:
-                return chunk
-
-    async def _read(self) -> TokenChunk | None:
         task = asyncio.current_task()
         assert task is not None
         num_cancels = task.cancelling()
-        self._since = self._clock()
         self._reader = task
         try:
-            return await anext(self._chunks, None)
+            while True:
+                self._since = self._clock()
+                chunk = await anext(self._chunks, None)
+                if chunk is None or not chunk.is_heartbeat:
+                    return chunk
         except asyncio.CancelledError:
             if self._is_silent and task.uncancel() <= num_cancels:
                 raise Silent(f"the engine sent nothing for {self._limit_s:g} s") from None
+            if not task.cancelling():
+                raise CancelledThere("the replica cancelled the call") from None
             raise
         finally:
             self._reader = None
@@ -117,13 +117,12 @@ class EngineStream:
     async def __aiter__(self) -> AsyncIterator[TokenChunk]:
         """Yield the chunks, the first one included. Raises Unavailable when the engine is lost before the end."""
         try:
-            with telling_remote_cancels():
-                chunk: TokenChunk | None = self._first
-                while chunk is not None:
-                    self._num_open -= chunk.finish_reason is not None
-                    yield chunk
-                    chunk = await self._rest.next()
-                self._is_at_end = True
+            chunk: TokenChunk | None = self._first
+            while chunk is not None:
+                self._num_open -= chunk.finish_reason is not None
+                yield chunk
+                chunk = await self._rest.next()
+            self._is_at_end = True
         except Exception as error:
             self._is_at_end = True
             cause = cause_of(error)
@@ -159,10 +158,9 @@ class EngineStream:
         release a slot that is not reserved.
         """
         try:
-            with telling_remote_cancels():
-                async with asyncio.timeout(LAST_READ_S):
-                    while await self._rest.next() is not None:
-                        pass
+            async with asyncio.timeout(LAST_READ_S):
+                while await self._rest.next() is not None:
+                    pass
         except Exception as error:
             unended = "request %s: the stream did not end after its last choice: %r"
             log.info(unended, self.plan.request.request_id, error)

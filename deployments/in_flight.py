@@ -196,8 +196,10 @@ class InFlight:
 
     def cancel(self, request_id: str) -> bool:
         """Cancel all requests with this id. Returns False if there is none that can still be cancelled."""
-        ended = [entry.end(Cancelled("The request was cancelled.")) for entry in self._named(request_id)]
-        return any(ended)
+        named = [entry for entry in self._entries if request_id in entry.ids]
+        return any(
+            [entry.end(Cancelled("The request was cancelled.")) for entry in named]
+        )  # all of them, not the first
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests and wait until the running ones have ended.
@@ -222,9 +224,6 @@ class InFlight:
             "num_refused": self._num_refused,
             "is_draining": self.is_draining,
         }
-
-    def _named(self, request_id: str) -> list[InFlightRequest]:
-        return [entry for entry in self._entries if request_id in entry.ids]
 
     async def _end_all_after(self, timeout_s: float) -> None:
         try:

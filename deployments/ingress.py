@@ -14,22 +14,21 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from deployments.args import AppArgs
 from deployments.autoscaling import nodes_offering
 from deployments.cached_call import CachedCall
-from deployments.draining import DRAIN_TIMEOUT_S, on_stop
+from deployments.draining import on_stop
 from deployments.embedding import embed_all, read_embedding
 from deployments.engine_client import PLAN_TIMEOUT_S, EngineClient, failure_of
 from deployments.engine_stream import EngineStream
 from deployments.http.app import create_app
 from deployments.http.cache import cache_body, cleared_body
-from deployments.http.config import HttpConfig
 from deployments.http_proxy import HOOK, is_guarded
 from deployments.in_flight import InFlight
 from deployments.planning import thinks
 from deployments.process import in_replica, replica_info
 from deployments.protocol import ChatRequest, Embeddings, EmbedRequest, Route, TextDelta, TextLogprobs, ToolCall
 from deployments.replica_calls import ask_replicas
-from engine.config import EngineConfig
 from engine.processing.answer_parser import NOTHING, AnswerParser, AnswerRules
 from engine.processing.checkpoint import context_limit, media_kinds, read_config, resolve_checkpoint
 from engine.processing.fingerprint import checkpoint_fingerprint
@@ -142,18 +141,25 @@ class Ingress:
 
     def __init__(
         self,
-        model_name: str,
-        config: EngineConfig,
-        http: HttpConfig,
-        effective_config: dict[str, Any],
+        args: AppArgs,
+        shown: dict[str, Any],
         engine: DeploymentHandle,
         text: DeploymentHandle,
         mllm: DeploymentHandle,
         scorer: DeploymentHandle | None = None,
-        plan_timeout_s: float = PLAN_TIMEOUT_S,
-        drain_timeout_s: float = DRAIN_TIMEOUT_S,
     ):
-        self.model_name = model_name
+        """Connect to the graph.
+
+        Args:
+            args: The arguments of the application, resolved.
+            shown: The configuration for `/v1/status`.
+            engine: Handle of the engines.
+            text: Handle of the planners of text requests.
+            mllm: Handle of the planners of requests with images.
+            scorer: Handle of the scorers; None without sparse prefill.
+        """
+        config, http = args.engine, args.http
+        self.model_name = args.model_name
         self._num_engines = 1
         self.in_flight = InFlight(
             lambda: self._num_engines * (config.max_running + config.max_queue),
@@ -163,7 +169,7 @@ class Ingress:
         self._http = http
         if in_replica() and not is_guarded():
             log.warning("Serve's HTTP proxies run without Orchard's middleware: %s is %r", HOOK, os.environ.get(HOOK))
-        self._effective_config = effective_config
+        self._shown = shown
         model_dir = resolve_checkpoint(config.model, config.revision, weights=False)
         self._tokenizer = ChatTokenizer(model_dir)
         config_of_model = read_config(model_dir)
@@ -173,11 +179,11 @@ class Ingress:
         self._client = EngineClient(
             engine,
             {Route.TEXT: text, Route.MLLM: mllm},
-            plan_timeout_s=plan_timeout_s,
+            plan_timeout_s=plan_timeout_s(args),
             room_in_s=lambda: self.in_flight.retry_after_s,
             checkpoint=checkpoint_fingerprint(model_dir),
         )
-        self._drain_timeout_s = drain_timeout_s
+        self._drain_timeout_s = args.drain_timeout_s
         self._stopping = on_stop(self.drain)
         self._counting = asyncio.ensure_future(self._count_engines()) if in_replica() else None
         self._ingresses = own_deployment()
@@ -274,7 +280,7 @@ class Ingress:
             "spec_prefill": None,
             **replicas,
             "ingress": ingresses,
-            "config": self._effective_config,
+            "config": self._shown,
         }
 
     async def _all_ingresses(self) -> list[dict[str, Any]]:
@@ -337,6 +343,11 @@ class Ingress:
             for task in asked:
                 task.cancel()
         return reason or "No engine is ready: the model is being loaded."
+
+
+def plan_timeout_s(args: AppArgs) -> float:
+    """Return the longest wait for a plan, which includes the scoring of a long prompt."""
+    return PLAN_TIMEOUT_S + (args.spec_prefill.deadline_s if args.spec_prefill.enabled else 0)
 
 
 @contextmanager

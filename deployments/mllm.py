@@ -1,19 +1,20 @@
 """MLLM: the planner of requests with images."""
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from deployments.args import AppArgs
 from deployments.planning import PromptPlanner
 from deployments.process import log_refusals_in_one_line, node_id, replica_info
-from deployments.protocol import MEDIA_KINDS, ChatRequest, Message, Plan, Route
+from deployments.protocol import ChatRequest, Plan
 from deployments.sparse_planner import PromptFacts, SparsePlanner
-from engine.config import EngineConfig, MediaConfig, SpecPrefillConfig
 from engine.processing.images import ImagePreprocessor
-from engine.processing.media import ImageSource, MediaLoader
+from engine.processing.media import MediaLoader
+from engine.processing.message import image_sources
 from engine.protocol import ImagePatches, InvalidRequest
 
 
@@ -21,21 +22,14 @@ from engine.protocol import ImagePatches, InvalidRequest
 class MLLM:
     """Loads images, renders the chat template and tokenizes, on the node whose engine will answer."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        media: MediaConfig,
-        spec_prefill: SpecPrefillConfig,
-        engine: DeploymentHandle | None = None,
-        scorer: DeploymentHandle | None = None,
-    ):
+    def __init__(self, args: AppArgs, engine: DeploymentHandle | None = None, scorer: DeploymentHandle | None = None):
         log_refusals_in_one_line()
-        self._planner = PromptPlanner(config, finds_boundaries=spec_prefill.enabled)
-        self._sparse = SparsePlanner(spec_prefill, PromptFacts.of(self._planner.tokenizer), engine, scorer)
+        self._planner = PromptPlanner(args.engine, finds_boundaries=args.spec_prefill.enabled)
+        self._sparse = SparsePlanner(args.spec_prefill, PromptFacts.of(self._planner.tokenizer), engine, scorer)
         model_dir = self._planner.model_dir
         self._loader: MediaLoader | None = None
         if ImagePreprocessor.supported(model_dir):
-            self._loader = MediaLoader(media, ImagePreprocessor(model_dir).grid)
+            self._loader = MediaLoader(args.media, ImagePreprocessor(model_dir).grid)
             self._loader.workers.start_one()
 
     async def plan(self, request: ChatRequest) -> Plan:
@@ -49,7 +43,7 @@ class MLLM:
         async with self._images(request) as images:
             dense = await self._planner.engine_request(request, request.messages, images)
             planned, report = await self._sparse.plan(request, dense)
-            return Plan(planned, Route.MLLM, node_id(), report)
+            return Plan(planned, node_id(), report)
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Count the prompt's tokens, images included. Raises what `plan` raises."""
@@ -72,30 +66,3 @@ class MLLM:
     async def status(self) -> dict[str, Any]:
         images = self._loader.status() if self._loader is not None else {}
         return {**replica_info(), "spec_prefill": self._sparse.status(), "images": images}
-
-
-def image_sources(messages: Sequence[Message]) -> Iterator[ImageSource]:
-    """Yield the images of a conversation in order, those in tool results included.
-
-    Raises InvalidRequest for any other kind of media.
-    """
-    for i, message in enumerate(messages):
-        content = message.get("content")
-        for j, part in enumerate(content if isinstance(content, list) else ()):
-            kind = MEDIA_KINDS.get(part.get("type"))
-            field = f"messages[{i}].content[{j}]"
-            if kind == "image":
-                yield _source(part, field)
-            elif kind is not None:
-                raise InvalidRequest(f"{kind} is not supported; a message may contain text and images", field)
-
-
-def _source(part: dict[str, Any], field: str) -> ImageSource:
-    """Read `{"type": T, KEY: URL}` or `{"type": T, KEY: {"url": URL}}` with the key image_url, image or url."""
-    for key in ("image_url", "image", "url"):
-        value = part.get(key)
-        url = value.get("url") if isinstance(value, dict) else value
-        if isinstance(url, str):
-            path = f"{field}.{key}.url" if isinstance(value, dict) else f"{field}.{key}"
-            return ImageSource(path, url, isinstance(value, dict) and value.get("detail") == "low")
-    raise InvalidRequest("an image requires a URL", f"{field}.image_url")

@@ -4,7 +4,7 @@ Both planners use it.
 """
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,37 +76,31 @@ class PromptPlanner:
             InvalidRequest: A field is invalid, or the chat template refuses the conversation.
             ContextLengthExceeded: The prompt leaves no room for an answer.
         """
-        image_tokens = [image.num_tokens for image in images]
 
-        def work(is_wanted: Callable[[], bool]) -> tuple[ChatPrompt, PromptOrigin, AnswerForm]:
+        def work(is_wanted: Callable[[], bool]) -> EngineRequest:
             form = AnswerForm.of(request, self.tokenizer)
-            num_more = sum(image_tokens) - len(image_tokens)  # the text already has one placeholder per image
-            limit = PromptLimit(self._max_context_tokens, num_more, is_wanted)
-            if request.raw_prompt is not None:
-                return ChatPrompt(self._raw_prompt(request.raw_prompt, limit), ()), PromptOrigin(), form
-            continues = request.continue_final_message
-            return *self._prompt(messages, form.template_kwargs, image_tokens, limit, continues), form
+            prompt = self._prompt(request, messages, [image.num_tokens for image in images], form, is_wanted)
+            num_tokens, defaults = len(prompt.token_ids), self.tokenizer.generation_defaults
+            explains = self._finds_boundaries and request.raw_prompt is None
+            return EngineRequest(
+                request_id=request.request_id,
+                token_ids=prompt.token_ids,
+                sampling=sampling_params(request, defaults, num_tokens, self._max_context_tokens),
+                stop_token_ids=self._stop_token_ids(request),
+                images=images,
+                num_choices=request.num_choices,
+                grammar=form.grammar,
+                priority=request.priority,
+                boundaries=prompt.boundaries,
+                tenant=request.tenant,
+                client=request.client,
+                origin=prompt_origin(form.template_kwargs) if explains else PromptOrigin(),
+                checkpoint=self._checkpoint,
+                thought=form.thought,
+            )
 
         num_bytes = num_bytes_of(messages) + num_raw_bytes_of(request.raw_prompt)
-        prompt, origin, form = await self.threads.run(request.client, num_bytes, work)
-        return EngineRequest(
-            request_id=request.request_id,
-            token_ids=prompt.token_ids,
-            sampling=sampling_params(
-                request, self.tokenizer.generation_defaults, len(prompt.token_ids), self._max_context_tokens
-            ),
-            stop_token_ids=self._stop_token_ids(request),
-            images=images,
-            num_choices=request.num_choices,
-            grammar=form.grammar,
-            priority=request.priority,
-            boundaries=prompt.boundaries,
-            tenant=request.tenant,
-            client=request.client,
-            origin=origin,
-            checkpoint=self._checkpoint,
-            thought=form.thought,
-        )
+        return await self.threads.run(request.client, num_bytes, work)
 
     async def embedding_request(self, request: ChatRequest) -> EngineRequest:
         """Build the request for the embedding of a raw prompt.
@@ -196,22 +190,29 @@ class PromptPlanner:
 
     def _prompt(
         self,
+        request: ChatRequest,
         messages: Sequence[Message],
-        template_kwargs: Mapping[str, Any],
         image_tokens: Sequence[int],
-        limit: PromptLimit,
-        continue_final_message: bool,
-    ) -> tuple[ChatPrompt, PromptOrigin]:
+        form: "AnswerForm",
+        is_wanted: Callable[[], bool],
+    ) -> ChatPrompt:
+        """Tokenize the raw prompt, or render and tokenize the messages; with boundaries where they are of use.
+
+        Raises InvalidRequest, ContextLengthExceeded.
+        """
+        num_more = sum(image_tokens) - len(image_tokens)  # the text already has one placeholder per image
+        limit = PromptLimit(self._max_context_tokens, num_more, is_wanted)
+        if request.raw_prompt is not None:
+            return ChatPrompt(self._raw_prompt(request.raw_prompt, limit), ())
         how: dict[str, Any] = {
-            "template_kwargs": template_kwargs,
+            "template_kwargs": form.template_kwargs,
             "image_tokens": image_tokens,
             "limit": limit,
-            "continue_final_message": continue_final_message,
+            "continue_final_message": request.continue_final_message,
         }
         if self._finds_boundaries:
-            return self.tokenizer.chat_prompt(messages, **how), prompt_origin(template_kwargs)
-        ids = self.tokenizer.encode_chat(messages, **how)
-        return ChatPrompt(ids, ()), PromptOrigin()
+            return self.tokenizer.chat_prompt(messages, **how)
+        return ChatPrompt(self.tokenizer.encode_chat(messages, **how), ())
 
     def _stop_token_ids(self, request: ChatRequest) -> tuple[int, ...]:
         for i, token_id in enumerate(request.stop_token_ids):

@@ -9,27 +9,10 @@ from pickle import PickleBuffer
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from deployments.in_flight import InFlight
+from engine.processing.message import Message
 from engine.protocol import EngineRequest, GrammarSpec
 
 T = TypeVar("T")
-
-Message = dict[str, Any]
-"""A canonical message: `role` (system, user, assistant, tool), `content` (str, list of parts, or None), and where the
-client sent them `tool_calls`, `tool_call_id`, `name` and `reasoning_content`."""
-
-MEDIA_KINDS = {
-    "image_url": "image",
-    "image": "image",
-    "input_image": "image",
-    "video_url": "video",
-    "video": "video",
-    "input_video": "video",
-    "audio_url": "audio",
-    "audio": "audio",
-    "input_audio": "audio",
-    "file": "file",
-}
-"""Type of a content part to its kind of media. A part of any other type is text."""
 
 
 class PackedMessages(Sequence[Message]):
@@ -222,7 +205,6 @@ class Plan:
     """A ChatRequest prepared for the engine by a planner."""
 
     request: EngineRequest
-    route: Route
     planner_node: str = ""
     """Ray node id of the planner; '' without Ray."""
     spec_prefill: SpecPrefillReport | None = None

@@ -1,9 +1,12 @@
-"""Calls to other replicas: timeouts, cancellation, and the meaning of their errors."""
+"""Calls to other replicas: reservations, timeouts, cancellation, and the meaning of their errors.
+
+Every function raises CancelledThere, not CancelledError, where the replica has cancelled the call.
+"""
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
@@ -11,11 +14,15 @@ from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTas
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.ray_internals import answer_of, cancel_call, replica_calls
+from deployments.ray_internals import answer_of, cancel_call, end_dispatch, replica_calls, running_nodes
 from deployments.replica_choice import NoReplica
 from engine.protocol import OrchardError
 
 log = logging.getLogger("ray.serve")
+
+LOOK_PERIOD_S = 1.0
+LEFT_GRACE_S = 5.0
+"""Wait for a replica that Serve no longer lists as running: it may be draining, or lost with its node."""
 
 
 class CancelledThere(Exception):
@@ -27,7 +34,7 @@ class Silent(Exception):
 
 
 class NoAnswer(TimeoutError):
-    """The timeout of `call_within` has passed, as opposed to a TimeoutError of the call itself."""
+    """The timeout of `call_within` or `reserve` has passed, as opposed to a TimeoutError of the call itself."""
 
 
 LOST_REPLICA_ERRORS = (
@@ -45,6 +52,84 @@ RESET_BY_PEER = ("stream removed", "rst_stream", "connection reset", "socket clo
 """Phrases in the details of gRPC's UNKNOWN and INTERNAL that mean that the peer's process ended during the call."""
 
 
+class ReservedSlot:
+    """A reserved slot of a replica, and the call that uses it; made by `reserve`.
+
+    Attributes:
+        node_id: Node of the replica; '' in Serve's local testing mode, which has no reservations.
+        replica_id: Unique id of the replica; '' there.
+    """
+
+    def __init__(self, handle: Any, selection: Any | None, resources: AsyncExitStack):
+        self.node_id: str = selection.node_id if selection is not None else ""
+        self.replica_id: str = selection.replica_id if selection is not None else ""
+        self._handle = handle
+        self._selection = selection
+        self._resources = resources
+
+    async def stream(self, request: Any) -> Any:
+        """Start the call of a streaming handle, and return its items. It ends when the slot is released."""
+        items = self._send(request)
+        self._resources.push_async_callback(self._end, items)
+        await asyncio.sleep(0)
+        return items
+
+    async def call(self, request: Any) -> Any:
+        """Make the call and return its answer. Cancelling the caller cancels it."""
+        response = self._send(request)
+        try:
+            await asyncio.sleep(0)
+            return await response
+        except asyncio.CancelledError:
+            await self._end(response)
+            raise
+
+    def _send(self, request: Any) -> Any:
+        """Dispatch a call, which Ray sends in its own task.
+
+        The caller then yields to the event loop, as the slot would leak if that task were cancelled before its first
+        step.
+        """
+        if self._selection is None:
+            return self._handle.remote(request)
+        return self._handle.dispatch(self._selection, request)
+
+    async def _end(self, response: Any) -> None:
+        if self._selection is None:
+            cancel_call(response)
+        else:
+            await end_dispatch(response, self._selection)
+
+
+@asynccontextmanager
+async def reserve(handle: Any, timeout_s: float, **preferences: Any) -> AsyncIterator[ReservedSlot]:
+    """Reserve a slot of a replica; at the end, end its call and release it.
+
+    Args:
+        handle: Handle with the method to call.
+        timeout_s: Longest wait for a slot.
+        preferences: Arguments of `choose_replica`.
+
+    Raises:
+        NoAnswer: There was no slot within timeout_s.
+        Exception: Whatever `choose_replica` raises.
+    """
+    with telling_remote_cancels():
+        async with AsyncExitStack() as resources:
+            selection: Any = None
+            scope = asyncio.timeout(timeout_s)
+            try:
+                async with scope:
+                    selection = await resources.enter_async_context(handle.choose_replica(**preferences))
+            except NotImplementedError:
+                pass  # Serve's local testing mode
+            except TimeoutError:
+                if scope.expired():
+                    raise NoAnswer from None
+                raise
+            yield ReservedSlot(handle, selection, resources)
+
+
 async def call_within(timeout_s: float, response: Any) -> Any:
     """Await a handle's call, and cancel it after timeout_s or with the caller.
 
@@ -54,16 +139,54 @@ async def call_within(timeout_s: float, response: Any) -> Any:
     """
     scope = asyncio.timeout(timeout_s)
     try:
-        async with scope:
-            return await response
+        with telling_remote_cancels():
+            async with scope:
+                return await response
     except TimeoutError:
         cancel_call(response)
         if scope.expired():
             raise NoAnswer from None
         raise
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, CancelledThere):
         cancel_call(response)
         raise
+
+
+async def while_running(
+    handle: Any, node_id: str, work: asyncio.Task[Any], period_s: float = LOOK_PERIOD_S, grace_s: float = LEFT_GRACE_S
+) -> Any:
+    """Await a call to a node while the deployment has a replica on it.
+
+    A call to an unreachable node would hang until its timeout. Ray detects the loss of a node within seconds, and Serve
+    then removes its replicas from the running ones, but does not fail their open calls.
+
+    Args:
+        handle: Handle of the deployment.
+        node_id: The node of the called replica.
+        work: The call.
+        period_s: Time between two looks at the running replicas.
+        grace_s: Time without a replica on the node after which the call is given up.
+
+    Raises:
+        Silent: The node has had no replica for grace_s.
+        Exception: Whatever the call raises.
+    """
+    work.add_done_callback(lambda task: task.cancelled() or task.exception())  # marks the exception as retrieved
+    has_been_there, missing_s = False, 0.0
+    try:
+        while not (await asyncio.wait({work}, timeout=period_s))[0]:
+            nodes = running_nodes(handle)
+            if nodes is None or node_id in nodes:
+                has_been_there, missing_s = True, 0.0
+            elif has_been_there:
+                missing_s += period_s
+                if missing_s >= grace_s:
+                    raise Silent(f"node {node_id} has had no replica for {grace_s:g} s; its call is given up")
+        return work.result()
+    finally:
+        if not work.done():
+            work.cancel()
+            await asyncio.wait({work}, timeout=period_s)
 
 
 async def ask_replicas(

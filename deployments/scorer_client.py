@@ -3,17 +3,15 @@
 Every failure is a `NoPlan`, and the prompt is then prefilled densely. Cancelling a call also cancels it in the replica.
 """
 
-import asyncio
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
-from typing import Any, Literal, NamedTuple
+from contextlib import contextmanager
+from typing import Literal
 
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.process import node_id
-from deployments.ray_internals import cancel_call, end_dispatch
-from deployments.replica_calls import NoAnswer, call_within, cause_of, is_replica_lost
+from deployments.replica_calls import NoAnswer, call_within, cause_of, is_replica_lost, reserve
 from deployments.replica_choice import pin_to
 from engine.core.spec_prefill.plan import Scored, ScoreRequest
 from engine.protocol import (
@@ -46,14 +44,6 @@ class NoPlan(Exception):
         self.category, self.reason, self.is_failure = category, reason, is_failure
 
 
-class Answer(NamedTuple):
-    """A scorer's answer."""
-
-    scored: Scored
-    node_id: str
-    """Node of the scorer, which caches the prompt's state for a second call; '' without Ray."""
-
-
 class ScorerClient:
     """Calls the engine of this node and the scorers for a planner; owns the handles."""
 
@@ -69,47 +59,26 @@ class ScorerClient:
             except NoAnswer:
                 raise _unavailable(f"the engine did not answer within {ENGINE_TIMEOUT_S:g} s") from None
 
-    async def score(self, request: ScoreRequest, node_id: str | None = None) -> Answer:
-        """Score a prompt and return its plan.
+    async def score(self, request: ScoreRequest, node_id: str | None = None) -> tuple[Scored, str]:
+        """Score a prompt.
 
         Args:
             request: The prompt.
             node_id: Node of the scorer; None: the scorer on this node if it has a free slot, else the least loaded one.
 
+        Returns:
+            The scorer's answer, and its node, which caches the prompt's state for a second call; '' without Ray.
+
         Raises:
             NoPlan: There is no plan.
         """
-        with _no_plan_without("scorer"):
-            async with AsyncExitStack() as resources:
-                selection = await self._reserve(node_id, resources)
-                response: Any
-                if selection is None:
-                    response = self._scorer.remote(request)
-                else:
-                    response = self._scorer.dispatch(selection, request)
-                try:
-                    await asyncio.sleep(0)  # lets the dispatch take its first step, see EngineClient
-                    return Answer(await response, selection.node_id if selection else "")
-                except asyncio.CancelledError:
-                    if selection is None:
-                        cancel_call(response)
-                    else:
-                        await end_dispatch(response, selection)
-                    raise
-
-    async def _reserve(self, node_id: str | None, resources: AsyncExitStack) -> Any | None:
-        """Reserve a slot of a scorer; None in Serve's local testing mode, which has no reservations."""
         scorer = self._scorer if node_id is None else self._scorer.options(session_id=pin_to(node_id))
-        scope = asyncio.timeout(RESERVE_TIMEOUT_S)
-        try:
-            async with scope:
-                return await resources.enter_async_context(scorer.choose_replica())
-        except NotImplementedError:
-            return None
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise _unavailable(f"no scorer accepted the prompt within {RESERVE_TIMEOUT_S:g} s") from None
+        with _no_plan_without("scorer"):
+            try:
+                async with reserve(scorer, RESERVE_TIMEOUT_S) as slot:
+                    return await slot.call(request), slot.node_id
+            except NoAnswer:
+                raise _unavailable(f"no scorer accepted the prompt within {RESERVE_TIMEOUT_S:g} s") from None
 
 
 def _unavailable(why: str) -> NoPlan:
@@ -130,11 +99,6 @@ def _no_plan_without(who: Literal["engine", "scorer"]) -> Iterator[None]:
         yield
     except NoPlan:
         raise
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise _unavailable(f"the {who} was lost") from None  # Ray says so when the call was cancelled over there
     except Exception as error:
         cause = cause_of(error)
         if isinstance(cause, InvalidRequest):

@@ -29,6 +29,18 @@ MIN_LEFT_OUT = 0.1
 
 
 @dataclass(frozen=True)
+class Dense:
+    """The intended outcome of planning that a prompt is prefilled densely; a failure is a `NoPlan`."""
+
+    category: str
+    """Key of the counters in /v1/status."""
+    reason: str
+    """For the client."""
+    is_reported: bool = True
+    """Whether the usage and the counters mention it: not if nothing about the request asks for a sparse prefill."""
+
+
+@dataclass(frozen=True)
 class PromptFacts:
     """Facts about the tokenizer that anchors depend on."""
 
@@ -86,19 +98,19 @@ class SparsePlanner:
         is_asked = request.spec_prefill or request.spec_prefill_keep is not None
         if not is_asked and len(engine_request.token_ids) < self._config.threshold_tokens:
             return engine_request, None
-        attempt = SparsePlanning(self._config, self._facts, self._client, request, engine_request)
+        planning = SparsePlanning(self._config, self._facts, self._client, request, engine_request)
         try:
-            plan = await attempt.plan()
-        except BelowThreshold:
-            return engine_request, None
-        except NoPlan as why:
-            return engine_request, self._densely(attempt, why)
+            outcome = await planning.plan()
+        except NoPlan as failure:
+            return engine_request, self._densely(planning, failure)
         except Exception as error:
-            return engine_request, self._densely(attempt, NoPlan("failed", "failed", is_failure=True), error)
+            return engine_request, self._densely(planning, NoPlan("failed", "failed", is_failure=True), error)
         finally:
-            self._num_replanned += attempt.is_replanned
+            self._num_replanned += planning.is_replanned
+        if isinstance(outcome, Dense):
+            return engine_request, self._densely(planning, outcome) if outcome.is_reported else None
         self._num_sparse += 1
-        return replace(engine_request, sparse=plan), attempt.report()
+        return replace(engine_request, sparse=outcome), planning.report()
 
     def status(self) -> dict[str, Any] | None:
         """Return counts of prompts since the start; None if the configuration disables sparse prefill.
@@ -111,22 +123,19 @@ class SparsePlanner:
         return {"sparse": self._num_sparse, "replanned": self._num_replanned, "dense": dict(self._dense)}
 
     def _densely(
-        self, attempt: "SparsePlanning", why: NoPlan, unforeseen: Exception | None = None
+        self, planning: "SparsePlanning", why: Dense | NoPlan, unforeseen: Exception | None = None
     ) -> SpecPrefillReport:
         self._dense[why.category] += 1
+        is_failure, cause = (why.is_failure, why.__cause__) if isinstance(why, NoPlan) else (False, None)
         log.log(
-            logging.WARNING if why.is_failure else logging.INFO,
+            logging.WARNING if is_failure else logging.INFO,
             "request %s: the prompt is prefilled densely: %s%s",
-            attempt.request_id,
+            planning.request_id,
             why.reason,
-            f" ({type(why.__cause__).__name__}: {why.__cause__})" if why.__cause__ is not None else "",
+            f" ({type(cause).__name__}: {cause})" if cause is not None else "",
             exc_info=unforeseen,
         )
-        return attempt.report(why.reason)
-
-
-class BelowThreshold(Exception):
-    """The request does not ask for a sparse prefill, and its prompt is below the configured threshold."""
+        return planning.report(why.reason)
 
 
 class SparsePlanning:
@@ -157,13 +166,13 @@ class SparsePlanning:
         self._num_system = max((b.num_tokens for b in engine_request.boundaries if b.kind == "system"), default=0)
         self._num_scored = 0
         self._scorer_node: str | None = None
-        self._is_scored = False
         self._began = time.monotonic()
 
-    async def plan(self) -> SparsePlan:
-        """Get a plan within deadline_s. Raises NoPlan, BelowThreshold."""
-        self._check_wanted()
-        self._check_enough(self._num_system)
+    async def plan(self) -> SparsePlan | Dense:
+        """Get a plan within deadline_s. Raises NoPlan."""
+        dense = self._intended() or self._too_few(self._num_system)
+        if dense is not None:
+            return dense
         deadline = asyncio.timeout(self._config.deadline_s)
         try:
             async with deadline:
@@ -177,78 +186,75 @@ class SparsePlanning:
     def report(self, dense_because: str | None = None) -> SpecPrefillReport:
         return SpecPrefillReport(self._num_scored, time.monotonic() - self._began, dense_because)
 
-    def _check_wanted(self) -> None:
-        """Check everything that needs no call to another replica. Raises NoPlan, BelowThreshold."""
+    def _intended(self) -> Dense | None:
+        """Return why the prompt is dense by what is known without a call to another replica; None if it is not."""
         request, limit = self._request, self._config.max_tokens_scored
-        self._check_threshold(len(request.token_ids), "tokens")
+        num_tokens = len(request.token_ids)
+        if (dense := self._below_threshold(num_tokens, "tokens")) is not None:
+            return dense
         if not self._asked:
             special = {"tools": self._has_tools, "grammar": request.grammar is not None, "media": bool(request.images)}
             if reason := next((name for name, is_there in special.items() if is_there), None):
-                raise NoPlan(reason, reason)
+                return Dense(reason, reason)
         if self._keep >= 1:
-            raise NoPlan("keep", "keep is 1")
-        if len(request.token_ids) > limit:
-            reason = f"too long: the prompt has {len(request.token_ids)} tokens, the limit is {limit}"
-            raise NoPlan("too_long", reason)
+            return Dense("keep", "keep is 1")
+        if num_tokens > limit:
+            return Dense("too_long", f"too long: the prompt has {num_tokens} tokens, the limit is {limit}")
+        return None
 
-    def _check_enough(self, num_dense: int) -> None:
-        """Check that enough tokens follow the dense prefix. Raises NoPlan, BelowThreshold.
+    def _too_few(self, num_dense: int, is_scored: bool = False) -> Dense | None:
+        """Return why too few tokens follow the dense prefix for a sparse prefill; None if there are enough.
 
         Args:
             num_dense: Tokens at the start of the prompt that are computed in any case.
+            is_scored: Whether the prompt has been scored, so that only its cached prefix can have become longer.
         """
         num_behind = len(self._request.token_ids) - num_dense
-        threshold = self._config.threshold_tokens
-        if self._is_scored and not self._asked and num_behind < threshold:
-            reason = f"cached: {num_behind} tokens after the dense prefix of {num_dense}, the threshold is {threshold}"
-            raise NoPlan("cached", reason)
-        self._check_threshold(num_behind, "tokens after the dense prefix")
-        if num_behind < MIN_CHUNKS * CHUNK_TOKENS:
-            least = MIN_CHUNKS * CHUNK_TOKENS
-            raise NoPlan("too_short", f"too short: {num_behind} tokens after the dense prefix, the minimum is {least}")
+        threshold, least = self._config.threshold_tokens, MIN_CHUNKS * CHUNK_TOKENS
+        if (dense := self._below_threshold(num_behind, "tokens after the dense prefix")) is not None:
+            after = f"{num_behind} tokens after the dense prefix of {num_dense}"
+            return Dense("cached", f"cached: {after}, the threshold is {threshold}") if is_scored else dense
+        if num_behind < least:
+            reason = f"too short: {num_behind} tokens after the dense prefix, the minimum is {least}"
+            return Dense("too_short", reason)
+        return None
 
-    def _check_threshold(self, num_tokens: int, what: str) -> None:
-        """Compare with threshold_tokens. Raises BelowThreshold, or NoPlan for a request with `specprefill_keep_pct`."""
+    def _below_threshold(self, num_tokens: int, what: str) -> Dense | None:
+        """Compare with threshold_tokens, of which only a request with `specprefill_keep_pct` is told."""
         threshold = self._config.threshold_tokens
         if self._asked or num_tokens >= threshold:
-            return
-        if not self._asked_keep:
-            raise BelowThreshold
+            return None
         reason = f"below threshold_tokens: {num_tokens} {what}, the threshold is {threshold}"
-        raise NoPlan("below_threshold", reason)
+        return Dense("below_threshold", reason, is_reported=self._asked_keep)
 
-    async def _plan(self) -> SparsePlan:
+    async def _plan(self) -> SparsePlan | Dense:
         """Score the prompt, and once more if its cached prefix has changed meanwhile."""
-        plan = await self._score(*await self._find_dense())
-        by_now, saved_s = await self._find_dense()
-        if by_now != plan.num_dense:
-            self.is_replanned = True
-            plan = await self._score(by_now, saved_s)
-        return plan
+        plan = None
+        while True:
+            found = await self._client.cached_prefix(self._request)
+            if found.no_sparse is not None:
+                return Dense("unsupported", found.no_sparse)
+            num_dense = max(found.num_tokens, self._num_system)  # so that a snapshot of the system part can be stored
+            if (dense := self._too_few(num_dense, is_scored=plan is not None)) is not None:
+                return dense
+            if plan is not None and plan.num_dense == num_dense:
+                return plan
+            self.is_replanned = plan is not None
+            plan = await self._score(num_dense, found.cost)
+            if (dense := self._nothing_skipped(plan)) is not None:
+                return dense
+            if self.is_replanned:
+                return plan
 
-    async def _find_dense(self) -> tuple[int, float | None]:
-        """Find the dense prefix: what is cached, but at least the system part, so that its snapshot can be stored.
+    async def _score(self, num_dense: int, cost: PrefillCost | None) -> SparsePlan:
+        """Get a plan from a scorer. Raises NoPlan.
 
-        Returns:
-            Number of dense tokens; and the seconds that a plan would save the engine, None if they are unknown or the
-            request asks for a plan in any case.
+        Args:
+            num_dense: Tokens of the dense prefix.
+            cost: The engine's cost of prefill, if it is known.
         """
-        found = await self._client.cached_prefix(self._request)
-        if found.no_sparse is not None:
-            raise NoPlan("unsupported", found.no_sparse)
-        num_dense = max(found.num_tokens, self._num_system)
-        self._check_enough(num_dense)
-        return num_dense, None if self._asked or found.cost is None else self._saved_s(found.cost, num_dense)
-
-    def _saved_s(self, cost: PrefillCost, num_dense: int) -> float:
-        """Predict the seconds that the engine saves by computing only the kept tokens."""
-        num_tokens = len(self._request.token_ids)
-        num_kept = num_dense + int(self._keep * (num_tokens - num_dense))
-        return cost.prompt_s(num_dense, num_tokens) - cost.prompt_s(num_dense, num_kept)
-
-    async def _score(self, num_dense: int, saved_s: float | None) -> SparsePlan:
         request = self._request
-        asked = ScoreRequest(
+        score_request = ScoreRequest(
             request_id=request.request_id,
             token_ids=request.token_ids,
             num_dense=num_dense,
@@ -256,10 +262,9 @@ class SparsePlanning:
             keep=self._keep,
             boundaries=request.boundaries,
             tenant=request.tenant,
-            limit_s=saved_s,
+            limit_s=None if self._asked or cost is None else self._saved_s(cost, num_dense),
         )
-        scored, self._scorer_node = await self._client.score(asked, self._scorer_node)
-        self._is_scored = True
+        scored, self._scorer_node = await self._client.score(score_request, self._scorer_node)
         self._num_scored += scored.num_scored
         plan = scored.plan
         unfit = why_unfit(plan, request.token_ids)
@@ -267,11 +272,21 @@ class SparsePlanning:
             unfit = f"it has {plan.num_dense} dense tokens instead of {num_dense}"
         if unfit is not None:
             raise NoPlan("unfit", f"the plan is invalid: {unfit}", is_failure=True)
-        num_left_out, num_behind = len(request.token_ids) - len(plan.positions), len(request.token_ids) - num_dense
-        if num_left_out / num_behind < MIN_LEFT_OUT:
-            least = f"the minimum is {MIN_LEFT_OUT:.0%}"
-            raise NoPlan("nothing", f"too few tokens to skip: {num_left_out} of {num_behind}, {least}")
         return plan
+
+    def _saved_s(self, cost: PrefillCost, num_dense: int) -> float:
+        """Predict the seconds that the engine saves by computing only the kept tokens."""
+        num_tokens = len(self._request.token_ids)
+        num_kept = num_dense + int(self._keep * (num_tokens - num_dense))
+        return cost.prompt_s(num_dense, num_tokens) - cost.prompt_s(num_dense, num_kept)
+
+    def _nothing_skipped(self, plan: SparsePlan) -> Dense | None:
+        num_tokens = len(self._request.token_ids)
+        num_left_out, num_behind = num_tokens - len(plan.positions), num_tokens - plan.num_dense
+        if num_left_out / num_behind >= MIN_LEFT_OUT:
+            return None
+        least = f"the minimum is {MIN_LEFT_OUT:.0%}"
+        return Dense("nothing", f"too few tokens to skip: {num_left_out} of {num_behind}, {least}")
 
     def _anchors(self, num_dense: int) -> np.ndarray:
         request, image_token_id = self._request, self._facts.image_token_id

@@ -6,35 +6,29 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from deployments.args import AppArgs
 from deployments.planning import PromptPlanner
 from deployments.process import log_refusals_in_one_line, node_id, replica_info
-from deployments.protocol import ChatRequest, Plan, Route
+from deployments.protocol import ChatRequest, Plan
 from deployments.sparse_planner import PromptFacts, SparsePlanner
-from engine.config import EngineConfig, SpecPrefillConfig
 
 
 @serve.deployment()
 class TextMTP:
     """Renders the chat template and tokenizes, on the node whose engine will answer."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        spec_prefill: SpecPrefillConfig,
-        engine: DeploymentHandle | None = None,
-        scorer: DeploymentHandle | None = None,
-    ):
+    def __init__(self, args: AppArgs, engine: DeploymentHandle | None = None, scorer: DeploymentHandle | None = None):
         log_refusals_in_one_line()
-        self._planner = PromptPlanner(config, finds_boundaries=spec_prefill.enabled)
-        self._sparse = SparsePlanner(spec_prefill, PromptFacts.of(self._planner.tokenizer), engine, scorer)
+        self._planner = PromptPlanner(args.engine, finds_boundaries=args.spec_prefill.enabled)
+        self._sparse = SparsePlanner(args.spec_prefill, PromptFacts.of(self._planner.tokenizer), engine, scorer)
 
     async def plan(self, request: ChatRequest) -> Plan:
         """Prepare a text request or an embedding for the engine. Raises InvalidRequest, ContextLengthExceeded."""
         if request.is_embedding:
-            return Plan(await self._planner.embedding_request(request), Route.TEXT, node_id())
+            return Plan(await self._planner.embedding_request(request), node_id())
         dense = await self._planner.engine_request(request, request.messages)
         planned, report = await self._sparse.plan(request, dense)
-        return Plan(planned, Route.TEXT, node_id(), report)
+        return Plan(planned, node_id(), report)
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Count the prompt's tokens. Raises what `plan` raises."""

@@ -1,29 +1,19 @@
 """The engine's asyncio interface: takes requests, returns one stream of token chunks per request."""
 
 import asyncio
-import contextlib
 import itertools
-import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
 
 from engine import retry_after
+from engine.async_device_thread import AsyncDeviceThread
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
-from engine.core.progress import Work
-from engine.core.request import Matcher
 from engine.core.request_check import check_plan, check_pooling, check_request
-from engine.core.scheduler import Chunks
-from engine.core.stats import Stats
-from engine.device_thread import DeviceThread
+from engine.core.scheduler_output import Chunks
 from engine.grammar_compilers import GrammarCompilers
-from engine.host_memory import HostMemory
-from engine.processing.checkpoint import resolve_checkpoint
-from engine.processing.pinned import pinned_requests
-from engine.processing.thought_matcher import ThoughtMatcher, ThoughtRules
-from engine.processing.tokenizer import ChatTokenizer
+from engine.pinned_prompts import PinnedPrompts
 from engine.protocol import (
     HEARTBEAT,
     CacheCleared,
@@ -38,20 +28,15 @@ from engine.protocol import (
     QueueTimeout,
     TokenChunk,
     Unavailable,
-    WorkInHand,
 )
 from engine.snapshot_store.files import SnapshotFiles, SnapshotLost
 from engine.token_stream import TokenStream
+from engine.watchdog import Watchdog
 from engine.worker.model_runner import load_runner
 
-log = logging.getLogger("orchard.engine")
-
 CLEAR_TIMEOUT_S = 30.0
-WATCH_PERIOD_S = 0.5
 HUNG_JOIN_S = 1.0
 """How long shutdown waits for a device thread that hangs."""
-
-T = TypeVar("T")
 
 RunnerFactory = Callable[[EngineConfig, Callable[[float], None]], ModelRunner]
 """Creates the runner on the device thread; the second argument receives the load progress, 0 to 1."""
@@ -70,27 +55,18 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig, make_runner: RunnerFactory = load_runner):
         self.config = config
         self._make_runner = make_runner
-        self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[None] = self._loop.create_future()
         self._streams: dict[str, TokenStream] = {}
         self._pixel_bytes: dict[str, int] = {}  # bytes of each stream's images, kept in case its rows are preempted
         self._keys: dict[str, str] = {}  # request id -> unique key of its stream: an id may be reused while the
         self._serial = itertools.count()  # last tokens of its earlier request are still in flight
-        self._grammars = GrammarCompilers(config)
-        self._core: EngineCore | None = None
-        self._state, self._progress = "loading", 0.0
-        self._num_pinned_tokens = 0
-        self._questions: set[asyncio.Future[Any]] = set()  # pending calls to the device thread
-        self._error: str | None = None
-        self._closing = self._drains = self._is_hung = False
-        self._late: Work | None = None  # the last work reported as late
-        self._unavailable: str | None = None  # why new requests are rejected
         self._no_streams = asyncio.Event()
         self._no_streams.set()
-        min_gb = config.memory.min_available_gb
-        self._host_memory = HostMemory(None if min_gb is None else int(min_gb * 2**30))
-        self._watching: asyncio.Task[None] | None = None
-        self._thread = DeviceThread(self._make_core, self._on_ready, self._on_end)
+        self._grammars = GrammarCompilers(config)
+        self._pinned = PinnedPrompts(config, self.generate, self.cache_status)
+        self._load_progress = 0.0
+        self._is_draining = False
+        self._thread = AsyncDeviceThread("the engine", self._make_core, self._end_streams, self._warm_up)
+        self._watchdog = Watchdog(config, self._thread)
         self._thread.start()
 
     async def wait_ready(self) -> None:
@@ -99,7 +75,7 @@ class AsyncEngine:
         Raises:
             EngineFailed: Loading failed; the message has the reason.
         """
-        await asyncio.shield(self._ready)
+        await self._thread.wait_ready()
 
     async def generate(
         self, request: EngineRequest, heartbeat_period_s: float | None = None
@@ -128,7 +104,7 @@ class AsyncEngine:
         self._keys[request.request_id] = key
         self._pixel_bytes[key] = request.num_pixel_bytes
         self._no_streams.clear()
-        compiling = asyncio.ensure_future(self._matchers(request, core))
+        compiling = asyncio.ensure_future(self._grammars.matchers(request, core.runner.vocab_size))
         compiling.add_done_callback(lambda task: task.cancelled() or task.exception())  # marked as retrieved
         try:
             while not await stream.settled(compiling, heartbeat_period_s):
@@ -165,14 +141,14 @@ class AsyncEngine:
 
     def status(self) -> EngineStatus:
         """Return the engine's state and figures."""
-        core = self._core
+        core, state = self._thread.worker, self._thread.state
         status = EngineStatus(
-            state=self._state,
+            state=state,
             model=self.config.model,
-            load_progress=self._progress if self._state != "warming" else self._pinned_progress,
+            load_progress=self._pinned.progress(core.stats) if core and state == "warming" else self._load_progress,
             max_running=self.config.max_running,
             max_queue=self.config.max_queue,
-            error=self._error,
+            error=self._thread.error,
         )
         if core is None:
             return status
@@ -190,13 +166,9 @@ class AsyncEngine:
             unavailable=self._unavailable,
             speculation=core.speculation_status,
             capabilities=core.runner.capabilities,
-            work=self._work_in_hand(core),
+            work=self._watchdog.work_in_hand(core),
             **counters,
         )
-
-    def _work_in_hand(self, core: EngineCore) -> WorkInHand | None:
-        work, seconds = core.progress.work, self._thread.step_age_s
-        return WorkInHand(work.name, seconds, work.predicted_s, work.is_late(seconds)) if seconds else None
 
     def check_health(self) -> None:
         """Check that the engine serves or will recover by itself.
@@ -204,11 +176,10 @@ class AsyncEngine:
         Raises:
             EngineFailed: It has failed, its device hangs, or too many steps in a row failed.
         """
-        if self._error is not None:
-            raise EngineFailed(self._error)
-        if (error := self._watched()) is not None:
+        if (error := self._thread.error or self._watchdog.hang()) is not None:
             raise EngineFailed(error)
-        failed = self._core.stats.failed_steps_in_a_row if self._core else 0
+        core = self._thread.worker
+        failed = core.stats.failed_steps_in_a_row if core else 0
         if failed >= self.config.max_failed_steps:
             limit = self.config.max_failed_steps
             raise EngineFailed(f"{failed} consecutive steps failed; the limit is {limit} (max_failed_steps)")
@@ -219,8 +190,8 @@ class AsyncEngine:
         Raises:
             EngineFailed: The engine is not ready.
         """
-        return await self._ask(
-            lambda core: CachedPrefix(core.prefix.peek(request), core.runner.no_sparse, core.costs.prefill)
+        return await self._thread.call(
+            lambda core: CachedPrefix(core.prefix.lookup.peek(request), core.runner.no_sparse, core.costs.prefill)
         )
 
     async def cache_status(self) -> CacheStatus:
@@ -229,7 +200,7 @@ class AsyncEngine:
         Raises:
             EngineFailed: The engine is not ready.
         """
-        status = await self._ask(lambda core: core.prefix.status())
+        status = await self._thread.call(lambda core: core.prefix.status())
         misses = [replace(miss, request_id=miss.request_id.rpartition("#")[0]) for miss in status.recent_misses]
         return replace(status, recent_misses=tuple(misses))
 
@@ -239,7 +210,7 @@ class AsyncEngine:
         Raises:
             EngineFailed: The engine is not ready, or files could not be removed in time.
         """
-        cleared, num_files = await self._ask(lambda core: (core.prefix.clear(), core.prefix.clear_files()))
+        cleared, num_files = await self._thread.call(lambda core: (core.prefix.clear(), core.prefix.clear_files()))
         if num_files is None:
             return cleared
         try:
@@ -255,7 +226,7 @@ class AsyncEngine:
         Args:
             timeout_s: Seconds after which open requests end with an error.
         """
-        self._drains, self._unavailable = True, "the engine is shutting down"
+        self._is_draining = self._watchdog.ignores_memory = True
         try:
             async with asyncio.timeout(timeout_s):
                 await self._no_streams.wait()
@@ -267,27 +238,24 @@ class AsyncEngine:
 
     async def shutdown(self, timeout_s: float = 30.0) -> None:
         """Stop after the running step; open streams end with ERROR."""
-        self._closing = True
-        if self._watching is not None:
-            self._watching.cancel()
-        self._thread.stop()
-        timeout_s = min(timeout_s, HUNG_JOIN_S) if self._is_hung else timeout_s
-        if not await asyncio.to_thread(self._thread.join, timeout_s):
-            self._ended(EngineFailed(f"the step that was running did not end within {timeout_s:.0f} s"))
+        self._watchdog.stop()
+        await self._thread.shutdown(min(timeout_s, HUNG_JOIN_S) if self._watchdog.is_hung else timeout_s)
         self._grammars.close()
+
+    @property
+    def _unavailable(self) -> str | None:
+        """Why new requests are rejected although the engine is ready; None if they are accepted."""
+        return "the engine is shutting down" if self._is_draining else self._watchdog.shortage
 
     def _admit(self, request: EngineRequest) -> EngineCore:
         """Return the core that will serve the request. Raises what `generate` raises."""
-        if self._core is None or self._closing:
-            raise Unavailable(
-                self._error or f"the engine is not ready: it is {'shutting down' if self._closing else self._state}",
-                retry_after.ENGINE_S,
-            )
-        if self._unavailable is not None:
-            raise Unavailable(self._unavailable, retry_after.ENGINE_S)
+        if (reason := self._thread.unavailable_reason or self._unavailable) is not None:
+            raise Unavailable(reason, retry_after.ENGINE_S)
+        core = self._thread.worker
+        assert core is not None
         if request.request_id in self._keys:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
-        runner = self._core.runner
+        runner = core.runner
         check_request(request, self.config, runner.vocab_size, runner.max_context_tokens)
         check_plan(request, runner.no_sparse)
         check_pooling(request, runner.no_pooling)
@@ -299,10 +267,10 @@ class AsyncEngine:
             raise Overloaded(
                 f"{num_open} choices are open and the request has {request.num_choices}; the limit is {limit} "
                 f"(max_running {self.config.max_running} + max_queue {self.config.max_queue})",
-                retry_after_s=self._core.scheduler.expected_wait_s() or retry_after.ENGINE_S,
+                retry_after_s=core.scheduler.expected_wait_s() or retry_after.ENGINE_S,
             )
-        self._check_pixels(request, self._core)
-        return self._core
+        self._check_pixels(request, core)
+        return core
 
     def _check_pixels(self, request: EngineRequest, core: EngineCore) -> None:
         """Raise Overloaded if the images of all open requests would exceed image_memory_mb."""
@@ -314,62 +282,15 @@ class AsyncEngine:
                 retry_after_s=core.scheduler.expected_wait_s() or retry_after.ENGINE_S,
             )
 
-    async def _matchers(self, request: EngineRequest, core: EngineCore) -> list[Matcher]:
-        """Compile one matcher per choice off the device thread; empty if the output is unconstrained."""
-        thought, vocab_size, grammar = request.thought, core.runner.vocab_size, None
-        if request.grammar is not None:
-            compiler = await self._grammars.get(request.stop_token_ids, vocab_size)
-            grammar = await compiler.compile(request.grammar)
-        matcher: Matcher | None = grammar
-        if thought is not None and (grammar is not None or thought.budget is not None):
-            rules = ThoughtRules(thought, request.stop_token_ids, vocab_size, has_grammar=grammar is not None)
-            matcher = ThoughtMatcher(rules, grammar)
-        return [] if matcher is None else [matcher, *(matcher.fork() for _ in range(1, request.num_choices))]
-
-    async def _ask(self, question: Callable[[EngineCore], T]) -> T:
-        """Run a function on the device thread, between two pieces of work, and return its result.
-
-        Raises:
-            EngineFailed: The engine is not ready, or the function failed.
-        """
-        if self._core is None or self._closing:
-            raise EngineFailed(self._error or f"the engine is not ready: it is {self._state}")
-        answer: asyncio.Future[T] = self._loop.create_future()
-        self._questions.add(answer)
-        try:
-            self._thread.submit(lambda core: self._answer(answer, core, question))
-            return await answer
-        finally:
-            self._questions.discard(answer)
-
-    async def _take_in_pinned(self) -> None:
-        """Prefill the pinned prompts; then the engine is ready."""
+    async def _warm_up(self) -> None:
+        """Prefill the pinned prompts."""
+        self._load_progress = 1.0
+        self._watchdog.start()
         if self.config.prefix_cache.pinned:
-            requests = await asyncio.to_thread(_make_pinned, self.config)
-            self._num_pinned_tokens = sum(len(request.token_ids) for request in requests)
-            self._state = "warming" if self._core is not None else self._state
-            for i, request in enumerate(requests):
-                await self._take_in(request)
-                log.info("pinned prompt %d of %d is prefilled: %d tokens", i + 1, len(requests), len(request.token_ids))
-        if self._core is not None:  # the engine may have failed meanwhile
-            self._state = "ready"
-            self._ready.set_result(None)
-
-    async def _take_in(self, request: EngineRequest) -> None:
-        """Prefill a pinned prompt.
-
-        Raises:
-            EngineFailed: Its system part is not pinned afterwards.
-        """
-        chunks = [chunk async for chunk in self.generate(request)]
-        status = await self.cache_status()
-        if not any(entry.pinned and entry.num_tokens == len(request.token_ids) - 1 for entry in status.entries):
-            refused = (
-                f"{status.num_rejected} snapshots were rejected; the limit of the cache is {status.max_bytes} bytes "
-                "(prefix_cache.max_gb)"
-            )
-            reason = chunks[-1].error or status.off or refused
-            raise EngineFailed(f"{request.request_id} ({len(request.token_ids)} tokens) cannot be pinned: {reason}")
+            await self._pinned.render()
+            if self._thread.worker is not None:  # the engine may have failed meanwhile
+                self._thread.state = "warming"
+            await self._pinned.prefill()
 
     # On the device thread.
 
@@ -384,36 +305,14 @@ class AsyncEngine:
             runner.close()
             raise
 
-    def _answer(self, answer: asyncio.Future[T], core: EngineCore, question: Callable[[EngineCore], T]) -> None:
-        try:
-            self._call(_set_result, answer, question(core))
-        except Exception as error:  # must not end the device thread
-            log.exception("a call on the device thread failed")
-            self._call(_set_error, answer, EngineFailed(f"a call on the device thread failed: {type(error).__name__}"))
-
     def _set_progress(self, progress: float) -> None:
-        self._progress = progress
+        self._load_progress = progress
 
     def _publish(self, chunks: Chunks) -> None:
         """Deliver all rows' chunks with one wake-up of the event loop per step."""
-        self._call(self._deliver, chunks)
-
-    def _on_ready(self, core: EngineCore) -> None:
-        self._call(self._became_ready, core)
-
-    def _on_end(self, error: BaseException | None) -> None:
-        self._call(self._ended, error)
-
-    def _call(self, callback: Callable[..., None], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            self._loop.call_soon_threadsafe(callback, *args)
+        self._thread.call_soon(self._deliver, chunks)
 
     # On the event loop.
-
-    @property
-    def _pinned_progress(self) -> float:
-        stats = self._core.stats if self._core is not None else Stats()
-        return min(1.0, (stats.num_prompt_tokens + stats.num_cached_tokens) / self._num_pinned_tokens)
 
     def _deliver(self, chunks: Chunks) -> None:
         for row_id, chunk in chunks.items():
@@ -421,71 +320,6 @@ class AsyncEngine:
             if stream is not None:
                 stream.put(chunk)
 
-    def _became_ready(self, core: EngineCore) -> None:
-        if self._closing:
-            return
-        self._core, self._progress = core, 1.0
-        self._watching = asyncio.ensure_future(self._watch())
-        self._warming = asyncio.ensure_future(self._take_in_pinned())
-        self._warming.add_done_callback(self._warmed)
-
-    def _warmed(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._ended(error)
-            self._thread.stop()
-
-    async def _watch(self) -> None:
-        """Fail the engine if its device hangs, and reject new requests while the machine is short of memory."""
-        while self._error is None:
-            await asyncio.sleep(WATCH_PERIOD_S)
-            if (error := self._watched()) is not None:
-                self._is_hung = True
-                self._ended(EngineFailed(error))
-                self._thread.stop()
-            elif not self._drains:
-                shortage = self._host_memory.shortage()
-                if shortage is not None and self._unavailable is None:
-                    log.error("new requests are rejected: %s", shortage)
-                    self._thread.submit(lambda core: core.free_evictable())
-                self._unavailable = shortage
-
-    def _watched(self) -> str | None:
-        """Log late work once; return an error message if the device hangs, else None."""
-        if self._core is None:
-            return None
-        work = self._core.progress.work  # read before its age: work that begins meanwhile is younger
-        age_s, limit_s = self._thread.step_age_s, work.limit_s(self.config.step_timeout_s)
-        predicted = f", predicted {work.predicted_s:.2g} s" if work.predicted_s else ""
-        so_far = f"{work.name} has been running for {age_s:.1f} s{predicted}"
-        if work.is_late(age_s) and work is not self._late:
-            self._late = work
-            log.warning(so_far)
-        return f"{so_far}; the limit is {limit_s:g} s" if age_s > limit_s else None
-
-    def _ended(self, error: BaseException | None) -> None:
-        if self._state in ("failed", "stopped"):
-            return
-        self._core, self._state = None, "failed" if error else "stopped"
-        self._error = f"{type(error).__name__}: {error}" if error else "the engine was shut down"
+    def _end_streams(self, error: str) -> None:
         for stream in self._streams.values():
-            stream.end(FinishReason.ERROR, self._error, retry_after.ENGINE_S)
-        for question in self._questions:
-            _set_error(question, EngineFailed(self._error))
-        if not self._ready.done():
-            self._ready.set_exception(EngineFailed(self._error))
-            self._ready.exception()  # marks it as retrieved, in case wait_ready is never called
-
-
-def _make_pinned(config: EngineConfig) -> list[EngineRequest]:
-    tokenizer = ChatTokenizer(resolve_checkpoint(config.model, config.revision, weights=False))
-    return pinned_requests(config.prefix_cache.pinned, tokenizer)
-
-
-def _set_result(answer: asyncio.Future[T], result: T) -> None:
-    if not answer.done():
-        answer.set_result(result)
-
-
-def _set_error(answer: asyncio.Future[Any], error: Exception) -> None:
-    if not answer.done():
-        answer.set_exception(error)
+            stream.end(FinishReason.ERROR, error, retry_after.ENGINE_S)

@@ -1,18 +1,17 @@
 """The draft scorer's asyncio interface: takes long prompts, returns sparse plans."""
 
 import asyncio
-import contextlib
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
 from engine import retry_after
+from engine.async_device_thread import AsyncDeviceThread, type_and_message
 from engine.config import MIN_KEEP, EngineConfig, SpecPrefillConfig
-from engine.core.spec_prefill.plan import Scored, ScoreRequest, ScorerStatus, make_plan
-from engine.device_thread import DeviceThread
+from engine.core.spec_prefill.plan import Scored, ScorerCounters, ScoreRequest, ScorerStatus, make_plan
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer_match import why_different
 from engine.protocol import EngineFailed, InvalidRequest, OrchardError, Overloaded, ScoringTooSlow
@@ -24,18 +23,6 @@ STEP_TIMEOUT_S = 120.0
 
 ScorerFactory = Callable[[SpecPrefillConfig, EngineConfig, Publish], Scorer]
 """Creates the scorer on the device thread; the second argument configures how the draft is loaded."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counters, see ScorerStatus."""
-
-    num_scored: int = 0
-    num_scored_tokens: int = 0
-    num_reused_tokens: int = 0
-    num_cancelled: int = 0
-    num_refused: int = 0
-    num_failed: int = 0
 
 
 class AsyncDraftScorer:
@@ -61,16 +48,10 @@ class AsyncDraftScorer:
         self._target = target
         self._beside_engine = beside_engine
         self._make_scorer = make_scorer
-        self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[None] = self._loop.create_future()
         self._open: dict[str, asyncio.Future[tuple[np.ndarray, int]]] = {}  # by unique key
         self._serial = itertools.count()
-        self._scorer: Scorer | None = None
-        self._counts = Counts()
-        self._state = "loading"
-        self._error: str | None = None
-        self._closing = False
-        self._thread = DeviceThread(self._make, self._on_ready, self._on_end)
+        self._counts = ScorerCounters()
+        self._thread = AsyncDeviceThread("the scorer", self._make, self._end_prompts, describe=described)
         self._thread.start()
 
     async def wait_ready(self) -> None:
@@ -79,7 +60,7 @@ class AsyncDraftScorer:
         Raises:
             EngineFailed: It never will; the message has the reason.
         """
-        await asyncio.shield(self._ready)
+        await self._thread.wait_ready()
 
     async def score(self, request: ScoreRequest) -> Scored:
         """Score a prompt and return the plan of tokens to compute. Cancelling stops the draft before its next chunk.
@@ -93,7 +74,7 @@ class AsyncDraftScorer:
         began_s = time.perf_counter()
         self._admit(request)
         key = f"{request.request_id}#{next(self._serial)}"
-        outcome = self._open[key] = self._loop.create_future()
+        outcome = self._open[key] = asyncio.get_running_loop().create_future()
         self._thread.submit(lambda scorer: scorer.add(key, request))
         try:
             importance, num_read = await outcome
@@ -118,8 +99,9 @@ class AsyncDraftScorer:
 
     def status(self) -> ScorerStatus:
         """Return the scorer's state and figures."""
-        scorer = self._scorer
-        status = ScorerStatus(self._state, self.config.draft_model or "demo", error=self._error, **asdict(self._counts))
+        scorer, error = self._thread.worker, self._thread.error
+        draft_model = self.config.draft_model or "demo"
+        status = ScorerStatus(state=self._state, draft_model=draft_model, error=error, **asdict(self._counts))
         if scorer is None:
             return status
         return replace(
@@ -139,28 +121,30 @@ class AsyncDraftScorer:
             EngineFailed: It failed, was stopped, or its device hangs.
         """
         if self._state in ("failed", "stopped"):
-            raise EngineFailed(self._error or self._state)
+            raise EngineFailed(self._thread.error or self._state)
         age_s = self._thread.step_age_s
         if age_s > STEP_TIMEOUT_S:
             raise EngineFailed(f"a step has been running for {age_s:.0f} s; the limit is {STEP_TIMEOUT_S:.0f} s")
 
     async def shutdown(self, timeout_s: float = 30.0) -> None:
         """Stop after the running step; open prompts fail."""
-        self._closing = True
-        self._thread.stop()
-        if not await asyncio.to_thread(self._thread.join, timeout_s):
-            self._ended(EngineFailed(f"the step that was running did not end within {timeout_s:.0f} s"))
+        await self._thread.shutdown(timeout_s)
+
+    @property
+    def _state(self) -> str:
+        has_failed_to_load = self._thread.state == "failed" and not self._thread.was_ready
+        return "unavailable" if has_failed_to_load else self._thread.state
 
     def _admit(self, request: ScoreRequest) -> None:
         """Check a request against the limits. Raises what `score` raises."""
-        if self._scorer is None or self._closing:
-            raise EngineFailed(
-                self._error or f"the scorer is not ready: it is {'shutting down' if self._closing else self._state}"
-            )
+        if (reason := self._thread.unavailable_reason) is not None:
+            raise EngineFailed(reason)
+        scorer = self._thread.worker
+        assert scorer is not None
         limit = self.config.max_running + self.config.max_queue
         try:
             check_request(request, self.config.max_tokens_scored)
-            self._scorer.limits.check(request)
+            scorer.limits.check(request)
             if len(self._open) >= limit:
                 raise Overloaded(
                     f"{len(self._open)} prompts are being scored or queued; the limit is {limit} "
@@ -183,17 +167,7 @@ class AsyncDraftScorer:
         return self._make_scorer(self.config, draft, self._publish)
 
     def _publish(self, key: str, outcome: ScoreResult) -> None:
-        self._call(self._deliver, key, outcome)
-
-    def _on_ready(self, scorer: Scorer) -> None:
-        self._call(self._became_ready, scorer)
-
-    def _on_end(self, error: BaseException | None) -> None:
-        self._call(self._ended, error)
-
-    def _call(self, callback: Callable[..., None], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            self._loop.call_soon_threadsafe(callback, *args)
+        self._thread.call_soon(self._deliver, key, outcome)
 
     # On the event loop.
 
@@ -210,23 +184,10 @@ class AsyncDraftScorer:
         else:
             future.set_exception(EngineFailed(outcome.error))
 
-    def _became_ready(self, scorer: Scorer) -> None:
-        if not self._closing:
-            self._scorer, self._state = scorer, "ready"
-            self._ready.set_result(None)
-
-    def _ended(self, error: BaseException | None) -> None:
-        if self._state not in ("loading", "ready"):
-            return
-        failed = "failed" if self._ready.done() else "unavailable"
-        self._scorer, self._state = None, "stopped" if error is None else failed
-        self._error = "the scorer was shut down" if error is None else described(error)
+    def _end_prompts(self, error: str) -> None:
         for future in self._open.values():
             if not future.done():
-                future.set_exception(EngineFailed(self._error))
-        if not self._ready.done():
-            self._ready.set_exception(EngineFailed(self._error))
-            self._ready.exception()  # marks it as retrieved, in case wait_ready is never called
+                future.set_exception(EngineFailed(error))
 
 
 def choose_device(config: SpecPrefillConfig, beside_engine: bool) -> str:
@@ -266,4 +227,4 @@ def check_request(request: ScoreRequest, max_tokens: int) -> None:
 
 def described(error: BaseException) -> str:
     """Return the message of one of our errors, else type and message."""
-    return str(error) if isinstance(error, OrchardError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, OrchardError) else type_and_message(error)

@@ -1,10 +1,13 @@
-"""An engine's grammar compilers: created on first use, one per set of stop tokens."""
+"""Compiles the matchers of requests; grammar compilers are created on first use, one per set of stop tokens."""
 
 import asyncio
 
 from engine.config import EngineConfig
+from engine.core.request import Matcher
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.grammar import GrammarCompiler
+from engine.processing.thought_matcher import ThoughtMatcher, ThoughtRules
+from engine.protocol import EngineRequest
 
 MAX_COMPILERS = 4
 """Each compiler contains the vocabulary."""
@@ -17,7 +20,19 @@ class GrammarCompilers:
         self._config = config
         self._tasks: dict[tuple[int, ...], asyncio.Task[GrammarCompiler]] = {}  # by stop tokens
 
-    async def get(self, stop_token_ids: tuple[int, ...], vocab_size: int) -> GrammarCompiler:
+    async def matchers(self, request: EngineRequest, vocab_size: int) -> list[Matcher]:
+        """Compile one matcher per choice off the device thread; empty if the output is unconstrained."""
+        thought, grammar = request.thought, None
+        if request.grammar is not None:
+            compiler = await self._compiler(request.stop_token_ids, vocab_size)
+            grammar = await compiler.compile(request.grammar)
+        matcher: Matcher | None = grammar
+        if thought is not None and (grammar is not None or thought.budget is not None):
+            rules = ThoughtRules(thought, request.stop_token_ids, vocab_size, has_grammar=grammar is not None)
+            matcher = ThoughtMatcher(rules, grammar)
+        return [] if matcher is None else [matcher, *(matcher.fork() for _ in range(1, request.num_choices))]
+
+    async def _compiler(self, stop_token_ids: tuple[int, ...], vocab_size: int) -> GrammarCompiler:
         """Return the compiler for these stop tokens. Concurrent calls share its creation, which reads the tokenizer."""
         task = self._tasks.get(stop_token_ids)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):

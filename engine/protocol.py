@@ -458,25 +458,32 @@ class CacheMiss:
     """For reason `text`: the snapshot's next few tokens after num_common."""
 
 
-@dataclass(frozen=True)
-class CacheStatus:
-    """The prefix cache for `GET /v1/cache`. Counters count from the start."""
+@dataclass(kw_only=True)
+class CacheCounters:
+    """Counters of the prefix cache since the start."""
 
-    off: str | None = None  # Why there is no prefix cache, None if there is one.
-    max_bytes: int = 0  # Limit of num_bytes.
-    num_bytes: int = 0  # Bytes of snapshots in memory.
-    num_entries: int = 0  # Entries in memory or on disk.
-    num_pinned: int = 0  # Pinned entries.
     num_hits: int = 0  # Prompts with a cached prefix.
     num_misses: int = 0  # Prompts without one.
     num_cached_tokens: int = 0  # Prompt tokens that were cached.
     num_stored: int = 0  # Snapshots stored.
     num_evicted: int = 0  # Snapshots evicted.
     num_rejected: int = 0  # Snapshots that did not fit, were not finite, or could not be taken.
+    num_outvalued: int = 0  # Rejected snapshots that were worth less than those they would have evicted.
     num_unusable: int = 0
     """Snapshots that could not be restored, or not be read from disk in time; their prompts were computed."""
     num_integrity_errors: int = 0  # Failed integrity checks, each of which emptied the cache.
     misses: dict[str, int] = field(default_factory=dict)  # num_misses by reason.
+
+
+@dataclass(kw_only=True)
+class CacheStatus(CacheCounters):
+    """The prefix cache for `GET /v1/cache`, with a copy of its counters."""
+
+    off_reason: str | None = None  # Why there is no prefix cache, None if there is one.
+    max_bytes: int = 0  # Limit of num_bytes.
+    num_bytes: int = 0  # Bytes of snapshots in memory.
+    num_entries: int = 0  # Entries in memory or on disk.
+    num_pinned: int = 0  # Pinned entries.
     entries: tuple[CacheEntryStatus, ...] = ()  # The most recently used first.
     recent_misses: tuple[CacheMiss, ...] = ()
     """The newest first; prompts that could have got more cached tokens are included."""
@@ -518,9 +525,31 @@ class WorkInHand:
     """Whether it takes much longer than predicted."""
 
 
-@dataclass(frozen=True)
-class EngineStatus:
-    """A snapshot for `/v1/status`: gauges are current, counters count from the start. Bytes, seconds, tokens."""
+@dataclass(kw_only=True)
+class EngineCounters:
+    """Counters of the engine since the start. Rows are counted per choice of a request."""
+
+    num_steps: int = 0  # Steps of the engine.
+    num_finished: int = 0  # Rows that finished with an answer.
+    num_aborted: int = 0  # Rows that were aborted.
+    num_failed: int = 0  # Rows that failed.
+    num_expired: int = 0  # Rows that waited in the queue for too long.
+    num_preempted: int = 0  # Rows that were preempted, once for each time.
+    num_prompt_tokens: int = 0  # Prefilled tokens; those computed again after a preemption count again.
+    num_cached_tokens: int = 0  # Prompt tokens that came from the prefix cache.
+    num_sparse: int = 0  # Rows whose prompts were prefilled by a sparse plan.
+    num_skipped_tokens: int = 0  # Prompt tokens that sparse plans skipped.
+    num_output_tokens: int = 0  # Generated tokens.
+    num_drafted: int = 0  # Draft tokens that were verified.
+    num_accepted: int = 0  # Accepted draft tokens that are part of an answer.
+    num_bursts: int = 0  # Forwards that computed chunks of several prompts.
+    num_failed_bursts: int = 0  # Such forwards that failed; each prompt was then computed alone.
+    max_rows_in_a_step: int = 0  # The most rows in a decode step.
+
+
+@dataclass(kw_only=True)
+class EngineStatus(EngineCounters):
+    """The engine for `/v1/status`: current figures in bytes, seconds and tokens, with a copy of its counters."""
 
     state: str
     """`loading`, `warming` (prefilling pinned prompts), `ready`, `failed` or `stopped`."""
@@ -533,22 +562,6 @@ class EngineStatus:
     max_running: int = 0
     max_queue: int = 0
     max_context_tokens: int = 0
-    num_steps: int = 0
-    num_finished: int = 0
-    num_aborted: int = 0
-    num_failed: int = 0
-    num_expired: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_sparse: int = 0
-    num_skipped_tokens: int = 0
-    num_output_tokens: int = 0
-    num_bursts: int = 0
-    num_failed_bursts: int = 0
-    max_rows_in_a_step: int = 0
-    num_preempted: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
     speculation: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     admission: dict[str, Any] = field(default_factory=dict)

@@ -1,56 +1,21 @@
 """The event loop's side of a request: output that its reader has not consumed yet."""
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
-from engine.protocol import FinishReason, TokenChunk, TokenLogprobs
-
-
-class ChoiceTokens:
-    """Output of one choice that its reader has not consumed yet; at most max_tokens token ids."""
-
-    def __init__(self) -> None:
-        self.finish: TokenChunk | None = None
-        self._num_cached = self._num_skipped = 0
-        self._clear()
-
-    def _clear(self) -> None:
-        self.has_news = False
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._num_drafted = self._num_accepted = 0
-
-    def put(self, chunk: TokenChunk) -> None:
-        """Append a chunk. Chunks after a finish reason are ignored: tokens of an aborted request may still arrive."""
-        if self.finish is not None:
-            return
-        self.has_news = True
-        self._token_ids.extend(chunk.token_ids)
-        self._logprobs.extend(chunk.logprobs)
-        self._num_drafted += chunk.num_drafted
-        self._num_accepted += chunk.num_accepted
-        self._num_cached = max(self._num_cached, chunk.num_cached)  # 0 in chunks made by TokenStream.end
-        self._num_skipped = max(self._num_skipped, chunk.num_skipped)
-        if chunk.finish_reason is not None:
-            self.finish = chunk
-
-    def take(self, index: int) -> TokenChunk:
-        """Return everything since the last call as one chunk."""
-        end = self.finish or TokenChunk(())
-        token_ids, logprobs = tuple(self._token_ids), tuple(self._logprobs)
-        figures = self._num_drafted, self._num_accepted, self._num_cached, self._num_skipped
-        chunk = TokenChunk(
-            token_ids, end.finish_reason, end.error, index, logprobs, *figures, end.retry_after_s, end.embedding
-        )
-        self._clear()
-        return chunk
+from engine.protocol import FinishReason, TokenChunk
 
 
 class TokenStream:
     """The output of all choices of one request."""
 
     def __init__(self, num_choices: int) -> None:
-        self.choices = [ChoiceTokens() for _ in range(num_choices)]
+        self._unread: list[list[TokenChunk]] = [[] for _ in range(num_choices)]  # at most max_tokens token ids each
+        self._is_open = [True] * num_choices
+        self._num_cached = self._num_skipped = 0
         self._waiter: asyncio.Future[None] | None = None
         self._wake_at = 0.0  # when to wake the reader without output, on the loop's clock
         self._alarm: asyncio.TimerHandle | None = None
@@ -58,21 +23,32 @@ class TokenStream:
     @property
     def num_open(self) -> int:
         """Choices that have not finished."""
-        return sum(choice.finish is None for choice in self.choices)
+        return sum(self._is_open)
 
     @property
     def is_finished(self) -> bool:
-        return self.num_open == 0
+        return not any(self._is_open)
 
     def put(self, chunk: TokenChunk) -> None:
-        """Append a chunk and wake the reader."""
-        self.choices[chunk.index].put(chunk)
+        """Append a chunk and wake the reader. Tokens of an aborted request may still arrive; they are ignored."""
+        if self._is_open[chunk.index]:
+            self._unread[chunk.index].append(chunk)
+            self._is_open[chunk.index] = chunk.finish_reason is None
+            self._num_cached, self._num_skipped = chunk.num_cached, chunk.num_skipped
         self._wake()
 
     def end(self, reason: FinishReason, error: str | None = None, retry_after_s: float | None = None) -> None:
         """Finish every choice that has not finished."""
-        for index in range(len(self.choices)):
-            self.put(TokenChunk((), reason, error, index, retry_after_s=retry_after_s))
+        chunk = TokenChunk(
+            token_ids=(),
+            finish_reason=reason,
+            error=error,
+            num_cached=self._num_cached,
+            num_skipped=self._num_skipped,
+            retry_after_s=retry_after_s,
+        )
+        for index in range(len(self._is_open)):
+            self.put(replace(chunk, index=index))
 
     async def settled(self, work: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
         """Wait for `work` or for the end of all choices; return False on timeout."""
@@ -83,14 +59,17 @@ class TokenStream:
 
     async def get(self, timeout_s: float | None = None) -> list[TokenChunk]:
         """Wait for output and return one chunk per choice with any; [] after timeout_s without output."""
-        if not any(choice.has_news for choice in self.choices):
+        if not any(self._unread):
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
             if timeout_s is not None:
                 self._wake_at = loop.time() + timeout_s
                 self._alarm = self._alarm or loop.call_later(timeout_s, self._look, loop)
             await self._waiter
-        return [choice.take(index) for index, choice in enumerate(self.choices) if choice.has_news]
+        merged = [_merged(chunks) for chunks in self._unread if chunks]
+        for chunks in self._unread:
+            chunks.clear()
+        return merged
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """Wake the reader if its timeout has passed.
@@ -108,3 +87,16 @@ class TokenStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _merged(chunks: Sequence[TokenChunk]) -> TokenChunk:
+    """Merge consecutive chunks of a choice, of which only the last one may finish it."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return replace(
+        chunks[-1],
+        token_ids=tuple(chain.from_iterable(chunk.token_ids for chunk in chunks)),
+        logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)),
+        num_drafted=sum(chunk.num_drafted for chunk in chunks),
+        num_accepted=sum(chunk.num_accepted for chunk in chunks),
+    )

@@ -4,11 +4,11 @@ It ends early when the client disconnects or the request is cancelled.
 """
 
 import asyncio
-import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -18,11 +18,12 @@ from starlette.types import Receive, Scope, Send
 from deployments.http.answer import Answer, AnswerEncoder
 from deployments.http.api_keys import KeyIdentity
 from deployments.http.client_address import address_group, client_host
-from deployments.http.errors import CLIENT_LEFT, ErrorMap
+from deployments.http.context import HttpContext
+from deployments.http.errors import CLIENT_LEFT
 from deployments.http.event_stream import EventStream
-from deployments.http.rate_limits import RateLimits
-from deployments.http.unread_bodies import UnreadBodies, read_body
-from deployments.in_flight import InFlight, InFlightRequest
+from deployments.http.parsed_request import ParsedRequest
+from deployments.http.request_reader import Dialect
+from deployments.in_flight import InFlightRequest
 from deployments.protocol import Generation
 from engine.protocol import OrchardError
 
@@ -33,18 +34,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job:
-    """A parsed request that is ready to start."""
+    """A parsed request that is ready to start. It does not refer to the conversation once it has started."""
 
     id: str
     """Id of the answer, by which the request can be cancelled."""
     start: Callable[[KeyIdentity], Awaitable[Generation]]
     """Starts the generation for an API key; called once. Returns at the first token or raises."""
     encoder: AnswerEncoder
-    stream: bool
+    stream: bool = False
     num_choices: int = 1
     """Choices in flight that the request counts for."""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """Additional headers of the response."""
 
 
 class AnswerResponse(Response):
@@ -56,115 +55,94 @@ class AnswerResponse(Response):
     client as disconnected once the last byte is sent.
 
     A stream commits its status with its first token, or with a comment if the first token takes longer than
-    `comment_s`; later errors are sent as events.
+    `http.stream_comment_s`; later errors are sent as events.
 
     Args:
-        understand: Parses a body into a Job. It may raise any exception.
-        in_flight: Admission and cancellation.
-        bodies: Limits on bodies that are still arriving.
-        limits: Limits of the API keys.
-        errors: Maps exceptions to responses.
+        context: Shared state of the endpoints.
         request_id: For logs, errors and cancellation.
-        comment_s: Seconds without an event after which a stream sends a comment.
+        dialect: Selects the parser of the body.
+        make_job: Makes the job of the parsed body. It may raise any exception.
     """
 
     def __init__(
         self,
-        understand: Callable[[bytes], Awaitable[Job]],
-        in_flight: InFlight,
-        bodies: UnreadBodies,
-        limits: RateLimits,
-        errors: ErrorMap,
+        context: HttpContext,
         request_id: str,
-        comment_s: float,
+        dialect: Dialect,
+        make_job: Callable[[ParsedRequest], Awaitable[Job]],
     ):
         super().__init__()
-        self._understand = understand
-        self._in_flight = in_flight
-        self._bodies = bodies
-        self._limits = limits
-        self._errors = errors
+        self._context = context
         self._request_id = request_id
-        self._comment_s = comment_s
+        self._dialect: Dialect = dialect
+        self._make_job = make_job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = EventStream(send, self._comment_s)
-        with contextlib.ExitStack() as stack:
-            try:
-                address = address_group(client_host(scope))
-                entry = stack.enter_context(self._in_flight.enter(self._request_id, address))
-            except OrchardError as error:
-                response = self._errors.response(error, self._request_id, scope)
-                return await response(scope, receive, send)
-            try:
-                response = await self._answered(entry, Request(scope, receive), stream)
-            except (ClientDisconnect, OSError):
-                logger.info("request %s: the client disconnected", self._request_id)
-                entry.mark_complete()
-                if stream.is_open:
-                    return
-                response = Response(status_code=CLIENT_LEFT)
-            if response is not None:
-                await response(scope, receive, send)
-            else:
+        address = address_group(client_host(scope))
+        stream = EventStream(send, self._context.config.stream_comment_s)
+        try:
+            with self._context.backend.in_flight.enter(self._request_id, address) as entry:
+                try:
+                    response = await self._answer(Request(scope, receive), entry, stream)
+                except ClientDisconnect:
+                    logger.info("request %s: the client disconnected", self._request_id)
+                    entry.mark_complete()
+                    response = None if stream.is_open else Response(status_code=CLIENT_LEFT)
+                if response is not None:
+                    await response(scope, receive, send)
+        except OrchardError as error:  # the request is not admitted; `_answer` answers all other errors
+            await self._context.errors.response(error, self._request_id, scope)(scope, receive, send)
+
+    async def _answer(self, request: Request, entry: InFlightRequest, stream: EventStream) -> Response | None:
+        """Read, admit and answer the request. Returns the response to send; None if it was streamed.
+
+        Raises ClientDisconnect.
+        """
+        limits, in_flight = self._context.limits, self._context.backend.in_flight
+        key: KeyIdentity = request.state.key
+        job = None
+        try:
+            job = await run_until(self._read(request, stream), entry.cancelled)
+            limits.check(key, job.num_choices)
+            in_flight.set_choices(entry, job.id, job.num_choices)
+            with limits.enter(key, job.num_choices):
+                async with in_background(wait_disconnected(request.receive)) as left:
+                    response = await run_until(self._generate(job, key, entry, stream), entry.cancelled, left)
+            if response is None:
                 await stream.end()
-
-    async def _answered(self, entry: InFlightRequest, request: Request, stream: EventStream) -> Response | None:
-        """Read, admit and answer the request. Returns the response to send; None if it was streamed."""
-        try:
-            job = await run_until(self._read(request), entry.cancelled)
-            self._limits.check(request.state.key, job.num_choices)
-            self._in_flight.set_choices(entry, job.id, job.num_choices)
-        except (ClientDisconnect, OSError):
+            return response
+        except ClientDisconnect:
             raise
         except Exception as error:
-            return self._refused(entry, error, request.scope)
-        stream.headers.update(job.headers)
-        left = asyncio.ensure_future(wait_disconnected(request.receive))
-        try:
-            with self._limits.enter(request.state.key, job.num_choices):
-                return await run_until(self._work(job, entry, stream, request.scope), entry.cancelled, left)
-        except OrchardError as error:  # a cancellation, with its reason; the work answers its own errors itself
-            logger.info("request %s was ended: %s", self._request_id, error)
-            return await self._failed(job, entry, error, stream, request.scope)
-        finally:
-            left.cancel()
-            await asyncio.gather(left, return_exceptions=True)
+            entry.mark_complete()
+            if entry.cancelled.done():
+                logger.info("request %s was ended: %s", self._request_id, error)
+            if job is None or not stream.is_open:
+                return self._context.errors.response(error, self._request_id, request.scope)
+            await stream.send(job.encoder.failed(self._context.errors.failure(error, self._request_id)))
+            await stream.end()
+            return None
 
-    async def _read(self, request: Request) -> Job:
-        body = await read_body(request.scope, request.receive, self._bodies)
-        if body is None:
-            raise ClientDisconnect
-        return await self._understand(body)
+    async def _read(self, request: Request, stream: EventStream) -> Job:
+        parsed = await self._context.read(request, self._dialect)
+        job = await self._make_job(parsed)
+        stream.headers.update(self._context.ignored_header(parsed))
+        return job
 
-    async def _work(self, job: Job, entry: InFlightRequest, stream: EventStream, scope: Scope) -> Response | None:
-        """Generate the answer, with comments while a stream is silent. Returns as `_answered`."""
-        if not job.stream:
-            return await self._generate(job, entry, stream, scope)
-        comments = asyncio.ensure_future(stream.keep_alive())
-        try:
-            return await self._generate(job, entry, stream, scope)
-        finally:
-            comments.cancel()
-            await asyncio.gather(comments, return_exceptions=True)
-
-    async def _generate(self, job: Job, entry: InFlightRequest, stream: EventStream, scope: Scope) -> Response | None:
-        key: KeyIdentity = scope["state"]["key"]
-        try:
+    async def _generate(
+        self, job: Job, key: KeyIdentity, entry: InFlightRequest, stream: EventStream
+    ) -> Response | None:
+        """Generate the answer, with comments while a stream is silent. Returns as `_answer`."""
+        async with in_background(stream.keep_alive()) if job.stream else nullcontext():
             generation = await job.start(key)
-        except Exception as error:
-            return await self._failed(job, entry, error, stream, scope)
-        answer = Answer(generation, job.num_choices, keeps_text=not job.stream)
-        try:
-            relay = self._send_events if job.stream else self._whole
-            return await relay(job, generation, answer, entry, stream)
-        except (ClientDisconnect, OSError):
-            raise
-        except Exception as error:
-            return await self._failed(job, entry, error, stream, scope)
-        finally:
-            self._limits.charge(key, answer.num_prompt_tokens + answer.num_tokens)
-            await self._close(generation)
+            answer = Answer(generation, job.num_choices, keeps_text=not job.stream)
+            try:
+                if job.stream:
+                    return await self._send_events(job, generation, answer, entry, stream)
+                return await self._whole(job, generation, answer, entry, stream)
+            finally:
+                self._context.limits.charge(key, answer.num_prompt_tokens + answer.num_tokens)
+                await self._close(generation)
 
     async def _whole(
         self, job: Job, generation: Generation, answer: Answer, entry: InFlightRequest, stream: EventStream
@@ -175,12 +153,11 @@ class AnswerResponse(Response):
         content = job.encoder.body(answer)
         body = content if isinstance(content, bytes) else json.dumps(content)
         entry.mark_complete()
-        return Response(body, headers=dict(job.headers), media_type="application/json")
+        return Response(body, headers=stream.headers, media_type="application/json")
 
     async def _send_events(
         self, job: Job, generation: Generation, answer: Answer, entry: InFlightRequest, stream: EventStream
     ) -> None:
-        """Relay the answer as events. Raises what the generation raises."""
         if opening := job.encoder.opening(generation):
             await stream.send(opening)
         async for delta in generation:
@@ -192,25 +169,22 @@ class AnswerResponse(Response):
         entry.mark_complete()
         await stream.send(closing)
 
-    async def _failed(
-        self, job: Job, entry: InFlightRequest, error: Exception, stream: EventStream, scope: Scope
-    ) -> Response | None:
-        """Answer with an error: as a response, or as the last event of an open stream."""
-        if not stream.is_open:
-            return self._refused(entry, error, scope)
-        entry.mark_complete()
-        await stream.send(job.encoder.failed(self._errors.failure(error, self._request_id)))
-        return None
-
-    def _refused(self, entry: InFlightRequest, error: Exception, scope: Scope) -> Response:
-        entry.mark_complete()
-        return self._errors.response(error, self._request_id, scope)
-
     async def _close(self, generation: Generation) -> None:
         try:
             await generation.aclose()
         except Exception:
             logger.exception("request %s: the generation could not be closed", self._request_id)
+
+
+@asynccontextmanager
+async def in_background(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Future[T]]:
+    """Run work beside the body of the context, and cancel it at the end."""
+    task = asyncio.ensure_future(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def run_until(work: Coroutine[Any, Any, T], *ends: asyncio.Future[Any]) -> T:
@@ -238,6 +212,7 @@ async def run_until(work: Coroutine[Any, Any, T], *ends: asyncio.Future[Any]) ->
 
 async def wait_disconnected(receive: Receive) -> ClientDisconnect:
     """Wait until the client disconnects. The whole body must have been read before."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    with suppress(OSError):
+        while (await receive())["type"] != "http.disconnect":
+            pass
     return ClientDisconnect()

@@ -9,13 +9,13 @@ from deployments.http.access import Access, AccessRules
 from deployments.http.anthropic.messages import Messages
 from deployments.http.config import HttpConfig
 from deployments.http.context import HttpContext
+from deployments.http.documentation import Documentation
 from deployments.http.errors import Converter, ErrorMap
 from deployments.http.openai.chat import ChatCompletions
 from deployments.http.openai.completions import Completions
 from deployments.http.openai.embeddings import EmbeddingsEndpoint
 from deployments.http.openai.models import Models
 from deployments.http.openai.tokenization import Tokenization
-from deployments.http.openapi import OpenApi
 from deployments.http.operations import Operations
 from deployments.http.proxy_limits import ProxyLimits, TellProxy
 from deployments.http.request_id import RequestId
@@ -55,7 +55,7 @@ def create_app(
         Messages(context),
         Models(context),
         Operations(context),
-        OpenApi(context),
+        Documentation(context),
     )
     for endpoint in endpoints:
         endpoint.add_to(app)

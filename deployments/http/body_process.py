@@ -21,7 +21,8 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from deployments.http.request_reader import Dialect, ParsedRequest, ReadingRules, read_request
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
+from deployments.http.request_reader import Dialect, read_request
 from engine.protocol import EngineFailed, InvalidRequest, OrchardError
 
 RECYCLE_BYTES = 512 * 2**20

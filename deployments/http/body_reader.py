@@ -5,7 +5,8 @@ import logging
 import weakref
 
 from deployments.http.body_process import BodyProcess, ProcessDied
-from deployments.http.request_reader import Dialect, ParsedRequest, ReadingRules, is_cheap, read_request
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
+from deployments.http.request_reader import Dialect, is_cheap, read_request
 from engine import retry_after
 from engine.protocol import Unavailable
 

@@ -27,7 +27,7 @@ def cache_body(
             {
                 "node_id": answer.node_id,
                 "replica_id": answer.replica_id,
-                "off": answer.answer.off,
+                "off": answer.answer.off_reason,
                 "totals": _totals([answer.answer]),
                 "entries": [asdict(entry) for entry in answer.answer.entries],
                 "recent_misses": [

@@ -1,31 +1,24 @@
-"""HttpContext: the state that all endpoints share, and the common path of a request that generates."""
+"""HttpContext: the state that all endpoints share, and how they read a body and start a generation."""
 
-import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 from starlette.requests import Request
-from starlette.responses import Response
 
-from deployments.http.answer import AnswerEncoder
-from deployments.http.answer_response import AnswerResponse, Job
 from deployments.http.api_keys import KeyIdentity
 from deployments.http.body_reader import BodyReader
 from deployments.http.config import HttpConfig
 from deployments.http.errors import ErrorMap, NotReady
 from deployments.http.fields import IgnoredFields, printable
 from deployments.http.openapi import ApiDocument
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.rate_limits import RateLimits
-from deployments.http.request_reader import Dialect, ParsedRequest, ReadingRules
-from deployments.http.unread_bodies import UnreadBodies
+from deployments.http.request_reader import Dialect
+from deployments.http.unread_bodies import UnreadBodies, read_body
 from deployments.protocol import Backend, ChatRequest, Generation, Route
 from engine.protocol import EngineFailed, Unavailable
 
 IGNORED_HEADER = "X-Orchard-Ignored"
 """Response header that names the unknown fields of the body, which were ignored."""
-
-MakeEncoder = Callable[[ParsedRequest, str], AnswerEncoder]
-"""Creates the encoder for a request and the id of its answer."""
 
 
 class HttpContext:
@@ -67,53 +60,25 @@ class HttpContext:
         self.reader = BodyReader(self.rules, config.max_body_bytes)
         self._has_been_ready = False
 
-    def answer(self, request: Request, dialect: Dialect, id_prefix: str, make_encoder: MakeEncoder) -> Response:
-        """Return the response to a request in `dialect`; the body is read when the response is sent.
+    async def read(self, request: Request, dialect: Dialect) -> ParsedRequest:
+        """Read and parse the body of a request.
 
-        Args:
-            request: The request.
-            dialect: Selects the parser.
-            id_prefix: Prefix of the answer's id.
-            make_encoder: Creates the encoder of the answer.
+        Raises:
+            BodyTooLarge, BodyTooSlow, Overloaded, ClientDisconnect: See read_body.
+            InvalidRequest, ModelNotFound, Unavailable: See BodyReader.read.
         """
+        body = await read_body(request.scope, request.receive, self.bodies)
+        return await self.reader.read(body, dialect)
 
-        async def understand(body: bytes) -> Job:
-            parsed = await self.reader.read(body, dialect)
-            return self.job(parsed, f"{id_prefix}{secrets.token_hex(16)}", make_encoder)
-
-        return self.respond(request, understand)
-
-    def job(self, parsed: ParsedRequest, id: str, make_encoder: MakeEncoder) -> Job:
-        """Create the job of a parsed request; `id` becomes the id of its answer and of its engine request."""
-        encoder = make_encoder(parsed, id)
-        waiting = [(replace(parsed.request, request_id=id), parsed.route)]
-        return Job(
-            id,
-            lambda key: self.start(key, *waiting.pop()),  # drops the reference to the conversation
-            encoder,
-            parsed.stream,
-            parsed.request.num_choices,
-            self.headers(parsed),
-        )
-
-    def headers(self, parsed: ParsedRequest) -> dict[str, str]:
-        """Count the unknown fields of a request and return the response header that names them."""
-        if not parsed.ignored:
-            return {}
+    def ignored_header(self, parsed: ParsedRequest) -> dict[str, str]:
+        """Count the unknown fields of a request and return the response header that names them, if there are any."""
         self.ignored.note(parsed.ignored)
-        return {IGNORED_HEADER: ", ".join(map(printable, parsed.ignored))}
+        return {IGNORED_HEADER: ", ".join(map(printable, parsed.ignored))} if parsed.ignored else {}
 
-    def respond(self, request: Request, parse_body: Callable[[bytes], Awaitable[Job]]) -> Response:
-        """Return the response to a request whose body `parse_body` turns into a Job."""
-        return AnswerResponse(
-            parse_body,
-            self.backend.in_flight,
-            self.bodies,
-            self.limits,
-            self.errors,
-            request.state.request_id,
-            self.config.stream_comment_s,
-        )
+    def starting(self, request: ChatRequest, route: Route) -> Callable[[KeyIdentity], Awaitable[Generation]]:
+        """Return a function that starts the request once, after which it no longer refers to the conversation."""
+        waiting = [request]
+        return lambda key: self.start(key, waiting.pop(), route)
 
     async def start(self, key: KeyIdentity, chat: ChatRequest, route: Route) -> Generation:
         """Start a generation for an API key. Raises OrchardError, NotReady while no engine is ready."""

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from starlette.types import Send
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Send
 
 COMMENT = b": waiting\n\n"
 """A comment, which parsers of server-sent events ignore; its bytes reset the timeouts of clients and gateways."""
@@ -29,16 +30,16 @@ class EventStream:
         self._last_sent_s = asyncio.get_running_loop().time()
         self.is_open = False
         self.headers: dict[str, str] = {}
-        """Additional headers of the response, to be set before it opens."""
+        """Additional headers of the answer, to be set before the stream opens."""
 
     async def send(self, event: bytes) -> None:
-        """Send complete events, and before the first ones the headers."""
+        """Send complete events, and before the first ones the headers. Raises ClientDisconnect."""
         async with self._sending:
             if not self.is_open:
                 self.is_open = True
                 more = [(name.lower().encode(), value.encode("latin-1")) for name, value in self.headers.items()]
-                await self._send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *more]})
-            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+                await self._pass({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *more]})
+            await self._pass({"type": "http.response.body", "body": event, "more_body": True})
             self._last_sent_s = asyncio.get_running_loop().time()
 
     async def keep_alive(self) -> None:
@@ -52,5 +53,11 @@ class EventStream:
                 await self.send(COMMENT)
 
     async def end(self) -> None:
-        """End the response."""
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        """End the response. Raises ClientDisconnect."""
+        await self._pass({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pass(self, message: Message) -> None:
+        try:
+            await self._send(message)
+        except OSError:  # by the ASGI specification the connection is closed
+            raise ClientDisconnect from None

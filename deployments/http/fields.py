@@ -14,9 +14,11 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from deployments.http.errors import shown
+from pydantic import BaseModel, ValidationError
+
+from deployments.http.errors import from_validation, shown
 from engine.protocol import InvalidRequest
 
 logger = logging.getLogger("orchard.http")
@@ -37,6 +39,8 @@ _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
 """Names that are logged; any other key may be arbitrary text of a client."""
 
 UnknownFields = Literal["report", "refuse"]
+
+T = TypeVar("T", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,20 @@ def split_fields(
             f"is {MAX_IGNORED}."
         )
     return honoured, tuple(name[:MAX_NAME_CHARS] for name in ignored)
+
+
+def validate_body(
+    model: type[T], raw: Mapping[str, Any], rules: FieldRules, unknown: UnknownFields
+) -> tuple[T, tuple[str, ...]]:
+    """Validate a body with a dialect's wire model; return it and the names of its unknown fields.
+
+    Raises InvalidRequest for the first wrong field.
+    """
+    honoured, ignored = split_fields(raw, model.model_fields, rules, unknown)
+    try:
+        return model.model_validate(honoured), ignored
+    except ValidationError as error:
+        raise from_validation(error) from None
 
 
 def _check_neutral(name: str, value: Any, harmless: tuple[Any, ...]) -> None:

@@ -1,14 +1,14 @@
-"""normalize: converts the messages of any client to the canonical conversation that chat templates accept.
+"""normalize: brings a canonical conversation into the order that chat templates accept, and the same text each time.
 
 The rules are pure and idempotent, never mutate their input, and return a well-formed conversation unchanged. Two
 messages merge only if nothing but text and parts must be joined, so that no tool call, id or name is lost.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
 
-from deployments.protocol import Message
+from engine.processing.message import Message, Part, text_part
 from engine.protocol import InvalidRequest
 
 SystemPolicy = Literal["hoist", "inline", "error"]
@@ -30,71 +30,29 @@ lines. None of its letters has a case variant that `re.IGNORECASE` knows and `st
 
 INLINE_MARK = "[system] "
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_CANONICAL_ROLE = {"developer": "system", "function": "tool"}
-_TEXT_TYPES = {"input_text", "output_text"}
 _MERGED_ROLES = {"system", "user", "assistant"}
-_KEEPS_APART = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_KEEPS_APART = ("tool_calls", "reasoning_content")
 
 
 def normalize(
-    messages: Sequence[Mapping[str, Any]],
+    messages: Iterable[Message],
     policy: SystemPolicy = "hoist",
-    volatile_patterns: Iterable[str | re.Pattern[str]] = DEFAULT_VOLATILE_PATTERNS,
+    volatile_patterns: Sequence[re.Pattern[str]] = DEFAULT_VOLATILE_PATTERNS,
     keeps_late_system: bool = False,
 ) -> tuple[Message, ...]:
     """Normalize a conversation; idempotent.
 
     Args:
-        messages: Messages as clients send them.
+        messages: Canonical messages.
         policy: Treatment of system messages after other roles.
         volatile_patterns: A line of a system message is removed if one of these matches in it.
         keeps_late_system: The template accepts system messages anywhere, so all of them stay in place.
 
     Raises:
-        InvalidRequest: Names the path of the invalid field, such as `messages[3].role`.
+        InvalidRequest: The policy is `error` and refuses a message; the path is such as `messages[3].role`.
     """
-    assert policy in get_args(SystemPolicy), policy
-    patterns = tuple(re.compile(pattern) for pattern in volatile_patterns)
-    canonical = [
-        _without_volatile_lines(_canonical(message, f"messages[{i}]"), patterns) for i, message in enumerate(messages)
-    ]
-    if not keeps_late_system:
-        canonical = _place_system_messages(canonical, policy)
-    return tuple(_merge_neighbours(canonical))
-
-
-def _canonical(message: Mapping[str, Any], path: str) -> Message:
-    if not isinstance(message, Mapping):
-        raise InvalidRequest(f"`{path}` must be an object.", path)
-    if "role" not in message:
-        raise InvalidRequest(f"`{path}.role` is required: one of {', '.join(ROLES)}.", f"{path}.role")
-    role = message["role"]
-    if not isinstance(role, str) or role not in ROLES:
-        raise InvalidRequest(
-            f"`{path}.role` is {str(role)[:64]!r}: it must be one of {', '.join(ROLES)}.", f"{path}.role"
-        )
-    content = message.get("content")
-    if isinstance(content, list | tuple):
-        content = [_canonical_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
-    elif not isinstance(content, str | None):
-        raise InvalidRequest(f"`{path}.content` must be a string or an array of parts.", f"{path}.content")
-    return {**message, "role": _CANONICAL_ROLE.get(role, role), "content": content}
-
-
-def _canonical_part(part: Any, path: str) -> dict[str, Any]:
-    if isinstance(part, str):
-        return _text_part(part)
-    if not isinstance(part, Mapping):
-        raise InvalidRequest(f"`{path}` must be an object with a type.", path)
-    kind = part.get("type")
-    if not isinstance(kind, str):
-        raise InvalidRequest(f"`{path}.type` is required and must be a string.", f"{path}.type")
-    if kind in _TEXT_TYPES:
-        kind = "text"
-    if kind == "text" and not isinstance(part.get("text"), str):
-        raise InvalidRequest(f"`{path}.text` is required and must be a string.", f"{path}.text")
-    return {**part, "type": kind}
+    stable = [_without_volatile_lines(message, volatile_patterns) for message in messages]
+    return tuple(_merge_neighbours(stable if keeps_late_system else _place_system_messages(stable, policy)))
 
 
 def _without_volatile_lines(message: Message, patterns: Sequence[re.Pattern[str]]) -> Message:
@@ -157,7 +115,7 @@ def _as_marked_user_text(message: Message) -> Message:
     elif content[0]["type"] == "text":
         content = [{**content[0], "text": INLINE_MARK + content[0]["text"]}, *content[1:]]
     else:
-        content = [_text_part(INLINE_MARK), *content]
+        content = [text_part(INLINE_MARK), *content]
     return {**message, "role": "user", "content": content}
 
 
@@ -185,7 +143,7 @@ def _may_merge(first: Message, second: Message) -> bool:
     )
 
 
-def _joined(contents: list[str | list[Any] | None]) -> str | list[Any] | None:
+def _joined(contents: list[str | list[Part] | None]) -> str | list[Part] | None:
     """Join contents: texts with a blank line in between, parts in order; empty and null contents add nothing.
 
     Joining the whole run at once avoids the quadratic copying of pairwise joins.
@@ -197,24 +155,18 @@ def _joined(contents: list[str | list[Any] | None]) -> str | list[Any] | None:
         return filled[0]
     if all(isinstance(content, str) for content in filled):
         return "\n\n".join(content for content in filled if isinstance(content, str))
-    groups: list[list[Any]] = []  # each becomes one part
+    groups: list[list[Part]] = []  # each becomes one part
     for content in filled:
-        pieces = [_text_part(content)] if isinstance(content, str) else content
+        pieces = [text_part(content)] if isinstance(content, str) else content
         if groups and _is_plain_text(groups[-1][-1]) and _is_plain_text(pieces[0]):
             groups[-1].append(pieces[0])
             pieces = pieces[1:]
         groups += [[piece] for piece in pieces]
-    return [
-        group[0] if len(group) == 1 else _text_part("\n\n".join(part["text"] for part in group)) for group in groups
-    ]
+    return [group[0] if len(group) == 1 else text_part("\n\n".join(part["text"] for part in group)) for group in groups]
 
 
-def _is_plain_text(part: Any) -> bool:
+def _is_plain_text(part: Part) -> bool:
     return part["type"] == "text" and len(part) == 2
-
-
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
 
 
 def _extras(message: Message) -> dict[str, Any]:

@@ -1,20 +1,13 @@
-"""ApiDocument: the OpenAPI document, to which each endpoint adds its routes; GET /openapi.json and GET /docs."""
+"""ApiDocument: the OpenAPI document, to which each endpoint adds its routes."""
 
 import re
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastapi import FastAPI
 from pydantic import TypeAdapter
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from deployments.http.errors import error_dialect
-from deployments.http.openapi_page import CONTENT_SECURITY_POLICY, docs_page
-
-if TYPE_CHECKING:
-    from deployments.http.context import HttpContext
 
 REF_TEMPLATE = "#/components/schemas/{model}"
 
@@ -191,24 +184,3 @@ def _responses(operation: Operation, streams: bool) -> dict[str, Any]:
     if operation.path == "/health/ready":
         errors["503"] = {"description": "Not ready: `reason` says why.", "content": content}
     return {"200": {"description": "The answer.", "content": content}, **errors}
-
-
-class OpenApi:
-    """Serves the document, and a page of it without external resources."""
-
-    def __init__(self, context: "HttpContext"):
-        self._context = context
-
-    def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._context.errors.guard, self._context.api.describe
-        app.add_route("/openapi.json", guard(self.document), ["GET"])
-        describe("/openapi.json", "GET", None, "This document.")
-        app.add_route("/docs", guard(self.page), ["GET"])
-        describe("/docs", "GET", None, "This document as a page.")
-
-    async def document(self, request: Request) -> Response:
-        return JSONResponse(self._context.api.document)
-
-    async def page(self, request: Request) -> Response:
-        headers = {"Content-Security-Policy": CONTENT_SECURITY_POLICY, "X-Content-Type-Options": "nosniff"}
-        return HTMLResponse(docs_page(self._context.api.document), headers=headers)

@@ -1,15 +1,13 @@
 """PlainAnswer: the answer to a request without generated tokens, such as embeddings, in the form of a generation."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from deployments.http.answer import Answer
 from deployments.http.answer_response import Job
 from deployments.http.api_keys import KeyIdentity
-from deployments.http.context import HttpContext
 from deployments.http.errors import Failure
-from deployments.http.request_reader import ParsedRequest
 from deployments.protocol import Generation, SpecPrefillReport, TextDelta
 
 
@@ -27,19 +25,16 @@ Work = Callable[[KeyIdentity], Awaitable[PlainBody]]
 """Computes the body for the identity of the request's API key."""
 
 
-def plain_job(context: HttpContext, parsed: ParsedRequest, id: str, work: Work, num_choices: int = 1) -> Job:
+def plain_job(id: str, work: Work, num_choices: int = 1) -> Job:
     """Create the job of a request that `work` answers; it is cancelled when the client disconnects.
 
     Args:
-        context: Shared state of the endpoints.
-        parsed: The request.
         id: Id of the answer.
         work: Computes the body.
         num_choices: Choices in flight that the request counts for.
     """
     answer = PlainAnswer(work, num_choices)
-    job = context.job(parsed, id, lambda parsed, id: answer)
-    return replace(job, start=answer.start, stream=False, num_choices=num_choices)
+    return Job(id, answer.start, answer, num_choices=num_choices)
 
 
 class PlainAnswer:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
 from deployments.http.client_address import address_group, client_host
@@ -177,17 +178,22 @@ class UnreadBody:
             message.cancel()
 
 
-async def read_body(scope: Scope, receive: Receive, bodies: UnreadBodies) -> bytes | None:
-    """Read a whole body; return None if the client disconnects before its end.
+async def read_body(scope: Scope, receive: Receive, bodies: UnreadBodies) -> bytes:
+    """Read a whole body.
 
-    Raises BodyTooLarge, BodyTooSlow, Overloaded.
+    Raises:
+        BodyTooLarge, BodyTooSlow, Overloaded: See UnreadBody.receive.
+        ClientDisconnect: The client disconnects before its end.
     """
     chunks = []
     with bodies.enter(scope) as body:
         while True:
-            message = await body.receive(receive)
+            try:
+                message = await body.receive(receive)
+            except OSError:
+                raise ClientDisconnect from None
             if message["type"] == "http.disconnect":
-                return None
+                raise ClientDisconnect
             chunks.append(message.get("body", b""))
             if not message.get("more_body", False):
                 return b"".join(chunks)

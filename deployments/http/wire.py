@@ -1,11 +1,21 @@
-"""Base classes of the wire models of all dialects, and discriminators for their unions."""
+"""Base classes, limits and common fields of the wire models of all dialects, and discriminators for their unions."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from deployments.http.errors import CHOICE
+
+INT32_MAX = 2**31 - 1
+MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+"""Tools of one request."""
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_USER_CHARS = 1024
+MAX_CACHE_SALT_CHARS = 128
 
 
 class Wire(BaseModel):
@@ -45,3 +55,13 @@ def _form(value: Any) -> str | None:
 
 
 STRING_OR_ARRAY = choose(_form, "must be a string or an array")
+
+
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise PydanticCustomError("not_printable", "must contain only printable characters")
+    return value
+
+
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS), AfterValidator(_printable)]
+"""vLLM's field: requests share cached prefixes only with requests of the same salt."""

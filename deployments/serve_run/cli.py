@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_keys(config)
             say(describe(config, not_in_effect()))
             return 0
-        address = _address(options.address)
+        address = options.address or ("auto" if finds_cluster() else None)
         if address is None:
             check_keys(config)
             check_machine(config)
@@ -86,8 +86,3 @@ def _read(path: str) -> OrchardConfig:
     if len(config.raw["applications"]) > 1:
         raise ConfigError(path, ["applications: `orchard serve` serves only Orchard; use `serve run` for several"])
     return config
-
-
-def _address(named: str | None) -> str | None:
-    """Return the address of the cluster to join; None: start a new one."""
-    return named or ("auto" if finds_cluster() else None)

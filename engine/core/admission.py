@@ -1,17 +1,14 @@
 """Which queued request is admitted next, and which snapshots and rows lose their memory for it. Pure."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 
-from engine.config import EngineConfig
-from engine.core.cost_model import CostModel
-from engine.core.memory.budget import MemoryBudget
-from engine.core.memory.evictable import Evictable
 from engine.core.memory.grouping import GroupMerge
 from engine.core.memory.victims import Preemption, Victim
-from engine.core.prefill_scheduler import PrefillScheduler, Prefixes
+from engine.core.prefill_scheduler import PrefillScheduler
 from engine.core.request import Request
 from engine.core.request_queue import USUAL_ANSWER, QueueEntry, RequestQueue
+from engine.core.scheduler_context import SchedulerContext
 
 SHORT_PART = 0.4
 """A queued prompt is admitted beside busy prefills if it takes at most this share of the shortest one's remaining
@@ -38,40 +35,31 @@ class Admission:
     """Chooses the next request and reserves its memory. The scheduler admits it and preempts the rows chosen here.
 
     Args:
-        config: The engine's configuration.
-        clock: Returns monotonic seconds.
-        costs: Predicts seconds.
-        budget: The memory budget.
+        context: What decisions depend on.
         queue: The queued requests.
         running: The decoding rows by row id; the scheduler's own mapping.
         prefills: The prompts in progress.
-        evictable: Cached memory that may be evicted for a request.
-        prefixes: Looks up cached prefixes.
         preemption: Chooses the rows to preempt.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
-        clock: Callable[[], float],
-        costs: CostModel,
-        budget: MemoryBudget,
+        context: SchedulerContext,
+        *,
         queue: RequestQueue,
         running: Mapping[str, Request],
         prefills: PrefillScheduler,
-        evictable: Evictable,
-        prefixes: Prefixes,
         preemption: Preemption,
     ):
-        self._config = config
-        self._clock = clock
-        self._costs = costs
-        self._budget = budget
+        self._config = context.config
+        self._clock = context.clock
+        self._costs = context.costs
+        self._budget = context.budget
+        self._evictable = context.evictable
+        self._prefixes = context.prefixes
         self._queue = queue
         self._running = running
         self._prefills = prefills
-        self._evictable = evictable
-        self._prefixes = prefixes
         self._preemption = preemption
         self._merge_again_s = float("-inf")
 
@@ -82,7 +70,7 @@ class Admission:
 
     @property
     def _num_free_rows(self) -> int:
-        return self._config.max_running - len(self._running) - self._prefills.num_rows
+        return self._config.max_running - len(self._running) - self._prefills.in_progress.num_rows
 
     def next_entry(self) -> QueueEntry | None:
         """Return the next request to admit, or None.
@@ -141,7 +129,7 @@ class Admission:
         num_rows, num_bytes = self._num_free_rows, self._evictable.evictable_bytes
         if limits.policy == "priority":
             urgent = self._queue.most_urgent
-            in_progress = self._prefills.in_progress
+            in_progress = list(self._prefills.in_progress)
             return urgent, self._preemption.choose_for_priority(urgent, now, num_rows, num_bytes, in_progress)
         if limits.fairness != "off" and self._queue.waited_s(head) >= limits.ageing_s:
             return head, self._preemption.choose_for_fairness(head, now, num_rows, num_bytes)
@@ -269,10 +257,10 @@ class Admission:
         for prefill in self._prefills.in_progress:
             prompt_s = self._prefills.remaining_s(prefill)
             ends += [(prompt_s + token_s * _num_tokens_left(row), row.id) for row in prefill.rows]
-        leaving: list[str] = []
+        finished: list[str] = []
         for end_s, row_id in sorted(ends):
-            leaving.append(row_id)
-            if self._budget.shortfall_bytes(head.rows, leaving, head.growth_tokens) <= self._evictable.evictable_bytes:
+            finished.append(row_id)
+            if self._budget.shortfall_bytes(head.rows, finished, head.growth_tokens) <= self._evictable.evictable_bytes:
                 return end_s
         return 0.0
 

@@ -1,13 +1,12 @@
-"""The seam between scheduler and runner: the requests of a step, and its outputs."""
+"""The seam between scheduler and runner: what a runner computes, and its outputs."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from engine.core.memory.costs import MemoryCosts
-from engine.core.memory.grouping import GroupMerge
 from engine.core.prefix_cache.node import KVSegment, Snapshot
 from engine.core.request import Request
 from engine.protocol import TokenLogprobs
@@ -17,19 +16,6 @@ NO_TOKEN = -1
 
 SEGMENT_ARRAYS = "attention."
 """Prefix of the names of keys and values in an exported snapshot."""
-
-
-@dataclass(slots=True)
-class SchedulerOutput:
-    """The first half of a step: rows to drop, then a decode step of all running rows.
-
-    Chunks of prompts follow one by one, see Scheduler.next_prompt.
-    """
-
-    drop: list[str] = field(default_factory=list)
-    decode: bool = False
-    merges: list[GroupMerge] = field(default_factory=list)
-    """Decode groups to merge before the decode step."""
 
 
 @dataclass(slots=True)

@@ -17,7 +17,9 @@ from engine.core.memory.grouping import GroupMerge
 from engine.core.prefix_cache.sessions import PrefixCacheSessions
 from engine.core.progress import Progress
 from engine.core.request import Matcher, Request, RequestState
-from engine.core.scheduler import Chunks, Scheduler
+from engine.core.scheduler import Scheduler
+from engine.core.scheduler_context import SchedulerContext
+from engine.core.scheduler_output import Chunks, PreemptedRows, ReleasedRows
 from engine.core.speculation import SpeculationController
 from engine.core.stats import Stats
 from engine.protocol import EngineRequest, InvalidRequest, MemoryExceeded, QueuedRequest
@@ -71,23 +73,28 @@ class EngineCore:
         no_drafts = str(runner.capabilities.get("mtp", "the runner cannot draft"))
         self.costs = CostModel(runner.max_draft_tokens, runner.step_times, runner.chunk_times)
         self._speculation = SpeculationController(config.mtp, runner.max_draft_tokens, self.costs, no_drafts)
-        self.prefix = PrefixCacheSessions(config.prefix_cache, runner, self.stats, files, clock, self.costs)
-        self._spare = EvictableMemory(self.prefix.cache, runner)
-        self.budget = make_memory_budget(config, runner, self._spare)
-        self.prefix.cache.room = lambda: self.budget.free_bytes + self.prefix.cache.num_bytes
-        self.prefix.cache.seconds = self.costs.prompt_s
-        self.prefix.cache.read_seconds = self.costs.read_s
-        self._max_stall_s = config.scheduler.max_stall_s
-        self.scheduler = Scheduler(
-            config,
+        self.prefix = PrefixCacheSessions(
+            config.prefix_cache,
+            runner,
             self.stats,
-            clock,
-            self.budget,
-            self._spare,
             self.costs,
-            self.prefix,
+            lambda: self.budget.free_bytes + self.prefix.cache.num_bytes,
+            files,
+            clock,
+        )
+        self._evictable = EvictableMemory(self.prefix.memory, runner)
+        self.budget = make_memory_budget(config, runner, self._evictable)
+        self._max_stall_s = config.scheduler.max_stall_s
+        context = SchedulerContext(
+            config=config,
+            clock=clock,
+            costs=self.costs,
+            budget=self.budget,
+            evictable=self._evictable,
+            prefixes=self.prefix.lookup,
             has_bursts=runner.no_bursts is None,
         )
+        self.scheduler = Scheduler(context, self.stats)
         self.memory: dict[str, int] = self._memory()
         self.speculation_status: dict[str, Any] = self._speculation.status()
         self.queue: tuple[QueuedRequest, ...] = ()
@@ -119,18 +126,14 @@ class EngineCore:
 
     def step(self) -> None:
         """Decode once for all rows, then prefill chunks of prompts. Tokens are published as soon as they are known."""
-        self._drop_finished()
+        self._release(self.scheduler.take_released())  # before their memory is reserved for others
         num_draft_tokens = self._speculation.num_draft_tokens(self.scheduler.num_decoding)
         work = self.scheduler.schedule(num_draft_tokens)
-        self._snapshot_preempted()
-        if ended := self.scheduler.take_expired():
-            self._publish(ended)
-        if work.drop:
-            self._drop(work.drop)
+        self._release(work.released)
         self.budget.observe(self.runner.active_bytes)
         in_flight_s = 0.0
         if work.decode and self.scheduler.num_decoding:  # a failed drop ends all rows
-            self._decode(num_draft_tokens, work.merges)
+            self._decode(num_draft_tokens, work.merge)
             in_flight_s = self.costs.step_s(self.scheduler.num_decoding, num_draft_tokens) or 0.0
         while rows := self._next_prompt():
             self._prefill(rows, in_flight_s)
@@ -151,20 +154,20 @@ class EngineCore:
         Raises:
             MemoryExceeded: The request would not fit even with no other request in the engine.
         """
-        budget, limit = self.budget, self.budget.request_bytes - self.pinned_bytes
+        needs, limit = self.budget.needs, self.budget.needs.request_bytes - self.pinned_bytes
         rows = [Request(request, index) for index in range(request.num_choices)]
-        whole = budget.need(rows, whole=True)
-        if budget.min_bytes(whole) <= limit:
+        whole = needs.need(rows, whole=True)
+        if needs.min_bytes(whole) <= limit:
             return request
         num_prompt, num_output = whole.num_prompt, request.sampling.max_tokens
-        if request.pooling is None and (num_fitting := budget.max_answer_tokens(whole, num_output, limit)):
+        if request.pooling is None and (num_fitting := needs.max_answer_tokens(whole, num_output, limit)):
             return replace(request, sampling=replace(request.sampling, max_tokens=num_fitting))
-        num_tokens = budget.max_row_tokens(self.pinned_bytes)
-        raise MemoryExceeded(num_prompt, num_output, num_tokens, budget.min_bytes(whole), limit)
+        num_tokens = needs.max_row_tokens(self.pinned_bytes)
+        raise MemoryExceeded(num_prompt, num_output, num_tokens, needs.min_bytes(whole), limit)
 
     def free_evictable(self) -> None:
         """Evict all evictable memory, because the machine is short of memory."""
-        self._spare.evict_all()
+        self._evictable.evict_all()
 
     def _read_figures(self) -> None:
         """Refresh the status figures: periodically while busy, and once before the thread sleeps."""
@@ -175,7 +178,7 @@ class EngineCore:
         self.prefix.write_behind()
         self.speculation_status = self._speculation.status()
         self.queue, self.admission = self.scheduler.queue(), self.budget.status()
-        self.pinned_bytes = self._spare.pinned_bytes
+        self.pinned_bytes = self._evictable.pinned_bytes
         try:
             self.memory = self._memory()
         except Exception:
@@ -184,33 +187,62 @@ class EngineCore:
             self.prefix.check_integrity()
 
     def _memory(self) -> dict[str, int]:
-        cache = self.prefix.cache
-        max_bytes = cache.max_bytes if self.prefix.off_reason is None else 0
-        cache_bytes = {"prefix_cache_bytes": cache.num_bytes, "prefix_cache_max_bytes": max_bytes}
+        num_bytes = self.prefix.cache.num_bytes
+        max_bytes = self.prefix.memory.max_bytes if self.prefix.off_reason is None else 0
+        cache_bytes = {"prefix_cache_bytes": num_bytes, "prefix_cache_max_bytes": max_bytes}
         return self.runner.memory() | cache_bytes
 
     def _next_prompt(self) -> Sequence[Request]:
         """Return the rows of the prompt to advance next, after pending aborts and new requests have been applied."""
         self._poll(self)
         self.progress.end()
-        self._drop_finished()
+        self._release(self.scheduler.take_released())
         return self.scheduler.next_prompt()
 
-    def _drop_finished(self) -> None:
-        """Drop finished rows from the runner before their memory is reserved for others."""
-        if gone := self.scheduler.take_finished():
-            self._drop(gone)
+    def _release(self, released: ReleasedRows) -> None:
+        """Snapshot and publish what is left of rows that have lost their place, then drop them."""
+        self._snapshot_preempted(released.preempted)
+        for row in released.completed:
+            self.prefix.snapshots.keep_answer(row)
+            self._decoded_s = None  # the snapshot must not count as decode time
+        if released.expired:
+            self._publish(released.expired)
+        for row in released.finished:
+            self.budget.release(row.id)
+        if row_ids := released.row_ids:
+            self._drop(row_ids)
+
+    def _snapshot_preempted(self, preempted: Sequence[PreemptedRows]) -> None:
+        """Publish what the step in flight gives preempted rows, then snapshot their states."""
+        if not any(one.has_state for one in preempted):
+            return
+        self._decoded_s = None  # the following work must not count as decode time
+        decoding = [one.rows[0] for one in preempted if one.num_prefilled is None]
+        if decoding:
+            try:
+                outputs = self.runner.pending([row.id for row in decoding])
+            except Exception as error:
+                log.exception("decode step failed with %d rows", self.scheduler.num_decoding + len(decoding))
+                self._publish(self._fail_rows(f"decode step failed: {type(error).__name__}"))
+                return
+            self._publish(self.scheduler.update_preempted(outputs, decoding))
+            self._release(self.scheduler.take_released())  # some may have completed their answers
+        for one in preempted:
+            if one.num_prefilled:
+                self.prefix.snapshots.keep_prompt(one.rows, one.num_prefilled)
+            elif one.num_prefilled is None and one.rows[0].state is not RequestState.FINISHED:
+                self.prefix.snapshots.keep_row(one.rows[0])
 
     def _drop(self, row_ids: list[str]) -> None:
         self.prefix.end(row_ids)
-        lent = self.prefix.returning(row_ids)
+        lent = self.prefix.returns.prepare(row_ids)
         try:
             self.runner.drop(row_ids, lent)
         except Exception as error:
             log.exception("dropping %s failed", ", ".join(row_ids))
             self._publish(self._fail_rows(f"dropping other rows failed: {type(error).__name__}"))
             self._drop_again(row_ids)
-        self.prefix.settle(row_ids)
+        self.prefix.returns.settle(row_ids)
 
     def _drop_again(self, row_ids: list[str]) -> None:
         """Retry a failed drop: the decode batch has been reset, but prompts in progress may remain."""
@@ -224,16 +256,18 @@ class EngineCore:
         self._decoded_s = None
         self.runner.reset()
         failed = self.scheduler.fail_rows(error)
-        self.prefix.settle(failed)
+        for row_id in failed:
+            self.budget.release(row_id)
+        self.prefix.returns.settle(failed)
         return failed
 
-    def _decode(self, num_draft_tokens: int, merges: Sequence[GroupMerge]) -> None:
-        num_rows, began_s = self.scheduler.num_decoding, None if merges else self._decoded_s
+    def _decode(self, num_draft_tokens: int, merge: GroupMerge | None) -> None:
+        num_rows, began_s = self.scheduler.num_decoding, None if merge else self._decoded_s
         name = f"a decode step (rows: {num_rows}, drafts: {num_draft_tokens})"
         predicted_s = self.costs.step_s(num_rows, num_draft_tokens) or 0.0
         self.progress.begin(name, predicted_s, ("decode", num_rows, num_draft_tokens))
         try:
-            for merge in merges:
+            if merge is not None:
                 self.runner.merge_groups(*merge)
             outputs = self.runner.decode(num_draft_tokens)
             chunks = self.scheduler.update_decode(outputs)
@@ -250,7 +284,7 @@ class EngineCore:
         self.costs.record_step(num_rows, num_draft_tokens, num_tokens / max(len(outputs), 1), seconds)
         self._speculation.record(outputs.values())
         self._publish(chunks)
-        self._snapshot_completed()
+        self._release(self.scheduler.take_released())
 
     def _prefill(self, rows: Sequence[Request], in_flight_s: float) -> None:
         """Compute the next piece of a prompt: of its next image, or a chunk that ends at the next boundary.
@@ -266,7 +300,7 @@ class EngineCore:
             can_wait = not self.scheduler.num_decoding and len(self.scheduler.prefills.in_progress) == 1
             copy_s = self._max_stall_s if self.scheduler.num_decoding else math.inf
             if not self.prefix.begin(rows, DISK_WAIT_S if can_wait else 0.0, copy_s):
-                self.scheduler.prefills.wait_for_disk(rows)
+                self.scheduler.prefills.in_progress.wait_for_disk(rows)
             elif rows[0].spec.images and (image := self.runner.next_image(rows)) is not None:
                 self._encode(rows, image, began_s, in_flight_s)
             elif max_tokens := self.scheduler.prefills.chunk_tokens(rows):
@@ -279,7 +313,7 @@ class EngineCore:
             if not self.scheduler.num_decoding:  # no decode step follows that would reset the counter
                 self.stats.failed_steps_in_a_row = 0
             self._publish(published)
-            self._snapshot_completed()
+            self._release(self.scheduler.take_released())
 
     def _encode(self, rows: Sequence[Request], image: ImageLeft, began_s: float, in_flight_s: float) -> None:
         """Compute the next piece of an image; rows decode before the following piece."""
@@ -305,7 +339,7 @@ class EngineCore:
         for chunk, output in zip(chunks, outputs, strict=True):
             prompt = rows if chunk.row is rows[0] else [chunk.row]
             published |= self.scheduler.update_prefill(prompt, output)
-            self.prefix.snapshot_boundary(prompt)
+            self.prefix.snapshots.take_at_boundary(prompt)
             if output.first is not None:
                 self.prefix.end([chunk.row.id])
         self.stats.num_bursts += len(chunks) > 1
@@ -350,12 +384,12 @@ class EngineCore:
 
     def _begin_prompt(self, rows: Sequence[Request]) -> bool:
         """Begin a prompt after its cached prefix, unless another prompt in progress will soon cache a longer one."""
-        if self.prefix.source_of(rows[0]) is not None:
+        if self.prefix.lookup.source_of(rows[0]) is not None:
             return False
         try:
             if self.prefix.begin(rows):
                 return True
-            self.scheduler.prefills.wait_for_disk(rows)
+            self.scheduler.prefills.in_progress.wait_for_disk(rows)
         except Exception as error:
             self._prefill_failed(rows, error)
         return False
@@ -368,40 +402,13 @@ class EngineCore:
         row_ids = [row.id for row in rows]
         log.error("the shared prefill of %s failed; each prompt is prefilled alone", ", ".join(row_ids), exc_info=error)
         self.stats.num_failed_bursts += 1
-        self.scheduler.prefills.end_step()
+        self.scheduler.prefills.step.close()
         self.prefix.end(row_ids, failed=True)
         self._drop(row_ids)
-        self.scheduler.prefills.compute_alone(rows)
-
-    def _snapshot_completed(self) -> None:
-        """Snapshot the state after answers that have just finished; the runner still has their rows."""
-        for row in self.scheduler.take_completed():
-            self.prefix.keep_answer(row)
-            self._decoded_s = None  # the snapshot must not count as decode time
-
-    def _snapshot_preempted(self) -> None:
-        """Publish what the step in flight gives preempted rows, then snapshot their states."""
-        if not (displaced := self.scheduler.take_preempted()):
-            return
-        self._decoded_s = None  # the following work must not count as decode time
-        decoding = [rows[0] for rows, num_computed in displaced if not num_computed]
-        if decoding:
-            try:
-                outputs = self.runner.pending([row.id for row in decoding])
-            except Exception as error:
-                log.exception("decode step failed with %d rows", self.scheduler.num_decoding + len(decoding))
-                self._publish(self._fail_rows(f"decode step failed: {type(error).__name__}"))
-                return
-            self._publish(self.scheduler.update_preempted(outputs, decoding))
-            self._snapshot_completed()
-        for rows, num_computed in displaced:
-            if num_computed:
-                self.prefix.keep_prompt(rows, num_computed)
-            elif rows[0].state is not RequestState.FINISHED:
-                self.prefix.keep_row(rows[0])
+        self.scheduler.prefills.in_progress.compute_alone(rows)
 
     def _prefill_failed(self, rows: Sequence[Request], error: Exception) -> None:
-        self.scheduler.prefills.end_step()
+        self.scheduler.prefills.step.close()
         self.prefix.end([rows[0].id], failed=True)
         if isinstance(error, InvalidRequest):  # the client's fault does not count towards max_failed_steps
             self._publish(self.scheduler.fail_prefill(rows, str(error)))

@@ -68,11 +68,25 @@ class StepBudget:
     num_chunks: int = 0
     """Chunks computed in this step."""
 
+    @property
+    def has_started(self) -> bool:
+        """Whether a chunk has been computed in this step."""
+        return self.num_chunks > 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further chunk may be computed in this step; the first one ignores the time."""
+        return self.num_tokens <= 0 or (self.has_started and self.seconds <= 0)
+
     def use(self, num_tokens: int, seconds: float) -> None:
         """Account for one chunk or piece of an image."""
         self.num_tokens -= num_tokens
         self.seconds -= seconds
         self.num_chunks += 1
+
+    def limit(self, seconds: float) -> None:
+        """Limit the remaining time."""
+        self.seconds = min(self.seconds, seconds)
 
     def close(self) -> None:
         """Allow no further chunk."""

@@ -1,31 +1,24 @@
 """The life cycle of rows: queued, admitted, prefilling, decoding, preempted, finished. Pure; touches no array."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from engine import retry_after
-from engine.config import EngineConfig
 from engine.core.admission import Admission
-from engine.core.batch import NO_TOKEN, PrefillOutput, RowOutput, SchedulerOutput
-from engine.core.cost_model import CostModel
-from engine.core.memory.budget import MemoryBudget
-from engine.core.memory.costs import MemoryCosts
-from engine.core.memory.evictable import Evictable, NothingEvictable
+from engine.core.batch import NO_TOKEN, PrefillOutput, RowOutput
 from engine.core.memory.victims import Preemption, Victim
 from engine.core.prefill import Prefill
-from engine.core.prefill_scheduler import NoPrefixes, PrefillScheduler, Prefixes
+from engine.core.prefill_scheduler import PrefillScheduler
 from engine.core.request import Request, RequestState
 from engine.core.request_queue import QueueEntry, RequestQueue
+from engine.core.scheduler_context import SchedulerContext
+from engine.core.scheduler_output import Chunks, PreemptedRows, ReleasedRows, SchedulerOutput
 from engine.core.stats import Stats
 from engine.core.virtual_token_counter import VirtualTokenCounter
 from engine.protocol import FinishReason, QueuedRequest, TokenChunk
 
 MAX_SHOWN = 32
 """How many queued requests the status page lists."""
-
-Chunks = dict[str, TokenChunk]
-"""Row id -> the row's new tokens."""
 
 
 class Scheduler:
@@ -34,61 +27,30 @@ class Scheduler:
     Prompts are prefilled in chunks between the decode steps; several may be in progress.
 
     Args:
-        config: The engine's configuration.
+        context: What decisions depend on.
         stats: Counters to update.
-        clock: Returns monotonic seconds.
-        budget: The memory budget; by default every request costs 0 bytes.
-        evictable: Cached memory that may be evicted when a row needs it.
-        costs: Predicts seconds; `prefills` records measurements in it.
-        prefixes: Looks up cached prefixes of prompts; by default nothing is cached.
-        has_bursts: Whether several prompts can be computed in one forward.
 
     Attributes:
+        budget: The memory budget.
         prefills: The prompts in progress; chooses which of them advance in a step.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        stats: Stats,
-        clock: Callable[[], float] = time.monotonic,
-        budget: MemoryBudget | None = None,
-        evictable: Evictable | None = None,
-        costs: CostModel | None = None,
-        prefixes: Prefixes | None = None,
-        has_bursts: bool = False,
-    ):
-        costs, prefixes = costs or CostModel(), prefixes or NoPrefixes()
-        self._config = config
+    def __init__(self, context: SchedulerContext, stats: Stats):
+        self._config = context.config
+        self._clock = context.clock
+        self._evictable = context.evictable
+        self.budget = context.budget
         self._stats = stats
-        self._clock = clock
-        self._evictable = evictable or NothingEvictable()
-        self.budget = budget or MemoryBudget(MemoryCosts(), 0, config.memory.reserve_tokens)
         self._shares = VirtualTokenCounter()
-        self._queue = RequestQueue(config.scheduler, self._shares, clock)
+        self._queue = RequestQueue(context.config.scheduler, self._shares, context.clock)
         self._rows: dict[str, list[Request]] = {}  # request id -> its unfinished rows
         self._running: dict[str, Request] = {}  # row id -> decoding row, in the order of joining
-        self.prefills = PrefillScheduler(
-            config, costs, self.budget, self._running, self._evictable, prefixes, has_bursts
-        )
-        self._preemption = Preemption(config, self.budget, self._shares, self._running, costs)
+        self.prefills = PrefillScheduler(context, self._running)
+        self._preemption = Preemption(context, self._shares, self._running)
         self._admission = Admission(
-            config,
-            clock,
-            costs,
-            self.budget,
-            self._queue,
-            self._running,
-            self.prefills,
-            self._evictable,
-            prefixes,
-            self._preemption,
+            context, queue=self._queue, running=self._running, prefills=self.prefills, preemption=self._preemption
         )
-        self._finished: list[str] = []  # finished rows that the runner has not dropped yet
-        self._drop: list[str] = []  # preempted rows, dropped at the beginning of the next step
-        self._expired: Chunks = {}  # final chunks of rows that expired or ran out of memory
-        self._completed: list[Request] = []  # rows with complete answers that the runner has not dropped yet
-        self._preempted: list[tuple[list[Request], int]] = []  # see take_preempted
+        self._released = ReleasedRows()
 
     @property
     def num_waiting(self) -> int:
@@ -102,21 +64,21 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Rows with reserved device memory: decoding or prefilling."""
-        return len(self._running) + self.prefills.num_rows
+        return len(self._running) + self.prefills.in_progress.num_rows
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue or self._running or self._finished or self._drop or self.prefills.in_progress)
+        return bool(self._queue or self._running or self._released.row_ids or self.prefills.in_progress)
 
     def queue(self) -> tuple[QueuedRequest, ...]:
         """Return the first MAX_SHOWN queued requests in the order in which they would be admitted now."""
-        budget = self.budget
+        needs = self.budget.needs
         return tuple(
             QueuedRequest(
                 entry.rows[0].spec.request_id,
                 position,
                 len(entry.rows),
-                budget.min_bytes(budget.need(entry.rows)),
+                needs.min_bytes(needs.need(entry.rows)),
                 self._queue.waited_s(entry),
                 self._queue.expected_wait_s(position),
                 entry.has_output,
@@ -142,21 +104,34 @@ class Scheduler:
             self._stats.num_aborted += 1
             self._remove(row)
 
-    def preempt(self, row: Request) -> None:
-        """Preempt a decoding row: requeue it at the head of its priority class.
+    def preempt(self, victim: Victim) -> None:
+        """Preempt a decoding row or a prompt in progress: requeue its rows at the head of their priority class.
 
-        Its state is snapshotted where possible. Once it is admitted again, only tokens of its prompt and answer without
-        a stored state are computed again, and decoding continues after them.
+        Their state is snapshotted where possible. Once they are admitted again, only tokens of prompt and answer
+        without a stored state are computed again. Their memory is released now, so the runner must drop them before the
+        next forward.
         """
-        assert row.state is RequestState.RUNNING
-        self._stats.num_preempted += 1
-        self._requeue([row])
+        if isinstance(victim, Prefill):
+            rows, arrived_s = list(victim.rows), victim.entry.arrived_s
+            rows[0].num_restarts += rows[0].num_prefilled > 0 and not rows[0].num_cached
+            released = PreemptedRows(rows, rows[0].num_prefilled)
+        else:
+            assert victim.state is RequestState.RUNNING
+            rows, arrived_s, released = [victim], None, PreemptedRows([victim], None)
+        self._released.preempted.append(released)
+        self._stats.num_preempted += len(rows)
+        for row in rows:
+            num_computed = row.num_prompt_tokens if released.num_prefilled is None else row.num_prefilled
+            row.num_charged = max(row.num_charged, num_computed)
+            self._remove_running(row)
+            row.state, row.num_prefilled = RequestState.WAITING, 0
+            self.budget.release(row.id)
+        self._queue.requeue(rows, None if rows[0].output_token_ids else arrived_s)
 
-    def take_finished(self) -> list[str]:
-        """Return the rows that have finished since the last call; the runner must drop them before it computes."""
-        gone, self._finished = self._finished, []
-        self._release(gone)
-        return gone
+    def take_released(self) -> ReleasedRows:
+        """Return the rows that have lost their place since the last call; they must be dropped before `schedule`."""
+        released, self._released = self._released, ReleasedRows()
+        return released
 
     def schedule(self, num_draft_tokens: int = 0) -> SchedulerOutput:
         """Decide the first half of a step: expiry, reservations, admission and merges of decode groups.
@@ -164,44 +139,22 @@ class Scheduler:
         Args:
             num_draft_tokens: Draft tokens that each decoding row verifies in this step.
         """
-        gone = self.take_finished()  # rows that a failed step has finished since the caller's own call
-        self.budget.end_chunk()
         self._expire()
         self.prefills.begin_step(num_draft_tokens)
         merge = None
         if self._extend_rows():
             self._admit(may_preempt=True)
             merge = self._admission.merge_of_groups()
-        drop, self._drop = self._drop, []
-        return SchedulerOutput([*gone, *drop], bool(self._running), [] if merge is None else [merge])
+        return SchedulerOutput(self.take_released(), bool(self._running), merge)
 
     def next_prompt(self) -> Sequence[Request]:
         """Return the rows of the next prompt to advance in this step; empty if the step has no time or prompt left."""
-        if self.prefills.is_step_over:
+        if self.prefills.step.is_over:
             return ()
-        if self.prefills.has_started_step:
+        if self.prefills.step.has_started:
             self._admit(may_preempt=False)
         prefill = self.prefills.choose()
         return () if prefill is None else tuple(prefill.rows)
-
-    def take_completed(self) -> list[Request]:
-        """Return the rows whose answers are complete since the last call. The runner still has them."""
-        completed, self._completed = self._completed, []
-        return completed
-
-    def take_preempted(self) -> list[tuple[list[Request], int]]:
-        """Return the rows preempted since the last call; the runner still has them.
-
-        Returns:
-            A prompt in progress as all of its rows with the number of computed tokens; a decoding row alone, with 0.
-        """
-        displaced, self._preempted = self._preempted, []
-        return displaced
-
-    def take_expired(self) -> Chunks:
-        """Return the final chunks of rows that expired in the queue or ran out of memory since the last call."""
-        ended, self._expired = self._expired, {}
-        return ended
 
     def update_decode(self, outputs: Mapping[str, RowOutput]) -> Chunks:
         """Give the rows their new tokens. Outputs of rows that are no longer running are discarded."""
@@ -233,7 +186,7 @@ class Scheduler:
 
     def _join(self, rows: Sequence[Request]) -> None:
         self.budget.release_prefill(rows[0])
-        keeps_place, now = self.prefills.complete(rows[0]).is_protected, self._clock()
+        keeps_place, now = self.prefills.in_progress.complete(rows[0]).is_protected, self._clock()
         for row in rows:
             if row.num_skipped and not row.output_token_ids:
                 self._stats.num_sparse += 1
@@ -241,13 +194,11 @@ class Scheduler:
             row.state, row.joined_s = RequestState.RUNNING, now
             row.keep_until_s = now + self._config.scheduler.ageing_s if keeps_place else 0.0
             self._running[row.id] = row
-        self.prefills.limit_step()
+        self.prefills.step.limit(self._config.scheduler.max_stall_s)  # rows decode now
 
     def fail_rows(self, error: str) -> Chunks:
         """Fail every decoding row after the runner was reset: a failed step may have touched any of them."""
-        failed = self._fail(list(self._running.values()), error, retry_after.STEP_FAILED_S)
-        self._release(list(failed))
-        return failed
+        return self._fail(list(self._running.values()), error, retry_after.STEP_FAILED_S)
 
     def fail_prefill(self, rows: Sequence[Request], error: str, retry_after_s: float | None = None) -> Chunks:
         """Fail the rows of a prompt in progress. retry_after_s: see TokenChunk."""
@@ -263,9 +214,8 @@ class Scheduler:
                 self._stats.num_expired += 1
                 self._remove(row)
                 chunk = TokenChunk((), FinishReason.EXPIRED, error, row.index)
-                self._expired[row.id] = replace(
-                    chunk, retry_after_s=self.expected_wait_s() or retry_after.STEP_FAILED_S
-                )
+                retry_after_s = self.expected_wait_s() or retry_after.STEP_FAILED_S
+                self._released.expired[row.id] = replace(chunk, retry_after_s=retry_after_s)
 
     def _extend_rows(self) -> bool:
         """Extend the reservations of rows that have used theirs up, the oldest row first, preempting others if needed.
@@ -277,54 +227,22 @@ class Scheduler:
         for row in list(self._running.values()):
             while row.id in self._running and self.budget.needs_more_slots(row) and not self._extend_row(row):
                 if len(self._running) == 1 and not self.prefills.in_progress:
-                    self._expired |= self._fail_out_of_memory([row], self.budget.extend(row))
+                    self._released.expired |= self._fail_out_of_memory([row], self.budget.extend(row))
                 else:
-                    victim = self._preemption.choose_for_growth(self.prefills.in_progress)
+                    victim = self._preemption.choose_for_growth(list(self.prefills.in_progress))
                     keeps &= not isinstance(victim, Prefill)
                     if isinstance(victim, Request):
                         victim.num_growth_preemptions += 1
-                    self._preempt(victim)
+                    self.preempt(victim)
         return keeps
-
-    def _preempt(self, victim: Victim) -> None:
-        if isinstance(victim, Prefill):
-            self._preempt_prefill(victim)
-        else:
-            self.preempt(victim)
 
     def _extend_row(self, row: Request) -> bool:
         missing = self.budget.extend(row)
         return not missing or (self._evictable.evict(missing) and not self.budget.extend(row))
 
-    def _preempt_prefill(self, prefill: Prefill) -> None:
-        """Preempt a prompt in progress: requeue it and keep the snapshots that it has stored."""
-        rows, arrived_s = list(prefill.rows), prefill.entry.arrived_s
-        rows[0].num_restarts += rows[0].num_prefilled > 0 and not rows[0].num_cached
-        self._stats.num_preempted += len(rows)
-        self._requeue(rows, None if rows[0].output_token_ids else arrived_s)
-
-    def _requeue(self, rows: Sequence[Request], arrived_s: float | None = None) -> None:
-        """Requeue preempted rows. Their memory is released now, so the runner must drop them first in the next step."""
-        is_decoding, num_computed = rows[0].state is RequestState.RUNNING, rows[0].num_prefilled
-        if is_decoding or num_computed:
-            self._preempted.append((list(rows), 0 if is_decoding else num_computed))
-        for row in rows:
-            has_run = row.state is RequestState.RUNNING
-            row.num_charged = max(row.num_charged, row.num_prompt_tokens if has_run else row.num_prefilled)
-            self._remove_running(row)
-            row.state, row.num_prefilled = RequestState.WAITING, 0
-        row_ids = [self._finished.pop() for _ in rows]
-        self._release(row_ids)
-        self._drop += row_ids
-        self._queue.requeue(rows, arrived_s)
-
-    def _release(self, row_ids: Sequence[str]) -> None:
-        for row_id in row_ids:
-            self.budget.release(row_id)
-
     def _fail_out_of_memory(self, rows: list[Request], missing: int) -> Chunks:
         """Fail the only request in the engine: its memory was checked on arrival and should have sufficed."""
-        limit = self.budget.limit_bytes
+        limit = self.budget.needs.limit_bytes
         error = f"the request needs {missing} more bytes of memory; the budget is {limit} bytes"
         return self._fail(rows, error, retry_after.STEP_FAILED_S)
 
@@ -338,20 +256,21 @@ class Scheduler:
         while (entry := admission.next_entry()) is not None:
             if not admission.reserve(entry):
                 if may_preempt and admission.is_idle:
-                    self._expired |= self._fail_out_of_memory(list(entry.rows), self.budget.shortfall_bytes(entry.rows))
+                    missing = self.budget.shortfall_bytes(entry.rows)
+                    self._released.expired |= self._fail_out_of_memory(list(entry.rows), missing)
                     return
                 entry = self._preempt_or_backfill(entry) if may_preempt else None
             if entry is None:
                 return
             self._start_prefill(entry)
-            if self._preempted:  # preempted rows cannot be admitted again before the runner has dropped them
+            if any(one.has_state for one in self._released.preempted):  # they must be dropped before they are admitted
                 return
 
     def _preempt_or_backfill(self, head: QueueEntry) -> QueueEntry | None:
         """Return a request with reserved memory when the head does not fit: after preemption, or one that backfills."""
         entry, victims = self._admission.choose_victims(head)
         for victim in victims:
-            self._preempt(victim)
+            self.preempt(victim)
         if victims and self._admission.reserve(entry, may_wait=False):
             return entry
         return None if victims else self._admission.choose_backfill(head)
@@ -378,16 +297,22 @@ class Scheduler:
         self._stats.num_accepted += num_accepted
         error = "the highest logit is not finite" if reason is FinishReason.ERROR else None
         if reason is not None:
-            self._finish(row, is_failed=error is not None)
-        figures = output.num_drafted, num_accepted, row.num_cached, row.num_skipped
-        return TokenChunk(new, reason, error, row.index, output.logprobs[: len(new)], *figures)
-
-    def _finish(self, row: Request, is_failed: bool) -> None:
-        self._stats.num_failed += is_failed
-        self._stats.num_finished += not is_failed
-        self._remove(row)
-        if not is_failed:
-            self._completed.append(row)
+            self._stats.num_failed += error is not None
+            self._stats.num_finished += error is None
+            self._remove(row)
+            if error is None:
+                self._released.completed.append(row)
+        return TokenChunk(
+            token_ids=new,
+            finish_reason=reason,
+            error=error,
+            index=row.index,
+            logprobs=output.logprobs[: len(new)],
+            num_drafted=output.num_drafted,
+            num_accepted=num_accepted,
+            num_cached=row.num_cached,
+            num_skipped=row.num_skipped,
+        )
 
     def _finish_embedding(self, row: Request, output: RowOutput) -> TokenChunk:
         if output.embedding is None:
@@ -407,7 +332,11 @@ class Scheduler:
         }
 
     def _remove(self, row: Request) -> None:
-        self._remove_running(row)
+        if row.state is RequestState.WAITING:
+            self._queue.remove(row)
+        else:
+            self._remove_running(row)
+            self._released.finished.append(row)
         row.state = RequestState.FINISHED
         self._shares.closed(row.spec.client)
         rows = self._rows[row.spec.request_id]
@@ -416,15 +345,11 @@ class Scheduler:
             del self._rows[row.spec.request_id]
 
     def _remove_running(self, row: Request) -> None:
-        """Remove a row from the queue, the prompts in progress or the decode batch."""
-        if row.state is RequestState.WAITING:
-            self._queue.remove(row)
-            return
-        self._finished.append(row.id)
+        """Remove a row from the prompts in progress or the decode batch."""
         if row.state is RequestState.RUNNING:
             del self._running[row.id]
         else:
-            self.prefills.remove(row)
+            self.prefills.in_progress.remove(row)
 
 
 def _appended(row: Request, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:

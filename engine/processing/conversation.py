@@ -6,16 +6,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 from engine.processing.control_tokens import ControlTokenEscaper
 from engine.processing.json_shape import MAX_JSON_VALUES, check_json_shape
+from engine.processing.message import Part, text_part
 from engine.protocol import InvalidRequest
 
 MAX_ARGUMENTS_DEPTH = 256
 """Deepest nesting of arrays and objects in the arguments of a tool call."""
-
-IMAGE_PARTS = ("image_url", "image", "input_image")
 
 
 @cache
@@ -56,7 +56,8 @@ class Conversation:
 
     @property
     def num_images(self) -> int:
-        return sum(part == {"type": "image"} for message in self.messages for part in _parts(message))
+        contents = [message.get("content") for message in self.messages]
+        return sum(part == {"type": "image"} for content in contents if isinstance(content, list) for part in content)
 
 
 def convert(
@@ -83,7 +84,7 @@ def _convert(
         # An assistant's <think> and <tool_call> are left to the template, but its special tokens are escaped.
         control = quarantine.control
         pattern = control.special if message.get("role") == "assistant" else control.every
-        converted["content"] = _convert_content(content, f"{path}.content", quarantine, pattern, forms.accepts_parts)
+        converted["content"] = _convert_content(content, quarantine, pattern, forms.accepts_parts)
     if forms.thought_key not in (None, "reasoning_content") and "reasoning_content" in converted:
         converted[forms.thought_key] = converted.pop("reasoning_content")
     if calls := message.get("tool_calls"):
@@ -94,16 +95,20 @@ def _convert(
 
 
 def _convert_content(
-    content: Any, path: str, quarantine: ControlTokenEscaper, pattern: re.Pattern[str], accepts_parts: bool
-) -> Any:
+    content: str | list[Part], quarantine: ControlTokenEscaper, pattern: re.Pattern[str], accepts_parts: bool
+) -> str | list[Part]:
+    """Convert content: an image becomes the template's {"type": "image"}, control strings in texts are escaped."""
     if isinstance(content, str):
         return quarantine.text(content, pattern)
-    parts = _media_and_text(content, path, pattern)
-    if all(isinstance(part, str) for part in parts) and not accepts_parts:
-        return quarantine.text("\n".join(parts), pattern)
-    return [
-        {"type": "text", "text": quarantine.text(part, pattern)} if isinstance(part, str) else part for part in parts
-    ]
+    parts: list[Part] = []
+    for is_text, run in groupby(content, key=lambda part: part["type"] == "text"):
+        if is_text:
+            parts += map(text_part, _joined_if_control([part["text"] for part in run], pattern))
+        else:
+            parts += [{"type": "image"} for _ in run]
+    if not accepts_parts and all(part["type"] == "text" for part in parts):
+        return quarantine.text("\n".join(part["text"] for part in parts), pattern)
+    return [text_part(quarantine.text(part["text"], pattern)) if part["type"] == "text" else part for part in parts]
 
 
 def _checked_kwargs(template_kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -111,24 +116,6 @@ def _checked_kwargs(template_kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         if name in reserved_kwargs():
             raise InvalidRequest(f"{name!r} cannot be set for the chat template", f"chat_template_kwargs.{name}")
     return template_kwargs
-
-
-def _media_and_text(content: Any, path: str, control: re.Pattern[str]) -> list[Any]:
-    """Return the parts in order: text as str, an image as the template's {"type": "image"}. Raises InvalidRequest."""
-    if not isinstance(content, list | tuple):
-        raise InvalidRequest(f"expected text or a list of parts, found {type(content).__name__}", path)
-    parts: list[Any] = []
-    texts: list[str] = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in IMAGE_PARTS:
-            parts += [*_joined_if_control(texts, control), {"type": "image"}]
-            texts = []
-        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
-            raise InvalidRequest(f"a content part of type {kind!r} is not supported", f"{path}[{i}]")
-    return parts + _joined_if_control(texts, control)
 
 
 def _joined_if_control(texts: list[str], control: re.Pattern[str]) -> list[str]:
@@ -143,16 +130,14 @@ def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
     max_values = MAX_JSON_VALUES
     for i, message in enumerate(messages):
         for j, call in enumerate(message.get("tool_calls") or ()):
-            function = call.get("function") if isinstance(call, Mapping) else None
-            arguments = function.get("arguments") if isinstance(function, Mapping) else None
-            if isinstance(arguments, str):
+            if isinstance(arguments := call["function"].get("arguments"), str):
                 field = f"messages[{i}].tool_calls[{j}].function.arguments"
                 subject = "The JSON in the arguments of the tool calls"
                 text = arguments.encode(errors="replace")
                 max_values -= check_json_shape(text, subject, field, max_values, max_depth=MAX_ARGUMENTS_DEPTH)
 
 
-def _convert_call(call: Any, path: str, forms: TemplateForms) -> dict[str, Any]:
+def _convert_call(call: Mapping[str, Any], path: str, forms: TemplateForms) -> dict[str, Any]:
     parsed = _parse_arguments(call, path)
     if not forms.argument_texts:
         return parsed
@@ -161,11 +146,9 @@ def _convert_call(call: Any, path: str, forms: TemplateForms) -> dict[str, Any]:
     return {**parsed, "function": {**parsed["function"], "arguments": text}}
 
 
-def _parse_arguments(call: Any, path: str) -> dict[str, Any]:
+def _parse_arguments(call: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Return a copy of a tool call with its arguments parsed, as clients send JSON text and templates read objects."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        raise InvalidRequest("a tool call needs a function with name and arguments", f"{path}.function")
+    function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -178,8 +161,3 @@ def _parse_arguments(call: Any, path: str) -> dict[str, Any]:
             f"the arguments must be a JSON object, found {type(arguments).__name__}", f"{path}.function.arguments"
         )
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _parts(message: dict[str, Any]) -> list[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []

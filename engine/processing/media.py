@@ -5,13 +5,14 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.config import MediaConfig
 from engine.processing.byte_budget import BudgetLease, ByteBudget
 from engine.processing.image_fetch import ImageFetcher
 from engine.processing.image_worker import WorkerSettings
 from engine.processing.image_workers import ImageWorkers
+from engine.processing.message import ImageSource
 from engine.processing.patch_grid import PatchGrid
 from engine.processing.public_addresses import Resolver
 from engine.protocol import ImagePatches, InvalidRequest
@@ -27,17 +28,6 @@ FETCHED_BYTES = 256 * 2**20
 MAX_FETCHES = 4
 """Most concurrent downloads of one request, name lookups included."""
 MAX_DATA_HEADER = 256
-
-
-class ImageSource(NamedTuple):
-    """Source of an image of a request."""
-
-    field: str
-    """Path of the client's field, for errors."""
-    url: str
-    """A data:, http: or https: URL."""
-    has_low_detail: bool = False
-    """Whether OpenAI's `detail` is low, see PatchGrid.for_detail."""
 
 
 class MediaLoader:

@@ -136,7 +136,9 @@ class BurstPrefill:
             self._prime(self._head, prompts, starts, hidden)
             for i, prompt in enumerate(prompts):
                 prompt.hidden = mx.contiguous(last[i : i + 1])
-        mx.eval([_state(prompt) for prompt in prompts], [] if logits is None else logits)
+        waiting = [prompt.hidden for prompt in prompts if prompt.hidden is not None]
+        states = [layer.state for prompt in prompts for layer in prompt.layers]
+        mx.eval(states, waiting, [] if logits is None else logits)
         return logits
 
     def _prime(self, head: MTPHead, prompts: Sequence[Prompt], starts: Sequence[int], hidden: mx.array) -> None:
@@ -163,11 +165,6 @@ def _layers(caches: Sequence[SequenceCache], lengths: Sequence[int]) -> list[Any
         BurstKeysValues(layers, lengths) if isinstance(layers[0], KVCache) else BurstStates(layers, lengths)
         for layers in zip(*caches, strict=True)
     ]
-
-
-def _state(prompt: Prompt) -> list[mx.array]:
-    arrays = [array for layer in [*prompt.cache, *(prompt.head_cache or [])] for array in layer.state]
-    return arrays if prompt.hidden is None else [*arrays, prompt.hidden]
 
 
 def _padded(rows: Sequence[np.ndarray], padding: int = 0) -> np.ndarray:

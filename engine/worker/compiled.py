@@ -16,7 +16,7 @@ from engine.worker.kv_cache import BatchCache
 MAX_SHAPES = 64  # cached graphs, of about 1 MB each
 
 Forward = Callable[[mx.array, list[Any], mx.array], tuple[mx.array, mx.array | None]]
-"""(token_ids [B, L], layers, positions [B, L]) -> logits, hidden states: see View.decode."""
+"""(token_ids [B, L], layers, positions [B, L]) -> logits, hidden states: see LanguageModel.decode."""
 
 
 class CompiledForward:

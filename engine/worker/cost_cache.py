@@ -32,7 +32,8 @@ def load_or_measure(directory: Path, key: str, measure: Callable[[], MemoryCosts
         key: See `costs_key`.
         measure: Runs the probes; its `base_bytes` include the memory that is active when it is called.
     """
-    active_bytes = _active_bytes()
+    mx.clear_cache()
+    active_bytes = mx.get_active_memory()
     path = directory / f"{key}.json"
     stored = _read(path)
     if stored is not None:
@@ -54,11 +55,6 @@ def costs_key(fingerprint: str, *facts: object) -> str:
     versions = [version(name) for name in ("mlx", "mlx-vlm")]
     parts = (fingerprint, *machine, *versions, _source_digest(), *facts)
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
-
-
-def _active_bytes() -> int:
-    mx.clear_cache()
-    return mx.get_active_memory()
 
 
 def _source_digest() -> str:

@@ -15,7 +15,6 @@ Daliri, Musco, Suresh 2024, arXiv 2408.07978): at total variation distance d, he
 probability of at least (1 - d) / (1 + d).
 """
 
-from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,33 +25,16 @@ from mlx_vlm.models.cache import KVCache
 
 from engine.core.batch import NO_TOKEN, RowOutput, RowSnapshot
 from engine.core.request import Request
+from engine.worker.acceptance import Acceptance
 from engine.worker.compiled import CompiledForward
 from engine.worker.kv_cache import BatchCache, BatchKVLayer, SequenceCache
 from engine.worker.language_model import LanguageModel
-from engine.worker.logprobs import Logprobs, logprobs_of
 from engine.worker.mtp import Drafter, MTPHead, PendingHiddenStates
-from engine.worker.processors import LogitsProcessors, advance_matcher, apply_grammar_masks
-from engine.worker.sampler import Sampler
+from engine.worker.pending_step import PendingStep, Row
+from engine.worker.sampling_batch import SamplingBatch
 from engine.worker.snapshot import KVSegment, LentSegments, fill, is_finite, take
 
 EVAL_STEPS = 64  # lazy cache updates are evaluated at least every EVAL_STEPS steps
-
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """A row of the decode batch, as far as the host has read its tokens."""
-
-    request: Request  # The row's request.
-    num_cached: int  # Tokens in the cache.
-    offset: int  # Logical minus physical position of its tokens.
-    output_ids: list[int]  # Tokens after the request's own prompt; all but the last are in the cache.
-    error: str | None = None  # Why the row cannot continue, None if it can.
-    is_removed: bool = False  # Pending output of this row is discarded.
-
-    @property
-    def output_offset(self) -> int:
-        """Output position minus physical position of its tokens."""
-        return -self.request.num_input_tokens
 
 
 @dataclass(slots=True)
@@ -75,56 +57,6 @@ class JoiningRow:
     """Whether only this row uses the caches, so that each layer may be freed once it is copied."""
 
 
-@dataclass(slots=True, eq=False)
-class PendingStep:
-    """A launched step whose outputs have not been used yet."""
-
-    rows: list[Row]
-    """Rows of the group at the launch."""
-    num_drafts: int
-    """Drafts per row, k."""
-    tokens: mx.array
-    """int32 [B, k + 1], sampled tokens."""
-    num_kept: mx.array | None
-    """int32 [B]: how many of the tokens each row keeps; None for all (k = 0)."""
-    num_accepted: mx.array | None
-    """int32 [B]: accepted drafts, which may exceed the kept ones of a finished row; None for k = 0."""
-    logprobs: Logprobs | None
-    """None if no row asks for them."""
-    outputs: dict[str, RowOutput] | None = None
-    """Set by the first `read`."""
-
-    @classmethod
-    def merged(cls, launched: Sequence["PendingStep"]) -> "PendingStep":
-        """Return one step with the outputs of all these steps. Waits for the device."""
-        outputs = [one.read() for one in launched]
-        rows, num_drafts = [row for one in launched for row in one.rows], max(one.num_drafts for one in launched)
-        nothing = mx.zeros((0, num_drafts + 1), mx.int32)
-        return cls(rows, num_drafts, nothing, None, None, None, dict(ChainMap(*outputs)))
-
-    def token_ids(self) -> list[tuple[int, ...]]:
-        """Return the kept tokens of each row. Waits for the device."""
-        kept = [1] * len(self.rows) if self.num_kept is None else np.array(self.num_kept).tolist()
-        return [tuple(ids[:n]) for ids, n in zip(np.array(self.tokens).tolist(), kept, strict=True)]
-
-    def read(self) -> dict[str, RowOutput]:
-        """Return the outputs by row id. Waits for the device. The first call updates rows and matchers."""
-        if self.outputs is None:
-            new = self.token_ids()
-            accepted = [0] * len(self.rows) if self.num_accepted is None else np.array(self.num_accepted).tolist()
-            logprobs = {} if self.logprobs is None else self.logprobs.read([len(ids) for ids in new])
-            self.outputs = {}
-            for i, (row, ids) in enumerate(zip(self.rows, new, strict=True)):
-                if row.is_removed:
-                    continue
-                row.num_cached += len(ids)
-                row.output_ids += ids
-                row.error = row.error or advance_matcher(row.request, ids)
-                figures = self.num_drafts, accepted[i]
-                self.outputs[row.request.id] = RowOutput(ids, logprobs.get(i, ()), *figures, row.error)
-        return self.outputs
-
-
 class DecodeGroup:
     """Rows with one cache. When `join` raises, nothing has changed; when `select` raises, the rows are lost."""
 
@@ -143,7 +75,7 @@ class DecodeGroup:
         self.rows = [_row(first)]
         self._cache = BatchCache.of(first.cache, as_offset=not language_model.explicit_positions)
         self._drafter = self._drafter_of(first)
-        self._processors = _processors([first], vocab_size)
+        self._sampling = _sampling([first], vocab_size)
         self._lengths = mx.array([self.rows[0].num_cached], mx.int32)
         self._newest = mx.array([first.token_id], mx.int32)
         self._launched: PendingStep | None = None
@@ -158,16 +90,13 @@ class DecodeGroup:
 
     def _rows_changed(self) -> None:
         """Rebuild everything that depends only on the rows' requests."""
-        self._sampler = Sampler([row.request.sampling for row in self.rows])
+        self._acceptance = Acceptance([row.request for row in self.rows])
         self._offsets = mx.array([row.offset for row in self.rows], mx.int32)
         self._output_offsets = mx.array([row.output_offset for row in self.rows], mx.int32)
-        self._most_tokens = mx.array([[row.request.sampling.max_tokens] for row in self.rows], mx.int32)
-        self._stops = _stop_tokens([row.request.spec.stop_token_ids for row in self.rows])
-        self._has_matchers = any(row.request.matcher is not None for row in self.rows)
 
     def join(self, new: Sequence[JoiningRow]) -> None:
         """Add rows, all at once because each join rewrites all rows of the group."""
-        processors = self._processors.joined(_processors(new, self._vocab_size))
+        sampling = self._sampling.joined(_sampling(new, self._vocab_size))
         rows = [_row(one) for one in new]
         lengths = mx.concatenate([self._lengths, mx.array([row.num_cached for row in rows], mx.int32)])
         newest = mx.concatenate([self._newest, mx.array([one.token_id for one in new], mx.int32)])
@@ -177,7 +106,7 @@ class DecodeGroup:
         except Exception:
             self._cache.select(list(range(len(self.rows))), self._cache.num_slots)
             raise
-        self._processors, self._lengths, self._newest = processors, lengths, newest
+        self._sampling, self._lengths, self._newest = sampling, lengths, newest
         self.rows = [*self.rows, *rows]
         self._rows_changed()
 
@@ -189,13 +118,13 @@ class DecodeGroup:
         """
         launched = [one._launched for one in (self, other) if one._launched is not None]
         self._launched = PendingStep.merged(launched) if launched else None
-        processors = self._processors.joined(other._processors)
+        sampling = self._sampling.joined(other._sampling)
         self._cache.join([other._cache.layers], move=True)
         if self._drafter is not None and other._drafter is not None:
             self._drafter.join([other._drafter.layers], [other._drafter.feed], move=True)
         else:
             self._drafter = None
-        self._processors = processors
+        self._sampling = sampling
         self._lengths = mx.concatenate([self._lengths, other._lengths])
         self._newest = mx.concatenate([self._newest, other._newest])
         self.rows = [*self.rows, *other.rows]
@@ -235,13 +164,13 @@ class DecodeGroup:
         """Keep only the rows at these indices. leaving: see BatchCache.select."""
         rows = [self.rows[i] for i in stay]
         num_slots = max(row.num_cached for row in rows) + self._num_in_flight + 1
-        processors = self._processors.select(stay)
+        sampling = self._sampling.select(stay)
         index = mx.array(stay, mx.int32)
         lengths, newest = self._lengths[index], self._newest[index]
         self._cache.select(stay, num_slots, leaving)
         if self._drafter is not None:
             self._drafter.select(stay, num_slots, leaving)
-        self._processors, self._lengths, self._newest = processors, lengths, newest
+        self._sampling, self._lengths, self._newest = sampling, lengths, newest
         for row in self.rows:
             row.is_removed = row not in rows
         self.rows = rows
@@ -310,30 +239,36 @@ class DecodeGroup:
         longest = max(row.num_cached for row in self.rows) + self._num_in_flight
         first_position = self._lengths + self._output_offsets + 1
         positions = first_position[:, None] + mx.arange(num_drafts + 1)
-        noise = self._sampler.noise(positions, self._vocab_size)
+        noise = self._sampling.noise(positions)
         tokens = self._newest[:, None]
         if num_drafts:
             tokens = mx.concatenate([tokens, self._draft(num_drafts, positions, noise, longest)], axis=1)
         logits, hidden = self._forward(tokens, longest)
-        shaped = self._processors(logits, tokens, positions)
-        if self._has_matchers:
-            shaped = self._match(shaped, tokens)
-        sampled = self._sampler(shaped, noise)
-        num_accepted = _num_accepted(tokens, sampled) if num_drafts else None
-        num_kept = None if num_accepted is None else mx.minimum(num_accepted + 1, self._most_kept(tokens, positions))
-        logprobs = logprobs_of([row.request for row in self.rows], logits, sampled)
-        self._commit(sampled, hidden, num_kept, longest)
-        return self._start(PendingStep(list(self.rows), num_drafts, sampled, num_kept, num_accepted, logprobs))
+        sampled = self._sampling.sample(logits, tokens, positions, noise, self._failed_rows)
+        for i, error in sampled.errors.items():
+            self.rows[i].error = error
+        num_accepted = num_kept = None
+        if num_drafts:
+            num_accepted, num_kept = self._acceptance.count(tokens, sampled.tokens, positions)
+        self._commit(sampled.tokens, hidden, num_kept, longest)
+        rows = list(self.rows)
+        return self._start(PendingStep(rows, num_drafts, sampled.tokens, num_kept, num_accepted, sampled.logprobs))
 
     def _draft(self, num_drafts: int, positions: mx.array, noise: mx.array | None, longest: int) -> mx.array:
         assert self._drafter is not None
 
         def choose(hidden: mx.array, i: int) -> mx.array:
+            own = None if noise is None else noise[:, i : i + 1]
             logits = self._language_model.logits(hidden)
-            logits = self._processors(logits, self._newest[:, None], positions[:, i : i + 1])
-            return mx.maximum(self._sampler(logits, None if noise is None else noise[:, i : i + 1]), 0)
+            return self._sampling.draft(logits, self._newest[:, None], positions[:, i : i + 1], own)
 
         return self._drafter.draft(num_drafts, self._lengths, longest, choose)
+
+    def _failed_rows(self) -> list[int]:
+        """Let matchers consume the previous step's tokens; return the indices of rows whose matchers have failed."""
+        if self._launched is not None:
+            self._launched.read()
+        return [i for i, row in enumerate(self.rows) if row.error is not None]
 
     def _forward(self, tokens: mx.array, longest: int) -> tuple[mx.array, mx.array | None]:
         num_new = tokens.shape[1]
@@ -357,39 +292,11 @@ class DecodeGroup:
             lengths = {row.num_cached for row in self.rows}
         return lengths.pop() if len(lengths) == 1 else None
 
-    def _match(self, logits: mx.array, tokens: mx.array) -> mx.array:
-        """Mask the rows with grammars: their matchers consume the previous step's tokens while this one computes."""
-        mx.async_eval(logits)
-        if self._launched is not None:
-            self._launched.read()
-        drafts = np.array(tokens)[:, 1:].tolist()
-        errors = {i: row.error for i, row in enumerate(self.rows) if row.error is not None}
-        logits = apply_grammar_masks([row.request for row in self.rows], logits, drafts, errors)
-        for i, error in errors.items():
-            self.rows[i].error = error
-        return logits
-
-    def _most_kept(self, tokens: mx.array, positions: mx.array) -> mx.array:
-        """Return how many sampled tokens each row may keep: none after its last token, one if that is processed now.
-
-        Args:
-            tokens: int32 [B, k + 1], the newest tokens, then the drafts.
-            positions: int32 [B, k + 1], output positions of the samples.
-
-        Returns:
-            int32 [B], 1 to k + 1.
-        """
-        goes_on = positions[:, 1:] < self._most_tokens
-        if self._stops is not None:
-            is_stop = mx.any(tokens[..., None] == self._stops[:, None], axis=-1)
-            goes_on &= ~(is_stop[:, 1:] | is_stop[:, :1])
-        return 1 + mx.sum(mx.cumprod(goes_on.astype(mx.int32), axis=1), axis=1)
-
     def _commit(self, sampled: mx.array, hidden: mx.array | None, num_kept: mx.array | None, longest: int) -> None:
         """Update the rows' state on the device with the kept tokens."""
         ones = mx.ones_like(self._lengths)
         self._lengths = self._lengths + (ones if num_kept is None else num_kept)
-        self._processors.commit(sampled, ones if num_kept is None else num_kept)
+        self._sampling.commit(sampled, ones if num_kept is None else num_kept)
         if num_kept is None:
             self._newest = sampled[:, 0]
             if self._drafter is not None and hidden is not None:
@@ -401,7 +308,7 @@ class DecodeGroup:
         self._drafter.feed = PendingHiddenStates(mx.maximum(sampled, 0), hidden, num_kept, sampled.shape[1])
 
     def _start(self, launched: PendingStep) -> PendingStep:
-        arrays = [launched.tokens, self._newest, self._lengths, *self._processors.state]
+        arrays = [launched.tokens, self._newest, self._lengths, *self._sampling.state]
         if launched.num_kept is not None:
             arrays.append(launched.num_kept)
         if launched.num_accepted is not None:
@@ -422,28 +329,7 @@ def _row(new: JoiningRow) -> Row:
     return Row(new.request, num_cached, new.next_position - num_cached, [*new.request.output_token_ids, new.token_id])
 
 
-def _processors(new: Sequence[JoiningRow], vocab_size: int) -> LogitsProcessors:
-    processors = LogitsProcessors.of([one.request for one in new], vocab_size)
-    tokens = mx.array([[one.token_id] for one in new], mx.int32)
-    processors.commit(tokens, mx.ones(len(new), mx.int32))
-    return processors
-
-
-def _num_accepted(tokens: mx.array, sampled: mx.array) -> mx.array:
-    """Return the number of drafts that equal the samples, up to the first that does not.
-
-    Args:
-        tokens: int32 [B, k + 1], the newest tokens, then the drafts.
-        sampled: int32 [B, k + 1].
-
-    Returns:
-        int32 [B], 0 to k.
-    """
-    agrees = (tokens[:, 1:] == sampled[:, :-1]).astype(mx.int32)
-    return mx.sum(mx.cumprod(agrees, axis=1), axis=1)
-
-
-def _stop_tokens(rows: Sequence[Sequence[int]]) -> mx.array | None:
-    """Return int32 [B, S]: each row's stop tokens, padded with NO_TOKEN; None if no row has any."""
-    most = max(map(len, rows))
-    return mx.array([[*ids, *[NO_TOKEN] * (most - len(ids))] for ids in rows], mx.int32) if most else None
+def _sampling(new: Sequence[JoiningRow], vocab_size: int) -> SamplingBatch:
+    sampling = SamplingBatch.of([one.request for one in new], vocab_size)
+    sampling.commit(mx.array([[one.token_id] for one in new], mx.int32), mx.ones(len(new), mx.int32))
+    return sampling

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from engine.worker.delta_rule import Factors
+from engine.worker.recurrent_layer import BatchRecurrentLayer
 from engine.worker.window_layer import BatchWindowLayer, ring_of
 
 SequenceCache = list[Any]
@@ -102,112 +102,6 @@ class BatchKVLayer:
     def select(self, rows: mx.array, num_slots: int) -> "BatchKVLayer":
         slots = min(rounded(num_slots), self.keys.shape[2])
         return BatchKVLayer(self.keys[rows, :, :slots], self.values[rows, :, :slots], self.cursor)
-
-
-class BatchRecurrentLayer:
-    """One recurrent layer of all rows, with slots (convolution window, state) [B, ...]. Implements ArraysCache.
-
-    While `recording`, it keeps what `commit` needs to return to the state after any token of the forward: all states
-    or, with `is_factored`, the factors of their change; the state itself is then updated by `commit`.
-    """
-
-    lengths = left_padding = None  # no row is padded
-    is_factored = False  # for all layers of the process: see patches/gated_delta_rows.py
-
-    def __init__(self, slots: Sequence[mx.array]):
-        self.slots = list(slots)
-        self.recording = False
-        self._windows: dict[int, tuple[mx.array, int]] = {}
-        self._states: dict[int, mx.array] = {}
-        self._factors: dict[int, Factors] = {}
-
-    def __getitem__(self, index: int) -> mx.array:
-        return self.slots[index]
-
-    def __setitem__(self, index: int, value: mx.array) -> None:
-        """Replace a slot; families that do so instead of calling `update_recurrent` cannot return to earlier states."""
-        assert not self.recording
-        self.slots[index] = value
-
-    def make_mask(self, num_new: int) -> None:
-        """Return no mask: all new tokens are a row's own."""
-
-    def advance(self, num_new: int) -> None:
-        """Do nothing: no row is padded."""
-
-    @property
-    def state(self) -> list[mx.array]:
-        return self.slots
-
-    @property
-    def nbytes(self) -> int:
-        return sum(slot.nbytes for slot in self.slots)
-
-    @property
-    def recorded(self) -> list[mx.array]:
-        windows = [source for source, _ in self._windows.values()]
-        factors = [array for factors in self._factors.values() for array in factors.arrays]
-        return [*windows, *self._states.values(), *factors]
-
-    def load(self, arrays: Iterator[mx.array], recorded: Iterator[mx.array]) -> None:
-        self.slots = [next(arrays) for _ in self.slots]
-        if self.recording:
-            self._windows = {0: (next(recorded), self.slots[0].shape[1])}
-            if self.is_factored:
-                self._factors = {1: Factors(next(recorded), next(recorded), next(recorded))}
-            else:
-                self._states = {1: next(recorded)}
-
-    def update_window(self, index: int, source: mx.array, width: int, *, lengths: None = None) -> None:
-        """Store the windows. source [B, width + L, channels]: the window after t tokens is source[:, t : t + width]."""
-        self.slots[index] = mx.contiguous(source[:, source.shape[1] - width :])
-        if self.recording:
-            self._windows[index] = (source, width)
-
-    def update_recurrent(self, index: int, length: int, update: Callable[..., Any]) -> tuple[mx.array, mx.array]:
-        """Update the state of a forward of `length` tokens.
-
-        Args:
-            index: Slot of the state.
-            length: New tokens.
-            update: update(state, n) -> output, last state, and with n given the states [B, n, ...] after the first n
-                tokens.
-        """
-        keep_all = self.recording and length > 1
-        output, state, *before = update(self.slots[index], length - 1 if keep_all else None)
-        self.slots[index] = state
-        if keep_all:
-            self._states[index] = mx.concatenate([before[0], state[:, None]], axis=1)
-        return output, state
-
-    def record_factors(self, index: int, factors: Factors) -> None:
-        self._factors[index] = factors
-
-    def commit(self, num_kept: mx.array) -> None:
-        """Return to the state after `num_kept` int32 [B] >= 1 tokens of the recorded forward."""
-        for index, (source, width) in self._windows.items():
-            at = num_kept[:, None] + mx.arange(width)
-            self.slots[index] = mx.take_along_axis(source, at[..., None], axis=1)
-        for index, states in self._states.items():
-            batch, length = states.shape[:2]
-            at = mx.arange(batch) * length + num_kept - 1
-            self.slots[index] = mx.take(states.reshape(batch * length, *states.shape[2:]), at, axis=0)
-        for index, factors in self._factors.items():
-            self.slots[index] = factors.state_after(self.slots[index], num_kept)
-        self._windows, self._states, self._factors, self.recording = {}, {}, {}, False
-
-    def row(self, index: int, num_tokens: int) -> ArraysCache:
-        """Return one row's cache, as lazy slices."""
-        cache = ArraysCache(len(self.slots))
-        cache.cache = [mx.contiguous(slot[index : index + 1]) for slot in self.slots]
-        return cache
-
-    def append(self, rows: Sequence[Any]) -> "BatchRecurrentLayer":
-        others = [row.slots if isinstance(row, BatchRecurrentLayer) else row.cache for row in rows]
-        return BatchRecurrentLayer([mx.concatenate(list(slots)) for slots in zip(self.slots, *others, strict=True)])
-
-    def select(self, rows: mx.array, num_slots: int) -> "BatchRecurrentLayer":
-        return BatchRecurrentLayer([slot[rows] for slot in self.slots])
 
 
 class BatchCache:

@@ -1,7 +1,6 @@
 """Executes what the scheduler decides. All forward passes start here."""
 
 import gc
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,34 +17,17 @@ from engine.processing.checkpoint import image_processor_config
 from engine.processing.patch_normalization import PatchNormalization
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.user_cache import user_cache
-from engine.worker import blas, cost_cache, loader, memory, memory_costs
+from engine.worker import blas, cost_cache, loader, memory, memory_costs, patches, warm_up
 from engine.worker.burst import BurstPrefill
 from engine.worker.decode import JoiningRow
 from engine.worker.decode_batch import DecodeBatch
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
-from engine.worker.patches import (
-    attention_cpu,
-    gated_delta_chunks,
-    gated_delta_cuda,
-    gated_delta_rows,
-    gemma2_masks,
-    silu_cpu,
-)
 from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, Prompt, first_tokens
 from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays, unsupported_reason
 from engine.worker.vision import VisionEncoder
 
-WARM_UP_TOKENS = 16
-WARM_UP_ROWS = (1, 2, 8)
-"""Batch sizes whose steps are timed; sizes over 2 only if they are at most `max_running` and fit into WARM_UP_SHARE."""
-WARM_UP_SHARE = 0.25
-"""Share of the free memory that warm-up may use for rows."""
-TIMED_STEPS, MAX_TIMED_S = 2, 0.15
-"""Steps that are timed per number of rows and drafts, and the total seconds after which no further one is."""
-WARM_UP_CHUNKS, LONG_CHUNK_S = (64, 256), 0.25
-"""Tokens of the chunks that are timed, each after an untimed one; none after a chunk of LONG_CHUNK_S."""
 WARM_UP_IMAGE_SIDE = 2
 """Placeholder tokens per side of the image that warms the vision tower."""
 AUTO_DRAFT_TOKENS = 3  # heads are trained for one to two tokens ahead; a fourth is rarely right
@@ -76,14 +58,7 @@ class MLXRunner:
     def __init__(self, model: loader.LoadedModel, config: EngineConfig, device_lock: ProcessLock | None = None):
         """Set up a loaded model. device_lock: released by `close`, when the device's memory is freed."""
         self._device_lock = device_lock
-        gemma2_masks.install()
-        if not loader.on_gpu():
-            gated_delta_rows.install()
-            gated_delta_chunks.install()
-            attention_cpu.install()
-            silu_cpu.install()
-        elif mx.cuda.is_available():
-            gated_delta_cuda.install()
+        patches.install(decodes=True)
         self._model = model
         self._language_model = LanguageModel(model.module.language_model, config.mtp_exact)
         self._head = MTPHead(model.mtp_head, self._language_model) if model.mtp_head is not None else None
@@ -124,7 +99,8 @@ class MLXRunner:
 
     def warm_up(self) -> None:
         """Compile kernels with rows, chunks and an image; time steps and chunks, and measure memory costs."""
-        self.step_times, self.chunk_times = self._time_steps(), self._time_chunks()
+        self.step_times, self._a_snapshot = warm_up.time_steps(self, self._max_running)
+        self.chunk_times = warm_up.time_chunks(self)
         if self._vision is not None:
             self._vision.probe(WARM_UP_IMAGE_SIDE)
         if self._a_snapshot is not None:
@@ -138,60 +114,6 @@ class MLXRunner:
                 lambda: memory_costs.measure(self, a_snapshot, self._vision, self.max_draft_tokens, heads),
             )
         mx.clear_cache()
-
-    def _time_steps(self) -> list[StepTime]:
-        """Time decode steps of WARM_UP_ROWS rows with each number of drafts, then drop the rows."""
-        prompt, rows, times = np.zeros(WARM_UP_TOKENS, np.int32), [], []
-        for num_rows in WARM_UP_ROWS:
-            if num_rows > 2 and not self._has_room_for(num_rows):
-                break
-            while len(rows) < num_rows:
-                row = Request(EngineRequest(f"warm-up-{len(rows)}", prompt, SamplingParams(2**20), ()))
-                self.prefill([row], len(prompt) // 2)
-                self._a_snapshot = self.snapshot([row]) if self.no_snapshots is None else None
-                self.prefill([row], len(prompt))
-                rows.append(row)
-            times += [StepTime(num_rows, k, self._step_s(k)) for k in range(self.max_draft_tokens + 1)]
-        self.drop([row.id for row in rows])
-        return times
-
-    def _time_chunks(self) -> list[ChunkTime]:
-        times: list[ChunkTime] = []
-        for num_tokens in WARM_UP_CHUNKS:
-            if num_tokens >= self.max_context_tokens or (times and times[-1].seconds > LONG_CHUNK_S):
-                break
-            self._chunk_s(num_tokens)
-            times.append(ChunkTime(num_tokens, self._chunk_s(num_tokens)))
-        return times
-
-    def _chunk_s(self, num_tokens: int) -> float:
-        """Return the seconds of the first chunk of a prompt that is one token longer."""
-        row = Request(EngineRequest("warm-up-chunk", np.zeros(num_tokens + 1, np.int32), SamplingParams(1), ()))
-        began_s = time.perf_counter()
-        self.prefill([row], num_tokens)
-        seconds = time.perf_counter() - began_s
-        self.drop([row.id])
-        return seconds
-
-    def _step_s(self, num_drafts: int) -> float:
-        """Return the seconds of the fastest of a few steps, after two untimed ones that compile kernels."""
-        seconds: list[float] = []
-        while len(seconds) < 2 + TIMED_STEPS and sum(seconds[2:]) < MAX_TIMED_S:
-            began_s = time.perf_counter()
-            self.decode(num_drafts)
-            seconds.append(time.perf_counter() - began_s)
-        return min(seconds[2:])
-
-    def _has_room_for(self, num_rows: int) -> bool:
-        """Return whether `num_rows` short rows take little of the free memory.
-
-        Verification keeps one state per position.
-        """
-        snapshot = self._a_snapshot
-        if snapshot is None or num_rows > self._max_running:
-            return False
-        num_bytes = num_rows * (self.max_draft_tokens + 2) * (snapshot.state_bytes + snapshot.segment_bytes)
-        return num_bytes < WARM_UP_SHARE * (self.memory_limit_bytes - self.active_bytes)
 
     def decode(self, num_draft_tokens: int = 0) -> dict[str, RowOutput]:
         return self._batch.step(min(num_draft_tokens, self.max_draft_tokens))

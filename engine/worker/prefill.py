@@ -16,11 +16,10 @@ from engine.core.request import Request
 from engine.protocol import ImagePatches, InvalidRequest
 from engine.worker.kv_cache import SequenceCache, num_bytes, slots_like
 from engine.worker.language_model import LanguageModel
-from engine.worker.logprobs import logprobs_of
 from engine.worker.mtp import MTPHead
 from engine.worker.pooling import PooledStates
-from engine.worker.processors import LogitsProcessors, advance_matcher, apply_grammar_masks
-from engine.worker.sampler import Sampler
+from engine.worker.processors import advance_matcher
+from engine.worker.sampling_batch import SamplingBatch
 from engine.worker.snapshot import KeysValues, KVSegment, StateSnapshot, is_finite, restore, take
 from engine.worker.vision import ImageEncoding, VisionEncoder
 
@@ -255,15 +254,13 @@ def first_tokens(rows: Sequence[Request], logits: mx.array, vocab_size: int) -> 
     """Sample the first token of each of the rows. logits: [1 or rows, 1, vocab], of each prompt's last position."""
     logits = mx.broadcast_to(logits, (len(rows), 1, logits.shape[-1]))
     positions = mx.array([[len(row.output_token_ids)] for row in rows], mx.int32)
-    shaped = LogitsProcessors.of(rows, vocab_size)(logits, positions, positions)  # no drafts: the tokens do not matter
-    errors: dict[int, str] = {}
-    shaped = apply_grammar_masks(rows, shaped, [()] * len(rows), errors)
-    sampler = Sampler([row.sampling for row in rows])
-    tokens = sampler(shaped, sampler.noise(positions, logits.shape[-1]))
-    logprobs = logprobs_of(rows, logits, tokens)
-    read = {} if logprobs is None else logprobs.read([1] * len(rows))
+    sampling = SamplingBatch.of(rows, vocab_size)
+    sampled = sampling.sample(
+        logits, positions, positions, sampling.noise(positions)
+    )  # no drafts: tokens do not matter
+    logprobs = {} if sampled.logprobs is None else sampled.logprobs.read([1] * len(rows))
     outputs = []
-    for i, (row, token_id) in enumerate(zip(rows, np.array(tokens)[:, 0].tolist(), strict=True)):
-        error = errors.get(i) or advance_matcher(row, (token_id,))
-        outputs.append(RowOutput((token_id,), read.get(i, ()), error=error))
+    for i, (row, token_id) in enumerate(zip(rows, np.array(sampled.tokens)[:, 0].tolist(), strict=True)):
+        error = sampled.errors.get(i) or advance_matcher(row, (token_id,))
+        outputs.append(RowOutput((token_id,), logprobs.get(i, ()), error=error))
     return outputs

@@ -4,7 +4,7 @@ Every verified position has its own history: the row's output so far and the dra
 tokens are counted on the device, because the host reads them one step late.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -174,25 +174,24 @@ class Penalties:
 
 
 def apply_grammar_masks(
-    rows: Sequence[Request], logits: mx.array, drafts: Sequence[Sequence[int]], errors: dict[int, str]
-) -> mx.array:
+    rows: Sequence[Request], logits: mx.array, drafts: Sequence[Sequence[int]], failed: Collection[int] = ()
+) -> tuple[mx.array, dict[int, str]]:
     """Mask what the rows' grammars forbid after each of their drafts.
 
-    A matcher that fails adds its row's index and the reason to `errors`; the row continues unmasked until it is
-    removed.
+    A row whose matcher fails continues unmasked until it is removed.
 
     Args:
         rows: The rows of the batch.
         logits: [B, L, vocab].
         drafts: Draft tokens of each row.
-        errors: Rows with errors, by index, which are skipped.
+        failed: Indices of rows whose matchers have failed before; they are skipped.
 
     Returns:
-        Logits [B, L, vocab] with -inf for forbidden tokens.
+        Logits [B, L, vocab] with -inf for forbidden tokens, and why a matcher has failed now, by its row's index.
     """
-    at, masks = [], []
+    at, masks, errors = [], [], {}
     for i, row in enumerate(rows):
-        if row.matcher is None or i in errors:
+        if row.matcher is None or i in failed:
             continue
         try:
             mask = row.matcher.masks(tuple(drafts[i]))
@@ -202,7 +201,7 @@ def apply_grammar_masks(
         if (mask != ALL_ALLOWED).any():  # a thought that no grammar follows allows everything
             masks.append(mask)
             at.append(i)
-    return _masked(logits, at, masks) if at else logits
+    return (_masked(logits, at, masks) if at else logits), errors
 
 
 def advance_matcher(row: Request, token_ids: tuple[int, ...]) -> str | None:

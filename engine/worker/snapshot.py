@@ -2,8 +2,8 @@
 
 Attention layers append: a snapshot holds the keys and values of its own KV segment, and its ancestors those before it,
 so that the memory of a growing conversation is linear in its length. Recurrent layers have one complete state, and so
-have layers with a sliding window: the keys and values of the last tokens. Arrays of a snapshot are never written: the KV segment is a copy, is copied again on restore, and recurrent layers replace
-their states instead of writing into them.
+have layers with a sliding window: the keys and values of its tokens. Arrays of a snapshot are never written: the KV
+segment is a copy, is copied again on restore, and recurrent layers replace their states instead of writing into them.
 
 A KV segment can be lent to the row that continues its snapshot: its keys and values are then only in the row's cache,
 and are copied back when the row is removed. The slots of a row's first tokens never change, so they can be copied at

@@ -36,7 +36,7 @@ from engine.config import EngineConfig, MTPConfig
 from engine.core.batch import PrefillOutput, RowOutput
 from engine.core.engine_core import EngineCore
 from engine.core.request import Request
-from engine.core.scheduler import Chunks
+from engine.core.scheduler_output import Chunks
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams

@@ -33,7 +33,7 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.core.request import Request
-from engine.core.scheduler import Chunks
+from engine.core.scheduler_output import Chunks
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.model_runner import MLXRunner, load_runner

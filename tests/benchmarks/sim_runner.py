@@ -18,9 +18,10 @@ from engine.core.batch import SEGMENT_ARRAYS, ChunkTime, PrefillOutput, PromptCh
 from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request, RequestState
-from engine.core.scheduler import Chunks
+from engine.core.scheduler_output import Chunks
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams, TokenChunk
 from engine.snapshot_store.files import MAX_QUEUED_BYTES, SnapshotMeta
+from tests.support.clock import Clock
 
 GIB, MIB, KIB = 2**30, 2**20, 2**10
 
@@ -41,19 +42,6 @@ FIGURES_PERIOD_S = 60.0
 
 STEP_S = 0.0005
 """Seconds of the host in each call."""
-
-
-class VirtualClock:
-    """A clock that stands still between calls of `advance`."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def advance(self, seconds: float) -> None:
-        self.now_s += seconds
 
 
 @dataclass(frozen=True)
@@ -233,7 +221,7 @@ class ClockRunner:
     no_bursts: str | None = None
     feature_bytes = 0
 
-    def __init__(self, machine: Machine, clock: VirtualClock):
+    def __init__(self, machine: Machine, clock: Clock):
         self.machine = machine
         self.clock = clock
         self.costs = machine.costs
@@ -467,7 +455,7 @@ class StoredSnapshot:
 class ClockFiles:
     """SnapshotFiles on a disk over a virtual clock: it reads and writes one after the other, reads first."""
 
-    def __init__(self, clock: VirtualClock, bandwidth: float, max_bytes: float = math.inf):
+    def __init__(self, clock: Clock, bandwidth: float, max_bytes: float = math.inf):
         self._clock = clock
         self._bandwidth = bandwidth
         self._max_bytes = max_bytes
@@ -598,7 +586,7 @@ class Simulation:
 
     def __init__(self, machine: Machine, config: dict[str, Any], seed: int = 0, has_disk: bool = False):
         self.machine = machine
-        self.clock = VirtualClock()
+        self.clock = Clock(0.0)
         self.runner = ClockRunner(machine, self.clock)
         self.files = ClockFiles(self.clock, machine.disk_bandwidth) if has_disk else None
         files: Any = self.files

@@ -17,7 +17,7 @@ from engine.core.batch import PrefillOutput, RowOutput
 from engine.core.request import Request
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
-from tests.engine.fakes import NoSnapshots
+from tests.support.fake_runner import NoSnapshots
 
 STEPS_PER_S = 50.0
 

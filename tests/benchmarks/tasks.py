@@ -96,7 +96,7 @@ TASKS = {
 """What benchmarks measure."""
 
 RETRIEVAL = Task(8, _needle(333))
-"""Needles in texts as short as those in which drafts were first measured (tests/engine/worker/test_acceptance.py)."""
+"""Needles in texts as short as those in which drafts were first measured (tests/engine/worker/test_mtp.py)."""
 
 QUESTIONS = Task(12, retrieval)
 """Several questions about such a text, some of them two at once: answers of up to 50 tokens."""

@@ -34,7 +34,7 @@ from tests.demo_model.tasks.sample import Sample, prompt_and_answer
 from tests.demo_model.train import stage_batch, stage_batches, train
 from tests.demo_model.vision import VisionConfig
 from tests.demo_model.world.draws import Draws
-from tests.engine.driver import Driver
+from tests.support.driver import Driver
 
 TINY = ModelConfig(
     layers=LayerConfig(64, 128, num_heads=2, num_kv_heads=1, head_dim=32, linear_heads=2, linear_head_dim=32),

@@ -9,7 +9,7 @@ import base64
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from itertools import count
@@ -19,12 +19,11 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from PIL import Image
-from ray.exceptions import RayTaskError
 from ray.serve import Deployment
 
 from deployments import ingress, model_replica, spec_prefill
+from deployments.args import AppArgs
 from deployments.engine_client import EngineClient
-from deployments.http.config import HttpConfig
 from deployments.ingress import Ingress
 from deployments.mllm import MLLM
 from deployments.model_replica import ModelReplica
@@ -32,11 +31,12 @@ from deployments.replica_choice import Choice, NoOtherReplica
 from deployments.spec_prefill import SpecPrefillScorer
 from deployments.text import TextMTP
 from engine import async_engine
-from engine.config import EngineConfig, MediaConfig, SpecPrefillConfig
+from engine.config import EngineConfig, SpecPrefillConfig
 from engine.worker.model_runner import load_runner
-from tests.engine.fakes import until
-from tests.engine.faulty_engine import FaultyEngine
-from tests.faults import Faults
+from tests.deployments.fake_handle import FakeCall, FakeHandle, FakeSelection, task_error
+from tests.support.fake_runner import until
+from tests.support.faults import Faults
+from tests.support.faulty_engine import FaultyEngine
 
 NODE = "here"
 MODEL = "tiny"
@@ -68,28 +68,18 @@ async def make(deployment: Deployment, *arguments: Any, **options: Any) -> Any:
     return replica
 
 
-@dataclass
-class Selection:
-    replica_id: str = "r"
-    node_id: str = NODE
-
-    async def _release_slot(self, *, force: bool = False) -> None:
-        raise AssertionError("every call is sent at once")
-
-
-class Call:
+class Call(FakeCall):
     """One call of a replica, under way: what a handle's `remote` and `dispatch` give."""
 
     def __init__(self, graph: "Graph", work: Coroutine[Any, Any, Any]):
         self._task = asyncio.ensure_future(work)
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # if nobody waits any more
-        self._replica_result_future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._replica_result_future.set_result(self._task)  # what Ray holds of it: it can be cancelled
+        super().__init__(on_cancel=self._task.cancel)
         graph.calls.add(self._task)
         self._task.add_done_callback(graph.calls.discard)
 
-    def __await__(self) -> Any:
-        return asyncio.shield(self._task).__await__()
+    async def get_async(self) -> Any:
+        return await asyncio.shield(self._task)
 
     def cancel(self) -> None:
         self._task.cancel()
@@ -111,7 +101,7 @@ class Stream(Call):
                     self._queue.put_nowait(chunk)
             self._queue.put_nowait(StopAsyncIteration())
         except Exception as error:
-            self._queue.put_nowait(as_ray_raises(error))
+            self._queue.put_nowait(task_error(error))
 
     def __aiter__(self) -> "Stream":
         return self
@@ -130,68 +120,45 @@ class Stream(Call):
             super().cancel()
 
 
-def as_ray_raises(error: Exception) -> Exception:
-    return RayTaskError("call", "Traceback ...", error).as_instanceof_cause()
-
-
-@dataclass(frozen=True)
-class Handle:
+@dataclass
+class Handle(FakeHandle):
     """Seams: `reserve <name>`, `dispatch <name>` (at once), `<name>.<method>` (in the replica)."""
 
     graph: "Graph"
     name: str
-    method: str = ""
-    is_stream: bool = False
 
-    def options(self, method_name: str | None = None, stream: bool | None = None, **others: Any) -> "Handle":
-        return replace(
-            self,
-            method=self.method if method_name is None else method_name,
-            is_stream=self.is_stream if stream is None else stream,
-        )
-
-    @contextlib.asynccontextmanager
-    async def choose_replica(self, choice: Choice = Choice()) -> AsyncIterator[Selection]:  # noqa: B008 (frozen)
+    async def reserve(self, *, choice: Choice = Choice()) -> FakeSelection:  # noqa: B008
         """There is one replica; to a request that waits for another one it is new."""
         if choice.excluded and not choice.waits:
             raise NoOtherReplica("there is no other")
         await self.graph.faults.reach(f"reserve {self.name}", "before")
         self.graph.num_slots += 1
-        try:
-            yield Selection()
-        finally:
-            self.graph.num_slots -= 1
+        return FakeSelection(NODE, "r")
 
-    def dispatch(self, selection: Selection, *arguments: Any) -> Call:
+    async def release(self) -> None:
+        self.graph.num_slots -= 1
+
+    def dispatch(self, selection: FakeSelection, *arguments: Any) -> Call:
         self.graph.faults.at(f"dispatch {self.name}", "before")
-        return self.remote(*arguments)
+        return self.call(*arguments)
 
-    def remote(self, *arguments: Any) -> Call:
-        call = getattr(self.graph.replicas[self.name], self.method)
-        return Stream(self.graph, call(*arguments)) if self.is_stream else Call(self.graph, self._run(call, arguments))
+    def call(self, *arguments: Any) -> Call:
+        method = self.chosen["method_name"]
+        call = getattr(self.graph.replicas[self.name], method)
+        if self.chosen.get("stream"):
+            return Stream(self.graph, call(*arguments))
+        return Call(self.graph, self._run(method, call, arguments))
 
-    async def _run(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        await self.graph.faults.reach(f"{self.name}.{self.method}", "before")
+    async def _run(self, method: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        await self.graph.faults.reach(f"{self.name}.{method}", "before")
         try:
             return await call(*arguments)
         except Exception as error:
-            raise as_ray_raises(error) from None
+            raise task_error(error) from None
 
-    def broadcast(self, method: str, *arguments: Any) -> "Answers":
-        return Answers(self.options(method_name=method).remote(*arguments))
-
-
-@dataclass
-class Answers:
-    """Of the one replica that there is."""
-
-    call: Call
-
-    async def _fetch_replica_results_async(self) -> list["Answers"]:
-        return [self]
-
-    async def get_async(self) -> Any:
-        return await self.call
+    async def results(self, method: str, *arguments: Any) -> list[Call]:
+        """The answer of the one replica that there is."""
+        return [self.options(method_name=method).call(*arguments)]
 
 
 class Graph:
@@ -209,13 +176,14 @@ class Graph:
         monkeypatch.setattr(async_engine, "AsyncEngine", lambda config: FaultyEngine(config, self.faults, load_runner))
 
     async def start(self) -> None:
-        self.config = config = EngineConfig.model_validate(self._given)
+        config = EngineConfig.model_validate(self._given)
         sparse = SpecPrefillConfig(enabled=True, draft_model=config.model, deadline_s=2.0)
         self.replicas["engine"] = await make(ModelReplica, config)
         self.replicas["scorer"] = await make(SpecPrefillScorer, sparse, config)
         handles = Handle(self, "engine"), Handle(self, "scorer")
-        self.replicas["text"] = await make(TextMTP, config, sparse, *handles)
-        self.replicas["mllm"] = await make(MLLM, config, MediaConfig(), sparse, *handles)
+        self._args = AppArgs(engine=config, spec_prefill=sparse, served_model_name=MODEL)
+        self.replicas["text"] = await make(TextMTP, self._args, *handles)
+        self.replicas["mllm"] = await make(MLLM, self._args, *handles)
         self.app = await self.ingress()
 
     async def ingress(self, reserve_timeout_s: float = PATIENT_S, plan_timeout_s: float = PATIENT_S) -> FastAPI:
@@ -223,7 +191,8 @@ class Graph:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ingress, "EngineClient", partial(EngineClient, reserve_timeout_s=reserve_timeout_s))
             handles = [Handle(self, name) for name in ("engine", "text", "mllm", "scorer")]
-            replica = await make(Ingress, MODEL, self.config, HttpConfig(), {}, *handles, plan_timeout_s)
+            patch.setattr(ingress, "plan_timeout_s", lambda args: plan_timeout_s)
+            replica = await make(Ingress, self._args, {}, *handles)
         self.replicas["ingress"] = replica
         return replica.__serve_build_asgi_app__()
 

@@ -1,14 +1,11 @@
 """An engine and a scorer that behave as Ray's handles do, and what a SparsePlanner makes of prompts between them."""
 
 import asyncio
-import contextlib
 import pickle
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from ray.exceptions import RayTaskError
 
 from deployments.protocol import ChatRequest, SpecPrefillReport
 from deployments.sparse_planner import PromptFacts, SparsePlanner
@@ -21,6 +18,7 @@ from engine.protocol import (
     SamplingParams,
     SparsePlan,
 )
+from tests.deployments.fake_handle import FakeCall, FakeHandle, FakeSelection, play
 
 NUM_TOKENS, NUM_SYSTEM = 1000, 100
 THRESHOLD = 500
@@ -56,52 +54,6 @@ def scored(request: ScoreRequest, plan: SparsePlan | None = None, num_scored: in
     return Scored(plan_of(request) if plan is None else plan, num_scored, 0.5)
 
 
-class Dispatched:
-    """What Ray holds of a call that is under way."""
-
-    def __init__(self, cancelled: list[str], name: str):
-        self._cancelled, self._name = cancelled, name
-
-    def cancel(self) -> None:
-        if self._name not in self._cancelled:  # Ray is told twice, see ray_seams.cancel_call
-            self._cancelled.append(self._name)
-
-
-class Response:
-    """A call that is under way. outcome: what it returns, seconds that it takes, or an error that it raises."""
-
-    def __init__(self, outcome: Any, cancelled: list[str], name: str):
-        self._outcome = outcome
-        self._own = Dispatched(cancelled, name)
-        self._replica_result_future = asyncio.get_running_loop().create_future()
-        self._replica_result_future.set_result(self._own)
-
-    def __await__(self) -> Any:
-        return self._wait().__await__()
-
-    async def _wait(self) -> Any:
-        if isinstance(self._outcome, float):
-            await asyncio.sleep(self._outcome)
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        return self._outcome
-
-    def cancel(self) -> None:
-        self._own.cancel()
-
-
-@dataclass
-class Selection:
-    """released: slots that were given back because their call was never sent."""
-
-    node_id: str
-    released: list[str] = field(default_factory=list)
-
-    async def _release_slot(self, *, force: bool = False) -> None:
-        assert force
-        self.released.append("slot")
-
-
 Script = list[Any]
 
 
@@ -121,46 +73,42 @@ class Graph:
 
     def planner(self, config: SpecPrefillConfig = CONFIG, image_token_id: int | None = PICTURE) -> SparsePlanner:
         facts = PromptFacts(frozenset({CONTROL}), image_token_id)
-        engine: Any = Handle(self, "engine")
-        scorer: Any = Handle(self, "scorer")
+        engine: Any = Engine(self)
+        scorer: Any = Scorer(self)
         return SparsePlanner(config, facts, engine, scorer)
 
 
 @dataclass
-class Handle:
+class Engine(FakeHandle):
     graph: Graph
-    name: str
-    chosen: dict[str, Any] = field(default_factory=dict)
 
-    def options(self, **options: Any) -> "Handle":
-        return replace(self, chosen=self.chosen | options)
-
-    def remote(self, request: Any) -> Response:
-        assert self.name == "engine" and self.chosen == {"method_name": "cached_prefix", "session_id": "node:"}
+    def call(self, request: Any) -> FakeCall:
+        assert self.chosen == {"method_name": "cached_prefix", "session_id": "node:"}
         self.graph.log.append("ask")
         self.graph.asked.append(request)
-        return Response(_next(self.graph.engine), self.graph.cancelled, "ask")
+        return FakeCall(_next(self.graph.engine), lambda: self.graph.cancelled.append("ask"))
 
-    @contextlib.asynccontextmanager
-    async def choose_replica(self) -> AsyncIterator[Selection]:
-        assert self.name == "scorer" and self.chosen["method_name"] == "score"
-        outcome = _next(self.graph.reserve)
-        if isinstance(outcome, float):
-            await asyncio.sleep(outcome)
-        if isinstance(outcome, BaseException):
-            raise outcome
+
+@dataclass
+class Scorer(FakeHandle):
+    graph: Graph
+
+    async def reserve(self) -> FakeSelection:
+        assert self.chosen["method_name"] == "score"
+        await play(_next(self.graph.reserve))
         self.graph.log.append(f"reserve {self.chosen.get('session_id', 'anywhere')}")
-        try:
-            yield Selection("node-7")
-        finally:
-            self.graph.log.append("release")
+        return FakeSelection("node-7")
 
-    def dispatch(self, selection: Selection, request: ScoreRequest) -> Response:
+    async def release(self) -> None:
+        self.graph.log.append("release")
+
+    def call(self, request: ScoreRequest) -> FakeCall:
         sent = pickle.loads(pickle.dumps(request))  # noqa: S301
         self.graph.log.append("score")
         self.graph.to_score.append(sent)
         outcome = _next(self.graph.scorer)
-        return Response(outcome(sent) if callable(outcome) else outcome, self.graph.cancelled, "score")
+        outcome = outcome(sent) if callable(outcome) else outcome
+        return FakeCall(outcome, lambda: self.graph.cancelled.append("score"))
 
 
 def _next(script: Script) -> Any:
@@ -198,8 +146,3 @@ def is_left_alone(graph: Graph, request: ChatRequest, engine_request: EngineRequ
     given = prompt() if engine_request is None else engine_request
     counters = {"sparse": 0, "replanned": 0, "dense": {}}
     return plan(planner, request, given) == (given, None) and planner.status() == counters
-
-
-def task_error(cause: Exception) -> RayTaskError:
-    """As a replica's exception arrives: wrapped, with a traceback for a message."""
-    return RayTaskError("score", "Traceback ...", cause).as_instanceof_cause()

@@ -21,6 +21,7 @@ from deployments.app import (
 )
 from deployments.args import DRAIN_TIMEOUT_S
 from deployments.engine_client import PLAN_TIMEOUT_S
+from deployments.ingress import plan_timeout_s
 from engine.config import SpecPrefillConfig
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import EngineFailed
@@ -154,7 +155,7 @@ def test_shutdown_timeouts_of_serve_are_longer_than_the_drain_timeout():
         deployments = deployments_of(build_app(args))
         for deployment in deployments.values():
             assert deployment._deployment_config.graceful_shutdown_timeout_s >= drain_timeout_s + 10, deployment.name
-        assert deployments["Ingress"].init_args[-1] == drain_timeout_s
+        assert deployments["Ingress"].init_args[0].drain_timeout_s == drain_timeout_s
         engine = deployments["ModelReplica"]
         until_killed_s = engine._deployment_config.graceful_shutdown_timeout_s
         # the ingress has told the clients before the engine does, and Serve kills neither meanwhile
@@ -192,14 +193,13 @@ def test_ongoing_request_limit_of_serve_is_above_that_of_the_scorer():
 
 def test_plan_timeout_is_longer_than_the_scoring_deadline():
     arguments: Any = build_app(scoring(deadline_s=500))._bound_deployment.init_args
-    scorer, plan_timeout_s, _ = arguments[-3:]
-    assert scorer._bound_deployment.name == "SpecPrefillScorer"
-    assert plan_timeout_s >= 560
+    assert arguments[-1]._bound_deployment.name == "SpecPrefillScorer"
+    assert plan_timeout_s(arguments[0]) >= 560
 
 
 def test_plan_timeout_without_a_scorer_is_the_default():
     arguments: Any = build_app(AppArgs())._bound_deployment.init_args
-    assert arguments[-2] == PLAN_TIMEOUT_S
+    assert plan_timeout_s(arguments[0]) == PLAN_TIMEOUT_S
 
 
 def test_engine_slots_include_the_cache_queries_of_all_planners():
@@ -373,7 +373,7 @@ def test_variable_not_in_effect_is_printed_and_part_of_the_status(
     shown = capsys.readouterr().err
     assert "RAY_worker_niceness=0 is not in effect: engine, ingress and proxies run at nice 15" in shown
     assert "not checked: only `orchard serve`, and `serve run` if orchard_launch.pth is in effect, read" in shown
-    effective = arguments[3]["effective"]
+    effective = arguments[1]["effective"]
     assert effective["spec_prefill"] == "off: spec_prefill.enabled is false"
     assert [line.partition("=")[0] for line in effective["environment"]] == ["RAY_worker_niceness"]
 
@@ -388,6 +388,6 @@ def test_other_model_without_its_own_draft_is_served_without_sparse_prefill(
     graph = build_app(args)
     deployments = deployments_of(graph)
     assert "SpecPrefillScorer" not in deployments
-    assert deployments["TextMTP"].init_args[1].enabled is False
+    assert deployments["TextMTP"].init_args[0].spec_prefill.enabled is False
     arguments: Any = graph._bound_deployment.init_args
-    assert arguments[3]["effective"]["spec_prefill"] == f"off: no draft_model is set for {model}"
+    assert arguments[1]["effective"]["spec_prefill"] == f"off: no draft_model is set for {model}"

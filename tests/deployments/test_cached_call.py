@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from deployments.cached_call import CachedCall
+from tests.support.clock import Clock
 
 
 class Question:
@@ -14,10 +15,10 @@ class Question:
 
     def __init__(self, seconds: float = 0.01):
         self.num_asked = 0
-        self.now = 0.0
+        self.clock = Clock(0.0)
         self.error: Exception | None = None
         self._seconds = seconds
-        self.shared = CachedCall(self.ask, 0.5, lambda: self.now)
+        self.shared = CachedCall(self.ask, 0.5, self.clock)
 
     async def ask(self) -> int:
         self.num_asked += 1
@@ -36,9 +37,9 @@ def test_concurrent_calls_share_one_answer_and_later_calls_use_the_cached_answer
     async def go() -> list[int]:
         question = Question()
         at_once = await asyncio.gather(*[question.shared.get() for _ in range(100)])
-        question.now = 0.4
+        question.clock.now_s = 0.4
         young = await question.shared.get()
-        question.now = 0.6
+        question.clock.now_s = 0.6
         return [*set(at_once), young, await question.shared.get()]
 
     assert run(go) == [1, 1, 2]

@@ -12,10 +12,11 @@ import grpc
 import numpy as np
 import pytest
 from ray import serve
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 
-from deployments import engine_client, engine_stream
+from deployments import engine_stream, replica_calls
+from deployments.args import AppArgs
 from deployments.engine_client import EngineClient, failure_of
 from deployments.engine_stream import EngineStream
 from deployments.model_replica import ModelReplica
@@ -24,7 +25,7 @@ from deployments.replica_calls import is_replica_lost
 from deployments.replica_choice import Choice, NoOtherReplica, NoReplica, NoReplicaYet
 from deployments.routing import NodeRouter
 from deployments.text import TextMTP
-from engine.config import EngineConfig, SpecPrefillConfig
+from engine.config import EngineConfig
 from engine.protocol import (
     GRAMMAR_FAILED,
     HEARTBEAT,
@@ -41,89 +42,19 @@ from engine.protocol import (
     TokenChunk,
     Unavailable,
 )
+from tests.deployments.fake_handle import FakeCall, FakeHandle, FakeSelection, FakeStream, play, task_error
 from tests.deployments.test_routing import FakeReplica, call, make_router
+from tests.support.clock import Clock
 
 REQUEST = ChatRequest("r", ({"role": "user", "content": "What is 12 + 30?"},), temperature=0)
-PLAN = Plan(EngineRequest("r", np.zeros(3, np.int32), SamplingParams(8), (2,)), Route.TEXT, "node-0")
+PLAN = Plan(EngineRequest("r", np.zeros(3, np.int32), SamplingParams(8), (2,)), "node-0")
 LAST = TokenChunk((3,), FinishReason.STOP)
 
 Item = TokenChunk | BaseException | float
 
 
 @dataclass
-class Selection:
-    """log: told when a slot is given back of which the call was never sent."""
-
-    node_id: str
-    replica_id: str = ""
-    log: list[str] = field(default_factory=list)
-
-    async def _release_slot(self, *, force: bool = False) -> None:
-        assert force
-        self.log.append("release unsent")
-
-
-class Result:
-    """What Ray holds of a call that has been sent."""
-
-    def __init__(self, log: list[str], word: str):
-        self._log = log
-        self._word = word
-
-    def cancel(self) -> None:
-        self._log.append(self._word)
-
-
-class Response:
-    """A streaming response. Items: chunks, seconds to wait, or an error to raise."""
-
-    def __init__(self, items: list[Item], log: list[str]):
-        self._items = iter(items)
-        self._log = log
-        self._replica_result_future = asyncio.get_running_loop().create_future()
-        self._replica_result_future.set_result(Result(log, "cancel"))
-
-    def cancel(self) -> None:
-        """Like Ray's, it does not reach a call that nobody has read from."""
-
-    async def __anext__(self) -> TokenChunk:
-        for item in self._items:
-            if isinstance(item, BaseException):
-                raise item
-            if isinstance(item, TokenChunk):
-                return item
-            await asyncio.sleep(item)
-        self._log.append("end")
-        raise StopAsyncIteration
-
-    def __aiter__(self) -> "Response":
-        return self
-
-
-class Planned:
-    """A response that is one item: what it holds, seconds to wait, or an error to raise."""
-
-    def __init__(self, outcome: Any, log: list[str]):
-        self._outcome = outcome
-        self._replica_result_future = asyncio.get_running_loop().create_future()
-        self._replica_result_future.set_result(Result(log, "cancel plan"))
-
-    def __await__(self) -> Any:
-        return self._wait().__await__()
-
-    async def _wait(self) -> Any:
-        if isinstance(self._outcome, float):
-            await asyncio.sleep(self._outcome)
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        return self._outcome
-
-    def cancel(self) -> None:
-        """Like Ray's, it does not reach a call that nobody has read from."""
-
-
-@dataclass
-class Graph:
+class Graph(FakeHandle):
     """Handles of engines and planners; each attempt takes the next scenario, the last one stays.
 
     num_engines: that run, `engine-0` on `node-0` and so on; the first one that may be chosen is. When all are excluded
@@ -132,7 +63,7 @@ class Graph:
 
     streams: list[list[Item]] = field(default_factory=lambda: [[TokenChunk((1,)), TokenChunk((2,)), LAST]])
     plans: list[Item | Plan] = field(default_factory=lambda: [PLAN])
-    reserve: list[Item | None] = field(default_factory=lambda: [None])
+    reservations: list[Item | None] = field(default_factory=lambda: [None])
     log: list[str] = field(default_factory=list)
     pins: list[str] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
@@ -146,32 +77,30 @@ class Graph:
         graph: Any = self
         return EngineClient(graph, {Route.TEXT: graph}, **options)
 
-    @contextlib.asynccontextmanager
-    async def choose_replica(self, choice: Choice) -> AsyncIterator[Selection]:
+    async def reserve(self, *, choice: Choice) -> FakeSelection:
         self.choices.append(choice)
         names = [f"engine-{i}" for i in range(self.num_engines) if f"engine-{i}" not in choice.excluded]
         names.sort(key=lambda name: name in choice.last)
         if not names and not choice.waits:
             raise NoOtherReplica("there is no other")
         name = names[0] if names else f"engine-{self.num_engines}"
-        outcome = self._next(self.reserve)
-        if isinstance(outcome, float):
-            await asyncio.sleep(outcome)
-        if isinstance(outcome, BaseException):
-            raise outcome
+        await play(self._next(self.reservations))
         self.log.append("reserve")
-        try:
-            yield Selection(name.replace("engine", "node"), name, self.log)
-        finally:
-            self.log.append("release")
+        return FakeSelection(name.replace("engine", "node"), name, lambda: self.log.append("release unsent"))
 
-    def remote(self, request: ChatRequest) -> Planned:
+    async def release(self) -> None:
+        self.log.append("release")
+
+    def call(self, request: ChatRequest) -> FakeCall:
         self.log.append("plan")
-        return Planned(self._next(self.plans), self.log)
+        return FakeCall(self._next(self.plans), lambda: self.log.append("cancel plan"))
 
-    def dispatch(self, selection: Selection, request: EngineRequest) -> Response:
+    def dispatch(self, selection: FakeSelection, request: EngineRequest) -> FakeStream:
         self.log.append("dispatch")
-        return Response(self._next(self.streams), self.log)
+        return self.streaming(self._next(self.streams))
+
+    def streaming(self, items: list[Item]) -> FakeStream:
+        return FakeStream(items, lambda: self.log.append("cancel"), lambda: self.log.append("end"))
 
     def _next(self, scenarios: list[Any]) -> Any:
         return scenarios.pop(0) if len(scenarios) > 1 else scenarios[0]
@@ -196,11 +125,6 @@ def answer(graph: Graph) -> list[int]:
     return run(go)
 
 
-def task_error(cause: Exception) -> RayTaskError:
-    """As a replica's exception arrives: wrapped, with a traceback for a message."""
-    return RayTaskError("plan", "Traceback ...", cause).as_instanceof_cause()
-
-
 def test_plan_and_tokens_come_from_the_node_that_was_reserved():
     graph = Graph()
     assert answer(graph) == [1, 2, 3]
@@ -216,9 +140,9 @@ def test_pixels_are_dropped_as_soon_as_the_engine_has_them():
     graph = Graph(plans=[replace(PLAN, request=replace(PLAN.request, images=images))])
     sent: list[int] = []
 
-    def dispatch(selection: Selection, request: EngineRequest) -> Response:
+    def dispatch(selection: FakeSelection, request: EngineRequest) -> FakeStream:
         sent.append(request.num_pixel_bytes)
-        return Response([TokenChunk((1,)), LAST], graph.log)
+        return graph.streaming([TokenChunk((1,)), LAST])
 
     graph.dispatch = dispatch
 
@@ -301,7 +225,7 @@ def test_engine_errors_keep_their_type_and_arguments_through_ray(error: Exceptio
 
 def test_full_queue_error_has_the_expected_time_until_a_free_slot():
     async def go() -> None:
-        full = Graph(reserve=[BackPressureError(num_queued_requests=9, max_queued_requests=8)])
+        full = Graph(reservations=[BackPressureError(num_queued_requests=9, max_queued_requests=8)])
         await full.client(room_in_s=lambda: 17.5).start(REQUEST, Route.TEXT)
 
     with pytest.raises(Overloaded) as error:
@@ -327,7 +251,7 @@ def test_failure_in_the_first_chunk_is_raised_by_the_start_of_the_request(first:
 
 def test_reservation_of_a_replica_has_a_time_limit():
     async def go() -> None:
-        await Graph(reserve=[60.0]).client(reserve_timeout_s=0.05).start(REQUEST, Route.TEXT)
+        await Graph(reservations=[60.0]).client(reserve_timeout_s=0.05).start(REQUEST, Route.TEXT)
 
     with pytest.raises(Unavailable, match=r"No engine accepted the request within 0\.05 s"):
         run(go)
@@ -336,7 +260,7 @@ def test_reservation_of_a_replica_has_a_time_limit():
 @pytest.mark.parametrize(
     "graph, expected",
     [
-        (Graph(reserve=[60.0]), []),
+        (Graph(reservations=[60.0]), []),
         (Graph(plans=[60.0]), ["reserve", "plan", "cancel plan", "release"]),
         (Graph(streams=[[60.0, LAST]]), ["reserve", "plan", "dispatch", "cancel", "release"]),
     ],
@@ -455,14 +379,14 @@ def test_engine_without_a_planner_on_its_node_is_tried_last_and_then_waits_for_t
 
 
 def test_engine_that_refused_or_was_lost_is_chosen_last_for_a_while():
-    now = [0.0]
+    clock = Clock()
     graph = Graph(
         streams=[[task_error(Overloaded("full", 3.0))], [LAST], [LAST], [ActorDiedError()], [LAST], [LAST], [LAST]]
     )
 
     async def go() -> list[set[str]]:
-        client = graph.client(clock=lambda: now[0])
-        for now[0] in (0.0, 1.0, 5.0, 10.0, 40.0):
+        client = graph.client(clock=clock)
+        for clock.now_s in (0.0, 1.0, 5.0, 10.0, 40.0):
             await tokens(await client.start(REQUEST, Route.TEXT))
         return [set(choice.last) for choice in graph.choices]
 
@@ -489,7 +413,7 @@ def test_request_is_not_retried_after_its_first_token():
 
 def test_both_attempts_share_the_time_limit_of_the_reservation():
     async def go() -> None:
-        graph = Graph(reserve=[0.3, 60.0], streams=[[ActorDiedError()]])
+        graph = Graph(reservations=[0.3, 60.0], streams=[[ActorDiedError()]])
         began = asyncio.get_running_loop().time()
         with pytest.raises(Unavailable, match=r"No engine accepted the request within 0\.5 s"):
             await graph.client(reserve_timeout_s=0.5).start(REQUEST, Route.TEXT)
@@ -500,7 +424,7 @@ def test_both_attempts_share_the_time_limit_of_the_reservation():
 
 def test_request_before_the_first_ready_engine_fails_at_once():
     async def go() -> None:
-        graph = Graph(reserve=[NoReplicaYet("no replica of ModelReplica has been running yet")])
+        graph = Graph(reservations=[NoReplicaYet("no replica of ModelReplica has been running yet")])
         with pytest.raises(Unavailable, match="the model is being loaded") as error:
             await graph.client().start(REQUEST, Route.TEXT)
         assert error.value.retry_after_s >= 1 and len(graph.choices) == 1
@@ -520,22 +444,22 @@ class RoutedGraph(Graph):
         self.num_refused = 0
 
     @contextlib.asynccontextmanager
-    async def choose_replica(self, choice: Choice) -> AsyncIterator[Selection]:
+    async def choose_replica(self, *, choice: Choice) -> AsyncIterator[FakeSelection]:
         self.choices.append(choice)
         replica = await call(self.router, "", f"id-{len(self.choices)}", choice=choice)
         replica.queue_len += 1
         self.router.on_new_queue_len_info(replica.replica_id, replica.queue_len)
         try:
-            yield Selection(replica.node_id, replica.replica_id.unique_id, self.log)
+            yield FakeSelection(replica.node_id, replica.replica_id.unique_id)
         finally:
             replica.queue_len -= 1
             self.router.on_new_queue_len_info(replica.replica_id, replica.queue_len)
 
-    def dispatch(self, selection: Selection, request: EngineRequest) -> Response:
+    def dispatch(self, selection: FakeSelection, request: EngineRequest) -> FakeStream:
         if selection.replica_id == "refusing":
             self.num_refused += 1
-            return Response([0.001, task_error(Unavailable("short of memory", 3.0))], self.log)
-        return Response([0.05, LAST], self.log)
+            return self.streaming([0.001, task_error(Unavailable("short of memory", 3.0))])
+        return self.streaming([0.05, LAST])
 
 
 def test_engine_that_refuses_at_once_does_not_attract_most_requests():
@@ -654,8 +578,8 @@ def test_plan_is_not_waited_for_when_its_node_is_lost():
         return await tokens(await graph.client().start(REQUEST, Route.TEXT))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_client, "running_nodes", lambda handle: set(nodes))
-        patch.setattr(engine_client.while_running, "__defaults__", (0.01, 0.05))
+        patch.setattr(replica_calls, "running_nodes", lambda handle: set(nodes))
+        patch.setattr(replica_calls.while_running, "__defaults__", (0.01, 0.05))
         assert run(go) == [3]
 
 
@@ -666,11 +590,11 @@ def test_planner_stopped_by_serve_may_finish_a_plan_in_the_grace_period():
             return "planned"
 
         work = asyncio.ensure_future(late())
-        return await engine_client.while_running(None, "node-0", work, period_s=0.01, grace_s=5)
+        return await replica_calls.while_running(None, "node-0", work, period_s=0.01, grace_s=5)
 
     seen = iter([{"node-0"}])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_client, "running_nodes", lambda handle: next(seen, set()))
+        patch.setattr(replica_calls, "running_nodes", lambda handle: next(seen, set()))
         assert run(go) == "planned"
 
 
@@ -706,9 +630,7 @@ def test_hanging_release_of_a_slot_does_not_block_the_close_of_a_stream(monkeypa
         unreachable, released = asyncio.Event(), asyncio.Event()
 
         class Hanging(Graph):
-            @contextlib.asynccontextmanager
-            async def choose_replica(self, choice: Choice) -> AsyncIterator[Selection]:
-                yield Selection("node-0", "engine-0", self.log)
+            async def release(self) -> None:
                 await unreachable.wait()
                 released.set()
 
@@ -745,7 +667,7 @@ def test_plan_for_another_checkpoint_is_refused_before_the_dispatch():
 @pytest.fixture(scope="module")
 def local_graph() -> Iterator[tuple[Any, Any]]:
     engine = serve.run(ModelReplica.bind(EngineConfig()), name="engine", _local_testing_mode=True)
-    yield engine, serve.run(TextMTP.bind(EngineConfig(), SpecPrefillConfig()), name="text", _local_testing_mode=True)
+    yield engine, serve.run(TextMTP.bind(AppArgs()), name="text", _local_testing_mode=True)
     engine.options(method_name="__del__").remote().result()  # as Serve does; the local mode forgets it
 
 

@@ -15,14 +15,16 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
 from deployments import scorer_client
+from deployments.args import AppArgs
 from deployments.model_replica import ModelReplica
 from deployments.text import TextMTP
-from engine.config import EngineConfig, SpecPrefillConfig
+from engine.config import EngineConfig
 from engine.protocol import EngineFailed, Overloaded
-from tests.deployments.faulty_graph import DEADLINE_S, Bench, Client, as_ray_raises, make
-from tests.engine.faulty_engine import TINY
-from tests.faults import Failing, Hanging, Stalling
-from tests.tiny import Tiny, build
+from tests.deployments.fake_handle import task_error
+from tests.deployments.faulty_graph import DEADLINE_S, Bench, Client, make
+from tests.support.faults import Failing, Hanging, Stalling
+from tests.support.faulty_engine import TINY
+from tests.support.tiny import Tiny, build
 
 ENDLESS: dict[str, Any] = {"max_tokens": 20_000, "min_tokens": 20_000}
 
@@ -97,7 +99,7 @@ def test_request_whose_retry_loses_its_replica_as_well_is_a_503(bench: Bench, ki
 @before_the_first_token
 def test_unexpected_error_is_a_500_without_internal_details(bench: Bench, kind: str, seam: str):
     async def test() -> None:
-        fault = bench.faults.arm(seam, Failing(as_ray_raises(LIBRARY) if "plan" in seam else LIBRARY))
+        fault = bench.faults.arm(seam, Failing(task_error(LIBRARY) if "plan" in seam else LIBRARY))
         client = await bench.answered(bench.ask(kind))
         assert fault.num_fired == 1 and client.status == 500
         assert client.error["type"] == "server_error" and "secret" not in client.text
@@ -154,7 +156,7 @@ def test_requests_are_refused_while_planner_and_engine_have_different_models(
         assert_try_again(client, "unavailable", 503)
 
     async def test() -> None:
-        bench.graph.replicas["text"] = await make(TextMTP, new, SpecPrefillConfig())
+        bench.graph.replicas["text"] = await make(TextMTP, AppArgs(engine=new))
         await refused()
         bench.graph.replicas["engine"] = await make(ModelReplica, new)
         await refused()
@@ -181,7 +183,7 @@ SCORING_FAILS = [
 @pytest.mark.parametrize(("seam", "error"), SCORING_FAILS, ids=[f"{s} {type(e).__name__}" for s, e in SCORING_FAILS])
 def test_prompt_whose_scoring_fails_is_answered_densely(bench: Bench, seam: str, error: Exception):
     async def test() -> None:
-        fault = bench.faults.arm(seam, Failing(error if error is GONE else as_ray_raises(error)))
+        fault = bench.faults.arm(seam, Failing(error if error is GONE else task_error(error)))
         await assert_dense(bench, await bench.answered(bench.ask("long")))
         assert fault.num_fired == 1
         await bench.check()

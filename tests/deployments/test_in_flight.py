@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from deployments.in_flight import InFlight, InFlightRequest, Pace
 from engine import retry_after
 from engine.protocol import Cancelled, InvalidRequest, Overloaded, Unavailable
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -51,7 +44,7 @@ def test_retry_time_follows_the_recent_rate_of_finished_choices():
     clock = Clock()
     pace = Pace(clock)
     for _ in range(5):
-        clock.now += 2
+        clock.advance(2)
         pace.ended(2)
     assert pace.seconds_until(1) == pytest.approx(1)
     assert pace.seconds_until(20) == pytest.approx(20)
@@ -61,7 +54,7 @@ def test_choices_finished_long_ago_do_not_count_in_the_rate():
     clock = Clock()
     pace = Pace(clock)
     pace.ended(1000)
-    clock.now += 31
+    clock.advance(31)
     for _ in range(3):
         pace.ended(1)
     assert pace.seconds_until(1) == pytest.approx(10)
@@ -72,7 +65,7 @@ def test_number_of_recorded_ends_is_bounded_by_the_averaging_window():
     clock = Clock()
     pace = Pace(clock)
     for _ in range(3000):
-        clock.now += 0.1
+        clock.advance(0.1)
         pace.ended(1)
     assert len(pace._ends) <= 301
     assert pace.seconds_until(50) == pytest.approx(5, rel=0.01)
@@ -81,7 +74,7 @@ def test_number_of_recorded_ends_is_bounded_by_the_averaging_window():
 def test_retry_time_before_the_first_end_is_the_time_waited_so_far_per_choice():
     clock = Clock()
     pace = Pace(clock)
-    clock.now += 8
+    clock.advance(8)
     assert pace.seconds_until(1) == pytest.approx(8)
     assert pace.seconds_until(2) == pytest.approx(16)
 
@@ -89,19 +82,19 @@ def test_retry_time_before_the_first_end_is_the_time_waited_so_far_per_choice():
 def test_rate_of_finished_choices_starts_anew_after_the_server_was_idle():
     clock = Clock()
     pace = Pace(clock)
-    clock.now += 3
+    clock.advance(3)
     pace.ended(300)
     pace.begin()
-    clock.now += 4
+    clock.advance(4)
     assert pace.seconds_until(1) == pytest.approx(4)
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 128)), max_size=30), st.integers(1, 10**6))
-def test_the_time_until_there_is_room_is_between_a_second_and_a_minute(ends: list[tuple[float, int]], num_over: int):
+def test_retry_after_of_a_full_server_is_between_a_second_and_a_minute(ends: list[tuple[float, int]], num_over: int):
     clock = Clock()
     pace = Pace(clock)
     for later_s, num_choices in ends:
-        clock.now += later_s
+        clock.advance(later_s)
         pace.ended(num_choices)
     assert retry_after.MIN_S <= pace.seconds_until(num_over) <= retry_after.MAX_S
     assert pace.seconds_until(num_over) <= pace.seconds_until(num_over + 1)
@@ -115,7 +108,7 @@ def test_choice_beyond_the_limit_is_refused_until_running_choices_finish():
         clock = Clock()
         requests = room(4, clock=clock)
         with running(requests, "a"), running(requests, "b", 2):
-            clock.now += 6
+            clock.advance(6)
             with requests.enter("c") as entry:
                 with pytest.raises(Overloaded, match=r"3 choices .* 2 more .* the limit is 4, max_running") as refused:
                     requests.set_choices(entry, "c", 2)
@@ -212,7 +205,7 @@ def test_retry_time_counts_finished_answers_and_no_refused_requests():
         with running(requests, "long"):
             for _ in range(4):
                 with running(requests, "short"):
-                    clock.now += 5
+                    clock.advance(5)
                 with requests.enter("junk"):
                     pass
             assert requests.retry_after_s == pytest.approx(5)
@@ -225,10 +218,10 @@ def test_idle_hour_does_not_count_in_the_retry_time():
         clock = Clock()
         requests = room(1, clock=clock)
         with running(requests, "early"):
-            clock.now += 1
-        clock.now += 3600
+            clock.advance(1)
+        clock.advance(3600)
         with running(requests, "late"):
-            clock.now += 3
+            clock.advance(3)
             assert requests.retry_after_s == pytest.approx(3)
 
     run(go())

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from ray import serve
 
 from deployments import ingress
+from deployments.args import AppArgs
 from deployments.http.app import create_app
 from deployments.http.config import HttpConfig
 from deployments.in_flight import InFlight
 from deployments.ingress import Ingress, TextGeneration, answer_rules, engine_node_ids
 from deployments.protocol import ChatRequest, EngineAnswer, Route, SpecPrefillReport, TextDelta
-from engine.config import EngineConfig
 from engine.processing.answer_parser import AnswerRules
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer
@@ -298,7 +298,7 @@ texts = st.text(alphabet=st.sampled_from("ab nSTOP.,\té日本🙂🇩🇪ß"), 
     order=st.randoms(use_true_random=False),
 )
 @example([("one STOP two", 3), ("ab", 1)], ["STOP"], SimpleNamespace(choice=lambda seq: seq[0]))
-def test_streamed_and_whole_the_same_is_read_and_it_adds_up(answers: Any, stop: list[str], order: Any):
+def test_streamed_and_whole_answers_are_equal_and_their_token_counts_add_up(answers: Any, stop: list[str], order: Any):
     queues = [cut(ids_of(text), size, index) for index, (text, size) in enumerate(answers)]
     chunks = []
     while waiting := [queue for queue in queues if queue]:
@@ -356,7 +356,7 @@ class SilentReplica:
 def ingress_before(engine: Any, scorer: Any = None) -> Any:
     """In Serve's local testing mode, without Ray."""
     graph = (engine.bind(), engine.bind(), engine.bind(), scorer)
-    arguments = ("demo", EngineConfig(), HttpConfig(), {}, *graph)
+    arguments = (AppArgs(), {}, *graph)
     return serve.run(Ingress.bind(*arguments), name=engine.name, _local_testing_mode=True)
 
 

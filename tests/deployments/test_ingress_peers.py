@@ -1,69 +1,46 @@
-"""One ingress among others: whose requests it cancels, how many it lets in, what it says of itself, how it ends."""
+"""One ingress among others: cancelling across ingresses, capacity, status and shutdown."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
-from ray.serve.handle import DeploymentBroadcastResponse
 
 from deployments import ingress
-from deployments.http.config import HttpConfig
+from deployments.args import AppArgs
 from deployments.in_flight import InFlightRequest
 from deployments.ingress import Ingress
 from engine.config import EngineConfig
 from engine.protocol import Overloaded, Unavailable
+from tests.deployments.fake_handle import FakeCall, FakeHandle
 
 ORCHARD = DeploymentID(name="Ingress", app_name="orchard")
-
-
-@dataclass
-class Result:
-    """What Ray holds of a call to one replica. says: its answer, seconds until it has none, or an error to raise."""
-
-    says: Any
-
-    async def get_async(self) -> Any:
-        if isinstance(self.says, BaseException):
-            raise self.says
-        if isinstance(self.says, float):
-            await asyncio.sleep(self.says)
-        return self.says
 
 
 SILENT = 60.0
 
 
-class Replicas:
-    """A handle to all replicas of a deployment, with Ray's own broadcast. says: what they answer, or an error instead
-    of all their answers."""
+class Replicas(FakeHandle):
+    """A handle to all replicas of a deployment. says: their outcomes, or an error instead of all their answers."""
 
     def __init__(self, says: Sequence[Any] | Exception):
         self._says = says
         self.asked: list[tuple[Any, ...]] = []
 
-    def broadcast(self, *question: Any) -> DeploymentBroadcastResponse:
-        self.asked.append(question)
-        return DeploymentBroadcastResponse(self._results(), asyncio.get_running_loop())
+    def broadcast(self, method: str, *arguments: Any) -> Any:
+        self.asked.append((method, *arguments))
+        return super().broadcast(method, *arguments)
 
-    async def _results(self) -> list[Any]:
+    async def results(self, method: str, *arguments: Any) -> list[Any]:
         if isinstance(self._says, Exception):
             raise self._says
-        return [Result(says) for says in self._says]
-
-
-class Handle:
-    """Of a deployment that nobody asks here."""
-
-    def options(self, **options: Any) -> "Handle":
-        return self
+        return [FakeCall(says) for says in self._says]
 
 
 INGRESS: Any = Ingress.func_or_class
@@ -82,8 +59,8 @@ async def make_ingress(monkeypatch: pytest.MonkeyPatch, ingresses: Replicas | No
     monkeypatch.setattr(ingress, "replica_info", lambda: {"replica_id": "here"})
     monkeypatch.setattr(ingress, "STATUS_TIMEOUT_S", 0.1)
     replica: Any = Replica.__new__(Replica)
-    handle = Handle()
-    arguments = ("demo", EngineConfig(**engine), HttpConfig(), {}, handle, handle, handle, None, 120.0, 0.05)
+    handle = FakeHandle()
+    arguments = (AppArgs(engine=EngineConfig(**engine), drain_timeout_s=0.05), {}, handle, handle, handle)
     await replica.__init__(*arguments)
     return replica
 

@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from deployments.mllm import MLLM, image_sources
-from deployments.protocol import ChatRequest, Plan, Route
-from engine.config import EngineConfig, MediaConfig, SpecPrefillConfig
+from deployments.args import AppArgs
+from deployments.mllm import MLLM
+from deployments.protocol import ChatRequest, Plan
+from engine.config import EngineConfig, MediaConfig
 from engine.processing import media
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import InvalidRequest
-from tests.engine.processing.pictures import scan_bomb
+from tests.support.image_files import scan_bomb
 
-CONFIG = EngineConfig(), MediaConfig(max_images=3)
+LIMITS = MediaConfig(max_images=3)
 
 
 def data_url(size: tuple[int, int] = (64, 64), color: str = "red") -> str:
@@ -35,10 +36,10 @@ def picture(url: str) -> dict[str, Any]:
 TEXT = {"type": "text", "text": "What is in the image?"}
 
 
-def plan(*messages: dict[str, Any], config: EngineConfig = CONFIG[0], limits: MediaConfig = CONFIG[1]) -> Plan:
+def plan(*messages: dict[str, Any], limits: MediaConfig = LIMITS, **engine: Any) -> Plan:
     async def go() -> Plan:
         make: Any = MLLM.func_or_class
-        return await make(config, limits, SpecPrefillConfig()).plan(ChatRequest("r", messages))
+        return await make(AppArgs(engine=EngineConfig(**engine), media=limits)).plan(ChatRequest("r", messages))
 
     return asyncio.run(go())
 
@@ -46,39 +47,9 @@ def plan(*messages: dict[str, Any], config: EngineConfig = CONFIG[0], limits: Me
 def test_placeholder_tokens_stand_for_each_image_in_order():
     planned = plan(user(picture(data_url((64, 64))), picture(data_url((128, 64), "blue")), TEXT))
     images = planned.request.images
-    assert planned.route == Route.MLLM
     assert [image.num_tokens for image in images] == [4, 8]
     assert (planned.request.token_ids == 6).sum() == 12
     assert len({image.content_hash for image in images}) == 2
-
-
-def test_images_of_all_turns_and_of_tool_results_are_found_in_order():
-    messages = [
-        user({"type": "image_url", "image_url": "a"}, TEXT),
-        {"role": "assistant", "content": "Yes."},
-        {"role": "tool", "content": [{"type": "image", "image": {"url": "b"}}]},
-        user({"type": "input_image", "image_url": "c"}),
-        {"role": "assistant", "content": None},
-    ]
-    found = [(source.field, source.url) for source in image_sources(messages)]
-    assert found == [
-        ("messages[0].content[0].image_url", "a"),
-        ("messages[2].content[0].image.url", "b"),
-        ("messages[3].content[0].image_url", "c"),
-    ]
-
-
-@pytest.mark.parametrize("kind, type_", [("video", "video_url"), ("audio", "input_audio"), ("file", "file")])
-def test_unsupported_media_are_refused_by_kind_and_path(kind: str, type_: str):
-    with pytest.raises(InvalidRequest, match=f"^{kind} is not supported") as error:
-        plan(user(TEXT, {"type": type_, type_: {}}))
-    assert error.value.field == "messages[0].content[1]"
-
-
-def test_image_without_a_url_is_refused_by_path():
-    with pytest.raises(InvalidRequest) as error:
-        plan(user({"type": "image_url", "image_url": {"detail": "high"}}))
-    assert error.value.field == "messages[0].content[0].image_url"
 
 
 def test_undecodable_image_is_refused_by_path():
@@ -106,13 +77,13 @@ def test_image_for_a_text_only_model_is_refused(tmp_path: Path):
         if file.name != "preprocessor_config.json" and file.is_file():
             (tmp_path / file.name).symlink_to(file)
     with pytest.raises(InvalidRequest, match="does not accept images"):
-        plan(user(picture(data_url())), config=EngineConfig(model=str(tmp_path)))
+        plan(user(picture(data_url())), model=str(tmp_path))
 
 
 def test_hostile_image_is_refused_by_path_and_counted_in_the_status():
     async def go() -> dict[str, Any]:
         make: Any = MLLM.func_or_class
-        planner = make(*CONFIG, SpecPrefillConfig())
+        planner = make(AppArgs(media=LIMITS))
         bomb = "data:image/jpeg;base64," + base64.b64encode(scan_bomb(1000)).decode()
         with pytest.raises(InvalidRequest, match="more than 64 scans") as error:
             await planner.plan(ChatRequest("r", (user(picture(bomb)),)))

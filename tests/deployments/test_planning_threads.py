@@ -1,4 +1,4 @@
-"""Who gets a thread to be planned in, and when."""
+"""The order in which prompts of several clients get a planning thread."""
 
 import asyncio
 import threading

@@ -11,7 +11,7 @@ from ray.serve._private import router as ray_router
 from ray.serve._private.common import DeploymentHandleSource, RequestMetadata
 from ray.serve._private.replica import SERVE_BUILD_ASGI_APP_METHOD
 from ray.serve._private.request_router.replica_wrapper import ReplicaSelection
-from ray.serve.handle import DeploymentBroadcastResponse, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentResponseGenerator
 
 from deployments import ray_internals
 from deployments.ingress import Ingress
@@ -27,6 +27,7 @@ from deployments.ray_internals import (
 )
 from deployments.routing import NodeRouter
 from engine.protocol import EngineFailed
+from tests.deployments.fake_handle import FakeCall, FakeHandle
 from tests.deployments.test_routing import DEPLOYMENT, FakeReplica, make_router
 
 METADATA = RequestMetadata(request_id="r", internal_request_id="i", is_streaming=True)
@@ -42,9 +43,6 @@ class Sent:
 
     def cancel(self) -> None:
         self.is_cancelled = True
-
-    async def get_async(self) -> int:
-        return 42
 
     async def __anext__(self) -> None:
         await asyncio.Event().wait()
@@ -191,13 +189,10 @@ def test_running_nodes_are_the_nodes_of_the_routers_replicas(make: Callable[[Rep
 
 
 def test_broadcast_has_an_answer_from_each_replica():
-    class Handle:
-        def broadcast(self, method: str, *args: Any) -> DeploymentBroadcastResponse:
-            assert (method, args) == ("status", (1,))
-            return DeploymentBroadcastResponse(self.calls(), asyncio.get_running_loop())
-
-        async def calls(self) -> list[Any]:
-            return [Sent(), Sent()]
+    class Handle(FakeHandle):
+        async def results(self, method: str, *arguments: Any) -> list[Any]:
+            assert (method, arguments) == ("status", (1,))
+            return [FakeCall(42), FakeCall(42)]
 
     async def go() -> list[Any]:
         return [await answer_of(call) for call in await replica_calls(Handle(), "status", 1)]

@@ -1,9 +1,7 @@
 """Whatever keeps engine or scorer from answering makes a prompt dense, and what nobody waits for is cancelled."""
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -20,17 +18,16 @@ from engine.protocol import (
     OrchardError,
     Overloaded,
 )
+from tests.deployments.fake_handle import FakeCall, FakeSelection, task_error
 from tests.deployments.scoring_graph import (
     ASKED,
     CONFIG,
+    Engine,
     Graph,
-    Handle,
-    Response,
-    Selection,
+    Scorer,
     dense_because,
     plan,
     prompt,
-    task_error,
 )
 
 SECRET = "/secret/path of node 10.0.0.1"
@@ -164,29 +161,28 @@ def test_cancelled_request_stops_its_scoring(broken: dict[str, Any], log: list[s
 
 
 def test_request_cancelled_before_its_dispatch_to_the_scorer_releases_its_slot():
-    graph, selection = Graph(), Selection("node-7")
+    graph, released = Graph(), []
 
-    class Unsent(Response):
+    class Unsent(FakeCall):
         """A dispatch that has not made its first step."""
 
         def __init__(self) -> None:
-            super().__init__(60.0, graph.cancelled, "score")
+            super().__init__(60.0)
             self._replica_result_future = asyncio.get_running_loop().create_future()
 
         def cancel(self) -> None:
             self._replica_result_future.cancel()
 
-    class Dispatching(Handle):
-        @contextlib.asynccontextmanager
-        async def choose_replica(self) -> AsyncIterator[Selection]:
-            yield selection
+    class Dispatching(Scorer):
+        async def reserve(self) -> FakeSelection:
+            return FakeSelection("node-7", on_release_unsent=lambda: released.append("slot"))
 
-        def dispatch(self, selection: Selection, request: Any) -> Response:
+        def call(self, request: Any) -> FakeCall:
             return Unsent()
 
     async def go() -> None:
-        engine: Any = Handle(graph, "engine")
-        scorer: Any = Dispatching(graph, "scorer")
+        engine: Any = Engine(graph)
+        scorer: Any = Dispatching(graph)
         planner = SparsePlanner(CONFIG, PromptFacts(frozenset()), engine, scorer)
         task = asyncio.ensure_future(planner.plan(ASKED, prompt()))
         await asyncio.sleep(0.05)
@@ -195,22 +191,16 @@ def test_request_cancelled_before_its_dispatch_to_the_scorer_releases_its_slot()
             await task
 
     asyncio.run(go())
-    assert selection.released == ["slot"]
+    assert released == ["slot"]
 
 
 def test_scorer_is_called_in_the_local_testing_mode_of_serve():
-    class Local(Handle):
-        def options(self, **options: Any) -> "Local":
-            return Local(self.graph, self.name, self.chosen | options)
-
-        def choose_replica(self) -> Any:
+    class Local(Scorer):
+        async def reserve(self) -> FakeSelection:
             raise NotImplementedError
 
-        def remote(self, request: Any) -> Response:
-            return self.dispatch(Selection(""), request)
-
     graph = Graph()
-    engine: Any = Handle(graph, "engine")
-    scorer: Any = Local(graph, "scorer")
+    engine: Any = Engine(graph)
+    scorer: Any = Local(graph)
     planned, _ = plan(SparsePlanner(CONFIG, PromptFacts(frozenset()), engine, scorer))
     assert planned.sparse is not None

@@ -24,6 +24,7 @@ from engine.protocol import (
     ScoringTooSlow,
     SparsePlan,
 )
+from tests.deployments.fake_handle import task_error
 from tests.deployments.scoring_graph import (
     ASKED,
     CONTROL,
@@ -40,7 +41,6 @@ from tests.deployments.scoring_graph import (
     plan_of,
     prompt,
     scored,
-    task_error,
 )
 
 # --- a sparse prompt -----------------------------------------------------------------------------------------------

@@ -11,13 +11,14 @@ import pytest
 from ray import serve
 
 from deployments import spec_prefill
+from deployments.args import AppArgs
 from deployments.engine_client import EngineClient
 from deployments.mllm import MLLM
 from deployments.model_replica import ModelReplica
 from deployments.protocol import ChatRequest, Plan, Route
 from deployments.spec_prefill import SpecPrefillScorer
 from deployments.text import TextMTP
-from engine.config import EngineConfig, MediaConfig, SpecPrefillConfig
+from engine.config import EngineConfig, SpecPrefillConfig
 from engine.core.spec_prefill.plan import Scored, ScoreRequest, why_unfit
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import EngineFailed, FinishReason, InvalidRequest
@@ -161,8 +162,8 @@ class Front:
 @pytest.fixture(scope="module")
 def front() -> Iterator[Any]:
     engine, scorer = ModelReplica.bind(EngineConfig()), SpecPrefillScorer.bind(CONFIG, EngineConfig())
-    text = TextMTP.bind(EngineConfig(), CONFIG, engine, scorer)
-    mllm = MLLM.bind(EngineConfig(), MediaConfig(), CONFIG, engine, scorer)
+    args = AppArgs(spec_prefill=CONFIG)
+    text, mllm = TextMTP.bind(args, engine, scorer), MLLM.bind(args, engine, scorer)
     front = serve.run(Front.bind(engine, text, mllm, scorer), name="front", _local_testing_mode=True)
     yield front
     front.end.remote().result(timeout_s=60)

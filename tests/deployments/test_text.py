@@ -3,17 +3,16 @@ from typing import Any
 
 import pytest
 
-from deployments.protocol import ChatRequest, Route
+from deployments.args import AppArgs
+from deployments.protocol import ChatRequest
 from deployments.text import TextMTP
-from engine.config import EngineConfig, SpecPrefillConfig
 from engine.protocol import InvalidRequest
 
 
 def test_a_text_request_is_planned():
     planner: Any = TextMTP.func_or_class
     request = ChatRequest("r", ({"role": "user", "content": "Hello!"},), seed=1)
-    plan = asyncio.run(planner(EngineConfig(), SpecPrefillConfig()).plan(request))
-    assert plan.route == Route.TEXT
+    plan = asyncio.run(planner(AppArgs()).plan(request))
     assert plan.request.images == () and len(plan.request.token_ids) > 5
     assert (plan.planner_node, plan.spec_prefill) == ("", None)
 
@@ -22,4 +21,4 @@ def test_requested_sparse_prefill_without_a_scorer_is_refused():
     planner: Any = TextMTP.func_or_class
     request = ChatRequest("r", ({"role": "user", "content": "Hello!"},), spec_prefill=True)
     with pytest.raises(InvalidRequest, match=r"spec_prefill\.enabled: false"):
-        asyncio.run(planner(EngineConfig(), SpecPrefillConfig()).plan(request))
+        asyncio.run(planner(AppArgs()).plan(request))

@@ -9,7 +9,15 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.server import DRAIN_S, MAX_QUEUE, MAX_RUNNING, ORCHARD_SERVE, ServeRun, serve_run
+from tests.e2e.server import (
+    DRAIN_S,
+    MAX_QUEUE,
+    MAX_RUNNING,
+    ORCHARD_SERVE,
+    SPARSE_THRESHOLD,
+    ServeRun,
+    serve_run,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,7 +39,7 @@ def server() -> Iterator[ServeRun]:
 
 @pytest.fixture(scope="session")
 def small_server() -> Iterator[ServeRun]:
-    """For the tests that kill its engine, and then for the one that stops it: `test_stopping` comes last.
+    """For the tests that kill its engine or its scorer, and then for the one that stops it: `test_stopping` is last.
 
     Started by `orchard serve`; the other one by `serve run`.
     """
@@ -39,6 +47,7 @@ def small_server() -> Iterator[ServeRun]:
     def make_it_small(config: dict[str, Any]) -> None:
         args = config["applications"][0]["args"]
         args["engine"].update(max_running=MAX_RUNNING, max_queue=MAX_QUEUE)
+        args["spec_prefill"]["threshold_tokens"] = SPARSE_THRESHOLD
         args["drain_timeout_s"] = DRAIN_S
 
     with serve_run(make_it_small, command=ORCHARD_SERVE) as server:

@@ -24,8 +24,8 @@ SHIPPED_CONFIG = ROOT / "serve_config.yaml"
 START_TIMEOUT_S = 300.0  # half a minute on two idle cores
 STOP_TIMEOUT_S = 60.0
 
-MAX_RUNNING, MAX_QUEUE, DRAIN_S = 4, 12, 12.0
-"""Of the small server."""
+MAX_RUNNING, MAX_QUEUE, DRAIN_S, SPARSE_THRESHOLD = 4, 12, 20.0, 512
+"""Of the small server. SPARSE_THRESHOLD: tokens."""
 
 SERVE_RUN, ORCHARD_SERVE = ("serve", "run"), ("orchard", "serve")
 

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from deployments.http.errors import InvalidRequest
-from deployments.http.request_reader import ReadingRules, read_request
+from deployments.http.parsed_request import ReadingRules
+from deployments.http.request_reader import read_request
 from tests.e2e.clients.captured import Captured, Filling, fill, load
 from tests.e2e.pictures import image_part, shape
 
@@ -30,7 +31,7 @@ REFUSED = {
 NOT_SERVED = {("HEAD", "/")}
 """Answered with 404; clients go on."""
 
-MAX_TEXT_CHARS = 60
+MAX_TEXT_CHARS = 12
 AT_ONCE = 4
 MAX_ANSWER_TOKENS = 4
 BUDGETS = {

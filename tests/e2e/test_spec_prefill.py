@@ -16,37 +16,24 @@ import pytest
 
 from tests.demo_model.tasks.retrieval import retrieval
 from tests.demo_model.world.draws import Draws
-from tests.e2e.server import ServeRun, serve_run
+from tests.e2e.server import ServeRun
 
 pytestmark = pytest.mark.server
 
-THRESHOLD = 512
 VERY_LONG = 10_000
 """Tokens; the draft reads them for seconds."""
 PEOPLE = {"type": "object", "properties": {"code": {"type": "integer"}}, "required": ["code"]}
 
 
-def lower_the_threshold(config: dict[str, Any]) -> None:
-    config["applications"][0]["args"]["spec_prefill"]["threshold_tokens"] = THRESHOLD
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServeRun]:
-    with serve_run(lower_the_threshold) as server:
-        server.wait_complete()
-        yield server
-        assert server.stop() == 0, server.output[-4000:]
-
-
-@pytest.fixture(scope="module")
-def client(server: ServeRun) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+def client(small_server: ServeRun) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{small_server.base_url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def http(server: ServeRun) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.base_url, timeout=120) as http:
+def http(small_server: ServeRun) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=small_server.base_url, timeout=120) as http:
         yield http
 
 
@@ -84,6 +71,11 @@ def scorer(http: httpx.Client) -> dict[str, Any]:
     """What the one scorer says of itself; raises while there is none."""
     (replica,) = http.get("/v1/status").json()["spec_prefill"]
     return replica
+
+
+def num_unavailable(http: httpx.Client) -> int:
+    """Prompts that the planner left dense because there was no scorer."""
+    return http.get("/v1/status").json()["text"][0]["spec_prefill"]["dense"].get("unavailable", 0)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
@@ -198,13 +190,13 @@ def test_prompt_with_a_grammar_is_dense_with_the_reason_unless_sparse_on_request
     assert is_sparse(ask(client, messages, {"specprefill": True}, **grammar))
 
 
-def test_client_that_disconnects_stops_the_scoring(server: ServeRun, http: httpx.Client):
+def test_client_that_disconnects_stops_the_scoring(small_server: ServeRun, http: httpx.Client):
     messages, _ = needle(VERY_LONG, seed=7)
     before = scorer(http)["scorer"]
     body = {"model": "demo", "messages": messages, "max_tokens": 40, **SPARSE}
 
     async def leave_while_it_is_scored() -> None:
-        async with httpx.AsyncClient(base_url=server.base_url, timeout=120) as leaving:
+        async with httpx.AsyncClient(base_url=small_server.base_url, timeout=120) as leaving:
             asked = asyncio.ensure_future(leaving.post("/v1/chat/completions", json=body))
             await asyncio.to_thread(wait_until, lambda: scorer(http)["scorer"]["num_running"] == 1, 30)
             asked.cancel()
@@ -220,7 +212,7 @@ def test_client_that_disconnects_stops_the_scoring(server: ServeRun, http: httpx
 
 def test_prompts_are_answered_densely_while_a_killed_scorer_is_replaced(client: openai.OpenAI, http: httpx.Client):
     messages, _ = needle(VERY_LONG, seed=8)
-    pid = scorer(http)["pid"]
+    pid, before = scorer(http)["pid"], num_unavailable(http)
     with ThreadPoolExecutor(1) as pool:
         in_progress = pool.submit(ask, client, messages, SPARSE)
         wait_until(lambda: scorer(http)["scorer"]["num_running"] == 1, 30)
@@ -233,7 +225,6 @@ def test_prompts_are_answered_densely_while_a_killed_scorer_is_replaced(client: 
         found = report(answer)
         assert found is not None and found["dense_because"].startswith("unavailable: "), found
         assert found["skipped_tokens"] == 0 and answer.choices[0].finish_reason in ("stop", "length")
-    planner = http.get("/v1/status").json()["text"][0]["spec_prefill"]
-    assert planner["dense"]["unavailable"] == 2
+    assert num_unavailable(http) == before + 2
     wait_until(lambda: scorer(http)["pid"] != pid and scorer(http)["scorer"]["state"] == "ready", 60)
     wait_until(lambda: is_sparse(ask(client, short, SPARSE)), 10)

@@ -1,99 +1,48 @@
-"""The demo model's runner, loaded once for all tests of the engine, and requests for it."""
+"""Another process that holds a lock, for the tests of locks."""
 
-from collections.abc import Callable, Iterable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from PIL import Image, ImageDraw
 
-from engine.config import EngineConfig
-from engine.core.batch import ModelRunner
-from engine.processing.images import ImagePreprocessor
-from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import EngineRequest, ImagePatches, SamplingParams
-from engine.worker.model_runner import MLXRunner, load_runner
-from tests.engine.driver import Driver
-from tests.tiny import Tiny, build
+ROOT = Path(__file__).parents[2]
 
-DEMO = Path(__file__).parents[2] / "engine" / "demo_model"
-DRAFT = DEMO / "draft"  # a text-only model with plain attention
-GREEDY = 0.0
+HOLD = """
+import sys
+from pathlib import Path
+from engine.process_lock import ProcessLock
 
+lock = ProcessLock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
 
-@pytest.fixture(scope="session")
-def runner() -> Iterable[MLXRunner]:
-    runner = load_runner(EngineConfig(), lambda progress: None)
-    yield runner
-    runner.close()
-
-
-@pytest.fixture(scope="session")
-def text_runner() -> Iterable[MLXRunner]:
-    runner = load_runner(EngineConfig(model=str(DRAFT)), lambda progress: None)
-    yield runner
-    runner.close()
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> ChatTokenizer:
-    return ChatTokenizer(DEMO)
-
-
-@pytest.fixture(scope="session")
-def make_request(tokenizer: ChatTokenizer) -> Callable[..., EngineRequest]:
-    def make(
-        request_id: str,
-        text: str,
-        images: tuple[ImagePatches, ...] = (),
-        max_tokens: int = 24,
-        temperature: float = GREEDY,
-        stops: bool = True,
-        **sampling: float,
-    ) -> EngineRequest:
-        parts = [{"type": "image"} for _ in images]
-        content = [*parts, {"type": "text", "text": text}] if parts else text
-        ids = tokenizer.encode_chat(
-            [{"role": "user", "content": content}], template_kwargs={}, image_tokens=[i.num_tokens for i in images]
-        )
-        stop_token_ids = tokenizer.stop_token_ids if stops else ()
-        params = SamplingParams(max_tokens, temperature, **sampling)  # type: ignore[arg-type]
-        return EngineRequest(request_id, ids, params, stop_token_ids, images)
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def picture() -> Callable[..., ImagePatches]:
-    preprocessor = ImagePreprocessor(DEMO)
-
-    def draw(colour: str, shape: str = "circle", size: tuple[int, int] = (128, 128)) -> ImagePatches:
-        image = Image.new("RGB", size, "white")
-        box = (size[0] // 4, size[1] // 4, size[0] * 3 // 4, size[1] * 3 // 4)
-        pen = ImageDraw.Draw(image)
-        (pen.ellipse if shape == "circle" else pen.rectangle)(box, fill=colour)
-        return preprocessor.patches(image)
-
-    return draw
+Holder = subprocess.Popen[str]
 
 
 @pytest.fixture
-def drive(runner: MLXRunner) -> Callable[..., Driver]:
-    def make(config: EngineConfig | None = None, on: ModelRunner = runner) -> Driver:
-        return Driver(on, config)
+def hold() -> Iterator[Callable[[Path], Holder]]:
+    """hold(path): another process that has the lock."""
+    holders: list[Holder] = []
 
-    return make
+    def start(path: Path) -> Holder:
+        holder = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(path)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        holders.append(holder)
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        return holder
 
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """tiny_model(**of tests.tiny.Tiny): a random checkpoint, built once per session. Copy it before changing it."""
-    built: dict[Tiny, Path] = {}
-
-    def make(**choices: Any) -> Path:
-        tiny = Tiny(**choices)
-        if tiny not in built:
-            built[tiny] = build(tmp_path_factory.mktemp("tiny") / "model", tiny)
-        return built[tiny]
-
-    return make
+    yield start
+    for holder in holders:
+        holder.kill()
+        holder.wait(30)
+        for pipe in (holder.stdin, holder.stdout):
+            assert pipe is not None
+            pipe.close()

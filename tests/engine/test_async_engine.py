@@ -1,4 +1,4 @@
-"""AsyncEngine: streams, aborts, limits, failures, the end."""
+"""AsyncEngine: streams, limits, failures, the end."""
 
 import asyncio
 import re
@@ -22,10 +22,9 @@ from engine.protocol import (
     InvalidRequest,
     Overloaded,
     SamplingParams,
-    Unavailable,
 )
-from tests.engine.fakes import NoSnapshots, run_engine, until
-from tests.faults import Hanging
+from tests.support.fake_runner import NoSnapshots, run_engine, until
+from tests.support.faults import Hanging
 
 
 class CountingRunner(NoSnapshots):
@@ -35,25 +34,16 @@ class CountingRunner(NoSnapshots):
 
     def __init__(self, step_s: float = 0.0):
         self.step_s, self.next, self.hold, self.closed = step_s, {}, 0.0, False
-        self.fail = self.fail_prefill = False
 
     def decode(self, num_draft_tokens=0):
         time.sleep(self.step_s + self.hold)
-        if self.fail:
-            raise RuntimeError("boom")
         outputs = {row: RowOutput((n,)) for row, n in self.next.items()}
         self.next = {row: n + 1 for row, n in self.next.items()}
         return outputs
 
     def prefill(self, rows, max_tokens):
-        if self.fail_prefill:
-            raise RuntimeError("boom")
         self.next.update({row.id: 1 for row in rows})
         return PrefillOutput(rows[0].num_prompt_tokens, {row.id: RowOutput((0,)) for row in rows})
-
-    def probe(self):
-        if self.fail_prefill:
-            raise RuntimeError("boom")
 
     def reset(self):
         self.next.clear()
@@ -81,7 +71,7 @@ async def collect(engine: AsyncEngine, r: EngineRequest) -> list[int]:
     return [token async for chunk in engine.generate(r) for token in chunk.token_ids]
 
 
-def test_every_token_comes_once_and_in_order_and_the_first_alone():
+def test_tokens_come_once_and_in_order_and_the_first_alone():
     async def test(engine):
         chunks = [chunk async for chunk in engine.generate(request(max_tokens=50))]
         assert [t for c in chunks for t in c.token_ids] == list(range(50))
@@ -92,17 +82,6 @@ def test_every_token_comes_once_and_in_order_and_the_first_alone():
     run(test, CountingRunner(step_s=0.002))
 
 
-def test_a_slow_reader_gets_all_accumulated_tokens_in_one_chunk():
-    async def test(engine):
-        stream = engine.generate(request(max_tokens=40))
-        first = await anext(stream)
-        await until(lambda: engine.status().num_finished == 1)
-        chunk = await anext(stream)
-        assert len(chunk.token_ids) == 40 - len(first.token_ids) and chunk.finish_reason is FinishReason.LENGTH
-
-    run(test)
-
-
 def test_concurrent_streams_each_get_their_own_tokens():
     async def test(engine):
         results = await asyncio.gather(*(collect(engine, request(f"r{i}", 10 + i)) for i in range(20)))
@@ -110,31 +89,6 @@ def test_concurrent_streams_each_get_their_own_tokens():
         assert engine.status().num_running == 0
 
     run(test, max_running=8)
-
-
-@pytest.mark.parametrize("how", ["close", "cancel", "abort"])
-def test_a_closed_cancelled_or_aborted_stream_frees_its_row(how):
-    runner = CountingRunner(step_s=0.002)
-
-    async def test(engine):
-        stream = engine.generate(request(max_tokens=900))
-        await anext(stream)
-        if how == "close":
-            await stream.aclose()
-        elif how == "cancel":
-            task = asyncio.create_task(collect(engine, request("other", max_tokens=900)))
-            await until(lambda: len(runner.next) == 2)
-            task.cancel()
-            await stream.aclose()
-        else:
-            assert engine.abort("r")
-            rest = [chunk async for chunk in stream]
-            assert rest[-1].finish_reason is FinishReason.ABORT
-            assert not engine.abort("r"), "it is known no more"
-        await until(lambda: engine.status().num_running == 0 and runner.next == {})
-        assert engine.status().num_aborted == (2 if how == "cancel" else 1)
-
-    run(test, runner)
 
 
 def test_requests_that_cannot_be_served_are_refused_with_the_numbers():
@@ -202,48 +156,6 @@ def test_a_single_request_may_exceed_the_pixel_limit_of_all_requests():
         assert await collect(engine, with_pixels(request(), 65)) == list(range(10))
 
     run(test, image_memory_mb=64)
-
-
-def test_a_failed_step_ends_its_streams_and_too_many_make_the_engine_unhealthy():
-    runner = CountingRunner()
-
-    async def test(engine):
-        engine.check_health()
-        runner.fail = True
-        for i in range(2):
-            chunks = [chunk async for chunk in engine.generate(request(f"r{i}"))]
-            assert chunks[-1].finish_reason is FinishReason.ERROR
-        engine.check_health()
-        runner.fail = False
-        assert await collect(engine, request("good")) == list(range(10))
-        runner.fail = True
-        runner.fail_prefill = True
-        for i in range(3):
-            await collect(engine, request(f"s{i}"))
-        with pytest.raises(EngineFailed, match="3 consecutive steps failed; the limit is 3"):
-            engine.check_health()
-
-    run(test, runner, max_failed_steps=3)
-
-
-def test_a_hanging_step_ends_open_streams_and_makes_the_engine_unhealthy():
-    runner = CountingRunner()
-
-    async def test(engine):
-        stream = engine.generate(request(max_tokens=900))
-        await anext(stream)
-        runner.hold = 1.5
-        *_, last = [chunk async for chunk in stream]
-        assert last.finish_reason is FinishReason.ERROR and last.retry_after_s
-        assert "a decode step (rows: 1, drafts: 0) has been running for" in last.error
-        assert re.search(r"the limit is 0\.[24] s", last.error), "twice as long the first time"
-        with pytest.raises(EngineFailed, match=r"a decode step .* has been running for"):
-            engine.check_health()
-        with pytest.raises(Unavailable, match=r"a decode step .* has been running for"):
-            await anext(engine.generate(request()))
-        runner.hold = 0.0
-
-    run(test, runner, step_timeout_s=0.2)
 
 
 class HangingRunner(CountingRunner):
@@ -334,20 +246,3 @@ def test_shutdown_ends_open_streams_and_closes_the_runner_on_its_thread():
 
 async def _last(engine: AsyncEngine, r: EngineRequest):
     return [chunk async for chunk in engine.generate(r)][-1]
-
-
-def test_concurrent_streams_of_the_demo_model_get_the_same_tokens_as_alone(make_request):
-    async def main():
-        engine = AsyncEngine(EngineConfig())
-        await engine.wait_ready()
-        questions = ["What is 12 + 30?", "Hello!", "What is 7 + 5?"]
-        alone = [await collect(engine, make_request(q, q)) for q in questions]
-        together = await asyncio.gather(*(collect(engine, make_request(q, q)) for q in questions))
-        assert together == alone
-        hot = replace(make_request("hot", "Hello!", stops=False), sampling=SamplingParams(20, 1.3, seed=5))
-        assert await collect(engine, hot) == await collect(engine, hot)
-        status = engine.status()
-        assert status.num_output_tokens == 2 * sum(map(len, alone)) + 40
-        await engine.shutdown()
-
-    asyncio.run(main())

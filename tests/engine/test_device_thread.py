@@ -4,13 +4,7 @@ import queue
 from typing import Any
 
 from engine.device_thread import DeviceThread
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 class TwoPieces:
@@ -25,7 +19,7 @@ class TwoPieces:
 
     def step(self) -> None:
         for seconds in (100.0, 50.0):
-            self.clock.now += seconds
+            self.clock.advance(seconds)
             self.ages.append(self.thread.step_age_s)
             self.thread.poll(self)
         self.thread.stop()

@@ -17,7 +17,7 @@ from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineFailed, InvalidRequest, Overloaded
 from engine.worker.spec_prefill.draft import load_draft
 from engine.worker.spec_prefill.scorer import Scorer, ScoreResult, load_scorer
-from tests.engine.fakes import until
+from tests.support.fake_runner import until
 
 NO_ANCHORS = np.empty(0, np.int32)
 

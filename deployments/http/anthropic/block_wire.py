@@ -9,7 +9,6 @@ from pydantic import Field
 
 from deployments.http.wire import OpenWire, choose, tag
 
-MAX_MESSAGES = 4096
 MAX_BLOCKS = 2048
 """Content blocks of one message, or of one tool result."""
 

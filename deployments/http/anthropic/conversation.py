@@ -5,7 +5,7 @@ Adjacent texts are joined with a blank line, so that a string and a list with on
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, starmap
 from typing import Any
 
 from deployments.http.anthropic.block_wire import (
@@ -21,15 +21,19 @@ from deployments.http.anthropic.block_wire import (
     UserMessage,
 )
 from deployments.http.anthropic.signature import omitted_thought
-from deployments.protocol import Message, Tool
+from deployments.protocol import Tool
+from engine.processing.message import Message, Part, image_part, text_part
 
 ERROR_MARK = "[error] "
 """Prefix of the result of a failed tool."""
 
 BETWEEN_TEXTS = "\n\n"
 
-Piece = str | dict[str, Any]
+Piece = str | Part
 """Text, or the content part of an image."""
+
+Numbered = tuple[str, Any]
+"""Path of a block in the client's body, and the block."""
 
 
 def conversation(
@@ -44,44 +48,26 @@ def conversation(
         messages: The messages.
         tools: All tools of the request by name, for tool references.
     """
-    for block in _blocks(system or ""):
+    for _, block in _numbered(system or "", "system"):
         if block.text:
             yield {"role": "system", "content": block.text}
-    for role, turn in groupby(messages, key=lambda message: message.role):
-        contents = [_blocks(message.content) for message in turn]
+    for role, turn in groupby(enumerate(messages), key=lambda numbered: numbered[1].role):
+        contents = [_numbered(message.content, f"messages.{i}.content") for i, message in turn]
         if role == "system":
-            yield from ({"role": "system", "content": _content(map(_piece, blocks))} for blocks in contents)
+            yield from ({"role": "system", "content": _content(starmap(_piece, blocks))} for blocks in contents)
         elif role == "user":
             yield from _user_turn([block for blocks in contents for block in blocks], tools)
         else:
-            yield _assistant_turn([block for blocks in contents for block in blocks])
+            yield _assistant_turn([block for blocks in contents for _, block in blocks])
 
 
-def referenced_tools(messages: Sequence[UserMessage | AssistantMessage | SystemMessage]) -> Iterator[tuple[str, str]]:
-    """Yield the path and the tool name of each tool reference."""
+def all_blocks(messages: Sequence[UserMessage | AssistantMessage | SystemMessage]) -> Iterator[Numbered]:
+    """Yield the blocks of all messages with their paths; those of a tool result follow it."""
     for i, message in enumerate(messages):
-        for j, block in enumerate(_blocks(message.content)):
+        for path, block in _numbered(message.content, f"messages.{i}.content"):
+            yield path, block
             if isinstance(block, ToolResult):
-                for k, inner in enumerate(_blocks(block.content or "")):
-                    if isinstance(inner, ToolReference):
-                        yield f"messages.{i}.content.{j}.content.{k}.tool_name", inner.tool_name
-
-
-def image_paths(messages: Sequence[UserMessage | AssistantMessage | SystemMessage]) -> Iterator[str]:
-    """Yield the path of each image, in the order of `conversation`."""
-    for role, turn in groupby(enumerate(messages), key=lambda numbered: numbered[1].role):
-        if role != "user":
-            continue
-        blocks = [
-            (f"messages.{i}.content.{j}", block)
-            for i, message in turn
-            for j, block in enumerate(_blocks(message.content))
-        ]
-        for path, block in blocks:
-            if isinstance(block, ToolResult):
-                inner = enumerate(_blocks(block.content or ""))
-                yield from (f"{path}.content.{k}" for k, found in inner if isinstance(found, ImageBlock))
-        yield from (path for path, block in blocks if isinstance(block, ImageBlock))
+                yield from _numbered(block.content or "", f"{path}.content")
 
 
 def definition_text(tool: Tool) -> str:
@@ -89,20 +75,21 @@ def definition_text(tool: Tool) -> str:
     return json.dumps(tool.definition, ensure_ascii=False)
 
 
-def _user_turn(blocks: Sequence[Any], tools: Mapping[str, Tool]) -> Iterator[Message]:
+def _user_turn(blocks: Sequence[Numbered], tools: Mapping[str, Tool]) -> Iterator[Message]:
     """Yield the messages of a user turn, tool results first, as they must follow their calls directly."""
-    results = [block for block in blocks if isinstance(block, ToolResult)]
-    for result in results:
-        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": _result_content(result, tools)}
-    content = _content(_piece(block) for block in blocks if not isinstance(block, ToolResult))
+    results = [(path, block) for path, block in blocks if isinstance(block, ToolResult)]
+    for path, result in results:
+        content = _result_content(result, f"{path}.content", tools)
+        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
+    content = _content(_piece(path, block) for path, block in blocks if not isinstance(block, ToolResult))
     if content or not results:
         yield {"role": "user", "content": content}
 
 
-def _result_content(result: ToolResult, tools: Mapping[str, Tool]) -> str | list[dict[str, Any]]:
+def _result_content(result: ToolResult, path: str, tools: Mapping[str, Tool]) -> str | list[Part]:
     pieces = [
-        definition_text(tools[block.tool_name]) if isinstance(block, ToolReference) else _piece(block)
-        for block in _blocks(result.content or "")
+        definition_text(tools[block.tool_name]) if isinstance(block, ToolReference) else _piece(place, block)
+        for place, block in _numbered(result.content or "", path)
     ]
     if not result.is_error:
         return _content(pieces)
@@ -116,16 +103,12 @@ def _assistant_turn(blocks: Sequence[Any]) -> Message:
         "role": "assistant",
         "content": _content(block.text for block in blocks if isinstance(block, TextBlock)),
     }
-    thoughts = [_thought(block) for block in blocks if isinstance(block, ThinkingBlock)]
-    if thought := _content(thoughts):
+    thoughts = [block for block in blocks if isinstance(block, ThinkingBlock)]
+    if thought := _content(block.thinking or omitted_thought(block.signature) for block in thoughts):
         message["reasoning_content"] = thought
     if calls := [_call(block) for block in blocks if isinstance(block, ToolUse)]:
         message["tool_calls"] = calls
     return message
-
-
-def _thought(block: ThinkingBlock) -> str:
-    return block.thinking or omitted_thought(block.signature)
 
 
 def _call(block: ToolUse) -> dict[str, Any]:
@@ -133,20 +116,21 @@ def _call(block: ToolUse) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
-def _blocks(content: str | Sequence[Any]) -> Sequence[Any]:
-    return [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+def _numbered(content: str | Sequence[Any], path: str) -> list[Numbered]:
+    blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+    return [(f"{path}.{i}", block) for i, block in enumerate(blocks)]
 
 
-def _piece(block: TextBlock | ImageBlock) -> Piece:
+def _piece(path: str, block: TextBlock | ImageBlock) -> Piece:
     if isinstance(block, TextBlock):
         return block.text
     source = block.source
     is_inline = isinstance(source, Base64Source)
     url = f"data:{source.media_type};base64,{source.data}" if is_inline else source.url
-    return {"type": "image_url", "image_url": {"url": url}}
+    return image_part(url, field=path)
 
 
-def _content(pieces: Iterable[Piece]) -> str | list[dict[str, Any]]:
+def _content(pieces: Iterable[Piece]) -> str | list[Part]:
     joined: list[Piece] = []
     for is_text, run in groupby((piece for piece in pieces if piece), key=lambda piece: isinstance(piece, str)):
         neighbours = list(run)
@@ -154,4 +138,4 @@ def _content(pieces: Iterable[Piece]) -> str | list[dict[str, Any]]:
     texts = [piece for piece in joined if isinstance(piece, str)]
     if len(texts) == len(joined):
         return "".join(texts)
-    return [{"type": "text", "text": piece} if isinstance(piece, str) else piece for piece in joined]
+    return [text_part(piece) if isinstance(piece, str) else piece for piece in joined]

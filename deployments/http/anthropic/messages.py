@@ -1,27 +1,20 @@
 """POST /v1/messages, its token count, and its cancellation."""
 
 import secrets
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
 
 from fastapi import FastAPI
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from deployments.http.answer_response import Job
+from deployments.http.answer_response import AnswerResponse, Job
 from deployments.http.anthropic.messages_encoder import MessagesEncoder
-from deployments.http.anthropic.messages_wire import MessagesBody, MessagesEcho
+from deployments.http.anthropic.messages_wire import MessagesBody
 from deployments.http.anthropic.phrases import wrong
 from deployments.http.client_address import address_group, client_host
 from deployments.http.context import HttpContext
 from deployments.http.errors import RequestNotFound, shown
-from deployments.http.request_reader import ParsedRequest
-from deployments.http.unread_bodies import read_body
-from engine.protocol import InvalidRequest
-
-T = TypeVar("T")
+from deployments.http.parsed_request import ParsedRequest
 
 VERSIONS = ("2023-06-01", "2026-10-21")
 """Accepted values of the header `anthropic-version`, which are treated alike."""
@@ -48,42 +41,25 @@ class Messages:
     async def create(self, request: Request) -> Response:
         _check_version(request)
 
-        async def understand(body: bytes) -> Job:
-            parsed = await self._context.reader.read(body, "messages")
-            make_encoder = partial(self._encoder, request.state.request_id)
-            job = self._context.job(parsed, f"msg_{secrets.token_hex(16)}", make_encoder)
-            return replace(job, start=lambda key: self._named(partial(job.start, key), parsed.echo))
+        request_id: str = request.state.request_id
 
-        return self._context.respond(request, understand)
+        async def make_job(parsed: ParsedRequest) -> Job:
+            id = f"msg_{secrets.token_hex(16)}"
+            chat = replace(parsed.request, request_id=id)
+            encoder = MessagesEncoder(parsed.echo, id, self._context.backend.model_name, request_id)
+            return Job(id, self._context.starting(chat, parsed.route), encoder, parsed.stream)
 
-    async def _named(self, work: Callable[[], Awaitable[T]], echo: MessagesEcho) -> T:
-        """Run work, and make errors about an image name its path in the client's body."""
-        try:
-            return await work()
-        except Exception as error:
-            converted = self._context.errors.convert(error)
-            if isinstance(converted, InvalidRequest) and converted.field is not None:
-                for placed, path in echo.image_paths:
-                    if f"{converted.field}.".startswith(f"{placed}."):
-                        raise wrong(path, converted.message) from error
-            raise
-
-    def _encoder(self, request_id: str, parsed: ParsedRequest, id: str) -> MessagesEncoder:
-        return MessagesEncoder(parsed.echo, id, self._context.backend.model_name, request_id)
+        return AnswerResponse(self._context, request_id, "messages", make_job)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens of the messages, tools and system prompt included."""
         _check_version(request)
         address = address_group(client_host(request.scope))
         with self._context.backend.in_flight.enter(request.state.request_id, address):
-            body = await read_body(request.scope, request.receive, self._context.bodies)
-            if body is None:
-                raise ClientDisconnect
-            parsed = await self._context.reader.read(body, "count_tokens")
+            parsed = await self._context.read(request, "count_tokens")
             await self._context.check_ready()
-            count = partial(self._context.backend.count_tokens, parsed.request, parsed.route)
-            num_tokens = await self._named(count, parsed.echo)
-        return JSONResponse({"input_tokens": num_tokens}, headers=self._context.headers(parsed))
+            num_tokens = await self._context.backend.count_tokens(parsed.request, parsed.route)
+        return JSONResponse({"input_tokens": num_tokens}, headers=self._context.ignored_header(parsed))
 
     async def cancel(self, request: Request) -> Response:
         """Cancel all requests with a message id or X-Request-Id and free their rows.

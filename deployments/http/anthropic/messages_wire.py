@@ -11,25 +11,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from deployments.http.anthropic.block_wire import MAX_MESSAGES, Texts, WireMessage
-from deployments.http.anthropic.conversation import conversation, image_paths, referenced_tools
+from deployments.http.anthropic.block_wire import ImageBlock, Texts, ToolReference, WireMessage
+from deployments.http.anthropic.conversation import all_blocks, conversation
 from deployments.http.anthropic.phrases import NOT_PERMITTED, ThreadsUnsupported, from_validation, wrong
-from deployments.http.classify import classify, find_media
+from deployments.http.classify import classify
+from deployments.http.effort import EFFORT_BUDGETS, template_level
 from deployments.http.errors import shown
 from deployments.http.fields import FieldRules, split_fields
+from deployments.http.grammar import schema_grammar
 from deployments.http.normalize import normalize
-from deployments.http.openai.chat_wire import schema_grammar
-from deployments.http.openai.thinking_wire import EFFORT_BUDGETS
-from deployments.http.request_reader import ParsedRequest, ReadingRules
-from deployments.http.wire import OpenWire, Wire
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
+from deployments.http.wire import (
+    INT32_MAX,
+    MAX_MESSAGES,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_TOOLS,
+    MAX_USER_CHARS,
+    OpenWire,
+    Wire,
+)
 from deployments.protocol import ChatRequest, Message, Thinking, Tool, ToolChoice
 from engine.protocol import GrammarSpec, InvalidRequest
-
-MAX_TOOLS = 1024
-MAX_STOP_SEQUENCES = 16
-MAX_STOP_CHARS = 256
-MAX_USER_ID_CHARS = 1024
-_INT32_MAX = 2**31 - 1
 
 KEEP_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
@@ -80,7 +83,7 @@ class WireThinking(OpenWire):
     """Thinking settings. With `display: omitted` the answer has no text of the thought, otherwise all of it."""
 
     type: Literal["adaptive", "enabled", "disabled"]
-    budget_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
+    budget_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     display: Literal["omitted", "summarized", "updates"] | None = None
 
 
@@ -101,7 +104,7 @@ class OutputConfig(Wire):
 class Metadata(OpenWire):
     """Metadata of a request; other keys than `user_id` are dropped."""
 
-    user_id: str | None = Field(None, max_length=MAX_USER_ID_CHARS)
+    user_id: str | None = Field(None, max_length=MAX_USER_CHARS)
 
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -124,12 +127,12 @@ class MessagesBody(Wire):
     output_format: JsonFormat | None = None
     cache_control: dict[str, Any] | None = None
     metadata: Metadata | None = None
-    max_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
-    stop_sequences: Annotated[list[StopSequence], Field(max_length=MAX_STOP_SEQUENCES, fail_fast=True)] | None = None
+    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    stop_sequences: Annotated[list[StopSequence], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=_INT32_MAX)
+    top_k: int | None = Field(None, ge=-1, le=INT32_MAX)
 
 
 @dataclass(frozen=True)
@@ -138,31 +141,27 @@ class MessagesEcho:
 
     omits_thinking: bool = False
     """Whether thinking blocks have only a signature and no text."""
-    image_paths: tuple[tuple[str, str], ...] = ()
-    """Path of each image in the ChatRequest, and in the client's body, which errors name."""
 
 
 def parse_messages(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """Parse a request for a message; see request_reader.Parser."""
+    """Parse a request for a message; see request_reader.PARSERS."""
     if raw.get("max_tokens") is None:
         raise wrong("max_tokens", "Field required")
     return parse_count_tokens(raw, rules)
 
 
 def parse_count_tokens(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """Parse a request to count tokens, in which `max_tokens` may be missing; see request_reader.Parser."""
+    """Parse a request to count tokens, in which `max_tokens` may be missing; see request_reader.PARSERS."""
     honoured, ignored = _split(raw, rules)
     try:
         body = MessagesBody.model_validate(honoured)
     except ValidationError as error:
         raise from_validation(error) from None
     rules.check_model(body.model)
-    _check_media(raw["messages"], rules.media_kinds)
+    _check_media(body, rules)
     request = _chat_request(body, rules)
     omits = body.thinking is not None and body.thinking.display == "omitted"
-    placed = [path for _, path in find_media(request.messages)]
-    echo = MessagesEcho(omits, tuple(zip(placed, image_paths(body.messages), strict=True)))
-    return ParsedRequest(request, classify(request.messages), bool(body.stream), echo, ignored)
+    return ParsedRequest(request, classify(request.messages), bool(body.stream), MessagesEcho(omits), ignored)
 
 
 def _split(raw: Mapping[str, Any], rules: ReadingRules) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -177,12 +176,12 @@ def _split(raw: Mapping[str, Any], rules: ReadingRules) -> tuple[dict[str, Any],
         raise wrong(error.field, f"{NOT_PERMITTED}. {error.message}") from None
 
 
-def _check_media(messages: list[Any], kinds: frozenset[str]) -> None:
-    for kind, path in find_media(messages):
-        if kind not in kinds:
-            accepted = ", ".join(["text", *sorted(kinds)])
-            where = path.replace("[", ".").replace("]", "")
-            raise wrong(where, f"This block is {kind} input, but the model accepts only: {accepted}.")
+def _check_media(body: MessagesBody, rules: ReadingRules) -> None:
+    if "image" in rules.media_kinds:
+        return
+    for path, block in all_blocks(body.messages):
+        if isinstance(block, ImageBlock):
+            raise wrong(path, f"This block is image input, but the model accepts only: {rules.accepted_input}.")
 
 
 def _chat_request(body: MessagesBody, rules: ReadingRules) -> ChatRequest:
@@ -247,10 +246,11 @@ def _description(tool: WireTool) -> str | None:
 def _usable_tools(body: MessagesBody, known: Mapping[str, Tool]) -> tuple[Tool, ...]:
     """Return the tools except deferred ones that no message references, which the model does not see."""
     referenced = set()
-    for path, name in referenced_tools(body.messages):
-        if name not in known:
-            raise wrong(path, f"Tool reference {shown(name)} not found in `tools`")
-        referenced.add(name)
+    for path, block in all_blocks(body.messages):
+        if isinstance(block, ToolReference):
+            if block.tool_name not in known:
+                raise wrong(f"{path}.tool_name", f"Tool reference {shown(block.tool_name)} not found in `tools`")
+            referenced.add(block.tool_name)
     return tuple(tool for tool in known.values() if not tool.is_deferred or tool.name in referenced)
 
 
@@ -282,7 +282,7 @@ def _thinking(body: MessagesBody) -> Thinking | None:
     if asked is None and effort is None:
         return None
     budget = None if effort is None else EFFORT_BUDGETS[effort]
-    of_template = "high" if effort in ("xhigh", "max") else effort
+    of_template = None if effort is None else template_level(effort)
     if asked is None:
         return Thinking("auto", budget, of_template, "output_config.effort")
     if asked.type == "adaptive":

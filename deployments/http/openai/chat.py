@@ -1,16 +1,19 @@
 """POST /v1/chat/completions, and its cancellation."""
 
+import secrets
 import time
+from dataclasses import replace
 
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from deployments.http.answer_response import AnswerResponse, Job
 from deployments.http.context import HttpContext
 from deployments.http.errors import RequestNotFound
 from deployments.http.openai.chat_encoder import ChatEncoder
 from deployments.http.openai.chat_wire import ChatCompletionBody
-from deployments.http.request_reader import ParsedRequest
+from deployments.http.parsed_request import ParsedRequest
 
 PATH = "/v1/chat/completions"
 EXAMPLE = {
@@ -35,10 +38,13 @@ class ChatCompletions:
         describe(PATH + "/{id}/cancel", "POST", None, "Cancel a completion by its id or X-Request-Id.")
 
     async def create(self, request: Request) -> Response:
-        return self._context.answer(request, "chat", "chatcmpl-", self._encoder)
+        return AnswerResponse(self._context, request.state.request_id, "chat", self._job)
 
-    def _encoder(self, parsed: ParsedRequest, id: str) -> ChatEncoder:
-        return ChatEncoder(parsed.echo, id, self._context.backend.model_name, int(time.time()))
+    async def _job(self, parsed: ParsedRequest) -> Job:
+        id = f"chatcmpl-{secrets.token_hex(16)}"
+        chat = replace(parsed.request, request_id=id)
+        encoder = ChatEncoder(parsed.echo, id, self._context.backend.model_name, int(time.time()))
+        return Job(id, self._context.starting(chat, parsed.route), encoder, parsed.stream, chat.num_choices)
 
     async def cancel(self, request: Request) -> Response:
         """Cancel all requests with a completion id or X-Request-Id and free their rows.

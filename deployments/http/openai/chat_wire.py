@@ -3,18 +3,17 @@
 It is converted to a ChatRequest, which later code need not validate again.
 """
 
-import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field
 
-from deployments.http.classify import classify, reject_unsupported_media
-from deployments.http.errors import from_validation, shown
-from deployments.http.fields import FieldRules, UnknownFields, split_fields
+from deployments.http.classify import classify
+from deployments.http.errors import shown
+from deployments.http.fields import FieldRules, UnknownFields, validate_body
 from deployments.http.normalize import normalize
 from deployments.http.openai.chat_encoder import ChatEcho
+from deployments.http.openai.grammar_wire import GuidedChoice, ResponseFormat, StructuredOutputs, grammar_of
 from deployments.http.openai.message_wire import WireMessage, canonical_messages
 from deployments.http.openai.thinking_wire import (
     Budget,
@@ -28,23 +27,24 @@ from deployments.http.openai.thinking_wire import (
     from_thinking,
 )
 from deployments.http.openai.tool_wire import Functions, LegacyChoice, Tools, WireToolChoice, check_tools, tool_choice
-from deployments.http.request_reader import ParsedRequest, ReadingRules
-from deployments.http.wire import STRING_OR_ARRAY, Wire, choose, tag
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
+from deployments.http.wire import (
+    INT32_MAX,
+    MAX_MESSAGES,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_USER_CHARS,
+    STRING_OR_ARRAY,
+    CacheSalt,
+    Wire,
+    tag,
+)
 from deployments.protocol import ChatRequest, Thinking, Tool
 from engine.config import MIN_KEEP
-from engine.protocol import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, GrammarSpec, InvalidRequest
+from engine.protocol import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, InvalidRequest
 
-MAX_MESSAGES = 4096
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 128
-MAX_CACHE_SALT_CHARS = 128
-MAX_USER_CHARS = 1024
-MAX_GUIDED_CHOICES = 10_000
-MAX_GRAMMAR_CHARS = 4 * 2**20
-"""Characters of a schema or regex; the engine applies a lower limit (`grammar.max_bytes`)."""
-_INT32_MAX = 2**31 - 1
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 FIELD_RULES = FieldRules(
@@ -102,22 +102,14 @@ StopStrings = Annotated[
     STRING_OR_ARRAY,
 ]
 """An empty string means no stop string, like null."""
-TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-def _printable(value: str) -> str:
-    if not value.isprintable():
-        raise PydanticCustomError("not_printable", "must contain only printable characters")
-    return value
-
-
 MaxTokens = Annotated[
-    Annotated[int, Field(ge=1, le=_INT32_MAX)] | None, BeforeValidator(lambda value: None if value == -1 else value)
+    Annotated[int, Field(ge=1, le=INT32_MAX)] | None, BeforeValidator(lambda value: None if value == -1 else value)
 ]
 """An upper limit; -1 and null mean no limit."""
-
-CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS), AfterValidator(_printable)]
 
 
 class StreamOptions(Wire):
@@ -138,53 +130,6 @@ class TemplateKwargs(Wire):
     enable_thinking: bool | None = None
 
 
-class PlainFormat(Wire):
-    """The format of free text, or of any JSON object."""
-
-    type: Literal["text", "json_object"]
-
-
-class JsonSchema(Wire):
-    """A JSON schema, enforced whatever `strict` is. The model does not see `name` and `description`."""
-
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-    description: str | None = None
-
-
-class SchemaFormat(Wire):
-    """The format of JSON that matches a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-def format_tag(value: Any) -> str | None:
-    """Return the tag of a response format, also for the Responses API; None for an unknown one."""
-    kind = value.get("type") if isinstance(value, dict) else "text"
-    return FORMAT_TAGS.get(kind) if isinstance(kind, str) else None
-
-
-FORMAT_TAGS = {"text": "plain", "json_object": "plain", "json_schema": "schema"}
-ResponseFormat = Annotated[
-    Annotated[PlainFormat, tag("plain")] | Annotated[SchemaFormat, tag("schema")],
-    choose(format_tag, f"must be one of: {', '.join(FORMAT_TAGS)}", "type"),
-]
-
-
-GuidedChoice = Annotated[list[str], Field(min_length=1, max_length=MAX_GUIDED_CHOICES, fail_fast=True)]
-
-
-class StructuredOutputs(Wire):
-    """vLLM's field with the supported constraints, of which exactly one must be given."""
-
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
-    regex: str | None = Field(None, min_length=1)
-    choice: GuidedChoice | None = None
-    json_object: bool | None = None
-
-
 class GenerationBody(Wire):
     """The fields that chat completions and completions have in common.
 
@@ -200,7 +145,7 @@ class GenerationBody(Wire):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=_INT32_MAX)
+    top_k: int | None = Field(None, ge=-1, le=INT32_MAX)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -209,14 +154,14 @@ class GenerationBody(Wire):
     logit_bias: dict[str, Bias] | None = Field(None, max_length=MAX_LOGIT_BIAS)
     stop: StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
-    min_tokens: int | None = Field(None, ge=0, le=_INT32_MAX)
+    min_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: Annotated[str, Field(min_length=1)] | None = None
     guided_choice: GuidedChoice | None = None
-    priority: int | None = Field(None, ge=-(2**31), le=_INT32_MAX)
+    priority: int | None = Field(None, ge=-(2**31), le=INT32_MAX)
     cache_salt: CacheSalt | None = None
     specprefill: bool | None = None
     specprefill_keep_pct: float | None = Field(None, ge=MIN_KEEP, le=1)
@@ -245,15 +190,11 @@ class ChatCompletionBody(GenerationBody):
     chat_template_kwargs: TemplateKwargs | None = None
 
 
-KNOWN_FIELDS = frozenset(ChatCompletionBody.model_fields)
-
-
 def parse_chat(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """Parse a request for a chat completion; see request_reader.Parser."""
+    """Parse a request for a chat completion; see request_reader.PARSERS."""
     body, ignored = parse_chat_completion(raw, rules.unknown_fields)
     rules.check_model(body.model)
-    canonical = list(canonical_messages(body.messages))
-    reject_unsupported_media(canonical, rules.media_kinds)
+    canonical = canonical_messages(body.messages, rules)
     messages = normalize(canonical, rules.system_policy, rules.volatile_patterns, rules.keeps_late_system)
     request = ChatRequest(request_id="", messages=messages, **request_fields(body))
     options = body.stream_options or StreamOptions()
@@ -270,11 +211,7 @@ def parse_chat_completion(
     raw: dict[str, Any], unknown: UnknownFields = "report"
 ) -> tuple[ChatCompletionBody, tuple[str, ...]]:
     """Validate a body; return it and the names of its unknown fields. Raises InvalidRequest for the first bad field."""
-    honoured, ignored = split_fields(raw, KNOWN_FIELDS, FIELD_RULES, unknown)
-    try:
-        body = ChatCompletionBody.model_validate(honoured)
-    except ValidationError as error:
-        raise from_validation(error) from None
+    body, ignored = validate_body(ChatCompletionBody, raw, FIELD_RULES, unknown)
     check_together(body)
     return body, ignored
 
@@ -353,7 +290,13 @@ def request_fields(body: ChatCompletionBody) -> dict[str, Any]:
         "stop_token_ids": tuple(body.stop_token_ids or ()),
         "min_tokens": body.min_tokens or 0,
         "num_choices": body.n or 1,
-        "grammar": _grammar(body),
+        "grammar": grammar_of(
+            body.response_format,
+            body.structured_outputs,
+            body.guided_json,
+            body.guided_regex,
+            body.guided_choice,
+        ),
         "priority": body.priority or 0,
         "tenant": body.cache_salt or "",
         "client": user or body.cache_salt or "",
@@ -394,36 +337,3 @@ def _thinking(body: ChatCompletionBody) -> Thinking | None:
 
 def _switch(value: bool | None, field: str) -> Thinking | None:
     return None if value is None else from_switch(value, field)
-
-
-def _grammar(body: ChatCompletionBody) -> GrammarSpec | None:
-    form, asked = body.response_format, body.structured_outputs or StructuredOutputs.model_validate({})
-    if isinstance(form, SchemaFormat):
-        return schema_grammar(form.json_schema.schema_, "response_format.json_schema.schema")
-    if form is not None and form.type == "json_object":
-        return GrammarSpec("json_object", field="response_format")
-    if asked.json_object:
-        return GrammarSpec("json_object", field="structured_outputs.json_object")
-    for name, prefix, source in (("json_", "structured_outputs.", asked), ("guided_json", "", body)):
-        if (schema := getattr(source, name)) is not None:
-            return schema_grammar(schema, prefix + name.removesuffix("_"))
-    for name, prefix, source in (("regex", "structured_outputs.", asked), ("guided_regex", "", body)):
-        if (regex := getattr(source, name)) is not None:
-            return _grammar_of("regex", regex, prefix + name)
-    for name, prefix, source in (("choice", "structured_outputs.", asked), ("guided_choice", "", body)):
-        if (texts := getattr(source, name)) is not None:
-            literals = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
-            return _grammar_of("lark", f"%llguidance {{}}\nstart: {literals}\n", prefix + name)
-    return None
-
-
-def schema_grammar(schema: dict[str, Any] | str, field: str) -> GrammarSpec:
-    """Return the grammar of a schema, whose key order is kept, as the model writes keys in this order."""
-    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-    return _grammar_of("json_schema", text, field)
-
-
-def _grammar_of(kind: Literal["json_schema", "regex", "lark"], text: str, field: str) -> GrammarSpec:
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(f"`{field}` has {len(text)} characters; the limit is {MAX_GRAMMAR_CHARS}.", field)
-    return GrammarSpec(kind, text, field)

@@ -3,19 +3,20 @@
 import secrets
 import time
 from dataclasses import replace
+from functools import partial
 
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from deployments.http.answer_response import Job
+from deployments.http.answer_response import AnswerResponse, Job
 from deployments.http.api_keys import KeyIdentity
 from deployments.http.context import HttpContext
 from deployments.http.errors import RequestNotFound
 from deployments.http.openai.completions_encoder import CompletionsEcho, CompletionsEncoder
 from deployments.http.openai.completions_wire import CompletionsBody
 from deployments.http.openai.merged_generation import start_all
-from deployments.http.request_reader import ParsedRequest
+from deployments.http.parsed_request import ParsedRequest
 from deployments.protocol import ChatRequest, Generation, Route
 
 PATH = "/v1/completions"
@@ -36,21 +37,18 @@ class Completions:
         describe(PATH + "/{id}/cancel", "POST", None, "Cancel a completion by its id or X-Request-Id.")
 
     async def create(self, request: Request) -> Response:
-        async def understand(body: bytes) -> Job:
-            parsed = await self._context.reader.read(body, "completions")
-            return self._job(parsed, f"cmpl-{secrets.token_hex(16)}")
+        return AnswerResponse(self._context, request.state.request_id, "completions", self._job)
 
-        return self._context.respond(request, understand)
-
-    def _job(self, parsed: ParsedRequest, id: str) -> Job:
+    async def _job(self, parsed: ParsedRequest) -> Job:
+        id = f"cmpl-{secrets.token_hex(16)}"
         echo: CompletionsEcho = parsed.echo
         encoder = CompletionsEncoder(echo, id, self._context.backend.model_name, int(time.time()))
-        job = self._context.job(parsed, id, lambda parsed, id: encoder)
         requests = [
             replace(parsed.request, raw_prompt=prompt, prompt_field=field, request_id=f"{id}-{index}" if index else id)
             for index, (prompt, field) in enumerate(zip(echo.prompts, echo.fields, strict=True))
         ]
-        return replace(job, start=lambda key: self._start(key, requests, encoder, echo), num_choices=echo.num_answers)
+        start = partial(self._start, requests=requests, encoder=encoder, echo=echo)
+        return Job(id, start, encoder, parsed.stream, echo.num_answers)
 
     async def _start(
         self, key: KeyIdentity, requests: list[ChatRequest], encoder: CompletionsEncoder, echo: CompletionsEcho

@@ -3,10 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from deployments.http.errors import from_validation
-from deployments.http.fields import FieldRules, split_fields
+from deployments.http.fields import FieldRules, validate_body
 from deployments.http.openai import chat_wire
 from deployments.http.openai.chat_wire import (
     MAX_CHOICES,
@@ -15,8 +14,9 @@ from deployments.http.openai.chat_wire import (
     StreamOptions,
 )
 from deployments.http.openai.completions_encoder import CompletionsEcho
-from deployments.http.openai.raw_prompt_wire import INT32_MAX, RawPrompts, prompts_of
-from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.openai.raw_prompt_wire import RawPrompts, prompts_of
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
+from deployments.http.wire import INT32_MAX
 from deployments.protocol import ChatRequest, Route
 from engine.protocol import InvalidRequest
 
@@ -69,19 +69,12 @@ class CompletionsBody(GenerationBody):
     max_tokens: int | None = Field(None, ge=-1, le=INT32_MAX)
 
 
-KNOWN_FIELDS = frozenset(CompletionsBody.model_fields)
-
-
 def parse_completions(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """Parse a request for completions; see request_reader.Parser.
+    """Parse a request for completions; see request_reader.PARSERS.
 
     The ChatRequest has the first prompt, the echo all prompts.
     """
-    honoured, ignored = split_fields(raw, KNOWN_FIELDS, FIELD_RULES, rules.unknown_fields)
-    try:
-        body = CompletionsBody.model_validate(honoured)
-    except ValidationError as error:
-        raise from_validation(error) from None
+    body, ignored = validate_body(CompletionsBody, raw, FIELD_RULES, rules.unknown_fields)
     rules.check_model(body.model)
     _check(body)
     prompts, fields = prompts_of(body.prompt, "prompt")

@@ -12,12 +12,12 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.http.answer_response import Job
+from deployments.http.answer_response import AnswerResponse, Job
 from deployments.http.api_keys import KeyIdentity
 from deployments.http.context import HttpContext
 from deployments.http.openai.embeddings_wire import EmbeddingsBody
+from deployments.http.parsed_request import ParsedRequest
 from deployments.http.plain_answer import PlainBody, plain_job
-from deployments.http.request_reader import ParsedRequest
 from deployments.protocol import ChatRequest, EmbedRequest
 
 MAX_PARALLEL = 4
@@ -39,17 +39,14 @@ class EmbeddingsEndpoint:
         self._context.api.describe(PATH, "POST", EmbeddingsBody, summary, EXAMPLE)
 
     async def create(self, request: Request) -> Response:
-        async def understand(body: bytes) -> Job:
-            return self._job(await self._context.reader.read(body, "embeddings"))
+        return AnswerResponse(self._context, request.state.request_id, "embeddings", self._job)
 
-        return self._context.respond(request, understand)
-
-    def _job(self, parsed: ParsedRequest) -> Job:
+    async def _job(self, parsed: ParsedRequest) -> Job:
         wanted, is_base64 = parsed.echo
         id = f"embd-{secrets.token_hex(16)}"
         num_parallel = min(len(wanted.prompts), MAX_PARALLEL, self._context.backend.in_flight.max_choices)
         wanted = replace(wanted, request_id=id, num_parallel=num_parallel)
-        return plain_job(self._context, parsed, id, lambda key: self._embed(key, wanted, is_base64), num_parallel)
+        return plain_job(id, lambda key: self._embed(key, wanted, is_base64), num_parallel)
 
     async def _embed(self, key: KeyIdentity, wanted: EmbedRequest, is_base64: bool) -> PlainBody:
         await self._context.check_ready()

@@ -2,14 +2,12 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from deployments.http.errors import from_validation
-from deployments.http.fields import FieldRules, split_fields
-from deployments.http.openai.chat_wire import MAX_USER_CHARS
-from deployments.http.openai.raw_prompt_wire import INT32_MAX, RawPrompts, prompts_of
-from deployments.http.request_reader import ParsedRequest, ReadingRules
-from deployments.http.wire import Wire
+from deployments.http.fields import FieldRules, validate_body
+from deployments.http.openai.raw_prompt_wire import RawPrompts, prompts_of
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
+from deployments.http.wire import INT32_MAX, MAX_USER_CHARS, Wire
 from deployments.protocol import ChatRequest, EmbedRequest, Route
 
 FIELD_RULES = FieldRules(
@@ -42,19 +40,12 @@ class EmbeddingsBody(Wire):
     safety_identifier: str | None = Field(None, max_length=MAX_USER_CHARS)
 
 
-KNOWN_FIELDS = frozenset(EmbeddingsBody.model_fields)
-
-
 def parse_embeddings(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """Parse an embedding request; see request_reader.Parser.
+    """Parse an embedding request; see request_reader.PARSERS.
 
     The echo is the EmbedRequest, and whether to write vectors as base64.
     """
-    honoured, ignored = split_fields(raw, KNOWN_FIELDS, FIELD_RULES, rules.unknown_fields)
-    try:
-        body = EmbeddingsBody.model_validate(honoured)
-    except ValidationError as error:
-        raise from_validation(error) from None
+    body, ignored = validate_body(EmbeddingsBody, raw, FIELD_RULES, rules.unknown_fields)
     rules.check_model(body.model)
     prompts, fields = prompts_of(body.input, "input")
     client = body.user or body.safety_identifier or ""

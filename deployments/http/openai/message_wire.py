@@ -7,11 +7,11 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
-from deployments.http.normalize import ROLES
+from deployments.http.parsed_request import ReadingRules
 from deployments.http.wire import STRING_OR_ARRAY, OpenWire, choose, tag
-from deployments.protocol import MEDIA_KINDS, Message
+from engine.processing.message import Message, Part, image_part, text_part
 
 MAX_PARTS = 2048
 """Content parts of one message."""
@@ -21,6 +21,31 @@ MAX_TOOL_CALLS = 512
 
 MAX_NAME_CHARS = 256
 """Characters of a participant's or function's name in the history."""
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+_MEDIA_KINDS = {
+    "video_url": "video",
+    "video": "video",
+    "input_video": "video",
+    "audio_url": "audio",
+    "audio": "audio",
+    "input_audio": "audio",
+    "file": "file",
+}
+"""Type of a content part to its kind of media, none of which a model reads yet."""
+
+_PART_TAGS = dict.fromkeys(_MEDIA_KINDS, "media") | {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+    "image_url": "image_url",
+    "input_image": "image_url",
+    "image": "image",
+}
 
 
 def _role(message: Any) -> str | None:
@@ -33,26 +58,14 @@ def _type(part: Any) -> str | None:
     return _PART_TAGS.get(kind) if isinstance(kind, str) else None
 
 
-_PART_TAGS = dict.fromkeys(MEDIA_KINDS, "media") | {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
-    "image_url": "image_url",
-    "input_image": "image_url",
-    "image": "image",
-}
-
-
 class TextPart(OpenWire):
     """A part of text, of a request or of an earlier answer."""
 
     type: str
     text: str
 
-    def canonical(self) -> dict[str, Any]:
-        return {"type": "text", "text": self.text}
+    def canonical(self) -> Part:
+        return text_part(self.text)
 
 
 class RefusalPart(OpenWire):
@@ -61,8 +74,8 @@ class RefusalPart(OpenWire):
     type: str
     refusal: str
 
-    def canonical(self) -> dict[str, Any]:
-        return {"type": "text", "text": self.refusal}
+    def canonical(self) -> Part:
+        return text_part(self.refusal)
 
 
 class ThinkingPart(OpenWire):
@@ -72,20 +85,17 @@ class ThinkingPart(OpenWire):
     thinking: str
 
 
+Detail = Literal["auto", "low", "high", "original"]
+
+
 class ImageSource(OpenWire):
     """The URL or data: URL of an image. Only the detail `low` changes the image."""
 
     url: str = Field(min_length=1)
-    detail: Literal["auto", "low", "high", "original"] | None = None
+    detail: Detail | None = None
 
 
 Image = Annotated[ImageSource, BeforeValidator(lambda value: {"url": value} if isinstance(value, str) else value)]
-
-
-def canonical_image(source: ImageSource, detail: str | None = None) -> dict[str, Any]:
-    """Return the canonical part of an image; `detail` is kept only if it is low, which changes the image."""
-    is_low = "low" in (source.detail, detail)
-    return {"type": "image_url", "image_url": {"url": source.url, **({"detail": "low"} if is_low else {})}}
 
 
 class ImageUrlPart(OpenWire):
@@ -93,10 +103,10 @@ class ImageUrlPart(OpenWire):
 
     type: str
     image_url: Image
-    detail: Literal["auto", "low", "high", "original"] | None = None
+    detail: Detail | None = None
 
-    def canonical(self) -> dict[str, Any]:
-        return canonical_image(self.image_url, self.detail)
+    def canonical(self) -> Part:
+        return image_part(self.image_url.url, "low" in (self.image_url.detail, self.detail))
 
 
 class ImagePart(OpenWire):
@@ -105,21 +115,17 @@ class ImagePart(OpenWire):
     type: str
     image: Image
 
-    def canonical(self) -> dict[str, Any]:
-        return canonical_image(self.image)
+    def canonical(self) -> Part:
+        return image_part(self.image.url, self.image.detail == "low")
 
 
 class MediaPart(OpenWire):
-    """Video, audio and files, which are refused later with an error that names the kind of media."""
+    """Video, audio and files, which are refused with an error that names the kind of media."""
 
-    model_config = ConfigDict(extra="allow")
     type: str
 
-    def canonical(self) -> dict[str, Any]:
-        return {"type": self.type}
 
-
-Part = Annotated[
+WirePart = Annotated[
     Annotated[TextPart, tag("text")]
     | Annotated[RefusalPart, tag("refusal")]
     | Annotated[ThinkingPart, tag("thinking")]
@@ -128,15 +134,24 @@ Part = Annotated[
     | Annotated[MediaPart, tag("media")],
     choose(_type, f"must be one of: {', '.join(sorted(_PART_TAGS))}", "type"),
 ]
-Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
+Parts = Annotated[list[WirePart], Field(max_length=MAX_PARTS, fail_fast=True)]
 Content = Annotated[Annotated[str, tag("string")] | Annotated[Parts, tag("array")], STRING_OR_ARRAY]
 
 
-def canonical_content(content: str | list[Any] | None) -> str | list[dict[str, Any]] | None:
+def canonical_content(content: str | list[Any] | None) -> str | list[Part] | None:
     """Convert content: text is kept, thinking parts are dropped, other parts become canonical."""
     if not isinstance(content, list):
         return content
     return [part.canonical() for part in content if not isinstance(part, ThinkingPart)]
+
+
+def _check_media(content: str | list[Any] | None, path: str, rules: ReadingRules) -> None:
+    """Raise InvalidRequest for a part that the model does not read."""
+    for i, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, MediaPart):
+            rules.check_media(_MEDIA_KINDS[part.type], f"{path}[{i}]")
+        elif isinstance(part, ImageUrlPart | ImagePart):
+            rules.check_media("image", f"{path}[{i}]")
 
 
 def _json_text(value: Any) -> Any:
@@ -212,14 +227,16 @@ WireMessage = Annotated[
 ]
 
 
-def canonical_messages(messages: Iterable[Any]) -> Iterator[Message]:
-    """Yield one canonical message per message."""
+def canonical_messages(messages: Iterable[Any], rules: ReadingRules) -> Iterator[Message]:
+    """Yield one canonical message per message. Raises InvalidRequest for media that the model does not read."""
     open_calls: dict[str, str] = {}  # name of a legacy function to the id of its last call
     for i, message in enumerate(messages):
+        _check_media(message.content, f"messages[{i}].content", rules)
         match message:
             case PlainMessage():
                 content = _with_name(canonical_content(message.content), message.name)
-                yield {"role": message.role, "content": "" if content is None else content}
+                role = "system" if message.role == "developer" else message.role
+                yield {"role": role, "content": "" if content is None else content}
             case AssistantMessage():
                 if message.function_call is not None:
                     open_calls[message.function_call.name] = f"call_{i}"
@@ -250,16 +267,16 @@ def _thought_in(content: str | list[Any] | None) -> str:
     return "\n".join(part.thinking for part in parts if isinstance(part, ThinkingPart))
 
 
-def _result(message: ToolMessage | FunctionMessage) -> str | list[dict[str, Any]]:
+def _result(message: ToolMessage | FunctionMessage) -> str | list[Part]:
     return canonical_content(message.content) or ""
 
 
-def _with_name(content: str | list[dict[str, Any]] | None, name: str | None) -> str | list[dict[str, Any]] | None:
+def _with_name(content: str | list[Part] | None, name: str | None) -> str | list[Part] | None:
     """Prefix the content with the participant's name, for which chat templates have no field."""
     if not name or not content:
         return content
     if isinstance(content, str):
         return f"[{name}] {content}"
     if content[0]["type"] == "text":
-        return [{"type": "text", "text": f"[{name}] {content[0]['text']}"}, *content[1:]]
-    return [{"type": "text", "text": f"[{name}] "}, *content]
+        return [text_part(f"[{name}] {content[0]['text']}"), *content[1:]]
+    return [text_part(f"[{name}] "), *content]

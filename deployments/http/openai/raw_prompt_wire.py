@@ -4,15 +4,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from deployments.http.wire import choose, tag
+from deployments.http.wire import INT32_MAX, choose, tag
 
 MAX_PROMPTS = 2048
 """Prompts of one request, OpenAI's limit for embeddings."""
 
 MAX_PROMPT_TOKENS = 2**20
 """Token ids of one prompt; the planner applies the lower limit of the context."""
-
-INT32_MAX = 2**31 - 1
 
 
 def _form(value: Any) -> str | None:

@@ -5,14 +5,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from deployments.http.effort import EFFORT_BUDGETS, template_level
 from deployments.http.wire import OpenWire
 from deployments.protocol import Thinking
 from engine.protocol import InvalidRequest
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-EFFORT_BUDGETS: dict[str, int | None] = {"low": 1024, "medium": 8192, "high": None, "xhigh": None, "max": None}
-"""Reasoning effort to most tokens of the thought; None: no limit."""
 
 Budget = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
@@ -36,8 +34,7 @@ def from_effort(effort: str, field: str) -> Thinking:
     """Convert an effort: none and minimal turn thinking off, the others on, with the budget of EFFORT_BUDGETS."""
     if effort in ("none", "minimal"):
         return Thinking("off", field=field)
-    level = "high" if effort in ("xhigh", "max") else effort
-    return Thinking("on", EFFORT_BUDGETS[effort], level, field)
+    return Thinking("on", EFFORT_BUDGETS[effort], template_level(effort), field)
 
 
 def from_thinking(asked: ThinkingField, field: str) -> Thinking:

@@ -7,15 +7,15 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.http.answer_response import Job
+from deployments.http.answer_response import AnswerResponse, Job
 from deployments.http.context import HttpContext
 from deployments.http.openai.tokenization_wire import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from deployments.http.parsed_request import ParsedRequest
 from deployments.http.plain_answer import PlainBody, plain_job
-from deployments.http.request_reader import Dialect, ParsedRequest
+from deployments.http.request_reader import Dialect
 
 EXAMPLE = {"model": "demo", "messages": [{"role": "user", "content": "Hello!"}]}
 DETOKENIZE_EXAMPLE = {"model": "demo", "tokens": [72, 101, 108]}
-Answerer = Callable[[ParsedRequest], Awaitable[PlainBody]]
 
 
 class Tokenization:
@@ -35,17 +35,18 @@ class Tokenization:
             describe(f"{root}/detokenize", "POST", DetokenizeBody, summary, DETOKENIZE_EXAMPLE)
 
     async def tokenize(self, request: Request) -> Response:
-        return self._respond(request, "tokenize", self._tokens)
+        return self._answer(request, "tokenize", self._tokens)
 
     async def detokenize(self, request: Request) -> Response:
-        return self._respond(request, "detokenize", self._text)
+        return self._answer(request, "detokenize", self._text)
 
-    def _respond(self, request: Request, dialect: Dialect, answer: Answerer) -> Response:
-        async def understand(body: bytes) -> Job:
-            parsed = await self._context.reader.read(body, dialect)
-            return plain_job(self._context, parsed, f"tok-{secrets.token_hex(16)}", lambda key: answer(parsed))
+    def _answer(
+        self, request: Request, dialect: Dialect, work: Callable[[ParsedRequest], Awaitable[PlainBody]]
+    ) -> Response:
+        async def make_job(parsed: ParsedRequest) -> Job:
+            return plain_job(f"tok-{secrets.token_hex(16)}", lambda key: work(parsed))
 
-        return self._context.respond(request, understand)
+        return AnswerResponse(self._context, request.state.request_id, dialect, make_job)
 
     async def _tokens(self, parsed: ParsedRequest) -> PlainBody:
         backend = self._context.backend

@@ -3,16 +3,15 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from deployments.http.errors import from_validation
-from deployments.http.fields import FieldRules, split_fields
-from deployments.http.openai.chat_wire import MAX_MESSAGES, TemplateKwargs, TokenId, parse_chat
+from deployments.http.fields import FieldRules, validate_body
+from deployments.http.openai.chat_wire import TemplateKwargs, TokenId, parse_chat
 from deployments.http.openai.message_wire import WireMessage
 from deployments.http.openai.raw_prompt_wire import MAX_PROMPT_TOKENS
 from deployments.http.openai.tool_wire import Tools
-from deployments.http.request_reader import ParsedRequest, ReadingRules
-from deployments.http.wire import Wire
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
+from deployments.http.wire import MAX_MESSAGES, Wire
 from deployments.protocol import ChatRequest, Route
 from engine.protocol import InvalidRequest
 
@@ -56,7 +55,7 @@ class TokenizeEcho:
 
 
 def parse_tokenize(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """Parse a request to tokenize a raw prompt or a conversation; see request_reader.Parser."""
+    """Parse a request to tokenize a raw prompt or a conversation; see request_reader.PARSERS."""
     if "prompt" in raw and "messages" in raw:
         raise InvalidRequest("`prompt` and `messages` may not be sent together: send one of them.", "prompt")
     raw = {"model": rules.model_name} | {name: value for name, value in raw.items() if value is not None}
@@ -71,11 +70,7 @@ def _parse_messages(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
 
 
 def _parse_prompt(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    honoured, ignored = split_fields(raw, TokenizeTextBody.model_fields, TEXT_RULES, rules.unknown_fields)
-    try:
-        body = TokenizeTextBody.model_validate(honoured)
-    except ValidationError as error:
-        raise from_validation(error) from None
+    body, ignored = validate_body(TokenizeTextBody, raw, TEXT_RULES, rules.unknown_fields)
     rules.check_model(body.model or rules.model_name)
     request = ChatRequest(request_id="", messages=(), raw_prompt=body.prompt)
     return ParsedRequest(request, Route.TEXT, False, _echo(body.return_token_strs), ignored)
@@ -88,12 +83,8 @@ def _echo(returns_texts: Any) -> TokenizeEcho:
 
 
 def parse_detokenize(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """Parse a request to decode tokens, which become the raw prompt; see request_reader.Parser."""
-    honoured, ignored = split_fields(raw, DetokenizeBody.model_fields, FieldRules(), rules.unknown_fields)
-    try:
-        body = DetokenizeBody.model_validate(honoured)
-    except ValidationError as error:
-        raise from_validation(error) from None
+    """Parse a request to decode tokens, which become the raw prompt; see request_reader.PARSERS."""
+    body, ignored = validate_body(DetokenizeBody, raw, FieldRules(), rules.unknown_fields)
     rules.check_model(body.model or rules.model_name)
     request = ChatRequest(request_id="", messages=(), raw_prompt=tuple(body.tokens), prompt_field="tokens")
     return ParsedRequest(request, Route.TEXT, False, None, ignored)

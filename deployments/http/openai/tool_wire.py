@@ -7,12 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from deployments.http.wire import OpenWire, choose, tag
+from deployments.http.wire import MAX_TOOLS, OpenWire, choose, tag
 from deployments.protocol import Tool, ToolChoice
 from engine.protocol import InvalidRequest
-
-MAX_TOOLS = 1024
-"""Tools of one request."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 

@@ -4,26 +4,19 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from deployments.http.errors import from_validation, shown
-from deployments.http.fields import FieldRules, split_fields
-from deployments.http.openai.chat_wire import (
-    FORMAT_TAGS,
-    MAX_USER_CHARS,
-    CacheSalt,
-    JsonSchema,
-    PlainFormat,
-    format_tag,
-    schema_grammar,
-)
+from deployments.http.errors import shown
+from deployments.http.fields import FieldRules, validate_body
+from deployments.http.grammar import schema_grammar
+from deployments.http.openai.grammar_wire import FORMAT_TAGS, JsonSchema, PlainFormat, format_tag
 from deployments.http.openai.thinking_wire import Effort, from_effort
-from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.responses.conversation import conversation
 from deployments.http.responses.encoder import ResponsesEcho
 from deployments.http.responses.items import Item, WireInput, kept_items, references
 from deployments.http.responses.tools import OfferedTools, WireToolChoice, WireTools, offered_tools, tool_choice
-from deployments.http.wire import Wire, choose, tag
+from deployments.http.wire import INT32_MAX, MAX_USER_CHARS, CacheSalt, Wire, choose, tag
 from deployments.protocol import ChatRequest, Route, Thinking
 from engine.protocol import GrammarSpec, InvalidRequest
 
@@ -51,8 +44,6 @@ FIELD_RULES = FieldRules(
     informational=frozenset({"client_metadata", "prompt_cache_options", "prompt_cache_retention"}),
 )
 """Rules for the fields that ResponsesBody does not have."""
-
-_INT32_MAX = 2**31 - 1
 
 
 class StreamOptions(Wire):
@@ -107,7 +98,7 @@ class ResponsesBody(Wire):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None
-    max_output_tokens: int | None = Field(None, ge=-1, le=_INT32_MAX)
+    max_output_tokens: int | None = Field(None, ge=-1, le=INT32_MAX)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     tools: WireTools | None = None
@@ -131,21 +122,14 @@ class ResponsesBody(Wire):
         return None if self.reasoning is None else self.reasoning.summary or self.reasoning.generate_summary
 
 
-_HONOURED = frozenset(ResponsesBody.model_fields)
-
-
 def parse_responses(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    """Parse a request; see request_reader.Parser. A request that needs stored items has no messages yet (`is_open`)."""
-    honoured, ignored = split_fields(raw, _HONOURED, FIELD_RULES, rules.unknown_fields)
-    try:
-        body = ResponsesBody.model_validate(honoured)
-    except ValidationError as error:
-        raise from_validation(error) from None
+    """Parse a request, see request_reader.PARSERS. One that needs stored items has no messages yet (`is_open`)."""
+    body, ignored = validate_body(ResponsesBody, raw, FIELD_RULES, rules.unknown_fields)
     _check_together(body)
     rules.check_model(body.model)
     offered = offered_tools(body.tools or ())
     fields = request_fields(body, offered)
-    items = kept_items(body.input if body.input is not None else (), rules.media_kinds)
+    items = kept_items(body.input if body.input is not None else (), rules)
     echo = _echo(body, raw, offered, items)
     messages, route = ((), Route.TEXT) if echo.is_open else conversation(items, body.instructions, rules)
     request = ChatRequest(request_id="", messages=messages, **fields)

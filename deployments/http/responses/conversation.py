@@ -5,9 +5,10 @@ from typing import Any
 
 from deployments.http.classify import classify
 from deployments.http.normalize import normalize
-from deployments.http.request_reader import ReadingRules
+from deployments.http.parsed_request import ReadingRules
 from deployments.http.responses.items import Item
-from deployments.protocol import Message, Route
+from deployments.protocol import Route
+from engine.processing.message import Message, Part, image_part, text_part
 from engine.protocol import InvalidRequest
 
 
@@ -106,10 +107,11 @@ def _call(item: Item) -> dict[str, Any]:
 def _message_of(item: Item) -> Message:
     if item["type"] == "function_call_output":
         return {"role": "tool", "content": _content(item["output"]), "tool_call_id": item["call_id"]}
-    return {"role": item["role"], "content": _content(item["content"])}
+    role = "system" if item["role"] == "developer" else item["role"]
+    return {"role": role, "content": _content(item["content"])}
 
 
-def _content(parts: str | Sequence[Item]) -> str | list[dict[str, Any]]:
+def _content(parts: str | Sequence[Item]) -> str | list[Part]:
     """Convert content; a list with a single text becomes this text, so that both give the same prompt."""
     if isinstance(parts, str):
         return parts
@@ -119,11 +121,10 @@ def _content(parts: str | Sequence[Item]) -> str | list[dict[str, Any]]:
     return canonical[0]["text"] if len(canonical) == 1 and canonical[0]["type"] == "text" else canonical
 
 
-def _part(part: Item) -> dict[str, Any]:
+def _part(part: Item) -> Part:
     if part["type"] != "input_image":
-        return {"type": "text", "text": _text(part)}
-    detail = {"detail": "low"} if part["detail"] == "low" else {}
-    return {"type": "image_url", "image_url": {"url": part["image_url"], **detail}}
+        return text_part(_text(part))
+    return image_part(part["image_url"], part["detail"] == "low")
 
 
 def _text(part: Item) -> str:

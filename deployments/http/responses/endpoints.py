@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.http.answer_response import Job
+from deployments.http.answer_response import AnswerResponse, Job
 from deployments.http.api_keys import KeyIdentity
 from deployments.http.context import HttpContext
 from deployments.http.errors import shown
-from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.responses.body import ResponsesBody
 from deployments.http.responses.conversation import conversation
 from deployments.http.responses.encoder import ResponsesEcho, ResponsesEncoder
@@ -79,12 +79,14 @@ class Responses:
         owner = _owner(request)
         id = f"{ID_PREFIX}{secrets.token_hex(16)}"
 
-        async def understand(body: bytes) -> Job:
-            parsed = await self._context.reader.read(body, "responses")
+        async def make_job(parsed: ParsedRequest) -> Job:
             parsed, earlier = await self._joined(parsed, owner)
-            return self._context.job(parsed, id, partial(self._encoder, owner, earlier))
+            chat = replace(parsed.request, request_id=id)
+            encoder = self._encoder(owner, earlier, parsed.echo, id)
+            return Job(id, self._context.starting(chat, parsed.route), encoder, parsed.stream)
 
-        return EndingResponse(self._context.respond(request, understand), lambda: self._running.pop(id, None))
+        response = AnswerResponse(self._context, request.state.request_id, "responses", make_job)
+        return EndingResponse(response, lambda: self._running.pop(id, None))
 
     async def one(self, request: Request) -> Response:
         id, owner = request.path_params["id"], _owner(request)
@@ -122,8 +124,7 @@ class Responses:
             raise ResponseNotFound(id)
         return JSONResponse(_page(stored.input_items, request.query_params))
 
-    def _encoder(self, owner: str, earlier: tuple[Turn, ...], parsed: ParsedRequest, id: str) -> ResponsesEncoder:
-        echo: ResponsesEcho = parsed.echo
+    def _encoder(self, owner: str, earlier: tuple[Turn, ...], echo: ResponsesEcho, id: str) -> ResponsesEncoder:
         stores = echo.stores and self._store.is_enabled
         if not stores:
             echo = replace(echo, items=b"[]", settings={**echo.settings, "store": False})

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from deployments.http.errors import shown
+from deployments.http.openai.message_wire import Detail, Image
+from deployments.http.parsed_request import ReadingRules
 from deployments.http.responses.sealed import Unsealer
 from deployments.http.wire import STRING_OR_ARRAY, OpenWire, choose, tag
 from engine.protocol import InvalidRequest
@@ -33,8 +35,6 @@ ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "func
 
 _MADE_ID = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{32})i?[0-9]{1,6}")
 
-Detail = Literal["auto", "low", "high", "original"]
-
 
 class TextPart(OpenWire):
     """A part of text, of a request or of an earlier answer."""
@@ -54,16 +54,6 @@ class RefusalPart(OpenWire):
 
     def kept(self) -> Item:
         return {"type": "refusal", "refusal": self.refusal}
-
-
-class ImageSource(OpenWire):
-    """The URL or data: URL of an image."""
-
-    url: str = Field(min_length=1)
-    detail: Detail | None = None
-
-
-Image = Annotated[ImageSource, BeforeValidator(lambda value: {"url": value} if isinstance(value, str) else value)]
 
 
 class ImagePart(OpenWire):
@@ -223,7 +213,7 @@ WireInput = Annotated[
 ]
 
 
-def kept_items(sent: str | Sequence[Any], media_kinds: frozenset[str]) -> list[Item]:
+def kept_items(sent: str | Sequence[Any], rules: ReadingRules) -> list[Item]:
     """Convert an `input` to plain items; a string, also an empty one, is one user message.
 
     Raises:
@@ -235,7 +225,7 @@ def kept_items(sent: str | Sequence[Any], media_kinds: frozenset[str]) -> list[I
     items = []
     for i, wire in enumerate(sent):
         item = wire.kept()
-        _check_media(item, f"input[{i}]", media_kinds)
+        _check_media(item, f"input[{i}]", rules)
         if isinstance(wire, ReasoningItem) and wire.encrypted_content:
             item |= _unsealed(wire.encrypted_content, unsealer, f"input[{i}].encrypted_content")
         items.append(item)
@@ -250,16 +240,14 @@ def _unsealed(sealed: str, unsealer: Unsealer, path: str) -> Item:
     return {} if text is None else {"content": [{"type": "reasoning_text", "text": text}]}
 
 
-def _check_media(item: Item, path: str, media_kinds: frozenset[str]) -> None:
+def _check_media(item: Item, path: str, rules: ReadingRules) -> None:
     for name in ("content", "output"):
         parts = item.get(name)
         for i, part in enumerate(parts if isinstance(parts, list) else ()):
             if part["type"] != "input_image":
                 continue
             where = f"{path}.{name}[{i}]"
-            if "image" not in media_kinds:
-                accepted = ", ".join(["text", *sorted(media_kinds)])
-                raise InvalidRequest(f"`{where}` is image input, but this model accepts only: {accepted}.", where)
+            rules.check_media("image", where)
             if item.get("role") == "assistant":
                 raise InvalidRequest(f"`{where}` is an image: an assistant message may only contain text.", where)
 

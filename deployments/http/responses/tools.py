@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from deployments.http.errors import shown
-from deployments.http.openai.tool_wire import MAX_TOOLS, ToolName, check_choice, choice_form
+from deployments.http.openai.tool_wire import ToolName, check_choice, choice_form
 from deployments.http.responses.conversation import full_name
-from deployments.http.wire import OpenWire, choose, tag
+from deployments.http.wire import MAX_TOOLS, OpenWire, choose, tag
 from deployments.protocol import Tool, ToolChoice
 from engine.protocol import InvalidRequest
 

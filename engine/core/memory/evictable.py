@@ -4,7 +4,7 @@ import sys
 from typing import Protocol
 
 from engine.core.batch import ModelRunner
-from engine.core.prefix_cache.cache import PrefixCache
+from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 
 
 class Evictable(Protocol):
@@ -34,32 +34,21 @@ class Evictable(Protocol):
         ...
 
 
-class NothingEvictable:
-    """The evictable memory of an engine without caches."""
-
-    snapshot_bytes = image_bytes = evictable_bytes = 0
-
-    def evict(self, num_bytes: int) -> bool:
-        return False
-
-    def price(self, num_bytes: int) -> float:
-        return float("inf")
-
-
 class EvictableMemory:
     """Evicts snapshots and image features.
 
     Bytes include allocation slack: a snapshot's buffers may be a little larger than its arrays.
     """
 
-    def __init__(self, cache: PrefixCache, runner: ModelRunner):
-        self._cache = cache
+    def __init__(self, memory: SnapshotMemory, runner: ModelRunner):
+        self._memory = memory
+        self._tree = memory.cache.tree
         self._runner = runner
         self._slack = runner.costs.snapshot_slack
 
     @property
     def snapshot_bytes(self) -> int:
-        return self._cache.num_bytes + self._cache.num_in_memory * self._slack
+        return self._tree.num_bytes + self._tree.num_in_memory * self._slack
 
     @property
     def image_bytes(self) -> int:
@@ -72,19 +61,19 @@ class EvictableMemory:
     @property
     def pinned_bytes(self) -> int:
         """Bytes that are never evicted."""
-        return self._cache.pinned_bytes + self._cache.num_pinned * self._slack
+        return self._tree.pinned_bytes + len(self._tree.pinned) * self._slack
 
     @property
     def evictable_bytes(self) -> int:
         """Bytes that can be evicted now: neither pinned snapshots nor KV segments in use by prompts in progress."""
-        return self.num_bytes - self._cache.unevictable_bytes - self._cache.num_pinned * self._slack
+        return self.num_bytes - self._tree.unevictable_bytes() - len(self._tree.pinned) * self._slack
 
     def price(self, num_bytes: int) -> float:
         """Return the expected seconds of recomputation that `evict` would cause; inf if `num_bytes` cannot be freed."""
         if num_bytes > self.evictable_bytes:
             return float("inf")
         of_snapshots = self.evictable_bytes - self.image_bytes
-        return self._cache.price(min(num_bytes, of_snapshots), self._slack)
+        return self._memory.price(min(num_bytes, of_snapshots), self._slack)
 
     def evict(self, num_bytes: int) -> bool:
         """Evict `num_bytes`: snapshots first, in the order of eviction.py, then image features.
@@ -95,12 +84,12 @@ class EvictableMemory:
         if num_bytes > self.evictable_bytes:
             return False
         wanted = self.num_bytes - num_bytes
-        self._cache.evict(num_bytes, self._slack)
+        self._memory.evict(num_bytes, self._slack)
         if self.num_bytes > wanted:
             self._runner.free_caches()
         return self.num_bytes <= wanted
 
     def evict_all(self) -> None:
         """Evict everything that can be evicted."""
-        self._cache.evict(sys.maxsize)
+        self._memory.evict(sys.maxsize)
         self._runner.free_caches()

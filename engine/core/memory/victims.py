@@ -4,12 +4,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from engine.config import EngineConfig
 from engine.core.cost_model import CostModel
-from engine.core.memory.budget import MemoryBudget
 from engine.core.prefill import Prefill
 from engine.core.request import Request, RequestState
 from engine.core.request_queue import QueueEntry
+from engine.core.scheduler_context import SchedulerContext
 from engine.core.virtual_token_counter import VirtualTokenCounter
 
 MIN_RUN_PER_RECOMPUTE = 20.0
@@ -33,26 +32,17 @@ class Preemption:
     Nothing is chosen unless the freed rows and bytes suffice.
 
     Args:
-        config: The engine's configuration.
-        budget: The memory budget.
+        context: What decisions depend on.
         shares: Service that each client has received so far.
         running: The decoding rows by row id, in the order of joining; the scheduler's own mapping.
-        costs: Predicts the seconds of recomputing a row.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        budget: MemoryBudget,
-        shares: VirtualTokenCounter,
-        running: Mapping[str, Request],
-        costs: CostModel,
-    ):
-        self._config = config
-        self._budget = budget
+    def __init__(self, context: SchedulerContext, shares: VirtualTokenCounter, running: Mapping[str, Request]):
+        self._config = context.config
+        self._budget = context.budget
+        self._costs = context.costs
         self._shares = shares
         self._running = running
-        self._costs = costs
 
     def choose_for_priority(
         self, entry: QueueEntry, now: float, num_rows: int, num_bytes: int, prefills: Sequence[Prefill]
@@ -73,12 +63,14 @@ class Preemption:
     def _may_preempt_prefill(self, prefill: Prefill, entry: QueueEntry, now: float) -> bool:
         """Return whether a more urgent request may preempt a prompt in progress.
 
-        A protected prompt is preempted only by a request that has waited for as long as its own prompt takes and as
-        recomputing the protected one takes, doubled for each earlier restart: a stream of urgent requests cannot
-        restart it for ever.
+        A protected prompt is preempted only after its first chunk, and only by a request that has waited for as long as
+        its own prompt takes and as recomputing the protected one takes, doubled for each earlier restart: a stream of
+        urgent requests can neither keep it from beginning nor restart it for ever.
         """
         if not prefill.entry.is_protected:
             return True
+        if not prefill.has_started:
+            return False
         row = prefill.rows[0]
         own_s = self._costs.prompt_s(0, entry.rows[0].num_prompt_tokens)
         return now - entry.arrived_s >= max(own_s, recompute_s(row, self._costs)) * 2**row.num_restarts
@@ -132,15 +124,13 @@ class Preemption:
         """Return the shortest prefix of the candidates that suffices; empty if all together do not."""
 
         def suffice(num: int) -> bool:
-            leaving = [row.id for one in candidates[:num] for row in _rows(one)]
-            return len(entry.rows) <= num_rows + len(leaving) and self._shortfall_bytes(entry, leaving) <= num_bytes
+            preempted = [row.id for one in candidates[:num] for row in _rows(one)]
+            missing = self._budget.shortfall_bytes(entry.rows, preempted, entry.growth_tokens)
+            return len(entry.rows) <= num_rows + len(preempted) and missing <= num_bytes
 
         if not suffice(len(candidates)):
             return []
         return list(candidates[: next(num for num in range(len(candidates) + 1) if suffice(num))])
-
-    def _shortfall_bytes(self, entry: QueueEntry, leaving: Sequence[str]) -> int:
-        return self._budget.shortfall_bytes(entry.rows, leaving, entry.growth_tokens)
 
 
 def recompute_s(row: Request, costs: CostModel) -> float:

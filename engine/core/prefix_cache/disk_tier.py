@@ -10,9 +10,10 @@ import numpy as np
 
 from engine.core.batch import SEGMENT_ARRAYS, ModelRunner
 from engine.core.cost_model import CostModel
-from engine.core.prefix_cache.cache import CacheEntry, PrefixCache, Snapshot, SnapshotNode
 from engine.core.prefix_cache.loans import Loans
+from engine.core.prefix_cache.node import CacheEntry, Snapshot, SnapshotNode
 from engine.core.prefix_cache.prompt_key import Media, PromptKey
+from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.snapshot_store.files import SnapshotFiles, SnapshotLost, SnapshotMeta
 
 log = logging.getLogger("orchard.engine")
@@ -47,7 +48,7 @@ class DiskTier:
 
     Args:
         files: The files.
-        cache: The prefix cache; entries on disk are added to it.
+        memory: Stores snapshots that were read; entries on disk are added to its cache.
         loans: Tracks lent KV segments.
         runner: Exports and imports snapshots.
         clock: Returns monotonic seconds; the clock of the entries' times.
@@ -57,14 +58,15 @@ class DiskTier:
     def __init__(
         self,
         files: SnapshotFiles,
-        cache: PrefixCache,
+        memory: SnapshotMemory,
         loans: Loans,
         runner: ModelRunner,
         clock: Callable[[], float],
         costs: CostModel,
     ):
         self._files = files
-        self._cache = cache
+        self._memory = memory
+        self._cache = memory.cache
         self._loans = loans
         self._runner = runner
         self._clock = clock
@@ -72,9 +74,8 @@ class DiskTier:
         self._read_us = 0  # the files' read_us at the last reading
         self._num_saved = 0
         self._waiting: dict[str, CacheEntry] = {}  # by digest, to be retried by save_waiting
-        cache.file_parent = self._file_parent
         for meta in reversed(files.entries()):
-            cache.add(self._entry(meta))
+            self._cache.add(self._entry(meta))
 
     def save(self, entry: CacheEntry) -> None:
         """Write an entry, and those of its ancestors that are not on disk.
@@ -84,7 +85,7 @@ class DiskTier:
         self._num_saved += 1
         if self._num_saved % PRUNE_EVERY == 0:
             self._cache.prune()
-        self._waiting |= {one.digest: one for one in self._cache.path(entry) if one.digest not in self._files}
+        self._waiting |= {one.digest: one for one in self._cache.index.path(entry) if one.digest not in self._files}
         self.save_waiting()
 
     def lacks(self, entry: CacheEntry) -> bool:
@@ -135,7 +136,7 @@ class DiskTier:
         pending = [
             (one, self._files.load(one.digest, "" if one is entry else SEGMENT_ARRAYS)) for one in reversed(missing)
         ]
-        base = None if at is None else self._cache.hold(at)
+        base = None if at is None else self._cache.tree.hold(at)
         return Reading(pending, self._clock() + max(timeout_s, READ_TIMEOUT_S), row_id, base)
 
     def advance(self, reading: Reading, wait_s: float, copy_s: float) -> bool | None:
@@ -152,7 +153,7 @@ class DiskTier:
                 continue
             if reading.copying is None and not self._files.wait([future], wait_s):
                 return None
-            if self._cache.get(entry.digest) is not entry or entry.parent != _digest_of(reading.base):
+            if self._cache.index.get(entry.digest) is not entry or entry.parent != _digest_of(reading.base):
                 return False  # cleared, or stored with another parent meanwhile
             try:
                 snapshot = self._copied(reading, entry, future, until_s)
@@ -191,7 +192,7 @@ class DiskTier:
         """Store the next snapshot of a reading; return False if it does not fit."""
         is_last = len(reading.pending) == 1
         segment_bytes, row_id = snapshot.segment_bytes, reading.row_id
-        if not self._cache.store(entry, snapshot, reading.base, is_for_row=row_id is not None):
+        if not self._memory.store(entry, snapshot, reading.base, is_for_row=row_id is not None):
             return False
         assert entry.node is not None
         if row_id is not None:
@@ -203,9 +204,9 @@ class DiskTier:
 
     def _go_on_behind(self, reading: Reading, entry: CacheEntry) -> None:
         """Continue a reading with the entry after this one, which is in memory."""
-        before, reading.base = reading.base, self._cache.hold(entry)
+        before, reading.base = reading.base, self._cache.tree.hold(entry)
         if before is not None:
-            self._cache.release(before)
+            self._cache.tree.release(before)
         reading.pending.pop(0)
         reading.copying = None
 
@@ -217,7 +218,7 @@ class DiskTier:
     def close(self, reading: Reading) -> None:
         """Release the resources of a reading, complete or not."""
         if reading.base is not None:
-            self._cache.release(reading.base)
+            self._cache.tree.release(reading.base)
             reading.base = None
 
     def forget(self, entry: CacheEntry) -> None:
@@ -243,15 +244,11 @@ class DiskTier:
         """Wait at most `timeout_s` seconds for pending writes."""
         self._files.close(timeout_s)
 
-    def _file_parent(self, digest: str) -> str | None:
-        meta = self._files.meta_of(digest)
-        return meta.parent if meta is not None else None
-
     def _in_front_of(self, entry: CacheEntry) -> CacheEntry | None:
         """Return an entry's parent, which another process may have written; None if it has none or it is missing."""
         if entry.parent is None:
             return None
-        parent = self._cache.get(entry.parent)
+        parent = self._cache.index.get(entry.parent)
         if parent is None and (meta := self._files.meta_of(entry.parent)) is not None:
             parent = self._entry(meta)
             self._cache.add(parent)
@@ -259,7 +256,7 @@ class DiskTier:
 
     def _save(self, entry: CacheEntry, snapshot: Snapshot) -> bool:
         """Queue a snapshot for writing; return False if that is not possible now."""
-        key, parent = entry.key, self._cache.get(entry.parent)
+        key, parent = entry.key, self._cache.index.get(entry.parent)
         if snapshot.segment.is_lent or (
             entry.parent is not None and (parent is None or entry.parent not in self._files)
         ):

@@ -11,18 +11,19 @@ boundaries are lent from the beginning (`add`). A prompt that continues a lent s
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from engine.core.batch import ModelRunner
-from engine.core.prefix_cache.cache import PrefixCache
 from engine.core.prefix_cache.node import CacheEntry, KVSegment, SnapshotNode
+from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 
 
 class Loans:
-    """Tracks which KV segments are lent to which row; the cache counts their bytes."""
+    """Tracks which KV segments are lent to which row; the tree counts their bytes."""
 
-    def __init__(self, cache: PrefixCache, runner: ModelRunner):
-        self._cache = cache
+    def __init__(self, memory: SnapshotMemory, runner: ModelRunner):
+        self._memory = memory
+        self._tree = memory.cache.tree
         self._runner = runner
         self._of_row: dict[str, list[SnapshotNode]] = {}  # by row id, in the order of the tokens
         self._leaving: list[
@@ -53,14 +54,14 @@ class Loans:
     def break_promise(self, row_id: str) -> None:
         """Revoke the promise to an admitted row, as `cancel`; evict other snapshots if the cache exceeds its limit."""
         if self._take_back_promised(row_id):
-            self._cache.fit()
+            self._memory.fit()
 
     def lend(self, row_id: str, entry: CacheEntry) -> list[KVSegment]:
         """Lend an entry's KV segments to the row that is about to continue it; return the segments that move."""
         was_promised = self._take_back_promised(row_id)
         lent = self._lend(row_id, entry, was_promised and self._lacks_room(entry))
         if was_promised:  # fewer may be lent: another prompt may have continued the same snapshot meanwhile
-            self._cache.fit(spared=(entry,))
+            self._memory.fit(spared=(entry,))
         return [node.segment for node in lent]
 
     def _take_back_promised(self, row_id: str) -> bool:
@@ -68,7 +69,7 @@ class Loans:
         nodes = self._pop(row_id)
         promised = [node for node in nodes if not node.segment.is_lent]
         for node in promised:
-            self._cache.take_back(node)
+            self._tree.take_back(node)
         if len(promised) < len(nodes):
             self._of_row[row_id] = [node for node in nodes if node.segment.is_lent]
         return bool(promised)
@@ -78,34 +79,34 @@ class Loans:
 
         Such an entry was read from disk for this row only.
         """
-        lendable = sum(node.segment_bytes for node in self._cache.lendable(entry.node))
-        return self._cache.missing_bytes > lendable
+        lendable = sum(node.segment_bytes for node in _lendable(entry.node))
+        return self._memory.missing_bytes > lendable
 
     def _lend(self, row_id: str, entry: CacheEntry, also_system: bool = False) -> list[SnapshotNode]:
         assert entry.node is not None
-        lent = list(self._cache.lendable(entry.node, also_system))[::-1]
+        lent = list(_lendable(entry.node, also_system))[::-1]
         for node in lent:
-            self._cache.lend(node, row_id, node.segment_bytes)
+            self._tree.lend(node, row_id, node.segment_bytes)
         if lent:
             self._of_row[row_id] = lent
         return lent
 
     def add(self, row_id: str, node: SnapshotNode, num_bytes: int) -> None:
         """Lend a new snapshot's KV segment, of about `num_bytes`, which has only ever been in the row's cache."""
-        self._cache.lend(node, row_id, num_bytes)
+        self._tree.lend(node, row_id, num_bytes)
         self._of_row.setdefault(row_id, []).append(node)
 
     def may_add(self, row_id: str, base: SnapshotNode | None) -> bool:
         """Return whether a segment after `base` would extend the chain that is lent to the row."""
         lent = self._of_row.get(row_id)
-        return not lent or (base is not None and lent[-1] in self._cache.chain(base.entry))
+        return not lent or (base is not None and lent[-1] in base.entry.chain())
 
     def copy_back(self, entry: CacheEntry) -> bool:
         """Copy the lent KV segments of an entry's chain back from the rows. Return False if they do not fit."""
-        lent = [node for node in self._cache.chain(entry) if node.segment.is_lent]
+        lent = [node for node in entry.chain() if node.segment.is_lent]
         if not lent:
             return True
-        if not self._cache.evict_for_return(lent):
+        if not self._memory.evict_for_return(lent):
             return False
         by_row = defaultdict[str | None, list[SnapshotNode]](list)
         for node in lent:
@@ -145,13 +146,13 @@ class Loans:
         for row_id in row_ids:
             self.break_promise(row_id)
             lent, leaving = self._pop(row_id), list[SnapshotNode]()
-            while lent and not self._cache.evict_for_return(lent):
+            while lent and not self._memory.evict_for_return(lent):
                 leaving.insert(0, lent.pop())
                 if not self._to_write(leaving, is_to_write):
-                    self._cache.evict_behind(leaving.pop())
-                    lent = [node for node in lent if self._cache.is_stored(node)]
+                    self._memory.cache.evict_behind(leaving.pop())
+                    lent = [node for node in lent if self._tree.is_stored(node)]
             for node in lent:  # counted now, before the next row's segments are considered
-                self._cache.take_back(node)
+                self._tree.take_back(node)
             if lent:
                 self._of_row[row_id] = list(lent)
             if leaving:
@@ -174,8 +175,8 @@ class Loans:
             for node in to_write:
                 if node.snapshot is not None and not node.segment.is_lent:
                     write(node.entry)
-            if self._cache.is_stored(first):
-                self._cache.evict_behind(first)
+            if self._tree.is_stored(first):
+                self._memory.cache.evict_behind(first)
 
     def settle(self, row_ids: Iterable[str]) -> None:
         """End the loans of rows that were dropped or failed.
@@ -187,10 +188,25 @@ class Loans:
     def _settle(self, nodes: Sequence[SnapshotNode]) -> None:
         for node in nodes:
             if node.segment.is_lent:
-                self._cache.evict_behind(node)
+                self._memory.cache.evict_behind(node)
             else:
-                self._cache.take_back(node)
+                self._tree.take_back(node)
 
     def _pop(self, row_id: str) -> list[SnapshotNode]:
         """Remove a row's loans, and return those that are still stored."""
-        return [node for node in self._of_row.pop(row_id, ()) if self._cache.is_stored(node)]
+        return [node for node in self._of_row.pop(row_id, ()) if self._tree.is_stored(node)]
+
+
+def _lendable(node: SnapshotNode | None, also_system: bool = False) -> Iterator[SnapshotNode]:
+    """Yield the nodes at the end of a chain whose KV segments nothing else needs, the last first.
+
+    Args:
+        node: The last node of the chain.
+        also_system: Whether to include system prompts, which other prompts are likely to need.
+    """
+    num_dependents = 0
+    while node is not None and node.num_dependents == num_dependents and node.lent_to is None:
+        if node.entry.pinned or (node.entry.kind == "system" and not also_system):
+            return
+        yield node
+        node, num_dependents = node.parent, 1

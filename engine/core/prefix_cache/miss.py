@@ -4,7 +4,8 @@ from itertools import islice
 
 import numpy as np
 
-from engine.core.prefix_cache.cache import CacheEntry, PrefixCache
+from engine.core.prefix_cache.cache import PrefixCache
+from engine.core.prefix_cache.node import CacheEntry
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import CacheMiss, CacheMissReason, PromptOrigin
 
@@ -32,14 +33,14 @@ def explain(
     """
     needed = num_cached + (min_tokens if num_cached else 1)
     served = {"request_id": request_id, "num_prompt_tokens": len(key), "num_cached": num_cached}
-    if (ghost := cache.ghost(key, needed)) is not None:
+    if (ghost := cache.lineages.ghost(key, needed, len(key) - 1)) is not None:
         num_tokens = ghost.num_tokens
         return CacheMiss(
             **served, reason=ghost.reason, num_common=num_tokens, boundary=ghost.kind, boundary_tokens=num_tokens
         )
     best: tuple[int, CacheEntry] | None = None
     ahead = slice(num_cached, needed)
-    for entry in islice(cache.entries(), MAX_COMPARED):
+    for entry in islice(cache.index.entries(), MAX_COMPARED):
         if num_cached and not np.array_equal(key.token_ids[ahead], entry.key.token_ids[ahead]):
             continue  # a cheap check first: most served prompts share no further tokens with other entries
         num_common = key.num_common(entry.key)

@@ -63,6 +63,13 @@ class SnapshotNode:
     lent_bytes: int = 0
     """Bytes of the KV segment while it is lent; may be an estimate."""
 
+    def nearest_entry(self) -> "CacheEntry | None":
+        """Return the nearest entry with a snapshot in memory, from this node towards the first token."""
+        node: SnapshotNode | None = self
+        while node is not None and node.snapshot is None:
+            node = node.parent
+        return node.entry if node is not None else None
+
 
 @dataclass(slots=True, eq=False)
 class Lineage:
@@ -123,3 +130,11 @@ class CacheEntry:
     @property
     def num_tokens(self) -> int:
         return len(self.key)
+
+    def chain(self) -> list[SnapshotNode]:
+        """Return all nodes whose KV segments it needs, from the first token on; none if it is only on disk."""
+        chain, node = [], self.node
+        while node is not None:
+            chain.append(node)
+            node = node.parent
+        return chain[::-1]

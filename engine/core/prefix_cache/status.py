@@ -1,39 +1,33 @@
 """The prefix cache's status for the API."""
 
+from dataclasses import asdict
 from hashlib import sha256
 from itertools import islice
 from typing import Literal
 
-from engine.core.prefix_cache.cache import CacheEntry, PrefixCache
+from engine.core.prefix_cache.node import CacheEntry
+from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.protocol import CacheEntryStatus, CacheStatus
 
 MAX_ENTRIES_SHOWN = 256
 
 
-def cache_status(cache: PrefixCache, off: str | None, now: float, disk: dict[str, int] | None = None) -> CacheStatus:
+def cache_status(memory: SnapshotMemory, off_reason: str | None, disk: dict[str, int] | None = None) -> CacheStatus:
     """Return the figures and the MAX_ENTRIES_SHOWN most recently used entries."""
-    counters = cache.counters
+    cache, now = memory.cache, memory.cache.clock()
     return CacheStatus(
-        off=off,
-        max_bytes=cache.max_bytes if off is None else 0,
+        off_reason=off_reason,
+        max_bytes=memory.max_bytes if off_reason is None else 0,
         num_bytes=cache.num_bytes,
-        num_entries=len(cache),
-        num_pinned=cache.num_pinned,
-        num_hits=counters.num_hits,
-        num_misses=counters.num_misses,
-        num_cached_tokens=counters.num_cached_tokens,
-        num_stored=counters.num_stored,
-        num_evicted=counters.num_evicted,
-        num_rejected=counters.num_rejected,
-        num_unusable=counters.num_unusable,
-        num_integrity_errors=counters.num_integrity_errors,
-        misses=dict(counters.misses),
+        num_entries=len(cache.index),
+        num_pinned=len(cache.tree.pinned),
         entries=tuple(
             _entry(entry, now, cache.file_parent(entry.digest) is not None)
-            for entry in islice(cache.entries(), MAX_ENTRIES_SHOWN)
+            for entry in islice(cache.index.entries(), MAX_ENTRIES_SHOWN)
         ),
         recent_misses=tuple(cache.recent_misses),
         disk=disk,
+        **asdict(cache.counters),
     )
 
 

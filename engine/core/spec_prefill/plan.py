@@ -53,21 +53,27 @@ class Scored:
     """From request to plan."""
 
 
-@dataclass(frozen=True)
-class ScorerStatus:
-    """A snapshot for `/v1/status`: gauges are current, counters count from the start."""
+@dataclass(kw_only=True)
+class ScorerCounters:
+    """Counters of the draft scorer since the start."""
 
-    state: str  # loading, ready, unavailable (the draft cannot score, see error), failed, or stopped.
-    draft_model: str  # As configured.
-    device: str = ""  # MLX's name of it; '' while loading.
-    num_running: int = 0  # Prompts being scored.
-    num_waiting: int = 0  # Prompts queued.
     num_scored: int = 0  # Scored prompts.
     num_scored_tokens: int = 0  # Tokens that the draft read.
     num_reused_tokens: int = 0  # Tokens of scored prompts that it had read for earlier ones.
     num_cancelled: int = 0  # Cancelled by the client.
     num_refused: int = 0  # Refused: queue full, prompt too long, or not possible in time.
     num_failed: int = 0  # Failed with an error.
+
+
+@dataclass(kw_only=True)
+class ScorerStatus(ScorerCounters):
+    """The draft scorer for `/v1/status`: current figures, with a copy of its counters."""
+
+    state: str  # loading, ready, unavailable (the draft cannot score, see error), failed, or stopped.
+    draft_model: str  # As configured.
+    device: str = ""  # MLX's name of it; '' while loading.
+    num_running: int = 0  # Prompts being scored.
+    num_waiting: int = 0  # Prompts queued.
     memory: dict[str, int] = field(default_factory=dict)  # Bytes by purpose.
     error: str | None = None  # Why it is not ready, None if it is.
 

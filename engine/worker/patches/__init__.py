@@ -1,1 +1,30 @@
 """Patches of the libraries, one file each: the reason, the version, and when it can be removed."""
+
+import mlx.core as mx
+
+from engine.worker import loader
+from engine.worker.patches import (
+    attention_cpu,
+    gated_delta_chunks,
+    gated_delta_cuda,
+    gated_delta_rows,
+    gemma2_masks,
+    silu_cpu,
+)
+
+
+def install(decodes: bool) -> None:
+    """Install the patches for the device in use. May be called several times.
+
+    Args:
+        decodes: Whether this process has a decode batch, whose recurrent layers verify drafts.
+    """
+    gemma2_masks.install()
+    if not loader.on_gpu():
+        if decodes:
+            gated_delta_rows.install()
+        gated_delta_chunks.install()
+        attention_cpu.install()
+        silu_cpu.install()
+    elif mx.cuda.is_available():
+        gated_delta_cuda.install()

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_vlm.models.qwen3_5 import gated_delta, language, speculative_verifier
 
 from engine.worker import delta_rule
-from engine.worker.kv_cache import BatchRecurrentLayer
+from engine.worker.recurrent_layer import BatchRecurrentLayer
 
 _library = gated_delta.gated_delta_update
 

@@ -64,7 +64,8 @@ class AttentionLayer:
         keys, values = _cached(cache)
         query, gate = self.query(hidden, position, keys.shape[-1])
         weights = self.weights(query, cache, cache.offset)[:, 0]
-        attended = _grouped(weights, values.shape[1]) @ values[0, :, : cache.offset].astype(mx.float32)
+        grouped = weights.reshape(values.shape[1], -1, cache.offset)  # [kv heads, heads per kv head, n]
+        attended = grouped @ values[0, :, : cache.offset].astype(mx.float32)
         attended = attended.reshape(1, 1, -1).astype(hidden.dtype)
         if gate is not None:
             attended = attended * mx.sigmoid(gate)
@@ -149,11 +150,6 @@ def _cached(cache: KVCache) -> tuple[mx.array, mx.array]:
     """Return keys and values [1, kv heads, slots, head_dim] of a non-empty cache."""
     keys: Any = cache.keys
     return keys, cache.values  # type: ignore[return-value]
-
-
-def _grouped(heads: mx.array, num_kv_heads: int) -> mx.array:
-    """Reshape [heads, n] -> [kv heads, heads per kv head, n]."""
-    return heads.reshape(num_kv_heads, -1, heads.shape[-1])
 
 
 def _attention_layer(index: int, block: Any, kind: type) -> AttentionLayer | None:

@@ -5,14 +5,14 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import ArraysCache, KVCache, make_prompt_cache
+from mlx_vlm.models.cache import ArraysCache, KVCache
 
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.processing.checkpoint import draft_of, read_optional_json
 from engine.protocol import EngineFailed
-from engine.worker import loader, memory
+from engine.worker import loader, memory, patches
 from engine.worker.kv_cache import SequenceCache, num_bytes, rounded
-from engine.worker.patches import attention_cpu, gated_delta_chunks, gated_delta_cuda, silu_cpu
+from engine.worker.language_model import LanguageModel
 from engine.worker.spec_prefill.attention import AttentionTrace, attention_layers, importance
 
 PROBE_TOKENS = 48
@@ -73,14 +73,9 @@ class Draft:
     """
 
     def __init__(self, model: loader.LoadedModel):
-        if not loader.on_gpu():
-            gated_delta_chunks.install()
-            attention_cpu.install()
-            silu_cpu.install()
-        elif mx.cuda.is_available():
-            gated_delta_cuda.install()
-        self._lm: Any = model.module.language_model
-        self._explicit_positions = hasattr(self._lm, "get_rope_index")
+        patches.install(decodes=False)
+        self._language_model = LanguageModel(model.module.language_model)
+        self._lm = self._language_model.lm
         self._tolerance = TOLERANCE.get(model.dtype, max(TOLERANCE.values()))
         self.vocab_size = model.vocab_size
         self.max_context_tokens = model.max_context_tokens
@@ -102,7 +97,7 @@ class Draft:
 
     def make_cache(self) -> SequenceCache:
         """Return an empty cache for one prompt."""
-        return make_prompt_cache(self._lm)
+        return self._language_model.make_cache()
 
     def cache_bytes(self, num_tokens: int) -> int:
         """Return the bytes of a prompt's cache with `num_tokens` tokens."""
@@ -181,8 +176,7 @@ class Draft:
             before, hidden = hidden, block(hidden, own)
             if layer is not None:
                 seen.append(AttentionTrace(layer, own, before, hidden))
-        hidden = model.norm(hidden)
-        return self._lm.lm_head(hidden) if hasattr(self._lm, "lm_head") else model.embed_tokens.as_linear(hidden), seen
+        return self._language_model.logits(model.norm(hidden)), seen
 
     def _check(self) -> SequenceCache:
         """Check the layer-by-layer forward with a probe and return the probe's cache.
@@ -220,7 +214,7 @@ class Draft:
     def _forward(self, token_ids: np.ndarray, start: int, cache: SequenceCache, **kwargs: Any) -> Any:
         """Compute the model's own forward; return logits [1, n, vocab], lazy, None if they can be skipped."""
         tokens = mx.array(token_ids[None].astype(np.int32))
-        if not self._explicit_positions:
+        if not self._language_model.explicit_positions:
             return self._lm(tokens, cache=cache).logits
         positions = mx.arange(start, start + len(token_ids), dtype=mx.int32)
         positions = mx.broadcast_to(positions, (3, 1, len(token_ids)))

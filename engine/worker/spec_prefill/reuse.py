@@ -7,8 +7,10 @@ from collections import OrderedDict
 import numpy as np
 
 from engine.config import BoundaryKind
-from engine.core.prefix_cache.cache import CacheEntry, PrefixCache
+from engine.core.prefix_cache.cache import PrefixCache
+from engine.core.prefix_cache.node import CacheEntry
 from engine.core.prefix_cache.prompt_key import PromptKey
+from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.protocol import PromptOrigin
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.snapshot import StateSnapshot, is_finite, restore, take
@@ -28,7 +30,8 @@ class DraftReuse:
 
     def __init__(self, draft: Draft):
         self._draft = draft
-        self._cache = PrefixCache(0)
+        self._cache = PrefixCache()
+        self._memory = SnapshotMemory(self._cache, 0)
         self._importances: OrderedDict[str, np.ndarray] = OrderedDict()
 
     @property
@@ -37,12 +40,12 @@ class DraftReuse:
 
     def limit(self, max_bytes: int) -> None:
         """Set the bytes of all snapshots; the least recently used are removed first."""
-        self._cache.max_bytes = max_bytes
+        self._memory.max_bytes = max_bytes
         self._make_room(0)
 
     def touch(self, key: PromptKey, max_tokens: int) -> CacheEntry | None:
         """Return the longest cached prefix of at most `max_tokens` tokens and mark it as used; None without one."""
-        entry = self._cache.match(key, max_tokens)
+        entry = self._cache.index.match(key, max_tokens)
         if entry is not None:
             self._cache.touch(entry)
         return entry
@@ -81,11 +84,11 @@ class DraftReuse:
         digest, now = key.digest(), time.monotonic()
         in_front = parent.digest if parent is not None and node is not None else None
         entry = CacheEntry(digest, key, kind, in_front, PromptOrigin(), pinned=False, created_s=now, used_s=now)
-        return digest if self._cache.store(entry, snapshot, node) else None
+        return digest if self._memory.store(entry, snapshot, node) else None
 
     def forget(self, digest: str) -> None:
         """Remove a snapshot; unknown digests are ignored."""
-        if (entry := self._cache.get(digest)) is not None:
+        if (entry := self._cache.index.get(digest)) is not None:
             self._cache.forget(entry)
 
     def importance(self, key: PromptKey) -> np.ndarray | None:
@@ -108,9 +111,9 @@ class DraftReuse:
 
     def _make_room(self, num_bytes: int) -> bool:
         """Evict snapshots until `num_bytes` are free; return False if they do not fit at all."""
-        if num_bytes > self._cache.max_bytes:
+        if num_bytes > self._memory.max_bytes:
             return False
-        while self._cache.num_bytes + num_bytes > self._cache.max_bytes:
-            *_, oldest = self._cache.entries()
+        while self._cache.num_bytes + num_bytes > self._memory.max_bytes:
+            *_, oldest = self._cache.index.entries()
             self._cache.forget(oldest)
         return True

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from engine.config import BoundaryKind, EngineConfig, SpecPrefillConfig
+from engine.config import EngineConfig, SpecPrefillConfig
 from engine.core.prefix_cache.prompt_key import PromptKey
+from engine.core.prefix_cache.snapshot_boundaries import choose_boundaries
 from engine.core.spec_prefill.pace import Pace
 from engine.core.spec_prefill.plan import ScoreRequest
 from engine.protocol import Boundary, EngineFailed
@@ -159,7 +160,9 @@ class Scorer:
         num_bytes, last = self.limits.num_bytes(len(key)), mx.array(key.token_ids[None, -1:])
         limit_s = self._config.deadline_s if request.limit_s is None else min(request.limit_s, self._config.deadline_s)
         until_s = self._clock() + limit_s
-        job = ScoreJob(job_id, request, key, num_bytes, boundaries(request), last, until_s, limit_s, key.digest())
+        wanted = [*request.boundaries, Boundary("prompt", len(key) - 1)]
+        todo = choose_boundaries(wanted, key, MIN_TOKENS)
+        job = ScoreJob(job_id, request, key, num_bytes, todo, last, until_s, limit_s, key.digest())
         prefix = self._reuse.touch(key, len(key) - 1)
         job.done = 0 if prefix is None else prefix.num_tokens
         to_read = {other.digest: other for other in (job, *self._waiting, *self._running)}  # the same prompt but once
@@ -337,21 +340,3 @@ def _budget(config: SpecPrefillConfig, draft: Draft) -> int:
             f"{weights} bytes"
         )
     return budget
-
-
-def boundaries(request: ScoreRequest) -> list[Boundary]:
-    """Return where to snapshot the draft's state: at the request's boundaries, and before the last token, ascending.
-
-    The end of the prompt is skipped if it is too close to the end of its turn, because templates may render the tokens
-    between them differently in the next prompt.
-    """
-    prompt: BoundaryKind = "prompt"
-    wanted = [*request.boundaries, Boundary(prompt, len(request.token_ids) - 1)]
-    turn = max((boundary.num_tokens for boundary in request.boundaries if boundary.kind == "turn"), default=0)
-    found, last = [], 0
-    for boundary in sorted(wanted, key=lambda boundary: boundary.num_tokens):
-        behind = max(last, turn) if boundary.kind == prompt else last
-        if behind + MIN_TOKENS <= boundary.num_tokens < len(request.token_ids):
-            found.append(boundary)
-            last = boundary.num_tokens
-    return found

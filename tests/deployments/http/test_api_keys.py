@@ -194,7 +194,7 @@ def test_keys_share_a_prefix_cache_only_within_a_tenant():
 
 
 @given(st.text(max_size=6), st.text(max_size=6), st.text(max_size=6), st.text(max_size=6))
-def test_no_salt_and_no_user_reaches_what_is_another_keys(own: str, salt: str, other: str, other_salt: str):
+def test_salts_and_users_of_different_keys_never_coincide(own: str, salt: str, other: str, other_salt: str):
     mine = applied(KeyIdentity("a", own, own), salt, salt)
     theirs = applied(KeyIdentity("b", other, other), other_salt, other_salt)
     assert (mine == theirs) == ((own, salt) == (other, other_salt))

@@ -17,7 +17,8 @@ import pytest
 from deployments.http import body_reader
 from deployments.http.body_reader import BodyReader
 from deployments.http.errors import ModelNotFound
-from deployments.http.request_reader import MAX_INLINE_BYTES, ReadingRules, read_request
+from deployments.http.parsed_request import ReadingRules
+from deployments.http.request_reader import MAX_INLINE_BYTES, read_request
 from deployments.protocol import PackedMessages
 from engine.protocol import InvalidRequest, Unavailable
 

@@ -1,4 +1,4 @@
-"""What `/v1/cache` says of several engines, and the sentence for each reason of a miss."""
+"""`/v1/cache` over several engines, and the sentence for each reason of a miss."""
 
 import json
 from typing import Any, get_args
@@ -112,7 +112,7 @@ def test_explanation_of_a_miss_quotes_only_a_few_tokens():
 
 
 @given(st.lists(st.integers(0, 5000), max_size=12), st.lists(st.integers(0, 5000), max_size=12))
-def test_any_tokens_make_a_sentence_in_one_line_of_json(ours: list[int], theirs: list[int]):
+def test_explanation_of_a_miss_is_one_line_of_json_for_any_tokens(ours: list[int], theirs: list[int]):
     sentence = text_miss(tuple(ours), tuple(theirs))
     assert sentence.isprintable()
     assert json.loads(json.dumps(sentence)) == sentence
@@ -138,7 +138,7 @@ STATUSES = (
         disk={"num_files": 2},
     ),
     CacheStatus(max_bytes=10, num_bytes=1, num_entries=1, num_misses=2, misses={"text": 2}),
-    CacheStatus(off="prefix_cache.enabled is false"),
+    CacheStatus(off_reason="prefix_cache.enabled is false"),
 )
 
 

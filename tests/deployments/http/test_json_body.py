@@ -1,4 +1,4 @@
-"""What JSON a request may hold."""
+"""JSON values that a request may contain."""
 
 import json
 import time

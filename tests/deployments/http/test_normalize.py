@@ -54,15 +54,6 @@ def test_an_empty_conversation_stays_empty():
     assert normalize([]) == ()
 
 
-def test_developer_becomes_system_and_function_becomes_tool():
-    messages = [{"role": "developer", "content": "Be brief."}, {"role": "function", "name": "f", "content": "42"}]
-    assert normalize(messages) == (system("Be brief."), tool("42", name="f"))
-
-
-def test_a_missing_content_becomes_none():
-    assert normalize([{"role": "assistant", "tool_calls": CALLS}]) == (assistant(None, tool_calls=CALLS),)
-
-
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
 @pytest.mark.parametrize(
     ("contents", "joined"),
@@ -86,15 +77,6 @@ def test_consecutive_messages_of_one_role_merge(role, contents, joined):
     )
 
 
-def test_strings_among_parts_become_text_parts():
-    assert normalize([user(["a", IMAGE])]) == (user([text("a"), IMAGE]),)
-
-
-@pytest.mark.parametrize("kind", ["input_text", "output_text"])
-def test_text_parts_of_other_dialects_become_text_parts(kind):
-    assert normalize([user([{"type": kind, "text": "a"}])]) == (user([text("a")]),)
-
-
 def test_tool_results_never_merge():
     messages = (tool("1", tool_call_id="c1"), tool("2", tool_call_id="c2"), tool("3", tool_call_id="c2"))
     assert normalize(messages) == messages
@@ -102,7 +84,7 @@ def test_tool_results_never_merge():
 
 @pytest.mark.parametrize(
     "extra",
-    [{"tool_calls": CALLS}, {"reasoning_content": "Hm."}, {"reasoning": "Hm."}, {"function_call": {"name": "f"}}],
+    [{"tool_calls": CALLS}, {"reasoning_content": "Hm."}],
 )
 @pytest.mark.parametrize("flip", [False, True])
 def test_assistant_messages_with_tool_calls_or_reasoning_stay_apart(extra, flip):
@@ -132,7 +114,7 @@ def test_messages_with_different_ids_stay_apart():
 
 
 def test_late_system_messages_move_to_the_front_and_their_neighbours_merge():
-    messages = [user("a"), system("one"), user("b"), assistant("c"), {"role": "developer", "content": "two"}, user("d")]
+    messages = [user("a"), system("one"), user("b"), assistant("c"), system("two"), user("d")]
     assert normalize(messages) == (system("one\n\ntwo"), user("a\n\nb"), assistant("c"), user("d"))
 
 
@@ -221,9 +203,8 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=81f2"
         ("Today is Monday.\nx-request-id: 5", "Today is Monday.\nx-request-id: 5"),
     ],
 )
-@pytest.mark.parametrize("role", ["system", "developer"])
-def test_volatile_lines_are_removed_from_system_messages(role, content, stable):
-    assert normalize([{"role": role, "content": content}]) == (system(stable),)
+def test_volatile_lines_are_removed_from_system_messages(content, stable):
+    assert normalize([system(content)]) == (system(stable),)
 
 
 def test_two_requests_that_differ_in_a_volatile_line_become_equal():
@@ -241,33 +222,10 @@ def test_volatile_lines_of_other_roles_are_kept():
 
 def test_volatile_patterns_are_configurable():
     message = system("Now: 12:00\nToday: Monday\nYou are helpful.")
-    assert normalize([message], volatile_patterns=["^Now:", re.compile("^today:", re.I)]) == (
+    assert normalize([message], volatile_patterns=[re.compile("^Now:"), re.compile("^today:", re.I)]) == (
         system("You are helpful."),
     )
     assert normalize([system(BILLING)], volatile_patterns=()) == (system(BILLING),)
-
-
-@pytest.mark.parametrize(
-    ("message", "path"),
-    [
-        ("hello", "messages[1]"),
-        ({"content": "a"}, "messages[1].role"),
-        ({"role": "robot", "content": "a"}, "messages[1].role"),
-        ({"role": ["user"], "content": "a"}, "messages[1].role"),
-        (user(5), "messages[1].content"),
-        (user({"type": "text"}), "messages[1].content"),
-        (user([text("a"), 5]), "messages[1].content[1]"),
-        (user([{"text": "a"}]), "messages[1].content[0].type"),
-        (user([{"type": 5}]), "messages[1].content[0].type"),
-        (user([{"type": "text"}]), "messages[1].content[0].text"),
-        (user([{"type": "text", "text": 5}]), "messages[1].content[0].text"),
-    ],
-)
-def test_malformed_message_is_refused_by_its_path(message, path):
-    with pytest.raises(InvalidRequest) as caught:
-        normalize([user("a"), message])
-    assert caught.value.field == path
-    assert f"`{path}`" in caught.value.message
 
 
 def line_by_line(content: str, patterns: tuple[Any, ...]) -> str:
@@ -276,17 +234,20 @@ def line_by_line(content: str, patterns: tuple[Any, ...]) -> str:
     return "".join(line for line in lines if not any(re.search(p, line.rstrip("\r\n")) for p in patterns))
 
 
-LINE_PATTERNS = (
-    *(r"^a", r"b$", r"^$", r"\Aa", r"b\Z"),
-    r"(?<!x)b",
-    r"a(?!b)",
-    r"\s$",
-    r"[^a]",
-    r"(?s)a.b",
-    r"\r",
-    r"\n",
-    r"\s*b",
-)
+LINE_PATTERNS = [
+    re.compile(pattern)
+    for pattern in (
+        *(r"^a", r"b$", r"^$", r"\Aa", r"b\Z"),
+        r"(?<!x)b",
+        r"a(?!b)",
+        r"\s$",
+        r"[^a]",
+        r"(?s)a.b",
+        r"\r",
+        r"\n",
+        r"\s*b",
+    )
+]
 LINES = st.lists(
     st.sampled_from(["a", "b", "x", " ", "\n", "\r", "\r\n", "\r\r\n", "\u2028", "\x0b", BILLING, BILLING.upper()])
 ).map("".join)
@@ -294,7 +255,7 @@ LINES = st.lists(
 
 @given(LINES, st.lists(st.sampled_from([*DEFAULT_VOLATILE_PATTERNS, *LINE_PATTERNS]), max_size=3))
 @settings(deadline=None, max_examples=300)
-def test_patterns_see_each_line_alone(content, patterns):
+def test_volatile_patterns_match_within_single_lines(content, patterns):
     assert normalize([system(content)], volatile_patterns=patterns) == (system(line_by_line(content, tuple(patterns))),)
 
 
@@ -333,7 +294,7 @@ def test_many_long_messages_merge_in_linear_time():
 
 TEXTS = st.one_of(st.sampled_from(["", "a", "b\n", "\n", f"{BILLING}\nkept", BILLING]), st.text(max_size=8))
 PARTS = st.one_of(
-    TEXTS, TEXTS.map(text), st.integers(0, 9).map(lambda i: {"type": "image_url", "image_url": {"url": f"u{i}"}})
+    TEXTS.map(text), st.integers(0, 9).map(lambda i: {"type": "image_url", "image_url": {"url": f"u{i}"}})
 )
 EXTRAS = st.fixed_dictionaries(
     {},
@@ -346,13 +307,15 @@ EXTRAS = st.fixed_dictionaries(
 )
 MESSAGES = st.builds(
     lambda role, content, extras: {"role": role, **content, **extras},
-    st.sampled_from(["system", "developer", "user", "user", "assistant", "tool", "function"]),
-    st.fixed_dictionaries({}, optional={"content": st.one_of(st.none(), TEXTS, st.lists(PARTS, max_size=3))}),
+    st.sampled_from(["system", "user", "user", "assistant", "tool"]),
+    st.fixed_dictionaries({"content": st.one_of(st.none(), TEXTS, st.lists(PARTS, max_size=3))}),
     EXTRAS,
 )
 CONVERSATIONS = st.lists(MESSAGES, max_size=8)
 SETTINGS = st.tuples(
-    st.sampled_from(["hoist", "inline"]), st.sampled_from([(), (r"(?i)^x-anthropic-billing-header:",)]), st.booleans()
+    st.sampled_from(["hoist", "inline"]),
+    st.sampled_from([(), (re.compile(r"(?i)^x-anthropic-billing-header:"),)]),
+    st.booleans(),
 )
 
 
@@ -388,7 +351,7 @@ def test_the_input_is_never_mutated(conversation, how):
 
 @given(CONVERSATIONS, SETTINGS)
 @settings(deadline=None)
-def test_nothing_that_was_said_is_lost(conversation, how):
+def test_normalization_keeps_the_text_of_every_message(conversation, how):
     after = pieces(normalize(conversation, *how))
     for piece in set(pieces(conversation)):
         assert piece in after
@@ -398,12 +361,12 @@ def test_nothing_that_was_said_is_lost(conversation, how):
 @settings(deadline=None)
 def test_media_and_tool_results_stay_in_order(conversation, how):
     def of_others(messages):
-        others = [m for m in messages if m["role"] not in ("system", "developer")]
+        others = [m for m in messages if m["role"] != "system"]
         return [p for m in others for p in pieces([m]) if p.startswith(("{'url'", "tool_calls="))]
 
-    if not any(m["role"] in ("system", "developer") for m in conversation):
+    if not any(m["role"] == "system" for m in conversation):
         assert of_others(normalize(conversation, *how)) == of_others(conversation)
-    results = [m for m in conversation if m["role"] in ("tool", "function")]
+    results = [m for m in conversation if m["role"] == "tool"]
     assert len([m for m in normalize(conversation, *how) if m["role"] == "tool"]) == len(results)
 
 
@@ -415,14 +378,14 @@ def could_merge(first: dict[str, Any], second: dict[str, Any]) -> bool:
 
 @given(CONVERSATIONS, SETTINGS)
 @settings(deadline=None)
-def test_no_two_neighbours_are_left_that_could_merge(conversation, how):
+def test_adjacent_messages_of_one_role_are_merged(conversation, how):
     for first, second in itertools.pairwise(normalize(conversation, *how)):
         assert not could_merge(first, second)
 
 
 @given(CONVERSATIONS, SETTINGS)
 @settings(deadline=None)
-def test_system_messages_stand_in_front_of_all_others(conversation, how):
+def test_system_messages_precede_all_other_messages(conversation, how):
     policy, patterns, _ = how
     roles = [m["role"] for m in normalize(conversation, policy, patterns)]
     assert roles == sorted(roles, key=lambda role: role != "system")

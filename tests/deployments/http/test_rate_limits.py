@@ -8,20 +8,13 @@ import pytest
 from deployments.http.api_keys import KeyIdentity, KeyLimits
 from deployments.http.rate_limits import HEADER_NAMES, RateLimited, RateLimits, duration
 from engine.protocol import InvalidRequest
+from tests.support.clock import Clock
 
 FREE = KeyIdentity("free")
 
 
 def key(name: str = "ann", **limits: int) -> KeyIdentity:
     return KeyIdentity(name, limits=KeyLimits(**limits))
-
-
-class Clock:
-    def __init__(self):
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
@@ -31,7 +24,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def limits(clock: Clock) -> RateLimits:
-    return RateLimits(clock, now=lambda: clock() + 1_800_000_000 - 1000)  # 2027-01-15T08:00:00Z at first
+    return RateLimits(clock, now=lambda: clock() + 1_800_000_000 - 100)  # 2027-01-15T08:00:00Z at first
 
 
 def send(limits: RateLimits, key: KeyIdentity, num_choices: int = 1) -> None:
@@ -53,7 +46,7 @@ def test_request_beyond_the_limit_is_refused_with_the_time_to_wait(limits: RateL
     assert error.wait_s == pytest.approx(20)
     for part in ("'ann'", "3", "max_requests_per_minute", "20 s"):
         assert part in error.message
-    clock.now_s += error.wait_s
+    clock.advance(error.wait_s)
     send(limits, ann)
     assert refusal(limits, ann).wait_s == pytest.approx(20)
 
@@ -63,13 +56,13 @@ def test_a_refused_request_is_not_counted(limits: RateLimits, clock: Clock):
     send(limits, ann)
     for _ in range(100):
         refusal(limits, ann)
-    clock.now_s += 60
+    clock.advance(60)
     send(limits, ann)
 
 
 def test_an_allowance_never_grows_beyond_that_of_a_minute(limits: RateLimits, clock: Clock):
     ann = key(max_requests_per_minute=2)
-    clock.now_s += 3600
+    clock.advance(3600)
     send(limits, ann)
     send(limits, ann)
     refusal(limits, ann)
@@ -84,7 +77,7 @@ def test_tokens_are_charged_when_the_answer_ends_and_may_overdraw_the_allowance(
     error = refusal(limits, ann)
     assert error.wait_s == pytest.approx(60.1), "600 tokens too many, and one to start with"
     assert "max_tokens_per_minute" in error.message and "600" in error.message
-    clock.now_s += error.wait_s
+    clock.advance(error.wait_s)
     send(limits, ann)
 
 
@@ -117,7 +110,7 @@ def test_request_refused_by_a_limit_is_not_counted_against_other_limits(limits: 
         refusal(limits, ann)
     limits.charge(ann, 120)
     refusal(limits, ann)
-    clock.now_s += 61
+    clock.advance(61)
     send(limits, ann)
     assert limits.headers(ann, "openai")["x-ratelimit-remaining-requests"] == "1"
 

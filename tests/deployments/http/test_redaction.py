@@ -1,4 +1,4 @@
-"""What the status and cache pages show to whom."""
+"""The status and cache pages with and without administrative access."""
 
 import asyncio
 import json
@@ -25,9 +25,9 @@ STATUS: dict[str, Any] = {
             "node_id": "secret-node",
             "engine": asdict(
                 EngineStatus(
-                    "ready",
-                    "/home/secret/model",
-                    1.0,
+                    state="ready",
+                    model="/home/secret/model",
+                    load_progress=1.0,
                     memory={"active_bytes": 5},
                     queue=(QueuedRequest("chatcmpl-secret", 1, 1, 100, 0.5),),
                     capabilities={"media": ["image"], "device": "gpu", "head": "/home/secret/mtp"},

@@ -6,19 +6,14 @@ from collections.abc import Coroutine
 from contextlib import ExitStack
 from typing import Any
 
+import httpx
 import pytest
+from starlette.requests import ClientDisconnect
 
 from deployments.http.errors import BodyTooLarge, BodyTooSlow
 from deployments.http.unread_bodies import BodyLimits, UnreadBodies, UnreadBody, read_body
 from engine.protocol import Overloaded
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -90,12 +85,12 @@ def test_slow_body_is_displaced_by_a_new_body_and_a_quick_body_is_not():
                 await body.receive(message(b"x" * num_bytes))
             with pytest.raises(Overloaded):
                 entered(stack, bodies)  # all are too young to tell
-            clock.now += 2
+            clock.advance(2)
             for displaced in (slower, slow):
                 entered(stack, bodies)
                 with pytest.raises(BodyTooSlow):
                     await displaced.receive(message(b"x"))
-            clock.now += 0.5
+            clock.advance(0.5)
             with pytest.raises(Overloaded):
                 entered(stack, bodies)
             await quick.receive(message(b"x"))
@@ -111,7 +106,7 @@ def test_displaced_body_fails_as_too_slow_while_waiting_for_data():
         with ExitStack() as stack:
             waiting = asyncio.ensure_future(entered(stack, bodies).receive(silent))
             await asyncio.sleep(0)
-            clock.now += 2
+            clock.advance(2)
             entered(stack, bodies)
             with pytest.raises(BodyTooSlow, match=r"0 bytes in 2.0 s; the minimum is 65536 bytes per second"):
                 await waiting
@@ -161,7 +156,7 @@ def test_a_body_above_the_rate_floor_may_take_as_long_as_it_needs():
 
         async def receive() -> Any:
             nonlocal num_left
-            clock.now += 1
+            clock.advance(1)
             num_left -= 1
             return {"type": "http.request", "body": b"x" * 11, "more_body": num_left > 0}
 
@@ -203,10 +198,8 @@ def test_disconnected_client_and_cancelled_read_free_the_place_of_the_body(end: 
         if end == "cancel":
             await asyncio.sleep(0)
             reading.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await reading
-        else:
-            assert await reading is None
+        with pytest.raises(asyncio.CancelledError if end == "cancel" else ClientDisconnect):
+            await reading
         assert bodies.status()["num_unread"] == 0
 
     run(go())
@@ -243,3 +236,34 @@ def test_the_configured_limits_hold_for_requests(connect: Any, backend: Any, con
 def test_max_unread_bytes_below_max_body_bytes_is_refused(make_app: Any):
     with pytest.raises(ValueError, match="max_unread_bytes is 2000: it must be at least max_body_bytes, 4000"):
         make_app(max_unread_bytes=2000, max_body_bytes=4000)
+
+
+def test_body_one_byte_above_the_limit_is_a_413(send, make_app):
+    app = make_app(max_body_bytes=1024)
+    for num_bytes, status in [(1024, 400), (1025, 413)]:
+        response = send("POST", "/v1/chat/completions", app=app, content=b" " * num_bytes)
+        assert response.status_code == status
+    assert "1025" in response.json()["error"]["message"]
+    assert "1024" in response.json()["error"]["message"]
+    assert response.headers["x-request-id"]
+
+
+def test_a_body_without_a_length_is_stopped_when_it_passes_the_limit(make_app):
+    num_sent = 0
+
+    async def endless():
+        nonlocal num_sent
+        for _ in range(1000):
+            num_sent += 512
+            yield b" " * 512
+
+    async def talk():
+        transport = httpx.ASGITransport(make_app(max_body_bytes=1024))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            headers = {"Content-Type": "application/json"}
+            return await client.post("/v1/chat/completions", content=endless(), headers=headers)
+
+    response = asyncio.run(talk())
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "request_too_large"
+    assert num_sent < 3000

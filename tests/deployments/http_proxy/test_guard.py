@@ -10,26 +10,15 @@ import pytest
 from deployments.http.proxy_limits import EXTENSION, ProxyLimits, TellProxy
 from deployments.http.unread_bodies import BodyLimits
 from deployments.http_proxy.guard import ProxyGuard, ProxyState
+from tests.deployments.fake_handle import FakeRunningHandle
 
 URL = "http://127.0.0.1"
-
-
-class Handle:
-    """As Serve's DeploymentHandle, as far as ServeRoutes looks into it; test_routes.py checks that with a real one."""
-
-    def __init__(self, num_replicas: int, has_had_one: bool = True):
-        self.has_had_one = has_had_one
-        self._router = self._asyncio_router = self._request_router = self
-        self.curr_replicas = {str(i): None for i in range(num_replicas)}
-
-    def running_replicas_populated(self) -> bool:
-        return self.has_had_one
 
 
 class Proxy:
     """As Serve's HTTPProxy: reads the request, sees its client leave, and relays what the ingress sends."""
 
-    def __init__(self, handle: Handle | None = None):
+    def __init__(self, handle: FakeRunningHandle | None = None):
         self.proxy_router = self
         self.endpoints = {"app": handle} if handle else {}
         self.headers: list[dict[str, str]] = []
@@ -75,8 +64,10 @@ def assert_refused(response: httpx.Response, status: int, code: str, said: str) 
     assert response.headers.get_list("x-request-id")[0] and len(response.headers.get_list("x-request-id")) == 1
 
 
-@pytest.mark.parametrize("handle", [None, Handle(0, has_had_one=False)], ids=["no application", "no ingress yet"])
-def test_requests_during_the_start_are_refused_at_once_with_a_retry_after(handle: Handle | None):
+@pytest.mark.parametrize(
+    "handle", [None, FakeRunningHandle(0, has_had_one=False)], ids=["no application", "no ingress yet"]
+)
+def test_requests_during_the_start_are_refused_at_once_with_a_retry_after(handle: FakeRunningHandle | None):
     proxy = Proxy(handle)
     response = ask(guard(proxy, bridge_s=1000), "POST", content=b"{}")
     assert_refused(response, 503, "unavailable", "starting")
@@ -94,7 +85,7 @@ def test_own_routes_of_serve_pass_the_guard():
 
 
 def test_request_waits_for_a_replaced_ingress_for_a_limited_time():
-    proxy = Proxy(Handle(0))
+    proxy = Proxy(FakeRunningHandle(0))
     assert_refused(ask(guard(proxy, bridge_s=0.3)), 503, "unavailable", "within 0 s")
 
     async def talk() -> httpx.Response:
@@ -110,7 +101,7 @@ def test_request_waits_for_a_replaced_ingress_for_a_limited_time():
 
 
 def test_ingress_that_dies_without_an_answer_gives_a_503():
-    proxy = Proxy(Handle(1))
+    proxy = Proxy(FakeRunningHandle(1))
     proxy.answer = []
     response = ask(guard(proxy))
     assert_refused(response, 503, "unavailable", "was lost")
@@ -126,7 +117,7 @@ def test_ingress_that_dies_without_an_answer_gives_a_503():
 
 @pytest.mark.parametrize(("sent", "is_kept"), [("mine", True), ("x" * 129, False), ("a b", False), (None, False)])
 def test_a_response_has_one_sane_request_id_which_the_ingress_has_seen(sent: str | None, is_kept: bool):
-    proxy = Proxy(Handle(1))
+    proxy = Proxy(FakeRunningHandle(1))
     headers = {"X-Request-ID": sent, "X-Request-Disconnect-Disabled": "?1"} if sent else {}
     response = ask(guard(proxy), headers=headers)
     (request_id,) = response.headers.get_list("x-request-id")
@@ -139,7 +130,7 @@ SMALL = ProxyLimits(BodyLimits(max_body_bytes=100, max_bytes=100, grace_s=0.05, 
 
 
 def test_a_body_is_refused_by_its_length_before_it_is_read():
-    proxy = Proxy(Handle(1))
+    proxy = Proxy(FakeRunningHandle(1))
     assert_refused(ask(guard(proxy, SMALL), "POST", content=b"x" * 101), 413, "request_too_large", "101")
     assert proxy.headers == []
     assert ask(guard(proxy, SMALL), "POST", content=b"x" * 100).status_code == 200
@@ -158,7 +149,7 @@ def test_a_body_without_length_is_stopped_at_the_limit_or_when_it_is_too_slow(
         await asyncio.sleep(waits_s)
         yield piece
 
-    proxy = Proxy(Handle(1))
+    proxy = Proxy(FakeRunningHandle(1))
     guarded = guard(proxy, SMALL)
     assert_refused(ask(guarded, "POST", content=body()), status, code, "bytes")
     assert proxy.bodies == []
@@ -167,7 +158,7 @@ def test_a_body_without_length_is_stopped_at_the_limit_or_when_it_is_too_slow(
 
 def test_configured_limits_reach_the_proxy_and_are_hidden_from_clients():
     limits = ProxyLimits(BodyLimits(max_body_bytes=50), send_timeout_s=7.5)
-    proxy = Proxy(Handle(1))
+    proxy = Proxy(FakeRunningHandle(1))
     told: list[str] = []
 
     async def ingress(scope: Any, receive: Any, send: Any) -> None:
@@ -186,5 +177,5 @@ def test_configured_limits_reach_the_proxy_and_are_hidden_from_clients():
 
 
 def test_response_without_a_guarded_proxy_does_not_expose_the_limits():
-    response = ask(TellProxy(Proxy(Handle(1)), ProxyLimits()))
+    response = ask(TellProxy(Proxy(FakeRunningHandle(1)), ProxyLimits()))
     assert not [name for name in response.headers if "orchard" in name]

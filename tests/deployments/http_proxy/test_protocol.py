@@ -198,7 +198,7 @@ def test_endless_headers_are_refused(serving: Any, before: bytes):
     run(go())
 
 
-def test_a_body_that_goes_on_for_ever_after_its_response_closes_the_connection(serving: Any, monkeypatch: Any):
+def test_an_endless_body_after_its_response_closes_the_connection(serving: Any, monkeypatch: Any):
     monkeypatch.setattr(GuardedProtocol, "linger_s", 0.2)
 
     async def go() -> None:

@@ -1,4 +1,4 @@
-"""Requests and a clock for the tests of the scheduler, and the way of a row into the batch."""
+"""Requests for the tests of the scheduler, and the way of a row into the batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,28 +8,50 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.core.batch import PrefillOutput, RowOutput
-from engine.core.memory.evictable import NothingEvictable
+from engine.core.cost_model import CostModel
+from engine.core.memory.budget import MemoryBudget
+from engine.core.memory.costs import MemoryCosts
+from engine.core.memory.evictable import Evictable
 from engine.core.request import Request, RequestState
 from engine.core.scheduler import Scheduler
+from engine.core.scheduler_context import SchedulerContext
+from engine.core.scheduler_output import Chunks
 from engine.core.stats import Stats
 from engine.protocol import EngineRequest, SamplingParams
+from tests.support.clock import Clock
 
 STOP = 2
 
 
 @dataclass
-class EvictableBytes(NothingEvictable):
+class EvictableBytes:
     """Bytes that caches hold and that cannot be evicted."""
 
     snapshot_bytes: int = 0
     image_bytes: int = 0
+    evictable_bytes: int = 0
+
+    def evict(self, num_bytes: int) -> bool:
+        return False
+
+    def price(self, num_bytes: int) -> float:
+        return float("inf")
 
 
-class Clock:
-    now = 100.0
+class NoPrefixes:
+    """An empty prefix cache."""
 
-    def __call__(self) -> float:
-        return self.now
+    def num_cached(self, row: Request) -> int:
+        return 0
+
+    def source_of(self, row: Request) -> Request | None:
+        return None
+
+    def promise(self, rows: Sequence[Request]) -> bool:
+        return False
+
+    def cancel(self, rows: Sequence[Request]) -> None:
+        """Nothing was promised."""
 
 
 def spec(request_id: str, num_prompt: int = 4, max_tokens: int = 30, priority: int = 0, n: int = 1) -> EngineRequest:
@@ -41,10 +63,31 @@ def rows_of(request: EngineRequest) -> list[Request]:
     return [Request(request, index) for index in range(request.num_choices)]
 
 
+def make_scheduler(
+    config: EngineConfig,
+    clock: Clock | None = None,
+    budget: MemoryBudget | None = None,
+    evictable: Evictable | None = None,
+    costs: CostModel | None = None,
+) -> Scheduler:
+    """Make a scheduler without a prefix cache; unless a budget is given, every request costs 0 bytes."""
+    evictable = evictable or EvictableBytes()
+    context = SchedulerContext(
+        config=config,
+        clock=clock or Clock(),
+        costs=costs or CostModel(),
+        budget=budget or MemoryBudget(MemoryCosts(), 0, config.memory.reserve_tokens, evictable),
+        evictable=evictable,
+        prefixes=NoPrefixes(),
+        has_bursts=False,
+    )
+    return Scheduler(context, Stats())
+
+
 def scheduler_of(policy: str = "fifo", clock: Clock | None = None, **config: Any) -> Scheduler:
     limits: dict[str, Any] = {"max_running": 2, "prefill_chunk_tokens": 100, "prefill_chunk_tokens_busy": 20} | config
     limits["scheduler"] = {"policy": policy, **config.get("scheduler", {})}
-    return Scheduler(EngineConfig.model_validate(limits), Stats(), clock or Clock())
+    return make_scheduler(EngineConfig.model_validate(limits), clock)
 
 
 @dataclass
@@ -52,15 +95,24 @@ class Step:
     """What the scheduler has chosen for a step: drops, decoding, and the first chunk of a prompt."""
 
     drop: list[str]
+    expired: Chunks
     decode: bool
     prefill: Sequence[Request]
     max_prefill_tokens: int
 
 
 def step_of(scheduler: Scheduler, num_draft_tokens: int = 0) -> Step:
+    """Schedule a step, and free the memory of finished rows as EngineCore does."""
+    before = scheduler.take_released()
+    for row in before.finished:
+        scheduler.budget.release(row.id)
     work = scheduler.schedule(num_draft_tokens)
+    for row in work.released.finished:
+        scheduler.budget.release(row.id)
     rows = scheduler.next_prompt()
-    return Step(work.drop, work.decode, rows, scheduler.prefills.chunk_tokens(rows) if rows else 0)
+    drop = [*before.row_ids, *work.released.row_ids]
+    max_tokens = scheduler.prefills.chunk_tokens(rows) if rows else 0
+    return Step(drop, work.released.expired, work.decode, rows, max_tokens)
 
 
 def out(*token_ids: int, **more: Any) -> RowOutput:

@@ -8,8 +8,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
-from tests.engine.driver import Driver
-from tests.engine.fakes import FakeRunner, answer
+from tests.support.driver import Driver
+from tests.support.fake_runner import FakeRunner, answer
 
 SMALL_CHUNKS = EngineConfig(prefill_chunk_tokens=64, prefill_chunk_tokens_busy=64)
 
@@ -55,15 +55,6 @@ def test_a_request_in_a_batch_gets_the_same_tokens_as_alone(drive, mixed, alone,
     assert driver.core.stats.max_rows_in_a_step > 1
 
 
-def test_aborted_rows_do_not_change_the_tokens_of_other_rows(drive, mixed, alone):
-    for step in (4, 9, 17):
-        driver = drive(SMALL_CHUNKS)
-        tokens = driver.run({0: mixed}, aborts={step: ["story", "red"], step + 3: ["hot"]})
-        for request_id in ("sum", "two", "nucleus", "one", "blue"):
-            assert tokens[request_id] == alone[request_id], (step, request_id)
-        assert driver.core.scheduler.num_running == driver.core.scheduler.num_waiting == 0
-
-
 def test_memory_is_freed_after_random_arrivals_and_aborts(drive, runner, mixed):
     before, driver = runner.memory(), None
     for seed in range(2):
@@ -85,12 +76,6 @@ def test_memory_is_freed_after_random_arrivals_and_aborts(drive, runner, mixed):
     assert driver.core.prefix.cache.num_bytes > 0
     driver.core.prefix.clear()
     assert runner.memory()["active_bytes"] - before["active_bytes"] < 2**20
-
-
-def test_the_chunk_size_does_not_change_the_tokens(drive, mixed, alone):
-    for size in (17, 64):
-        tokens = drive(EngineConfig(prefill_chunk_tokens=size)).run({0: [mixed[4]]})
-        assert tokens["two"] == alone["two"], size
 
 
 def test_a_late_request_does_not_wait_for_a_long_one(drive, make_request):

@@ -7,9 +7,10 @@ from engine.config import EngineConfig
 from engine.core.batch import StepTime
 from engine.core.progress import FIRST_FACTOR, LATE_FACTOR, LOST_FACTOR, MIN_LATE_S, Progress, Work
 from engine.protocol import EngineRequest, SamplingParams
-from tests.engine.core.test_step import DeviceClock, TimedRunner
-from tests.engine.driver import Driver
-from tests.engine.fakes import STOP
+from tests.engine.core.test_engine_core_steps import TimedRunner
+from tests.support.clock import Clock
+from tests.support.driver import Driver
+from tests.support.fake_runner import STOP
 
 
 def test_work_may_take_the_timeout_or_a_multiple_of_its_prediction_whichever_is_longer():
@@ -18,7 +19,7 @@ def test_work_may_take_the_timeout_or_a_multiple_of_its_prediction_whichever_is_
     assert Work("a drop").limit_s(120) == 120, "nothing is predicted"
 
 
-def test_work_is_late_long_before_it_is_lost():
+def test_work_is_late_before_the_limit_of_the_watchdog():
     work = Work("a chunk", 3.0)
     assert not work.is_late(LATE_FACTOR * 3.0) and work.is_late(LATE_FACTOR * 3.0 + 0.1)
     assert not Work("a decode step", 0.01).is_late(MIN_LATE_S), "what takes a moment is not worth a word"
@@ -42,7 +43,7 @@ class WatchedRunner(TimedRunner):
 
     core = None
 
-    def __init__(self, clock: DeviceClock, **more):
+    def __init__(self, clock: Clock, **more):
         super().__init__(clock, **more)
         self.seen: list[Work] = []
 
@@ -58,7 +59,7 @@ def request(request_id: str, num_prompt: int, max_tokens: int = 3) -> EngineRequ
 
 @pytest.fixture
 def watched() -> tuple[WatchedRunner, Driver]:
-    clock = DeviceClock()
+    clock = Clock()
     runner = WatchedRunner(clock)
     runner.step_times = [StepTime(1, 0, 0.01), StepTime(2, 0, 0.01)]
     driver = Driver(runner, EngineConfig.model_validate({"prefix_cache": {"enabled": False}}), clock)

@@ -1,4 +1,4 @@
-"""Whose turn it is among clients, how long one may wait, and what is told about it."""
+"""The order of requests among clients, waiting limits, and the errors about them."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,9 +9,10 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.virtual_token_counter import MAX_IDLE_CLIENTS, VirtualTokenCounter
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
-from tests.engine.core.rows import Clock, admitted, out, rows_of, scheduler_of, spec, start, step_of
-from tests.engine.driver import Driver
-from tests.engine.fakes import FakeRunner, answer
+from tests.engine.core.rows import admitted, out, rows_of, scheduler_of, spec, start, step_of
+from tests.support.clock import Clock
+from tests.support.driver import Driver
+from tests.support.fake_runner import FakeRunner, answer
 
 
 def of(client: str, name: str, **more: Any) -> EngineRequest:
@@ -46,7 +47,7 @@ def test_a_preempted_row_goes_first_only_after_it_has_waited_long():
     scheduler.preempt(row)
     scheduler.add(rows_of(of("modest", "new")))
     assert [one.request_id for one in scheduler.queue()] == ["new", "begun"]
-    clock.now += 6
+    clock.advance(6)
     assert [one.request_id for one in scheduler.queue()] == ["begun", "new"]
 
 
@@ -95,7 +96,7 @@ def test_a_client_with_all_rows_is_preempted_for_a_client_that_waits_long():
     rows = [start(scheduler, of("hog", f"h{i}"))[0] for i in range(4)]
     scheduler.add(rows_of(of("other", "o")))
     assert not step_of(scheduler).prefill, "not at once"
-    clock.now += 6
+    clock.advance(6)
     work = step_of(scheduler)
     assert [row.spec.request_id for row in work.prefill] == ["o"] and work.drop == [rows[-1].id]
 
@@ -107,14 +108,14 @@ def test_rows_are_not_preempted_for_more_than_a_fair_share_or_when_fairness_is_o
         for i in range(4):
             start(scheduler, of("other" if i < held else "hog", f"r{i}"))
         scheduler.add(rows_of(of("other", "more")))
-        clock.now += 6
+        clock.advance(6)
         assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
 
 
 def test_clients_that_preempt_one_another_get_their_own_tokens():
-    now = [0.0]
-    driver = Driver(FakeRunner(), EngineConfig.model_validate({"max_running": 3, "scheduler": {"ageing_s": 0.5}}))
-    driver.core.scheduler._clock = driver.core.scheduler._queue._clock = lambda: now[0]
+    clock = Clock()
+    config = EngineConfig.model_validate({"max_running": 3, "scheduler": {"ageing_s": 0.5}})
+    driver = Driver(FakeRunner(), config, clock)
     prompt = np.arange(8, dtype=np.int32)
     requests = [
         EngineRequest(f"{client}{i}", prompt, SamplingParams(40, seed=i + 10 * ord(client)), (), client=client)
@@ -124,7 +125,7 @@ def test_clients_that_preempt_one_another_get_their_own_tokens():
     for request in requests:
         driver.core.add_request(request)
     while driver.core.has_work:
-        now[0] += 0.1
+        clock.advance(0.1)
         driver.core.step()
     assert {r.request_id: driver.tokens[r.request_id] for r in requests} == {r.request_id: answer(r) for r in requests}
     assert driver.core.stats.num_preempted > 0
@@ -135,13 +136,11 @@ def test_a_request_that_has_not_started_expires_after_the_queue_timeout():
     scheduler = scheduler_of(clock=clock, max_running=2, scheduler={"queue_timeout_s": 10})
     [row] = start(scheduler, spec("running", n=1))
     scheduler.add(rows_of(spec("wide", n=2)))
-    clock.now += 9
+    clock.advance(9)
     scheduler.add(rows_of(spec("late", n=2)))
-    step_of(scheduler)
-    assert scheduler.take_expired() == {} and scheduler.num_waiting == 2
-    clock.now += 1
-    step_of(scheduler)
-    ended = scheduler.take_expired()
+    assert step_of(scheduler).expired == {} and scheduler.num_waiting == 2
+    clock.advance(1)
+    ended = step_of(scheduler).expired
     assert set(ended) == {"wide/0", "wide/1"} and scheduler.num_waiting == 1 and scheduler._stats.num_expired == 2
     for chunk in ended.values():
         assert chunk.finish_reason is FinishReason.EXPIRED and chunk.retry_after_s
@@ -149,9 +148,8 @@ def test_a_request_that_has_not_started_expires_after_the_queue_timeout():
     scheduler.abort("wide")
     assert scheduler._stats.num_aborted == 0
     scheduler.preempt(row)
-    clock.now += 1000
-    step_of(scheduler)
-    assert set(scheduler.take_expired()) == {"late/0", "late/1"}, "who has begun to answer may wait for ever"
+    clock.advance(1000)
+    assert set(step_of(scheduler).expired) == {"late/0", "late/1"}, "who has begun to answer may wait for ever"
 
 
 def test_the_queue_reports_positions_and_expected_waits():
@@ -163,7 +161,7 @@ def test_the_queue_reports_positions_and_expected_waits():
     for _ in range(2):
         [row] = step_of(scheduler).prefill
         scheduler.abort(row.spec.request_id)
-        clock.now += 4
+        clock.advance(4)
     shown = scheduler.queue()
     assert [(one.request_id, one.position, one.waited_s) for one in shown] == [("c", 1, 8.0), ("d", 2, 8.0)]
     assert [one.expected_wait_s for one in shown] == [4.0, 8.0] and scheduler.expected_wait_s() == 12.0

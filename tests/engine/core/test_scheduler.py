@@ -1,4 +1,4 @@
-"""Who runs when, and what becomes of what the rows get: pure, no model."""
+"""The scheduler without a model: order of requests, sizes of chunks, and ends of rows."""
 
 from itertools import pairwise
 
@@ -10,7 +10,6 @@ from engine.core.scheduler import Scheduler
 from engine.protocol import FinishReason, TokenLogprobs
 from tests.engine.core.rows import (
     STOP,
-    Clock,
     admitted,
     finish_prefill,
     out,
@@ -20,6 +19,7 @@ from tests.engine.core.rows import (
     start,
     step_of,
 )
+from tests.support.clock import Clock
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_waiting_counts_as_a_thousand_tokens_or_one_priority_per_ageing_s(policy
         clock = Clock()
         scheduler = scheduler_of(policy, clock, scheduler={"ageing_s": 10.0})
         scheduler.add(rows_of(spec("early", num_prompt=2000)))
-        clock.now += waited_s
+        clock.advance(waited_s)
         scheduler.add(rows_of(spec("late", **late)))
         assert admitted(scheduler) == (order if policy != "fifo" else ["early", "late"])
 
@@ -122,7 +122,7 @@ def test_a_long_low_priority_request_is_not_starved_by_a_stream_of_better_ones(p
         order.append(row.spec.request_id)
         finish_prefill(scheduler, [row])
         scheduler.abort(order[-1])
-        clock.now += 1.0
+        clock.advance(1.0)
     assert "poor" in order[2:5]
 
 
@@ -197,14 +197,14 @@ def test_a_full_batch_keeps_the_next_request_waiting_until_a_row_is_aborted(sche
     assert work.drop == ["a/0"] and list(work.prefill) == c
 
 
-def test_a_stop_token_ends_the_row_and_is_not_given_out(scheduler):
+def test_a_stop_token_ends_the_row_and_is_not_delivered(scheduler):
     start(scheduler, spec("a"))
     chunk = scheduler.update_decode({"a/0": out(STOP)})["a/0"]
     assert chunk.token_ids == () and chunk.finish_reason is FinishReason.STOP
     assert step_of(scheduler).drop == ["a/0"]
 
 
-def test_tokens_after_the_end_are_not_given_out(scheduler):
+def test_tokens_after_the_end_are_not_delivered(scheduler):
     start(scheduler, spec("a", max_tokens=3))
     start(scheduler, spec("b", max_tokens=9))
     logprobs = tuple(TokenLogprobs(-float(i)) for i in range(3))

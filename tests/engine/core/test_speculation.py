@@ -1,4 +1,4 @@
-"""How many drafts: in synthetic time, against what would have been best."""
+"""The number of drafts in synthetic time, against the best one."""
 
 import logging
 import random

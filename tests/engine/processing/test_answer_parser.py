@@ -207,7 +207,7 @@ pieces = st.sampled_from(
     is_thinking=st.booleans(),
     stop=st.sampled_from([(), ("STOP",), ("\n\n", "b<")]),
 )
-def test_any_split_of_the_tokens_gives_the_same_answer(
+def test_parsed_answer_does_not_depend_on_how_its_tokens_are_split(
     texts: list[str], cuts: list[int], has_tools: bool, is_thinking: bool, stop: tuple[str, ...]
 ):
     rules = AnswerRules(stop, (WEATHER,) if has_tools else (), is_thinking)
@@ -230,7 +230,7 @@ def test_any_split_of_the_tokens_gives_the_same_answer(
     cities=st.lists(st.text(alphabet='ab <>"\n\\{}é', max_size=12), max_size=3),
     cut=st.integers(0, 1000),
 )
-def test_content_holds_no_markup_wherever_the_answer_is_cut_off(
+def test_content_contains_no_markup_wherever_the_answer_is_cut_off(
     content: str, thought: str, cities: list[str], cut: int
 ):
     text = f"{thought}\n</think>\n\n{content}" + "".join("\n" + call("get_weather", city=city) for city in cities)
@@ -249,7 +249,7 @@ def test_content_holds_no_markup_wherever_the_answer_is_cut_off(
     )
 
 
-def test_a_long_run_of_white_space_is_given_out():
+def test_a_long_run_of_white_space_is_delivered():
     parser = TOKENIZER.answer_parser(TOOLS)
     out = parser.push(encode("x" + "\n" * 500)).content
     assert len(out) > 400

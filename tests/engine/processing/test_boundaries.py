@@ -143,7 +143,7 @@ def test_the_turn_boundary_ends_a_prefix_of_the_next_turns_prompt(
 @models
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_the_system_boundary_is_the_same_for_all_that_users_say(
+def test_the_system_boundary_does_not_depend_on_the_user_messages(
     tokenizers: dict[str, ChatTokenizer], name: str, data: st.DataObject
 ):
     system = [message("system", data.draw(texts) + LONG + data.draw(texts))]
@@ -156,7 +156,7 @@ def test_the_system_boundary_is_the_same_for_all_that_users_say(
 @models
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_boundaries_are_in_order_and_inside_and_the_ids_are_those_of_encode_chat(
+def test_boundaries_rise_within_the_prompt_and_token_ids_equal_those_of_encode_chat(
     tokenizers: dict[str, ChatTokenizer], name: str, data: st.DataObject
 ):
     messages = data.draw(conversations(name not in NO_TOOL_MESSAGES))
@@ -202,7 +202,7 @@ def test_a_thinking_answer_begins_behind_the_turn(tokenizers: dict[str, ChatToke
 
 
 @pytest.mark.parametrize("last", ["assistant", "tool", "system"])
-def test_any_message_may_be_the_last(tokenizers: dict[str, ChatTokenizer], last: str):
+def test_a_conversation_may_end_with_a_message_of_any_role(tokenizers: dict[str, ChatTokenizer], last: str):
     found = prompt(tokenizers["chatml"], [message("user", "Hi"), message(last, "so")])
     assert split(tokenizers["chatml"], found, "turn")[1] == "<|im_start|>assistant\n"
 
@@ -221,7 +221,7 @@ def test_other_tools_are_another_system_part(tokenizers: dict[str, ChatTokenizer
     assert len({tuple(prefix(one, "system")) for one in found}) == 3
 
 
-def test_all_system_messages_in_front_are_the_system_part(tokenizers: dict[str, ChatTokenizer]):
+def test_leading_system_messages_form_the_system_part(tokenizers: dict[str, ChatTokenizer]):
     messages = [message("system", "one"), message("system", "two"), message("user", "Hi"), message("system", "three")]
     front, _ = split(tokenizers["chatml"], prompt(tokenizers["chatml"], messages), "system")
     assert "two" in front and "three" not in front
@@ -382,6 +382,6 @@ def test_tokens_that_span_a_cut_in_text_are_excluded():
 
 
 @given(st.text("ab", max_size=9), st.text("ab", max_size=9))
-def test_what_two_texts_have_in_common_is_counted(left: str, right: str):
+def test_the_length_of_a_common_prefix_is_exact(left: str, right: str):
     expected = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
     assert num_common(left, right) == expected

@@ -13,7 +13,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_bytes_are_given_first_come_first_served_even_if_a_later_task_needs_less():
+def test_bytes_are_granted_first_come_first_served_even_if_a_later_task_needs_less():
     async def go() -> list[str]:
         budget, order, leave = ByteBudget(10), [], {name: asyncio.Event() for name in "abcd"}
 

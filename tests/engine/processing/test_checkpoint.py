@@ -1,4 +1,4 @@
-"""Where a model's files are: demo, directory or hub, and what is refused before anything is loaded."""
+"""Where a model's files are (demo, directory or hub), and checkpoints that are refused before loading."""
 
 import json
 import shutil

@@ -47,7 +47,7 @@ def before_stop(text: str, stop: tuple[str, ...]) -> str:
 
 @settings(deadline=None)
 @given(text=texts, cuts=st.lists(st.integers(0, 100), max_size=6))
-def test_pushes_add_up_to_decoding_at_once(text: str, cuts: list[int]):
+def test_detokenized_pieces_add_up_to_the_text_of_decoding_at_once(text: str, cuts: list[int]):
     out, detokenizer = run(split(encode(text), cuts))
     assert out == text
     assert detokenizer.num_tokens == len(encode(text))
@@ -61,7 +61,7 @@ def test_pushes_add_up_to_decoding_at_once(text: str, cuts: list[int]):
 )
 @example(text="xabcd", cuts=[1, 2, 3, 4], stop=["abcd", "bc"])
 @example(text="aab", cuts=[1, 2], stop=["ab"])
-def test_text_ends_before_the_first_stop_string_however_it_is_cut(text: str, cuts: list[int], stop: list[str]):
+def test_text_ends_before_the_first_stop_string_for_any_split(text: str, cuts: list[int], stop: list[str]):
     out, detokenizer = run(split(encode(text), cuts), tuple(stop))
     assert out == before_stop(text, tuple(stop))
     assert detokenizer.stopped == any(s in text for s in stop)
@@ -69,13 +69,13 @@ def test_text_ends_before_the_first_stop_string_however_it_is_cut(text: str, cut
 
 @settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 4200), max_size=30), cuts=st.lists(st.integers(0, 100), max_size=6))
-def test_any_tokens_give_the_text_of_decoding_them_at_once(ids: list[int], cuts: list[int]):
+def test_arbitrary_tokens_give_the_text_of_decoding_them_at_once(ids: list[int], cuts: list[int]):
     detokenizer = Detokenizer(TOKENIZER)
     out = "".join(detokenizer.push(chunk) for chunk in split(ids, cuts)) + detokenizer.finish()
     assert out.rstrip("\ufffd") == TOKENIZER.decode(ids).rstrip("\ufffd")
 
 
-def test_half_a_character_is_never_given_out():
+def test_incomplete_characters_are_never_delivered():
     ids = encode("🙂")
     assert len(ids) > 1
     detokenizer = Detokenizer(TOKENIZER)

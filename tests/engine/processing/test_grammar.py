@@ -68,7 +68,9 @@ def is_code(text: str) -> bool:
 @pytest.mark.parametrize(("spec", "holds"), list(zip(SPECS, [is_person, is_object, is_code], strict=True)))
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_whatever_the_masks_let_through_matches(spec: GrammarSpec, holds: Callable[[str], bool], seed: int) -> None:
+def test_text_allowed_by_the_masks_matches_the_grammar(
+    spec: GrammarSpec, holds: Callable[[str], bool], seed: int
+) -> None:
     token_ids = walk(compiled(spec), seed)
 
     assert token_ids is None or holds(decode(token_ids))
@@ -82,7 +84,9 @@ def test_at_least_half_of_the_random_walks_complete_the_output(spec: GrammarSpec
 @pytest.mark.parametrize("spec", SPECS)
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), start=st.integers(0, 20), noise=st.lists(st.integers(0, VOCAB_SIZE + 5), max_size=2))
-def test_masks_of_a_draft_are_those_of_single_steps(spec: GrammarSpec, seed: int, start: int, noise: list[int]) -> None:
+def test_masks_of_a_draft_equal_those_of_single_steps(
+    spec: GrammarSpec, seed: int, start: int, noise: list[int]
+) -> None:
     matcher = compiled(spec)
     token_ids = (*(walk(matcher, seed) or ()), IM_END)
     matcher.advance(token_ids[:start])

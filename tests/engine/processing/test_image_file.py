@@ -1,4 +1,4 @@
-"""Encoded images of every kind: what they become, and what is refused before it costs anything."""
+"""Encoded images of every format: their pixels, and files that are refused before decoding."""
 
 import struct
 import timeit
@@ -12,7 +12,7 @@ from PIL import Image
 
 from engine.processing import image_file
 from engine.processing.image_file import MAX_JPEG_SCANS, MAX_SEGMENTS, UNDECODABLE, ImageFile, ImageRefused
-from tests.engine.processing.pictures import encoded, picture, scan_bomb
+from tests.support.image_files import encoded, picture, scan_bomb
 
 
 def decoded(content: bytes, max_pixels: int = 10**4) -> Image.Image:

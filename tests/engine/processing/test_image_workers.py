@@ -1,4 +1,4 @@
-"""Image workers: what they decode, and how they end at a limit while others go on."""
+"""Image workers: decoding, and their end at a limit while others go on."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ from engine.processing.image_workers import ImageWorkers
 from engine.processing.images import ImagePreprocessor
 from engine.processing.worker_process import environment
 from engine.protocol import InvalidRequest
-from tests.engine.processing.pictures import PNG, QWEN3_VL, UNCHANGED, encoded, picture, scan_bomb
+from tests.support.image_files import PNG, QWEN3_VL, UNCHANGED, encoded, picture, scan_bomb
 
 SETTINGS = WorkerSettings.of(MediaConfig(), UNCHANGED)
 BUDGET = 10**9

@@ -1,4 +1,4 @@
-"""Pictures to patches with the demo model's processor, compared with what transformers makes of them."""
+"""Images to patches with the demo model's processor, compared with transformers."""
 
 import json
 import shutil

@@ -248,7 +248,7 @@ def composed(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(schema=st.recursive(LEAVES, composed, max_leaves=5), seed=st.integers(0, 2**32))
-def test_whatever_the_masks_let_through_satisfies_the_schema(schema: dict[str, Any], seed: int) -> None:
+def test_text_allowed_by_the_masks_satisfies_the_schema(schema: dict[str, Any], seed: int) -> None:
     schema = {**schema, "$defs": {"node": NODE}}
     try:
         matcher = compiled(json_schema(schema))

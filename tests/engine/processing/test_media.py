@@ -11,9 +11,10 @@ from PIL import Image
 from engine.config import MediaConfig
 from engine.processing import media
 from engine.processing.byte_budget import ByteBudget
-from engine.processing.media import MAX_REQUEST_BYTES, ImageSource, MediaLoader, check_data_url
+from engine.processing.media import MAX_REQUEST_BYTES, MediaLoader, check_data_url
+from engine.processing.message import ImageSource
 from engine.protocol import InvalidRequest
-from tests.engine.processing.pictures import (
+from tests.support.image_files import (
     FIELD,
     PNG,
     QWEN3_VL,

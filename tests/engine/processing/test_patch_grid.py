@@ -11,7 +11,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from engine.processing.image_file import ImageFile
 from engine.processing.patch_grid import CutImage, PatchGrid
-from tests.engine.processing.pictures import QWEN3_VL, encoded, picture
+from tests.support.image_files import QWEN3_VL, encoded, picture
 
 SMALL = PatchGrid(16, 2, 64**2, 256**2, 3)
 
@@ -40,7 +40,7 @@ def cut(content: bytes, grid: PatchGrid) -> CutImage:
     st.integers(1, 9000),
     st.sampled_from([SMALL, QWEN3_VL, PatchGrid(14, 2, 56**2, 28 * 28 * 1280, 3)]),
 )
-def test_the_size_is_that_of_transformers(width: int, height: int, grid: PatchGrid):
+def test_the_resized_size_equals_that_of_transformers(width: int, height: int, grid: PatchGrid):
     assume(max(width, height) <= 200 * min(width, height))
     expected = smart_resize(height, width, grid.factor, grid.min_pixels, grid.max_pixels)
     assert grid.target_size(width, height) == expected[::-1]

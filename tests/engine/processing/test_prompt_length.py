@@ -88,7 +88,9 @@ def num_tokens(tokenizer: Tokenizer, text: str) -> int:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None)
 @given(text=st.one_of(TEXTS, st.text(alphabet=st.characters(exclude_categories=["Cs"]))))
-def test_no_text_has_fewer_tokens_than_its_bytes_weigh(tokenizers: dict[str, Tokenizer], name: str, text: str):
+def test_lower_bound_from_bytes_never_exceeds_the_number_of_tokens(
+    tokenizers: dict[str, Tokenizer], name: str, text: str
+):
     assert TokenBound(tokenizers[name]).of(text) <= num_tokens(tokenizers[name], text)
 
 
@@ -182,7 +184,7 @@ def test_tokens_of_images_count_towards_the_limit(tokenizer: ChatTokenizer):
 
 @settings(max_examples=40, deadline=None)
 @given(text=TEXTS, max_context_tokens=st.integers(40, 400))
-def test_what_fits_is_never_refused_and_the_rest_always_is(text: str, max_context_tokens: int):
+def test_prompts_within_the_limit_are_accepted_and_longer_ones_refused(text: str, max_context_tokens: int):
     messages = user(f"Q{text}Q")
     ids = CHAT.chat_prompt(messages, template_kwargs={}).token_ids
     limit = PromptLimit(max_context_tokens)

@@ -112,7 +112,7 @@ def one_by_one(at: ThoughtMatcher, draft: tuple[int, ...]) -> list[np.ndarray]:
     num_draft=st.integers(0, 12),
     breaks=st.booleans(),
 )
-def test_masks_behind_a_draft_are_those_of_its_tokens_one_by_one(
+def test_masks_after_a_draft_equal_those_after_its_single_tokens(
     seed: int, budget: int | None, has_grammar: bool, opening: str, num_before: int, num_draft: int, breaks: bool
 ):
     if not has_grammar and budget is None:

@@ -77,7 +77,7 @@ def test_a_chat_is_the_template_rendered_and_encoded_once(tokenizer: ChatTokeniz
 
 @settings(max_examples=50, deadline=None)
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])).filter(lambda t: t.strip()))
-def test_text_without_control_strings_is_encoded_like_one_text(tokenizer: ChatTokenizer, text: str):
+def test_a_prompt_without_control_strings_equals_the_encoding_of_its_rendered_text(tokenizer: ChatTokenizer, text: str):
     content = f"begin {text} end"
     expected = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert encode(tokenizer, user(content)) == TOKENIZER.encode(expected, add_special_tokens=False).ids
@@ -89,7 +89,7 @@ def test_the_control_tokens_exclude_the_placeholders_of_images(tokenizer: ChatTo
     assert tokenizer.control_token_ids == set(CONTROL.values()) - media
 
 
-def test_thinking_is_off_unless_asked_for(tokenizer: ChatTokenizer):
+def test_thinking_is_off_unless_requested(tokenizer: ChatTokenizer):
     assert decode(encode(tokenizer, user("Hi"))).endswith("<think>\n\n</think>\n\n")
     assert decode(encode(tokenizer, user("Hi"), enable_thinking=True)).endswith("assistant\n<think>\n")
 
@@ -196,7 +196,7 @@ def test_a_control_string_arrives_as_text_where_the_tokenizer_looks_up_whole_wor
 
 
 def test_each_image_takes_its_own_number_of_tokens(tokenizer: ChatTokenizer):
-    parts = [PICTURE, {"type": "input_text", "text": "and"}, {"type": "input_image"}]
+    parts = [PICTURE, {"type": "text", "text": "and"}, PICTURE]
     ids = encode(tokenizer, user(parts), image_tokens=[3, 5])
     pads = "<|vision_start|>{}<|vision_end|>".format
     expected = f"user\n{pads('<|image_pad|>' * 3)}and{pads('<|image_pad|>' * 5)}<|im_end|>"
@@ -219,15 +219,6 @@ def test_a_template_that_drops_an_image_is_refused(model_dir: Path):
     dropping = with_template(model_dir, "{% for m in messages %}{{ m.role }}{% endfor %}")
     with pytest.raises(InvalidRequest, match="placed 0"):
         encode(dropping, user([PICTURE, {"type": "text", "text": "Hi"}]), image_tokens=[4])
-
-
-def test_an_unknown_part_is_refused_with_its_path(tokenizer: ChatTokenizer):
-    with pytest.raises(InvalidRequest, match="type 'video_url' is not supported") as caught:
-        encode(tokenizer, user("Hi"), user([{"type": "text", "text": "a"}, {"type": "video_url"}]))
-    assert caught.value.field == "messages[1].content[1]"
-    with pytest.raises(InvalidRequest, match="expected text or a list of parts, found int") as caught:
-        encode(tokenizer, user(7))
-    assert caught.value.field == "messages[0].content"
 
 
 # --- tool calls ----------------------------------------------------------------------------------------------------
@@ -268,12 +259,6 @@ def test_the_values_in_the_arguments_of_all_tool_calls_are_limited(tokenizer: Ch
     with pytest.raises(InvalidRequest, match="arguments of the tool calls has more than") as caught:
         encode(tokenizer, user("Hi"), *[calling(arguments)] * 3)
     assert caught.value.field == "messages[3].tool_calls[0].function.arguments"
-
-
-def test_a_tool_call_without_function_is_refused(tokenizer: ChatTokenizer):
-    with pytest.raises(InvalidRequest) as caught:
-        encode(tokenizer, user("Hi"), {"role": "assistant", "tool_calls": [{"id": "c1"}]})
-    assert caught.value.field == "messages[1].tool_calls[0].function"
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------
@@ -317,7 +302,7 @@ def test_half_a_surrogate_pair_is_refused(tokenizer: ChatTokenizer):
         tokenizer.encode_text("\ud83d")
 
 
-def test_no_chat_template_is_a_failure_to_load(model_dir: Path):
+def test_a_missing_chat_template_fails_the_load(model_dir: Path):
     with pytest.raises(EngineFailed, match="no chat template"):
         with_template(model_dir, None)
 

@@ -83,7 +83,7 @@ def test_plain_text_of_each_family_is_content(tokenizers: Any, name: str):
 @settings(deadline=None, max_examples=60)
 @given(cuts=st.lists(st.integers(0, 200), max_size=5), num_chars=st.integers(0, 400))
 @pytest.mark.parametrize("name", FORMATS)
-def test_any_split_and_any_end_give_whole_calls_and_no_markup(
+def test_parser_yields_whole_calls_and_no_markup_for_any_split_and_end(
     tokenizers: Any, name: str, cuts: list[int], num_chars: int
 ):
     family, (tokenizer, _) = FAMILIES[name], tokenizers[name]
@@ -100,7 +100,7 @@ def test_any_split_and_any_end_give_whole_calls_and_no_markup(
 @pytest.mark.parametrize("name", FORMATS)
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_no_text_makes_a_parser_fail(tokenizers: Any, name: str, data: st.DataObject):
+def test_parser_never_fails_on_arbitrary_text(tokenizers: Any, name: str, data: st.DataObject):
     tokenizer, _ = tokenizers[name]
     markers = [*tokenizer.tool_format.markers, *(tokenizer.reasoning.markers if tokenizer.reasoning else ())]
     pieces = [*markers, *"{}[]\"'\\", "f", "name", ":", ",", " ", "\n", "arguments", FAMILIES[name].answer]

@@ -148,7 +148,7 @@ def test_auto_allows_any_text_until_a_call_and_no_text_after_it() -> None:
     assert {decode((token_id,)) for token_id in allowed(matcher.masks()[0])} == {"\n", "<|im_end|>", "<|endoftext|>"}
 
 
-def test_only_one_call_is_allowed_when_calls_may_not_be_parallel() -> None:
+def test_a_second_call_is_not_allowed_when_calls_may_not_be_parallel() -> None:
     two = PARIS + "\n" + call("now")
 
     for choice in ("auto", "required"):
@@ -157,7 +157,7 @@ def test_only_one_call_is_allowed_when_calls_may_not_be_parallel() -> None:
         assert accepted_part(matcher_for(choice, parallel=False), two) == PARIS
 
 
-def test_only_the_named_function_may_be_called() -> None:
+def test_tool_choice_with_a_name_allows_no_other_function() -> None:
     matcher = matcher_for("now", parallel=False)
 
     assert accepts(matcher, call("now"))
@@ -279,7 +279,7 @@ PLAIN = [
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), parallel=st.booleans(), choice=st.sampled_from(["auto", "required", "t", "u"]))
-def test_whatever_the_masks_let_through_parses_and_satisfies_the_schema(seed: int, parallel: bool, choice: str) -> None:
+def test_tool_calls_allowed_by_the_masks_parse_and_satisfy_the_schema(seed: int, parallel: bool, choice: str) -> None:
     token_ids = walk(matcher_for(choice, parallel, PLAIN), seed, max_tokens=300, ending="\n</parameter>\n")
     if token_ids is None or "</parameter>" in decode(token_ids).replace("\n</parameter>\n", ""):
         return  # a string inside JSON may hold the mark

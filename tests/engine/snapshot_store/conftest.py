@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.processing.snapshots import Stall, Tier
+from tests.engine.snapshot_store.snapshots import Stall, Tier
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What is in the directory: what is ours and whole, what is torn, foreign or left over, and what is never touched."""
+"""Files in the snapshot directory: own, torn, foreign and left over."""
 
 import errno
 import fcntl
@@ -15,7 +15,7 @@ import pytest
 from engine.protocol import EngineFailed
 from engine.snapshot_store import directory as snapshot_directory
 from engine.snapshot_store.directory import SnapshotDirectory, SnapshotLost
-from tests.engine.processing.snapshots import (
+from tests.engine.snapshot_store.snapshots import (
     MODEL,
     OTHER_MODEL,
     ROOMY,
@@ -319,7 +319,7 @@ DIE = """
 import os, signal, sys
 from pathlib import Path
 from engine.snapshot_store.directory import SnapshotDirectory
-from tests.engine.processing.snapshots import MODEL, arrays_of, meta_of
+from tests.engine.snapshot_store.snapshots import MODEL, arrays_of, meta_of
 directory = SnapshotDirectory(Path(sys.argv[1]), MODEL, 1 << 30)
 os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
 directory.write(meta_of("root"), arrays_of("root"), 1)

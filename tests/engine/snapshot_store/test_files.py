@@ -11,7 +11,7 @@ import pytest
 from engine.config import DiskCacheConfig
 from engine.snapshot_store import files as snapshot_files
 from engine.snapshot_store.files import SnapshotFiles, SnapshotLost, SnapshotMeta
-from tests.engine.processing.snapshots import (
+from tests.engine.snapshot_store.snapshots import (
     MODEL,
     OTHER_MODEL,
     SIZE,

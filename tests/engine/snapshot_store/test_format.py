@@ -27,7 +27,7 @@ from engine.snapshot_store.format import (
     snapshot_bytes,
     write_snapshot,
 )
-from tests.engine.processing.snapshots import MODEL, assert_same_arrays, assert_same_meta, digest_of, meta_of
+from tests.engine.snapshot_store.snapshots import MODEL, assert_same_arrays, assert_same_meta, digest_of, meta_of
 
 Arrays = dict[str, np.ndarray]
 
@@ -85,7 +85,7 @@ def test_a_written_snapshot_is_read_back_unchanged(path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (7,), (2, 3, 5)])
 @pytest.mark.parametrize("name", sorted(DTYPES))
-def test_every_dtype_and_shape_comes_back(path: Path, name: str, shape: tuple[int, ...]) -> None:
+def test_arrays_of_every_dtype_and_shape_are_read_back(path: Path, name: str, shape: tuple[int, ...]) -> None:
     count = int(np.prod(shape))
     array = np.frombuffer(np.random.default_rng(0).bytes(count * 8), np.uint8)[: count * DTYPES[name].itemsize]
     if name == "BOOL":
@@ -146,7 +146,7 @@ def test_the_safetensors_library_reads_the_same_arrays_from_a_snapshot_file(path
         assert json.loads(file.metadata()["snapshot"])["digest"] == META.digest
 
 
-def test_no_file_with_a_flipped_byte_is_ever_read(path: Path) -> None:
+def test_a_file_with_a_flipped_byte_is_never_read(path: Path) -> None:
     whole = write(path)
     rng = np.random.default_rng(0)
 

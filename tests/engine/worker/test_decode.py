@@ -17,7 +17,7 @@ from engine.worker import kv_cache
 from engine.worker.language_model import LanguageModel
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.mtp import PendingHiddenStates
-from tests.engine.conftest import DRAFT
+from tests.support.demo_model import DRAFT
 
 VOCAB = 512
 

@@ -33,7 +33,7 @@ def by_the_book(q, k, v, g, beta, state):
     seed=st.integers(0, 999),
     data=st.data(),
 )
-def test_it_is_the_recurrence(batch, length, heads, smallest_decay, seed, data):
+def test_chunked_delta_rule_equals_the_recurrence(batch, length, heads, smallest_decay, seed, data):
     rng = np.random.default_rng(seed)
     num_k_heads, num_v_heads = heads
     q, k = rng.normal(size=(2, batch, length, num_k_heads, 8))

@@ -18,7 +18,7 @@ from engine.protocol import EngineFailed
 from engine.worker import loader
 from engine.worker.model_runner import load_runner
 from engine.worker.vision import VisionEncoder
-from tests.tiny import Tiny, build
+from tests.support.tiny import Tiny, build
 
 DEMO = Path(loader.__file__).parents[1] / "demo_model"
 
@@ -28,7 +28,7 @@ def load(**config) -> tuple[loader.LoadedModel, list[float]]:
     return loader.load(EngineConfig(**config), progress.append), progress
 
 
-def test_on_the_cpu_all_weights_are_float32_and_progress_ends_at_one():
+def test_weights_on_the_cpu_are_all_float32_and_progress_ends_at_one():
     model, progress = load()
     dtypes = {w.dtype for _, w in loader.weights_of(model.module)}
     assert dtypes == {mx.float32} and model.dtype == "float32"
@@ -46,7 +46,7 @@ def test_progress_grows_piece_by_piece_through_model_and_head(monkeypatch):
     assert model.mtp_status == "ready"
 
 
-def test_a_dtype_that_is_asked_for_is_used_but_decays_stay_float32():
+def test_a_requested_dtype_is_used_but_decays_stay_float32():
     model, _ = load(dtype="bfloat16")
     dtypes = {name: w.dtype for name, w in loader.weights_of(model.module)}
     assert dtypes["language_model.model.embed_tokens.weight"] == mx.bfloat16

@@ -11,8 +11,10 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.protocol import EngineRequest, FinishReason
-from engine.worker import decode, kv_cache
+from engine.worker import decode
+from engine.worker.kv_cache import BatchKVLayer
 from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.recurrent_layer import BatchRecurrentLayer
 from engine.worker.sampler import Sampler
 
 STORY = "Tell me a story."
@@ -120,7 +122,7 @@ def test_a_failed_removal_of_a_row_fails_the_remaining_rows_and_frees_their_memo
 def _fail_at(monkeypatch: pytest.MonkeyPatch, method: str, layer: int) -> None:
     """Lets the method of the layers' caches raise when it is called for this layer of the batch."""
     calls = iter(range(1000))
-    for kind in (kv_cache.BatchRecurrentLayer, kv_cache.BatchKVLayer):
+    for kind in (BatchRecurrentLayer, BatchKVLayer):
         original = getattr(kind, method)
 
         def failing(self, *args, original=original):

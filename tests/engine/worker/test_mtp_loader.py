@@ -165,7 +165,7 @@ def test_weight_bytes_include_the_head_and_the_head_does_not_include_its_target(
     assert sum(w.nbytes for w in head_weights(model).values()) == num_head_bytes
 
 
-def test_a_model_without_a_head_is_loaded_and_its_status_tells_why(bare, split):
+def test_a_model_without_a_head_is_loaded_and_its_status_names_the_reason(bare, split):
     assert load(bare).mtp_status == "ready"
     shutil.rmtree(split)
     model = load(bare)
@@ -191,12 +191,12 @@ def test_mtp_off_loads_no_head_not_even_a_broken_one(bare, split):
 
 
 @pytest.mark.parametrize("config", [{"mtp": FIXED}, {"mtp_head": str(DEMO_MODEL)}])
-def test_a_head_that_is_asked_for_and_impossible_is_an_error(config):
+def test_a_required_head_that_is_impossible_is_an_error(config):
     with pytest.raises(EngineFailed, match=r"mtp.* is configured.*MTP heads of model_type qwen3 are not supported"):
         load(DEMO_MODEL / "draft", **config)
 
 
-def test_a_head_that_is_asked_for_and_missing_is_an_error(bare, split):
+def test_a_required_head_that_is_missing_is_an_error(bare, split):
     shutil.rmtree(split)
     with pytest.raises(EngineFailed, match=r"mtp is configured.*no mtp\.\* tensors"):
         load(bare, mtp=FIXED)

@@ -72,7 +72,7 @@ rows = st.lists(
     drafts=st.lists(st.lists(tokens, min_size=2, max_size=2), min_size=4, max_size=4),
     seed=st.integers(0, 99),
 )
-def test_every_position_has_its_own_history(rows, drafts, seed):
+def test_penalties_at_each_position_use_the_history_before_that_position(rows, drafts, seed):
     logits = np.random.default_rng(seed).normal(0, 3, (len(rows), 3, VOCAB)).astype(np.float32)
     fed = mx.array([[r.output_token_ids[-1], *d] for r, d in zip(rows, drafts, strict=False)])
     positions = mx.array([[len(r.output_token_ids) + i for i in range(3)] for r in rows])
@@ -84,7 +84,7 @@ def test_every_position_has_its_own_history(rows, drafts, seed):
 
 @settings(max_examples=40, deadline=None)
 @given(rows=rows, others=rows, data=st.data())
-def test_joined_kept_and_committed_is_what_the_host_would_count(rows, others, data):
+def test_token_counts_after_joins_removals_and_commits_equal_counts_on_the_host(rows, others, data):
     joined = LogitsProcessors.of(rows, VOCAB).joined(LogitsProcessors.of(others, VOCAB))
     everyone = [*rows, *others]
     new = [data.draw(st.lists(tokens, min_size=3, max_size=3)) for _ in everyone]
@@ -162,15 +162,15 @@ def test_masks_that_allow_every_token_leave_the_logits_untouched():
     requests = [row("a", [1], []), row("b", [1], [])]
     requests[0].matcher = Permissive()  # type: ignore[assignment]
     logits = mx.zeros((2, 3, VOCAB), mx.bfloat16)
-    assert apply_grammar_masks(requests, logits, [[8, 8]] * 2, {}) is logits
+    shaped, errors = apply_grammar_masks(requests, logits, [[8, 8]] * 2)
+    assert shaped is logits and not errors
 
 
 def test_masks_apply_to_their_own_rows_and_a_broken_matcher_fails_only_its_row():
     requests = [row("free", [1], []), row("masked", [1], []), row("broken", [1], [])]
     requests[1].matcher, requests[2].matcher = Only({1, 33}, {39}), Only(fails=True)
-    errors: dict[int, str] = {}
-    logits = mx.zeros((3, 3, VOCAB))
-    shaped = np.array(apply_grammar_masks(requests, logits, [[8, 8]] * 3, errors))
+    masked, errors = apply_grammar_masks(requests, mx.zeros((3, 3, VOCAB)), [[8, 8]] * 3)
+    shaped = np.array(masked)
     assert np.isfinite(shaped[[0, 2]]).all()
     assert [np.flatnonzero(np.isfinite(shaped[1, i])).tolist() for i in range(2)] == [[1, 33], [39]]
     assert np.isfinite(shaped[1, 2]).all(), "behind a forbidden draft nothing is masked"

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from deployments.http.anthropic.messages_wire import parse_messages
-from deployments.http.request_reader import ParsedRequest, ReadingRules
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.protocol import ChatRequest
 
 RULES = ReadingRules("org/demo", frozenset({"image"}))

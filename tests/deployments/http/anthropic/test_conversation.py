@@ -8,12 +8,16 @@ import pytest
 from deployments.http.anthropic.conversation import definition_text
 from deployments.http.anthropic.signature import signature_of
 from deployments.protocol import Route
+from engine.processing.message import Part
 from engine.protocol import InvalidRequest
 from tests.deployments.http.anthropic.conftest import RULES, USER, parsed, request_of, tool
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.100.7b4; cc_entrypoint=cli; cch=eb6c6;"
 PNG = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
-PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+
+
+def image_at(path: str, url: str = "data:image/png;base64,AA==") -> Part:
+    return {"type": "image_url", "image_url": {"url": url}, "field": path}
 
 
 def text(said, **more):
@@ -64,11 +68,11 @@ def test_billing_line_is_dropped_from_the_system_prompt():
 def test_images_keep_their_position_among_the_text_blocks():
     parsed_request = parsed(messages=[user(text("a"), text("b"), PNG, text("c"))])
     [message] = parsed_request.request.messages
-    assert message["content"] == [text("a\n\nb"), PART, text("c")]
+    assert message["content"] == [text("a\n\nb"), image_at("messages.0.content.2"), text("c")]
     assert parsed_request.route is Route.MLLM
     by_url = {"type": "image", "source": {"type": "url", "url": "https://a.b/c.png"}}
     [message] = messages_of(user(by_url))
-    assert message["content"] == [{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}]
+    assert message["content"] == [image_at("messages.0.content.0", "https://a.b/c.png")]
 
 
 def test_image_is_refused_by_path_when_the_model_reads_only_text():
@@ -117,9 +121,10 @@ def test_a_thought_that_cannot_be_read_is_left_out(thought):
 def test_results_of_parallel_calls_are_one_message_each_with_the_text_behind_them():
     calls = assistant(use("toolu_1"), use("toolu_2"))
     answers = user(result("one", "toolu_1"), text("Go on."), result([text("two"), text("three"), PNG], "toolu_2"))
+    image = image_at("messages.2.content.2.content.2")
     assert messages_of(USER, calls, answers)[2:] == [
         {"role": "tool", "tool_call_id": "toolu_1", "content": "one"},
-        {"role": "tool", "tool_call_id": "toolu_2", "content": [text("two\n\nthree"), PART]},
+        {"role": "tool", "tool_call_id": "toolu_2", "content": [text("two\n\nthree"), image]},
         {"role": "user", "content": "Go on."},
     ]
 
@@ -140,7 +145,7 @@ def test_messages_of_the_assistant_in_a_row_are_one_turn():
     [
         ("no such file", "[error] no such file"),
         ([text("no such file")], "[error] no such file"),
-        ([PNG], [text("[error] "), PART]),
+        ([PNG], [text("[error] "), image_at("messages.2.content.0.content.0")]),
         (None, "[error] "),
     ],
 )

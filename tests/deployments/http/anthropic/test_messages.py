@@ -6,6 +6,7 @@ import pytest
 
 from deployments.http.context import IGNORED_HEADER
 from deployments.protocol import Route, TextDelta
+from engine.processing.message import image_sources
 from engine.protocol import (
     ContextLengthExceeded,
     EngineFailed,
@@ -131,22 +132,18 @@ def test_errors_before_the_first_token_have_anthropic_types_and_messages(
     assert response.headers.get("retry-after") == ("2" if status in (429, 503) else None)
 
 
-@pytest.mark.parametrize(
-    ("place", "path"),
-    [
-        ("messages[3].content[0].image_url.url", "messages.2.content.1.content.0"),
-        ("messages[4].content[0]", "messages.2.content.0"),
-    ],
-)
+@pytest.mark.parametrize(("index", "path"), [(0, "messages.2.content.1.content.0"), (1, "messages.2.content.0")])
 @pytest.mark.parametrize("route", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_unreadable_image_is_named_by_its_path_in_the_body(create, backend, place, path, route):
+def test_unreadable_image_is_named_by_its_path_in_the_body(create, backend, index, path, route):
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
     messages = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
         {"role": "user", "content": [image, {"type": "tool_result", "tool_use_id": "t", "content": [image]}]},
     ]
-    backend.start_script = [InvalidRequest("the file is no image", place)]
+    create(route, messages=messages, system="S")
+    field = list(image_sources(backend.requests[0][0].messages))[index].field
+    backend.start_script = [InvalidRequest("the file is no image", field)]
     error = error_of(create(route, messages=messages, system="S"))
     assert error["message"] == f"{path}: the file is no image"
 

@@ -214,7 +214,7 @@ def split(delta: TextDelta, places: list[int]) -> list[TextDelta]:
 
 
 @given(PIECES, st.lists(st.integers(0, 8), max_size=3), st.booleans())
-def test_the_events_of_any_split_add_up_to_the_whole_answer(deltas, places, omits):
+def test_events_add_up_to_the_whole_answer_for_any_split(deltas, places, omits):
     finer = [part for delta in deltas for part in split(delta, places)]
     end = TextDelta("", 0, "stop")
     message = whole(*deltas, end, omits=omits)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.http.request_reader import ReadingRules
+from deployments.http.parsed_request import ReadingRules
 from deployments.http.responses.sealed import MAX_SEALED_BYTES, seal
 from deployments.protocol import Route
 from engine.protocol import InvalidRequest
@@ -144,7 +144,7 @@ def test_encrypted_reasoning_of_another_server_is_dropped():
 
 @settings(deadline=None)
 @given(st.text())
-def test_a_sealed_thought_comes_back_as_it_was(text):
+def test_sealed_thought_opens_to_the_same_thought(text):
     assert messages_for(reasoning(encrypted_content=seal("x" + text)))[0]["reasoning_content"] == "x" + text
 
 

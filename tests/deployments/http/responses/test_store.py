@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.http.responses.store import OVERHEAD_BYTES, ResponseStore, StoredResponse, Turn
+from tests.support.clock import Clock
 
 
 def turn(num_bytes: int = OVERHEAD_BYTES) -> Turn:
@@ -48,15 +49,15 @@ def test_a_response_larger_than_the_store_is_not_kept():
 
 
 def test_a_response_is_dropped_some_time_after_its_last_use():
-    now = [0.0]
-    timed = store(ttl_s=10, clock=lambda: now[0])
+    clock = Clock(0.0)
+    timed = store(ttl_s=10, clock=clock)
     timed.add(stored("a"))
     timed.add(stored("b"))
-    now[0] = 9.0
+    clock.now_s = 9.0
     assert timed.get("", "a") is not None
-    now[0] = 11.0
+    clock.now_s = 11.0
     assert kept(timed, "a", "b") == ["a"]
-    now[0] = 30.0
+    clock.now_s = 30.0
     assert len(timed) == 0
 
 
@@ -93,7 +94,7 @@ def test_items_of_a_stored_response_have_ids():
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 5), st.booleans()), max_size=40))
-def test_the_bytes_are_those_of_the_turns_that_are_used(steps):
+def test_stored_bytes_are_the_bytes_of_the_referenced_turns(steps):
     mixed, turns = store(max_responses=3, max_bytes=12_000), [turn(1024 * (i + 1)) for i in range(6)]
     alive: dict[str, tuple[Turn, ...]] = {}
     for id, num_turns, deletes in steps:

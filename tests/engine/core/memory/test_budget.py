@@ -1,4 +1,4 @@
-"""The books of the memory: what is reserved, what is given back, and who makes room for whom."""
+"""MemoryBudget: reservations, releases and preemption for memory."""
 
 import random
 from collections.abc import Callable
@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.core.memory.budget import MemoryBudget, make_memory_budget
+from engine.core.memory.chunks import ChunkMemory
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import EngineFailed, EngineRequest, MemoryExceeded, SamplingParams
 from tests.engine.core.rows import EvictableBytes
-from tests.engine.driver import Driver
-from tests.engine.fakes import FakeRunner, answer
+from tests.support.clock import Clock
+from tests.support.driver import Driver
+from tests.support.fake_runner import FakeRunner, answer
 
 COSTS = MemoryCosts(
     base_bytes=10_000,
@@ -148,17 +150,18 @@ def chunk(books: MemoryBudget, start: int) -> int:
     [row] = rows(request("of a chunk", start + 1, 1))
     assert books.reserve([row]) == 0
     row.num_prefilled = start
-    size = books.max_chunk(row, 2048)
+    chunks = ChunkMemory(books)
+    size = chunks.reserve_chunk(row, 2048)
     assert books.free_bytes >= 0
-    books.end_chunk()
-    assert books.max_chunk(row, 2048) == size, "what it could be smaller by is free until the next is chosen"
+    chunks.end_chunk()
+    assert chunks.reserve_chunk(row, 2048) == size, "what it could be smaller by is free until the next is chosen"
     books.release(row.id)
     return size
 
 
 def test_chunks_become_smaller_behind_long_prompts():
     books = budget_of(200_000, costs=replace(COSTS, pair_bytes=1.0))
-    starts, limit = (10, 100, 1000, 2800), 0.25 * books.request_bytes
+    starts, limit = (10, 100, 1000, 2800), 0.25 * books.needs.request_bytes
     sizes = [chunk(books, start) for start in starts]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 100 and sizes[-1] == 16
     for start, size in list(zip(starts, sizes, strict=True))[:3]:
@@ -175,7 +178,7 @@ def test_chunks_become_smaller_where_little_memory_is_free():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(12_000, 60_000))
-def test_after_any_storm_nothing_is_reserved_and_the_budget_was_never_exceeded(seed: int, budget: int):
+def test_budget_is_never_exceeded_and_empty_after_random_arrivals_and_ends(seed: int, budget: int):
     rng, running, in_prefill = random.Random(seed), list[Request](), list[list[Request]]()
     books = budget_of(budget, rng.choice([8, 64, 10_000]))
     for i in range(60):
@@ -230,9 +233,9 @@ def test_the_accounts_add_up_to_the_limit():
 def test_the_headroom_is_kept_free():
     runner = FakeRunner()
     runner.memory_limit_bytes = 2**30
-    assert make_memory_budget(EngineConfig(), runner, EvictableBytes()).limit_bytes == 2**30 - 2**27
+    assert make_memory_budget(EngineConfig(), runner, EvictableBytes()).needs.limit_bytes == 2**30 - 2**27
     config = EngineConfig.model_validate({"memory": {"limit_gb": 4, "headroom_gb": 1}})
-    assert make_memory_budget(config, runner, EvictableBytes()).limit_bytes == 3 * 2**30
+    assert make_memory_budget(config, runner, EvictableBytes()).needs.limit_bytes == 3 * 2**30
 
 
 def test_max_tokens_is_lowered_to_what_fits_and_a_prompt_that_never_fits_is_refused_with_both_numbers():
@@ -260,12 +263,11 @@ def test_random_arrivals_and_aborts_in_tight_memory_give_every_row_its_own_token
     for seed in range(6):
         rng = random.Random(seed)
         tight = driver(budget=rng.randint(13_000, 18_000), max_running=6)
+        needs = tight.core.budget.needs
         requests = [
             request(f"r{i}", rng.randint(1, 120), rng.randint(1, 100), rng.choice([1, 1, 2])) for i in range(20)
         ]
-        requests = [
-            r for r in requests if tight.core.budget.min_bytes(tight.core.budget.need(rows(r), whole=True)) <= 3000
-        ]
+        requests = [r for r in requests if needs.min_bytes(needs.need(rows(r), whole=True)) <= 3000]
         arrivals = {rng.randint(0, 60): [r] for r in requests}
         aborts = {rng.randint(0, 80): [r.request_id] for r in requests[::4]}
         tight.run(arrivals, aborts)
@@ -297,8 +299,8 @@ def test_a_snapshot_takes_no_memory_that_rows_have_reserved():
 
 
 def test_small_requests_overtake_one_that_waits_for_memory_only_for_a_limited_time():
-    now = [0.0]
-    tight = driver(budget=13_700, clock=lambda: now[0], scheduler={"ageing_s": 10})
+    clock = Clock()
+    tight = driver(budget=13_700, clock=clock, scheduler={"ageing_s": 10})
     tight.core.add_request(request("running", num_prompt=100, max_tokens=60))
     tight.core.step()
     for name, num_prompt in (("large", 120), ("small", 5)):
@@ -306,7 +308,7 @@ def test_small_requests_overtake_one_that_waits_for_memory_only_for_a_limited_ti
     assert tight.core.budget.shortfall_bytes(rows(request("large", 120, 8))) > 0
     tight.core.step()
     assert tight.tokens["small"] and not tight.tokens["large"], "it passes"
-    now[0] += 11
+    clock.advance(11)
     tight.core.add_request(request("late", 5, max_tokens=8))
     tight.core.step()
     assert not tight.tokens["late"] and not tight.tokens["large"], "nobody passes any more"

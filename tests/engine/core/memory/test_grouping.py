@@ -11,8 +11,8 @@ from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.grouping import Grouping, GroupMerge
 from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
-from tests.engine.driver import Driver
-from tests.engine.fakes import FakeRunner, answer
+from tests.support.driver import Driver
+from tests.support.fake_runner import FakeRunner, answer
 
 COSTS = MemoryCosts(base_bytes=10_000, token_bytes=10, state_bytes=100)
 TOKEN_S, STEP_S = 0.01, 0.01

@@ -9,12 +9,12 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
-from engine.core.prefix_cache.cache import SnapshotNode
+from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.snapshot_store.files import SnapshotFiles
-from tests.engine.driver import Driver
-from tests.engine.fakes import BYTES_PER_TOKEN, STATE_BYTES, FakeRunner, answer
+from tests.support.driver import Driver
+from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, FakeRunner, answer
 
 CHUNK = 64
 COSTS = MemoryCosts(token_bytes=BYTES_PER_TOKEN, state_bytes=STATE_BYTES, layer_share=0.0)
@@ -156,7 +156,8 @@ class Engine(Driver):
         return self.core.prefix.cache
 
     def nodes(self) -> list[SnapshotNode]:
-        return [entry.node for entry in self.cache.entries() if entry.node is not None] + list(self.cache._loose)
+        nodes = [entry.node for entry in self.cache.index.entries() if entry.node is not None]
+        return nodes + list(self.cache.tree._loose)
 
     def lent(self) -> dict[str, list[int]]:
         """Where segments end whose keys and values are in rows, by row id."""
@@ -174,7 +175,7 @@ class Engine(Driver):
         return {row_id: sorted(ends) for row_id, ends in found.items()}
 
     def stored(self) -> list[int]:
-        return sorted(entry.num_tokens for entry in self.cache.entries() if entry.node is not None)
+        return sorted(entry.num_tokens for entry in self.cache.index.entries() if entry.node is not None)
 
     def step(self, num_steps: int = 1) -> None:
         for _ in range(num_steps):
@@ -196,9 +197,9 @@ class Engine(Driver):
                 assert node.segment_bytes == BYTES_PER_TOKEN * segment.num_own
             assert node.lent_to is None or node.lent_to in self.core.prefix._loans.row_ids
         assert held_bytes == cache.num_bytes
-        assert cache.num_bytes <= cache.max_bytes
+        assert cache.num_bytes <= self.core.prefix.memory.max_bytes
         assert self.core.budget.free_bytes >= 0, f"{-self.core.budget.free_bytes} bytes are counted for two things"
-        for entry in cache.entries():
+        for entry in cache.index.entries():
             assert entry.node is None or entry.node.snapshot is not None
 
     def start(self, *requests: EngineRequest) -> None:

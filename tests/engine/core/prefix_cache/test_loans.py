@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,13 @@ from engine.core.prefix_cache.cache import PrefixCache
 from engine.core.prefix_cache.loans import Loans
 from engine.core.prefix_cache.node import CacheEntry
 from engine.core.prefix_cache.prompt_key import PromptKey
+from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
+from engine.core.prefix_cache.tree import SnapshotTree
 from engine.protocol import FinishReason, PromptOrigin
 from engine.snapshot_store.files import SnapshotFiles
 from tests.engine.core.prefix_cache.lending import Engine, following, request, tokens
-from tests.engine.fakes import BYTES_PER_TOKEN, STATE_BYTES, FakeSnapshot, answer
-from tests.engine.sparse_prompts import with_plan
+from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, FakeSnapshot, answer
+from tests.support.sparse_prompts import with_plan
 
 NUM_SEEDS = int(os.environ.get("ORCHARD_LOANS", "0")) or 12
 
@@ -91,7 +94,7 @@ def test_a_turn_pinned_by_a_later_request_is_not_lent_and_stays_in_the_cache(eng
     engine.start(pinned)
     assert engine.chunks["pinned"][0].num_cached == TURN
     assert TURN not in engine.lent().get("pinned/0", [])
-    assert engine.cache.num_pinned == 1
+    assert len(engine.cache.tree.pinned) == 1
     engine.finish_all()
     assert TURN in engine.stored()
 
@@ -158,8 +161,10 @@ class Shelf:
 
     def __init__(self, *ends: int, max_bytes: int = 2**30, kind: str = "turn"):
         self.engine = Engine()
-        self.cache = PrefixCache(max_bytes)
-        self.loans = Loans(self.cache, self.engine.runner)
+        self.cache = PrefixCache()
+        self.room = sys.maxsize
+        self.memory = SnapshotMemory(self.cache, max_bytes, room=lambda: self.room)
+        self.loans = Loans(self.memory, self.engine.runner)
         self.entries: list[CacheEntry] = []
         node = None
         for end in ends:
@@ -172,7 +177,7 @@ class Shelf:
         snapshot = FakeSnapshot(key.token_ids, len(ids) - start, None if parent is None else parent.snapshot)
         digest = None if parent is None else parent.entry.digest
         entry = CacheEntry(key.digest(), key, kind, digest, PromptOrigin(), False, 0.0, 0.0)
-        assert self.cache.store(entry, snapshot, parent)
+        assert self.memory.store(entry, snapshot, parent)
         return entry
 
     def move(self, row_id: str, entry: CacheEntry) -> list[int]:
@@ -207,13 +212,13 @@ def test_cancel_keeps_kv_segments_that_the_row_has_already_taken_over():
     shelf.loans.promise("r", shelf.entries[-1])
     shelf.loans.cancel("r")
     assert shelf.cache.num_bytes == 2 * STATE_BYTES
-    assert [node.lent_to for node in shelf.cache.chain(shelf.entries[-1])] == ["r", "r"]
+    assert [node.lent_to for node in shelf.entries[-1].chain()] == ["r", "r"]
     returning = shelf.loans.returning(["r"])
     assert ends_of(returning["r"]) == [100, 200]
     shelf.engine.runner.drop(["r"], returning)
     shelf.loans.settle(["r"])
-    assert [node.lent_to for node in shelf.cache.chain(shelf.entries[-1])] == [None, None]
-    assert shelf.cache.integrity_error() is None and len(shelf.cache) == 2
+    assert [node.lent_to for node in shelf.entries[-1].chain()] == [None, None]
+    assert shelf.cache.integrity_error() is None and len(shelf.cache.index) == 2
 
 
 def test_a_kv_segment_that_another_snapshot_needs_is_not_lent():
@@ -223,7 +228,7 @@ def test_a_kv_segment_that_another_snapshot_needs_is_not_lent():
     assert shelf.move("s", shelf.entries[1]) == [200]
     assert not shelf.loans.promise("t", shelf.entries[0]), "two snapshots need it"
     shelf.loans.settle(["r"])
-    assert shelf.cache.get(branch.digest) is None
+    assert shelf.cache.index.get(branch.digest) is None
     assert shelf.move("t", shelf.entries[0]) == [], "one is left that needs it"
 
 
@@ -234,7 +239,7 @@ def test_a_promised_snapshot_that_another_prompt_uses_is_copied_by_the_row_inste
     assert shelf.loans.copy_back(shelf.entries[-1])
     node = shelf.cache.use(shelf.entries[-1])
     assert shelf.move("r", shelf.entries[-1]) == []
-    shelf.cache.release(node)
+    shelf.cache.tree.release(node)
     assert shelf.cache.num_bytes == 2 * STATE_BYTES + 2000 and shelf.cache.integrity_error() is None
 
 
@@ -242,30 +247,30 @@ def test_a_broken_promise_evicts_other_snapshots_if_its_bytes_no_longer_fit():
     """Two prompts continue one snapshot: the first one's reservation counted its bytes as gone from the cache."""
     shelf = Shelf(100, 200)
     other = shelf.store(tokens(9, 100), None)
-    shelf.cache.room = lambda: 3 * STATE_BYTES + 3000
+    shelf.room = 3 * STATE_BYTES + 3000
     assert shelf.loans.promise("r", shelf.entries[-1])
-    shelf.cache.room = lambda: 3 * STATE_BYTES + 1000  # the row has reserved what was free
+    shelf.room = 3 * STATE_BYTES + 1000  # the row has reserved what was free
     node = shelf.cache.use(shelf.entries[-1])
     assert shelf.move("r", shelf.entries[-1]) == []
-    assert shelf.cache.num_bytes <= shelf.cache.room()
-    assert shelf.entries[-1].node is node and shelf.cache.get(other.digest) is None
-    shelf.cache.release(node)
+    assert shelf.cache.num_bytes <= shelf.room
+    assert shelf.entries[-1].node is node and shelf.cache.index.get(other.digest) is None
+    shelf.cache.tree.release(node)
     assert shelf.cache.integrity_error() is None
 
 
 def test_a_snapshot_promised_to_a_preempted_row_is_evicted_if_memory_is_short():
     shelf = Shelf(100, 200)
     assert shelf.loans.promise("r", shelf.entries[-1])
-    shelf.cache.room = lambda: 2 * STATE_BYTES + 500
+    shelf.room = 2 * STATE_BYTES + 500
     assert not shelf.loans.returning(["r"])
-    assert shelf.cache.num_bytes <= shelf.cache.room()
+    assert shelf.cache.num_bytes <= shelf.room
     assert shelf.cache.integrity_error() is None
 
 
 def test_a_promise_whose_entry_is_evicted_meanwhile_is_void():
     shelf = Shelf(100, 200)
     assert shelf.loans.promise("r", shelf.entries[-1])
-    shelf.cache.evict(10**6)
+    shelf.memory.evict(10**6)
     assert shelf.cache.num_bytes == 0
     shelf.loans.cancel("r")
     assert shelf.cache.num_bytes == 0 and shelf.cache.integrity_error() is None
@@ -321,13 +326,13 @@ def test_snapshots_that_a_row_cannot_fill_are_removed_with_those_that_continue_t
     shelf.engine.runner.lacking = {"r"}
     has_come_back = shelf.loans.copy_back(shelf.entries[1])
     assert not has_come_back
-    assert len(shelf.cache) == 0 and shelf.cache.num_bytes == 0 and shelf.cache.integrity_error() is None
+    assert len(shelf.cache.index) == 0 and shelf.cache.num_bytes == 0 and shelf.cache.integrity_error() is None
 
 
 def test_a_copy_for_another_prompt_is_refused_without_memory_and_changes_nothing():
     shelf = Shelf(100, 200)
     shelf.move("r", shelf.entries[-1])
-    shelf.cache.room = lambda: 2 * STATE_BYTES + 1500
+    shelf.room = 2 * STATE_BYTES + 1500
     assert not shelf.loans.copy_back(shelf.entries[-1])
     assert shelf.cache.num_bytes == 2 * STATE_BYTES
     assert shelf.loans.copy_back(shelf.entries[0]), "the first half fits"
@@ -338,26 +343,26 @@ def test_a_lent_snapshot_worth_less_than_others_is_removed_when_its_row_ends():
     shelf.move("r", shelf.entries[-1])
     other = shelf.store(tokens(9, 3000), None)
     for _ in range(5):
-        shelf.cache.release(shelf.cache.use(other))
-    shelf.cache.room = lambda: size(3000) + STATE_BYTES + 500
+        shelf.cache.tree.release(shelf.cache.use(other))
+    shelf.room = size(3000) + STATE_BYTES + 500
     assert shelf.loans.returning(["r"]) == {}
-    assert [entry.num_tokens for entry in shelf.cache.entries()] == [3000]
+    assert [entry.num_tokens for entry in shelf.cache.index.entries()] == [3000]
     assert shelf.cache.num_bytes == size(3000) and shelf.cache.integrity_error() is None
 
 
 def test_kv_segments_of_a_pinned_snapshot_return_even_if_others_are_evicted():
     shelf = Shelf(100, 200)
     shelf.move("r", shelf.entries[-1])
-    shelf.cache.pin(shelf.entries[-1])
+    shelf.cache.tree.pin(shelf.entries[-1])
     other = shelf.store(tokens(9, 3000), None)
     for _ in range(5):
-        shelf.cache.release(shelf.cache.use(other))
-    shelf.cache.room = lambda: size(3000) + 2 * STATE_BYTES + 500
+        shelf.cache.tree.release(shelf.cache.use(other))
+    shelf.room = size(3000) + 2 * STATE_BYTES + 500
     returning = shelf.loans.returning(["r"])
     shelf.engine.runner.drop(["r"], returning)
     shelf.loans.settle(["r"])
-    assert shelf.cache.num_pinned == 1 and shelf.cache.integrity_error() is None
-    assert shelf.cache.get(other.digest) is None
+    assert len(shelf.cache.tree.pinned) == 1 and shelf.cache.integrity_error() is None
+    assert shelf.cache.index.get(other.digest) is None
 
 
 def test_rows_dropped_together_return_no_more_than_memory_holds():
@@ -365,12 +370,12 @@ def test_rows_dropped_together_return_no_more_than_memory_holds():
     second = shelf.store(tokens(9, 100), None)
     shelf.move("r", shelf.entries[0])
     shelf.move("s", second)
-    shelf.cache.room = lambda: 2 * STATE_BYTES + 1500
+    shelf.room = 2 * STATE_BYTES + 1500
     returning = shelf.loans.returning(["r", "s", "unknown"])
-    assert shelf.cache.num_bytes <= shelf.cache.room()
+    assert shelf.cache.num_bytes <= shelf.room
     shelf.engine.runner.drop(["r", "s"], returning)
     shelf.loans.settle(["r", "s", "unknown"])
-    assert shelf.cache.num_bytes <= shelf.cache.room()
+    assert shelf.cache.num_bytes <= shelf.room
     assert shelf.cache.integrity_error() is None and not shelf.loans.row_ids
 
 
@@ -379,19 +384,16 @@ def test_the_return_of_a_row_takes_time_linear_in_the_number_of_snapshots(monkey
     shelf = Shelf(*range(10, 3010, 10))
     others = [shelf.store(tokens(100 + i, 20), None) for i in range(100)]
     shelf.move("r", shelf.entries[-1])
-    num_steps = 0
-    chain = PrefixCache.chain
+    walks, entries_behind = list[Any](), SnapshotTree.entries_behind
 
-    def counted(cache: PrefixCache, entry: CacheEntry) -> Any:
-        nonlocal num_steps
-        found = chain(cache, entry)
-        num_steps += len(found)
-        return found
+    def counted(tree: SnapshotTree, node: Any) -> set[CacheEntry]:
+        walks.append(node)
+        return entries_behind(tree, node)
 
-    monkeypatch.setattr(PrefixCache, "chain", counted)
-    shelf.loans.returning(["r"])
-    limit = 2 * (len(shelf.entries) + len(others))
-    assert num_steps <= limit
+    monkeypatch.setattr(SnapshotTree, "entries_behind", counted)
+    returning = shelf.loans.returning(["r"])
+    assert len(returning["r"]) == len(shelf.entries) and len(others) == 100
+    assert len(walks) == 1, "a walk visits each node once"
 
 
 # What goes wrong

@@ -17,7 +17,7 @@ def test_a_lineage_without_history_has_the_mean_interval_of_the_others():
     assert forecast.rate(new, NEW, 100) == pytest.approx(0.5 / 10)
 
 
-def test_one_long_pause_does_not_make_a_quick_conversation_slow():
+def test_a_long_pause_does_not_change_the_forecast_of_a_quick_conversation():
     forecast, talk = ReuseForecast(), Lineage()
     for now in (10, 20, 30, 30 + 36_000, 30 + 36_010):
         forecast.returned(talk, now)

@@ -1,4 +1,4 @@
-"""What a prompt takes from the cache and leaves in it, through the engine's step, with a runner that knows no model."""
+"""Prefixes that a prompt restores and stores, through the engine's step, with a runner without a model."""
 
 import itertools
 import time
@@ -11,8 +11,8 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import Boundary, EngineRequest, FinishReason, ImagePatches, PromptOrigin, SamplingParams
-from tests.engine.driver import Driver
-from tests.engine.fakes import BYTES_PER_TOKEN, STATE_BYTES, STOP, FakeRunner, answer
+from tests.support.driver import Driver
+from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, STOP, FakeRunner, answer
 
 SYSTEM = list(range(100, 140))
 QUESTION = list(range(200, 230))
@@ -94,11 +94,11 @@ def test_only_the_configured_boundaries_get_snapshots(runner):
 def test_prompts_are_not_cached_when_the_cache_is_off_or_unsupported_by_the_model(runner):
     off = Driver(runner, config(enabled=False))
     assert cached(off, request("a", SYSTEM, QUESTION), request("b", SYSTEM, QUESTION)) == [0, 0]
-    assert off.core.prefix.status().off == "prefix_cache.enabled is false"
+    assert off.core.prefix.status().off_reason == "prefix_cache.enabled is false"
     runner.no_snapshots = "layer 3 cannot"
     unable = Driver(runner, config())
     assert cached(unable, request("a", SYSTEM, QUESTION), request("b", SYSTEM, QUESTION)) == [0, 0]
-    assert unable.core.prefix.status().off == "layer 3 cannot" and not snapshots(runner)
+    assert unable.core.prefix.status().off_reason == "layer 3 cannot" and not snapshots(runner)
 
 
 def test_a_hit_always_leaves_at_least_one_token_to_compute(runner):
@@ -235,7 +235,7 @@ def test_a_conversation_that_returned_outlives_another_and_the_miss_reports_the_
     driver = Driver(runner, config(), lambda: next(milliseconds) / 1000)
     a, b = (request(name, [start + token for token in SYSTEM], QUESTION) for name, start in (("a", 0), ("b", 50)))
     assert cached(driver, a, b, replace(a, request_id="a2")) == [0, 0, 70]
-    driver.core.prefix.cache.evict()
+    driver.core.prefix.memory.evict()
     assert cached(driver, replace(a, request_id="a3"), replace(b, request_id="b2")) == [70, 40]
     miss = driver.core.prefix.status().recent_misses[0]
     assert (miss.reason, miss.boundary, miss.num_common) == ("evicted", "turn", 70)
@@ -259,13 +259,13 @@ def test_snapshots_behind_a_removed_one_still_hit(runner):
     parts = [SYSTEM, [1] * 25, [2] * 25, [3] * 25]
     cached(driver, request("a", *parts[:2]), request("b", *parts[:3]), request("c", *parts))
     cache = driver.core.prefix.cache
-    middle = next(entry for entry in cache.entries() if entry.num_tokens == 90)
+    middle = next(entry for entry in cache.index.entries() if entry.num_tokens == 90)
     before = cache.num_bytes
     cache.forget(middle)
     assert before - cache.num_bytes == STATE_BYTES, "its segment is still needed"
     assert cached(driver, request("d", *parts, [4] * 25)) == [115]
-    while len(cache):
-        cache.forget(next(iter(cache.entries())))
+    while len(cache.index):
+        cache.forget(next(iter(cache.index.entries())))
     assert cache.num_bytes == 0 and cache.integrity_error() is None
 
 
@@ -388,7 +388,7 @@ def test_a_preempted_row_continues_from_its_own_snapshot_and_counts_its_prompt_o
 def test_inconsistent_accounts_are_detected_when_idle_and_the_cache_is_emptied(runner, caplog):
     driver = Driver(runner, config())
     cached(driver, request("a", SYSTEM, QUESTION))
-    driver.core.prefix.cache.num_bytes += 1
+    driver.core.prefix.cache.tree.num_bytes += 1
     for i in range(100):  # it does not look all the time
         if "the prefix cache is inconsistent and is cleared" in caplog.text:
             break

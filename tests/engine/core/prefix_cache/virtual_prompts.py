@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.prefix_cache.cache import CacheEntry, PrefixCache
+from engine.core.prefix_cache.cache import PrefixCache
+from engine.core.prefix_cache.node import CacheEntry
 from engine.core.prefix_cache.prompt_key import PromptKey
+from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.protocol import Boundary, PromptOrigin
+from tests.support.clock import Clock
 
 TOKEN_BYTES = 68 * 100
 """KiB of keys and values per 100 tokens of a 27B model; a token here stands for 100."""
@@ -18,14 +21,6 @@ STATE_BYTES = 147 * 1024
 SECONDS_PER_TOKEN = 0.4
 
 EMPTY = np.empty(0, np.int32)
-
-
-class VirtualClock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def seconds(start: int, end: int) -> float:
@@ -79,12 +74,16 @@ class Conversation:
 class VirtualEngine:
     """Takes prompts in one after the other, as PrefixCacheSessions does. num_computed, computed_s: of all prompts."""
 
-    cache: PrefixCache
-    clock: VirtualClock
+    memory: SnapshotMemory
+    clock: Clock
     num_prompts: int = 0
     num_computed: int = 0
     computed_s: float = 0.0
     rng: random.Random = field(default_factory=lambda: random.Random(7))
+
+    @property
+    def cache(self) -> PrefixCache:
+        return self.memory.cache
 
     def new_tokens(self, num_tokens: int) -> np.ndarray:
         return np.array([self.rng.randrange(2**31 - 1) for _ in range(num_tokens)], np.int32)
@@ -100,7 +99,7 @@ class VirtualEngine:
 
     def take_in(self, key: PromptKey, boundaries: list[Boundary]) -> int:
         self.num_prompts += 1
-        entry = self.cache.match(key, len(key) - 1)
+        entry = self.cache.index.match(key, len(key) - 1)
         base = self.cache.use(entry) if entry is not None else None
         digest, start = (entry.digest, entry.num_tokens) if entry is not None else (None, 0)
         num_computed, done = len(key) - start, start
@@ -112,31 +111,31 @@ class VirtualEngine:
             base, digest = self._take(key, boundary, base, digest)
         self._compute(done, len(key))
         if base is not None:
-            self.cache.release(base)
+            self.cache.tree.release(base)
         if self.num_prompts % 20 == 0:
             assert (error := self.cache.integrity_error()) is None, error
-        assert self.cache.num_bytes <= self.cache.max_bytes
+        assert self.cache.num_bytes <= self.memory.max_bytes
         return num_computed
 
     def _compute(self, start: int, end: int) -> None:
         self.num_computed += end - start
         self.computed_s += seconds(start, end)
-        self.clock.now += seconds(start, end)
+        self.clock.advance(seconds(start, end))
 
     def _take(self, key: PromptKey, boundary: Boundary, base: Any, digest: str | None) -> tuple[Any, str | None]:
-        parent = self.cache.get(digest)
+        parent = self.cache.index.get(digest)
         num_own = boundary.num_tokens - (parent.num_tokens if parent is not None else 0)
         snapshot, prefix = VirtualSnapshot(num_own), key.prefix(boundary.num_tokens)
         num_bytes, prompt = snapshot.segment_bytes + snapshot.state_bytes, str(self.num_prompts)
-        if not self.cache.evict_for(num_bytes, base, prefix, boundary.kind, prompt):
+        if not self.memory.evict_for(num_bytes, base, prefix, boundary.kind, prompt):
             return base, digest
         now = self.clock()
         entry = CacheEntry(prefix.digest(), prefix, boundary.kind, digest, PromptOrigin(), False, now, now)
-        if not self.cache.store(entry, snapshot, base, prompt):
+        if not self.memory.store(entry, snapshot, base, prompt):
             return base, digest
         if base is not None:
-            self.cache.release(base)
-        return self.cache.hold(entry), entry.digest
+            self.cache.tree.release(base)
+        return self.cache.tree.hold(entry), entry.digest
 
 
 def room(num_conversations: float, num_tokens: int, system: int = 0) -> int:
@@ -160,7 +159,7 @@ def circle(
         for _ in range(num_rounds):
             for agent in agents:
                 engine.turn(agent, growth, generation)
-                engine.clock.now += 20 * engine.rng.uniform(1 - jitter, 1 + jitter)
+                engine.clock.advance(20 * engine.rng.uniform(1 - jitter, 1 + jitter))
 
     return load
 
@@ -170,9 +169,9 @@ def scan(engine: VirtualEngine) -> None:
     live = [engine.conversation(600) for _ in range(2)]
     for i in range(60):
         engine.turn(live[i % 2], 5)
-        engine.clock.now += 20
+        engine.clock.advance(20)
         engine.turn(engine.conversation(400), 0)
-        engine.clock.now += 5
+        engine.clock.advance(5)
 
 
 def succession(engine: VirtualEngine) -> None:
@@ -182,7 +181,7 @@ def succession(engine: VirtualEngine) -> None:
         if i % 30 == 29:
             live[(i // 30) % 3] = engine.conversation(600)
         engine.turn(live[i % 3], 1)
-        engine.clock.now += 20 * engine.rng.uniform(0.5, 1.5)
+        engine.clock.advance(20 * engine.rng.uniform(0.5, 1.5))
 
 
 def shared_system(engine: VirtualEngine) -> None:
@@ -195,7 +194,7 @@ def shared_system(engine: VirtualEngine) -> None:
         engine.turn(conversation, 10)
         if turns > 1:
             live.append((conversation, turns - 1))
-        engine.clock.now += 5
+        engine.clock.advance(5)
 
 
 def zipf(engine: VirtualEngine, exponent: float = 1.0, num_turns: int = 1000) -> None:
@@ -204,7 +203,7 @@ def zipf(engine: VirtualEngine, exponent: float = 1.0, num_turns: int = 1000) ->
     weights = [1 / (i + 1) ** exponent for i in range(300)]
     for conversation in engine.rng.choices(conversations, weights, k=num_turns):
         engine.turn(conversation, 1 if len(conversation.token_ids) < 100 else 0)
-        engine.clock.now += engine.rng.expovariate(1 / 3)
+        engine.clock.advance(engine.rng.expovariate(1 / 3))
 
 
 def people(engine: VirtualEngine) -> None:
@@ -216,13 +215,13 @@ def people(engine: VirtualEngine) -> None:
     for _ in range(800):
         events.sort()
         at, person = events.pop(0)
-        engine.clock.now = max(engine.clock.now, 1000 + at)
+        engine.clock.now_s = max(engine.clock.now_s, at)
         if person not in talks or talks[person][1] == 0:
             talks[person] = [engine.conversation(engine.rng.randint(60, 300), system), engine.rng.randint(1, 20)]
         engine.turn(talks[person][0], engine.rng.randint(2, 20), 3)
         talks[person][1] -= 1
         pause = engine.rng.lognormvariate(4, 1.2) * (20 if talks[person][1] == 0 else 1)
-        events.append((engine.clock.now - 1000 + pause, person))
+        events.append((engine.clock.now_s + pause, person))
 
 
 LOADS: dict[str, tuple[int, Load]] = {

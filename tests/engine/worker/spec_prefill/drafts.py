@@ -15,7 +15,7 @@ from mlx_vlm.utils import get_model_and_args
 
 from engine.config import SpecPrefillConfig
 from engine.worker.spec_prefill.draft import Draft, draft_engine_config, load_draft
-from tests.tiny import Tiny, build
+from tests.support.tiny import Tiny, build
 
 VOCAB_SIZE = 512
 

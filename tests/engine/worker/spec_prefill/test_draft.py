@@ -120,7 +120,7 @@ def test_the_stop_tokens_of_the_draft_are_read_from_its_own_files(draft_of):
     assert draft_of("qwen3_vl").stop_token_ids == {1}
 
 
-def test_on_the_cpu_chunks_shrink_where_the_scores_would_take_too_much(draft_of, monkeypatch):
+def test_chunks_on_the_cpu_shrink_where_the_scores_would_take_too_much(draft_of, monkeypatch):
     demo = draft_of("demo")
     assert demo.chunk_tokens(0, 1024) == demo.chunk_tokens(8192, 1024) == 1024
     monkeypatch.setattr(draft, "MAX_SCORES_BYTES", 4 * 4 * 1000 * 100)
@@ -128,7 +128,7 @@ def test_on_the_cpu_chunks_shrink_where_the_scores_would_take_too_much(draft_of,
     assert demo.chunk_tokens(10**6, 1024) == 16
 
 
-def test_demo_is_the_demo_models_draft_without_its_head_in_the_dtype_asked_for():
+def test_demo_is_the_demo_models_draft_without_its_head_in_the_requested_dtype():
     config = draft_engine_config(SpecPrefillConfig(dtype="bfloat16", mlx_cache_mb=7), "cpu")
     assert config.model.endswith("demo_model/draft") and config.mtp == "off"
     assert (config.dtype, config.device, config.mlx_cache_mb) == ("bfloat16", "cpu", 7)

@@ -1,6 +1,7 @@
 """Prompts scored in turns: who is next, what is read again, what stays in memory, and who fails."""
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,8 +18,9 @@ from engine.protocol import Boundary, EngineFailed, InvalidRequest
 from engine.worker import memory
 from engine.worker.spec_prefill import reuse, scorer
 from engine.worker.spec_prefill.draft import Draft
-from engine.worker.spec_prefill.scorer import Publish, ScoreJob, Scorer, ScoreResult, boundaries
+from engine.worker.spec_prefill.scorer import Publish, ScoreJob, Scorer, ScoreResult
 from tests.engine.worker.spec_prefill.drafts import brute_force, load, prompt
+from tests.support.clock import Clock
 
 NO_ANCHORS = np.empty(0, np.int32)
 
@@ -26,10 +28,10 @@ NO_ANCHORS = np.empty(0, np.int32)
 class Watched(Scorer):
     """A scorer whose forwards are noted in turns: (job, tokens read). fail: raised by a job's forward, if any."""
 
-    def __init__(self, draft: Any, config: SpecPrefillConfig, publish: Publish):
+    def __init__(self, draft: Any, config: SpecPrefillConfig, publish: Publish, clock: Callable[[], float]):
         self.turns: list[tuple[str, int]] = []
         self.fail: Callable[[str, int], None] = lambda job, position: None
-        super().__init__(draft, config, publish)
+        super().__init__(draft, config, publish, clock)
 
     def _advance(self, job: ScoreJob) -> ScoreResult | None:
         self.now = job.id
@@ -57,17 +59,34 @@ class WatchedDraft:
         return self._draft.look_ahead(token_id, cache)
 
 
+class TokenClock(Clock):
+    """A token takes 1 s, and 1 s more per thousand tokens in front of it; a look-ahead step takes look_s."""
+
+    def __init__(self, look_s: float = 0.0):
+        super().__init__()
+        self._look_s = look_s
+
+    def before(self, note: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        """Return `note`, called after the time of its tokens has passed."""
+
+        def timed(num_tokens: int, position: int) -> None:
+            self.advance(num_tokens * (1 + position / 1000) if num_tokens > 1 else self._look_s)
+            note(num_tokens, position)
+
+        return timed
+
+
 class Bench:
     """A scorer driven by hand. outcomes: by job. budget: bytes for prompts and snapshots."""
 
-    def __init__(self, draft: Draft, budget: int | None = None, **config: Any):
+    def __init__(self, draft: Draft, budget: int | None = None, clock: "TokenClock | None" = None, **config: Any):
         self.draft = WatchedDraft(draft)
         self.outcomes: dict[str, ScoreResult] = {}
         settings = SpecPrefillConfig.model_validate(config)
-        self.scorer = Watched(self.draft, settings, self.outcomes.__setitem__)
+        self.scorer = Watched(self.draft, settings, self.outcomes.__setitem__, clock or time.monotonic)
         if budget is not None:
             self.scorer.limits = replace(self.scorer.limits, budget=budget)
-        self.draft.note = self.scorer.note
+        self.draft.note = self.scorer.note if clock is None else clock.before(self.scorer.note)
         self.turns = self.scorer.turns
 
     def add(self, job: str, ids: np.ndarray, **request: Any) -> None:
@@ -338,24 +357,8 @@ def test_equal_prompts_that_arrive_together_are_read_once(bench, max_running):
     assert a.num_read == 200 and b.num_read == 0 and np.array_equal(a.importance, b.importance)
 
 
-class Clock:
-    """Seconds pass with every token that is read: as many as the prompt has thousands of tokens there."""
-
-    def __init__(self, one: Bench, look_s: float = 0.0):
-        self.now_s, self._note, self._look_s = 0.0, one.draft.note, look_s
-        one.draft.note, one.scorer._clock = self.note, self
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def note(self, num_tokens: int, position: int) -> None:
-        self.now_s += num_tokens * (1 + position / 1000) if num_tokens > 1 else self._look_s
-        self._note(num_tokens, position)
-
-
 def test_a_prompt_that_cannot_be_scored_in_time_is_refused_at_once(bench):
-    one = bench(chunk_size=64, deadline_s=500)
-    Clock(one)
+    one = bench(clock=TokenClock(), chunk_size=64, deadline_s=500)
     one.score("short", prompt(300))
     one.turns.clear()
     one.add("long", prompt(600, seed=1))
@@ -369,8 +372,7 @@ def test_a_prompt_that_cannot_be_scored_in_time_is_refused_at_once(bench):
 
 
 def test_scoring_that_takes_longer_than_the_plan_saves_is_refused_at_once(bench):
-    one = bench(chunk_size=64, deadline_s=500)
-    Clock(one)
+    one = bench(clock=TokenClock(), chunk_size=64, deadline_s=500)
     one.score("short", prompt(300))
     one.turns.clear()
     one.add("no gain", prompt(300, seed=1), limit_s=100.0)
@@ -382,16 +384,14 @@ def test_scoring_that_takes_longer_than_the_plan_saves_is_refused_at_once(bench)
 
 
 def test_steps_that_look_ahead_count_as_scoring(bench):
-    one = bench(chunk_size=64, deadline_s=10_000)
-    Clock(one, look_s=100.0)
+    one = bench(clock=TokenClock(look_s=100.0), chunk_size=64, deadline_s=10_000)
     one.score("short", prompt(300))
     one.add("no gain", prompt(300, seed=1), limit_s=600.0)
     assert one.outcomes["no gain"].is_too_slow, "its 300 tokens take 350 s, and then it looks ahead"
 
 
 def test_equal_prompts_count_only_once_towards_the_deadline(bench):
-    one = bench(chunk_size=64, deadline_s=500)
-    Clock(one)
+    one = bench(clock=TokenClock(), chunk_size=64, deadline_s=500)
     one.score("short", prompt(250))
     ids = prompt(300, seed=1)
     for name in "abc":
@@ -401,8 +401,7 @@ def test_equal_prompts_count_only_once_towards_the_deadline(bench):
 
 
 def test_a_prompt_that_turns_out_too_slow_is_abandoned_early(bench):
-    one = bench(chunk_size=64, deadline_s=400)
-    Clock(one)
+    one = bench(clock=TokenClock(), chunk_size=64, deadline_s=400)
     one.add("slow", prompt(600))
     (late,) = one.run("slow")
     assert late.is_late and "at the current pace; the limit is 400 s" in late.error
@@ -411,12 +410,12 @@ def test_a_prompt_that_turns_out_too_slow_is_abandoned_early(bench):
 
 
 def test_a_prompt_that_might_be_late_goes_first(bench):
-    one = bench(chunk_size=64, deadline_s=1000)
-    clock = Clock(one)
+    clock = TokenClock()
+    one = bench(clock=clock, chunk_size=64, deadline_s=1000)
     one.score("known", prompt(300))
     one.add("first", prompt(400, seed=1))
     one.scorer.step()
-    clock.now_s += 1000 - 560  # what it needs is hardly left
+    clock.advance(1000 - 560)  # what it needs is hardly left
     one.add("second", prompt(200, seed=2))
     one.turns.clear()
     first, second = one.run("first", "second")
@@ -426,8 +425,7 @@ def test_a_prompt_that_might_be_late_goes_first(bench):
 
 
 def test_cached_tokens_do_not_count_towards_the_deadline(bench):
-    one = bench(chunk_size=64, deadline_s=500)
-    Clock(one)
+    one = bench(clock=TokenClock(), chunk_size=64, deadline_s=500)
     text = prompt(450)
     one.score("turn", text[:400])
     assert one.score("next", text) is not None and one.outcomes["next"].num_read == 51
@@ -464,17 +462,6 @@ def test_the_snapshot_that_a_prompt_continues_is_evicted_last(bench):
         one.score(f"{i}", prompt(500, seed=i))
     one.score("longer", np.concatenate([prompt(500, seed=0), prompt(900)]))
     assert one.outcomes["longer"].num_read == 1400 - 499
-
-
-def test_boundaries_too_close_together_get_no_snapshot():
-    def found(*cuts: int, num_tokens: int = 200) -> list[int]:
-        given = tuple(Boundary("turn", cut) for cut in cuts)
-        return [boundary.num_tokens for boundary in boundaries(request_of(prompt(num_tokens), boundaries=given))]
-
-    assert found() == [199] and found(50, 100) == [50, 100, 199]
-    assert found(10) == [199] and found(50, 60) == [50, 199] and found(190) == [190]
-    assert found(179, 190) == [179], "nor the end of the prompt in place of that of its turn"
-    assert found(num_tokens=16) == [] and found(num_tokens=1) == []
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 17])

@@ -1,0 +1,68 @@
+"""ParsedRequest: a parsed body of any dialect; ReadingRules: the server's settings by which it was parsed."""
+
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from deployments.http.errors import ModelNotFound
+from deployments.http.fields import UnknownFields
+from deployments.http.normalize import DEFAULT_VOLATILE_PATTERNS, SystemPolicy
+from deployments.protocol import ChatRequest, PackedMessages, Route
+from engine.protocol import InvalidRequest
+
+
+@dataclass(frozen=True)
+class ReadingRules:
+    """The server's settings that affect how a body is parsed."""
+
+    model_name: str
+    """The name of the model in answers."""
+    media_kinds: frozenset[str]
+    """Kinds of media that the model reads besides text."""
+    keeps_late_system: bool = False
+    """See `normalize`."""
+    system_policy: SystemPolicy = "hoist"
+    volatile_patterns: tuple[re.Pattern[str], ...] = DEFAULT_VOLATILE_PATTERNS
+    aliases: frozenset[str] = frozenset()
+    """Additional names that `model` may have."""
+    unknown_fields: UnknownFields = "report"
+    """Whether unknown fields at the top of a body are ignored and reported, or refused."""
+
+    @cached_property
+    def may_backtrack(self) -> bool:
+        """Whether a pattern is the operator's own, whose matching time is unbounded."""
+        return not set(self.volatile_patterns) <= set(DEFAULT_VOLATILE_PATTERNS)
+
+    def check_media(self, kind: str, path: str) -> None:
+        """Raise InvalidRequest for a kind of media, such as `image`, that the model does not read."""
+        if kind not in self.media_kinds:
+            raise InvalidRequest(f"`{path}` is {kind} input, but this model accepts only: {self.accepted_input}.", path)
+
+    @property
+    def accepted_input(self) -> str:
+        """Kinds of input that the model reads, for errors."""
+        return ", ".join(["text", *sorted(self.media_kinds)])
+
+    def check_model(self, asked: str) -> None:
+        """Raise ModelNotFound for a name that is neither the model's nor an alias."""
+        if asked != self.model_name and asked not in self.aliases:
+            raise ModelNotFound(asked, self.model_name)
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A parsed body of any dialect. It is pickled between processes."""
+
+    request: ChatRequest
+    """Its request_id is ''."""
+    route: Route
+    stream: bool
+    echo: Any = None
+    """Fields of the body that the dialect's encoder depends on."""
+    ignored: tuple[str, ...] = ()
+    """Names of unknown fields at the top of the body."""
+
+    def packed(self) -> "ParsedRequest":
+        """Return a copy with packed messages, which are cheap to pickle."""
+        return replace(self, request=replace(self.request, messages=PackedMessages.of(self.request.messages)))

@@ -1,0 +1,57 @@
+"""SchedulerContext: what all parts of the scheduler are given. The scheduler itself creates the rest."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.config import EngineConfig
+from engine.core.cost_model import CostModel
+from engine.core.memory.budget import MemoryBudget
+from engine.core.memory.evictable import Evictable
+from engine.core.request import Request
+
+
+class Prefixes(Protocol):
+    """Looks up cached prefixes of prompts, see core/prefix_cache/sessions.py."""
+
+    def num_cached(self, row: Request) -> int:
+        """Return how many tokens of a row's prompt are cached."""
+        ...
+
+    def source_of(self, row: Request) -> Request | None:
+        """Return the first row of the prompt in progress that will soon cache a longer prefix of this row's prompt.
+
+        The prefix is longer than what is cached now. Returns None without such a prompt.
+        """
+        ...
+
+    def promise(self, rows: Sequence[Request]) -> bool:
+        """Count the cached keys and values that the request will take over as the request's memory.
+
+        Returns whether there are any.
+        """
+        ...
+
+    def cancel(self, rows: Sequence[Request]) -> None:
+        """Revoke `promise` for a request that is not admitted."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerContext:
+    """Limits, predictions, memory and caches that scheduling decisions depend on."""
+
+    config: EngineConfig
+    """The engine's configuration."""
+    clock: Callable[[], float]
+    """Returns monotonic seconds."""
+    costs: CostModel
+    """Predicts seconds; PrefillScheduler records measurements in it."""
+    budget: MemoryBudget
+    """Memory reserved for rows and prompts."""
+    evictable: Evictable
+    """Cached memory that may be evicted for a request, a row or a chunk."""
+    prefixes: Prefixes
+    """Cached prefixes of prompts."""
+    has_bursts: bool
+    """Whether several prompts can be computed in one forward."""

@@ -1,0 +1,57 @@
+"""The scheduler's decisions: what a step decodes, and which rows have lost their place."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.core.memory.grouping import GroupMerge
+from engine.core.request import Request
+from engine.protocol import TokenChunk
+
+Chunks = dict[str, TokenChunk]
+"""Row id -> the row's new tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptedRows:
+    """A preempted decoding row, or all rows of a preempted prompt in progress; they are queued again."""
+
+    rows: Sequence[Request]
+    num_prefilled: int | None
+    """Computed tokens of the prompt; None for a decoding row, which a step in flight may still give tokens."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the runner has computed any of it."""
+        return self.num_prefilled != 0
+
+
+@dataclass(slots=True)
+class ReleasedRows:
+    """Rows that have lost their place. EngineCore._release snapshots, publishes and drops them."""
+
+    preempted: list[PreemptedRows] = field(default_factory=list)
+    """Their memory is reserved for others already, so they are dropped before the next forward."""
+    completed: list[Request] = field(default_factory=list)
+    """Rows with complete answers, snapshotted while the runner has them."""
+    expired: Chunks = field(default_factory=dict)
+    """Final chunks of rows that expired in the queue or ran out of memory."""
+    finished: list[Request] = field(default_factory=list)
+    """Rows that the runner has and that will get no more tokens; their memory is reserved until they are dropped."""
+
+    @property
+    def row_ids(self) -> list[str]:
+        """Ids of the rows to drop."""
+        return [row.id for row in self.finished] + [row.id for one in self.preempted for row in one.rows]
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """The first half of a step: rows to release, then a decode step of all running rows.
+
+    Chunks of prompts follow one by one, see Scheduler.next_prompt.
+    """
+
+    released: ReleasedRows
+    decode: bool
+    merge: GroupMerge | None
+    """Two decode groups to merge before the decode step; None without any."""

@@ -1,0 +1,80 @@
+"""A launched decode step, and its rows as far as the host has read their tokens."""
+
+from collections import ChainMap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from engine.core.batch import RowOutput
+from engine.core.request import Request
+from engine.worker.logprobs import Logprobs
+from engine.worker.processors import advance_matcher
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A row of the decode batch, as far as the host has read its tokens."""
+
+    request: Request  # The row's request.
+    num_cached: int  # Tokens in the cache.
+    offset: int  # Logical minus physical position of its tokens.
+    output_ids: list[int]  # Tokens after the request's own prompt; all but the last are in the cache.
+    error: str | None = None  # Why the row cannot continue, None if it can.
+    is_removed: bool = False  # Pending output of this row is discarded.
+
+    @property
+    def output_offset(self) -> int:
+        """Output position minus physical position of its tokens."""
+        return -self.request.num_input_tokens
+
+
+@dataclass(slots=True, eq=False)
+class PendingStep:
+    """A launched step whose outputs have not been used yet."""
+
+    rows: list[Row]
+    """Rows of the group at the launch."""
+    num_drafts: int
+    """Drafts per row, k."""
+    tokens: mx.array
+    """int32 [B, k + 1], sampled tokens."""
+    num_kept: mx.array | None
+    """int32 [B]: how many of the tokens each row keeps; None for all (k = 0)."""
+    num_accepted: mx.array | None
+    """int32 [B]: accepted drafts, which may exceed the kept ones of a finished row; None for k = 0."""
+    logprobs: Logprobs | None
+    """None if no row asks for them."""
+    outputs: dict[str, RowOutput] | None = None
+    """Set by the first `read`."""
+
+    @classmethod
+    def merged(cls, launched: Sequence["PendingStep"]) -> "PendingStep":
+        """Return one step with the outputs of all these steps. Waits for the device."""
+        outputs = [one.read() for one in launched]
+        rows, num_drafts = [row for one in launched for row in one.rows], max(one.num_drafts for one in launched)
+        nothing = mx.zeros((0, num_drafts + 1), mx.int32)
+        return cls(rows, num_drafts, nothing, None, None, None, dict(ChainMap(*outputs)))
+
+    def token_ids(self) -> list[tuple[int, ...]]:
+        """Return the kept tokens of each row. Waits for the device."""
+        kept = [1] * len(self.rows) if self.num_kept is None else np.array(self.num_kept).tolist()
+        return [tuple(ids[:n]) for ids, n in zip(np.array(self.tokens).tolist(), kept, strict=True)]
+
+    def read(self) -> dict[str, RowOutput]:
+        """Return the outputs by row id. Waits for the device. The first call updates rows and matchers."""
+        if self.outputs is None:
+            new = self.token_ids()
+            accepted = [0] * len(self.rows) if self.num_accepted is None else np.array(self.num_accepted).tolist()
+            logprobs = {} if self.logprobs is None else self.logprobs.read([len(ids) for ids in new])
+            self.outputs = {}
+            for i, (row, ids) in enumerate(zip(self.rows, new, strict=True)):
+                if row.is_removed:
+                    continue
+                row.num_cached += len(ids)
+                row.output_ids += ids
+                row.error = row.error or advance_matcher(row.request, ids)
+                figures = self.num_drafts, accepted[i]
+                self.outputs[row.request.id] = RowOutput(ids, logprobs.get(i, ()), *figures, row.error)
+        return self.outputs

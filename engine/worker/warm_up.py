@@ -1,0 +1,103 @@
+"""Warm-up: compiles kernels with a few rows and chunks, and times decode steps and chunks."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from engine.core.batch import ChunkTime, PrefillOutput, RowOutput, StepTime
+from engine.core.request import Request
+from engine.protocol import EngineRequest, SamplingParams
+from engine.worker.snapshot import StateSnapshot
+
+NUM_TOKENS = 16
+"""Tokens of a row's prompt."""
+NUM_ROWS = (1, 2, 8)
+"""Batch sizes whose steps are timed; sizes over 2 only if they are at most `max_running` and fit into MEMORY_SHARE."""
+MEMORY_SHARE = 0.25
+"""Share of the free memory that the rows may use."""
+TIMED_STEPS, MAX_TIMED_S = 2, 0.15
+"""Steps that are timed per number of rows and drafts, and the total seconds after which no further one is."""
+CHUNK_TOKENS, LONG_CHUNK_S = (64, 256), 0.25
+"""Tokens of the chunks that are timed, each after an untimed one; none after a chunk of LONG_CHUNK_S."""
+
+
+class Runner(Protocol):
+    """The part of core.batch.ModelRunner that warm-up uses."""
+
+    max_context_tokens: int
+    max_draft_tokens: int
+    no_snapshots: str | None
+    memory_limit_bytes: int
+
+    @property
+    def active_bytes(self) -> int: ...
+    def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput: ...
+    def snapshot(self, rows: Sequence[Request]) -> StateSnapshot | None: ...
+    def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]: ...
+    def drop(self, row_ids: Sequence[str]) -> None: ...
+
+
+def time_steps(runner: Runner, max_running: int) -> tuple[list[StepTime], StateSnapshot | None]:
+    """Time decode steps of NUM_ROWS rows with each number of drafts.
+
+    Args:
+        runner: A runner without rows; it has none afterwards.
+        max_running: The most rows that decode at a time.
+
+    Returns:
+        The times, and a snapshot of a row's prompt, None if the model supports none.
+    """
+    prompt, rows, times, snapshot = np.zeros(NUM_TOKENS, np.int32), [], [], None
+    for num_rows in NUM_ROWS:
+        if num_rows > 2 and not (num_rows <= max_running and _has_room_for(runner, num_rows, snapshot)):
+            break
+        while len(rows) < num_rows:
+            row = Request(EngineRequest(f"warm-up-{len(rows)}", prompt, SamplingParams(2**20), ()))
+            runner.prefill([row], len(prompt) // 2)
+            snapshot = runner.snapshot([row]) if runner.no_snapshots is None else None
+            runner.prefill([row], len(prompt))
+            rows.append(row)
+        times += [StepTime(num_rows, k, _step_s(runner, k)) for k in range(runner.max_draft_tokens + 1)]
+    runner.drop([row.id for row in rows])
+    return times, snapshot
+
+
+def time_chunks(runner: Runner) -> list[ChunkTime]:
+    """Time first chunks of CHUNK_TOKENS tokens."""
+    times: list[ChunkTime] = []
+    for num_tokens in CHUNK_TOKENS:
+        if num_tokens >= runner.max_context_tokens or (times and times[-1].seconds > LONG_CHUNK_S):
+            break
+        _chunk_s(runner, num_tokens)
+        times.append(ChunkTime(num_tokens, _chunk_s(runner, num_tokens)))
+    return times
+
+
+def _chunk_s(runner: Runner, num_tokens: int) -> float:
+    """Return the seconds of the first chunk of a prompt that is one token longer."""
+    row = Request(EngineRequest("warm-up-chunk", np.zeros(num_tokens + 1, np.int32), SamplingParams(1), ()))
+    began_s = time.perf_counter()
+    runner.prefill([row], num_tokens)
+    seconds = time.perf_counter() - began_s
+    runner.drop([row.id])
+    return seconds
+
+
+def _step_s(runner: Runner, num_drafts: int) -> float:
+    """Return the seconds of the fastest of a few steps, after two untimed ones that compile kernels."""
+    seconds: list[float] = []
+    while len(seconds) < 2 + TIMED_STEPS and sum(seconds[2:]) < MAX_TIMED_S:
+        began_s = time.perf_counter()
+        runner.decode(num_drafts)
+        seconds.append(time.perf_counter() - began_s)
+    return min(seconds[2:])
+
+
+def _has_room_for(runner: Runner, num_rows: int, snapshot: StateSnapshot | None) -> bool:
+    """Return whether `num_rows` short rows take little of the free memory; verification keeps a state per position."""
+    if snapshot is None:
+        return False
+    num_bytes = num_rows * (runner.max_draft_tokens + 2) * (snapshot.state_bytes + snapshot.segment_bytes)
+    return num_bytes < MEMORY_SHARE * (runner.memory_limit_bytes - runner.active_bytes)

@@ -1,0 +1,568 @@
+"""Snapshots of decoding rows: what a row has said when it ends is never computed again, and no token tells.
+
+ORCHARD_SCHEDULES=100 runs that many more random schedules of each model.
+"""
+
+import asyncio
+import gc
+import os
+import random
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+import pytest
+
+from engine.config import GrammarConfig
+from engine.core.batch import RowSnapshot
+from engine.core.request import Matcher, Request
+from engine.processing.grammar import GrammarCompiler
+from engine.protocol import EngineRequest, FinishReason, GrammarSpec, SamplingParams, SparsePlan
+from engine.worker.model_runner import MLXRunner
+from engine.worker.snapshot import StateSnapshot
+from tests.support.schedules import Execution, Schedule, Specimens
+
+NUM_MORE_SCHEDULES = int(os.environ.get("ORCHARD_SCHEDULES", "0"))
+VOCAB = 512
+NUM_MORE = 9
+"""Tokens that a next turn says behind an answer."""
+NUM_NEXT = 10
+"""Tokens of the next turn's answer that are compared."""
+STATE_TOLERANCE = 2e-4
+"""Between what steps of a few tokens and what chunks of a prompt compute: the order of sums."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    "deep": {"layers": 4, "interval": 4, "agree": 0.3},
+    "alternating": {"layers": 4, "interval": 2, "agree": 0.1, "seed": 1},
+    "foreign head": {"layers": 2, "interval": 2, "seed": 3},
+    "no head": {"layers": 4, "interval": 2, "mtp": False},
+    "compiled": {"layers": 2, "interval": 2, "agree": 0.3, "seed": 5},
+}
+DRAFTS: dict[str, Callable[[int], int]] = {
+    **{f"{k} drafts": lambda step, k=k: k for k in range(4)},
+    "mixed drafts": lambda step: (3, 0, 1, 2, 0, 0, 3, 3, 1)[step % 9],
+}
+
+
+def ids(seed: str, count: int) -> np.ndarray:
+    return np.random.default_rng(zlib.crc32(seed.encode())).integers(20, VOCAB, count).astype(np.int32)
+
+
+def spec(name: str, num_prompt: int, max_tokens: int = 40, **sampling: Any) -> EngineRequest:
+    params = SamplingParams(max_tokens, **{"temperature": 0.0, "seed": num_prompt} | sampling)
+    return EngineRequest(name, ids(name, num_prompt), params, ())
+
+
+@dataclass
+class Batch:
+    """Rows that decode until they end, as a scheduler ends them. kept: what they leave before they are dropped.
+
+    keeps: whether they leave anything. parents: by request, the segment that its row goes on from.
+    """
+
+    runner: MLXRunner
+    num_drafts: Callable[[int], int] = DRAFTS["0 drafts"]
+    keeps: bool = True
+    kept: dict[str, RowSnapshot | None] = field(default_factory=dict)
+    parents: dict[str, Any] = field(default_factory=dict)
+    running: dict[str, Request] = field(default_factory=dict)
+    reasons: dict[str, FinishReason] = field(default_factory=dict)
+    step: int = 0
+
+    def join(
+        self,
+        request: EngineRequest,
+        snapshot: StateSnapshot | None = None,
+        rectangle: int = 0,
+        matcher: Matcher | None = None,
+    ) -> Request:
+        row = Request(request, matcher=matcher, decode_group=rectangle)
+        if snapshot is not None:
+            self.runner.restore([row], snapshot)
+            self.parents[row.id] = snapshot.segment
+        while (first := self.runner.prefill([row], 64).first) is None:
+            pass
+        self.running[row.id] = row
+        self._take(row, first[row.id].token_ids)
+        return row
+
+    def decode(self) -> None:
+        outputs = self.runner.decode(self.num_drafts(self.step))
+        self.step += 1
+        for row in list(self.running.values()):
+            if row.id in outputs:
+                self._take(row, outputs[row.id].token_ids)
+
+    def decode_all(self) -> None:
+        while self.running:
+            self.decode()
+
+    def _take(self, row: Request, token_ids: Sequence[int]) -> None:
+        reason = next((reason for token in token_ids if (reason := row.append(token)) is not None), None)
+        if reason is None:
+            return
+        self.reasons[row.spec.request_id] = reason
+        del self.running[row.id]
+        if self.keeps:
+            self.kept[row.spec.request_id] = self.runner.snapshot_row(row.id, self.parents.get(row.id))
+        self.runner.drop([row.id])
+
+
+def answer(
+    runner: MLXRunner,
+    request: EngineRequest,
+    num_drafts: Callable[[int], int] = DRAFTS["0 drafts"],
+    snapshot: StateSnapshot | None = None,
+) -> list[int]:
+    """Of a row that is alone; with a snapshot it goes on from there."""
+    batch = Batch(runner, num_drafts, keeps=False)
+    row = batch.join(request, snapshot)
+    batch.decode_all()
+    return row.output_token_ids
+
+
+def stopping(runner: MLXRunner, request: EngineRequest, least: int) -> EngineRequest:
+    """The same with a stop token that it says for the first time behind so many others at least."""
+    said = answer(runner, replace(request, stop_token_ids=()))
+    end = next(i for i in range(least, len(said)) if said[i] not in said[:i])
+    other = next(token for token in range(VOCAB) if token not in said)
+    return replace(request, stop_token_ids=(other, said[end]))
+
+
+def next_turn(request: EngineRequest, kept: RowSnapshot, name: str = "next", **changes: Any) -> EngineRequest:
+    """Its prompt is that of the turn before, all that its row has taken in, and a little more."""
+    more = ids(name, NUM_MORE)
+    token_ids = np.concatenate([request.token_ids, kept.token_ids, more]).astype(np.int32)
+    sampling = replace(request.sampling, max_tokens=NUM_NEXT)
+    return replace(request, request_id=name, token_ids=token_ids, sampling=sampling, stop_token_ids=(), **changes)
+
+
+def state_of(runner: MLXRunner, request: EngineRequest, num_tokens: int) -> StateSnapshot:
+    """That behind the first tokens of a prompt which is taken in from the start."""
+    row = Request(replace(request, request_id="cold"))
+    while row.num_prefilled < num_tokens:
+        row.num_prefilled += runner.prefill([row], num_tokens - row.num_prefilled).num_tokens
+    snapshot = runner.snapshot([row])
+    runner.drop([row.id])
+    assert snapshot is not None
+    return snapshot
+
+
+def contents(snapshot: StateSnapshot) -> list[np.ndarray]:
+    """All that it holds, the keys and values of all its segments joined."""
+    chain = snapshot.segment.chain()
+    slots = [
+        mx.concatenate([segment.keys_values[i][j] for segment in chain], axis=2)
+        for i in range(len(snapshot.segment.layers))
+        for j in range(2)
+    ]
+    states = [array for state in snapshot.states for array in state]
+    return [np.array(array) for array in (*slots, *states, *([] if snapshot.hidden is None else [snapshot.hidden]))]
+
+
+def state(kept: RowSnapshot | None) -> StateSnapshot:
+    assert kept is not None and isinstance(kept.snapshot, StateSnapshot)
+    return kept.snapshot
+
+
+def check(runner: MLXRunner, request: EngineRequest, kept: RowSnapshot | None, name: str = "next") -> None:
+    """The state is that of a prompt with these tokens, and a next turn that goes on from it is as one that does not."""
+    assert kept is not None
+    snapshot, turn = state(kept), next_turn(request, kept, name)
+    assert snapshot.num_tokens == len(request.token_ids) + len(kept.token_ids)
+    cold = state_of(runner, turn, snapshot.num_tokens)
+    assert snapshot.segment.ends == cold.segment.ends
+    for mine, theirs in zip(contents(snapshot), contents(cold), strict=True):
+        assert mine.shape == theirs.shape and np.allclose(mine, theirs, atol=STATE_TOLERANCE, rtol=1e-3)
+    expected = answer(runner, turn)
+    for num_drafts in ("0 drafts", "3 drafts"):
+        assert answer(runner, turn, DRAFTS[num_drafts], snapshot) == expected
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.5, "top_p": 0.95, "seed": 8},
+    "penalised": {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.3, "presence_penalty": 0.4},
+}
+
+
+STOPPED = [
+    (name, drafts, list(SAMPLINGS)[(i + j) % len(SAMPLINGS)])
+    for i, name in enumerate(("deep", "alternating", "foreign head"))
+    for j, drafts in enumerate(DRAFTS)
+]
+"""Every two of model, drafts and sampling meet."""
+
+
+@pytest.mark.parametrize(("name", "drafts", "sampling"), STOPPED)
+def test_the_snapshot_of_a_stopped_row_is_exactly_behind_its_stop_token(runner_of, name, drafts, sampling):
+    runner = runner_of(name)
+    least = {"greedy": 7, "sampled": 1, "penalised": 4}[sampling]
+    request = stopping(runner, spec(sampling, 37, **SAMPLINGS[sampling]), least)
+    batch = Batch(runner, DRAFTS[drafts])
+    row = batch.join(request)
+    batch.decode_all()
+    kept = batch.kept[request.request_id]
+    assert batch.reasons == {request.request_id: FinishReason.STOP} and kept is not None
+    assert kept.token_ids.tolist() == [*row.output_token_ids, request.stop_token_ids[-1]]
+    assert kept.token_ids.dtype == np.int32
+    check(runner, request, kept)
+
+
+@pytest.mark.parametrize("drafts", ["0 drafts", "mixed drafts"])
+@pytest.mark.parametrize("name", ["no head", "text", "demo", "compiled"])
+def test_each_cacheable_model_gives_correct_snapshots_of_its_rows(runner_of, name, drafts):
+    runner = runner_of(name)
+    request = stopping(runner, spec("row", 50, temperature=2.5), 9)
+    batch = Batch(runner, DRAFTS[drafts])
+    batch.join(request)
+    batch.decode_all()
+    check(runner, request, batch.kept["row"])
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_the_snapshot_of_a_row_ended_by_length_is_exactly_behind_its_last_token(tiny, drafts):
+    batch = Batch(tiny, DRAFTS[drafts])
+    requests = [spec(f"row {max_tokens}", 20, max_tokens) for max_tokens in range(2, 9)]
+    rows = [batch.join(request) for request in requests]
+    batch.decode_all()
+    for request, row in zip(requests, rows, strict=True):
+        kept = batch.kept[request.request_id]
+        assert kept is not None and kept.token_ids.tolist() == row.output_token_ids
+        assert len(kept.token_ids) == request.sampling.max_tokens
+    check(tiny, requests[-1], batch.kept["row 8"])
+
+
+@pytest.mark.parametrize("drafts", ["0 drafts", "3 drafts"])
+def test_the_snapshot_of_a_row_ended_by_its_first_token_is_behind_its_prompt(tiny, drafts):
+    """It has not been decoded."""
+    others = spec("others", 30)
+    stops = stopping(tiny, spec("stops", 20), 0)
+    for request in (spec("one token", 20, max_tokens=1), stops):
+        batch = Batch(tiny, DRAFTS[drafts])
+        batch.join(others)
+        batch.decode()
+        batch.join(request)
+        kept = batch.kept[request.request_id]
+        assert kept is not None and not len(kept.token_ids) and state(kept).num_tokens == 20
+        batch.decode_all()
+        check(tiny, request, kept)
+
+
+@pytest.fixture(scope="module")
+def arrivals(runner_of) -> list[tuple[int, EngineRequest, list[int]]]:
+    """Requests with their step, and what the model `alternating` answers to each alone."""
+    tiny = runner_of("alternating")
+    places = [(0, "a", 20, 4), (0, "b", 300, 12), (2, "c", 33, 2), (5, "d", 70, 20), (5, "e", 9, 3)]
+    requests = [(step, stopping(tiny, spec(name, num, temperature=0.8), least)) for step, name, num, least in places]
+    requests.append((7, spec("f", 25, max_tokens=2)))
+    return [(step, request, answer(tiny, request)) for step, request in requests]
+
+
+@pytest.mark.parametrize(
+    ("rectangles", "drafts"),
+    [
+        *(((0, 0, 0, 0, 0), drafts) for drafts in ("0 drafts", "mixed drafts")),
+        *(((0, 1, 0, 1, 2), drafts) for drafts in ("2 drafts", "mixed drafts")),
+    ],
+)
+def test_snapshots_of_rows_in_a_batch_are_those_of_rows_alone_and_change_no_tokens(tiny, arrivals, rectangles, drafts):
+    """They come and end at different times, some in one step; each row's tokens are those of a run that keeps none."""
+
+    def run(keeps: bool) -> tuple[dict[str, list[int]], Batch]:
+        batch, rows = Batch(tiny, DRAFTS[drafts], keeps), list[Request]()
+        while batch.running or len(rows) < len(arrivals):
+            for i, (step, request, _) in enumerate(arrivals):
+                if step == batch.step and i == len(rows):
+                    rows.append(batch.join(request, rectangle=(*rectangles, 0)[i]))
+            if batch.running:
+                batch.decode()
+            else:
+                batch.step += 1
+        return {row.spec.request_id: row.output_token_ids for row in rows}, batch
+
+    given, batch = run(keeps=True)
+    assert given == run(keeps=False)[0]
+    for _, request, expected in arrivals:
+        assert given[request.request_id] == expected
+        check(tiny, request, batch.kept[request.request_id], f"behind {request.request_id}")
+
+
+def test_the_snapshot_of_a_row_with_images_serves_the_next_turn(runner, make_request, picture):
+    red, blue = picture("red"), picture("blue", "square", (160, 96))
+    request = make_request("look", "What is in the images?", (red, blue), max_tokens=60)
+    for drafts in ("0 drafts", "3 drafts"):
+        batch = Batch(runner, DRAFTS[drafts])
+        batch.join(request)
+        batch.join(make_request("other", "Tell me a story.", max_tokens=30))
+        batch.decode_all()
+        assert batch.reasons["look"] is FinishReason.STOP
+        check(runner, request, batch.kept["look"])
+
+
+def test_a_conversation_of_many_turns_computes_no_token_twice(tiny):
+    """Each turn goes on from what the one before has left, and leaves what it has added."""
+    request, snapshot = stopping(tiny, spec("turn 0", 30, max_tokens=60), 5), None
+    total = 0
+    for number in range(5):
+        batch = Batch(tiny, DRAFTS["mixed drafts"])
+        row = batch.join(request, snapshot)
+        batch.decode_all()
+        assert row.output_token_ids == answer(tiny, request), f"turn {number}"
+        kept = batch.kept[request.request_id]
+        assert kept is not None
+        assert state(kept).segment.parent is (None if snapshot is None else snapshot.segment)
+        total += state(kept).segment_bytes
+        snapshot, turn = state(kept), next_turn(request, kept, f"turn {number + 1}")
+        request = stopping(tiny, replace(turn, sampling=request.sampling), 4)
+    assert snapshot is not None and total == state_of(tiny, request, snapshot.num_tokens).segment_bytes
+
+
+def test_a_snapshot_serves_any_number_of_rows_and_is_never_changed(tiny):
+    request = stopping(tiny, spec("row", 40), 6)
+    batch = Batch(tiny, DRAFTS["3 drafts"])
+    batch.join(request)
+    batch.decode_all()
+    kept = batch.kept["row"]
+    assert kept is not None
+    before = contents(state(kept))
+    turns = [next_turn(request, kept, f"turn {i}") for i in range(3)]
+    turns.append(replace(turns[0], request_id="turn 0 again"))
+    together = Batch(tiny, DRAFTS["mixed drafts"])
+    rows = [together.join(turn, state(kept)) for turn in turns]
+    together.decode_all()
+    assert [row.output_token_ids for row in rows] == [answer(tiny, turn) for turn in turns]
+    assert all(np.array_equal(one, other) for one, other in zip(before, contents(state(kept)), strict=True))
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (10, 17, 41), (40, 41, 42, 43)])
+@pytest.mark.parametrize("name", ["alternating", "no head", "text"])
+def test_a_kv_segment_is_cut_at_the_requested_places(runner_of, name, cuts):
+    runner = runner_of(name)
+    request = spec("row", 40, max_tokens=8)
+    batch = Batch(runner, keeps=False)
+    row = batch.join(request)
+    for _ in range(6):
+        batch.decode()
+    whole, parts = runner.snapshot_row(row.id), runner.snapshot_row(row.id, cuts=cuts)
+    assert whole is not None and parts is not None
+    chain = parts.snapshot.segment.chain()
+    assert len(chain) == len(cuts) + 1
+    for segment, end in zip(chain, cuts, strict=False):
+        assert segment.ends == state_of(runner, next_turn(request, whole), end).segment.ends
+        assert [keys.shape[2] for keys, _ in segment.layers] == [
+            last - first
+            for last, first in zip(
+                segment.ends, segment.parent.ends if segment.parent else (0,) * len(segment.ends), strict=True
+            )
+        ]
+    for one, other in zip(contents(state(whole)), contents(state(parts)), strict=True):
+        assert np.array_equal(one, other)
+    behind = runner.snapshot_row(row.id, chain[0], cuts[1:])
+    assert behind is not None and behind.snapshot.segment.chain()[0] is chain[0]
+    batch.decode_all()
+    check(runner, request, parts)
+    if cuts:
+        check(runner, request, behind)
+
+
+@pytest.mark.parametrize(("start", "cuts"), [(0, (0,)), (0, (9, 9)), (0, (12, 9)), (0, (46,)), (0, (90,)), (10, (10,))])
+def test_cuts_that_do_not_rise_to_the_end_are_refused(tiny, start, cuts):
+    batch = Batch(tiny)
+    row = batch.join(spec("row", 40))
+    for _ in range(5):
+        batch.decode()
+    parent = state_of(tiny, row.spec, start).segment if start else None
+    with pytest.raises(ValueError, match=f"ascending numbers between {start} and 46, found"):
+        tiny.snapshot_row(row.id, parent, cuts)
+    batch.decode_all()
+
+
+@pytest.mark.parametrize("where", ["keys", "values", "state"])
+def test_a_row_whose_state_is_not_finite_gives_no_snapshot_and_other_rows_do(tiny, where):
+    batch = Batch(tiny, keeps=False)
+    sick, sound = batch.join(spec("sick", 20)), batch.join(spec("sound", 30))
+    for _ in range(3):
+        batch.decode()
+    group = tiny._batch._groups[0]
+    layers = group._cache.layers
+    poison = mx.array([float("nan"), 1.0])[:, None, None, None]
+    if where == "state":
+        layer = next(layer for layer in layers if hasattr(layer, "slots"))
+        layer.slots[1] = layer.slots[1] * poison
+    else:
+        layer = next(layer for layer in layers if hasattr(layer, "keys"))
+        setattr(layer, where, getattr(layer, where) * poison)
+    assert tiny.snapshot_row(sick.id) is None
+    assert tiny.snapshot_row(sound.id) is not None
+    tiny.reset()
+
+
+def test_unknown_prefilling_and_sparse_rows_give_no_snapshot(tiny):
+    assert tiny.snapshot_row("unknown/0") is None
+    prompt = Request(spec("prompt", 30))
+    tiny.prefill([prompt], 10)
+    assert tiny.snapshot_row(prompt.id) is None, "it is not decoding"
+    tiny.drop([prompt.id])
+    positions = np.setdiff1d(np.arange(30), [4, 5, 6]).astype(np.int32)
+    batch = Batch(tiny)
+    batch.join(replace(spec("sparse", 30, max_tokens=4), sparse=SparsePlan(positions, 4, "")))
+    batch.decode_all()
+    assert batch.kept == {"sparse": None}
+
+
+@pytest.mark.parametrize("drafts", ["0 drafts", "3 drafts"])
+def test_a_row_with_a_completed_grammar_gives_a_snapshot_of_its_answer(tiny, tiny_model, drafts):
+    stop = 2
+    compiler = GrammarCompiler(tiny_model(**MODELS["alternating"]), VOCAB, (stop,), GrammarConfig())
+    matcher = asyncio.run(compiler.compile(GrammarSpec("regex", "[a-z]{12,16}")))
+    compiler.close()
+    request = replace(spec("row", 20), stop_token_ids=(stop,))
+    batch = Batch(tiny, DRAFTS[drafts])
+    row = batch.join(request, matcher=matcher)
+    batch.decode_all()
+    kept = batch.kept["row"]
+    assert kept is not None and kept.token_ids.tolist() == [*row.output_token_ids, stop]
+    check(tiny, request, kept)
+
+
+@pytest.mark.parametrize(("limit", "chunk"), [(128, 128), (16, 5)])
+def test_the_head_is_caught_up_after_any_number_of_plain_steps(tiny, monkeypatch, limit, chunk):
+    monkeypatch.setattr("engine.worker.mtp.FEED_LIMIT", limit)
+    monkeypatch.setattr("engine.worker.mtp.FEED_CHUNK", chunk)
+    for max_tokens in (17, 18, 60):
+        request = spec("row", 30, max_tokens)
+        batch = Batch(tiny)
+        batch.join(request)
+        batch.join(spec("other", 80, max_tokens + 5))
+        batch.decode_all()
+        check(tiny, request, batch.kept["row"])
+
+
+def test_a_stop_token_changes_neither_the_tokens_nor_the_draft_counts_in_front_of_it(tiny):
+    """Nor what is told of its drafts: only what stands behind its last token is gone."""
+    plain = spec("row", 24, max_tokens=200)
+    said = answer(tiny, plain)
+    for drafts in ("1 drafts", "3 drafts", "mixed drafts"):
+        for end in (2, 3, 4, 5, 10, 11):
+            if said[end] in said[:end]:
+                continue
+            stops, short = replace(plain, stop_token_ids=(said[end],)), spec("row", 24, max_tokens=end + 1)
+            outputs = [steps(tiny, one, DRAFTS[drafts], end + 1) for one in (plain, stops, short)]
+            for ended in outputs[1:]:
+                assert [o.num_drafted for o in ended] == [o.num_drafted for o in outputs[0]]
+                assert [o.num_accepted for o in ended] == [o.num_accepted for o in outputs[0]]
+                assert [o.token_ids for o in ended[:-1]] == [o.token_ids for o in outputs[0][:-1]]
+                last, whole = ended[-1].token_ids, outputs[0][-1].token_ids
+                assert last == whole[: len(last)] and last[-1] == said[end], "the last token is the newest"
+
+
+def steps(runner: MLXRunner, request: EngineRequest, num_drafts: Callable[[int], int], count: int) -> list[Any]:
+    """What a row gets until it has so many tokens; stop tokens are for the device alone."""
+    row, outputs, num_tokens = Request(request), [], 1
+    runner.prefill([row], 1000)
+    while num_tokens < count:
+        outputs.append(runner.decode(num_drafts(len(outputs)))[row.id])
+        num_tokens += len(outputs[-1].token_ids)
+    runner.drop([row.id])
+    return outputs
+
+
+def test_a_row_snapshot_takes_the_memory_that_it_counts_and_no_more(tiny):
+    def settled() -> int:
+        gc.collect()
+        mx.clear_cache()
+        mx.synchronize()
+        return mx.get_active_memory()
+
+    def run(keeps: bool) -> RowSnapshot | None:
+        batch = Batch(tiny, DRAFTS["2 drafts"], keeps)
+        batch.join(spec("other", 500, max_tokens=30))
+        batch.join(spec("row", 200, max_tokens=20))
+        while "row/0" in batch.running:
+            batch.decode()
+        batch.kept.pop("other", None)
+        batch.keeps = False
+        batch.decode_all()
+        return batch.kept.get("row")
+
+    run(keeps=True)
+    before = settled()
+    kept = run(keeps=True)
+    assert kept is not None
+    counted = kept.snapshot.segment_bytes + kept.snapshot.state_bytes
+    assert counted <= settled() - before < counted + 2**17
+
+
+class Keeping:
+    """A runner that takes a snapshot of each row before it is dropped, whatever the reason. kept: with the row."""
+
+    def __init__(self, runner: MLXRunner):
+        self._runner = runner
+        self.kept: list[tuple[Request, RowSnapshot]] = []
+        self._rows: dict[str, Request] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def prefill(self, rows: Sequence[Request], max_tokens: int) -> Any:
+        self._rows |= {row.id: row for row in rows}
+        return self._runner.prefill(rows, max_tokens)
+
+    def drop(self, row_ids: Sequence[str], lent: Any = None) -> None:
+        for row_id in row_ids:
+            kept = self._runner.snapshot_row(row_id)
+            if kept is not None:
+                self.kept.append((self._rows[row_id], kept))
+        self._runner.drop(row_ids, lent)
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        *(("deep", seed) for seed in range(6 + NUM_MORE_SCHEDULES)),
+        *(("compiled", 6 + seed) for seed in range(3 + NUM_MORE_SCHEDULES)),
+    ],
+)
+def test_row_snapshots_under_random_schedules_have_the_state_of_their_tokens(runner_of, tiny_model, name, seed):
+    """Rows with grammars, pictures, choices, penalties; aborted, preempted, and ended: their tokens are those of a run
+    that keeps nothing."""
+    runner: MLXRunner = runner_of(name)
+    specimens = Specimens(tiny_model(**MODELS[name]), runner.vocab_size, True)
+    schedule = random_schedule(random.Random(seed))
+    runner.free_caches()
+    expected = Execution(runner, schedule, specimens.rows).run()
+    keeping = Keeping(runner)
+    runner.free_caches()  # a kept image takes no step, and then aborts come at other tokens
+    endings = Execution(keeping, schedule, specimens.rows).run()  # type: ignore[arg-type]
+    assert tokens_of(endings) == tokens_of(expected)
+    for row, kept in keeping.kept:
+        given, taken_in = row.output_token_ids, kept.token_ids.tolist()
+        if not endings[row.id].num_resumed:
+            assert taken_in[: len(given)] == given[: len(taken_in)]
+        if runner.image_token_id in taken_in or not len(taken_in):
+            continue
+        snapshot = state(kept)
+        cold = state_of(runner, next_turn(row.spec, kept), snapshot.num_tokens)
+        for mine, theirs in zip(contents(snapshot), contents(cold), strict=True):
+            assert np.allclose(mine, theirs, atol=STATE_TOLERANCE, rtol=1e-3)
+    assert keeping.kept
+
+
+def tokens_of(endings: Mapping[str, Any]) -> dict[str, list[int]]:
+    return {name: ending.token_ids for name, ending in endings.items() if ending.finish != "abort"}
+
+
+def random_schedule(rng: random.Random) -> Schedule:
+    return Schedule(
+        arrivals=tuple((rng.randint(0, 12), rng.randrange(40)) for _ in range(4)),
+        aborts=tuple((rng.randint(5, 30), rng.randrange(4)) for _ in range(rng.randint(0, 1))),
+        preemptions=tuple((rng.randint(3, 30), rng.randrange(4)) for _ in range(rng.randint(0, 3))),
+        drafts=tuple(rng.randint(0, 3) for _ in range(rng.randint(1, 6))),
+        chunks=(256, 33),
+    )
