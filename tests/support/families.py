@@ -159,37 +159,37 @@ RECURRENT = f"{ARRAYS} {ARRAYS} {KV}"
 
 FAMILIES: dict[str, Family] = {
     # Keys and values of all tokens
-    "llama": Family(text("llama"), f"{KV}*3"),
+    "llama": Family(text("llama"), f"{KV}*3", seed=3),
     "mistral": Family(text("mistral", num_key_value_heads=1), f"{KV}*3"),
-    "qwen2": Family(text("qwen2"), f"{KV}*3"),
-    "qwen3": Family(text("qwen3"), f"{KV}*3"),
-    "gemma": Family(text("gemma"), f"{KV}*3"),
-    "gemma2": Family(text("gemma2", GEMMA), f"{KV}*3"),
-    "phi": Family(text("phi", num_key_value_heads=4, partial_rotary_factor=0.5), f"{KV}*3"),
+    "qwen2": Family(text("qwen2"), f"{KV}*3", seed=1),
+    "qwen3": Family(text("qwen3"), f"{KV}*3", seed=1),
+    "gemma": Family(text("gemma"), f"{KV}*3", seed=11),
+    "gemma2": Family(text("gemma2", GEMMA), f"{KV}*3", seed=7),
+    "phi": Family(text("phi", num_key_value_heads=4, partial_rotary_factor=0.5), f"{KV}*3", seed=1),
     "phi3": Family(text("phi3"), f"{KV}*3"),
-    "granite": Family(text("granite", GRANITE), f"{KV}*3"),
-    "olmo2": Family(text("olmo2"), f"{KV}*3"),
-    "glm": Family(text("glm"), f"{KV}*3"),
+    "granite": Family(text("granite", GRANITE), f"{KV}*3", seed=3),
+    "olmo2": Family(text("olmo2"), f"{KV}*3", seed=1),
+    "glm": Family(text("glm"), f"{KV}*3", seed=2),
     "glm4": Family(text("glm4", partial_rotary_factor=0.5), f"{KV}*3"),
-    "starcoder2": Family(text("starcoder2"), f"{KV}*3"),
-    "smollm3": Family(text("smollm3", no_rope_layer_interval=2), f"{KV}*3"),
-    "cohere": Family(text("cohere", logit_scale=1.0), f"{KV}*3"),
-    "stablelm": Family(text("stablelm", partial_rotary_factor=0.5, use_qkv_bias=False), f"{KV}*3"),
-    "seed_oss": Family(text("seed_oss"), f"{KV}*3"),
-    "ernie4_5": Family(text("ernie4_5", use_bias=False), f"{KV}*3"),
+    "starcoder2": Family(text("starcoder2"), f"{KV}*3", seed=2),
+    "smollm3": Family(text("smollm3", no_rope_layer_interval=2), f"{KV}*3", seed=1),
+    "cohere": Family(text("cohere", logit_scale=4.0), f"{KV}*3"),
+    "stablelm": Family(text("stablelm", partial_rotary_factor=0.5, use_qkv_bias=False), f"{KV}*3", seed=10),
+    "seed_oss": Family(text("seed_oss"), f"{KV}*3", seed=3),
+    "ernie4_5": Family(text("ernie4_5", use_bias=False), f"{KV}*3", seed=2),
     "hunyuan_v1_dense": Family(
-        text("hunyuan_v1_dense", rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0}), f"{KV}*3"
+        text("hunyuan_v1_dense", rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0}), f"{KV}*3", seed=2
     ),
     # Experts
-    "qwen2_moe": Family(text("qwen2_moe", EXPERTS), f"{KV}*3"),
+    "qwen2_moe": Family(text("qwen2_moe", EXPERTS), f"{KV}*3", seed=1),
     "qwen3_moe": Family(text("qwen3_moe", EXPERTS), f"{KV}*3"),
     "olmoe": Family(text("olmoe", EXPERTS), f"{KV}*3"),
     "mixtral": Family(text("mixtral", EXPERTS), f"{KV}*3"),
     "granitemoe": Family(text("granitemoe", EXPERTS, GRANITE), f"{KV}*3"),
-    "glm4_moe": Family(text("glm4_moe", EXPERTS, use_qk_norm=True, partial_rotary_factor=0.5), f"{KV}*3"),
-    "minimax": Family(text("minimax", EXPERTS, shared_intermediate_size=32, rotary_dim=8), f"{KV}*3"),
+    "glm4_moe": Family(text("glm4_moe", EXPERTS, use_qk_norm=True, partial_rotary_factor=0.5), f"{KV}*3", seed=6),
+    "minimax": Family(text("minimax", EXPERTS, shared_intermediate_size=32, rotary_dim=8), f"{KV}*3", seed=2),
     # Latent attention
-    "deepseek_v2": Family(text("deepseek_v2", EXPERTS, LATENT, rope_scaling=YARN), f"{KV}*3"),
+    "deepseek_v2": Family(text("deepseek_v2", EXPERTS, LATENT, rope_scaling=YARN), f"{KV}*3", seed=1),
     "deepseek_v3": Family(text("deepseek_v3", EXPERTS, LATENT), f"{KV}*3"),
     "glm4_moe_lite": Family(text("glm4_moe_lite", EXPERTS, LATENT), f"{KV}*3"),
     "minicpm3": Family(
@@ -204,14 +204,16 @@ FAMILIES: dict[str, Family] = {
         f"{KV}*3",
     ),
     # Sliding windows
-    "llama windowed": Family(text("llama", WINDOWS), WINDOWED),
+    "llama windowed": Family(text("llama", WINDOWS), WINDOWED, seed=1),
     "ministral3": Family(text("ministral3", WINDOWS, rope_parameters=SCALED_QUERIES), WINDOWED),
     "gemma3_text": Family(text("gemma3_text", GEMMA), WINDOWED),
     "olmo3": Family(text("olmo3", WINDOWS), WINDOWED),
-    "cohere2": Family(text("cohere2", sliding_window=WINDOW, sliding_window_pattern=2, logit_scale=1.0), WINDOWED),
-    "exaone4": Family(text("exaone4", sliding_window=WINDOW, sliding_window_pattern="LGL"), WINDOWED),
-    "gpt_oss": Family(text("gpt_oss", EXPERTS, WINDOWS), WINDOWED),
-    "gemma4_text": Family(text("gemma4_text", GEMMA4), f"{ROTATING} {KV} {ROTATING}"),
+    "cohere2": Family(
+        text("cohere2", sliding_window=WINDOW, sliding_window_pattern=2, logit_scale=4.0), WINDOWED, seed=17
+    ),
+    "exaone4": Family(text("exaone4", sliding_window=WINDOW, sliding_window_pattern="LGL"), WINDOWED, seed=1),
+    "gpt_oss": Family(text("gpt_oss", EXPERTS, WINDOWS), WINDOWED, seed=1),
+    "gemma4_text": Family(text("gemma4_text", GEMMA4), f"{ROTATING} {KV} {ROTATING}", seed=25),
     "mimo_v2_flash": Family(
         text(
             "mimo_v2_flash",
@@ -234,9 +236,10 @@ FAMILIES: dict[str, Family] = {
             n_shared_experts=None,
         ),
         WINDOWED,
+        seed=3,
     ),
     # Recurrent layers among attention
-    "qwen3_next": Family(text("qwen3_next", EXPERTS, GATED_DELTA, partial_rotary_factor=0.25), RECURRENT),
+    "qwen3_next": Family(text("qwen3_next", EXPERTS, GATED_DELTA, partial_rotary_factor=0.25), RECURRENT, seed=6),
     "kimi_linear": Family(
         text(
             "kimi_linear",
@@ -256,6 +259,7 @@ FAMILIES: dict[str, Family] = {
             },
         ),
         RECURRENT,
+        seed=7,
     ),
     "granitemoehybrid": Family(
         text(
@@ -267,6 +271,7 @@ FAMILIES: dict[str, Family] = {
             layer_types=["mamba", "attention", "mamba"],
         ),
         f"{ARRAYS} {KV} {ARRAYS}",
+        seed=1,
     ),
     "nemotron_h": Family(
         text(
@@ -300,6 +305,7 @@ FAMILIES: dict[str, Family] = {
             full_attn_idxs=[1],
         ),
         f"{ARRAYS} {KV} {ARRAYS}",
+        seed=1,
     ),
     "lfm2_moe": Family(
         text(
@@ -312,6 +318,7 @@ FAMILIES: dict[str, Family] = {
             full_attn_idxs=[1],
         ),
         f"{ARRAYS} {KV} {ARRAYS}",
+        seed=5,
     ),
     "jamba": Family(
         text(
@@ -324,6 +331,7 @@ FAMILIES: dict[str, Family] = {
             expert_layer_period=2,
         ),
         f"{ARRAYS} {KV} {ARRAYS}",
+        seed=4,
     ),
     # Recurrent layers alone
     "mamba": Family(
@@ -356,24 +364,30 @@ FAMILIES: dict[str, Family] = {
         f"{ARRAYS}*3",
     ),
     "rwkv7": Family(
-        text("rwkv7", a_low_rank_dim=8, v_low_rank_dim=8, gate_low_rank_dim=8, decay_low_rank_dim=8), f"{ARRAYS}*3"
+        text("rwkv7", a_low_rank_dim=8, v_low_rank_dim=8, gate_low_rank_dim=8, decay_low_rank_dim=8),
+        f"{ARRAYS}*3",
+        seed=5,
     ),
     # Attention and recurrence in one layer, attention with an index
-    "falcon_h1": Family(text("falcon_h1", MAMBA, mamba_d_ssm=64, lm_head_multiplier=1.0), "CacheList*3"),
+    "falcon_h1": Family(text("falcon_h1", MAMBA, mamba_d_ssm=64, lm_head_multiplier=1.0), "CacheList*3", seed=1),
     "deepseek_v32": Family(
-        text("deepseek_v32", EXPERTS, LATENT, index_head_dim=32, index_n_heads=2, index_topk=WINDOW), "CacheList*3"
+        text("deepseek_v32", EXPERTS, LATENT, index_head_dim=32, index_n_heads=2, index_topk=WINDOW),
+        "CacheList*3",
+        seed=5,
     ),
     # Three rope positions per token
-    "qwen2_vl": Family(text("qwen2_vl", MROPE, vision_config=QWEN_VISION), f"{KV}*3"),
-    "qwen2_5_vl": Family(text("qwen2_5_vl", MROPE, vision_config=QWEN_VISION), f"{KV}*3"),
-    "qwen3_vl": Family(vlm("qwen3_vl", text("qwen3_vl_text", MROPE), QWEN_VISION), f"{KV}*3"),
+    "qwen2_vl": Family(text("qwen2_vl", MROPE, vision_config=QWEN_VISION), f"{KV}*3", seed=1),
+    "qwen2_5_vl": Family(text("qwen2_5_vl", MROPE, vision_config=QWEN_VISION), f"{KV}*3", seed=1),
+    "qwen3_vl": Family(vlm("qwen3_vl", text("qwen3_vl_text", MROPE), QWEN_VISION), f"{KV}*3", seed=1),
     "qwen3_vl_moe": Family(vlm("qwen3_vl_moe", text("qwen3_vl_moe_text", EXPERTS, MROPE), QWEN_VISION), f"{KV}*3"),
-    "qwen3_5": Family(vlm("qwen3_5", text("qwen3_5_text", GATED_DELTA), QWEN_VISION), RECURRENT),
-    "qwen3_5_moe": Family(vlm("qwen3_5_moe", text("qwen3_5_moe_text", EXPERTS, GATED_DELTA), QWEN_VISION), RECURRENT),
+    "qwen3_5": Family(vlm("qwen3_5", text("qwen3_5_text", GATED_DELTA), QWEN_VISION), RECURRENT, seed=1),
+    "qwen3_5_moe": Family(
+        vlm("qwen3_5_moe", text("qwen3_5_moe_text", EXPERTS, GATED_DELTA), QWEN_VISION), RECURRENT, seed=13
+    ),
     # Language models of other vision models
-    "llava": Family(vlm("llava", text("llama"), TOWER | {"model_type": "clip_vision_model"}), f"{KV}*3"),
+    "llava": Family(vlm("llava", text("llama"), TOWER | {"model_type": "clip_vision_model"}), f"{KV}*3", seed=3),
     "idefics3": Family(vlm("idefics3", text("llama"), TOWER), f"{KV}*3"),
-    "pixtral": Family(vlm("pixtral", text("mistral"), TOWER), f"{KV}*3"),
+    "pixtral": Family(vlm("pixtral", text("mistral"), TOWER), f"{KV}*3", seed=3),
     "mistral3": Family(
         vlm("mistral3", text("ministral3", WINDOWS, rope_parameters=SCALED_QUERIES), TOWER | {"model_type": "pixtral"}),
         WINDOWED,
@@ -382,14 +396,20 @@ FAMILIES: dict[str, Family] = {
         vlm("gemma3", text("gemma3_text", GEMMA), TOWER | {"model_type": "siglip_vision_model", "image_size": 128}),
         WINDOWED,
     ),
-    "gemma4": Family(vlm("gemma4", text("gemma4_text", GEMMA4), TOWER | {"model_type": "gemma4_vision"}), WINDOWED),
+    "gemma4": Family(
+        vlm("gemma4", text("gemma4_text", GEMMA4), TOWER | {"model_type": "gemma4_vision"}), WINDOWED, seed=13
+    ),
     # Quantized
-    "qwen3 4-bit": Family(text("qwen3"), f"{KV}*3", {"group_size": 32, "bits": 4, "mode": "affine"}),
-    "qwen3 8-bit": Family(text("qwen3"), f"{KV}*3", {"group_size": 64, "bits": 8, "mode": "affine"}),
-    "qwen3 mxfp4": Family(text("qwen3"), f"{KV}*3", {"group_size": 32, "bits": 4, "mode": "mxfp4"}),
-    "qwen3_moe 4-bit": Family(text("qwen3_moe", EXPERTS), f"{KV}*3", {"group_size": 32, "bits": 4, "mode": "affine"}),
+    "qwen3 4-bit": Family(text("qwen3"), f"{KV}*3", {"group_size": 32, "bits": 4, "mode": "affine"}, seed=1),
+    "qwen3 8-bit": Family(text("qwen3"), f"{KV}*3", {"group_size": 64, "bits": 8, "mode": "affine"}, seed=1),
+    "qwen3 mxfp4": Family(text("qwen3"), f"{KV}*3", {"group_size": 32, "bits": 4, "mode": "mxfp4"}, seed=3),
+    "qwen3_moe 4-bit": Family(
+        text("qwen3_moe", EXPERTS), f"{KV}*3", {"group_size": 32, "bits": 4, "mode": "affine"}, seed=2
+    ),
     "qwen3_moe 8-bit": Family(text("qwen3_moe", EXPERTS), f"{KV}*3", {"group_size": 32, "bits": 8, "mode": "affine"}),
-    "qwen3_moe mxfp4": Family(text("qwen3_moe", EXPERTS), f"{KV}*3", {"group_size": 32, "bits": 4, "mode": "mxfp4"}),
+    "qwen3_moe mxfp4": Family(
+        text("qwen3_moe", EXPERTS), f"{KV}*3", {"group_size": 32, "bits": 4, "mode": "mxfp4"}, seed=3
+    ),
 }
 
 UNSOUND: dict[str, str] = {

@@ -15,7 +15,10 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.utils import get_model_and_args, load_model, update_module_configs
 
-from tests.support.families import FAMILIES, VOCAB_SIZE
+from tests.support.families import VOCAB_SIZE, Family
+
+NUM_TOKENS = {"first": 12, "second": 8, "short": 5}
+"""Tokens of each answer of `conversation`."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,16 @@ class Greedy:
     margin: float
 
 
-def make(out: Path, name: str) -> Path:
+@dataclass(frozen=True)
+class Turn:
+    """A prompt and the answer that the library gives without any state."""
+
+    token_ids: list[int]
+    answer: Greedy
+
+
+def make(out: Path, family: Family) -> Path:
     """Write the family's checkpoint, without a tokenizer, in float32 or quantized; return its directory."""
-    family = FAMILIES[name]
     config = copy.deepcopy(family.config)
     language_model = _module(config).language_model
     rng = np.random.default_rng(family.seed)
@@ -68,6 +78,18 @@ def empty_cache(lm: Any) -> list[Any]:
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     """Random tokens."""
     return np.random.default_rng(seed).integers(12, VOCAB_SIZE, num_tokens).tolist()
+
+
+def conversation(lm: Any) -> dict[str, Turn]:
+    """Return a first turn, a second one that continues it, and a short one of its own.
+
+    The first two prompts are longer than all windows, the short one ends inside its second window.
+    """
+    first = prompt(45)
+    answer = reference_greedy(lm, first, NUM_TOKENS["first"])
+    prompts = {"second": first + answer.tokens + prompt(20, seed=1), "short": prompt(13, seed=2)}
+    turns = {name: Turn(ids, reference_greedy(lm, ids, NUM_TOKENS[name])) for name, ids in prompts.items()}
+    return {"first": Turn(first, answer), **turns}
 
 
 def reference_greedy(lm: Any, token_ids: list[int], num_tokens: int) -> Greedy:
