@@ -11,7 +11,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.request import Request
-from engine.protocol import EngineRequest, FinishReason, SamplingParams
+from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.engine.driver import Driver
 from tests.support.families import FAMILIES
@@ -57,7 +57,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Served(load_runner(EngineConfig(model=str(path)), lambda progress: None), turns)
 
 
-@pytest.mark.parametrize("chunk", [16, 23, 2048])
+@pytest.mark.parametrize("chunk", [16, 23])
 def test_request_alone_gets_the_tokens_of_forwards_without_any_state(served, chunk):
     """chunk: most prompt tokens per step."""
     for turn in served.turns:
@@ -66,7 +66,7 @@ def test_request_alone_gets_the_tokens_of_forwards_without_any_state(served, chu
         served.check(driver, turn)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 9])
+@pytest.mark.parametrize("chunk", [3, 9])
 def test_prompt_may_be_cut_into_chunks_shorter_than_a_window(served, chunk):
     row = Request(served.request("first"))
     output = served.runner.prefill([row], chunk)
@@ -77,16 +77,27 @@ def test_prompt_may_be_cut_into_chunks_shorter_than_a_window(served, chunk):
 
 
 def test_request_in_a_batch_gets_the_same_tokens_as_alone(served):
-    """A short row comes and finishes, another one is aborted half way, and a third one comes after that."""
-    driver = Driver(served.runner, EngineConfig.model_validate({"prefill_chunk_tokens_busy": 16, **NO_CACHE}))
-    aborted = served.request("second", "aborted", max_tokens=200)
-    arrivals = {0: [served.request("first")], 2: [aborted, served.request("short")], 11: [served.request("second")]}
-    driver.run(arrivals, aborts={9: ["aborted"]})
-    assert driver.finish["aborted"] is FinishReason.ABORT and driver.tokens["aborted"]
-    expected = served.turns["second"].answer.tokens[: len(driver.tokens["aborted"])]
-    assert driver.tokens["aborted"][: len(expected)] == expected
+    """Another row is aborted half way, a short one comes and finishes, and a third one comes after the abort."""
+    driver = Driver(served.runner, EngineConfig.model_validate({"prefill_chunk_tokens_busy": 32, **NO_CACHE}))
+    driver.core.add_request(served.request("first"))
+    _step_until(driver, "first", 2)
+    driver.core.add_request(served.request("second", "aborted", max_tokens=200))
+    driver.core.add_request(served.request("short"))
+    _step_until(driver, "aborted", 3)
+    driver.core.abort("aborted")
+    driver.run({0: [served.request("second")]})
+    assert driver.tokens["aborted"][:3] == served.turns["second"].answer.tokens[:3]
     for turn in served.turns:
         served.check(driver, turn)
+
+
+def _step_until(driver: Driver, request_id: str, num_tokens: int) -> None:
+    """Step until a request has so many tokens."""
+    for _ in range(100):
+        if len(driver.tokens[request_id]) >= num_tokens:
+            return
+        driver.core.step()
+    raise AssertionError(f"{request_id} has {driver.tokens[request_id]}: {driver.errors}")
 
 
 def test_requests_that_arrive_together_get_the_same_tokens_as_alone(served):
