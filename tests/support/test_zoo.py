@@ -9,7 +9,7 @@ import pytest
 from tests.support.families import FAMILIES, UNSOUND
 from tests.support.zoo import Turn, conversation, empty_cache, incremental_greedy, load, make
 
-LOGPROB_TOLERANCE = 1e-4
+LOGPROB_TOLERANCE = 1e-3  # chunks of 7 tokens change logprobs of granitemoehybrid by 1e-4
 MIN_MARGIN = 0.02
 """Least difference of the two best logprobs: what rounds otherwise must not become another token."""
 
