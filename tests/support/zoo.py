@@ -106,7 +106,7 @@ def reference_greedy(lm: Any, token_ids: list[int], num_tokens: int) -> Greedy:
 def incremental_greedy(lm: Any, token_ids: list[int], num_tokens: int, chunk: int = 2048) -> Greedy:
     """Return the answer to a prompt with the library's caches: the prompt in chunks, then token by token."""
     cache = empty_cache(lm)
-    logits = []
+    logits, out = [], mx.zeros(0)
     tokens: list[int] = []
     pieces = [token_ids[start : start + chunk] for start in range(0, len(token_ids), chunk)]
     while len(tokens) < num_tokens:
