@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
-from tests.engine.driver import Driver
+from tests.support.driver import Driver
 from tests.support.families import FAMILIES
 from tests.support.zoo import Turn, conversation, load, make
 
