@@ -39,10 +39,8 @@ def _cache_reason(layers: Sequence[Any]) -> str | None:
     for i, cache in _single_caches(layers):
         if type(cache) not in SERVED_CACHES:
             served = ", ".join(kind.__name__ for kind in SERVED_CACHES)
-            return (
-                f"layer {i} keeps its state in a {type(cache).__name__}, which requests cannot share in a batch; models "
-                f"with {served} are served"
-            )
+            kind = type(cache).__name__
+            return f"layer {i} keeps its state in a {kind}, which rows cannot share; models with {served} are served"
         if isinstance(cache, RotatingKVCache) and cache.keep:
             return f"layer {i} has a window that keeps its first {cache.keep} tokens; other windows are served"
     return None

@@ -417,3 +417,22 @@ UNSOUND: dict[str, str] = {
     "(KeyError: 'vision_tower.timm_model.blocks.0.0.conv_exp.weight')",
 }
 """Families that have no place in the zoo, and what was measured."""
+
+
+def families_table() -> str:
+    """Return the table of engine/README.md: the families of the zoo by the caches of their layers."""
+    rows: dict[str, list[str]] = {kind: [] for kind in ("windows", "recurrent", "several", "all")}
+    for name, family in FAMILIES.items():
+        kinds = set(family.cache_names)
+        if family.quantization is not None:
+            continue
+        kind = "several" if "CacheList" in kinds else "recurrent" if ARRAYS in kinds else "all"
+        rows["windows" if ROTATING in kinds else kind].append(f"`{name}`")
+    named = {
+        "all": "keys and values of all tokens, latent attention and experts included",
+        "windows": "sliding windows",
+        "recurrent": "recurrent layers",
+        "several": "several caches in one layer",
+    }
+    lines = [f"| {text} | {', '.join(rows[kind])} |" for kind, text in named.items()]
+    return "\n".join(["| state of the layers | families |", "|---|---|", *lines])

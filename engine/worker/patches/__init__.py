@@ -9,6 +9,7 @@ from engine.worker.patches import (
     gated_delta_cuda,
     gated_delta_rows,
     gemma2_masks,
+    mistral_scale,
     silu_cpu,
 )
 
@@ -20,6 +21,7 @@ def install(decodes: bool) -> None:
         decodes: Whether this process has a decode batch, whose recurrent layers verify drafts.
     """
     gemma2_masks.install()
+    mistral_scale.install()
     if not loader.on_gpu():
         if decodes:
             gated_delta_rows.install()
