@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.families import families_table
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("deployments", "engine", "tests")
 DOCUMENTS = [
@@ -52,3 +54,7 @@ def test_classes_named_in_the_documents_exist():
     for document in DOCUMENTS:
         quoted = " ".join(re.findall(r"`([^`\n]+)`", prose(document)))
         assert not [name for name in set(_CAMEL.findall(quoted)) if name not in words], document
+
+
+def test_the_table_of_families_is_that_of_the_zoo():
+    assert families_table() in (ROOT / "engine/README.md").read_text(), f"put this there:\n{families_table()}"

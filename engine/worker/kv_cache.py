@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_vlm.models.cache import ArraysCache, KVCache
+from mlx_vlm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from engine.worker.recurrent_layer import BatchRecurrentLayer
+from engine.worker.window_layer import BatchWindowLayer, ring_of
 
 SequenceCache = list[Any]
-"""One row's caches, one of the library's per layer: KVCache (attention) or ArraysCache (recurrent state)."""
+"""One row's caches, those of the library for each layer: KVCache (attention), RotatingKVCache (attention with a sliding
+window) or ArraysCache (recurrent state). A layer with several has them one after the other."""
 
 SLOTS_STEP = 256  # slots are allocated in multiples of this number
 
@@ -167,8 +169,8 @@ class BatchCache:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the attention layers; 0 without one."""
-        return max((layer.keys.shape[2] for layer in self.layers if isinstance(layer, BatchKVLayer)), default=0)
+        """Most slots of an attention layer; 0 without one."""
+        return max((layer.keys.shape[2] for layer in self.layers if hasattr(layer, "keys")), default=0)
 
     def at(self, start: mx.array, extent: int, uniform_start: int | None = None, record: bool = False) -> list[Any]:
         """Return the layers, prepared for a forward that writes at `start`; see Cursor.
@@ -191,10 +193,13 @@ class BatchCache:
     def reserve(self, num_slots: int) -> int:
         """Allocate at least `num_slots` slots per row; return how many slots there are."""
         for layer in self.layers:
-            if isinstance(layer, BatchKVLayer) and layer.keys.shape[2] < num_slots:
+            if isinstance(layer, BatchWindowLayer):
+                layer.reserve(num_slots)
+                mx.eval(layer.state)
+            elif isinstance(layer, BatchKVLayer) and layer.keys.shape[2] < num_slots:
                 layer.keys, layer.values = _with_slots(layer.keys, num_slots), _with_slots(layer.values, num_slots)
                 mx.eval(layer.state)
-        return self.num_slots or rounded(num_slots)
+        return max(self.num_slots, rounded(num_slots))
 
     @property
     def recorded(self) -> list[mx.array]:
@@ -212,12 +217,14 @@ class BatchCache:
         """Return another cache of the same structure with these arrays."""
         cursor = Cursor(self.cursor.start, 0, None, self.cursor.as_offset)
         arrays = iter(state)
-        layers = [
-            BatchKVLayer(next(arrays), next(arrays), cursor)
-            if isinstance(layer, BatchKVLayer)
-            else BatchRecurrentLayer([next(arrays) for _ in layer.slots])
-            for layer in self.layers
-        ]
+        layers: list[Any] = []
+        for layer in self.layers:
+            if isinstance(layer, BatchKVLayer):
+                layers.append(BatchKVLayer(next(arrays), next(arrays), cursor))
+            elif isinstance(layer, BatchWindowLayer):
+                layers.append(BatchWindowLayer(next(arrays), next(arrays), layer.window, cursor))
+            else:
+                layers.append(BatchRecurrentLayer([next(arrays) for _ in layer.slots]))
         return BatchCache(layers, cursor)
 
     @property
@@ -234,10 +241,14 @@ def num_bytes(cache: Sequence[Any]) -> int:
     return sum(layer.nbytes for layer in cache)
 
 
-def _rows_of(i: int, layer: Any, cursor: Cursor) -> BatchKVLayer | BatchRecurrentLayer:
+def _rows_of(i: int, layer: Any, cursor: Cursor) -> BatchKVLayer | BatchWindowLayer | BatchRecurrentLayer:
     kind: Any = type(layer)  # exact types: subclasses store their state differently
     if kind is KVCache:
         return BatchKVLayer(layer.keys, layer.values, cursor)
+    if kind is RotatingKVCache and layer.keep:
+        raise TypeError(f"layer {i}: a window that keeps its first {layer.keep} tokens cannot be batched")
+    if kind is RotatingKVCache:
+        return ring_of(layer, cursor)
     if kind is ArraysCache and all(slot is not None for slot in layer.cache):
         return BatchRecurrentLayer(layer.cache)
     raise TypeError(f"layer {i}: {type(layer).__name__} cannot be batched")

@@ -4,7 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import make_prompt_cache
+from mlx_vlm.models.cache import CacheList, make_prompt_cache
 
 from engine.config import MTPExact
 from engine.worker.kv_cache import SequenceCache
@@ -23,6 +23,15 @@ class LanguageModel:
         self.lm = language_model
         self.explicit_positions = hasattr(language_model, "get_rope_index")
         self.exact: MTPExact = exact
+        self._returns_hidden = hasattr(language_model, "speculative_logits_from_hidden")
+        layers = make_prompt_cache(language_model)
+        self._nests = any(isinstance(layer, CacheList) for layer in layers)
+        self._num_caches = [len(layer.caches) if isinstance(layer, CacheList) else 0 for layer in layers]
+
+    @property
+    def args(self) -> Any:
+        """The text model's configuration, by the name that the family gives it."""
+        return getattr(self.lm, "args", None) or self.lm.config
 
     def verifies_exactly(self, num_rows: int) -> bool:
         """Return whether drafts of `num_rows` rows are verified by the library's exact verifier.
@@ -36,8 +45,16 @@ class LanguageModel:
         return self.exact == "on"
 
     def make_cache(self) -> SequenceCache:
-        """Return an empty cache for one row, one entry per layer."""
-        return make_prompt_cache(self.lm)
+        """Return an empty cache for one row; a layer with several caches has one entry for each."""
+        layers = make_prompt_cache(self.lm)
+        return [one for layer in layers for one in (layer.caches if isinstance(layer, CacheList) else (layer,))]
+
+    def _nested(self, cache: list) -> list:
+        """Return the caches as the model's layers take them."""
+        if not self._nests:
+            return cache
+        rest = iter(cache)
+        return [CacheList(*(next(rest) for _ in range(num))) if num else next(rest) for num in self._num_caches]
 
     def embed(self, token_ids: mx.array) -> mx.array:
         """Embed tokens: [B, L] -> [B, L, hidden]."""
@@ -55,8 +72,8 @@ class LanguageModel:
             Logits [B, L, vocab], and hidden states [B, L, hidden] after the last norm, None without explicit positions.
         """
         if not self.explicit_positions:
-            return self.lm(token_ids, cache=cache).logits, None
-        if token_ids.shape[1] > 1 and self.verifies_exactly(token_ids.shape[0]):
+            return self.lm(token_ids, cache=self._nested(cache)).logits, None
+        if self._returns_hidden and token_ids.shape[1] > 1 and self.verifies_exactly(token_ids.shape[0]):
             hidden = self._hidden(token_ids, cache, positions, speculative_verify=True)
             return self.lm.speculative_logits_from_hidden(hidden), hidden
         hidden = self._hidden(token_ids, cache, positions)
@@ -87,7 +104,7 @@ class LanguageModel:
         """
         if not self.explicit_positions:
             assert embeds is None, "this model does not accept input embeddings"
-            self.lm(token_ids, cache=cache)  # lazy: only the cache is ever evaluated
+            self.lm(token_ids, cache=self._nested(cache))  # lazy: only the cache is ever evaluated
             hidden = None
         else:
             hidden = self._hidden(token_ids, cache, mx.array(positions), inputs_embeds=embeds)
@@ -106,7 +123,7 @@ class LanguageModel:
             return self.logits(hidden[:, -1:]), hidden
         if token_ids.shape[1] > 1:
             self.extend(token_ids[:, :-1], None, cache, positions)
-        return self.lm(token_ids[:, -1:], cache=cache).logits[:, -1:], None
+        return self.lm(token_ids[:, -1:], cache=self._nested(cache)).logits[:, -1:], None
 
     def states(self, token_ids: mx.array, cache: list, positions: np.ndarray) -> mx.array:
         """Compute prompt tokens into the cache of one row; return hidden states [1, L, hidden] after the last norm.
@@ -115,7 +132,7 @@ class LanguageModel:
         """
         if self.explicit_positions:
             return self._hidden(token_ids, cache, mx.array(positions))
-        return self.lm.model(token_ids, cache=cache)
+        return self.lm.model(token_ids, cache=self._nested(cache))
 
     def states_unsupported_reason(self) -> str | None:
         """Return why this model's hidden states are not available, None if they are. Computes nothing."""
@@ -128,6 +145,9 @@ class LanguageModel:
         return None
 
     def _hidden(self, token_ids: mx.array, cache: list, positions: mx.array, **kwargs: Any) -> mx.array:
+        if not self._returns_hidden:
+            positions = mx.broadcast_to(positions, (3, *token_ids.shape))
+            return self.lm.model(token_ids, cache=cache, position_ids=positions, **kwargs)
         out = self.lm(
             token_ids,
             cache=cache,

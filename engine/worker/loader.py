@@ -24,6 +24,7 @@ from engine.processing.checkpoint import (
 )
 from engine.protocol import EngineFailed
 from engine.worker import mtp_loader
+from engine.worker.family import unsupported_reason
 
 log = logging.getLogger("orchard.engine")
 
@@ -66,8 +67,11 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
     max_context_tokens, num_tokens = choose_context(config.max_context_tokens, model_config), vocab_size(model_config)
     try:
         module = load_model(path, lazy=True)
-    except (ValueError, FileNotFoundError, KeyError, RuntimeError) as error:
+    except (ValueError, TypeError, AttributeError, FileNotFoundError, KeyError, RuntimeError) as error:
         raise EngineFailed(f"the model in {path} could not be loaded: {error}") from error
+    kinds = media_kinds(path, model_config)
+    if (reason := unsupported_reason(module, kinds)) is not None:
+        raise EngineFailed(f"models of the family {model_config['model_type']} ({path}) cannot be served: {reason}")
     cast(module, choose_dtype(config.dtype, model_config))
     dtype = _main_dtype(module)
     head_dir, mtp_status = mtp_loader.find_head(config, path, model_config)
@@ -78,7 +82,6 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
         mtp_loader.check_values(head)
     log.info("loaded %s: %.1f MB of weights, %s, on %s", path, num_bytes / 1e6, dtype, mx.default_device())
     log.info("MTP head: %s", head_dir or mtp_status)
-    kinds = media_kinds(path, model_config)
     digest = fingerprint([path] if head_dir is None else [path, head_dir], dtype, *COMPUTED_BY, device_kind())
     return LoadedModel(
         module, path, model_config, kinds, max_context_tokens, num_tokens, num_bytes, dtype, head, mtp_status, digest

@@ -21,6 +21,7 @@ from engine.worker.mtp import FEED_LIMIT
 from engine.worker.patches import attention_cpu
 from engine.worker.snapshot import StateSnapshot
 from engine.worker.vision import VisionEncoder
+from engine.worker.window_layer import ring_slots
 
 MARGIN, CHUNK_MARGIN = 1.15, 1.7
 """Safety factors on measurements of decoding and of prefill, whose chunks may be much larger than the probes. Exact
@@ -74,13 +75,20 @@ def measure(
 def _exact(snapshot: StateSnapshot, max_drafts: int) -> MemoryCosts:
     ends, layers = snapshot.segment.ends, snapshot.segment.keys_values
     slots = [(k.nbytes + v.nbytes) // max(end, 1) for (k, v), end in zip(layers, ends, strict=True)]
-    states = [sum(slot.nbytes for slot in state) for state in snapshot.states]
+    sizes = [sum(slot.nbytes for slot in state) for state in snapshot.states]
+    states = [0 if window else size for size, window in zip(sizes, snapshot.windows, strict=True)]
+    windows = [  # bytes per slot
+        size // state[0].shape[2] if window else 0
+        for size, state, window in zip(sizes, snapshot.states, snapshot.windows, strict=True)
+    ]
     hidden = 0 if snapshot.hidden is None else snapshot.hidden.nbytes
     head = slots[-1] if hidden else 0  # its layer comes last
-    shares = [max(sizes) / sum(sizes) for sizes in (slots, states) if sum(sizes)]
+    shares = [max(sizes) / sum(sizes) for sizes in (slots, states, windows) if sum(sizes)]
     return MemoryCosts(
         token_bytes=sum(slots),
         state_bytes=sum(states),
+        window_bytes=sum(windows),
+        window_slots=max((ring_slots(window) for window in snapshot.windows if window), default=0),
         layer_share=max(shares, default=0.0),
         snapshot_slack=BUFFER_SLACK * (2 * len(layers) + sum(map(len, snapshot.states)) + 1),
         slots_step=SLOTS_STEP,

@@ -105,7 +105,7 @@ class MLXRunner:
             self._vision.probe(WARM_UP_IMAGE_SIDE)
         if self._a_snapshot is not None:
             self._prefill.learn_slots(self._a_snapshot)
-            heads = int(getattr(self._language_model.lm.args, "num_attention_heads", 0))
+            heads = int(getattr(self._language_model.args, "num_attention_heads", 0))
             facts = (self.max_draft_tokens, self.capabilities["compiled"], self.capabilities["blas"])
             key, a_snapshot = cost_cache.costs_key(self.fingerprint, *facts), self._a_snapshot
             self.costs = cost_cache.load_or_measure(

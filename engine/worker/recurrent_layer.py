@@ -9,14 +9,14 @@ from mlx_vlm.models.cache import ArraysCache
 from engine.worker.delta_rule import Factors
 
 
-class BatchRecurrentLayer:
-    """One recurrent layer of all rows, with slots (convolution window, state) [B, ...]. Implements ArraysCache.
+class BatchRecurrentLayer(ArraysCache):
+    """One recurrent layer of all rows, with slots such as (convolution window, state) [B, ...].
 
     While `recording`, it keeps what `commit` needs to return to the state after any token of the forward: all states
     or, with `is_factored`, the factors of their change; the state itself is then updated by `commit`.
     """
 
-    lengths = None  # no row is padded
+    lengths = left_padding = None  # no row is padded
     is_factored = False  # for all layers of the process: see patches/gated_delta_rows.py
 
     def __init__(self, slots: Sequence[mx.array]):
@@ -28,6 +28,17 @@ class BatchRecurrentLayer:
 
     def __getitem__(self, index: int) -> mx.array:
         return self.slots[index]
+
+    def __setitem__(self, index: int, value: mx.array) -> None:
+        """Replace a slot; families that do so instead of calling `update_recurrent` cannot return to earlier states."""
+        assert not self.recording
+        self.slots[index] = value
+
+    def make_mask(self, num_new: int) -> None:
+        """Return no mask: all new tokens are a row's own."""
+
+    def advance(self, num_new: int) -> None:
+        """Do nothing: no row is padded."""
 
     @property
     def state(self) -> list[mx.array]:

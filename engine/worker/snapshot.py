@@ -1,9 +1,9 @@
 """Snapshots: the state after a prefix, copied from one row's caches and into another's; immutable in between.
 
 Attention layers append: a snapshot holds the keys and values of its own KV segment, and its ancestors those before it,
-so that the memory of a growing conversation is linear in its length. Recurrent layers have one complete state. Arrays
-of a snapshot are never written: the KV segment is a copy, is copied again on restore, and recurrent layers replace
-their states instead of writing into them.
+so that the memory of a growing conversation is linear in its length. Recurrent layers have one complete state, and so
+have layers with a sliding window: the keys and values of its tokens. Arrays of a snapshot are never written: the KV
+segment is a copy, is copied again on restore, and recurrent layers replace their states instead of writing into them.
 
 A KV segment can be lent to the row that continues its snapshot: its keys and values are then only in the row's cache,
 and are copied back when the row is removed. The slots of a row's first tokens never change, so they can be copied at
@@ -17,10 +17,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import ArraysCache, KVCache
+from mlx_vlm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from engine.core.batch import SEGMENT_ARRAYS
-from engine.worker.kv_cache import SequenceCache, rounded
+from engine.worker.kv_cache import BatchKVLayer, SequenceCache, rounded
+from engine.worker.window_layer import last_tokens
 
 SMALL_BYTES = 2**22
 """Smaller arrays are copied: the 16 KiB that a slice may keep alive are less than half a percent of larger ones."""
@@ -82,8 +83,9 @@ class StateSnapshot:
 
     num_tokens: int  # Tokens before its boundary.
     segment: KVSegment  # Its own KV segment.
-    states: tuple[tuple[mx.array, ...], ...]  # Slots of each recurrent layer.
+    states: tuple[tuple[mx.array, ...], ...]  # Slots of each recurrent layer; keys and values of each window's tokens.
     hidden: mx.array | None  # [1, 1, hidden], the last one, which the MTP head has not read yet; None without a head.
+    windows: tuple[int, ...]  # Per state the tokens of the layer's window; 0 for a recurrent layer.
 
     @property
     def segment_bytes(self) -> int:
@@ -100,7 +102,7 @@ def unsupported_reason(cache: SequenceCache) -> str | None:
     """Return why a row with such layers cannot be cached, None if it can."""
     for i, layer in enumerate(cache):
         kind: Any = type(layer)  # exact types: subclasses store their state differently
-        if kind is not KVCache and kind is not ArraysCache:
+        if kind not in (KVCache, ArraysCache, RotatingKVCache):
             return f"layer {i} keeps its state in a {kind.__name__}, which cannot be restored"
     return None
 
@@ -112,6 +114,8 @@ def is_finite(cache: SequenceCache) -> bool:
     """
     arrays: list[Any] = [slot for layer in cache if isinstance(layer, ArraysCache) for slot in layer.cache]
     for layer in cache:
+        if isinstance(layer, RotatingKVCache) and layer.offset:
+            arrays += [array[..., -1:, :] for array in last_tokens(layer)]
         if isinstance(layer, KVCache) and layer.offset:
             slots: list[Any] = [layer.keys, layer.values]
             arrays += [array[..., layer.offset - 1 : layer.offset, :] for array in slots]
@@ -147,10 +151,18 @@ def take(
         mx.eval(list(filter(None, segment.layers)))
     else:
         segment = _segments(attention, num_tokens, parent, cuts)
-    states: Any = tuple(tuple(map(_own, layer.cache)) for layer in cache if isinstance(layer, ArraysCache))
+    states: Any = tuple(_state(layer) for layer in cache if not isinstance(layer, KVCache))
     hidden = _own(hidden) if hidden is not None else None
     mx.eval(states, [] if hidden is None else hidden)
-    return StateSnapshot(num_tokens, segment, states, hidden)
+    windows = tuple(getattr(layer, "max_size", 0) for layer in cache if not isinstance(layer, KVCache))
+    return StateSnapshot(num_tokens, segment, states, hidden, windows)
+
+
+def _state(layer: Any) -> tuple[mx.array, ...]:
+    """Return a copy of the complete state of a layer that does not append."""
+    if isinstance(layer, RotatingKVCache):
+        return tuple(_own(mx.contiguous(array)) for array in last_tokens(layer))
+    return tuple(map(_own, layer.cache))
 
 
 def _segments(
@@ -186,8 +198,8 @@ class LentSegments:
         self._num_layers = 0
 
     def fill(self, layer: Any) -> None:
-        """Copy the keys and values of the next attention layer, evaluated. Recurrent layers are skipped."""
-        if not hasattr(layer, "keys"):
+        """Copy the keys and values of the next attention layer, evaluated. Other layers are skipped."""
+        if not isinstance(layer, KVCache | BatchKVLayer):
             return
         i, row = self._num_layers, slice(self._index, self._index + 1)
         self._num_layers += 1
@@ -243,7 +255,7 @@ def restore(snapshot: StateSnapshot, cache: SequenceCache, num_slots: int, lend:
     """
     chain, lent = [segment.keys_values for segment in snapshot.segment.chain()], set(lend)
     attention = [layer for layer in cache if isinstance(layer, KVCache)]
-    recurrent = [layer for layer in cache if isinstance(layer, ArraysCache)]
+    others = [layer for layer in cache if not isinstance(layer, KVCache)]
     slots = rounded(num_slots)
     for i, (layer, end) in enumerate(zip(attention, snapshot.segment.ends, strict=True)):
         parts = [layers.pop(0) for layers in chain]
@@ -255,8 +267,12 @@ def restore(snapshot: StateSnapshot, cache: SequenceCache, num_slots: int, lend:
             mx.eval(layer.keys, layer.values)
             for segment in lent:
                 segment.layers[i] = None
-    for layer, state in zip(recurrent, snapshot.states, strict=True):
-        layer.cache = list(state)
+    for layer, state in zip(others, snapshot.states, strict=True):
+        if isinstance(layer, RotatingKVCache):
+            layer.keys, layer.values = map(mx.contiguous, state)  # its own array objects, which it writes into
+            layer.offset, layer._idx = snapshot.num_tokens, state[0].shape[2]
+        else:
+            layer.cache = list(state)
     mx.eval([layer.state for layer in cache])
 
 
@@ -306,20 +322,25 @@ def import_arrays(
         )
         mx.eval(segment.layers[i])
         yield None
-    states, hidden = reader.take_state(like) if with_state else ((), None)
+    states, hidden = reader.take_state(like, num_tokens) if with_state else ((), None)
     reader.check_all_taken()
-    yield StateSnapshot(num_tokens, segment, states, hidden)
+    yield StateSnapshot(num_tokens, segment, states, hidden, like.windows)
 
 
 class _Reader:
     def __init__(self, arrays: dict[str, np.ndarray]):
         self._arrays = arrays
 
-    def take_state(self, like: StateSnapshot) -> tuple[tuple[tuple[mx.array, ...], ...], mx.array | None]:
-        """Return `states` and `hidden` of a StateSnapshot, evaluated."""
+    def take_state(
+        self, like: StateSnapshot, num_tokens: int
+    ) -> tuple[tuple[tuple[mx.array, ...], ...], mx.array | None]:
+        """Return `states` and `hidden` of a StateSnapshot of `num_tokens` tokens, evaluated."""
         states = tuple(
-            tuple(self.take(f"recurrent.{i}.{j}", slot) for j, slot in enumerate(state))
-            for i, state in enumerate(like.states)
+            tuple(
+                self.take(f"recurrent.{i}.{j}", slot, min(num_tokens, window) if window else None)
+                for j, slot in enumerate(state)
+            )
+            for i, (state, window) in enumerate(zip(like.states, like.windows, strict=True))
         )
         hidden = self.take("hidden", like.hidden) if like.hidden is not None else None
         mx.eval(states, [] if hidden is None else hidden)

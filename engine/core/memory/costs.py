@@ -12,6 +12,8 @@ class MemoryCosts:
     base_bytes: int = 0  # Weights, and everything else allocated without any request.
     token_bytes: int = 0  # Per slot of a row, over all attention layers, those of the MTP head included.
     state_bytes: int = 0  # Recurrent states of a row.
+    window_bytes: int = 0  # Per slot of a row, over all layers with a sliding window.
+    window_slots: int = 0  # The most slots of such a layer.
     layer_share: float = 1.0  # Largest layer's share of a row: decode groups are rebuilt layer by layer.
     snapshot_slack: int = 0  # By how much a snapshot's buffers may exceed its arrays.
     slots_step: int = 1  # Slots are allocated in multiples of this number.
@@ -36,11 +38,20 @@ class MemoryCosts:
         """Round a number of tokens up to allocated slots."""
         return -(-num_tokens // self.slots_step) * self.slots_step
 
+    def fixed(self, num_slots: int | None = None) -> int:
+        """Return the bytes of a row that do not grow with its length: recurrent states, and windows once they are full.
+
+        Args:
+            num_slots: The row's slots, if its windows may not be full yet.
+        """
+        slots = self.window_slots if num_slots is None else min(num_slots, self.window_slots)
+        return self.state_bytes + slots * self.window_bytes
+
     def rows(self, num_rows: int, slots: int) -> int:
         """Return the bytes of a decode group of `num_rows` rows, including the intermediate results of a step."""
         per_slot = self.token_bytes + self.slot_step_bytes
         waiting = min(slots, self.feed_tokens) * self.feed_bytes
-        return int(num_rows * (slots * per_slot + self.state_bytes + self.row_step_bytes + waiting))
+        return int(num_rows * (slots * per_slot + self.fixed(slots) + self.row_step_bytes + waiting))
 
     def sampling(self, row: Request) -> int:
         """Return the additional bytes of a row for its sampling parameters."""
@@ -52,11 +63,12 @@ class MemoryCosts:
 
     def layer(self, num_rows: int, slots: int) -> int:
         """Return the bytes of a decode group's largest layer, which exists twice while it is rebuilt."""
-        return int(num_rows * (slots * self.token_bytes + self.state_bytes) * self.layer_share)
+        return int(num_rows * (slots * self.token_bytes + self.fixed(slots)) * self.layer_share)
 
     def prompt(self, num_tokens: int) -> int:
         """Return the bytes of the cache of a prompt in progress."""
-        return self.slots(num_tokens) * self.token_bytes + self.state_bytes
+        slots = self.slots(num_tokens)
+        return slots * self.token_bytes + self.fixed(slots)
 
     def chunk(self, num_tokens: int, end: int) -> int:
         """Return the bytes of intermediate results of `num_tokens` prompt tokens, the last of which is the `end`-th."""

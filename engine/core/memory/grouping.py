@@ -123,7 +123,7 @@ class Grouping:
         lengths = [length for group in groups for length in group.lengths]
         num_wasted = _waste(lengths) - sum(_waste(group.lengths) for group in groups)
         num_saved = costs.base_bytes - num_wasted * costs.token_bytes
-        num_copied = 2 * len(lengths) * (max(lengths) * costs.token_bytes + costs.state_bytes)
+        num_copied = 2 * len(lengths) * (max(lengths) * costs.token_bytes + costs.fixed(max(lengths)))
         num_tokens = min(_expected_tokens(group.rows.values()) for group in groups)
         return (num_tokens * token_s * num_saved - step_s * num_copied) / max(costs.base_bytes, 1)
 

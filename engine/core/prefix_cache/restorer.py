@@ -101,7 +101,7 @@ class PrefixRestorer:
         here = self._cache.index.match(session.key, session.max_tokens, in_memory=True)
         start, end, costs = 0 if here is None else here.num_tokens, entry.num_tokens, self._runner.costs
         computed_s = self._memory.seconds(start, end)
-        num_bytes, row_id = (end - start) * costs.token_bytes + costs.state_bytes, None
+        num_bytes, row_id = (end - start) * costs.token_bytes + costs.fixed(), None
         if self._eligibility.may_lend(rows) and not rows[0].spec.pinned:
             row_id = session.row.id
         elif not self._memory.can_hold(num_bytes):

@@ -112,7 +112,7 @@ class SnapshotTaker:
         num_new = boundary.num_tokens - (session.base_tokens if base is not None else 0)
         segment_bytes, num_outvalued = num_new * costs.token_bytes, counters.num_outvalued
         lend = boundary.kind != "system" and self._eligibility.may_lend(rows)
-        num_bytes = costs.state_bytes + (0 if lend else segment_bytes)
+        num_bytes = costs.fixed() + (0 if lend else segment_bytes)
         if not self._memory.evict_for(num_bytes, base, None if pinned else key, boundary.kind, session.row.id):
             if counters.num_outvalued == num_outvalued:  # no memory, and later ones are larger
                 session.todo.clear()
@@ -161,7 +161,7 @@ class SnapshotTaker:
         if num_new < self._min_tokens:
             return False
         lend = self._loans.may_add(row.id, base)
-        num_bytes = costs.state_bytes + (0 if lend else segment_bytes)
+        num_bytes = costs.fixed() + (0 if lend else segment_bytes)
         if not self._memory.evict_for(num_bytes, base, None if is_awaited else key, "answer", row.id):
             return False
         taken = self._runner.snapshot_row(row.id, None if base is None else base.segment, lend=lend)

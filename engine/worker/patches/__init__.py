@@ -3,7 +3,15 @@
 import mlx.core as mx
 
 from engine.worker import loader
-from engine.worker.patches import attention_cpu, gated_delta_chunks, gated_delta_cuda, gated_delta_rows, silu_cpu
+from engine.worker.patches import (
+    attention_cpu,
+    gated_delta_chunks,
+    gated_delta_cuda,
+    gated_delta_rows,
+    gemma2_masks,
+    mistral_scale,
+    silu_cpu,
+)
 
 
 def install(decodes: bool) -> None:
@@ -12,6 +20,8 @@ def install(decodes: bool) -> None:
     Args:
         decodes: Whether this process has a decode batch, whose recurrent layers verify drafts.
     """
+    gemma2_masks.install()
+    mistral_scale.install()
     if not loader.on_gpu():
         if decodes:
             gated_delta_rows.install()

@@ -1,0 +1,53 @@
+"""Tells from a model's structure, before a weight is read, whether its family can be served."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+
+SERVED_CACHES = (KVCache, RotatingKVCache, ArraysCache)
+"""Kinds of caches that rows of a decode batch can share and snapshots can restore. Exact types: subclasses store their
+state differently."""
+
+
+def unsupported_reason(module: Any, media_kinds: frozenset[str]) -> str | None:
+    """Return why a loaded model cannot be served and what would work instead, None if it can be.
+
+    Args:
+        module: The library's model; its weights need not be read.
+        media_kinds: Media that the checkpoint's configuration declares.
+    """
+    language_model = getattr(module, "language_model", None)
+    if language_model is None:
+        return "it has no language model that generates text; use a checkpoint of a generative model"
+    if "cache" not in inspect.signature(type(language_model).__call__).parameters:
+        return "its language model takes no cache, so it cannot continue a text token by token"
+    if not (hasattr(language_model, "make_cache") or hasattr(language_model, "layers")):
+        return "its language model tells neither its layers nor their caches"
+    if (reason := _cache_reason(make_prompt_cache(language_model))) is not None:
+        return reason
+    if "image" in media_kinds and getattr(module, "vision_tower", None) is None:
+        return (
+            "its config.json has a vision_config, but the checkpoint has no weights of a vision tower; use a complete "
+            "checkpoint, or remove vision_config and preprocessor_config.json to serve it as a text model"
+        )
+    return None
+
+
+def _cache_reason(layers: Sequence[Any]) -> str | None:
+    for i, cache in _single_caches(layers):
+        if type(cache) not in SERVED_CACHES:
+            served = ", ".join(kind.__name__ for kind in SERVED_CACHES)
+            kind = type(cache).__name__
+            return f"layer {i} keeps its state in a {kind}, which rows cannot share; models with {served} are served"
+        if isinstance(cache, RotatingKVCache) and cache.keep:
+            return f"layer {i} has a window that keeps its first {cache.keep} tokens; other windows are served"
+    return None
+
+
+def _single_caches(layers: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """Yield each cache with the index of its layer."""
+    for i, layer in enumerate(layers):
+        for cache in layer.caches if isinstance(layer, CacheList) else (layer,):
+            yield i, cache

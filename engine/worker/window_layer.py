@@ -1,0 +1,142 @@
+"""Attention layers with a sliding window, in a decode group: a ring of the window's size per row.
+
+The token at position p lies in slot p mod R of its row. R exceeds the window by RING_MARGIN, so that neither rejected
+drafts nor the tokens that are computed after a row's last one overwrite what the row still sees. The host need not know
+where a row is: which position a slot holds follows from the row's newest one.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_vlm.models.cache import RotatingKVCache
+
+RING_MARGIN = 32
+"""Slots of a ring beyond its window; bounds the tokens per step and the tokens computed after a row's last one."""
+
+
+class BatchWindowLayer:
+    """One sliding-window layer of all rows.
+
+    Args:
+        keys: [B, heads, slots, head_dim]; at most `ring_slots(window)` slots, fewer while no row has reached them.
+        values: Likewise.
+        window: How many tokens a token sees, itself included.
+        cursor: Where the rows write, see kv_cache.Cursor.
+    """
+
+    def __init__(self, keys: mx.array, values: mx.array, window: int, cursor: Any):
+        self.keys, self.values = keys, values
+        self.window = self.max_size = window
+        self.cursor = cursor
+
+    @property
+    def offset(self) -> int | mx.array:
+        return self.cursor.start if self.cursor.as_offset else self.cursor.extent
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [self.keys, self.values]
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def load(self, arrays: Iterator[mx.array], recorded: Iterator[mx.array]) -> None:
+        self.keys, self.values = next(arrays), next(arrays)
+
+    def make_mask(
+        self, num_new: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """Return which slots each new token sees: bool [B, 1, num_new, slots], or the library's shorthand."""
+        cursor, window = self.cursor, min(window_size or self.window, self.window)
+        if cursor.uniform_start is not None and cursor.extent <= window and not return_array:
+            return None if num_new == 1 else "causal"
+        num_slots = min(cursor.extent, ring_slots(self.window))
+        newest = (cursor.start + num_new - 1)[:, None]
+        held = (newest - (newest - mx.arange(num_slots)) % ring_slots(self.window))[:, None]
+        own = (cursor.start[:, None] + mx.arange(num_new))[..., None]
+        return ((held >= 0) & (held <= own) & (held > own - window))[:, None]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write keys and values [B, heads, L, head_dim] at the cursor; return all slots of the ring in use."""
+        extent, ring = self.cursor.extent, ring_slots(self.window)
+        assert keys.shape[2] <= RING_MARGIN
+        self.reserve(extent)
+        num_slots = min(extent, ring)
+        index = ((self.cursor.start[:, None] + mx.arange(keys.shape[2])) % ring)[:, None, :, None]
+        self.keys = mx.put_along_axis(self.keys, mx.broadcast_to(index, keys.shape), keys, axis=2)
+        self.values = mx.put_along_axis(self.values, mx.broadcast_to(index, values.shape), values, axis=2)
+        return self.keys[..., :num_slots, :], self.values[..., :num_slots, :]
+
+    def reserve(self, num_slots: int) -> None:
+        """Allocate slots for `num_slots` tokens per row, at most a whole ring."""
+        self.keys, self.values = (_padded(slots, self._allocated(num_slots)) for slots in self.state)
+
+    def row(self, index: int, num_tokens: int) -> RotatingKVCache:
+        """Return one row's cache with `num_tokens` tokens, oldest first, as lazy copies."""
+        first = max(num_tokens - self.window, 0)
+        slots = mx.arange(first, num_tokens) % ring_slots(self.window)
+        return window_cache(*(array[index : index + 1][:, :, slots] for array in self.state), self.window, num_tokens)
+
+    def append(self, rows: Sequence[Any]) -> "BatchWindowLayer":
+        """Return the layer with more rows: RotatingKVCaches of one row each, or layers of other groups."""
+        others = [row if isinstance(row, BatchWindowLayer) else ring_of(row, self.cursor) for row in rows]
+        num_slots = max(layer.keys.shape[2] for layer in [self, *others])
+        keys, values = (
+            mx.concatenate([_padded(slots, num_slots) for slots in arrays])
+            for arrays in zip(*(layer.state for layer in [self, *others]), strict=True)
+        )
+        return BatchWindowLayer(keys, values, self.window, self.cursor)
+
+    def select(self, rows: mx.array, num_slots: int) -> "BatchWindowLayer":
+        num_slots = min(self._allocated(num_slots), self.keys.shape[2])
+        return BatchWindowLayer(
+            self.keys[rows, :, :num_slots], self.values[rows, :, :num_slots], self.window, self.cursor
+        )
+
+    def _allocated(self, num_slots: int) -> int:
+        step = RotatingKVCache.step
+        return min(-(-num_slots // step) * step, ring_slots(self.window))
+
+
+def ring_slots(window: int) -> int:
+    """Return the slots of a whole ring."""
+    return window + RING_MARGIN
+
+
+def ring_of(cache: RotatingKVCache, cursor: Any) -> BatchWindowLayer:
+    """Return the layer of a decode group with one row, whose cache this is."""
+    window = cache.max_size
+    keys, values = last_tokens(cache)
+    if cache.offset <= ring_slots(window) and keys.shape[2] == cache.offset:
+        return BatchWindowLayer(keys, values, window, cursor)
+    ring, first = ring_slots(window), cache.offset - keys.shape[2]
+    rings = (mx.roll(_padded(array, ring), first % ring, axis=2) for array in (keys, values))
+    return BatchWindowLayer(*rings, window, cursor)
+
+
+def last_tokens(cache: RotatingKVCache) -> tuple[mx.array, mx.array]:
+    """Return keys and values [1, heads, n, head_dim] of a row's last tokens, at most a window, the oldest first."""
+    keys, values = cache.keys, cache.values
+    assert keys is not None and values is not None and cache.keep == 0
+    end = cache._idx  # one past the newest token's slot; what follows is older, or unused
+    if end < cache.offset and end < keys.shape[2]:
+        keys, values = (mx.concatenate([a[..., end:, :], a[..., :end, :]], axis=2) for a in (keys, values))
+    else:
+        keys, values = keys[..., :end, :], values[..., :end, :]
+    num_tokens = min(cache.offset, cache.max_size, keys.shape[2])
+    return keys[..., -num_tokens:, :], values[..., -num_tokens:, :]
+
+
+def window_cache(keys: mx.array, values: mx.array, window: int, num_tokens: int) -> RotatingKVCache:
+    """Return a row's cache that holds its last tokens, the oldest first."""
+    cache = RotatingKVCache(max_size=window)
+    cache.keys, cache.values = keys, values
+    cache.offset, cache._idx = num_tokens, keys.shape[2]
+    return cache
+
+
+def _padded(slots: mx.array, num_slots: int) -> mx.array:
+    missing = num_slots - slots.shape[2]
+    return mx.pad(slots, [(0, 0), (0, 0), (0, missing), (0, 0)]) if missing > 0 else slots

@@ -1,0 +1,120 @@
+"""The engine on a tiny checkpoint of every model family: what mlx_vlm gives without any state is what it must give.
+
+ORCHARD_FAMILIES=mamba2,lfm2 runs only these.
+"""
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.request import Request
+from engine.protocol import EngineRequest, SamplingParams
+from engine.worker.model_runner import MLXRunner, load_runner
+from tests.support.driver import Driver
+from tests.support.families import FAMILIES
+from tests.support.zoo import Turn, conversation, load, make
+
+LOGPROB_TOLERANCE = 1e-3  # as of the library itself, see tests/support/test_zoo.py
+NO_CACHE = {"prefix_cache": {"enabled": False}}
+
+_chosen = os.environ.get("ORCHARD_FAMILIES", "")
+CHOSEN = tuple(_chosen.split(",")) if _chosen else tuple(FAMILIES)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A family's runner, and the conversation that it must have."""
+
+    runner: MLXRunner
+    turns: dict[str, Turn]
+
+    def request(self, turn: str, request_id: str | None = None, max_tokens: int | None = None) -> EngineRequest:
+        """Return a turn's prompt; max_tokens: None for as many as the turn's answer has."""
+        asked = self.turns[turn]
+        sampling = SamplingParams(max_tokens or len(asked.answer.tokens), temperature=0.0, logprobs=0)
+        return EngineRequest(request_id or turn, np.array(asked.token_ids, np.int32), sampling, ())
+
+    def check(self, driver: Driver, turn: str) -> None:
+        """Assert that the driver has got the turn's answer."""
+        answer = self.turns[turn].answer
+        assert driver.errors[turn] is None
+        assert driver.tokens[turn] == answer.tokens
+        logprobs = [one.logprob for chunk in driver.chunks[turn] for one in chunk.logprobs]
+        np.testing.assert_allclose(logprobs, answer.logprobs, atol=LOGPROB_TOLERANCE)
+
+
+@pytest.fixture(scope="module", params=CHOSEN)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Runners are never closed: that would take the main thread's streams from the tests that follow."""
+    path = make(tmp_path_factory.mktemp("zoo") / "model", FAMILIES[request.param])
+    turns = conversation(load(path))
+    return Served(load_runner(EngineConfig(model=str(path)), lambda progress: None), turns)
+
+
+@pytest.mark.parametrize("chunk", [16, 23])
+def test_request_alone_gets_the_tokens_of_forwards_without_any_state(served, chunk):
+    """chunk: most prompt tokens per step."""
+    for turn in served.turns:
+        driver = Driver(served.runner, EngineConfig.model_validate({"prefill_chunk_tokens": chunk, **NO_CACHE}))
+        driver.run({0: [served.request(turn)]})
+        served.check(driver, turn)
+
+
+@pytest.mark.parametrize("chunk", [3, 9])
+def test_prompt_may_be_cut_into_chunks_shorter_than_a_window(served, chunk):
+    row = Request(served.request("first"))
+    output = served.runner.prefill([row], chunk)
+    while not output.first:
+        output = served.runner.prefill([row], chunk)
+    served.runner.drop([row.id])
+    assert output.first[row.id].token_ids == tuple(served.turns["first"].answer.tokens[:1])
+
+
+def test_request_in_a_batch_gets_the_same_tokens_as_alone(served):
+    """Another row is aborted half way, a short one comes and finishes, and a third one comes after the abort."""
+    driver = Driver(served.runner, EngineConfig.model_validate({"prefill_chunk_tokens_busy": 32, **NO_CACHE}))
+    driver.core.add_request(served.request("first"))
+    _step_until(driver, "first", 2)
+    driver.core.add_request(served.request("second", "aborted", max_tokens=200))
+    driver.core.add_request(served.request("short"))
+    _step_until(driver, "aborted", 3)
+    driver.core.abort("aborted")
+    driver.run({0: [served.request("second")]})
+    assert driver.tokens["aborted"][:3] == served.turns["second"].answer.tokens[:3]
+    for turn in served.turns:
+        served.check(driver, turn)
+
+
+def _step_until(driver: Driver, request_id: str, num_tokens: int) -> None:
+    """Step until a request has so many tokens."""
+    for _ in range(100):
+        if len(driver.tokens[request_id]) >= num_tokens:
+            return
+        driver.core.step()
+    raise AssertionError(f"{request_id} has {driver.tokens[request_id]}: {driver.errors}")
+
+
+def test_requests_that_arrive_together_get_the_same_tokens_as_alone(served):
+    driver = Driver(served.runner, EngineConfig.model_validate(NO_CACHE))
+    driver.run({0: [served.request(turn) for turn in served.turns]})
+    for turn in served.turns:
+        served.check(driver, turn)
+
+
+def test_second_turn_gets_the_same_tokens_from_the_prefix_cache(served):
+    driver = Driver(served.runner, EngineConfig())
+    driver.run({0: [served.request("first")]})
+    driver.run({0: [served.request("second")]})
+    for turn in ("first", "second"):
+        served.check(driver, turn)
+    num_cached = driver.chunks["second"][0].num_cached
+    assert (num_cached > 0) == (served.runner.no_snapshots is None)
+    assert num_cached < len(served.turns["second"].token_ids)
+
+
+def test_rows_of_a_family_leave_no_memory_behind(served):
+    memory = served.runner.memory()
+    assert memory["decode_cache_bytes"] == memory["prefill_cache_bytes"] == 0

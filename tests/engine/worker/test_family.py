@@ -1,0 +1,110 @@
+"""Families that cannot be served are refused before a weight is read, with the reason."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import pytest
+from mlx_vlm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+
+from engine.config import EngineConfig
+from engine.protocol import EngineFailed
+from engine.worker import loader
+from engine.worker.family import unsupported_reason
+from tests.support.families import FAMILIES, Family, text, vlm
+from tests.support.zoo import make
+
+CHUNKED = Family(
+    vlm(
+        "llama4",
+        text("llama4_text", head_dim=16, intermediate_size_mlp=64, num_local_experts=2, attention_chunk_size=8),
+        {
+            "model_type": "llama4_vision_model",
+            "hidden_size": 32,
+            "image_size": 28,
+            "initializer_range": 0.02,
+            "intermediate_size": 128,
+            "norm_eps": 1e-5,
+            "num_attention_heads": 2,
+            "num_channels": 3,
+            "num_hidden_layers": 1,
+            "patch_size": 14,
+            "pixel_shuffle_ratio": 0.5,
+            "projector_input_dim": 128,
+            "projector_output_dim": 128,
+            "projector_dropout": 0.0,
+            "vision_output_dim": 128,
+            "rope_theta": 10000.0,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "default",
+        },
+        text_only=True,
+    ),
+    "ChunkedKVCache",
+)
+
+
+@pytest.fixture
+def reads_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*arguments: Any) -> int:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(loader, "_read_weights", read)
+
+
+def load(path: Path) -> None:
+    loader.load(EngineConfig(model=str(path), device="cpu"), lambda progress: None)
+
+
+def test_a_family_with_another_kind_of_cache_is_named_with_its_layer(tmp_path, reads_no_weight):
+    path = make(tmp_path / "llama4", CHUNKED)
+    with pytest.raises(EngineFailed, match=r"family llama4 .*layer 0 keeps its state in a ChunkedKVCache.*KVCache"):
+        load(path)
+
+
+def test_a_declared_vision_tower_without_weights_is_an_error_that_says_what_to_do(tmp_path, reads_no_weight):
+    path = make(tmp_path / "text only", FAMILIES["qwen3_5"])
+    config = json.loads((path / "config.json").read_text())
+    assert config["model_type"] == "qwen3_5" and config["vision_config"]
+    processor = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 8, "merge_size": 2}
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    with pytest.raises(EngineFailed, match=r"no weights of a vision tower.*remove vision_config"):
+        load(path)
+
+
+class Module:
+    """A model of the library, reduced to its language model and the caches of its layers."""
+
+    def __init__(self, *caches: Any):
+        self.language_model = LanguageModel(caches)
+
+
+class LanguageModel:
+    def __init__(self, caches: Any):
+        self._caches = caches
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> None: ...
+
+    def make_cache(self) -> list[Any]:
+        return list(self._caches)
+
+
+@pytest.mark.parametrize(
+    ("caches", "reason"),
+    [
+        ((KVCache(), RotatingKVCache(8)), None),
+        ((CacheList(KVCache(), RotatingKVCache(8)),), None),
+        ((KVCache(), CacheList(KVCache(), ChunkedKVCache(8))), "layer 1 keeps its state in a ChunkedKVCache"),
+        ((RotatingKVCache(8, keep=4),), "layer 0 has a window that keeps its first 4 tokens"),
+    ],
+)
+def test_caches_decide_whether_layers_can_be_batched(caches, reason):
+    found = unsupported_reason(Module(*caches), frozenset())
+    assert found is None if reason is None else reason in (found or "")
+
+
+def test_a_model_without_a_language_model_is_refused():
+    assert "no language model" in (unsupported_reason(object(), frozenset()) or "")

@@ -1,0 +1,157 @@
+"""Random tiny checkpoints of many families, and the tokens that mlx_vlm itself gives for them."""
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_vlm.models.cache import make_prompt_cache
+from mlx_vlm.utils import get_model_and_args, load_model, update_module_configs
+
+from tests.support.families import VOCAB_SIZE, Family
+
+NUM_TOKENS = {"first": 12, "second": 8, "short": 5}
+"""Tokens of each answer of `conversation`."""
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """A greedy answer.
+
+    Attributes:
+        tokens: Its tokens.
+        logprobs: Natural logarithms of their probabilities, float64 [num_tokens].
+        margin: Least difference of the logprobs of a token and the second best.
+    """
+
+    tokens: list[int]
+    logprobs: np.ndarray
+    margin: float
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A prompt and the answer that the library gives without any state."""
+
+    token_ids: list[int]
+    answer: Greedy
+
+
+def make(out: Path, family: Family) -> Path:
+    """Write the family's checkpoint, without a tokenizer, in float32 or quantized; return its directory."""
+    config = copy.deepcopy(family.config)
+    language_model = _module(config).language_model
+    rng = np.random.default_rng(family.seed)
+    parameters: Any = tree_flatten(language_model.parameters())
+    weights = [(key, _drawn(rng, key, value)) for key, value in sorted(parameters)]
+    language_model.update(tree_unflatten(weights))
+    if family.quantization is not None:
+        nn.quantize(language_model, **family.quantization, class_predicate=_quantizable)
+        config["quantization"] = family.quantization
+    named: Any = tree_flatten(language_model.parameters(), prefix=".language_model")
+    out.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(out / "model.safetensors"), dict(named), metadata={"format": "mlx"})
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def load(path: Path) -> Any:
+    """Load the language model of a checkpoint with mlx_vlm."""
+    return load_model(path).language_model
+
+
+def empty_cache(lm: Any) -> list[Any]:
+    """Return caches for a new sequence, and forget the rope positions of the last one, which some models keep."""
+    for state in ("_position_ids", "_rope_deltas"):
+        if hasattr(lm, state):
+            setattr(lm, state, None)
+    return make_prompt_cache(lm)
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    """Random tokens."""
+    return np.random.default_rng(seed).integers(12, VOCAB_SIZE, num_tokens).tolist()
+
+
+def conversation(lm: Any) -> dict[str, Turn]:
+    """Return a first turn, a second one that continues it, and a short one of its own.
+
+    The first two prompts are longer than all windows, the short one ends inside its second window.
+    """
+    first = prompt(45)
+    answer = reference_greedy(lm, first, NUM_TOKENS["first"])
+    prompts = {"second": first + answer.tokens + prompt(20, seed=1), "short": prompt(13, seed=2)}
+    turns = {name: Turn(ids, reference_greedy(lm, ids, NUM_TOKENS[name])) for name, ids in prompts.items()}
+    return {"first": Turn(first, answer), **turns}
+
+
+def reference_greedy(lm: Any, token_ids: list[int], num_tokens: int) -> Greedy:
+    """Return the answer to a prompt, each token from one forward over all tokens before it with an empty cache."""
+    logits = []
+    tokens: list[int] = []
+    while len(tokens) < num_tokens:
+        ids = mx.array([token_ids + tokens], mx.int32)
+        logits.append(np.array(lm(ids, cache=empty_cache(lm)).logits[0, -1]))
+        tokens.append(int(logits[-1].argmax()))
+    return _greedy(tokens, logits)
+
+
+def incremental_greedy(lm: Any, token_ids: list[int], num_tokens: int, chunk: int = 2048) -> Greedy:
+    """Return the answer to a prompt with the library's caches: the prompt in chunks, then token by token."""
+    cache = empty_cache(lm)
+    logits, out = [], mx.zeros(0)
+    tokens: list[int] = []
+    pieces = [token_ids[start : start + chunk] for start in range(0, len(token_ids), chunk)]
+    while len(tokens) < num_tokens:
+        for piece in pieces:
+            out = lm(mx.array([piece], mx.int32), cache=cache).logits[0, -1]
+            mx.eval(out, [layer.state for layer in cache])
+        logits.append(np.array(out))
+        tokens.append(int(logits[-1].argmax()))
+        pieces = [tokens[-1:]]
+    return _greedy(tokens, logits)
+
+
+def _module(config: dict[str, Any]) -> Any:
+    """Return the model with the library's initial weights, configured as load_model does."""
+    config = copy.deepcopy(config)
+    arch: Any = get_model_and_args(config)[0]
+    for part in ("text_config", "vision_config", "audio_config"):
+        config.setdefault(part, {})
+    model_config = arch.ModelConfig.from_dict(config)
+    modules = ["text", "vision", "perceiver", "projector", "audio"]
+    return arch.Model(update_module_configs(model_config, arch, config, modules))
+
+
+def _drawn(rng: np.random.Generator, name: str, weight: mx.array) -> mx.array:
+    """Return random values: matrices keep the scale of their input, gains are about 1, biases about 0.
+
+    Embeddings are small, so that the layers, and not the last token alone, decide which token comes next.
+    """
+    noise = rng.standard_normal(weight.shape)
+    if not mx.issubdtype(weight.dtype, mx.floating):
+        return weight
+    if weight.ndim == 1:
+        values = 0.1 * noise + (0 if name.endswith("bias") else 1)
+    else:
+        fan_in = np.prod(weight.shape[1:]) if "conv" in name else weight.shape[-1]
+        values = (0.5 if "embed_tokens" in name else 1.5) * noise / fan_in**0.5
+    return mx.array(values.astype(np.float32))
+
+
+def _quantizable(name: str, module: nn.Module) -> bool:
+    """Whether the checkpoint has the module quantized; routers are kept, as converters do."""
+    return hasattr(module, "to_quantized") and not name.endswith("mlp.gate")
+
+
+def _greedy(tokens: list[int], logits: list[np.ndarray]) -> Greedy:
+    best = np.sort(np.array(logits, np.float64), axis=-1)
+    logprobs = -np.log(np.exp(best - best[:, -1:]).sum(-1))
+    return Greedy(tokens, logprobs, float((best[:, -1] - best[:, -2]).min()))
