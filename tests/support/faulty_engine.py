@@ -370,6 +370,7 @@ class Bench:
         end; and the engine answers as before."""
         await until(lambda: self.num_ended() - self._num_ended >= num_started, DEADLINE_S)
         before, self.state = self.state, await self.look()
+        await until(lambda: not self.engine.status().admission["reserved_bytes"], DEADLINE_S)  # refreshed after a step
         status = self.engine.status()
         assert self.num_ended() - self._num_ended == num_started, f"{num_started} rows were started: {status}"
         assert status.num_aborted - self._num_aborted == num_aborted, f"{num_aborted} rows were given up: {status}"
