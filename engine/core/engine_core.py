@@ -200,7 +200,7 @@ class EngineCore:
         return self.scheduler.next_prompt()
 
     def _release(self, released: ReleasedRows) -> None:
-        """Snapshot and publish what is left of rows that have lost their place, then drop them."""
+        """Snapshot preempted rows and complete answers, publish the errors of failed rows, and drop them all."""
         self._snapshot_preempted(released.preempted)
         for row in released.completed:
             self.prefix.snapshots.keep_answer(row)

@@ -27,7 +27,7 @@ class Scheduler:
     Prompts are prefilled in chunks between the decode steps; several may be in progress.
 
     Args:
-        context: What decisions depend on.
+        context: Configuration, clock, cost model, memory budget, evictable memory and prefix lookup.
         stats: Counters to update.
 
     Attributes:
@@ -129,7 +129,7 @@ class Scheduler:
         self._queue.requeue(rows, None if rows[0].output_token_ids else arrived_s)
 
     def take_released(self) -> ReleasedRows:
-        """Return the rows that have lost their place since the last call; they must be dropped before `schedule`."""
+        """Return the rows released since the last call; they must be dropped before `schedule`."""
         released, self._released = self._released, ReleasedRows()
         return released
 
@@ -263,8 +263,8 @@ class Scheduler:
             if entry is None:
                 return
             self._start_prefill(entry)
-            if any(one.has_state for one in self._released.preempted):  # they must be dropped before they are admitted
-                return
+            if any(one.has_state for one in self._released.preempted):
+                return  # preempted rows must be dropped before they can be admitted again
 
     def _preempt_or_backfill(self, head: QueueEntry) -> QueueEntry | None:
         """Return a request with reserved memory when the head does not fit: after preemption, or one that backfills."""

@@ -1,4 +1,4 @@
-"""The scheduler's decisions: what a step decodes, and which rows have lost their place."""
+"""The scheduler's decisions: what a step decodes, and which rows it releases."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class PreemptedRows:
 
 @dataclass(slots=True)
 class ReleasedRows:
-    """Rows that have lost their place. EngineCore._release snapshots, publishes and drops them."""
+    """Rows that no longer decode or prefill. EngineCore._release snapshots, publishes and drops them."""
 
     preempted: list[PreemptedRows] = field(default_factory=list)
     """Their memory is reserved for others already, so they are dropped before the next forward."""

@@ -32,7 +32,7 @@ class Preemption:
     Nothing is chosen unless the freed rows and bytes suffice.
 
     Args:
-        context: What decisions depend on.
+        context: Configuration, clock, cost model, memory budget, evictable memory and prefix lookup.
         shares: Service that each client has received so far.
         running: The decoding rows by row id, in the order of joining; the scheduler's own mapping.
     """
