@@ -104,7 +104,7 @@ class Admission:
         rows, budget = entry.rows, self._budget
         if len(rows) > self._num_free_rows:
             return False
-        growth = entry.growth_tokens = self._growth_tokens(self._prompt_s(entry, 0.0), rows[0].num_prompt_tokens)
+        growth = entry.growth_tokens = self._growth_tokens(self._prompt_s(entry, 0.0), rows[0].num_tokens)
         if budget.shortfall_bytes(rows, growth_tokens=growth) or budget.group_shortfall_bytes(rows, growth):
             self._prefixes.promise(rows)
         self._evict_for_group(entry)
@@ -212,10 +212,10 @@ class Admission:
         Its cached prefix is looked up only if the request would exceed the limit without it.
         """
         row = entry.rows[0]
-        seconds = self._costs.prompt_s(0, row.num_prompt_tokens)
+        seconds = self._costs.prompt_s(0, row.num_tokens)
         if seconds <= limit_s:
             return seconds
-        return self._costs.prompt_s(min(self._prefixes.num_cached(row), row.num_prompt_tokens), row.num_prompt_tokens)
+        return self._costs.prompt_s(min(self._prefixes.num_cached(row), row.num_tokens), row.num_tokens)
 
     def _may_evict(self, entry: QueueEntry, num_bytes: int) -> bool:
         """Return whether a request has waited for as long as recomputing the snapshots evicted for it would take.

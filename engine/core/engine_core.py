@@ -431,4 +431,4 @@ class EngineCore:
 
 def _num_left(rows: Sequence[Request]) -> int:
     """Return the number of prompt tokens that are not computed yet."""
-    return rows[0].num_prompt_tokens - rows[0].num_prefilled
+    return rows[0].num_tokens - rows[0].num_prefilled

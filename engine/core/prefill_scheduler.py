@@ -121,7 +121,7 @@ class PrefillScheduler:
         Memory for the chunk's intermediate results stays reserved until the next call.
         """
         row, step = rows[0], self.step
-        left = row.num_prompt_tokens - row.num_prefilled
+        left = row.num_tokens - row.num_prefilled
         wanted = min(step.num_tokens, left)
         if (in_time := self._tokens_in_time(row.num_prefilled)) < wanted:
             wanted = _rounded_down(in_time)
@@ -191,7 +191,7 @@ class PrefillScheduler:
     def _enlarged_chunk(self, row: Request, num_tokens: int, wanted: int) -> int:
         """Return the size of this prompt's chunk, after evicting snapshots for a larger one if that saves time."""
         missing = self._memory.shortfall_bytes(row, wanted)
-        start, end = row.num_prefilled, row.num_prompt_tokens
+        start, end = row.num_prefilled, row.num_tokens
         saved_s = self._costs.prompt_s(start, end, num_tokens) - self._costs.prompt_s(start, end, wanted)
         if missing and self._evictable.price(missing) < saved_s and self._evictable.evict(missing):
             return self._memory.reserve_chunk(row, wanted)
@@ -253,7 +253,7 @@ def _rounded_down(num_tokens: int) -> int:
 
 def _span(chunk: PromptChunk) -> Span:
     row = chunk.row
-    return Span(chunk.num_tokens, row.num_prefilled, row.num_prompt_tokens - row.num_prefilled - chunk.num_tokens)
+    return Span(chunk.num_tokens, row.num_prefilled, row.num_tokens - row.num_prefilled - chunk.num_tokens)
 
 
 def _expected_span(prefill: Prefill, num_left: int) -> Span:

@@ -54,7 +54,7 @@ class QueueEntry:
         row = self.rows[0]
         self.priority, self.client = row.spec.priority, row.spec.client
         answer = min(row.sampling.max_tokens - len(row.output_token_ids), USUAL_ANSWER)
-        self.cost = PROMPT_WEIGHT * row.num_prompt_tokens + OUTPUT_WEIGHT * answer * len(self.rows)
+        self.cost = PROMPT_WEIGHT * row.num_tokens + OUTPUT_WEIGHT * answer * len(self.rows)
 
 
 Tagged = tuple[float, float, QueueEntry]
@@ -172,7 +172,7 @@ class RequestQueue:
     def _rank(self, row: Request, now: float) -> float:
         policy, ageing_s = self._config.policy, self._config.ageing_s
         if policy == "shortest_first":
-            return now + ageing_s * row.num_prompt_tokens / 1000
+            return now + ageing_s * row.num_tokens / 1000
         if policy == "priority":
             return now + ageing_s * row.spec.priority
         return now

@@ -121,7 +121,7 @@ class Scheduler:
         self._released.preempted.append(released)
         self._stats.num_preempted += len(rows)
         for row in rows:
-            num_computed = row.num_prompt_tokens if released.num_prefilled is None else row.num_prefilled
+            num_computed = row.num_tokens if released.num_prefilled is None else row.num_prefilled
             row.num_charged = max(row.num_charged, num_computed)
             self._remove_running(row)
             row.state, row.num_prefilled = RequestState.WAITING, 0
@@ -167,7 +167,7 @@ class Scheduler:
         """Give preempted rows the tokens of the step in flight; some rows may finish with them."""
         chunks = {row.id: self._take(row, outputs[row.id]) for row in rows if row.id in outputs}
         for row in rows:  # generated tokens are charged as output, not again as prompt
-            row.num_charged = max(row.num_charged, row.num_prompt_tokens)
+            row.num_charged = max(row.num_charged, row.num_tokens)
         return chunks
 
     def update_prefill(self, rows: Sequence[Request], output: PrefillOutput) -> Chunks:
@@ -179,7 +179,7 @@ class Scheduler:
         self._shares.charge(rows[0].spec.client, num_prompt_tokens=num_new)
         if output.first is None:
             return {}
-        assert all(row.num_prefilled == row.num_prompt_tokens for row in rows)
+        assert all(row.num_prefilled == row.num_tokens for row in rows)
         first = [output.first[row.id] for row in rows]
         self._join(rows)
         return {row.id: self._take(row, token) for row, token in zip(rows, first, strict=True)}

@@ -326,7 +326,7 @@ class DecodeGroup:
 
 
 def _row(new: JoiningRow) -> Row:
-    num_cached = new.request.num_prompt_tokens
+    num_cached = new.request.num_tokens
     return Row(new.request, num_cached, new.next_position - num_cached, [*new.request.output_token_ids, new.token_id])
 
 

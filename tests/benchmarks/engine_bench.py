@@ -245,14 +245,14 @@ class GatedRunner(MLXRunner):
         row = rows[0]
         if row.id not in self._kept:
             prompt = self._prefill.begin(row)
-            _, logits = self._prefill.advance(prompt, row.num_prompt_tokens)
+            _, logits = self._prefill.advance(prompt, row.num_tokens)
             assert logits is not None
             self._kept[row.id] = prompt, first_tokens(rows, logits, self.vocab_size)
         prompt, first = self._kept[row.id]
         head_cache = None if prompt.head_cache is None else [*prompt.head_cache]
         token_id, position = first[0].token_ids[0], prompt.next_position
         self._join([JoiningRow(row, [*prompt.cache], position, token_id, head_cache, prompt.hidden)])
-        return PrefillOutput(row.num_prompt_tokens, {row.id: first[0]})
+        return PrefillOutput(row.num_tokens, {row.id: first[0]})
 
 
 @dataclass(frozen=True)

@@ -268,20 +268,20 @@ class ClockRunner:
     def merge_groups(self, source: int, target: int) -> None:
         """All rows of the merged group are written anew."""
         rows = [row for row in self._rows.values() if row.decode_group == target]
-        longest = max((row.num_prompt_tokens for row in rows), default=0)
+        longest = max((row.num_tokens for row in rows), default=0)
         self.clock.advance(self.machine.copy_seconds(len(rows) * self._size(longest)))
 
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         row = rows[0]
         prompt = self._prompts.get(row.id) or self._begin(row)
         assert prompt.done == row.num_prefilled
-        num_tokens = min(max_tokens, row.num_prompt_tokens - prompt.done)
+        num_tokens = min(max_tokens, row.num_tokens - prompt.done)
         self._compute(row, prompt, num_tokens, self.machine.chunk_seconds(prompt.done, num_tokens))
         return self._taken_in(rows, prompt, num_tokens)
 
     def _taken_in(self, rows: Sequence[Request], prompt: Prompt, num_tokens: int) -> PrefillOutput:
         row = rows[0]
-        if prompt.done < row.num_prompt_tokens:
+        if prompt.done < row.num_tokens:
             return PrefillOutput(num_tokens)
         del self._prompts[row.id]
         self._rows |= {each.id: each for each in rows}
@@ -397,8 +397,8 @@ class ClockRunner:
 
     def _begin(self, row: Request) -> Prompt:
         if row.output_token_ids:  # preempted: all but the last of its tokens had been computed
-            self._reached[row.id] = max(self._reached.get(row.id, 0), row.num_prompt_tokens - 1)
-        num_bytes = self._size(self.costs.slots(row.num_prompt_tokens))
+            self._reached[row.id] = max(self._reached.get(row.id, 0), row.num_tokens - 1)
+        num_bytes = self._size(self.costs.slots(row.num_tokens))
         prompt = self._prompts[row.id] = Prompt(num_bytes, reached=self._reached.get(row.id, 0))
         return prompt
 
@@ -430,7 +430,7 @@ class ClockRunner:
         groups: dict[int, tuple[int, int]] = {}
         for row in self._rows.values():
             num_rows, longest = groups.get(row.decode_group, (0, 0))
-            groups[row.decode_group] = num_rows + 1, max(longest, row.num_prompt_tokens)
+            groups[row.decode_group] = num_rows + 1, max(longest, row.num_tokens)
         return list(groups.values())
 
     def _output(self, row: Request, num_drafts: int) -> RowOutput:

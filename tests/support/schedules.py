@@ -202,7 +202,7 @@ class Execution:
             return
         for row in group:
             row.num_prefilled += output.num_tokens
-        assert (output.first is not None) == (group[0].num_prefilled == group[0].num_prompt_tokens)
+        assert (output.first is not None) == (group[0].num_prefilled == group[0].num_tokens)
         if output.first is None:
             return
         self._waiting.remove(group)

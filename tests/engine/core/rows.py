@@ -120,7 +120,7 @@ def out(*token_ids: int, **more: Any) -> RowOutput:
 
 
 def finish_prefill(scheduler: Scheduler, rows: list[Request]) -> None:
-    left = rows[0].num_prompt_tokens - rows[0].num_prefilled
+    left = rows[0].num_tokens - rows[0].num_prefilled
     scheduler.update_prefill(rows, PrefillOutput(left, {row.id: out(7) for row in rows}))
 
 
