@@ -103,7 +103,7 @@ class ModelRunner(Protocol):
     """Computes; never decides. All methods run on the device thread; the attributes never change.
 
     A row is a `core.Request`. Its prompt is `row.prompt_token_ids`, which includes generated tokens after a preemption,
-    and of which only those at `row.computed_index` are computed and counted.
+    and of which only those at `row.computed_positions` are computed and counted.
     """
 
     max_context_tokens: int

@@ -94,7 +94,7 @@ class Request:
         return np.concatenate([self.spec.token_ids, np.array(self.output_token_ids, np.int32)])
 
     @property
-    def computed_index(self) -> np.ndarray | None:
+    def computed_positions(self) -> np.ndarray | None:
         """int32 [num_tokens]: positions in prompt_token_ids that are computed; None for all."""
         if self.spec.sparse is None:
             return None
