@@ -205,8 +205,8 @@ class EngineCore:
         for row in released.completed:
             self.prefix.snapshots.keep_answer(row)
             self._decoded_s = None  # the snapshot must not count as decode time
-        if released.expired:
-            self._publish(released.expired)
+        if released.failed:
+            self._publish(released.failed)
         for row in released.finished:
             self.budget.release(row.id)
         if row_ids := released.row_ids:

@@ -215,7 +215,7 @@ class Scheduler:
                 self._remove(row)
                 chunk = TokenChunk((), FinishReason.EXPIRED, error, row.index)
                 retry_after_s = self.expected_wait_s() or retry_after.STEP_FAILED_S
-                self._released.expired[row.id] = replace(chunk, retry_after_s=retry_after_s)
+                self._released.failed[row.id] = replace(chunk, retry_after_s=retry_after_s)
 
     def _extend_rows(self) -> bool:
         """Extend the reservations of rows that have used theirs up, the oldest row first, preempting others if needed.
@@ -227,7 +227,7 @@ class Scheduler:
         for row in list(self._running.values()):
             while row.id in self._running and self.budget.needs_more_slots(row) and not self._extend_row(row):
                 if len(self._running) == 1 and not self.prefills.in_progress:
-                    self._released.expired |= self._fail_out_of_memory([row], self.budget.extend(row))
+                    self._released.failed |= self._fail_out_of_memory([row], self.budget.extend(row))
                 else:
                     victim = self._preemption.choose_for_growth(list(self.prefills.in_progress))
                     keeps &= not isinstance(victim, Prefill)
@@ -257,7 +257,7 @@ class Scheduler:
             if not admission.reserve(entry):
                 if may_preempt and admission.is_idle:
                     missing = self.budget.shortfall_bytes(entry.rows)
-                    self._released.expired |= self._fail_out_of_memory(list(entry.rows), missing)
+                    self._released.failed |= self._fail_out_of_memory(list(entry.rows), missing)
                     return
                 entry = self._preempt_or_backfill(entry) if may_preempt else None
             if entry is None:

@@ -33,7 +33,7 @@ class ReleasedRows:
     """Their memory is reserved for others already, so they are dropped before the next forward."""
     completed: list[Request] = field(default_factory=list)
     """Rows with complete answers, snapshotted while the runner has them."""
-    expired: Chunks = field(default_factory=dict)
+    failed: Chunks = field(default_factory=dict)
     """Final chunks of rows that expired in the queue or ran out of memory."""
     finished: list[Request] = field(default_factory=list)
     """Rows that the runner has and that will get no more tokens; their memory is reserved until they are dropped."""

@@ -95,7 +95,7 @@ class Step:
     """What the scheduler has chosen for a step: drops, decoding, and the first chunk of a prompt."""
 
     drop: list[str]
-    expired: Chunks
+    failed: Chunks
     decode: bool
     prefill: Sequence[Request]
     max_prefill_tokens: int
@@ -112,7 +112,7 @@ def step_of(scheduler: Scheduler, num_draft_tokens: int = 0) -> Step:
     rows = scheduler.next_prompt()
     drop = [*before.row_ids, *work.released.row_ids]
     max_tokens = scheduler.prefills.chunk_tokens(rows) if rows else 0
-    return Step(drop, work.released.expired, work.decode, rows, max_tokens)
+    return Step(drop, work.released.failed, work.decode, rows, max_tokens)
 
 
 def out(*token_ids: int, **more: Any) -> RowOutput:
