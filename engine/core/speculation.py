@@ -76,7 +76,7 @@ class Trials:
         self.num_drafts, self._num_steps = None, 1
 
 
-class Watchdog:
+class AcceptanceWatchdog:
     """Detects a head whose drafts are almost never accepted, such as one with wrongly loaded norms."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class SpeculationController:
         self._max_draft_tokens = max_draft_tokens
         self._costs = costs
         self._acceptance = Acceptance(max_draft_tokens)
-        self._watchdog = Watchdog()
+        self._watchdog = AcceptanceWatchdog()
         self._trials = Trials()
         self._best = 0  # the current k outside of trials
         self._now = 0
