@@ -18,7 +18,7 @@ import numpy as np
 from engine.config import MTPConfig
 from engine.core.batch import RowOutput
 from engine.core.cost_model import CostModel
-from engine.core.draft_figures import Acceptance
+from engine.core.draft_figures import AcceptanceRates
 
 log = logging.getLogger("orchard.engine")
 
@@ -158,7 +158,7 @@ class SpeculationController:
         self._mode = "off" if self._reason else "auto" if config == "auto" else "fixed"
         self._max_draft_tokens = max_draft_tokens
         self._costs = costs
-        self._acceptance = Acceptance(max_draft_tokens)
+        self._acceptance = AcceptanceRates(max_draft_tokens)
         self._watchdog = AcceptanceWatchdog()
         self._trials = Trials()
         self._best = 0  # the current k outside of trials
