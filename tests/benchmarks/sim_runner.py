@@ -32,7 +32,8 @@ MAX_TOKENS = 32_000
 """The ceiling that coding agents send with each request."""
 
 GENERATION_TOKENS = 5
-"""Of the generation prompt, which the next turn's prompt has in the same place, behind the turn's boundary."""
+"""Tokens of the generation prompt, which the next turn's prompt repeats at the same place, after the turn's
+boundary."""
 
 MAX_S = 200_000.0
 """Virtual seconds after which a load that does not end is given up."""
@@ -50,7 +51,7 @@ class Machine:
 
     name: str
     memory_bytes: int
-    """What the device recommends (Metal's working set) or has."""
+    """Memory that the device recommends (Metal's working set) or has."""
     costs: MemoryCosts
     chunk_s: float
     """Seconds of a chunk, whatever its size: weights are read, kernels are started."""
@@ -554,7 +555,7 @@ class Ask:
     num_system: int = 0
     """Tokens of the system part."""
     turn: int = 0
-    """Of the conversation, from 0."""
+    """Turn of the conversation, from 0."""
     client: str = ""
     priority: int = 0
     max_tokens: int = MAX_TOKENS

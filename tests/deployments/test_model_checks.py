@@ -1,4 +1,4 @@
-"""What is found out about a model before a replica loads it."""
+"""Checks of a model before a replica loads it."""
 
 import json
 import shutil

@@ -77,7 +77,8 @@ def _tuples(each: st.SearchStrategy, max_size: int, min_size: int = 0) -> st.Sea
 
 @dataclass(slots=True)
 class Ending:
-    """What a row got in the end. finish: a finish reason; "abort" is the schedule's, "lost" the fault put into it."""
+    """The tokens and the end of a row. finish: a finish reason; "abort" is the schedule's, "lost" the fault put into
+    it."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)

@@ -92,7 +92,7 @@ def scheduler_of(policy: str = "fifo", clock: Clock | None = None, **config: Any
 
 @dataclass
 class Step:
-    """What the scheduler has chosen for a step: drops, decoding, and the first chunk of a prompt."""
+    """The scheduler's choice for a step: drops, decoding, and the first chunk of a prompt."""
 
     drop: list[str]
     failed: Chunks

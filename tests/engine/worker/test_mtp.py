@@ -72,7 +72,7 @@ Answers = list[Answer]
 
 
 def acceptance(answers: Answers, num_drafts: int) -> float:
-    """Of the first so many drafts of each step."""
+    """Return the acceptance of the first `num_drafts` drafts of each step."""
     drafted = sum(sum(answer.drafted[:num_drafts]) for answer in answers)
     assert drafted >= 20, "too few to say anything"
     return sum(sum(answer.accepted[:num_drafts]) for answer in answers) / drafted
