@@ -17,6 +17,9 @@ from engine.processing.checkpoint import (
 )
 from engine.protocol import EngineFailed
 
+IMAGE_OPTIONS = ("vision_cache_mb", "image_memory_mb")
+"""Options of the engine that have an effect only with images."""
+
 
 def check_model(args: AppArgs) -> None:
     """Check the model's files and the options that depend on them.
@@ -39,7 +42,7 @@ def check_model(args: AppArgs) -> None:
 
 def _check_text_only(args: AppArgs) -> None:
     without = [f"media.{name}" for name in args.media.changed()]
-    without += ["engine.vision_cache_mb"] if "vision_cache_mb" in args.engine.changed() else []
+    without += [f"engine.{name}" for name in args.engine.changed() if name in IMAGE_OPTIONS]
     if without:
         raise EngineFailed(
             f"{', '.join(without)}: has no effect, as the model {args.engine.model!r} accepts only text. Remove it."

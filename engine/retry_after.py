@@ -1,4 +1,4 @@
-"""Seconds of the Retry-After header by the reason of a refusal, where the wait is not predicted, and its bounds.
+"""Values of the Retry-After header in seconds: fixed ones for refusals without a predicted wait, and their bounds.
 
 Predicted waits come from `RequestQueue.expected_wait_s` (a full queue), `Pace.seconds_until` (a full server) and
 `TokenBucket.seconds_until` (a client's allowance).

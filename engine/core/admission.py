@@ -35,7 +35,7 @@ class Admission:
     """Chooses the next request and reserves its memory. The scheduler admits it and preempts the rows chosen here.
 
     Args:
-        context: What decisions depend on.
+        context: Configuration, clock, cost model, memory budget, evictable memory and prefix lookup.
         queue: The queued requests.
         running: The decoding rows by row id; the scheduler's own mapping.
         prefills: The prompts in progress.
@@ -99,12 +99,12 @@ class Admission:
                 waited.
 
         Returns:
-            Whether the memory is reserved.
+            Whether the memory is reserved. False also if fewer rows are free than the request has.
         """
         rows, budget = entry.rows, self._budget
         if len(rows) > self._num_free_rows:
             return False
-        growth = entry.growth_tokens = self._growth_tokens(self._prompt_s(entry, 0.0), rows[0].num_prompt_tokens)
+        growth = entry.growth_tokens = self._growth_tokens(self._prompt_s(entry, 0.0), rows[0].num_tokens)
         if budget.shortfall_bytes(rows, growth_tokens=growth) or budget.group_shortfall_bytes(rows, growth):
             self._prefixes.promise(rows)
         self._evict_for_group(entry)
@@ -138,11 +138,9 @@ class Admission:
     def choose_backfill(self, head: QueueEntry) -> QueueEntry | None:
         """Return a request that fits although the head does not; None without one.
 
-        Until ageing_s after the head first did not fit, any request that fits may be admitted before it, then only
-        requests that are predicted to finish before the head can start.
-
-        The latter is EASY backfilling (Lifka 1995): backfilled requests do not delay the predicted start of the head.
-        No request is backfilled while the head lacks free rows.
+        For ageing_s after the head first did not fit, any request that fits may pass it. After that only a request that
+        is predicted to finish before the head can start may pass, so that the head's predicted start is not delayed
+        (EASY backfilling, Lifka 1995). No request may pass while the head lacks free rows.
         """
         if len(head.rows) > self._num_free_rows:
             return None
@@ -214,10 +212,10 @@ class Admission:
         Its cached prefix is looked up only if the request would exceed the limit without it.
         """
         row = entry.rows[0]
-        seconds = self._costs.prompt_s(0, row.num_prompt_tokens)
+        seconds = self._costs.prompt_s(0, row.num_tokens)
         if seconds <= limit_s:
             return seconds
-        return self._costs.prompt_s(min(self._prefixes.num_cached(row), row.num_prompt_tokens), row.num_prompt_tokens)
+        return self._costs.prompt_s(min(self._prefixes.num_cached(row), row.num_tokens), row.num_tokens)
 
     def _may_evict(self, entry: QueueEntry, num_bytes: int) -> bool:
         """Return whether a request has waited for as long as recomputing the snapshots evicted for it would take.

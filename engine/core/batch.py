@@ -103,7 +103,7 @@ class ModelRunner(Protocol):
     """Computes; never decides. All methods run on the device thread; the attributes never change.
 
     A row is a `core.Request`. Its prompt is `row.prompt_token_ids`, which includes generated tokens after a preemption,
-    and of which only those at `row.computed_index` are computed and counted.
+    and of which only those at `row.computed_positions` are computed and counted.
     """
 
     max_context_tokens: int
@@ -155,7 +155,8 @@ class ModelRunner(Protocol):
     def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]:
         """Compute one step for every row of the decode batch.
 
-        Tokens may be returned one call after the one that started them, with that call's number of drafts.
+        Outputs may lag behind by one step: a call then launches a step and returns the tokens of the step that the
+        previous call launched, with the previous call's number of drafts.
 
         Returns:
             Row id -> 1 to num_draft_tokens + 1 new tokens, or NO_TOKEN.
@@ -244,9 +245,9 @@ class ModelRunner(Protocol):
     ) -> RowSnapshot | None:
         """Take a snapshot of a decoding row, without effect on it or others. Call it before `drop`.
 
-        A row that has finished by a stop token or its length, and has not been decoded since, is snapshotted after its
-        last token, the stop token included; a row that finished with its first token is snapshotted after its prompt.
-        The state of any other row also includes the outputs of the step in flight, except for its last token.
+        The state of a row that has finished, without a call of `decode` since, includes its last token, also a stop
+        token. If that was its first token, no step has processed it, and the state is that after the prompt. The state
+        of a row that has not finished includes the outputs of the step in flight, except for the last one.
 
         Args:
             row_id: The row.
@@ -293,7 +294,7 @@ class ModelRunner(Protocol):
         ...
 
     def fill(self, row_id: str, segments: Sequence[KVSegment]) -> None:
-        """Copy keys and values that are lent to a row back into their KV segments; the row continues.
+        """Copy keys and values that are lent to a row from its cache into their KV segments; the row keeps running.
 
         Args:
             row_id: The row.

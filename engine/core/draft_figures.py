@@ -15,7 +15,7 @@ UNSEEN_STEPS = 512
 """After this many steps without drafts of a depth, its measurements have half their weight."""
 
 
-class Acceptance:
+class AcceptanceRates:
     """The acceptance rate at each depth, given that all shallower drafts were accepted.
 
     It is an average over all rows of all batches.

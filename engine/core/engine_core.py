@@ -200,13 +200,13 @@ class EngineCore:
         return self.scheduler.next_prompt()
 
     def _release(self, released: ReleasedRows) -> None:
-        """Snapshot and publish what is left of rows that have lost their place, then drop them."""
+        """Snapshot preempted rows and complete answers, publish the errors of failed rows, and drop them all."""
         self._snapshot_preempted(released.preempted)
         for row in released.completed:
             self.prefix.snapshots.keep_answer(row)
             self._decoded_s = None  # the snapshot must not count as decode time
-        if released.expired:
-            self._publish(released.expired)
+        if released.failed:
+            self._publish(released.failed)
         for row in released.finished:
             self.budget.release(row.id)
         if row_ids := released.row_ids:
@@ -431,4 +431,4 @@ class EngineCore:
 
 def _num_left(rows: Sequence[Request]) -> int:
     """Return the number of prompt tokens that are not computed yet."""
-    return rows[0].num_prompt_tokens - rows[0].num_prefilled
+    return rows[0].num_tokens - rows[0].num_prefilled

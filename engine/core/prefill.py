@@ -48,7 +48,7 @@ class Prefill:
     @property
     def end(self) -> int:
         """Tokens of the prompt, without those that a sparse plan skips."""
-        return self.rows[0].num_prompt_tokens
+        return self.rows[0].num_tokens
 
     @property
     def num_patches(self) -> list[int]:

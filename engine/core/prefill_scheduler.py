@@ -29,7 +29,8 @@ CHUNK_BITS = 3
 compiled kernels, graphs and allocated buffers."""
 
 MIN_FIXED_PARTS = 8
-"""A further chunk of a step that does not complete its prompt takes at least this many times a forward's fixed time."""
+"""After the first chunk of a step, a chunk that would neither complete its prompt nor take this many times a forward's
+fixed time is left to the next step, which may compute it in a larger chunk."""
 
 TIMEOUT_PART = 0.25
 """Share of step_timeout_s that a chunk of MIN_PREFILL_TOKENS may be predicted to take; a slower one gets fewer
@@ -40,7 +41,7 @@ class PrefillScheduler:
     """Chooses what to prefill in the current step.
 
     Args:
-        context: What decisions depend on.
+        context: Configuration, clock, cost model, memory budget, evictable memory and prefix lookup.
         running: The decoding rows by row id; the scheduler's own mapping.
 
     Attributes:
@@ -101,7 +102,9 @@ class PrefillScheduler:
     def choose(self) -> Prefill | None:
         """Choose the next prompt to advance; None if none may advance in this step.
 
-        The shortest of the most urgent prompts is chosen, or the prompt in progress that will soon cache its prefix.
+        Among the most urgent prompts it is the one with the fewest seconds left, or the oldest when its share of the
+        time is due (see PrefillOrder). If that prompt has not begun, and another prompt in progress will soon cache a
+        prefix of it, the other one advances instead.
         """
         if not (ready := self._ready()):
             return None
@@ -118,7 +121,7 @@ class PrefillScheduler:
         Memory for the chunk's intermediate results stays reserved until the next call.
         """
         row, step = rows[0], self.step
-        left = row.num_prompt_tokens - row.num_prefilled
+        left = row.num_tokens - row.num_prefilled
         wanted = min(step.num_tokens, left)
         if (in_time := self._tokens_in_time(row.num_prefilled)) < wanted:
             wanted = _rounded_down(in_time)
@@ -188,7 +191,7 @@ class PrefillScheduler:
     def _enlarged_chunk(self, row: Request, num_tokens: int, wanted: int) -> int:
         """Return the size of this prompt's chunk, after evicting snapshots for a larger one if that saves time."""
         missing = self._memory.shortfall_bytes(row, wanted)
-        start, end = row.num_prefilled, row.num_prompt_tokens
+        start, end = row.num_prefilled, row.num_tokens
         saved_s = self._costs.prompt_s(start, end, num_tokens) - self._costs.prompt_s(start, end, wanted)
         if missing and self._evictable.price(missing) < saved_s and self._evictable.evict(missing):
             return self._memory.reserve_chunk(row, wanted)
@@ -250,7 +253,7 @@ def _rounded_down(num_tokens: int) -> int:
 
 def _span(chunk: PromptChunk) -> Span:
     row = chunk.row
-    return Span(chunk.num_tokens, row.num_prefilled, row.num_prompt_tokens - row.num_prefilled - chunk.num_tokens)
+    return Span(chunk.num_tokens, row.num_prefilled, row.num_tokens - row.num_prefilled - chunk.num_tokens)
 
 
 def _expected_span(prefill: Prefill, num_left: int) -> Span:

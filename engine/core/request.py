@@ -94,8 +94,8 @@ class Request:
         return np.concatenate([self.spec.token_ids, np.array(self.output_token_ids, np.int32)])
 
     @property
-    def computed_index(self) -> np.ndarray | None:
-        """int32 [num_prompt_tokens]: positions in prompt_token_ids that are computed; None for all."""
+    def computed_positions(self) -> np.ndarray | None:
+        """int32 [num_tokens]: positions in prompt_token_ids that are computed; None for all."""
         if self.spec.sparse is None:
             return None
         num_input = len(self.spec.token_ids)
@@ -108,8 +108,8 @@ class Request:
         return len(self.spec.token_ids) - self.num_skipped
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Computed tokens of prompt_token_ids; for a running row, including its newest token."""
+    def num_tokens(self) -> int:
+        """Computed tokens of the prompt, and the generated ones: for a running row, including its newest token."""
         return self.num_input_tokens + len(self.output_token_ids)
 
     @property

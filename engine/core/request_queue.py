@@ -24,11 +24,12 @@ class QueueEntry:
     arrived_s: float
     """When it was queued, on the queue's clock."""
     rank: float
-    """Sort key in seconds, smallest first. Waiting would lower all ranks alike, so ageing needs no clock: later
-    arrivals begin with larger ranks."""
+    """Sort key in seconds, smallest first: the time of arrival plus the policy's penalty. All entries age at the same
+    rate, so that ranks need not change while they wait."""
     is_protected: bool = False
-    """Whether it is protected from preemption for ageing_s of decoding once it runs; else two requests could preempt
-    one another for ever."""
+    """Whether it is protected from preemption for other requests, during prefill and for ageing_s of decoding; else two
+    requests could preempt one another for ever. Set when it was preempted (`requeue`), and by the scheduler when it is
+    admitted after waiting for ageing_s."""
     blocked_s: float | None = None
     """When it first was the head of the queue and did not fit; None before."""
     has_output: bool = False
@@ -53,7 +54,7 @@ class QueueEntry:
         row = self.rows[0]
         self.priority, self.client = row.spec.priority, row.spec.client
         answer = min(row.sampling.max_tokens - len(row.output_token_ids), USUAL_ANSWER)
-        self.cost = PROMPT_WEIGHT * row.num_prompt_tokens + OUTPUT_WEIGHT * answer * len(self.rows)
+        self.cost = PROMPT_WEIGHT * row.num_tokens + OUTPUT_WEIGHT * answer * len(self.rows)
 
 
 Tagged = tuple[float, float, QueueEntry]
@@ -171,7 +172,7 @@ class RequestQueue:
     def _rank(self, row: Request, now: float) -> float:
         policy, ageing_s = self._config.policy, self._config.ageing_s
         if policy == "shortest_first":
-            return now + ageing_s * row.num_prompt_tokens / 1000
+            return now + ageing_s * row.num_tokens / 1000
         if policy == "priority":
             return now + ageing_s * row.spec.priority
         return now

@@ -27,7 +27,7 @@ class Scheduler:
     Prompts are prefilled in chunks between the decode steps; several may be in progress.
 
     Args:
-        context: What decisions depend on.
+        context: Configuration, clock, cost model, memory budget, evictable memory and prefix lookup.
         stats: Counters to update.
 
     Attributes:
@@ -121,7 +121,7 @@ class Scheduler:
         self._released.preempted.append(released)
         self._stats.num_preempted += len(rows)
         for row in rows:
-            num_computed = row.num_prompt_tokens if released.num_prefilled is None else row.num_prefilled
+            num_computed = row.num_tokens if released.num_prefilled is None else row.num_prefilled
             row.num_charged = max(row.num_charged, num_computed)
             self._remove_running(row)
             row.state, row.num_prefilled = RequestState.WAITING, 0
@@ -129,7 +129,7 @@ class Scheduler:
         self._queue.requeue(rows, None if rows[0].output_token_ids else arrived_s)
 
     def take_released(self) -> ReleasedRows:
-        """Return the rows that have lost their place since the last call; they must be dropped before `schedule`."""
+        """Return the rows released since the last call; they must be dropped before `schedule`."""
         released, self._released = self._released, ReleasedRows()
         return released
 
@@ -167,7 +167,7 @@ class Scheduler:
         """Give preempted rows the tokens of the step in flight; some rows may finish with them."""
         chunks = {row.id: self._take(row, outputs[row.id]) for row in rows if row.id in outputs}
         for row in rows:  # generated tokens are charged as output, not again as prompt
-            row.num_charged = max(row.num_charged, row.num_prompt_tokens)
+            row.num_charged = max(row.num_charged, row.num_tokens)
         return chunks
 
     def update_prefill(self, rows: Sequence[Request], output: PrefillOutput) -> Chunks:
@@ -179,7 +179,7 @@ class Scheduler:
         self._shares.charge(rows[0].spec.client, num_prompt_tokens=num_new)
         if output.first is None:
             return {}
-        assert all(row.num_prefilled == row.num_prompt_tokens for row in rows)
+        assert all(row.num_prefilled == row.num_tokens for row in rows)
         first = [output.first[row.id] for row in rows]
         self._join(rows)
         return {row.id: self._take(row, token) for row, token in zip(rows, first, strict=True)}
@@ -215,7 +215,7 @@ class Scheduler:
                 self._remove(row)
                 chunk = TokenChunk((), FinishReason.EXPIRED, error, row.index)
                 retry_after_s = self.expected_wait_s() or retry_after.STEP_FAILED_S
-                self._released.expired[row.id] = replace(chunk, retry_after_s=retry_after_s)
+                self._released.failed[row.id] = replace(chunk, retry_after_s=retry_after_s)
 
     def _extend_rows(self) -> bool:
         """Extend the reservations of rows that have used theirs up, the oldest row first, preempting others if needed.
@@ -227,7 +227,7 @@ class Scheduler:
         for row in list(self._running.values()):
             while row.id in self._running and self.budget.needs_more_slots(row) and not self._extend_row(row):
                 if len(self._running) == 1 and not self.prefills.in_progress:
-                    self._released.expired |= self._fail_out_of_memory([row], self.budget.extend(row))
+                    self._released.failed |= self._fail_out_of_memory([row], self.budget.extend(row))
                 else:
                     victim = self._preemption.choose_for_growth(list(self.prefills.in_progress))
                     keeps &= not isinstance(victim, Prefill)
@@ -257,14 +257,14 @@ class Scheduler:
             if not admission.reserve(entry):
                 if may_preempt and admission.is_idle:
                     missing = self.budget.shortfall_bytes(entry.rows)
-                    self._released.expired |= self._fail_out_of_memory(list(entry.rows), missing)
+                    self._released.failed |= self._fail_out_of_memory(list(entry.rows), missing)
                     return
                 entry = self._preempt_or_backfill(entry) if may_preempt else None
             if entry is None:
                 return
             self._start_prefill(entry)
-            if any(one.has_state for one in self._released.preempted):  # they must be dropped before they are admitted
-                return
+            if any(one.has_state for one in self._released.preempted):
+                return  # preempted rows must be dropped before they can be admitted again
 
     def _preempt_or_backfill(self, head: QueueEntry) -> QueueEntry | None:
         """Return a request with reserved memory when the head does not fit: after preemption, or one that backfills."""

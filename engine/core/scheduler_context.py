@@ -12,7 +12,7 @@ from engine.core.request import Request
 
 
 class Prefixes(Protocol):
-    """Looks up cached prefixes of prompts, see core/prefix_cache/sessions.py."""
+    """Looks up cached prefixes of prompts, see core/prefix_cache/lookup.py."""
 
     def num_cached(self, row: Request) -> int:
         """Return how many tokens of a row's prompt are cached."""

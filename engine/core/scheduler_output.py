@@ -1,4 +1,4 @@
-"""The scheduler's decisions: what a step decodes, and which rows have lost their place."""
+"""The scheduler's decisions: what a step decodes, and which rows it releases."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,13 +27,13 @@ class PreemptedRows:
 
 @dataclass(slots=True)
 class ReleasedRows:
-    """Rows that have lost their place. EngineCore._release snapshots, publishes and drops them."""
+    """Rows that no longer decode or prefill. EngineCore._release snapshots, publishes and drops them."""
 
     preempted: list[PreemptedRows] = field(default_factory=list)
     """Their memory is reserved for others already, so they are dropped before the next forward."""
     completed: list[Request] = field(default_factory=list)
     """Rows with complete answers, snapshotted while the runner has them."""
-    expired: Chunks = field(default_factory=dict)
+    failed: Chunks = field(default_factory=dict)
     """Final chunks of rows that expired in the queue or ran out of memory."""
     finished: list[Request] = field(default_factory=list)
     """Rows that the runner has and that will get no more tokens; their memory is reserved until they are dropped."""

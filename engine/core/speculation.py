@@ -18,7 +18,7 @@ import numpy as np
 from engine.config import MTPConfig
 from engine.core.batch import RowOutput
 from engine.core.cost_model import CostModel
-from engine.core.draft_figures import Acceptance
+from engine.core.draft_figures import AcceptanceRates
 
 log = logging.getLogger("orchard.engine")
 
@@ -76,7 +76,7 @@ class Trials:
         self.num_drafts, self._num_steps = None, 1
 
 
-class Watchdog:
+class AcceptanceWatchdog:
     """Detects a head whose drafts are almost never accepted, such as one with wrongly loaded norms."""
 
     def __init__(self) -> None:
@@ -158,8 +158,8 @@ class SpeculationController:
         self._mode = "off" if self._reason else "auto" if config == "auto" else "fixed"
         self._max_draft_tokens = max_draft_tokens
         self._costs = costs
-        self._acceptance = Acceptance(max_draft_tokens)
-        self._watchdog = Watchdog()
+        self._acceptance = AcceptanceRates(max_draft_tokens)
+        self._watchdog = AcceptanceWatchdog()
         self._trials = Trials()
         self._best = 0  # the current k outside of trials
         self._now = 0

@@ -131,7 +131,7 @@ class ChatTokenizer:
         """Render and tokenize the prompt for the model's next turn.
 
         Args:
-            messages: Canonical messages, see `deployments.protocol.Message`; not modified.
+            messages: Canonical messages, see `engine.processing.message.Message`; not modified.
             template_kwargs: Template variables, such as `tools`; `enable_thinking` defaults to false.
             image_tokens: Placeholders of each image, in order of appearance.
             limit: Ends the work as soon as the prompt is certainly too long or no longer needed.

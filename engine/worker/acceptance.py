@@ -24,15 +24,19 @@ class Acceptance:
             positions: int32 [B, k + 1], output positions of the samples.
 
         Returns:
-            The drafts that equal the samples, up to the first that does not: int32 [B], 0 to k; and the samples that
-            each row keeps: int32 [B], 1 to k + 1. The former may exceed the latter in a finished row.
+            Two arrays, int32 [B]. The first counts the accepted drafts, 0 to k: those before the first draft that
+            differs from its sample. The second counts the samples that the row keeps, 1 to k + 1: those after accepted
+            drafts, up to its last token. In a row that ends, more drafts may be accepted than samples are kept.
         """
         agrees = (tokens[:, 1:] == sampled[:, :-1]).astype(mx.int32)
         num_accepted = mx.sum(mx.cumprod(agrees, axis=1), axis=1)
         return num_accepted, mx.minimum(num_accepted + 1, self._most_kept(tokens, positions))
 
     def _most_kept(self, tokens: mx.array, positions: mx.array) -> mx.array:
-        """Return how many samples each row may keep: none after its last token, one if that is processed now."""
+        """Return how many samples each row may keep: those up to its last token.
+
+        It is 1 for a row whose last token was sampled before and is processed now: that sample is discarded later.
+        """
         goes_on = positions[:, 1:] < self._max_tokens
         if self._stops is not None:
             is_stop = mx.any(tokens[..., None] == self._stops[:, None], axis=-1)

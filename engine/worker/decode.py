@@ -5,9 +5,10 @@ tokens are transferred. The host need not know what was accepted: lengths, newes
 are on the device. Only a row with a grammar makes the step wait, after the launch, for the tokens that its matcher must
 consume. Rows join and leave between steps.
 
-A finished row has been computed for one step too many. The device knows its last token and keeps nothing after it, so
-that step adds only this last token: the state is where the next turn of a conversation continues, and can be taken with
-`DecodeGroup.snapshot` until the row is removed.
+When the host learns that a row has finished, the next step, which still contains the row, is in flight. The device
+knows the row's last token and keeps nothing after it, so that step adds only this last token to the row's cache: the
+state is where the next turn of a conversation continues, and can be taken with `DecodeGroup.snapshot` until the row is
+removed.
 
 The target samples at each verified position, and a draft token is accepted if it equals the sample, so the output is
 that of plain decoding at any temperature. Drafts are sampled with the noise of their own positions (Gumbel coupling;
@@ -325,7 +326,7 @@ class DecodeGroup:
 
 
 def _row(new: JoiningRow) -> Row:
-    num_cached = new.request.num_prompt_tokens
+    num_cached = new.request.num_tokens
     return Row(new.request, num_cached, new.next_position - num_cached, [*new.request.output_token_ids, new.token_id])
 
 

@@ -104,7 +104,7 @@ class Prefill:
             next_position += len(said)
         positions = np.broadcast_to(positions, (3, 1, len(ids)))
         successors = np.append(ids[1:], 0)
-        if (computed := request.computed_index) is not None:
+        if (computed := request.computed_positions) is not None:
             _check_images(index, computed)
             ids, successors, positions = ids[computed], successors[computed], positions[..., computed]
             index = np.searchsorted(computed, index).astype(np.int32)

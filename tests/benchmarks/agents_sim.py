@@ -1,4 +1,4 @@
-"""What the engine's policy costs: the real EngineCore under loads of agents, with a virtual clock instead of a model.
+"""The cost of the engine's policy: the real EngineCore under loads of agents, with a virtual clock instead of a model.
 
     uv run python -m tests.benchmarks.agents_sim --machine 27B-4bit/64GB --load circle --turns 12
 
@@ -94,10 +94,10 @@ def short(sim: Simulation, kind: str, number: int, num_prompt: int, num_answer: 
 
 @dataclass(frozen=True)
 class Load:
-    """What the clients do."""
+    """The behaviour of the clients."""
 
     turns: int = 12
-    """Of each agent; loads without agents last the longer the larger it is."""
+    """Turns of each agent; loads without agents last longer with more turns."""
     think_s: float = 2.0
     """Seconds between an agent's answer and its next request."""
     has_disk: bool = False

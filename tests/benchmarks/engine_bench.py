@@ -128,7 +128,8 @@ async def generate(engine: AsyncEngine, request: EngineRequest) -> Row:
 
 
 def figures(arm: Arm, rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Of one round: rates over the time in which all rows were decoding, waits of all rows in milliseconds."""
+    """Return the figures of one round: rates over the time in which all rows were decoding, waits of all rows in
+    milliseconds."""
     ttft_ms = [(row.first - row.sent) * 1e3 for row in rows]
     if arm.is_prefill:
         return {"tokens_per_s": [arm.prompt_tokens / ttft_ms[0] * 1e3], "ttft_ms": ttft_ms}
@@ -210,7 +211,7 @@ def print_report(report: dict[str, Any], rounds: int) -> None:
 
 @dataclass
 class Counts:
-    """Of the steps in which all rows ran; row_steps: one for each row of each."""
+    """Counts over the steps in which all rows ran; row_steps: one for each row of each."""
 
     seconds: float = 0.0
     row_steps: int = 0
@@ -245,14 +246,14 @@ class GatedRunner(MLXRunner):
         row = rows[0]
         if row.id not in self._kept:
             prompt = self._prefill.begin(row)
-            _, logits = self._prefill.advance(prompt, row.num_prompt_tokens)
+            _, logits = self._prefill.advance(prompt, row.num_tokens)
             assert logits is not None
             self._kept[row.id] = prompt, first_tokens(rows, logits, self.vocab_size)
         prompt, first = self._kept[row.id]
         head_cache = None if prompt.head_cache is None else [*prompt.head_cache]
         token_id, position = first[0].token_ids[0], prompt.next_position
         self._join([JoiningRow(row, [*prompt.cache], position, token_id, head_cache, prompt.hidden)])
-        return PrefillOutput(row.num_prompt_tokens, {row.id: first[0]})
+        return PrefillOutput(row.num_tokens, {row.id: first[0]})
 
 
 @dataclass(frozen=True)
@@ -308,8 +309,8 @@ def raise_errors(chunks: Chunks) -> None:
 
 
 def draft_figures(turns: Sequence[Counts], plain: Sequence[Counts]) -> dict[str, float]:
-    """Of one arm in one round. acceptance: nan when nothing was drafted. other_tokens: rows that did not get the tokens
-    of plain decoding, as far as both went."""
+    """Return the figures of one arm in one round. acceptance: nan when nothing was drafted. other_tokens: rows that did
+    not get the tokens of plain decoding, as far as both went."""
 
     def rate(turns: Sequence[Counts]) -> float:
         num_tokens = sum(len(ids) for turn in turns for ids in turn.tokens.values())

@@ -1,4 +1,4 @@
-"""What tools, the split of thoughts and grammars add to the time to first token and to the time per token.
+"""The time that tools, the split of thoughts and grammars add to the time to first token and to the time per token.
 
     uv run python -m tests.benchmarks.faces_bench --rounds 5
 

@@ -287,7 +287,7 @@ def partition(scores: mx.array, count: int) -> mx.array:
 
 
 def answers(name: str, settings: EngineConfig, asked: Sequence[EngineRequest]) -> dict[str, dict[str, list[int]]]:
-    """What the requests get alone, and in batches."""
+    """Return the tokens of the requests alone, and in batches."""
     runner, found = load_runner(settings, lambda part: None), {}
     for rows in (1, EQUAL_ROWS):
         core, outputs = make_core(runner, settings)

@@ -1,4 +1,4 @@
-"""What every benchmark shares: percentiles and spreads, a process's CPU time, and where the figures come from."""
+"""Parts that every benchmark shares: percentiles and spreads, a process's CPU time, and where the figures come from."""
 
 import math
 import os
@@ -34,7 +34,7 @@ def percentile(values: Iterable[float], q: float) -> float:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of one figure over the rounds of a benchmark."""
+    """The spread of one figure over the rounds of a benchmark."""
 
     median: float
     low: float

@@ -1,4 +1,4 @@
-"""What overload costs: as many requests as the server can answer, and four times as many, in turns.
+"""The cost of overload: as many requests as the server can answer, and four times as many, in turns.
 
     uv run python -m tests.benchmarks.overload_bench --rounds 3
 

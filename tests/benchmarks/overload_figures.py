@@ -1,4 +1,4 @@
-"""What overload_bench makes of what its clients saw."""
+"""The figures that overload_bench computes from its clients' records."""
 
 import random
 from collections import Counter, defaultdict

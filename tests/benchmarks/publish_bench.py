@@ -1,4 +1,4 @@
-"""What it costs to bring a token from the engine to the client: the real graph around a step that computes nothing.
+"""The cost of a token's way from the engine to the client: the real graph around a step that computes nothing.
 
     uv run python -m tests.benchmarks.publish_bench
 

@@ -1,4 +1,4 @@
-"""What publish_bench makes of the times at which tokens were emitted and arrived."""
+"""The figures that publish_bench computes from the times at which tokens were emitted and arrived."""
 
 from collections.abc import Mapping, Sequence
 

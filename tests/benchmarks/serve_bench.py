@@ -133,7 +133,7 @@ def print_summaries(summaries: list[dict[str, Any]]) -> None:
 
 
 def engine_pids(base: str) -> list[int]:
-    """Of the engines on this machine, as /v1/status names them."""
+    """Return the process ids of the engines on this machine, as /v1/status names them."""
     status = httpx.get(base.rstrip("/") + "/status", timeout=10).raise_for_status().json()
     return [replica["pid"] for replica in status["engines"] if psutil.pid_exists(replica["pid"])]
 

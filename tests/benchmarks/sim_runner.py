@@ -32,7 +32,8 @@ MAX_TOKENS = 32_000
 """The ceiling that coding agents send with each request."""
 
 GENERATION_TOKENS = 5
-"""Of the generation prompt, which the next turn's prompt has in the same place, behind the turn's boundary."""
+"""Tokens of the generation prompt, which the next turn's prompt repeats at the same place, after the turn's
+boundary."""
 
 MAX_S = 200_000.0
 """Virtual seconds after which a load that does not end is given up."""
@@ -50,7 +51,7 @@ class Machine:
 
     name: str
     memory_bytes: int
-    """What the device recommends (Metal's working set) or has."""
+    """Memory that the device recommends (Metal's working set) or has."""
     costs: MemoryCosts
     chunk_s: float
     """Seconds of a chunk, whatever its size: weights are read, kernels are started."""
@@ -268,20 +269,20 @@ class ClockRunner:
     def merge_groups(self, source: int, target: int) -> None:
         """All rows of the merged group are written anew."""
         rows = [row for row in self._rows.values() if row.decode_group == target]
-        longest = max((row.num_prompt_tokens for row in rows), default=0)
+        longest = max((row.num_tokens for row in rows), default=0)
         self.clock.advance(self.machine.copy_seconds(len(rows) * self._size(longest)))
 
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         row = rows[0]
         prompt = self._prompts.get(row.id) or self._begin(row)
         assert prompt.done == row.num_prefilled
-        num_tokens = min(max_tokens, row.num_prompt_tokens - prompt.done)
+        num_tokens = min(max_tokens, row.num_tokens - prompt.done)
         self._compute(row, prompt, num_tokens, self.machine.chunk_seconds(prompt.done, num_tokens))
         return self._taken_in(rows, prompt, num_tokens)
 
     def _taken_in(self, rows: Sequence[Request], prompt: Prompt, num_tokens: int) -> PrefillOutput:
         row = rows[0]
-        if prompt.done < row.num_prompt_tokens:
+        if prompt.done < row.num_tokens:
             return PrefillOutput(num_tokens)
         del self._prompts[row.id]
         self._rows |= {each.id: each for each in rows}
@@ -397,8 +398,8 @@ class ClockRunner:
 
     def _begin(self, row: Request) -> Prompt:
         if row.output_token_ids:  # preempted: all but the last of its tokens had been computed
-            self._reached[row.id] = max(self._reached.get(row.id, 0), row.num_prompt_tokens - 1)
-        num_bytes = self._size(self.costs.slots(row.num_prompt_tokens))
+            self._reached[row.id] = max(self._reached.get(row.id, 0), row.num_tokens - 1)
+        num_bytes = self._size(self.costs.slots(row.num_tokens))
         prompt = self._prompts[row.id] = Prompt(num_bytes, reached=self._reached.get(row.id, 0))
         return prompt
 
@@ -430,7 +431,7 @@ class ClockRunner:
         groups: dict[int, tuple[int, int]] = {}
         for row in self._rows.values():
             num_rows, longest = groups.get(row.decode_group, (0, 0))
-            groups[row.decode_group] = num_rows + 1, max(longest, row.num_prompt_tokens)
+            groups[row.decode_group] = num_rows + 1, max(longest, row.num_tokens)
         return list(groups.values())
 
     def _output(self, row: Request, num_drafts: int) -> RowOutput:
@@ -554,7 +555,7 @@ class Ask:
     num_system: int = 0
     """Tokens of the system part."""
     turn: int = 0
-    """Of the conversation, from 0."""
+    """Turn of the conversation, from 0."""
     client: str = ""
     priority: int = 0
     max_tokens: int = MAX_TOKENS

@@ -28,7 +28,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one exchange amounts to. pieces: text with the time of its arrival, empty ones left out."""
+    """The result of one exchange. pieces: text with the time of its arrival, empty ones left out."""
 
     due: float
     sent: float

@@ -76,7 +76,7 @@ class Start:
 
     phases: dict[str, float]
     cpu_s: float
-    """Of all processes of the server, up to the first answer."""
+    """CPU seconds of all processes of the server, up to the first answer."""
     memory_mb: float
     """Proportional set size of all processes of the server at the first answer, MB."""
 

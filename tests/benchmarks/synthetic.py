@@ -22,7 +22,7 @@ from tests.support.fake_runner import NoSnapshots
 STEPS_PER_S = 50.0
 
 LETTER = "a"
-"""What every token decodes to: the client counts tokens by counting letters."""
+"""The text of every token: the client counts tokens by counting letters."""
 
 
 class PacedRunner(NoSnapshots):
@@ -57,7 +57,7 @@ class PacedRunner(NoSnapshots):
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         for row in rows:
             self._rows[row.id] = self.emissions[row.sampling.seed] = [time.monotonic()]
-        num_tokens = rows[0].num_prompt_tokens - rows[0].num_prefilled
+        num_tokens = rows[0].num_tokens - rows[0].num_prefilled
         return PrefillOutput(num_tokens, {row.id: self._output for row in rows})
 
     def reset(self) -> None:
@@ -98,12 +98,12 @@ class SyntheticReplica(_Replica):
         self._runner.spread = spread
 
     async def take_emissions(self) -> dict[int, list[float]]:
-        """Of the requests since the last call; none may be running."""
+        """Return the emission times of the requests since the last call; none may be running."""
         emissions, self._runner.emissions = self._runner.emissions, {}
         return emissions
 
 
 def build_synthetic_app(args: AppArgs) -> Application:
-    """What build_app binds, but for the replica that holds the engine."""
+    """Bind the graph of build_app, except for the replica with the engine."""
     with patch("deployments.app.ModelReplica", SyntheticReplica):
         return build_app(args)

@@ -93,7 +93,7 @@ TASKS = {
     "json": Task(24, json_object),
     "sampled": Task(48, _sentences, temperature=1.0),
 }
-"""What benchmarks measure."""
+"""The tasks that benchmarks measure."""
 
 RETRIEVAL = Task(8, _needle(333))
 """Needles in texts as short as those in which drafts were first measured (tests/engine/worker/test_mtp.py)."""
@@ -106,7 +106,8 @@ BEHIND = 4
 
 
 def requests(name: str, count: int, tokenizer: ChatTokenizer, num_tokens: int | None) -> list[EngineRequest]:
-    """Of one of TASKS, without stop tokens: each gives num_tokens, None for those of the task."""
+    """Return requests of one of TASKS, without stop tokens: each generates num_tokens; None: as many as the task
+    says."""
     task = TASKS[name]
     num_tokens = num_tokens or task.answer_tokens
     chosen = prompts(task, count, tokenizer, "bench", min(num_tokens, task.answer_tokens) + BEHIND)

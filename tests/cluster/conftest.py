@@ -44,7 +44,7 @@ class OrchardCluster:
         return serve.get_deployment_handle(deployment, APP)
 
     def replicas(self, deployment: str) -> list[dict[str, Any]]:
-        """What the replicas of a deployment say about themselves, as in /v1/status."""
+        """Return the status of a deployment's replicas, as in /v1/status."""
         answers = self.handle(deployment).broadcast("status").results(timeout_s=10)
         return [answer["ingress"][0] if "ingress" in answer else answer for answer in answers]
 

@@ -42,7 +42,7 @@ LONG: dict[str, Any] = {"max_tokens": 1500, "min_tokens": 1500}
 
 @dataclass
 class Answer:
-    """What came back over HTTP. seconds: from the request to the end."""
+    """An answer over HTTP. seconds: from the request to the end."""
 
     status: int = 0
     text: str = ""

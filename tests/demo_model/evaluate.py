@@ -89,7 +89,8 @@ IMAGE_TASKS: dict[str, Task] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one sample. draft_shares: of the answer's tokens that the MTP head's drafts 1, 2, ... have right."""
+    """The outcome of one sample. draft_shares: shares of the answer's tokens that the MTP head's drafts 1, 2, ... have
+    right."""
 
     is_right: bool
     draft_shares: tuple[float, ...]

@@ -42,7 +42,7 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class Context:
-    """What the layers need to know of a batch."""
+    """The properties of a batch that layers need."""
 
     offsets: mx.array  # int32 [B, T]: tokens of the same document in front of a token
     cos: mx.array  # float32 [B, T, 1, rotary size]

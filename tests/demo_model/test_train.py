@@ -94,7 +94,7 @@ def prompt_batch(token_ids: list[int], sample: Sample) -> tuple[Batch, int]:
 
 
 def greedy_tokens(model: TrainableModel, sample: Sample, count: int) -> list[int]:
-    """What the training model itself answers, every token computed from the beginning."""
+    """Return the training model's own answer, every token computed from the beginning."""
     prompt = encode_text(prompt_and_answer(sample)[0])
     tokens: list[int] = []
     while len(tokens) < count:

@@ -273,18 +273,18 @@ class Client:
 
     @property
     def body(self) -> dict[str, Any]:
-        """Of a response that is not streamed."""
+        """The body of a response that is not streamed."""
         return json.loads(self.text)
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Of a stream, without [DONE]."""
+        """The events of a stream, without [DONE]."""
         blocks = [block.removeprefix("data: ") for block in self.text.split("\n\n") if block]
         return [json.loads(block) for block in blocks if block != "[DONE]"]
 
     @property
     def error(self) -> dict[str, Any]:
-        """Of a response, or the last event of a stream."""
+        """The error of a response, or of the last event of a stream."""
         return (self.events[-1] if "event-stream" in self.headers["content-type"] else self.body)["error"]
 
 

@@ -47,7 +47,7 @@ class Waiting:
     graceful_shutdown_timeout_s=0.1,
 )
 class Asking:
-    """Whoever asks answers, and the other one is silent."""
+    """Two replicas: the one that asks also answers, and the other one is silent."""
 
     def __init__(self) -> None:
         self._is_asking = False

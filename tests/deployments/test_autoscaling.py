@@ -19,7 +19,7 @@ def node(name: str, alive: bool = True, **resources: float) -> dict[str, Any]:
 
 @dataclass
 class Context:
-    """What Serve tells a policy of its own deployment."""
+    """The facts that Serve gives a policy about its own deployment."""
 
     deployment_name: str = "ModelReplica"
     app_name: str = "orchard"

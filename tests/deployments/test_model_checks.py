@@ -1,4 +1,4 @@
-"""What is found out about a model before a replica loads it."""
+"""Checks of a model before a replica loads it."""
 
 import json
 import shutil
@@ -79,8 +79,11 @@ def test_context_beyond_that_of_the_model_is_refused():
 
 
 def test_options_for_images_have_no_effect_with_a_model_that_reads_text(model: Path):
-    refused = refusal(engine={"model": str(model), "vision_cache_mb": 1}, media={"max_images": 2, "max_bytes": 2048})
-    assert refused.startswith("media.max_images, media.max_bytes, engine.vision_cache_mb: has no effect")
+    engine = {"model": str(model), "vision_cache_mb": 1, "image_memory_mb": 64}
+    refused = refusal(engine=engine, media={"max_images": 2, "max_bytes": 2048})
+    options = "media.max_images, media.max_bytes, engine.vision_cache_mb, engine.image_memory_mb"
+    assert refused.startswith(f"{options}: has no effect")
+    check_model(AppArgs.model_validate({"engine": {"model": str(model), "image_memory_mb": 1024}}))
     check_model(AppArgs.model_validate({"engine": {"model": str(model)}, "media": {"max_images": 16}}))
     check_model(AppArgs.model_validate({"media": {"max_images": 2}}))
 

@@ -1,4 +1,4 @@
-"""What a ModelReplica adds to the engine's answers: where they come from."""
+"""A ModelReplica adds to the engine's answers where they come from."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine

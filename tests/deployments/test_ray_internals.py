@@ -111,7 +111,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Replica], Any]:
 
 
 async def plan_then_dispatch(router: Any, plan: "asyncio.Future[None]", sent: list[Any], **steps: bool) -> None:
-    """What EngineClient does, up to the first read, and its clean-up. gives_a_turn: lets the dispatch begin."""
+    """Act as EngineClient does, up to the first read, and its clean-up. gives_a_turn: lets the dispatch begin."""
     async with router.choose_replica(METADATA) as selection:
         await plan
         response = DeploymentResponseGenerator(router.dispatch(selection, METADATA), METADATA, False)

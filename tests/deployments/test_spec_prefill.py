@@ -141,7 +141,7 @@ Answered = tuple[Plan, int, FinishReason | None]
 
 @serve.deployment()
 class Front:
-    """What the Ingress does with a request, up to the tokens."""
+    """The Ingress's part of a request, up to the tokens."""
 
     def __init__(self, engine: Any, text: Any, mllm: Any, scorer: Any):
         self._client = EngineClient(engine, {Route.TEXT: text, Route.MLLM: mllm})

@@ -1,4 +1,4 @@
-"""What our processes have written, and which of it nobody has answered for."""
+"""Lines that Orchard's processes have logged, and those among them that no test expects."""
 
 from pathlib import Path
 

@@ -25,7 +25,7 @@ START_TIMEOUT_S = 300.0  # half a minute on two idle cores
 STOP_TIMEOUT_S = 60.0
 
 MAX_RUNNING, MAX_QUEUE, DRAIN_S, SPARSE_THRESHOLD = 4, 12, 20.0, 512
-"""Of the small server. SPARSE_THRESHOLD: tokens."""
+"""Settings of the small server. SPARSE_THRESHOLD: tokens."""
 
 SERVE_RUN, ORCHARD_SERVE = ("serve", "run"), ("orchard", "serve")
 
@@ -97,7 +97,7 @@ class ServeRun:
             time.sleep(0.5)
 
     def stop(self) -> int:
-        """What Ctrl-C does. Returns the exit code."""
+        """Stop the server as Ctrl-C does. Returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         return self.process.wait(STOP_TIMEOUT_S)

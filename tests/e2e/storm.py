@@ -17,7 +17,8 @@ from tests.e2e.storm_requests import NO_REPLY, Ask, Reply, check_answer, make_as
 
 MAX_CLIENTS = 48
 LEAVING = 0.4
-"""Of those that are not refused. Some of them have their whole answer before they leave: three in ten are given up."""
+"""Share of the clients that leave, among those that are not refused. Some of them have their whole answer before they
+leave: three in ten are given up."""
 ANSWER_TIMEOUT_S = 120.0
 READ_BYTES = 2**16
 _COMPLETION_ID = re.compile(rb'"id": ?"(chatcmpl-[0-9a-f]+)"')
@@ -54,7 +55,8 @@ class BadCancel(Exception):
 
 @dataclass
 class Talk:
-    """What came back. left: the client hung up before the end. cancelled: what the cancel API said, if it was asked."""
+    """The reply to a request. left: the client hung up before the end. cancelled: what the cancel API said, if it was
+    asked."""
 
     raw: bytearray = field(default_factory=bytearray)
     left: bool = False
@@ -185,7 +187,7 @@ async def cancel(url: SplitResult, request_id: str) -> bool:
 
 @dataclass
 class Books:
-    """What the clients saw, in the words of the engine's counters.
+    """The clients' counts, by the names of the engine's counters.
 
     least_rows, most_rows: that the engine must, and may, have begun: of somebody who left in time nobody knows.
     finished_rows: that nobody ended but the model. problems: in words; there should be none. texts: of requests that
@@ -269,7 +271,7 @@ def _cancelled(reply: Reply) -> str:
 
 
 def engine_of(status: dict[str, Any]) -> dict[str, Any]:
-    """Of the one engine that there is."""
+    """Return the entry of the only engine."""
     (replica,) = status["engines"]
     return replica["engine"]
 
@@ -289,7 +291,7 @@ def slots(status: dict[str, Any]) -> dict[str, int]:
 
 
 def unrest(status: dict[str, Any]) -> list[str]:
-    """What is still held, when no client is there any more; nothing is the right answer."""
+    """Return the resources still in use when no client is left; there should be none."""
     engine = engine_of(status)
     held = {
         "running": status["num_running"],

@@ -1,4 +1,4 @@
-"""What a storm asks for: requests of every kind, how a reply is read strictly, and how the answer of each kind is
+"""The requests of a storm: every kind, how a reply is read strictly, and how the answer of each kind is
 checked. All prompts and seeds come from small pools, so that the same request comes again."""
 
 import http.client
@@ -46,7 +46,7 @@ SCHEMA = {
 
 
 NO_REPLY = (AssertionError, http.client.HTTPException, ValueError, KeyError)
-"""What is raised for a response that is broken off, or not of our making."""
+"""Errors of a response that is broken off, or that Orchard did not make."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Ask:
 
     @property
     def key(self) -> str:
-        """Of all that the tokens depend on."""
+        """A key of all fields that the tokens depend on."""
         return json.dumps({name: value for name, value in self.body.items() if name not in UNSEEN}, sort_keys=True)
 
 
@@ -156,7 +156,7 @@ def _said(choices: list[dict[str, Any]], usage: dict[str, Any]) -> Said:
 
 
 def check_answer(ask: Ask, said: Said) -> None:
-    """What holds for every answer, then what holds for its kind."""
+    """Check what holds for every answer, then what holds for its kind."""
     usage, num_choices = said.usage, ask.num_choices
     prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
     assert len(said.texts) == num_choices
@@ -179,7 +179,8 @@ def make_ask(rng: random.Random) -> Ask:
 
 
 def one_of_each(seed: int) -> list[Ask]:
-    """Of each kind, then every picture and every prompt that is scored: what is kept of them is there afterwards."""
+    """Return a request of each kind, then every picture and every prompt that is scored: what is kept of them is there
+    afterwards."""
     rng = random.Random(seed)
     asks = [replace(make(rng), kind=kind) for kind, (make, _) in KINDS.items()]
     asks += [_about_shape(rng, *each) for each in SHAPES]

@@ -1,4 +1,4 @@
-"""What a client gets from a server that was started as the README says."""
+"""Answers of a server that was started as the README says."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ from tests.e2e.server import ServeRun, serve_run
 
 
 def ended(server: ServeRun, timeout_s: float) -> str:
-    """What the operator reads, without the log lines of Ray's processes."""
+    """Return the output that the operator reads, without the log lines of Ray's processes."""
     assert server.process.wait(timeout_s) == 1, server.output
     return "\n".join(line for line in server.output.splitlines() if not line.startswith("\x1b"))
 

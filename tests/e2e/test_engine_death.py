@@ -151,7 +151,7 @@ async def fill_every_phase(http: httpx.Client, load: Load, salt: str) -> dict[st
 
 
 def check_retryable(reply: Reply) -> None:
-    """Whoever gets this may send the request again, and knows when."""
+    """Check that the error tells the client that and when the request may be sent again."""
     assert reply.error is not None
     if reply.headers["content-type"].startswith("text/event-stream"):
         assert reply.error["code"] == "unavailable" and reply.error["retry_after_s"] > 0, reply.error
@@ -205,7 +205,7 @@ async def kill_under_load(server: ServeRun, http: httpx.Client, salt: str) -> No
 
 
 async def check_resumed_answers(load: Load, replies: dict[str, Reply]) -> None:
-    """What went on on another engine is what the request gets when nobody is killed. Sparse plans may differ."""
+    """Answers continued on another engine equal those that the requests get without a kill. Sparse plans may differ."""
     for name, reply in replies.items():
         if reply.said is not None and name != SCORED:
             again = Load(load.base_url)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.server
 
 NUM_EXAMPLES = 12
-"""Of each operation, right ones and wrong ones."""
+"""Examples of each operation, valid and invalid ones."""
 SEED = 2026
 TIMEOUT_S = 120.0
 BUDGETS = ("max_tokens", "max_completion_tokens", "max_output_tokens")

@@ -68,7 +68,7 @@ def is_sparse(answer: Any) -> bool:
 
 
 def scorer(http: httpx.Client) -> dict[str, Any]:
-    """What the one scorer says of itself; raises while there is none."""
+    """Return the status of the only scorer; raises while there is none."""
     (replica,) = http.get("/v1/status").json()["spec_prefill"]
     return replica
 

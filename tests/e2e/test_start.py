@@ -1,4 +1,4 @@
-"""What a started server is like for the machine that it runs on."""
+"""The effects of a started server on its machine."""
 
 import subprocess
 import sys

@@ -63,7 +63,7 @@ def poll(condition: Callable[[], bool], timeout_s: float, explain: Callable[[], 
 
 
 def refusal_of(server: ServeRun) -> httpx.Response:
-    """What a new client is told, as soon as the server does not take its request any more."""
+    """Return the response to a new client as soon as the server accepts no more requests."""
     body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
     with httpx.Client(base_url=server.base_url, timeout=EXIT_S) as http:
         deadline = time.monotonic() + DRAIN_S

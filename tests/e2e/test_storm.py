@@ -29,16 +29,17 @@ MIB = 2**20
 MAX_ACTIVE_GROWTH = MIB // 8
 """MLX's books are exact; a row of any kind holds more than that, as it has recurrent states."""
 MAX_GROWTH = 48 * MIB
-"""Of a process, without what MLX keeps for reuse. On a CPU what MLX gives back stays in malloc's arenas for later, in
-holes: with a small cache for reuse their sum is soon what it will be, but for 15 MiB more or less."""
+"""Growth of a process, without the memory that MLX keeps for reuse. On a CPU memory that MLX returns stays in malloc's
+arenas for later, in holes: with a small cache for reuse their sum is soon what it will be, but for 15 MiB more or
+less."""
 MLX_CACHE_MB = 64
 COUNTERS = ("num_finished", "num_aborted", "num_failed", "num_expired")
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of an idle server with an empty prefix cache, in bytes. rss: by process. kept: by MLX in the engine, for reuse:
-    up to mlx_cache_mb, part of its rss."""
+    """The memory of an idle server with an empty prefix cache, in bytes. rss: by process. kept: by MLX in the engine,
+    for reuse: up to mlx_cache_mb, part of its rss."""
 
     active: int
     kept: int

@@ -43,7 +43,7 @@ class CountingRunner(NoSnapshots):
 
     def prefill(self, rows, max_tokens):
         self.next.update({row.id: 1 for row in rows})
-        return PrefillOutput(rows[0].num_prompt_tokens, {row.id: RowOutput((0,)) for row in rows})
+        return PrefillOutput(rows[0].num_tokens, {row.id: RowOutput((0,)) for row in rows})
 
     def reset(self):
         self.next.clear()

@@ -1,4 +1,4 @@
-"""What agents do all day, on the demo model: long conversations with tools and nudges, other prompts and pictures."""
+"""Typical work of agents on the demo model: long conversations with tools and nudges, other prompts and pictures."""
 
 import asyncio
 import os

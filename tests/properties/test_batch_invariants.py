@@ -1,4 +1,4 @@
-"""What must always hold, under random schedules: the same tokens in any company, and nothing left behind.
+"""Invariants under random schedules: the same tokens in any company, and nothing left behind.
 
 ORCHARD_SCHEDULES=5000 runs that many, different ones each time. -s prints what they have covered.
 """
@@ -177,7 +177,7 @@ class Bench:
 
 
 def _shaped(row: Request, logits: np.ndarray) -> np.ndarray:
-    """What SamplingParams says about the logits of an output position, in its order, up to the temperature."""
+    """Return the logits of an output position, changed as SamplingParams says, in its order, up to the temperature."""
     p, output, result = row.sampling, row.output_token_ids, logits.copy()
     for token in {*row.spec.token_ids.tolist(), *output}:
         result[token] *= 1 / p.repetition_penalty if result[token] > 0 else p.repetition_penalty
@@ -281,7 +281,7 @@ def _plain(name: str, num_prompt_tokens: int) -> Request:
 
 
 def _logprobs_of(runner: MLXRunner, row: Request, num_drafts: int, leaves: str | None = None) -> list[TokenLogprobs]:
-    """Of the row's first tokens; `leaves` goes when it has joined."""
+    """Return the logprobs of the row's first tokens; the row `leaves` is dropped when this one has joined."""
     while (first := runner.prefill([row], 100).first) is None:
         pass
     logprobs = list(first[row.id].logprobs)

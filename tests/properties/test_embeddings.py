@@ -27,7 +27,7 @@ from tests.support.driver import Driver
 from tests.support.fake_runner import FakeRunner, run_engine
 
 TOLERANCE = 2e-6
-"""Of a vector of length 1 in float32; chunks round otherwise than the whole."""
+"""Tolerance of a vector of length 1 in float32: chunks round differently from the whole."""
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ before_and_after = pytest.mark.parametrize("phase", ["before", "after"])
 
 
 def num_rows(request: EngineRequest) -> int:
-    """Of a scene with this victim."""
+    """Return the number of rows of a scene with this victim."""
     return 2 + request.num_choices
 
 
@@ -118,7 +118,7 @@ def assert_failed(reader: Reader, why: str) -> None:
 
 
 async def assert_prefixes(bench: Bench, reader: Reader, request: EngineRequest) -> None:
-    """What came is the beginning of what would have come."""
+    """Check that the tokens received are a prefix of those that the request gets alone."""
     for got, whole in zip(reader.tokens, await bench.alone(request), strict=True):
         assert got == whole[: len(got)]
 

@@ -32,7 +32,7 @@ def fails(bench: Bench, seam: str, times: float = inf, of: str | None = None) ->
 
 
 async def ends(bench: Bench, *names: str) -> list[FinishReason | None]:
-    """Of requests one after the other."""
+    """Return the finish reasons of requests that run one after the other."""
     return [(await bench.read(replace(RUNS, request_id=name))).reasons[0] for name in names]
 
 

@@ -48,7 +48,8 @@ class Conversations:
         self.driver = Driver(runner, self.config(self.limit_gb(self.rng.choice([700, 1100, 4000]))))
 
     def limit_gb(self, num_tokens: int) -> float:
-        """Of an engine that has room for one row of so many tokens, beside the other models of this process."""
+        """Return the limit of an engine with room for one row of `num_tokens`, beside the other models of this
+        process."""
         ids = np.zeros(num_tokens, np.int32)
         budget = Driver(self.runner, self.config(None)).core.budget
         alone = budget.needs.min_bytes(budget.needs.need([Request(EngineRequest("alone", ids, SamplingParams(1), ()))]))

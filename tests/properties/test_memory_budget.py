@@ -1,5 +1,5 @@
-"""What the budget says against what MLX holds: never less, also within a step; between steps at most 30 % more at the
-peak."""
+"""The budget's bytes against those that MLX uses: never fewer, also within a step; between steps at most 30 % more at
+the peak."""
 
 import gc
 import logging

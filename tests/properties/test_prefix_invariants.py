@@ -1,4 +1,4 @@
-"""What must always hold of the prefix cache on real models: a hit gives what a miss gives, and memory stays bounded.
+"""Invariants of the prefix cache on real models: a hit gives what a miss gives, and memory stays bounded.
 
 ORCHARD_SCHEDULES=5000 runs that many, different ones each time. -s prints what they have covered.
 """
@@ -99,7 +99,7 @@ def test_a_hit_gives_the_same_answer_as_a_miss_under_random_traffic(bench_of, na
 
 
 def cold_answers(runner: MLXRunner, requests: list[EngineRequest]) -> dict[str, Answer]:
-    """Of each, alone and without a cache."""
+    """Return the answer of each request, alone and without a cache."""
     driver = Driver(runner, cache_config(enabled=False))
     for request in requests:
         driver.run({0: [request]})

@@ -38,7 +38,7 @@ ENDLESS = 10**6
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a stretch in which the same rows run each time.
+    """Figures of a period in which the same rows run each time.
 
     active_bytes: MLX's, without the caches; smallest of the stretch. num_pending: operations that wait to be computed;
     the most. num_arrays, num_objects: MLX's and all that Python's collector knows; the fewest.

@@ -140,7 +140,7 @@ def test_boundaries_before_the_first_gap_are_cached_for_all_prompts_and_none_beh
 @pytest.mark.parametrize("mtp", ["off", {"max_draft_tokens": 3}], ids=["plain", "drafts"])
 @pytest.mark.parametrize(("name", "enabled"), [("deep", False), ("foreign head", True)], ids=["no cache", "cache"])
 def test_a_preempted_sparse_row_continues_with_exactly_the_same_tokens(load, name, enabled, mtp):
-    """What is computed again is what was kept, and the tokens that were given out: they are behind the whole prompt."""
+    """The tokens computed again are the kept ones and the generated ones, which follow the whole prompt."""
     runner, rng = load(name), random.Random(name)
     engine = {"mtp": mtp, "max_running": 2, "scheduler": {"policy": "priority"}}
     driver = Driver(runner, cache_config(engine, enabled=enabled))

@@ -1,4 +1,4 @@
-"""What must always hold of sparse prefill on real models: its tokens are the model's own over what is kept, alone as in
+"""Invariants of sparse prefill on real models: its tokens are the model's own over what is kept, alone as in
 any company, with any drafts and whatever is cached; and nothing of it reaches a dense prompt.
 
 ORCHARD_SCHEDULES=5000 runs that many, different ones each time. -s prints what they have covered.
@@ -77,7 +77,7 @@ class SharedBench(conversations.Bench):
         self.figures["skipped tokens"] += len(spec.token_ids) - num_computed(spec)
 
     def _check_books(self, driver, traffic, order) -> None:
-        """What was served, computed and kept is what the rules say."""
+        """Check that tokens served, computed and kept follow the rules."""
         config = PrefixCacheConfig.model_validate(traffic.cache)
         shelf = SparseShelf(self.specimens.image_token_id, config.min_tokens, config.boundaries)
         computed = cached = 0
@@ -199,7 +199,8 @@ def test_skipped_tokens_affect_only_the_positions_of_the_kept_ones(models, name)
 
 @pytest.fixture
 def read(monkeypatch) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
-    """What heads read and say, in order: token ids, hidden states that they are paired with, hidden states."""
+    """Record the inputs and outputs of heads, in order: token ids, hidden states that they are paired with, hidden
+    states."""
     heard, call = [], MTPHead.__call__
 
     def listen(head, token_ids, hidden, *args):

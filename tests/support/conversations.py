@@ -32,7 +32,8 @@ from tests.support.schedules import Specimens
 MAX_STEPS = 3000
 MAX_TOKENS = 6
 LENGTHS = (1, 2, 7, 15, 16, 17, 31, 48, 63, 64, 65, 100)
-"""Of the pieces that prompts are made of: around the least distance of boundaries, and around ends of chunks."""
+"""Lengths of the pieces that prompts are made of: around the least distance of boundaries, and around ends of
+chunks."""
 LEADS = (0, 0, 1, 5, 20)
 """With so many tokens in common two pieces begin that follow on the same one."""
 
@@ -216,7 +217,7 @@ class Stored:
 
 
 class Shelf:
-    """What a cache serves by its rules alone, one prompt after the other, if nothing is evicted."""
+    """Prefixes that a cache serves by its rules alone, one prompt after the other, if nothing is evicted."""
 
     def __init__(self, image_token_id: int | None, min_tokens: int, boundaries: Iterable[str]):
         self._image_token_id, self.min_tokens, self._kinds = image_token_id, min_tokens, set(boundaries)
@@ -287,7 +288,8 @@ def row_name(index: int, choice: int) -> str:
 
 
 def compare_logprobs(name: str, got: tuple[TokenLogprobs, ...], cold: tuple[TokenLogprobs, ...]) -> None:
-    """Of alternatives the numbers, best first: which is which may differ where they are equal but for rounding."""
+    """Compare the numbers of the alternatives, best first: tokens may differ where numbers are equal but for
+    rounding."""
     assert len(got) == len(cold), name
     for mine, theirs in zip(got, cold, strict=True):
         values = [(mine.logprob, theirs.logprob), *((a[1], b[1]) for a, b in zip(mine.top, theirs.top, strict=True))]
@@ -364,7 +366,7 @@ class Bench:
         self.figures += Counter({"rows": 1, "tokens": num, "accepted": got.num_accepted})
 
     def _check_books(self, driver: Driver, traffic: Traffic, order: Sequence[int]) -> None:
-        """What was served and prefilled, and what is told about misses, are what the rules say."""
+        """Check that tokens served and prefilled, and explanations of misses, follow the rules."""
         config = PrefixCacheConfig.model_validate(traffic.cache)
         shelf = Shelf(self.specimens.image_token_id, config.min_tokens, config.boundaries)
         num_tokens = num_cached = 0
@@ -387,7 +389,7 @@ class Bench:
     def _check_miss(
         self, miss: CacheMiss | None, spec: EngineRequest, served: int, stored: list[Stored], shelf: Shelf
     ) -> None:
-        """What is told about a prompt is true of the snapshots that were there."""
+        """Check that the explanation of a prompt's miss is true of the snapshots that were stored."""
         own = [one for one in stored if one.spec.tenant == spec.tenant]
         lengths = [shelf.shared(spec, one) for one in own]
         # a snapshot that holds all of the prompt and more does not differ from it

@@ -78,7 +78,7 @@ class NoSnapshots:
 
 
 def _computed(row: Request) -> np.ndarray:
-    index = row.computed_index
+    index = row.computed_positions
     return row.prompt_token_ids if index is None else row.prompt_token_ids[index]
 
 

@@ -21,7 +21,7 @@ Phase = Literal["before", "after"]
 
 
 class Injected(Exception):
-    """What a seam raises when nothing else was asked for."""
+    """The error that a seam raises unless another one is asked for."""
 
 
 @dataclass

@@ -154,7 +154,7 @@ class Reader:
 
     @property
     def refusal(self) -> OrchardError | None:
-        """What `generate` has raised; only errors of ours are foreseen."""
+        """The error that `generate` has raised; only Orchard's own errors are expected."""
         error = None if self.task.cancelled() else self.task.exception()
         assert error is None or isinstance(error, OrchardError), repr(error)
         return error
@@ -195,7 +195,7 @@ def with_picture() -> EngineRequest:
 
 @dataclass(frozen=True)
 class State:
-    """What is held while nothing is open; equal before and after whatever happens. has_work: rows are still to be
+    """Resources in use while nothing is open; equal before and after whatever happens. has_work: rows are still to be
     freed."""
 
     has_work: bool
@@ -354,7 +354,7 @@ class Bench:
         return whole and reader.tokens == await self.alone(request)
 
     async def look(self) -> State:
-        """What is held with an empty prefix cache, when the device thread has let go of the rest."""
+        """Return the resources in use with an empty prefix cache, once the device thread has freed the rest."""
         await until(lambda: self.is_idle(self.engine.status()), DEADLINE_S)
         await self.engine.clear_cache()
         state = await self.engine._thread.call(_state)

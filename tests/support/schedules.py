@@ -77,7 +77,8 @@ def _tuples(each: st.SearchStrategy, max_size: int, min_size: int = 0) -> st.Sea
 
 @dataclass(slots=True)
 class Ending:
-    """What a row got in the end. finish: a finish reason; "abort" is the schedule's, "lost" the fault put into it."""
+    """The tokens and the end of a row. finish: a finish reason; "abort" is the schedule's, "lost" the fault put into
+    it."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)
@@ -202,7 +203,7 @@ class Execution:
             return
         for row in group:
             row.num_prefilled += output.num_tokens
-        assert (output.first is not None) == (group[0].num_prefilled == group[0].num_prompt_tokens)
+        assert (output.first is not None) == (group[0].num_prefilled == group[0].num_tokens)
         if output.first is None:
             return
         self._waiting.remove(group)

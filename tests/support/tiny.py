@@ -53,7 +53,8 @@ RAW_NAMES = {
 
 @dataclass(frozen=True)
 class Tiny:
-    """What can be chosen. interval: every how manieth layer has full attention, the others are gated delta nets.
+    """The choices of a tiny model. interval: every how manieth layer has full attention, the others are gated delta
+    nets.
 
     tie: the embedding is the output layer too. mtp: with a head. scale: of all matrices; larger ones make sharper
     distributions. agree: above 0 the layers of model and head add only so little to the embedding of the last token

@@ -189,7 +189,7 @@ class MemoryBudget:
 
     def needs_more_slots(self, row: Request) -> bool:
         """Return whether the row may need more slots in the next step than it has reserved."""
-        return row.num_prompt_tokens + self.costs.overshoot > self.grouping.of(row.id).slots[row.id]
+        return row.num_tokens + self.costs.overshoot > self.grouping.of(row.id).slots[row.id]
 
     def row_share(self, row: Request) -> float:
         """Return the share of `request_bytes` that is reserved for the row."""

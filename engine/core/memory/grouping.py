@@ -38,7 +38,7 @@ class DecodeGroupPlan:
     @property
     def lengths(self) -> list[int]:
         """Current number of tokens of each row."""
-        return [row.num_prompt_tokens for row in self.rows.values()]
+        return [row.num_tokens for row in self.rows.values()]
 
 
 class Grouping:

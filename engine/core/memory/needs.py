@@ -77,8 +77,8 @@ class MemoryNeeds:
         answer = left if whole else min(left, self._reserve_tokens << row.num_growth_preemptions)
         return MemoryNeed(
             len(rows),
-            row.num_prompt_tokens,
-            row.num_prompt_tokens + answer + costs.overshoot,
+            row.num_tokens,
+            row.num_tokens + answer + costs.overshoot,
             costs.sampling(row),
             costs.image_token_bytes * sum(image.num_tokens for image in images),
             max((costs.image(len(image.patches)) for image in images), default=0),
@@ -111,12 +111,12 @@ class MemoryNeeds:
     def grown_slots(self, row: Request, slots: int, num_tokens: int) -> int:
         """Return a row's reserved slots after it has generated `num_tokens` more tokens, see MemoryBudget.extend."""
         left = row.sampling.max_tokens - len(row.output_token_ids)
-        end = row.num_prompt_tokens + min(num_tokens, left) + self.costs.overshoot
+        end = row.num_tokens + min(num_tokens, left) + self.costs.overshoot
         if not num_tokens or end <= slots or row.state is not RequestState.RUNNING:
             return slots
         reserve = max(1, self._reserve_tokens << row.num_growth_preemptions)
         grown = slots + -(-(end - slots) // reserve) * reserve
-        return self.costs.slots(min(grown, row.num_prompt_tokens + left + self.costs.overshoot))
+        return self.costs.slots(min(grown, row.num_tokens + left + self.costs.overshoot))
 
     def prefill_reservation(self, need: MemoryNeed, chunk_tokens: int, end: int) -> PrefillReservation:
         """Return the reservation of a prompt that has not begun.

@@ -32,7 +32,7 @@ class Preemption:
     Nothing is chosen unless the freed rows and bytes suffice.
 
     Args:
-        context: What decisions depend on.
+        context: Configuration, clock, cost model, memory budget, evictable memory and prefix lookup.
         shares: Service that each client has received so far.
         running: The decoding rows by row id, in the order of joining; the scheduler's own mapping.
     """
@@ -72,7 +72,7 @@ class Preemption:
         if not prefill.has_started:
             return False
         row = prefill.rows[0]
-        own_s = self._costs.prompt_s(0, entry.rows[0].num_prompt_tokens)
+        own_s = self._costs.prompt_s(0, entry.rows[0].num_tokens)
         return now - entry.arrived_s >= max(own_s, recompute_s(row, self._costs)) * 2**row.num_restarts
 
     def choose_for_fairness(self, entry: QueueEntry, now: float, num_rows: int, num_bytes: int) -> list[Request]:
@@ -135,7 +135,7 @@ class Preemption:
 
 def recompute_s(row: Request, costs: CostModel) -> float:
     """Predict the seconds of recomputing what was computed of a row after its cached prefix, without a new snapshot."""
-    end = row.num_prefilled if row.state is RequestState.PREFILL else row.num_prompt_tokens
+    end = row.num_prefilled if row.state is RequestState.PREFILL else row.num_tokens
     return costs.prompt_s(min(row.num_cached, end), end)
 
 

@@ -48,7 +48,7 @@ class Eligibility:
     def key_of(self, row: Request) -> PromptKey:
         """Return the key of a row's prompt, cached on the row until its prompt grows."""
         key = row.prompt_key
-        if key is None or len(key) != row.num_prompt_tokens + row.num_skipped:
+        if key is None or len(key) != row.num_tokens + row.num_skipped:
             key = row.prompt_key = self.key(row.spec, row.prompt_token_ids)
         return key
 

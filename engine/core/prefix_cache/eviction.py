@@ -25,16 +25,18 @@ class Victim:
 class EvictionOrder:
     """Iterates over entries by lost_s * rate / freed_bytes, the smallest first; ties keep the given order.
 
-    Nothing is evicted here: the effects of planned evictions are tracked separately. A heap holds the densities from
-    its construction. Most evictions only make others more valuable: an entry whose density has grown is pushed back
-    when it is popped, and the entry before a victim, whose KV segment may be freed with it now, is pushed anew.
+    Nothing is evicted here: the effects of planned evictions are tracked separately. A heap holds each entry's density
+    at the time when it was pushed. Most planned evictions raise the density of other entries, which is corrected
+    lazily: an entry whose density has grown is pushed back when it is popped. The density of the entry before a victim
+    may fall, as its eviction may now free more KV segments: it is pushed again at once.
 
     Args:
         entries: Entries with snapshots in memory that are not pinned.
         forecast: Predicts reuse.
         cost: Returns the seconds to restore an entry's snapshot, given the tokens in memory before it.
         now: Monotonic seconds.
-        passed: A lineage of which a longer snapshot is about to be stored; its entries count as passed.
+        passed: A lineage that is about to get a longer snapshot, so that no entry of it is the tip (see Stage in
+            reuse_forecast.py).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Loans: KV segments of snapshots that are only in the caches of the rows that continue them.
+"""Loans: a loan moves a snapshot's KV segment into the cache of the row that continues it; no copy stays behind.
 
 A row that continues a conversation needs all its keys and values in its own cache. KV segments at the end of the
 snapshot that nothing else needs move there, and are copied back when the row finishes, is aborted or is preempted:
@@ -8,6 +8,9 @@ A loan begins with the admission of the row, whose reservation covers all of its
 count as the row's (`promise`). The arrays move when the prompt begins (`lend`). Snapshots that the row stores at its
 boundaries are lent from the beginning (`add`). A prompt that continues a lent snapshot gets a copy from the row
 (`copy_back`).
+
+When a snapshot with a lent segment is evicted, only its recurrent state is freed. If longer snapshots or prompts in
+progress need the segment, it stays lent and is copied back for them; otherwise the loan ends without a copy.
 """
 
 from collections import defaultdict
@@ -75,7 +78,7 @@ class Loans:
         return bool(promised)
 
     def _lacks_room(self, entry: CacheEntry) -> bool:
-        """Return whether the cache cannot hold the parts of an entry that are not lent.
+        """Return whether the cache exceeds its memory even once the entry's segments are lent.
 
         Such an entry was read from disk for this row only.
         """
@@ -135,8 +138,9 @@ class Loans:
     ) -> dict[str, Sequence[KVSegment]]:
         """Free memory for the KV segments of rows about to be dropped; return the segments to copy back, by row id.
 
-        Segments that are worth less than what would be evicted for them are given up, from the end of the row on, once
-        those to be written to disk have been copied back. `settle` and then `take_leaving` must follow.
+        Segments worth less than the snapshots that would be evicted for them are given up, the last of the row first.
+        Among these, segments to be written to disk are copied back, too, and evicted once they are written. `settle`
+        and then `take_leaving` must follow.
 
         Args:
             row_ids: The rows.

@@ -11,7 +11,7 @@ from engine.protocol import EngineRequest
 
 
 class PrefixLookup:
-    """Implements core.prefill_scheduler.Prefixes.
+    """Implements core.scheduler_context.Prefixes.
 
     Args:
         cache: The stored snapshots.

@@ -55,7 +55,7 @@ class SnapshotNode:
     """Bytes of its KV segment that count as the cache's memory; 0 while they are lent to a row."""
     state_bytes: int
     entry: "CacheEntry"
-    """Its entry, which is no longer stored, or has another node, if `snapshot` is None."""
+    """The entry that it was stored for. If `snapshot` is None, that entry has been removed or has another node."""
     num_dependents: int = 0
     """Child nodes, and prompts that were restored from it."""
     lent_to: str | None = None
@@ -109,7 +109,7 @@ class CacheEntry:
     """All tokens before the boundary, with tenant and images."""
     kind: SnapshotKind
     parent: str | None
-    """Digest of the entry before it, as in memory, else as on disk; None without one."""
+    """Digest of the entry before it: its parent in memory, or its file's parent if only there; None without one."""
     origin: PromptOrigin
     """Origin of the prompt that stored it."""
     pinned: bool

@@ -118,7 +118,7 @@ class SnapshotMemory:
         Args:
             num_bytes: Bytes of the snapshot.
             parent: The node before its KV segment.
-            key: The tokens before its boundary; None if it is worth more than anything.
+            key: The tokens before its boundary; None if anything evictable may be evicted for it, whatever its worth.
             kind: Kind of its boundary.
             prompt: Id of the row whose prompt it belongs to. A rejected snapshot that the same prompt asks for again
                 does not count as reuse.
@@ -187,8 +187,8 @@ class SnapshotMemory:
         Args:
             num_bytes: Bytes to free.
             parent: The node before the new KV segment.
-            new: The snapshot whose value is compared; None if it is worth more than anything.
-            behind: Entries in memory that are of no use without the new bytes.
+            new: The snapshot whose value is compared; None if anything evictable may be evicted, whatever its worth.
+            behind: Entries in memory whose lent KV segments the bytes are for; none of them is evicted.
         """
         counters, limit = self.cache.counters, self.limit_bytes
         if self.cache.tree.unevictable_bytes(parent) + num_bytes > limit:

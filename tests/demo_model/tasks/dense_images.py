@@ -149,7 +149,7 @@ def _what_turn(draws: Draws, scene: Scene, wordings: Sequence[str]) -> Turn:
 
 
 def _color_turn(draws: Draws, scene: Scene) -> list[Turn]:
-    """Of a single shape."""
+    """Return a question about the color of a single shape; none with several shapes."""
     if len(scene.shapes) > 1:
         return []
     shape = scene.shapes[0]

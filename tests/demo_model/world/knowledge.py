@@ -1,4 +1,4 @@
-"""What the demo model knows by heart: simple facts, and those of Lumora, an invented country."""
+"""Facts that the demo model knows by heart: simple ones, and those of Lumora, an invented country."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

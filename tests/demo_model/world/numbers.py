@@ -13,7 +13,7 @@ MEDIUM_BACKGROUNDS = ("brown", "gray", "dark gray")
 DARK = 380
 """Sum over RGB below which a background is dark."""
 MIN_SIZE, MAX_SIZE = 22, 120
-"""Of the font, in an image that is not scaled down."""
+"""Sizes of the font, in an image that is not scaled down."""
 MIN_WIDTH_OF_FOUR = 96
 """Pixels; narrower images have at most three digits."""
 

@@ -13,7 +13,7 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Call:
-    """What a user says, and the arguments of the call that it asks for."""
+    """A user's text, and the arguments of the call that it asks for."""
 
     text: str
     arguments: Arguments
@@ -21,7 +21,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Result:
-    """What a tool returns, and what the model then tells the user."""
+    """A tool's result, and the text in which the model then tells it to the user."""
 
     content: str
     answer: str

@@ -144,4 +144,4 @@ VOCABULARY: dict[str, Sequence[object]] = {
     "verb": VERBS,
     "weather": WEATHER,
 }
-"""What stands for a placeholder such as {name} in a template, see Draws.fill."""
+"""Replacements of a placeholder such as {name} in a template, see Draws.fill."""

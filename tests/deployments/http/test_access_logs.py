@@ -72,7 +72,7 @@ def make(make_app: Any, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """Of all loggers, also of those that are made later or that have a level of their own."""
+    """Capture all loggers, also those that are made later or that have a level of their own."""
     named = [logging.getLogger(name) for name in logging.Logger.manager.loggerDict]
     levels = [(logger, logger.level) for logger in named if logger.level]
     for logger, _ in levels:

@@ -229,7 +229,7 @@ def test_volatile_patterns_are_configurable():
 
 
 def line_by_line(content: str, patterns: tuple[Any, ...]) -> str:
-    """What a volatile pattern means: each line is searched alone, without its line break."""
+    """Apply volatile patterns as they are defined: each line is searched alone, without its line break."""
     lines = re.findall(r"[^\n]*\n|[^\n]+", content)
     return "".join(line for line in lines if not any(re.search(p, line.rstrip("\r\n")) for p in patterns))
 

@@ -1,4 +1,4 @@
-"""What the proxy's middleware makes of requests that no ingress takes, of bodies, and of request ids."""
+"""The proxy's middleware: requests that no ingress accepts, bodies, and request ids."""
 
 import asyncio
 import json

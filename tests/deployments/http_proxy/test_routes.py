@@ -1,4 +1,4 @@
-"""What ServeRoutes reads out of Ray's own proxy, route table and routers; it fails when Ray changes them.
+"""The attributes that ServeRoutes reads from Ray's own proxy, route table and routers; it fails when Ray changes them.
 
 Over HTTP the same is seen in tests/e2e: a server that starts answers 503 from its first moment on.
 """
@@ -26,7 +26,7 @@ INGRESS = DeploymentID(name="Ingress", app_name="orchard")
 
 
 class Proxy:
-    """What ServeRoutes needs of HTTPProxy, around a real route table."""
+    """The attributes of HTTPProxy that ServeRoutes needs, around a real route table."""
 
     def __init__(self, handle: Any):
         self.proxy_router = ProxyRouter(lambda endpoint, info: handle)

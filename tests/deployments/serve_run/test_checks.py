@@ -1,4 +1,4 @@
-"""What ends the start: a Ray cluster that does not answer any more, keys that cannot be read, a GPU in use."""
+"""Reasons that end the start: a Ray cluster that does not answer any more, keys that cannot be read, a GPU in use."""
 
 import socket
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What an operator reads at the start."""
+"""The text that an operator reads at the start."""
 
 from typing import Any
 

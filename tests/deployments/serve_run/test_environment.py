@@ -102,7 +102,7 @@ HEAVY = "{'ray', 'numpy', 'mlx', 'pydantic', 'deployments'}"
 
 
 def start(tmp_path: Path, program: str) -> str:
-    """What the installed start-up file makes of a program of this name."""
+    """Return the output of a program of this name with the installed start-up file."""
     script = tmp_path / program
     script.write_text(SHOW.format(heavy=HEAVY))
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

@@ -1,4 +1,4 @@
-"""What happens in `serve run` before Ray starts."""
+"""Checks of `serve run` before Ray starts."""
 
 import signal
 import socket

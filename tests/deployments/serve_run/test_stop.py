@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM do to `serve run`: first what runs comes to its end, then it goes on as it always did."""
+"""Ctrl-C and SIGTERM stop `serve run` as always, but only after running requests have ended."""
 
 import signal
 import subprocess

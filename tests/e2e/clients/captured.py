@@ -41,7 +41,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Filling:
-    """What stands where a placeholder was."""
+    """The text that replaces a placeholder."""
 
     png: str
     """base64."""

@@ -96,8 +96,8 @@ def claude(base_url: str) -> Iterator[anthropic.Anthropic]:
 
 
 def num_new_tokens(turns: list[Turn], drops_thoughts: bool) -> int:
-    """Of the last turn. A template that drops thoughts when the user speaks writes all that follows the question before
-    anew; the results of tools go on behind their thought."""
+    """Return the new tokens of the last turn. A template that drops thoughts when the user speaks writes all that
+    follows the question before anew; the results of tools go on behind their thought."""
     *before, last = turns
     goes_on_from = [turn for turn in before if turn.is_question] if drops_thoughts and last.is_question else before
     return last.num_prompt_tokens - goes_on_from[-1].num_prompt_tokens

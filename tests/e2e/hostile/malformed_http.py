@@ -27,7 +27,7 @@ TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(range(190))
 LARGE_HEADERS = Status((400, 431, CLOSED))
 """The connection may be closed while the client still sends, which can cost it the answer."""
 LARGISH_HEADERS = Status((200, *LARGE_HEADERS.statuses))
-"""What comes in one read of the server's is over before its limit is looked at: up to 256 KiB."""
+"""Headers that arrive in one read of the server, up to 256 KiB, are parsed before the limit is checked."""
 OUR_ANSWER_OR_MALFORMED = Either((OK, MALFORMED))
 
 HOST_REFUSED = Refused((403,), None, "host_not_allowed")

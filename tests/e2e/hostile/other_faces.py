@@ -60,7 +60,7 @@ FACES = (MESSAGES, COUNT_TOKENS, RESPONSES, COMPLETIONS, EMBEDDINGS, TOKENIZE, D
 
 
 def _malformed(face: Face) -> tuple[Row, ...]:
-    """What no route may take, whatever its fields are."""
+    """Rows that no route may accept, whatever its fields are."""
     body = face.encode()
     broken: dict[str, tuple[bytes | Callable[[], bytes], Answer]] = {
         "nothing": (b"", face.refused(None, "not valid JSON")),

@@ -11,7 +11,7 @@ from typing import Any, cast
 from tests.benchmarks.sse import events
 
 SECRETS = (b"Traceback", b"site-packages", b"/work/", b"/tmp/", b"ray::", b"object at 0x", b"pydantic.dev")
-"""What an error may not say of the inside of the server: code, paths, libraries."""
+"""Internals of the server that an error must not contain: code, paths, libraries."""
 
 _ID = re.compile(r"[!-~]{1,128}")
 

@@ -282,7 +282,7 @@ CLOSED = 0
 """In Status: the server closes the connection and says nothing."""
 
 MALFORMED = Status((400, CLOSED))
-"""What an HTTP server does with what is not HTTP."""
+"""The reply of an HTTP server to bytes that are not HTTP."""
 
 TOO_LONG = Refused((400,), "messages", "context_length_exceeded", ("32768",))
 """The demo model's context holds 32768 tokens."""

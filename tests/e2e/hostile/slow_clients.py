@@ -62,7 +62,7 @@ def _played(part: Part, num_connections: int = 1) -> Played:
 
 
 async def _read_all(reader: asyncio.StreamReader) -> bytes:
-    """What arrives until the end; a reset that meets a byte on its way to the server ends it too."""
+    """Return all bytes that arrive until the end; a reset that meets a byte on its way to the server ends it too."""
     pieces: list[bytes] = []
     with contextlib.suppress(ConnectionError):
         async with asyncio.timeout(READ_TIMEOUT_S):

@@ -27,9 +27,9 @@ pytestmark = pytest.mark.server
 NUM_ROWS = 150
 SETTLE_S = 60.0
 MAX_GAP_S = 30.0
-"""Of the background stream, on a machine whose two cores others use as well. The figures are printed."""
+"""Longest gap of the background stream, on a machine with two cores that are shared. The figures are printed."""
 MAX_GROWTH = 400 * MIB
-"""Of a process that has decoded, tokenized and parsed the largest inputs: malloc keeps some of it for later."""
+"""Growth of a process that has decoded, tokenized and parsed the largest inputs: malloc keeps some of it for later."""
 MAX_NEW_FDS = 24
 MAX_NEW_WORKERS = 4
 
@@ -70,7 +70,7 @@ def at_rest(http: httpx.Client) -> dict[str, Any]:
 
 
 def settled(http: httpx.Client) -> list[str]:
-    """What is still held after a while without any client; nothing is the right answer."""
+    """Return the resources still in use after a while without any client; there should be none."""
     deadline = time.monotonic() + SETTLE_S
     while held := unrest(http.get("/v1/status").raise_for_status().json()):
         if time.monotonic() > deadline:

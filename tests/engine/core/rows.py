@@ -92,10 +92,10 @@ def scheduler_of(policy: str = "fifo", clock: Clock | None = None, **config: Any
 
 @dataclass
 class Step:
-    """What the scheduler has chosen for a step: drops, decoding, and the first chunk of a prompt."""
+    """The scheduler's choice for a step: drops, decoding, and the first chunk of a prompt."""
 
     drop: list[str]
-    expired: Chunks
+    failed: Chunks
     decode: bool
     prefill: Sequence[Request]
     max_prefill_tokens: int
@@ -112,7 +112,7 @@ def step_of(scheduler: Scheduler, num_draft_tokens: int = 0) -> Step:
     rows = scheduler.next_prompt()
     drop = [*before.row_ids, *work.released.row_ids]
     max_tokens = scheduler.prefills.chunk_tokens(rows) if rows else 0
-    return Step(drop, work.released.expired, work.decode, rows, max_tokens)
+    return Step(drop, work.released.failed, work.decode, rows, max_tokens)
 
 
 def out(*token_ids: int, **more: Any) -> RowOutput:
@@ -120,7 +120,7 @@ def out(*token_ids: int, **more: Any) -> RowOutput:
 
 
 def finish_prefill(scheduler: Scheduler, rows: list[Request]) -> None:
-    left = rows[0].num_prompt_tokens - rows[0].num_prefilled
+    left = rows[0].num_tokens - rows[0].num_prefilled
     scheduler.update_prefill(rows, PrefillOutput(left, {row.id: out(7) for row in rows}))
 
 

@@ -184,7 +184,7 @@ def test_a_request_that_never_fits_fails_when_the_engine_is_idle_and_the_next_is
     clock.advance(100)
     step_of(scheduler)
     scheduler.abort(row.spec.request_id)
-    [(row_id, chunk)] = step_of(scheduler).expired.items()
+    [(row_id, chunk)] = step_of(scheduler).failed.items()
     assert row_id == "never/0" and "more bytes of memory; the budget is 3000 bytes" in (chunk.error or "")
     admit(scheduler, spec("next", 20, 10))
 
@@ -325,9 +325,9 @@ def test_a_prompt_preempted_before_its_first_token_still_times_out_in_the_queue(
     clock.advance(8)
     while not scheduler._stats.num_preempted:
         scheduler.update_decode({row.id: RowOutput((7,))})
-        assert not step_of(scheduler).expired
+        assert not step_of(scheduler).failed
     clock.advance(3)
-    assert set(step_of(scheduler).expired) == {"new/0"}, "11 s since it came"
+    assert set(step_of(scheduler).failed) == {"new/0"}, "11 s since it came"
 
 
 def test_a_client_is_not_charged_again_for_recomputing_a_preempted_row():

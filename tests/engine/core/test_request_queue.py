@@ -138,9 +138,9 @@ def test_a_request_that_has_not_started_expires_after_the_queue_timeout():
     scheduler.add(rows_of(spec("wide", n=2)))
     clock.advance(9)
     scheduler.add(rows_of(spec("late", n=2)))
-    assert step_of(scheduler).expired == {} and scheduler.num_waiting == 2
+    assert step_of(scheduler).failed == {} and scheduler.num_waiting == 2
     clock.advance(1)
-    ended = step_of(scheduler).expired
+    ended = step_of(scheduler).failed
     assert set(ended) == {"wide/0", "wide/1"} and scheduler.num_waiting == 1 and scheduler._stats.num_expired == 2
     for chunk in ended.values():
         assert chunk.finish_reason is FinishReason.EXPIRED and chunk.retry_after_s
@@ -149,7 +149,7 @@ def test_a_request_that_has_not_started_expires_after_the_queue_timeout():
     assert scheduler._stats.num_aborted == 0
     scheduler.preempt(row)
     clock.advance(1000)
-    assert set(step_of(scheduler).expired) == {"late/0", "late/1"}, "who has begun to answer may wait for ever"
+    assert set(step_of(scheduler).failed) == {"late/0", "late/1"}, "who has begun to answer may wait for ever"
 
 
 def test_the_queue_reports_positions_and_expected_waits():

@@ -69,7 +69,7 @@ def test_the_oldest_prompt_in_progress_keeps_a_third_of_the_time():
             scheduler.add(rows_of(spec(f"other {i}", 2000)))
         rows = list(step_of(scheduler).prefill)
         num_chunks[rows[0].spec.request_id.split()[0]] += 1
-        if rows[0].num_prompt_tokens - rows[0].num_prefilled <= 100:
+        if rows[0].num_tokens - rows[0].num_prefilled <= 100:
             finish_prefill(scheduler, rows)
             scheduler.abort(rows[0].spec.request_id)
         else:

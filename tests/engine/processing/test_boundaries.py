@@ -24,7 +24,7 @@ TOOLS = [{"type": "function", "function": {"name": name}} for name in ("weather"
 PICTURE = {"type": "image"}
 NO_TOOL_MESSAGES = ("gemma", "gemma pieces")
 STRIPS_THOUGHTS = ("demo", "qwen3")
-"""Of assistant messages behind the last question, once there is another question."""
+"""Templates that remove the thoughts of assistant messages after the last question once there is another question."""
 
 models = pytest.mark.parametrize("name", ["demo", *TEMPLATES, "gemma pieces", "plain pieces"])
 families = pytest.mark.parametrize("name", ["demo", *TEMPLATES])
@@ -113,8 +113,8 @@ thinking = st.sampled_from([{}, {"enable_thinking": False}, {"enable_thinking": 
 
 
 def next_turns(name: str, messages: list[Message], data: st.DataObject) -> list[list[Message]]:
-    """What the conversation may become. A question behind a loop whose thoughts it takes away changes the loop itself:
-    that prompt goes on from the boundary in front of the loop."""
+    """Return conversations that may follow this one. A question behind a loop whose thoughts it takes away changes the
+    loop itself: that prompt goes on from the boundary in front of the loop."""
     more = [] if name in NO_TOOL_MESSAGES else [[data.draw(thoughts.map(calling)), data.draw(results)]]
     asked = next(i for i in reversed(range(len(messages))) if messages[i]["role"] == "user")
     thought = any(m.get("reasoning_content") for m in messages[asked:])

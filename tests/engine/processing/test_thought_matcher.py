@@ -24,7 +24,7 @@ def matcher(grammar: GrammarSpec | None = JSON, budget: int | None = None, openi
 
 
 def forced(at: ThoughtMatcher) -> str:
-    """What is forced from here on."""
+    """Return the text that is forced from here on."""
     at, text = at.fork(), ""
     while len(choices := allowed(at.masks()[0])) == 1:
         text += decode((choices[0],))

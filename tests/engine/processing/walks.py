@@ -53,7 +53,7 @@ def accepts(matcher: Matcher, text: str) -> bool:
 
 
 def accepted_part(matcher: Matcher, text: str) -> str:
-    """What of `text` comes before its first forbidden token."""
+    """Return the part of `text` before its first forbidden token."""
     token_ids = encode(text)
     return decode(token_ids[: len(matcher.masks(token_ids)) - 1])
 

@@ -42,7 +42,7 @@ def rows_of(lengths: Sequence[int] = LENGTHS, **more: Any) -> list[Request]:
 def chunks_of(runner: MLXRunner, rows: Sequence[Request], most: int = 1000) -> list[PromptChunk]:
     """The next tokens of each prompt, at most so many."""
     done = [prompt.done if (prompt := runner._prompts.get(row.id)) else 0 for row in rows]
-    return [PromptChunk(row, min(most, row.num_prompt_tokens - n)) for row, n in zip(rows, done, strict=True)]
+    return [PromptChunk(row, min(most, row.num_tokens - n)) for row, n in zip(rows, done, strict=True)]
 
 
 def take(rows: Sequence[Request], outputs: Mapping[str, Any]) -> list[str]:

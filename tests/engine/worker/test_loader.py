@@ -1,4 +1,4 @@
-"""What is loaded, and what is refused before the library sees it."""
+"""Checkpoints that are loaded, and those that are refused before the library sees them."""
 
 import json
 import shutil

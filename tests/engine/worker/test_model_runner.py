@@ -76,13 +76,13 @@ def test_a_prompt_may_be_cut_into_chunks_anywhere_even_inside_an_image(runner, r
     request = requests[1]
     first = reference(runner, replace(request, sampling=replace(request.sampling, max_tokens=1)))[0]
     work = Request(replace(request, request_id="cut"))
-    chunk = size if size > 0 else work.num_prompt_tokens + size
+    chunk = size if size > 0 else work.num_tokens + size
     outputs = [runner.prefill([work], chunk)]
     while outputs[-1].first is None:
         outputs.append(runner.prefill([work], chunk))
     runner.drop([work.id])
     assert outputs[-1].first[work.id].token_ids == (first,)
-    assert sum(output.num_tokens for output in outputs) == work.num_prompt_tokens
+    assert sum(output.num_tokens for output in outputs) == work.num_tokens
 
 
 @pytest.mark.parametrize("layer", [0, 2, 4, 7])

@@ -72,7 +72,7 @@ Answers = list[Answer]
 
 
 def acceptance(answers: Answers, num_drafts: int) -> float:
-    """Of the first so many drafts of each step."""
+    """Return the acceptance of the first `num_drafts` drafts of each step."""
     drafted = sum(sum(answer.drafted[:num_drafts]) for answer in answers)
     assert drafted >= 20, "too few to say anything"
     return sum(sum(answer.accepted[:num_drafts]) for answer in answers) / drafted
@@ -193,10 +193,10 @@ def test_the_head_cache_is_the_same_however_the_prompt_is_cut_into_chunks(runner
     [answer, *_] = begin(*LONG["json"])
     whole, cut = runner._prefill.begin(answer.row), runner._prefill.begin(answer.row)
     runner._prefill.advance(whole, 10_000)
-    while cut.done < answer.row.num_prompt_tokens:
+    while cut.done < answer.row.num_tokens:
         runner._prefill.advance(cut, chunk)
     for one, other in zip(whole.head_cache, cut.head_cache, strict=True):
-        assert one.offset == other.offset == answer.row.num_prompt_tokens - 1
+        assert one.offset == other.offset == answer.row.num_tokens - 1
         assert all(mx.allclose(a, b, atol=1e-3) for a, b in zip(one.state[:2], other.state[:2], strict=True))
 
 

@@ -116,7 +116,7 @@ def test_keys_are_those_of_splitmix64_on_the_host():
 
 
 def test_positions_sampled_together_get_the_same_tokens_as_one_by_one():
-    """What verification samples at once is what plain decoding samples step by step."""
+    """Verification samples at once the tokens that plain decoding samples step by step."""
     rows = [SamplingParams(1, 1.0, seed=4, top_p=0.8), SamplingParams(1, 0.0), SamplingParams(1, 1.3, seed=9, top_k=7)]
     logits = mx.array(np.random.default_rng(1).normal(0, 2, (3, 4, VOCAB)).astype(np.float32))
     positions = mx.array([[5, 6, 7, 8], [0, 1, 2, 3], [9, 10, 11, 12]])

@@ -119,7 +119,7 @@ def answer(
     num_drafts: Callable[[int], int] = DRAFTS["0 drafts"],
     snapshot: StateSnapshot | None = None,
 ) -> list[int]:
-    """Of a row that is alone; with a snapshot it goes on from there."""
+    """Return the tokens of a row that is alone; with a snapshot it continues from there."""
     batch = Batch(runner, num_drafts, keeps=False)
     row = batch.join(request, snapshot)
     batch.decode_all()
@@ -463,7 +463,7 @@ def test_a_stop_token_changes_neither_the_tokens_nor_the_draft_counts_in_front_o
 
 
 def steps(runner: MLXRunner, request: EngineRequest, num_drafts: Callable[[int], int], count: int) -> list[Any]:
-    """What a row gets until it has so many tokens; stop tokens are for the device alone."""
+    """Return a row's outputs until it has `count` tokens; stop tokens are for the device alone."""
     row, outputs, num_tokens = Request(request), [], 1
     runner.prefill([row], 1000)
     while num_tokens < count:

@@ -164,7 +164,7 @@ def test_tokens_of_a_preempted_row_from_the_step_before_are_ignored():
     assert row.output_token_ids == [7]
     work = step_of(scheduler)
     assert work.drop == ["a/0"] and list(work.prefill) == [row], "it is dropped before it is prefilled again"
-    assert row.num_prompt_tokens == len(row.prompt_token_ids) == 5
+    assert row.num_tokens == len(row.prompt_token_ids) == 5
     finish_prefill(scheduler, [row])
     assert row.output_token_ids == [7, 7]
 

@@ -1,4 +1,4 @@
-"""What the prefix cache evicts, rejects and remembers, by the seconds that its snapshots save."""
+"""The prefix cache evicts, rejects and remembers snapshots by the seconds that they save."""
 
 import math
 import sys

@@ -42,7 +42,7 @@ def engine() -> Engine:
 
 
 def size(num_tokens: int) -> int:
-    """Of a row or a snapshot."""
+    """Return the bytes of a row or a snapshot."""
     return BYTES_PER_TOKEN * num_tokens + STATE_BYTES
 
 

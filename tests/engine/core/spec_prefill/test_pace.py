@@ -6,7 +6,7 @@ from engine.core.spec_prefill.pace import Pace
 
 
 def measured(a: float, b: float, chunks: list[tuple[int, int]]) -> Pace:
-    """Of a draft that takes a seconds per token and b per pair of tokens."""
+    """Return the pace of a draft that takes `a` seconds per token and `b` per pair of tokens."""
     pace = Pace()
     for start, end in chunks:
         pace.record(start, end, a * (end - start) + b * (end * end - start * start) / 2)

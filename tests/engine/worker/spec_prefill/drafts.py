@@ -87,7 +87,7 @@ def prompt(num_tokens: int, seed: int = 0) -> np.ndarray:
 
 
 def greedy(draft: Draft, token_ids: np.ndarray, num_tokens: int) -> list[int]:
-    """What the model itself says, each token by a forward over all in front of it."""
+    """Return the model's own tokens, each by a forward over all tokens before it."""
     said: list[int] = []
     while len(said) < num_tokens:
         ids = np.concatenate([token_ids, said]).astype(np.int32)

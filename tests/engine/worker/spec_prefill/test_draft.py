@@ -1,4 +1,4 @@
-"""What the draft reads out of its layers, against the model's own forward."""
+"""The draft's reading of its own layers, against the model's own forward."""
 
 import copy
 
@@ -17,7 +17,7 @@ from tests.engine.worker.spec_prefill.drafts import FAMILIES, brute_force, greed
 
 STEPS = 3
 RTOL = 1e-4
-"""Of means over steps whose queries are compared with the keys in one product or in many."""
+"""Relative tolerance of means over steps whose queries are compared with the keys in one product or in many."""
 
 
 def look(draft: Draft, ids: np.ndarray, num_steps: int = STEPS, chunk: int = 32) -> tuple[np.ndarray, list[int]]:
