@@ -23,6 +23,7 @@ from engine.protocol import (
     OrchardError,
     SamplingParams,
 )
+from engine.worker.model_report import report
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -42,8 +43,14 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--stop", action="append", default=[], help="text that ends the answer")
     parser.add_argument("--system", help="system message")
     parser.add_argument("--think", action="store_true", help="enable thinking if the model supports it")
+    parser.add_argument(
+        "--check", action="store_true", help="report whether the model can be served here, without reading its weights"
+    )
+    parser.add_argument("--draft-model", help="with --check: a draft model for sparse prefill, to be compared")
     parser.add_argument("--verbose", action="store_true", help="log what the engine does")
     options = parser.parse_args(argv)
+    if options.draft_model is not None and not options.check:
+        parser.error("--draft-model has an effect only with --check")
     limits = {"max_tokens": (1, 2**31), "temperature": (0, 2), "top_p": (1e-9, 1), "top_k": (0, 2**31), "min_p": (0, 1)}
     for name, (low, high) in limits.items():
         value = getattr(options, name)
@@ -171,6 +178,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.ERROR)
     logging.getLogger("orchard.engine").setLevel(logging.INFO if options.verbose else logging.CRITICAL)
     try:
+        if options.check:
+            for line in report(EngineConfig(model=options.model), options.draft_model):
+                print(line)
+            return 0
         asyncio.run(run(options))
     except OrchardError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -47,7 +48,17 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         default=OBJECT_STORE_MIB,
         help=f"MiB of shared memory of a new cluster, for images sent to the engine; default: {OBJECT_STORE_MIB}",
     )
+    check = commands.add_parser(
+        "check",
+        help="report whether a model can be served on this machine",
+        description="Reports a model's family, media, MTP head and memory against this machine's, without reading its "
+        "weights. Exits with status 1 when it cannot be served.",
+    )
+    check.add_argument("model", help="'demo', a local directory, or a hub repository")
+    check.add_argument("--draft-model", help="a draft model for sparse prefill, to be compared")
     options = parser.parse_args(argv)
+    if options.command == "check":
+        return options
     if options.object_store_mib < 100:
         serve.error(f"--object-store-mib: {options.object_store_mib} is less than Ray's minimum of 100")
     return options
@@ -57,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     began_s = time.monotonic()
     options = arguments(sys.argv[1:] if argv is None else argv)
+    if options.command == "check":
+        return _check_model(options)
     set_defaults()
     try:
         config = _read(options.config)
@@ -75,6 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from deployments.serve_run.server import Server  # imports Ray
 
     return Server(config, address, options.dashboard, options.object_store_mib * 2**20, began_s).run()
+
+
+def _check_model(options: argparse.Namespace) -> int:
+    """Run the engine's report in a process of its own, as this one does not load MLX; return its exit status."""
+    draft = [] if options.draft_model is None else ["--draft-model", options.draft_model]
+    return subprocess.run([sys.executable, "-m", "engine", "--check", "--model", options.model, *draft]).returncode
 
 
 def _read(path: str) -> OrchardConfig:

@@ -86,7 +86,12 @@ class LanguageModel:
         return self.lm.model.embed_tokens.as_linear(hidden)
 
     def extend(
-        self, token_ids: mx.array, embeds: mx.array | None, cache: list, positions: np.ndarray
+        self,
+        token_ids: mx.array,
+        embeds: mx.array | None,
+        cache: list,
+        positions: np.ndarray,
+        launch: bool = True,
     ) -> mx.array | None:
         """Launch prompt tokens into the cache of one row.
 
@@ -98,6 +103,7 @@ class LanguageModel:
             embeds: [1, L, hidden], to use instead of the tokens' embeddings; None for text.
             cache: The row's cache.
             positions: int32 [3, 1, L].
+            launch: Whether to compute; otherwise the cache only has the shapes that it would have.
 
         Returns:
             The hidden states [1, L, hidden], None if the model returns none.
@@ -108,7 +114,8 @@ class LanguageModel:
             hidden = None
         else:
             hidden = self._hidden(token_ids, cache, mx.array(positions), inputs_embeds=embeds)
-        mx.async_eval([layer.state for layer in cache])
+        if launch:
+            mx.async_eval([layer.state for layer in cache])
         return hidden
 
     def extend_to_end(

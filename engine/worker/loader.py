@@ -51,14 +51,29 @@ class LoadedModel:
     fingerprint: str  # See ModelRunner.
 
 
-def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel:
-    """Load `config.model` and its MTP head, and evaluate every weight on the calling thread.
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model whose weights have not been read: they are lazy arrays of the files."""
+
+    module: Any  # The mlx_vlm model, cast to the dtype that it computes in.
+    path: Path  # Directory of the checkpoint.
+    config: dict[str, Any]  # The checkpoint's configuration.
+    media_kinds: frozenset[str]  # See LoadedModel.
+    max_context_tokens: int  # See LoadedModel.
+    vocab_size: int  # Number of logits.
+    dtype: str  # Floating dtype that it computes in.
+    head_dir: Path | None  # Directory of the MTP head; None without one.
+    mtp_status: str  # "ready", or why there is no head.
+
+
+def open_model(config: EngineConfig) -> OpenedModel:
+    """Open `config.model` and check that its family can be served, without reading a weight.
 
     Code in a checkpoint is never run: `model_file` and `auto_map` are rejected before the library sees them, and no
     processor is loaded.
 
     Raises:
-        EngineFailed: The model or its head cannot be loaded; the message has the reason.
+        EngineFailed: The model cannot be loaded or served; the message has the reason.
     """
     use_device(config.device)
     path = resolve_checkpoint(config.model, config.revision, weights=True)
@@ -74,17 +89,37 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
         raise EngineFailed(f"models of the family {model_config['model_type']} ({path}) cannot be served: {reason}")
     cast(module, choose_dtype(config.dtype, model_config))
     dtype = _main_dtype(module)
-    head_dir, mtp_status = mtp_loader.find_head(config, path, model_config)
+    found = mtp_loader.find_head(config, path, model_config)
+    return OpenedModel(module, path, model_config, kinds, max_context_tokens, num_tokens, dtype, *found)
+
+
+def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel:
+    """Load `config.model` and its MTP head, and evaluate every weight on the calling thread.
+
+    Raises:
+        EngineFailed: The model or its head cannot be loaded; the message has the reason.
+    """
+    opened = open_model(config)
+    module, path, head_dir, dtype = opened.module, opened.path, opened.head_dir, opened.dtype
     head = _load_head(config, head_dir, module, dtype)
     num_bytes = _read_weights([module] if head is None else [module, head], progress)
     module.eval()
     if head is not None:
         mtp_loader.check_values(head)
     log.info("loaded %s: %.1f MB of weights, %s, on %s", path, num_bytes / 1e6, dtype, mx.default_device())
-    log.info("MTP head: %s", head_dir or mtp_status)
-    digest = fingerprint([path] if head_dir is None else [path, head_dir], dtype, *COMPUTED_BY, device_kind())
+    log.info("MTP head: %s", head_dir or opened.mtp_status)
     return LoadedModel(
-        module, path, model_config, kinds, max_context_tokens, num_tokens, num_bytes, dtype, head, mtp_status, digest
+        module=module,
+        path=path,
+        config=opened.config,
+        media_kinds=opened.media_kinds,
+        max_context_tokens=opened.max_context_tokens,
+        vocab_size=opened.vocab_size,
+        num_weight_bytes=num_bytes,
+        dtype=dtype,
+        mtp_head=head,
+        mtp_status=opened.mtp_status,
+        fingerprint=fingerprint([path] if head_dir is None else [path, head_dir], dtype, *COMPUTED_BY, device_kind()),
     )
 
 

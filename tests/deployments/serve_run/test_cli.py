@@ -90,3 +90,14 @@ def test_check_command_imports_neither_ray_nor_compute_libraries(tmp_path: Path)
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr
+
+
+def test_check_reports_what_a_model_can_do_here(tmp_path: Path):
+    done = orchard(tmp_path, "check", "demo", "--draft-model", "demo")
+    assert done.returncode == 0, done.stderr
+    assert "qwen3_5: can be served" in done.stdout and "longest context" in done.stdout
+
+
+def test_check_of_a_model_that_cannot_be_served_says_why(tmp_path: Path):
+    done = orchard(tmp_path, "check", str(tmp_path / "nowhere"))
+    assert done.returncode == 1 and "there is no directory" in done.stderr

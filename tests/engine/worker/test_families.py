@@ -6,8 +6,12 @@ ORCHARD_FAMILIES=mamba2,lfm2 runs only these.
 import os
 from dataclasses import dataclass
 
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
+from mlx_vlm.models.cache import make_prompt_cache
 
 from engine.config import EngineConfig
 from engine.core.request import Request
@@ -15,6 +19,7 @@ from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.driver import Driver
 from tests.support.families import FAMILIES
+from tests.support.sparse_prompts import with_plan
 from tests.support.zoo import Turn, conversation, load, make
 
 LOGPROB_TOLERANCE = 1e-3  # as of the library itself, see tests/support/test_zoo.py
@@ -118,3 +123,24 @@ def test_second_turn_gets_the_same_tokens_from_the_prefix_cache(served):
 def test_rows_of_a_family_leave_no_memory_behind(served):
     memory = served.runner.memory()
     assert memory["decode_cache_bytes"] == memory["prefill_cache_bytes"] == 0
+
+
+def test_sparse_prompt_gets_the_tokens_of_a_forward_over_its_kept_tokens(served):
+    """Only models whose rope takes three positions per token get them explicitly, and can leave tokens out."""
+    lm = served.runner._model.module.language_model
+    assert (served.runner.no_sparse is None) == hasattr(lm, "get_rope_index")
+    if served.runner.no_sparse is not None:
+        return
+    token_ids = np.array(served.turns["first"].token_ids, np.int32)
+    kept = np.array(sorted({0, 1, *range(5, len(token_ids), 3), len(token_ids) - 1}), np.int32)
+    spec = EngineRequest("sparse", token_ids, SamplingParams(6, temperature=0.0), ())
+    driver = Driver(served.runner, EngineConfig.model_validate({"prefill_chunk_tokens": 16, **NO_CACHE}))
+    driver.run({0: [with_plan(spec, kept)], 2: [served.request("second")]})
+    tokens, positions = token_ids[kept].tolist(), kept.tolist()
+    for i in range(6):
+        where = mx.broadcast_to(mx.array(positions, mx.int32), (3, 1, len(positions)))
+        hidden = lm.model(mx.array([tokens], mx.int32), cache=make_prompt_cache(lm), position_ids=where)
+        tokens.append(int(np.array(served.runner._language_model.logits(hidden[:, -1:]))[0, 0].argmax()))
+        positions.append(len(token_ids) + i)
+    assert driver.tokens["sparse"] == tokens[len(kept) :]
+    served.check(driver, "second")

@@ -1,0 +1,115 @@
+"""A readable report on a model: whether it can be served, with what, and what it needs of this machine's memory.
+
+No weight is read: sizes come from the files' headers and from a forward that is described but never computed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.processing.checkpoint import resolve_checkpoint
+from engine.processing.tokenizer_match import why_different
+from engine.protocol import EngineFailed
+from engine.worker import loader, memory, mtp_loader
+from engine.worker.kv_cache import SLOTS_STEP
+from engine.worker.language_model import LanguageModel
+from engine.worker.snapshot import unsupported_reason
+from engine.worker.window_layer import ring_slots
+
+CONTEXTS = (8192, 32768, 131072)
+"""Lengths whose memory is shown, and besides them the longest that the model takes."""
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Memory of one request's row, in bytes."""
+
+    per_token: int
+    """Keys and values, over all layers that keep those of all tokens."""
+    per_window_slot: int
+    """Keys and values, over all layers with a sliding window."""
+    window_slots: int
+    fixed: int
+    """Recurrent states."""
+
+    @classmethod
+    def of(cls, language_model: LanguageModel) -> "RowBytes":
+        """Read the sizes off the caches after one token, whose forward is not computed."""
+        cache = language_model.make_cache()
+        language_model.extend(mx.zeros((1, 1), mx.int32), None, cache, np.zeros((3, 1, 1), np.int32), launch=False)
+        windows = [layer for layer in cache if getattr(layer, "max_size", 0)]
+        attention = [layer for layer in cache if hasattr(layer, "keys") and layer not in windows]
+        recurrent = [layer for layer in cache if not hasattr(layer, "keys")]
+        return cls(
+            sum(map(_slot_bytes, attention)),
+            sum(map(_slot_bytes, windows)),
+            max((ring_slots(layer.max_size) for layer in windows), default=0),
+            sum(layer.nbytes for layer in recurrent),
+        )
+
+    def row(self, num_tokens: int) -> int:
+        """Return the bytes of a row of `num_tokens` tokens."""
+        slots = -(-num_tokens // SLOTS_STEP) * SLOTS_STEP
+        return slots * self.per_token + min(slots, self.window_slots) * self.per_window_slot + self.fixed
+
+    def longest(self, num_bytes: int) -> int:
+        """Return the tokens of the longest row that fits; 2**31 for a row whose memory does not grow."""
+        left = num_bytes - self.fixed - self.window_slots * self.per_window_slot
+        return max(0, left // self.per_token // SLOTS_STEP * SLOTS_STEP) if self.per_token else 2**31
+
+
+def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
+    """Yield the lines of the report on `config.model`. draft: a draft model for sparse prefill, to be compared.
+
+    Raises:
+        EngineFailed: The model cannot be served; the message has the reason.
+    """
+    opened = loader.open_model(config)
+    language_model = LanguageModel(opened.module.language_model)
+    yield f"model            {config.model} ({opened.path})"
+    yield f"family           {opened.config['model_type']}: can be served"
+    yield f"computes in      {opened.dtype}, on {mx.default_device()}"
+    yield f"media            {', '.join(['text', *sorted(opened.media_kinds)])}"
+    yield f"context          {opened.max_context_tokens} tokens"
+    yield f"prefix cache     {unsupported_reason(language_model.make_cache()) or 'yes'}"
+    yield f"MTP head         {opened.head_dir or opened.mtp_status}"
+    sparse = "yes" if language_model.explicit_positions else "no: this model does not accept explicit positions"
+    yield f"sparse prefill   {sparse}"
+    if draft is not None:
+        yield f"draft model      {draft}: {_draft_reason(opened.path, draft) or 'has the same tokenizer'}"
+    yield f"embeddings       {language_model.states_unsupported_reason() or 'yes'}"
+    yield from _memory(opened, RowBytes.of(language_model))
+
+
+def _memory(opened: loader.OpenedModel, row: RowBytes) -> Iterator[str]:
+    head = None if opened.head_dir is None else mtp_loader.load_head(opened.head_dir, opened.module.language_model)
+    modules = [opened.module] if head is None else [opened.module, head]
+    weights = sum(array.nbytes for module in modules for _, array in loader.weights_of(module))
+    limit = memory.default_limit_bytes()
+    yield f"weights          {_gb(weights)}"
+    yield f"memory limit     {_gb(limit)} on this machine"
+    most = opened.max_context_tokens
+    for length in [*(length for length in CONTEXTS if length < most), most]:
+        yield f"row              {_gb(row.row(length))} for {length} tokens"
+    left = limit - weights
+    if left <= 0:
+        raise EngineFailed(f"the weights take {weights} bytes; the limit on this machine is {limit} bytes")
+    longest = min(row.longest(left), most)
+    yield f"longest context  {longest} tokens fit beside the weights, before the intermediate results of a step"
+
+
+def _slot_bytes(layer: Any) -> int:
+    return sum(array.nbytes // array.shape[2] for array in (layer.keys, layer.values))
+
+
+def _draft_reason(model_dir: Path, draft: str) -> str | None:
+    return why_different(model_dir, resolve_checkpoint(draft, None, weights=False))
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3f} GiB"

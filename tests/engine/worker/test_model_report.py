@@ -1,0 +1,63 @@
+"""The report on a model tells what the engine will allocate, and why a model cannot be served."""
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.request import Request
+from engine.protocol import EngineFailed, EngineRequest, SamplingParams
+from engine.worker import memory
+from engine.worker.language_model import LanguageModel
+from engine.worker.model_report import RowBytes, report
+from engine.worker.model_runner import load_runner
+from tests.support.families import FAMILIES
+from tests.support.zoo import make
+
+NUM_TOKENS = 300
+
+
+def lines(model: str, draft: str | None = None) -> dict[str, str]:
+    return dict(line.split(maxsplit=1) for line in report(EngineConfig(model=model, device="cpu"), draft))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5", "nemotron_h", "falcon_h1", "deepseek_v3"])
+def test_predicted_row_bytes_are_those_that_a_row_takes(family, tmp_path):
+    path = make(tmp_path / "model", FAMILIES[family])
+    runner = load_runner(EngineConfig(model=str(path), device="cpu"), lambda progress: None)
+    spec = EngineRequest("row", np.ones(NUM_TOKENS, np.int32), SamplingParams(8), ())
+    runner.prefill([Request(spec)], NUM_TOKENS)
+    runner.decode(0)
+    predicted = RowBytes.of(LanguageModel(runner._model.module.language_model))
+    assert predicted.row(NUM_TOKENS) == runner.memory()["decode_cache_bytes"]
+    runner.drop(["row"])
+
+
+def test_the_longest_context_is_the_longest_row_that_fits():
+    row = RowBytes(per_token=10, per_window_slot=3, window_slots=40, fixed=500)
+    longest = row.longest(100_000)
+    assert row.row(longest) <= 100_000 < row.row(longest + 1)
+    assert row.longest(0) == 0 and RowBytes(0, 3, 40, 500).longest(10**6) == 2**31
+
+
+def test_the_demo_model_has_everything():
+    told = lines("demo", draft="demo")
+    assert told["family"] == "qwen3_5: can be served"
+    assert told["media"] == "text, image" and told["context"] == "32768 tokens"
+    assert "no" not in told["sparse"] and "same tokenizer" in told["draft"]
+
+
+def test_weights_are_not_read(tmp_path):
+    path = make(tmp_path / "model", FAMILIES["qwen3"])
+    before = mx.get_active_memory()
+    told = lines(str(path))
+    assert mx.get_active_memory() - before < 2**16
+    assert told["weights"].endswith("GiB") and told["MTP"].startswith("head")
+
+
+def test_a_model_that_does_not_fit_is_an_error_with_both_sizes(monkeypatch):
+    monkeypatch.setattr(memory, "default_limit_bytes", lambda: 2**20)
+    with pytest.raises(EngineFailed, match=r"the weights take \d+ bytes; the limit on this machine is 1048576 bytes"):
+        lines("demo")
