@@ -8,8 +8,10 @@ from mlx_vlm.models.cache import ArraysCache
 
 from engine.worker.delta_rule import Factors
 
+_Library: Any = ArraysCache  # some families write their states only into instances of it
 
-class BatchRecurrentLayer(ArraysCache):
+
+class BatchRecurrentLayer(_Library):
     """One recurrent layer of all rows, with slots such as (convolution window, state) [B, ...].
 
     While `recording`, it keeps what `commit` needs to return to the state after any token of the forward: all states

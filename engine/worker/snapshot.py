@@ -26,6 +26,9 @@ from engine.worker.window_layer import last_tokens
 SMALL_BYTES = 2**22
 """Smaller arrays are copied: the 16 KiB that a slice may keep alive are less than half a percent of larger ones."""
 
+ATTENTION_LAYERS: Any = (KVCache, BatchKVLayer)
+"""Layers that append keys and values, of one row or of a decode group."""
+
 KeysValues = tuple[mx.array, mx.array]
 
 
@@ -199,7 +202,7 @@ class LentSegments:
 
     def fill(self, layer: Any) -> None:
         """Copy the keys and values of the next attention layer, evaluated. Other layers are skipped."""
-        if not isinstance(layer, KVCache | BatchKVLayer):
+        if not isinstance(layer, ATTENTION_LAYERS):
             return
         i, row = self._num_layers, slice(self._index, self._index + 1)
         self._num_layers += 1

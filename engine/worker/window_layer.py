@@ -77,7 +77,8 @@ class BatchWindowLayer:
         """Return one row's cache with `num_tokens` tokens, oldest first, as lazy copies."""
         first = max(num_tokens - self.window, 0)
         slots = mx.arange(first, num_tokens) % ring_slots(self.window)
-        return window_cache(*(array[index : index + 1][:, :, slots] for array in self.state), self.window, num_tokens)
+        keys, values = (array[index : index + 1][:, :, slots] for array in self.state)
+        return window_cache(keys, values, self.window, num_tokens)
 
     def append(self, rows: Sequence[Any]) -> "BatchWindowLayer":
         """Return the layer with more rows: RotatingKVCaches of one row each, or layers of other groups."""
@@ -112,8 +113,8 @@ def ring_of(cache: RotatingKVCache, cursor: Any) -> BatchWindowLayer:
     if cache.offset <= ring_slots(window) and keys.shape[2] == cache.offset:
         return BatchWindowLayer(keys, values, window, cursor)
     ring, first = ring_slots(window), cache.offset - keys.shape[2]
-    rings = (mx.roll(_padded(array, ring), first % ring, axis=2) for array in (keys, values))
-    return BatchWindowLayer(*rings, window, cursor)
+    keys, values = (mx.roll(_padded(array, ring), first % ring, 2) for array in (keys, values))
+    return BatchWindowLayer(keys, values, window, cursor)
 
 
 def last_tokens(cache: RotatingKVCache) -> tuple[mx.array, mx.array]:

@@ -42,6 +42,7 @@ def _calling(library: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 def install() -> None:
     """Replace the library's functions. May be called several times."""
-    mistral3._get_llama_4_attn_scale = mistral4._get_llama_4_attn_scale = _scale
+    for module in (mistral3, mistral4):
+        vars(module)["_get_llama_4_attn_scale"] = _scale
     for model, library in _library_calls.items():
         model.__call__ = _calling(library)
