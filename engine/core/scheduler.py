@@ -221,13 +221,15 @@ class Scheduler:
         """Extend the reservations of rows that have used theirs up, the oldest row first, preempting others if needed.
 
         Returns:
-            False if a prompt in progress was preempted: none is admitted before the runner has dropped it.
+            False if a prompt in progress was preempted, or the only row has failed: no request is admitted before the
+            runner has dropped it.
         """
         keeps = True
         for row in list(self._running.values()):
             while row.id in self._running and self.budget.needs_more_slots(row) and not self._extend_row(row):
                 if len(self._running) == 1 and not self.prefills.in_progress:
                     self._released.failed |= self._fail_out_of_memory([row], self.budget.extend(row))
+                    keeps = False
                 else:
                     victim = self._preemption.choose_for_growth(list(self.prefills.in_progress))
                     keeps &= not isinstance(victim, Prefill)

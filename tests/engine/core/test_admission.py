@@ -189,6 +189,20 @@ def test_a_request_that_never_fits_fails_when_the_engine_is_idle_and_the_next_is
     admit(scheduler, spec("next", 20, 10))
 
 
+def test_a_row_that_outgrows_the_memory_alone_fails_without_the_request_behind_it():
+    scheduler = tight(1000, max_running=4, reserve_tokens=16)
+    row = admit(scheduler, spec("long", 20, 500))
+    scheduler.add([Request(spec("next", 60, 10))])
+    failed: dict[str, Any] = {}
+    while not failed:
+        scheduler.update_decode({row.id: RowOutput((7,))})
+        work = step_of(scheduler)
+        failed = work.failed
+        assert not work.prefill
+    assert set(failed) == {"long/0"}
+    assert [one.id for one in step_of(scheduler).prefill] == ["next/0"]
+
+
 def test_evictable_memory_is_freed_before_a_row_is_preempted():
     clock, evictable = Clock(), Evictables()
     scheduler = tight(20_000, evictable, clock, max_running=8)
