@@ -14,7 +14,7 @@ from engine.worker.sampler import Sampler
 
 @dataclass(slots=True, eq=False)
 class Sampled:
-    """What `SamplingBatch.sample` returns."""
+    """The result of `SamplingBatch.sample`."""
 
     tokens: mx.array  # int32 [B, L]; NO_TOKEN where the best logit is not finite.
     logprobs: Logprobs | None  # None if no row asks for them.
