@@ -1,5 +1,6 @@
 """The language model as the runner uses it: one forward, with explicit positions where the model takes them."""
 
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -24,9 +25,6 @@ class LanguageModel:
         self.explicit_positions = hasattr(language_model, "get_rope_index")
         self.exact: MTPExact = exact
         self._returns_hidden = hasattr(language_model, "speculative_logits_from_hidden")
-        layers = make_prompt_cache(language_model)
-        self._nests = any(isinstance(layer, CacheList) for layer in layers)
-        self._num_caches = [len(layer.caches) if isinstance(layer, CacheList) else 0 for layer in layers]
 
     @property
     def args(self) -> Any:
@@ -49,9 +47,14 @@ class LanguageModel:
         layers = make_prompt_cache(self.lm)
         return [one for layer in layers for one in (layer.caches if isinstance(layer, CacheList) else (layer,))]
 
+    @cached_property
+    def _num_caches(self) -> list[int]:
+        """Per layer the number of its caches; 0 for one that is not in a CacheList."""
+        return [len(one.caches) if isinstance(one, CacheList) else 0 for one in make_prompt_cache(self.lm)]
+
     def _nested(self, cache: list) -> list:
         """Return the caches as the model's layers take them."""
-        if not self._nests:
+        if not any(self._num_caches):
             return cache
         rest = iter(cache)
         return [CacheList(*(next(rest) for _ in range(num))) if num else next(rest) for num in self._num_caches]

@@ -19,6 +19,7 @@ class BatchRecurrentLayer(_Library):
     """
 
     lengths = left_padding = None  # no row is padded
+    start_speculation = trim = None  # `recording` and `commit` stand for the library's transactions
     is_factored = False  # for all layers of the process: see patches/gated_delta_rows.py
 
     def __init__(self, slots: Sequence[mx.array]):
