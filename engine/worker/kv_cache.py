@@ -194,8 +194,8 @@ class BatchCache:
         """Allocate at least `num_slots` slots per row; return how many slots there are."""
         for layer in self.layers:
             if isinstance(layer, BatchWindowLayer):
-                layer.reserve(num_slots)
-                mx.eval(layer.state)
+                if layer.reserve(num_slots):  # otherwise there is nothing to wait for
+                    mx.eval(layer.state)
             elif isinstance(layer, BatchKVLayer) and layer.keys.shape[2] < num_slots:
                 layer.keys, layer.values = _with_slots(layer.keys, num_slots), _with_slots(layer.values, num_slots)
                 mx.eval(layer.state)

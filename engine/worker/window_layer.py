@@ -69,9 +69,12 @@ class BatchWindowLayer:
         self.values = mx.put_along_axis(self.values, mx.broadcast_to(index, values.shape), values, axis=2)
         return self.keys[..., :num_slots, :], self.values[..., :num_slots, :]
 
-    def reserve(self, num_slots: int) -> None:
-        """Allocate slots for `num_slots` tokens per row, at most a whole ring."""
+    def reserve(self, num_slots: int) -> bool:
+        """Allocate slots for `num_slots` tokens per row, at most a whole ring; return whether there are more now."""
+        if self._allocated(num_slots) <= self.keys.shape[2]:
+            return False
         self.keys, self.values = (_padded(slots, self._allocated(num_slots)) for slots in self.state)
+        return True
 
     def row(self, index: int, num_tokens: int) -> RotatingKVCache:
         """Return one row's cache with `num_tokens` tokens, oldest first, as lazy copies."""
