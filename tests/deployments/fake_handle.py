@@ -62,7 +62,7 @@ class FakeCall:
         return await play(self._outcome)
 
     def cancel(self) -> None:
-        """Like Ray's, it does not reach a call that nobody has read from."""
+        """Do nothing, as Ray's cancel does for a call whose response has not been read yet."""
 
 
 class FakeStream(FakeCall):

@@ -59,7 +59,7 @@ def test_engine_of_every_node_is_asked():
 def test_silent_engine_is_named_and_the_other_engines_answer(outcome: Any, reason: str):
     engines = Engines({"a": here("a"), "b": outcome, "c": here("c")})
     assert run(engines.ask) == ([here("a"), here("c")], [SilentEngine("b", reason)])
-    assert ("cancel plan" in engines.log) == isinstance(outcome, float), "nobody waits for it any more"
+    assert ("cancel plan" in engines.log) == isinstance(outcome, float), "the call is cancelled"
 
 
 def test_engine_that_cancels_the_call_at_shutdown_is_named_as_silent():

@@ -37,7 +37,7 @@ def test_a_request_waits_until_all_its_choices_have_room():
     three, one = rows_of(spec("three", n=3)), rows_of(spec("one"))
     scheduler.add(three)
     scheduler.add(one)
-    assert not step_of(scheduler).prefill, "nobody overtakes: it would wait for ever"
+    assert not step_of(scheduler).prefill, "no later request passes: the wide one would wait for ever"
     scheduler.update_decode({"a/1": out(2)})
     work = step_of(scheduler)
     assert list(work.prefill) == three and work.drop == ["a/1"]

@@ -89,7 +89,7 @@ def test_a_chain_is_read_back_without_the_states_in_between(engines):
     engine = restarted(engines, before, max_bytes=room)
     assert engine.cached(request("again", *turns(12))) == [40 + 12 * 20]
     assert engine.core.prefix.cache.num_bytes <= room
-    assert engine.core.prefix.cache.counters.num_evicted == 0, "nobody else had to leave for them"
+    assert engine.core.prefix.cache.counters.num_evicted == 0, "no other snapshot was evicted for them"
 
 
 def test_prefix_that_does_not_fit_into_the_cache_is_read_into_the_row_that_continues_it(engines):
