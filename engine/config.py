@@ -38,11 +38,21 @@ class Frozen(BaseModel):
         return [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.get_default()]
 
 
-class MTPConfig(Frozen):
-    """Fixed limits of speculative decoding with the MTP head."""
+class DraftLimits(Frozen):
+    """Fixed limits of speculative decoding with one proposer."""
 
     max_draft_tokens: int = Field(default=3, ge=1, le=8, description="draft tokens per row and step")
     max_rows: int = Field(default=4, ge=1, le=1024, description="largest batch, in rows, for which tokens are drafted")
+
+
+class MTPConfig(DraftLimits):
+    """Fixed limits of speculative decoding with the MTP head."""
+
+
+class PromptLookupConfig(DraftLimits):
+    """Fixed limits of speculative decoding by prompt lookup."""
+
+    max_draft_tokens: int = Field(default=8, ge=1, le=8, description="draft tokens per row and step, where they match")
 
 
 class SchedulerConfig(Frozen):
@@ -223,6 +233,12 @@ class EngineConfig(Frozen):
         default="auto",
         description="verify drafts with kernels that round like those for one token; auto: on Metal, with one row in "
         "the batch, where it is free; on: always, reading the weights once per row; off: never",
+    )
+    prompt_lookup: Annotated[Literal["auto", "off"] | PromptLookupConfig, BooleanToOnOff] = Field(
+        default="auto",
+        description="speculative decoding by prompt lookup: where a row's newest tokens occurred before in its prompt "
+        "or answer, the tokens after them are drafted; auto: whenever it is measured to be fastest; off: never; a "
+        "mapping: always up to these limits. Needs no MTP head",
     )
     compile: Annotated[Literal["auto", "on", "off"], BooleanToOnOff] = Field(
         default="auto", description="decode as a compiled graph; auto: only on CUDA, where the host limits the speed"

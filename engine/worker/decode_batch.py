@@ -7,7 +7,7 @@ per group. core/memory/grouping.py assigns rows to groups before they join.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from engine.core.batch import RowOutput, RowSnapshot
+from engine.core.batch import Drafts, RowOutput, RowSnapshot
 from engine.worker.compiled import CompiledForward
 from engine.worker.decode import DecodeGroup, JoiningRow
 from engine.worker.language_model import LanguageModel
@@ -106,9 +106,9 @@ class DecodeBatch:
             if len(stay) < len(ids) and (stay or lent_here):
                 group.remove(stay, lent_here)
 
-    def step(self, num_drafts: int) -> dict[str, RowOutput]:
+    def step(self, drafts: Drafts) -> dict[str, RowOutput]:
         """Step every group once; all groups are launched before any is waited for."""
-        started = [(group, group.start_step(num_drafts)) for group in self._groups.values()]
+        started = [(group, group.start_step(drafts)) for group in self._groups.values()]
         outputs: dict[str, RowOutput] = {}
         for group, before in started:
             outputs |= group.finish_step(before)

@@ -97,16 +97,16 @@ class PendingHiddenStates:
     def select(self, rows: mx.array) -> "PendingHiddenStates":
         return PendingHiddenStates(self.token_ids[rows], self.hidden[rows], self.count[rows], self.bound)
 
-    def with_step(self, token_ids: mx.array, hidden: mx.array) -> "PendingHiddenStates":
-        """Append one pair per row: token_ids [B, 1], hidden [B, 1, hidden]."""
-        width = self.token_ids.shape[1]
-        if self.bound == width:
-            width *= 2
-        at = self.count[:, None]
-        ids = mx.put_along_axis(_to_width(self.token_ids, width), at, token_ids, axis=1)
-        at = mx.broadcast_to(at[..., None], hidden.shape)
-        rows = mx.put_along_axis(_to_width(self.hidden, width), at, hidden, axis=1)
-        return PendingHiddenStates(ids, rows, self.count + 1, self.bound + 1)
+    def extended(self, new: "PendingHiddenStates") -> "PendingHiddenStates":
+        """Append pairs; there must be room for them within FEED_LIMIT."""
+        width, bound = self.token_ids.shape[1], self.bound + new.bound
+        if bound > width:
+            width = max(bound, min(2 * width, FEED_LIMIT))
+        at = self.count[:, None] + mx.arange(new.bound)
+        ids = mx.put_along_axis(_to_width(self.token_ids, width), at, new.token_ids, axis=1)
+        at = mx.broadcast_to(at[..., None], new.hidden.shape)
+        rows = mx.put_along_axis(_to_width(self.hidden, width), at, new.hidden, axis=1)
+        return PendingHiddenStates(ids, rows, self.count + new.count, bound)
 
     @property
     def state(self) -> list[mx.array]:
@@ -185,14 +185,20 @@ class Drafter:
             self._head.prime(ids[:, :last], hidden[:, :last], cache)
         return cache, hidden[:, last:num_waiting]
 
-    def skip(self, token_ids: mx.array, hidden: mx.array, lengths: mx.array, extent: int) -> None:
-        """Store the tokens [B, 1] and hidden states of a step without drafts as pending. lengths: after the step."""
-        if self.feed.bound >= FEED_LIMIT:
-            self._catch_up(lengths - 1, extent)
-            self.feed = PendingHiddenStates(token_ids, hidden, mx.ones_like(lengths), 1)
+    def skip(self, new: PendingHiddenStates, lengths: mx.array, extent: int) -> None:
+        """Store the pairs of a step that the head did not draft as pending.
+
+        Args:
+            new: The pairs.
+            lengths: int32 [B], tokens in the target's cache before the step.
+            extent: At least max(lengths) + new.bound.
+        """
+        if self.feed.bound + new.bound > FEED_LIMIT:
+            self._catch_up(lengths, extent)
+            self.feed = new
             mx.async_eval(self._cache.state)
         else:
-            self.feed = self.feed.with_step(token_ids, hidden)
+            self.feed = self.feed.extended(new)
 
     def _catch_up(self, lengths: mx.array, extent: int) -> mx.array:
         """Feed the head all pending pairs; return the hidden state [B, 1, hidden] after each row's last pair."""

@@ -33,7 +33,7 @@ import psutil
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig, MTPConfig
-from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.batch import PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.engine_core import EngineCore
 from engine.core.request import Request
 from engine.core.scheduler_output import Chunks
@@ -233,8 +233,8 @@ class GatedRunner(MLXRunner):
         self.counts = Counts()
         self._kept: dict[str, tuple[Prompt, list[RowOutput]]] = {}
 
-    def decode(self, num_draft_tokens: int = 0) -> dict[str, RowOutput]:
-        outputs = super().decode(num_draft_tokens) if self.is_open else {}
+    def decode(self, drafts: Drafts = PLAIN) -> dict[str, RowOutput]:
+        outputs = super().decode(drafts) if self.is_open else {}
         for row_id, output in outputs.items():
             self.counts.row_steps += 1
             self.counts.drafted += output.num_drafted

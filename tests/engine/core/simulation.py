@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from engine.core.batch import RowOutput, StepTime
+from engine.core.batch import Drafts, RowOutput, StepTime
 from engine.core.cost_model import CostModel
 from engine.core.speculation import SpeculationController
+
+MTP = tuple(Drafts(k) for k in (1, 2, 3))
 
 Seconds = Callable[[int, int], float]
 """(rows, drafts) -> seconds of a step."""
@@ -93,27 +95,27 @@ class Simulation:
         self._noise, self._spikes = noise, spikes
         self._random = random.Random(seed)
         self._in_flight: tuple[float, list[RowOutput]] | None = None
-        self.costs = CostModel(3, self._warm_up() if seeded else ())
-        self.controller = SpeculationController("auto", 3, self.costs)
+        self.costs = CostModel(MTP, self._warm_up() if seeded else ())
+        self.controller = SpeculationController({"mtp": "auto"}, self.costs, {})
 
     def run(self, num_tokens: float, num_rows: int = 1) -> float:
         """Until every row has got so many tokens. Returns tokens per second and row."""
         began_s, got = self.elapsed_s, 0.0
         while got < num_tokens:
-            k = self.controller.num_draft_tokens(num_rows)
+            k = self.controller.choose(num_rows).num_tokens
             seconds, outputs = self._in_flight or self._launch(k, num_rows)
             self._in_flight = self._launch(k, num_rows)
             self.elapsed_s += seconds
             new = sum(len(output.token_ids) for output in outputs) / len(outputs)
             got += new
-            self.costs.record_step(num_rows, k, new, seconds * self._distortion())
+            self.costs.record_step(num_rows, Drafts(k), new, seconds * self._distortion())
             self.controller.record(outputs)
             self.drafts.append(k)
         return got / (self.elapsed_s - began_s)
 
     def _warm_up(self) -> list[StepTime]:
         return [
-            StepTime(num_rows, k, sorted(self.seconds(num_rows, k) * self._distortion() for _ in range(3))[1])
+            StepTime(num_rows, Drafts(k), sorted(self.seconds(num_rows, k) * self._distortion() for _ in range(3))[1])
             for num_rows in (1, 2, 8)
             for k in range(4)
         ]
