@@ -49,6 +49,21 @@ class MTPConfig(DraftLimits):
     """Fixed limits of speculative decoding with the MTP head."""
 
 
+class DraftModelConfig(Frozen):
+    """A separate small model that drafts tokens."""
+
+    model: str = Field(
+        description="'demo' (the demo model's draft), a directory or a hub repository, with the tokenizer of the model"
+    )
+    revision: str | None = Field(
+        default=None, description="branch, tag or commit of a hub repository; null: its default branch"
+    )
+    limits: Literal["auto"] | DraftLimits = Field(
+        default="auto",
+        description="auto: as many draft tokens as are measured to be fastest; a mapping: always up to these limits",
+    )
+
+
 class PromptLookupConfig(DraftLimits):
     """Fixed limits of speculative decoding by prompt lookup."""
 
@@ -234,6 +249,10 @@ class EngineConfig(Frozen):
         description="verify drafts with kernels that round like those for one token; auto: on Metal, with one row in "
         "the batch, where it is free; on: always, reading the weights once per row; off: never",
     )
+    draft_model: DraftModelConfig | None = Field(
+        default=None,
+        description="speculative decoding with a separate small model, instead of the MTP head if there is one",
+    )
     prompt_lookup: Annotated[Literal["auto", "off"] | PromptLookupConfig, BooleanToOnOff] = Field(
         default="auto",
         description="speculative decoding by prompt lookup: where a row's newest tokens occurred before in its prompt "
@@ -275,8 +294,9 @@ class EngineConfig(Frozen):
     def _effective(self) -> "EngineConfig":
         if self.mtp == "off" and self.mtp_head is not None:
             raise ValueError(f"mtp is off: mtp_head {self.mtp_head!r} would have no effect")
-        if self.mtp == "off" and self.mtp_exact != "auto":
-            raise ValueError(f"mtp is off: mtp_exact {self.mtp_exact!r} would have no effect")
+        speculates = self.mtp != "off" or self.prompt_lookup != "off" or self.draft_model is not None
+        if not speculates and self.mtp_exact != "auto":
+            raise ValueError(f"mtp and prompt_lookup are off: mtp_exact {self.mtp_exact!r} would have no effect")
         if self.model == "demo" and self.revision is not None:
             raise ValueError(f"model demo is part of Orchard: revision {self.revision!r} would have no effect")
         if self.device == "cpu" and self.share_device:

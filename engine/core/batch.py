@@ -18,8 +18,9 @@ SEGMENT_ARRAYS = "attention."
 """Prefix of the names of keys and values in an exported snapshot."""
 
 
-Proposer = Literal["mtp", "prompt_lookup"]
-"""Where draft tokens come from: the MTP head, or an earlier occurrence of a row's newest tokens among its tokens."""
+Proposer = Literal["mtp", "draft_model", "prompt_lookup"]
+"""Where draft tokens come from: the MTP head, a separate small model, or an earlier occurrence of a row's newest tokens
+among its tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,11 @@ class EngineCore:
         self.progress = Progress(("decode", time.num_rows, time.drafts) for time in runner.step_times)
         self.runner = runner
         self.costs = CostModel(runner.drafts, runner.step_times, runner.chunk_times)
-        modes: dict[Proposer, Mode] = {"mtp": config.mtp, "prompt_lookup": config.prompt_lookup}
+        modes: dict[Proposer, Mode] = {
+            "mtp": config.mtp,
+            "draft_model": "off" if config.draft_model is None else config.draft_model.limits,
+            "prompt_lookup": config.prompt_lookup,
+        }
         self._speculation = SpeculationController(modes, self.costs, runner.no_drafts)
         self.prefix = PrefixCacheSessions(
             config.prefix_cache,

@@ -29,7 +29,7 @@ class SpeculationController:
     """Chooses the drafts before every decode step and learns after it.
 
     With fixed limits (DraftLimits) the watchdog only warns: the number is the operator's decision. Fixed prompt lookup
-    precedes a fixed MTP head where rows have matches.
+    precedes a fixed MTP head or draft model where rows have matches.
 
     Args:
         modes: The configuration of each proposer.
@@ -99,7 +99,7 @@ class SpeculationController:
     def _fixed(self, num_rows: int) -> Drafts | None:
         """Return the drafts that the configuration fixes; None where `auto` decides."""
         by_name = {record.name: record for record in self._records}
-        for name in ("prompt_lookup", "mtp"):
+        for name in ("prompt_lookup", "draft_model", "mtp"):
             record = by_name.get(name)
             if record is not None and record.row_share and (k := record.fixed_length(num_rows)):
                 return Drafts(k, name)

@@ -30,7 +30,7 @@ from engine.worker.acceptance import Acceptance
 from engine.worker.compiled import CompiledForward
 from engine.worker.kv_cache import BatchCache, BatchKVLayer, SequenceCache
 from engine.worker.language_model import LanguageModel
-from engine.worker.mtp import Drafter, MTPHead, PendingHiddenStates
+from engine.worker.mtp import Drafter, DraftHead, PendingHiddenStates
 from engine.worker.pending_step import PendingStep, Row
 from engine.worker.prompt_lookup import TokenHistory
 from engine.worker.sampling_batch import SamplingBatch
@@ -52,7 +52,7 @@ class JoiningRow:
     token_id: int
     """The first token."""
     head_cache: SequenceCache | None = None
-    """The MTP head's cache; None without a head."""
+    """The draft head's cache; None without a head."""
     hidden: mx.array | None = None
     """Last hidden state [1, 1, hidden] of the prompt; None without a head."""
     moves: bool = False
@@ -67,7 +67,7 @@ class DecodeGroup:
     def __init__(
         self,
         language_model: LanguageModel,
-        head: MTPHead | None,
+        head: DraftHead | None,
         vocab_size: int,
         first: JoiningRow,
         compiled: CompiledForward | None = None,
@@ -261,7 +261,7 @@ class DecodeGroup:
             num_accepted, num_kept = self._acceptance.count(tokens, sampled.tokens, positions)
             if not all(has_drafts):
                 num_kept = mx.where(mx.array(has_drafts), num_kept, 1)
-        self._commit(sampled.tokens, hidden, num_kept, longest, head_is_current=num_drafts and drafts.proposer == "mtp")
+        self._commit(sampled.tokens, hidden, num_kept, longest, num_drafts > 0 and drafts.proposer != "prompt_lookup")
         rows = list(self.rows)
         results = sampled.tokens, num_kept, num_accepted, sampled.logprobs
         return self._start(PendingStep(rows, drafts, has_drafts, *results))
@@ -270,7 +270,7 @@ class DecodeGroup:
         """Return which rows can be given these drafts. With prompt lookup it reads the step before."""
         if not drafts.num_tokens:
             return [False] * len(self.rows)
-        if drafts.proposer == "mtp":
+        if drafts.proposer != "prompt_lookup":
             return [self._drafter is not None] * len(self.rows)
         if self._launched is not None:
             self._launched.read()
@@ -282,11 +282,12 @@ class DecodeGroup:
         return mx.array(rows, mx.int32)
 
     def _draft(self, num_drafts: int, positions: mx.array, noise: mx.array | None, longest: int) -> mx.array:
-        assert self._drafter is not None
+        assert self._drafter is not None and self._head is not None
+        head = self._head
 
         def choose(hidden: mx.array, i: int) -> mx.array:
             own = None if noise is None else noise[:, i : i + 1]
-            logits = self._language_model.logits(hidden)
+            logits = head.logits(hidden)
             return self._sampling.draft(logits, self._newest[:, None], positions[:, i : i + 1], own)
 
         return self._drafter.draft(num_drafts, self._lengths, longest, choose)
@@ -339,8 +340,9 @@ class DecodeGroup:
         else:
             self._cache.commit(num_kept)
             self._newest = mx.take_along_axis(sampled, (num_kept - 1)[:, None], axis=1)[:, 0]
-        if self._drafter is not None and hidden is not None:
-            pairs = PendingHiddenStates(mx.maximum(sampled, 0), hidden, kept, sampled.shape[1])
+        read = None if self._head is None else self._head.read(hidden, sampled)
+        if self._drafter is not None and read is not None:
+            pairs = PendingHiddenStates(mx.maximum(sampled, 0), read, kept, sampled.shape[1])
             if head_is_current:
                 self._drafter.feed = pairs
             else:

@@ -11,14 +11,14 @@ from engine.core.batch import Drafts, RowOutput, RowSnapshot
 from engine.worker.compiled import CompiledForward
 from engine.worker.decode import DecodeGroup, JoiningRow
 from engine.worker.language_model import LanguageModel
-from engine.worker.mtp import MTPHead
+from engine.worker.mtp import DraftHead
 from engine.worker.snapshot import KVSegment
 
 
 class DecodeBatch:
     """Holds the decode groups by id."""
 
-    def __init__(self, language_model: LanguageModel, head: MTPHead | None, vocab_size: int, compiled: bool = False):
+    def __init__(self, language_model: LanguageModel, head: DraftHead | None, vocab_size: int, compiled: bool = False):
         self._language_model = language_model
         self._compiled = CompiledForward(language_model.decode) if compiled else None
         self._head = head

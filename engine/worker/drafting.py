@@ -8,33 +8,39 @@ from mlx_vlm.models.cache import ArraysCache
 
 from engine.config import DraftLimits, EngineConfig
 from engine.core.batch import Drafts, Proposer
+from engine.worker.draft_model import DraftModel
 from engine.worker.kv_cache import BatchCache
 from engine.worker.language_model import LanguageModel
-from engine.worker.mtp import MTPHead
+from engine.worker.mtp import DraftHead
 from engine.worker.recurrent_layer import BatchRecurrentLayer, NotRewindable
 
 MTP_LENGTHS = (1, 2, 3)
 """Draft tokens per row that `auto` chooses from. Heads are trained for one to two tokens ahead; a fourth is rarely
 right."""
+DRAFT_MODEL_LENGTHS = (1, 2, 3)
 LOOKUP_LENGTHS = (2, 4, 8)
 KEPT_STATES_LENGTHS = (2, 3)
 """The same for prompt lookup, and for recurrent models that keep a state per verified token, which takes memory."""
 
 
 def drafts_offered(
-    config: EngineConfig, head: MTPHead | None, no_head: str, language_model: LanguageModel
+    config: EngineConfig, head: DraftHead | None, no_head: str, language_model: LanguageModel
 ) -> tuple[tuple[Drafts, ...], dict[Proposer, str]]:
     """Return the ways to draft, see ModelRunner.drafts, and why proposers cannot draft.
 
     Args:
         config: The configuration.
-        head: The MTP head, None without one.
-        no_head: Why there is no head, if there is none.
+        head: The MTP head or the draft model, None without either.
+        no_head: Why there is no MTP head, if there is none.
         language_model: The language model, whose weights need not be evaluated.
     """
     drafts: list[Drafts] = []
     reasons: dict[Proposer, str] = {}
-    if head is None:
+    if config.draft_model is not None and isinstance(head, DraftModel):
+        drafts += [Drafts(k, "draft_model") for k in _lengths(config.draft_model.limits, DRAFT_MODEL_LENGTHS)]
+    else:
+        reasons["draft_model"] = "no draft_model is configured"
+    if head is None or isinstance(head, DraftModel):
         reasons["mtp"] = no_head
     else:
         drafts += [Drafts(k, "mtp") for k in _lengths(config.mtp, MTP_LENGTHS)]

@@ -24,6 +24,7 @@ from engine.processing.checkpoint import (
 )
 from engine.protocol import EngineFailed
 from engine.worker import mtp_loader
+from engine.worker.draft_model import open_draft_model
 from engine.worker.family import unsupported_reason
 
 log = logging.getLogger("orchard.engine")
@@ -44,10 +45,11 @@ class LoadedModel:
     media_kinds: frozenset[str]  # Media that it accepts, such as image.
     max_context_tokens: int  # Prompt and answer together.
     vocab_size: int  # Number of logits.
-    num_weight_bytes: int  # In memory, with the MTP head.
+    num_weight_bytes: int  # In memory, with the MTP head or draft model.
     dtype: str  # Floating dtype that it computes in.
     mtp_head: Any | None  # mlx_vlm's Qwen3_5MTPDraftModel, not bound to the model; None without one.
     mtp_status: str  # "ready", or why there is no head.
+    draft: Any | None  # The draft model, of mlx_vlm; None without one.
     fingerprint: str  # See ModelRunner.
 
 
@@ -102,12 +104,18 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
     opened = open_model(config)
     module, path, head_dir, dtype = opened.module, opened.path, opened.head_dir, opened.dtype
     head = _load_head(config, head_dir, module, dtype)
-    num_bytes = _read_weights([module] if head is None else [module, head], progress)
+    draft, draft_dir = (None, None) if config.draft_model is None else open_draft_model(config.draft_model, path)
+    if draft is not None:
+        quantized = any(name.endswith(".scales") for name, _ in weights_of(draft))
+        cast(draft, choose_dtype(config.dtype, {"quantization": {}}) if quantized else DTYPES[dtype])
+        draft.eval()
+    num_bytes = _read_weights([one for one in (module, head, draft) if one is not None], progress)
     module.eval()
     if head is not None:
         mtp_loader.check_values(head)
     log.info("loaded %s: %.1f MB of weights, %s, on %s", path, num_bytes / 1e6, dtype, mx.default_device())
     log.info("MTP head: %s", head_dir or opened.mtp_status)
+    log.info("draft model: %s", draft_dir or "none")
     return LoadedModel(
         module=module,
         path=path,
@@ -119,7 +127,10 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
         dtype=dtype,
         mtp_head=head,
         mtp_status=opened.mtp_status,
-        fingerprint=fingerprint([path] if head_dir is None else [path, head_dir], dtype, *COMPUTED_BY, device_kind()),
+        draft=draft,
+        fingerprint=fingerprint(
+            [one for one in (path, head_dir, draft_dir) if one is not None], dtype, *COMPUTED_BY, device_kind()
+        ),
     )
 
 

@@ -54,7 +54,12 @@ class Runner(Protocol):
 
 
 def measure(
-    runner: Runner, snapshot: StateSnapshot, vision: VisionEncoder | None, drafts: Sequence[Drafts], num_heads: int
+    runner: Runner,
+    snapshot: StateSnapshot,
+    vision: VisionEncoder | None,
+    drafts: Sequence[Drafts],
+    num_heads: int,
+    head_layers: int,
 ) -> MemoryCosts:
     """Measure the costs of a warm runner without rows. The largest probe takes 2 * PROBE_TOKENS tokens.
 
@@ -63,18 +68,21 @@ def measure(
         snapshot: A snapshot of any prompt.
         vision: The vision encoder, None for a text model.
         drafts: The ways to draft.
+        head_layers: Attention layers of the MTP head or draft model, which come last.
         num_heads: Query heads of an attention layer, whose scores in a step are too small to be measured.
     """
     mx.clear_cache()
     max_drafts = most_draft_tokens(drafts)
     scores = MARGIN * num_heads * (max_drafts + 1) * SCORE_BYTES
     base, blocks = mx.get_active_memory() + LATE_BYTES, attention_cpu.max_queries()
-    costs = replace(_exact(snapshot, max_drafts), base_bytes=base, slot_step_bytes=scores, max_queries=blocks)
+    costs = replace(
+        _exact(snapshot, max_drafts, head_layers), base_bytes=base, slot_step_bytes=scores, max_queries=blocks
+    )
     costs = _with_forwards(runner, costs, drafts)
     return costs if vision is None else replace(costs, **_of_pictures(vision))
 
 
-def _exact(snapshot: StateSnapshot, max_drafts: int) -> MemoryCosts:
+def _exact(snapshot: StateSnapshot, max_drafts: int, head_layers: int) -> MemoryCosts:
     ends, layers = snapshot.segment.ends, snapshot.segment.keys_values
     slots = [(k.nbytes + v.nbytes) // max(end, 1) for (k, v), end in zip(layers, ends, strict=True)]
     sizes = [sum(slot.nbytes for slot in state) for state in snapshot.states]
@@ -84,7 +92,7 @@ def _exact(snapshot: StateSnapshot, max_drafts: int) -> MemoryCosts:
         for size, state, window in zip(sizes, snapshot.states, snapshot.windows, strict=True)
     ]
     hidden = 0 if snapshot.hidden is None else snapshot.hidden.nbytes
-    head = slots[-1] if hidden else 0  # its layer comes last
+    head = sum(slots[len(slots) - head_layers :])
     shares = [max(sizes) / sum(sizes) for sizes in (slots, states, windows) if sum(sizes)]
     return MemoryCosts(
         token_bytes=sum(slots),

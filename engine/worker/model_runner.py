@@ -15,6 +15,7 @@ from engine.core.batch import (
     ImageLeft,
     PrefillOutput,
     PromptChunk,
+    Proposer,
     RowOutput,
     RowSnapshot,
     StepTime,
@@ -31,9 +32,10 @@ from engine.worker import blas, cost_cache, loader, memory, memory_costs, patche
 from engine.worker.burst import BurstPrefill
 from engine.worker.decode import JoiningRow
 from engine.worker.decode_batch import DecodeBatch
+from engine.worker.draft_model import DraftModel
 from engine.worker.drafting import drafts_offered
 from engine.worker.language_model import LanguageModel
-from engine.worker.mtp import MTPHead
+from engine.worker.mtp import DraftHead, MTPHead
 from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, Prompt, first_tokens
 from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays, unsupported_reason
@@ -71,15 +73,18 @@ class MLXRunner:
         patches.install(decodes=True)
         self._model = model
         self._language_model = LanguageModel(model.module.language_model, config.mtp_exact)
-        self._head = MTPHead(model.mtp_head, self._language_model) if model.mtp_head is not None else None
+        self._head = _head_of(model, self._language_model)
         self._vision = self._make_vision(model, config)
         self._prefill = Prefill(self._language_model, self._head, self._vision, model.config.get("image_token_id"))
-        self._burst = BurstPrefill(self._language_model, self._head)
+        mtp_head = self._head if isinstance(self._head, MTPHead) else None
+        self._burst = BurstPrefill(self._language_model, mtp_head)
         compiled = use_compiled(config, self._language_model)
         self._batch = DecodeBatch(self._language_model, self._head, model.vocab_size, compiled)
         self._prompts: dict[str, Prompt] = {}  # by the ids of the rows that share it
         self.max_context_tokens = model.max_context_tokens
         self.vocab_size = model.vocab_size
+        self.drafts: Sequence[Drafts]
+        self.no_drafts: Mapping[Proposer, str]
         self.drafts, self.no_drafts = drafts_offered(config, self._head, model.mtp_status, self._language_model)
         self.image_token_id = self._prefill.image_token_id
         self.no_snapshots = unsupported_reason(self._language_model.make_cache())
@@ -88,6 +93,8 @@ class MLXRunner:
         )
         self.no_pooling = self._language_model.states_unsupported_reason()
         self.no_bursts = self.no_sparse or self.no_snapshots or ("the decode step is compiled" if compiled else None)
+        if self.no_bursts is None and model.draft is not None:
+            self.no_bursts = "a draft model reads each prompt by itself"
         self.device_bytes = memory.device_bytes()
         self.memory_limit_bytes = memory.default_limit_bytes()
         self.fingerprint = model.fingerprint
@@ -121,7 +128,7 @@ class MLXRunner:
             self.costs = cost_cache.load_or_measure(
                 user_cache() / "memory-costs",
                 key,
-                lambda: memory_costs.measure(self, a_snapshot, self._vision, self.drafts, heads),
+                lambda: memory_costs.measure(self, a_snapshot, self._vision, self.drafts, heads, self._num_head_layers),
             )
         mx.clear_cache()
 
@@ -297,6 +304,10 @@ class MLXRunner:
         self._forget_prompt([row])
         return PrefillOutput(num_tokens, {row.id: RowOutput((), embedding=pooled.vector())})
 
+    @property
+    def _num_head_layers(self) -> int:
+        return 0 if self._head is None else len(self._head.make_cache())
+
     def _joining_row(self, row: Request, prompt: Prompt, first: RowOutput, moves: bool) -> JoiningRow:
         """Return a joining row for a complete prompt. moves: see JoiningRow."""
         token_id, position = first.token_ids[0], prompt.next_position
@@ -322,6 +333,13 @@ class MLXRunner:
             return None
         normalization = PatchNormalization.of(image_processor_config(model.path))
         return VisionEncoder(model.module, normalization, config.vision_cache_mb * 2**20)
+
+
+def _head_of(model: loader.LoadedModel, language_model: LanguageModel) -> DraftHead | None:
+    """Return the model that drafts, None without one."""
+    if model.draft is not None:
+        return DraftModel(model.draft, model.vocab_size)
+    return MTPHead(model.mtp_head, language_model) if model.mtp_head is not None else None
 
 
 def _exactness(language_model: LanguageModel) -> str:

@@ -8,7 +8,7 @@ the prompt cannot copy from it. Prompts are fed to it chunk by chunk with their 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -22,11 +22,30 @@ FEED_CHUNK = 128  # pairs per forward when the head catches up
 FEED_LIMIT = 128  # pending pairs per row: hidden states take as much memory as an attention layer's keys and values
 
 
+class DraftHead(Protocol):
+    """What a Drafter needs of a model that drafts: an MTP head, or a draft model (worker/draft_model.py)."""
+
+    lead: int
+    """Entries of its cache before that of the first pair (token 1, hidden state 0)."""
+    as_offset: bool
+    """See kv_cache.Cursor."""
+
+    def make_cache(self) -> SequenceCache: ...
+    def begin(self, first_token_id: int, cache: SequenceCache) -> None: ...
+    def prime(self, next_token_ids: mx.array, hidden: mx.array, cache: SequenceCache) -> None: ...
+    def __call__(self, token_ids: mx.array, hidden: mx.array, cache: list[Any], positions: mx.array) -> mx.array: ...
+    def logits(self, hidden: mx.array) -> mx.array: ...
+    def read(self, hidden: mx.array | None, token_ids: mx.array) -> mx.array | None: ...
+
+
 class MTPHead:
-    """The MTP head, which shares embedding and output layer with the target.
+    """The MTP head, which shares embedding and output layer with the target. Implements DraftHead.
 
     `module` is mlx_vlm's Qwen3_5MTPDraftModel.
     """
+
+    lead = 0
+    as_offset = False
 
     def __init__(self, module: Any, language_model: LanguageModel):
         self._module = module
@@ -40,6 +59,17 @@ class MTPHead:
             shape = (1, attention.num_key_value_heads, 0, attention.head_dim)
             entry.keys = entry.values = mx.zeros(shape, attention.k_norm.weight.dtype)
         return cache
+
+    def begin(self, first_token_id: int, cache: SequenceCache) -> None:
+        """Do nothing: the head does not read the first token of a prompt."""
+
+    def read(self, hidden: mx.array | None, token_ids: mx.array) -> mx.array | None:
+        """Return the target's hidden states [B, L, hidden] of these tokens, which the head reads."""
+        return hidden
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Apply the target's output layer: [B, L, hidden] -> [B, L, vocab]."""
+        return self._language_model.logits(hidden)
 
     def prime(self, next_token_ids: mx.array, hidden: mx.array, cache: SequenceCache) -> None:
         """Launch a chunk of one prompt.
@@ -120,14 +150,14 @@ class PendingHiddenStates:
 class Drafter:
     """The head's part of a decode group: its cache and pending pairs, in the order of the target's rows."""
 
-    def __init__(self, head: MTPHead, cache: BatchCache, feed: PendingHiddenStates):
+    def __init__(self, head: DraftHead, cache: BatchCache, feed: PendingHiddenStates):
         self._head = head
         self._cache = cache
         self.feed = feed
 
     @classmethod
-    def of(cls, head: MTPHead, cache: SequenceCache, feed: PendingHiddenStates) -> "Drafter":
-        return cls(head, BatchCache.of(cache), feed)
+    def of(cls, head: DraftHead, cache: SequenceCache, feed: PendingHiddenStates) -> "Drafter":
+        return cls(head, BatchCache.of(cache, head.as_offset), feed)
 
     def join(self, caches: Sequence[SequenceCache], feeds: Sequence[PendingHiddenStates], move: bool = False) -> None:
         """Add rows. When it raises, the rows are as before. move: see BatchCache.join."""
@@ -163,8 +193,8 @@ class Drafter:
         hidden = self._catch_up(lengths, extent)
         drafts = [choose(hidden, 0)]
         for i in range(1, num_drafts):
-            at = lengths + (i - 1)
-            cache = self._cache.at(at, extent + i)
+            at = lengths + (i - 1 + self._head.lead)
+            cache = self._cache.at(at, extent + i + self._head.lead)
             hidden = self._head(drafts[-1], hidden, cache, at[:, None])
             drafts.append(choose(hidden, i))
         return mx.concatenate(drafts, axis=1)
@@ -180,7 +210,7 @@ class Drafter:
         num_waiting = int(np.array(self.feed.count)[index])
         last = num_waiting - 1
         ids, hidden = self.feed.token_ids[index : index + 1], self.feed.hidden[index : index + 1]
-        cache = self._cache.row(index, num_tokens - num_waiting)
+        cache = self._cache.row(index, num_tokens - num_waiting + self._head.lead)
         if last:
             self._head.prime(ids[:, :last], hidden[:, :last], cache)
         return cache, hidden[:, last:num_waiting]
@@ -203,12 +233,12 @@ class Drafter:
     def _catch_up(self, lengths: mx.array, extent: int) -> mx.array:
         """Feed the head all pending pairs; return the hidden state [B, 1, hidden] after each row's last pair."""
         feed, outputs = self.feed, []
-        start = lengths - feed.count
+        start, lead = lengths - feed.count + self._head.lead, self._head.lead
         for begin in range(0, feed.bound, FEED_CHUNK):
             end = min(begin + FEED_CHUNK, feed.bound)
             at = start + begin
             # A row with fewer pairs writes garbage behind its end, where its next pairs will be written.
-            cache = self._cache.at(at, extent + end)
+            cache = self._cache.at(at, extent + end + lead)
             positions = at[:, None] + mx.arange(end - begin)
             outputs.append(self._head(feed.token_ids[:, begin:end], feed.hidden[:, begin:end], cache, positions))
         hidden = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)

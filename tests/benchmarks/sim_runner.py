@@ -239,7 +239,7 @@ class ClockRunner:
         self.costs = machine.costs
         self.device_bytes = self.memory_limit_bytes = machine.memory_bytes
         self.fingerprint = machine.name
-        self.drafts = tuple(Drafts(k) for k in range(1, len(machine.acceptance) + 1))
+        self.drafts: Sequence[Drafts] = tuple(Drafts(k) for k in range(1, len(machine.acceptance) + 1))
         self.no_drafts: Mapping[Proposer, str] = {"prompt_lookup": "not simulated"}
         self.step_times: Sequence[StepTime] = [
             StepTime(rows, drafts, machine.step_seconds([(rows, 1)], drafts.num_tokens))

@@ -123,7 +123,18 @@ def random_model(shape: dict[str, int]) -> loader.LoadedModel:
     mx.eval(module.parameters(), head.parameters())
     num_bytes = sum(w.nbytes for part in (module.language_model, head) for _, w in loader.weights_of(part))
     return loader.LoadedModel(
-        module, Path(), config, frozenset(), 131072, shape["vocab_size"], num_bytes, str(dtype), head, "ready", "random"
+        module,
+        Path(),
+        config,
+        frozenset(),
+        131072,
+        shape["vocab_size"],
+        num_bytes,
+        str(dtype),
+        head,
+        "ready",
+        None,
+        "random",
     )
 
 
@@ -180,7 +191,7 @@ def profile(runner: MLXRunner, num_rows: int, num_drafts: int, prompt_tokens: in
 
         mx.async_eval = timed
         began = time.perf_counter()
-        group._launched = launched = group._launch(num_drafts)
+        group._launched = launched = group._launch(Drafts(num_drafts))
         built = time.perf_counter() - began
         mx.async_eval = real
         began = time.perf_counter()

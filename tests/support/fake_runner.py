@@ -135,8 +135,8 @@ class FakeRunner:
     def __init__(self, max_draft_tokens: int = 0, accepts: Callable[[int, int], bool] = lambda seed, position: True):
         self.max_context_tokens, self.vocab_size = 100_000, VOCAB_SIZE
         self.max_draft_tokens = max_draft_tokens
-        self.drafts = tuple(Drafts(k) for k in range(1, max_draft_tokens + 1))
-        self.no_drafts: dict[Proposer, str] = {} if max_draft_tokens else {"mtp": "the fake has none"}
+        self.drafts: Sequence[Drafts] = tuple(Drafts(k) for k in range(1, max_draft_tokens + 1))
+        self.no_drafts: Mapping[Proposer, str] = {} if max_draft_tokens else {"mtp": "the fake has none"}
         self.image_token_id: int | None = None
         self.no_snapshots: str | None = None
         self.no_sparse: str | None = None

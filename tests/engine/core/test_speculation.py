@@ -6,8 +6,8 @@ from statistics import mean
 
 import pytest
 
-from engine.config import MTPConfig
-from engine.core.batch import RowOutput
+from engine.config import MTPConfig, PromptLookupConfig
+from engine.core.batch import Drafts, Proposer, RowOutput
 from engine.core.cost_model import CostModel
 from engine.core.proposer_record import Mode
 from engine.core.speculation import SpeculationController
@@ -16,6 +16,7 @@ from tests.engine.core.simulation import (
     CPU,
     GPU,
     MTP,
+    LookupSimulation,
     Seconds,
     Simulation,
     best_rate,
@@ -275,3 +276,62 @@ def test_a_fixed_number_of_drafts_continues_despite_a_watchdog_warning(caplog):
 
 def test_the_expected_tokens_per_step_follow_the_formula_of_the_paper():
     assert expected_tokens((0.5, 0.5, 0.5), 3) == 1.875
+
+
+def memory_bound(num_rows: int, num_drafts: int) -> float:
+    return STEP_S * (1 + 0.02 * num_rows + 0.02 * num_drafts * num_rows)
+
+
+def compute_bound(num_rows: int, num_drafts: int) -> float:
+    return STEP_S * (1 + 0.3 * num_rows + 0.5 * num_drafts * num_rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 8])
+@pytest.mark.parametrize("copied", [0, 5, 30, 300])
+def test_prompt_lookup_costs_at_most_three_percent_where_it_does_not_pay(num_rows, copied):
+    """Verification is as dear as decoding, and half of the drafts are wrong."""
+    simulation = LookupSimulation(compute_bound, copied=copied, period=400, accepted=0.5)
+    simulation.run(400, num_rows)
+    assert simulation.run(3000, num_rows) >= 0.97 / compute_bound(num_rows, 0)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 8])
+def test_prompt_lookup_that_is_accepted_is_used_from_its_first_matches_on(num_rows):
+    simulation = LookupSimulation(memory_bound, copied=200, period=400)
+    most = sum(0.95**k for k in range(9)) / memory_bound(num_rows, 8)
+    plain = 1 / memory_bound(num_rows, 0)
+    assert simulation.run(800, num_rows) >= 0.8 * 2 / (1 / most + 1 / plain)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 8])
+def test_a_head_keeps_drafting_where_nothing_matches_and_prompt_lookup_adds_to_it(num_rows):
+    with_head = LookupSimulation(memory_bound, copied=0, period=400, head=True)
+    with_head.run(400, num_rows)
+    head_alone = best_rate(memory_bound, with_head.acceptance, num_rows)
+    assert with_head.run(3000, num_rows) >= 0.97 * head_alone
+    both = LookupSimulation(memory_bound, copied=200, period=400, head=True)
+    both.run(400, num_rows)
+    assert both.run(3000, num_rows) >= (1.1 if num_rows == 1 else 1.0) * head_alone
+
+
+def test_rejected_drafts_of_prompt_lookup_do_not_pause_the_head():
+    simulation = LookupSimulation(memory_bound, copied=400, period=400, accepted=0.02, head=True)
+    simulation.run(3000)
+    status = simulation.controller.status()
+    assert status["mtp"]["num_watchdog_trips"] == 0
+    assert simulation.run(1000) >= 0.95 * best_rate(memory_bound, simulation.acceptance)
+
+
+def test_fixed_prompt_lookup_precedes_a_fixed_head_where_rows_have_matches():
+    costs = CostModel([*MTP, Drafts(4, "prompt_lookup"), Drafts(8, "prompt_lookup")])
+    modes: dict[Proposer, Mode] = {
+        "mtp": MTPConfig(max_draft_tokens=2, max_rows=2),
+        "prompt_lookup": PromptLookupConfig(max_draft_tokens=4),
+    }
+    controller = SpeculationController(modes, costs, {})
+    assert controller.choose(1) == Drafts(2)
+    controller.record([RowOutput((7,), can_look_up=True), RowOutput((7,))])
+    assert controller.choose(2) == Drafts(4, "prompt_lookup")
+    assert controller.choose(5) == Drafts()
+    controller.record([RowOutput((7,)), RowOutput((7,))])
+    assert controller.choose(2) == Drafts(2)

@@ -5,13 +5,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import engine.worker  # noqa: F401  # before MLX
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import engine.worker  # noqa: F401  # before MLX
 from engine.config import EngineConfig
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
@@ -93,9 +92,12 @@ def runner_of(tiny_model: Callable[..., Path]) -> Callable[[str], MLXRunner]:
 def requests(**sampling: Any) -> list[EngineRequest]:
     """Return prompts of different lengths whose answers consist of five tokens, and so repeat themselves."""
     prompts = [np.random.default_rng(n).integers(20, 25, n).astype(np.int32) for n in (20, 60, 100)]
-    params = {"temperature": 0.0, "logit_bias": tuple((token, 30.0) for token in range(20, 25))} | sampling
+    params: dict[str, Any] = {
+        "temperature": 0.0,
+        "logit_bias": tuple((token, 30.0) for token in range(20, 25)),
+    } | sampling
     return [
-        EngineRequest(f"r{i}", prompt, SamplingParams(30 + 7 * i, **params | {"seed": i}), ())
+        EngineRequest(f"r{i}", prompt, SamplingParams(30 + 7 * i, seed=i, **params), ())
         for i, prompt in enumerate(prompts)
     ]
 
