@@ -270,7 +270,9 @@ class DraftBench:
         count = max(MIN_PROMPTS, config.max_running)
         self._requests = {task: requests(task, count, tokenizer, num_tokens) for task in {c.task for c in cells}}
         self.runner = GatedRunner(config)
-        configs = {arm: config.model_copy(update={"mtp": mtp}) for arm, mtp in DRAFT_ARMS.items()}
+        configs = {
+            arm: config.model_copy(update={"mtp": mtp, "prompt_lookup": "off"}) for arm, mtp in DRAFT_ARMS.items()
+        }
         pairs = itertools.product(cells, configs)
         self._cores = {(cell, arm): EngineCore(configs[arm], self.runner, raise_errors) for cell, arm in pairs}
 
@@ -393,7 +395,9 @@ def main() -> int:
     else:
         arms = [Arm(1, int(length), 1) for length in args.prefills.split(",")]
         arms += [Arm(batch, args.prompt_tokens, args.output_tokens) for batch in args.batches]
-        report = asyncio.run(measure(EngineConfig.model_validate(values | {"mtp": "off"}), arms, args.rounds))
+        report = asyncio.run(
+            measure(EngineConfig.model_validate(values | {"mtp": "off", "prompt_lookup": "off"}), arms, args.rounds)
+        )
         print_report(report, args.rounds)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
