@@ -9,7 +9,8 @@ from engine.self_test.outcome import NotApplicable, Outcome, Status
 
 Check = Callable[[Bench], Outcome]
 
-STOP_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
+"""How long an interrupted self-test waits for the running check."""
 
 
 class CheckThread:
