@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from engine.async_engine import AsyncEngine
-from engine.config import EngineConfig, MediaConfig
+from engine.config import EngineConfig, MediaConfig, RopeScaling
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.images import ImagePreprocessor
 from engine.processing.tokenizer import ChatTokenizer
@@ -34,6 +36,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("prompt", nargs="?", help="default: start a chat, one line per turn, until end of input")
     parser.add_argument("--image", action="append", default=[], type=Path, help="an image for the (first) prompt")
     parser.add_argument("--model", default="demo", help="'demo', a local directory, or a hub repository")
+    parser.add_argument(
+        "--rope-scaling", metavar="TYPE:FACTOR", type=_rope_scaling, help="such as yarn:4, to go beyond the context"
+    )
     parser.add_argument("--max-tokens", type=int, help="default: the rest of the model's context")
     parser.add_argument("--temperature", type=float, help="default: the model's own; 0 is greedy")
     parser.add_argument("--top-p", type=float)
@@ -59,6 +64,15 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _rope_scaling(text: str) -> RopeScaling:
+    kind, _, factor = text.partition(":")
+    try:
+        return RopeScaling.model_validate({"type": kind, "factor": factor})
+    except ValidationError as error:
+        reasons = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
+        raise argparse.ArgumentTypeError(f"{text!r}: {reasons}") from None
+
+
 class Chat:
     """A conversation with the engine: its messages and images."""
 
@@ -70,7 +84,7 @@ class Chat:
         if options.system:
             self._messages.append({"role": "system", "content": options.system})
         self._images = _read_images(options.image, model_dir)
-        self._engine = AsyncEngine(EngineConfig(model=options.model))
+        self._engine = AsyncEngine(EngineConfig(model=options.model, rope_scaling=options.rope_scaling))
         self._turn = 0
 
     async def wait_ready(self) -> None:
@@ -179,7 +193,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("orchard.engine").setLevel(logging.INFO if options.verbose else logging.CRITICAL)
     try:
         if options.check:
-            for line in report(EngineConfig(model=options.model), options.draft_model):
+            config = EngineConfig(model=options.model, rope_scaling=options.rope_scaling)
+            for line in report(config, options.draft_model):
                 print(line)
             return 0
         asyncio.run(run(options))

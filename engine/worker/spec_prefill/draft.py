@@ -38,6 +38,7 @@ def draft_engine_config(config: SpecPrefillConfig, device: str) -> EngineConfig:
         {
             "model": draft_of(config.draft_model),
             "revision": config.draft_revision,
+            "rope_scaling": config.draft_rope_scaling,
             "device": device,
             "dtype": config.dtype,
             "mtp": "off",
