@@ -322,7 +322,11 @@ class SpecPrefillConfig(Frozen):
         le=64,
         description="answer tokens that the draft generates to see which parts of the prompt they attend to",
     )
-    max_tokens_scored: int = Field(default=65536, ge=64, description="longer prompts, in tokens, are prefilled densely")
+    max_tokens_scored: int = Field(
+        default=196608,
+        ge=64,
+        description="longer prompts, in tokens, are prefilled densely; so are those beyond the draft's context",
+    )
     max_running: int = Field(default=4, ge=1, le=16, description="prompts scored concurrently, chunk by chunk")
     max_queue: int = Field(
         default=8, ge=0, le=32, description="most queued prompts; further ones are prefilled densely"
