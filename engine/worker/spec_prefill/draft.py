@@ -93,7 +93,9 @@ class Draft:
         self._layers = attention_layers(self._lm.model.layers, self.make_cache())
         self.compile_blocks(loader.on_gpu() and mx.cuda.is_available())
         probed = self._check()
-        self._head_dim = max(layer.keys.shape[-1] for layer in probed if isinstance(layer, KVCache))
+        self._head_dim = max(
+            layer.keys.shape[-1] for layer in probed if isinstance(layer, KVCache) and layer.keys is not None
+        )
         self.bytes_per_token, self.state_bytes = _measured(probed)
         mx.clear_cache()
 
