@@ -208,6 +208,16 @@ class EmbeddingConfig(Frozen):
     )
 
 
+class RopeScaling(Frozen):
+    """A scaling of rotary positions, with which a model takes more tokens than it was trained for."""
+
+    type: Literal["yarn", "linear", "llama3"] = Field(description="how the frequencies are scaled")
+    factor: float = Field(gt=1, le=64, description="context with the scaling / original context")
+    original_max_position_embeddings: int | None = Field(
+        default=None, ge=16, description="original context in tokens; null: the checkpoint's max_position_embeddings"
+    )
+
+
 class EngineConfig(Frozen):
     """Options of one engine: its model, device and limits, and the options of its parts."""
 
@@ -225,6 +235,11 @@ class EngineConfig(Frozen):
     )
     max_context_tokens: int | None = Field(
         default=None, ge=16, description="most tokens of prompt and answer together; null: the model's own limit"
+    )
+    rope_scaling: RopeScaling | None = Field(
+        default=None,
+        description="scaling of rotary positions, to go beyond the trained context, such as {type: yarn, factor: 4}; "
+        "answers to short prompts may get worse; null: the checkpoint's own",
     )
     max_running: int = Field(default=32, ge=1, le=1024, description="most rows in the decode batch")
     max_queue: int = Field(
@@ -321,6 +336,11 @@ class SpecPrefillConfig(Frozen):
     draft_revision: str | None = Field(
         default=None, description="branch, tag or commit of the draft's hub repository; null: its default branch"
     )
+    draft_rope_scaling: RopeScaling | None = Field(
+        default=None,
+        description="engine.rope_scaling of the draft, whose context must hold the prompts that are scored; null: the "
+        "draft's own",
+    )
     threshold_tokens: int = Field(
         default=8192,
         ge=1,
@@ -338,7 +358,11 @@ class SpecPrefillConfig(Frozen):
         le=64,
         description="answer tokens that the draft generates to see which parts of the prompt they attend to",
     )
-    max_tokens_scored: int = Field(default=65536, ge=64, description="longer prompts, in tokens, are prefilled densely")
+    max_tokens_scored: int = Field(
+        default=196608,
+        ge=64,
+        description="longer prompts, in tokens, are prefilled densely; so are those beyond the draft's context",
+    )
     max_running: int = Field(default=4, ge=1, le=16, description="prompts scored concurrently, chunk by chunk")
     max_queue: int = Field(
         default=8, ge=0, le=32, description="most queued prompts; further ones are prefilled densely"

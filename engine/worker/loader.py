@@ -1,10 +1,12 @@
 """Loads weights into memory: checks, dtype, device and progress."""
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +16,6 @@ from mlx_vlm.utils import load_model
 
 from engine.config import EngineConfig
 from engine.processing.checkpoint import (
-    choose_context,
     fingerprint,
     media_kinds,
     read_config,
@@ -22,10 +23,12 @@ from engine.processing.checkpoint import (
     resolve_checkpoint,
     vocab_size,
 )
+from engine.processing.context import choose_context, declared_scalings, library_config
 from engine.protocol import EngineFailed
 from engine.worker import mtp_loader
 from engine.worker.draft_model import open_draft_model
 from engine.worker.family import unsupported_reason
+from engine.worker.rope import check_scaling, fix_long_factors
 
 log = logging.getLogger("orchard.engine")
 
@@ -41,7 +44,7 @@ class LoadedModel:
 
     module: Any  # The mlx_vlm model.
     path: Path  # Directory of the checkpoint.
-    config: dict[str, Any]  # The checkpoint's configuration.
+    config: dict[str, Any]  # The checkpoint's configuration, with the rope scaling of the settings.
     media_kinds: frozenset[str]  # Media that it accepts, such as image.
     max_context_tokens: int  # Prompt and answer together.
     vocab_size: int  # Number of logits.
@@ -59,13 +62,14 @@ class OpenedModel:
 
     module: Any  # The mlx_vlm model, cast to the dtype that it computes in.
     path: Path  # Directory of the checkpoint.
-    config: dict[str, Any]  # The checkpoint's configuration.
+    config: dict[str, Any]  # See LoadedModel.
     media_kinds: frozenset[str]  # See LoadedModel.
     max_context_tokens: int  # See LoadedModel.
     vocab_size: int  # Number of logits.
     dtype: str  # Floating dtype that it computes in.
     head_dir: Path | None  # Directory of the MTP head; None without one.
     mtp_status: str  # "ready", or why there is no head.
+    rope_facts: tuple[str, ...]  # What distinguishes states computed with it from those of other settings.
 
 
 def open_model(config: EngineConfig) -> OpenedModel:
@@ -80,19 +84,60 @@ def open_model(config: EngineConfig) -> OpenedModel:
     use_device(config.device)
     path = resolve_checkpoint(config.model, config.revision, weights=True)
     refuse_code(path)
-    model_config = read_config(path)
-    max_context_tokens, num_tokens = choose_context(config.max_context_tokens, model_config), vocab_size(model_config)
+    own_config = read_config(path)
+    max_context_tokens, num_tokens = choose_context(config, own_config), vocab_size(own_config)
+    model_config = library_config(config, own_config)
     try:
-        module = load_model(path, lazy=True)
+        module = _open_module(path, None if model_config == own_config else model_config)
     except (ValueError, TypeError, AttributeError, FileNotFoundError, KeyError, RuntimeError) as error:
-        raise EngineFailed(f"the model in {path} could not be loaded: {error}") from error
+        scaling = "" if config.rope_scaling is None else f" with the rope_scaling {config.rope_scaling.type}"
+        raise EngineFailed(f"the model in {path} could not be loaded{scaling}: {error}") from error
     kinds = media_kinds(path, model_config)
     if (reason := unsupported_reason(module, kinds)) is not None:
         raise EngineFailed(f"models of the family {model_config['model_type']} ({path}) cannot be served: {reason}")
+    rope_facts = _settle_rope(config, module.language_model, model_config, max_context_tokens)
     cast(module, choose_dtype(config.dtype, model_config))
     dtype = _main_dtype(module)
     found = mtp_loader.find_head(config, path, model_config)
-    return OpenedModel(module, path, model_config, kinds, max_context_tokens, num_tokens, dtype, *found)
+    return OpenedModel(module, path, model_config, kinds, max_context_tokens, num_tokens, dtype, *found, rope_facts)
+
+
+def _open_module(path: Path, changed_config: dict[str, Any] | None) -> Any:
+    """Return the library's model with lazy weights. Raises whatever the library raises.
+
+    The library reads the configuration from a directory alone: a changed one is written into a temporary directory,
+    beside links to the checkpoint's other files.
+    """
+    if changed_config is None:
+        return load_model(path, lazy=True)
+    with TemporaryDirectory(prefix="orchard-config-") as name:
+        changed = Path(name)
+        for file in path.iterdir():
+            if file.name != "config.json":
+                (changed / file.name).symlink_to(file.resolve())
+        (changed / "config.json").write_text(json.dumps(changed_config), encoding="utf-8")
+        return load_model(changed, lazy=True)
+
+
+def _settle_rope(
+    config: EngineConfig, language_model: Any, model_config: dict[str, Any], max_context_tokens: int
+) -> tuple[str, ...]:
+    """Check that every declared scaling is applied, and settle those that change midway; return `rope_facts`."""
+    for scaling in declared_scalings(model_config):
+        try:
+            check_scaling(language_model, scaling)
+        except EngineFailed as error:
+            source = "config.json declares" if config.rope_scaling is None else "rope_scaling asks for"
+            raise EngineFailed(
+                f"{source} a rope scaling of the type {scaling['rope_type']} with the factor {scaling.get('factor')}, "
+                f"but models of the family {model_config['model_type']} cannot be served with it: {error}. "
+                "Remove it to serve the trained context."
+            ) from None
+    factors = fix_long_factors(language_model, max_context_tokens)
+    return (
+        *(() if config.rope_scaling is None else (config.rope_scaling.model_dump_json(),)),
+        *(() if factors is None else (f"{factors} rope factors",)),
+    )
 
 
 def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel:
@@ -129,7 +174,11 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
         mtp_status=opened.mtp_status,
         draft=draft,
         fingerprint=fingerprint(
-            [one for one in (path, head_dir, draft_dir) if one is not None], dtype, *COMPUTED_BY, device_kind()
+            [one for one in (path, head_dir, draft_dir) if one is not None],
+            dtype,
+            *COMPUTED_BY,
+            device_kind(),
+            *opened.rope_facts,
         ),
     )
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.processing.checkpoint import resolve_checkpoint
+from engine.processing.context import declared_scalings
 from engine.processing.tokenizer_match import why_different
 from engine.protocol import EngineFailed
 from engine.worker import loader, memory, mtp_loader
@@ -75,7 +76,7 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
     yield f"family           {opened.config['model_type']}: can be served"
     yield f"computes in      {opened.dtype}, on {mx.default_device()}"
     yield f"media            {', '.join(['text', *sorted(opened.media_kinds)])}"
-    yield f"context          {opened.max_context_tokens} tokens"
+    yield f"context          {opened.max_context_tokens} tokens{_scaling(opened.config)}"
     yield f"prefix cache     {unsupported_reason(language_model.make_cache()) or 'yes'}"
     yield f"MTP head         {opened.head_dir or opened.mtp_status}"
     sparse = "yes" if language_model.explicit_positions else "no: this model does not accept explicit positions"
@@ -101,6 +102,12 @@ def _memory(opened: loader.OpenedModel, row: RowBytes) -> Iterator[str]:
         raise EngineFailed(f"the weights take {weights} bytes; the limit on this machine is {limit} bytes")
     longest = min(row.longest(left), most)
     yield f"longest context  {longest} tokens fit beside the weights, before the intermediate results of a step"
+
+
+def _scaling(model_config: dict[str, Any]) -> str:
+    kinds = dict.fromkeys((one["rope_type"], one.get("factor")) for one in declared_scalings(model_config))
+    named = [kind if factor is None else f"{kind} with the factor {factor:g}" for kind, factor in kinds]
+    return f" (rope scaling: {', '.join(named)})" if named else ""
 
 
 def _slot_bytes(layer: Any) -> int:

@@ -28,7 +28,7 @@ from engine.processing.checkpoint import image_processor_config
 from engine.processing.patch_normalization import PatchNormalization
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.user_cache import user_cache
-from engine.worker import blas, cost_cache, loader, memory, memory_costs, patches, warm_up
+from engine.worker import attention_costs, blas, cost_cache, loader, memory, memory_costs, patches, warm_up
 from engine.worker.burst import BurstPrefill
 from engine.worker.decode import JoiningRow
 from engine.worker.decode_batch import DecodeBatch
@@ -128,7 +128,12 @@ class MLXRunner:
             self.costs = cost_cache.load_or_measure(
                 user_cache() / "memory-costs",
                 key,
-                lambda: memory_costs.measure(self, a_snapshot, self._vision, self.drafts, heads, self._num_head_layers),
+                lambda: attention_costs.with_attention(
+                    memory_costs.measure(self, a_snapshot, self._vision, self.drafts, heads, self._num_head_layers),
+                    self._language_model.lm,
+                    a_snapshot,
+                    heads,
+                ),
             )
         mx.clear_cache()
 
