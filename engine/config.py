@@ -108,6 +108,16 @@ class GrammarConfig(Frozen):
     )
 
 
+class KVCacheConfig(Frozen):
+    """Options of the keys and values that rows, prompts and snapshots store."""
+
+    bits: Literal[16, 8, 4] = Field(
+        default=16,
+        description="bits per stored key and value of layers that keep those of all tokens; 16: as computed; 8, 4: "
+        "quantized in groups of 64 or 32, which changes answers slightly, and is refused for a model that cannot",
+    )
+
+
 class PinnedPrompt(Frozen):
     """A system prompt that is prefilled at start and never evicted. Exactly one of system and system_file is set."""
 
@@ -229,6 +239,7 @@ class EngineConfig(Frozen):
     )
     scheduler: SchedulerConfig = Field(default=SchedulerConfig(), description="order and fairness of the queue")
     grammar: GrammarConfig = Field(default=GrammarConfig(), description="limits on structured output")
+    kv_cache: KVCacheConfig = Field(default=KVCacheConfig(), description="stored keys and values")
     prefix_cache: PrefixCacheConfig = Field(
         default=PrefixCacheConfig(), description="cached state of prompts and answers, see GET /v1/cache"
     )

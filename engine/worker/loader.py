@@ -25,6 +25,8 @@ from engine.processing.checkpoint import (
 from engine.protocol import EngineFailed
 from engine.worker import mtp_loader
 from engine.worker.family import unsupported_reason
+from engine.worker.language_model import LanguageModel
+from engine.worker.mtp import MTPHead
 
 log = logging.getLogger("orchard.engine")
 
@@ -89,6 +91,7 @@ def open_model(config: EngineConfig) -> OpenedModel:
         raise EngineFailed(f"models of the family {model_config['model_type']} ({path}) cannot be served: {reason}")
     cast(module, choose_dtype(config.dtype, model_config))
     dtype = _main_dtype(module)
+    check_kv_bits(config.kv_cache.bits, module)
     found = mtp_loader.find_head(config, path, model_config)
     return OpenedModel(module, path, model_config, kinds, max_context_tokens, num_tokens, dtype, *found)
 
@@ -106,6 +109,7 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
     module.eval()
     if head is not None:
         mtp_loader.check_values(head)
+        check_kv_bits(config.kv_cache.bits, module, head)
     log.info("loaded %s: %.1f MB of weights, %s, on %s", path, num_bytes / 1e6, dtype, mx.default_device())
     log.info("MTP head: %s", head_dir or opened.mtp_status)
     return LoadedModel(
@@ -119,8 +123,33 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
         dtype=dtype,
         mtp_head=head,
         mtp_status=opened.mtp_status,
-        fingerprint=fingerprint([path] if head_dir is None else [path, head_dir], dtype, *COMPUTED_BY, device_kind()),
+        fingerprint=fingerprint([path] if head_dir is None else [path, head_dir], *_facts(config, dtype)),
     )
+
+
+def _facts(config: EngineConfig, dtype: str) -> tuple[str, ...]:
+    """Return what the states of prompts depend on beside the weights."""
+    return dtype, *COMPUTED_BY, device_kind(), f"{config.kv_cache.bits} bits per key and value"
+
+
+def check_kv_bits(bits: int, module: Any, head: Any | None = None) -> None:
+    """Check that keys and values can be stored with so many bits. Computes nothing.
+
+    Args:
+        bits: `kv_cache.bits`.
+        module: The mlx_vlm model.
+        head: Its MTP head; None without one, or before it is loaded.
+
+    Raises:
+        EngineFailed: They cannot; the message has the layer and the reason.
+    """
+    language_model = LanguageModel(module.language_model, kv_bits=bits)
+    try:
+        language_model.make_cache()
+        if head is not None:
+            MTPHead(head, language_model).make_cache()
+    except ValueError as error:
+        raise EngineFailed(f"kv_cache.bits is {bits}: {error}; use 16") from error
 
 
 def use_device(device: str) -> None:

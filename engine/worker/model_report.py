@@ -70,7 +70,7 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
         EngineFailed: The model cannot be served; the message has the reason.
     """
     opened = loader.open_model(config)
-    language_model = LanguageModel(opened.module.language_model)
+    language_model = LanguageModel(opened.module.language_model, kv_bits=config.kv_cache.bits)
     yield f"model            {config.model} ({opened.path})"
     yield f"family           {opened.config['model_type']}: can be served"
     yield f"computes in      {opened.dtype}, on {mx.default_device()}"

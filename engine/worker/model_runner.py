@@ -60,7 +60,7 @@ class MLXRunner:
         self._device_lock = device_lock
         patches.install(decodes=True)
         self._model = model
-        self._language_model = LanguageModel(model.module.language_model, config.mtp_exact)
+        self._language_model = LanguageModel(model.module.language_model, config.mtp_exact, config.kv_cache.bits)
         self._head = MTPHead(model.mtp_head, self._language_model) if model.mtp_head is not None else None
         self._vision = self._make_vision(model, config)
         self._prefill = Prefill(self._language_model, self._head, self._vision, model.config.get("image_token_id"))
@@ -90,6 +90,7 @@ class MLXRunner:
             "media": sorted(model.media_kinds),
             "device": str(mx.default_device()),
             "dtype": model.dtype,
+            "kv_bits": config.kv_cache.bits,
             "blas": blas.preload().source,
             "explicit_positions": self._language_model.explicit_positions,
             "mtp": model.mtp_status,
