@@ -25,6 +25,7 @@ from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
 from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, Prompt, first_tokens
+from engine.worker.quantized_kv import KVFormat, format_of
 from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays, unsupported_reason
 from engine.worker.vision import VisionEncoder
 
@@ -112,9 +113,16 @@ class MLXRunner:
             self.costs = cost_cache.load_or_measure(
                 user_cache() / "memory-costs",
                 key,
-                lambda: memory_costs.measure(self, a_snapshot, self._vision, self.max_draft_tokens, heads),
+                lambda: memory_costs.measure(
+                    self, a_snapshot, self._vision, self.max_draft_tokens, heads, self._kv_formats()
+                ),
             )
         mx.clear_cache()
+
+    def _kv_formats(self) -> list[KVFormat]:
+        """Return the formats of all layers whose keys and values are quantized."""
+        cache = [*self._language_model.make_cache(), *(self._head.make_cache() if self._head is not None else [])]
+        return [kv_format for kv_format in map(format_of, cache) if kv_format is not None]
 
     def decode(self, num_draft_tokens: int = 0) -> dict[str, RowOutput]:
         return self._batch.step(min(num_draft_tokens, self.max_draft_tokens))

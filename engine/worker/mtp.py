@@ -45,7 +45,7 @@ class MTPHead:
             cache.keys = cache.values = none
         else:
             cache = QuantizedKVCache(KVFormat.of(none, none, self._language_model.kv_bits))
-            cache.keys, cache.values = cache.kv_format.keys.empty(), cache.kv_format.values.empty()
+            cache.keys, cache.values = cache.kv_format.zeros(0)
         return cache
 
     def prime(self, next_token_ids: mx.array, hidden: mx.array, cache: SequenceCache) -> None:
