@@ -13,6 +13,9 @@ Pooling = Literal["last", "mean"]
 MTPExact = Literal["auto", "on", "off"]
 """Whether drafts are verified with kernels that round exactly as decoding one token does."""
 
+KVBits = Literal[16, 8, 4]
+"""Bits per stored key and value; 16 stands for the dtype in which they are computed."""
+
 MIN_KEEP = 0.1
 """Smallest share of a sparse prompt's scored tokens to keep."""
 
@@ -111,7 +114,7 @@ class GrammarConfig(Frozen):
 class KVCacheConfig(Frozen):
     """Options of the keys and values that rows, prompts and snapshots store."""
 
-    bits: Literal[16, 8, 4] = Field(
+    bits: KVBits = Field(
         default=16,
         description="bits per stored key and value of layers that keep those of all tokens; 16: as computed; 8, 4: "
         "quantized in groups of 64 or 32, which changes answers slightly, and is refused for a model that cannot",

@@ -19,7 +19,8 @@ from engine.worker.window_layer import BatchWindowLayer, ring_of
 
 SequenceCache = list[Any]
 """One row's caches, those of the library for each layer: KVCache (attention; QuantizedKVCache with fewer bits),
-RotatingKVCache (attention with a sliding window) or ArraysCache (recurrent state). A layer with several has them one after the other."""
+RotatingKVCache (attention with a sliding window) or ArraysCache (recurrent state). A layer with several has them one
+after the other."""
 
 SLOTS_STEP = 256  # slots are allocated in multiples of this number
 

@@ -76,8 +76,11 @@ class PackedFormat:
         return mx.zeros((1, self.num_heads, num_slots, num_words), mx.uint32)
 
     def pack(self, array: mx.array) -> mx.array:
-        """Quantize [B, heads, L, head_dim] to uint32 [B, heads, L, words]."""
-        values, scales, biases = mx.quantize(array.astype(self.dtype), self.group_size, self.bits)
+        """Quantize [B, heads, L, head_dim] to uint32 [B, heads, L, words]; a NaN or inf makes its group NaN."""
+        array = array.astype(self.dtype)
+        values, scales, biases = mx.quantize(array, self.group_size, self.bits)
+        groups = array.reshape(*array.shape[:-1], self._num_groups, self.group_size)
+        biases = biases + (groups * 0).sum(axis=-1)  # mx.quantize gives a single NaN some finite value
         return mx.concatenate([values, mx.view(mx.concatenate([scales, biases], axis=-1), mx.uint32)], axis=-1)
 
     def unpack(self, packed: mx.array) -> mx.array:
@@ -100,7 +103,7 @@ class KVFormat:
 
     @classmethod
     def of(cls, keys: mx.array, values: mx.array, bits: int) -> "KVFormat":
-        """Return the format for keys and values like these, [B, heads, L, head_dim]. Raises ValueError as PackedFormat.of."""
+        """Return the format for keys and values like these, [B, heads, L, head_dim]. Raises ValueError as above."""
         return cls(PackedFormat.of(keys, bits), PackedFormat.of(values, bits))
 
     @property

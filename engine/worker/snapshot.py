@@ -40,8 +40,8 @@ class KVSegment:
     parent: "KVSegment | None"
     """The segment before it; None for the first."""
     layers: list[KeysValues | None]
-    """Per attention layer keys and values [1, heads, n, head_dim or words]; None while they are in a row's cache. The MTP head's
-    layers are never lent by a decoding row, because the head's cache may lag behind."""
+    """Per attention layer keys and values [1, heads, n, head_dim or words]; None while they are in a row's cache. Those
+    of the MTP head are never lent by a decoding row, because the head's cache may lag behind."""
     ends: tuple[int, ...]
     """Per attention layer the slots of a row up to the end of this segment."""
 
