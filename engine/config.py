@@ -13,6 +13,9 @@ Pooling = Literal["last", "mean"]
 MTPExact = Literal["auto", "on", "off"]
 """Whether drafts are verified with kernels that round exactly as decoding one token does."""
 
+ExpandQuantizedWeights = Literal["auto", "on", "off"]
+"""Whether quantized weights are expanded when they are loaded."""
+
 KVBits = Literal[16, 8, 4]
 """Bits per stored key and value; 16 stands for the dtype in which they are computed."""
 
@@ -210,6 +213,11 @@ class EngineConfig(Frozen):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="dtype of the weights; auto: float32 on the CPU, bfloat16 on a GPU"
+    )
+    expand_quantized_weights: Annotated[ExpandQuantizedWeights, BooleanToOnOff] = Field(
+        default="auto",
+        description="expand quantized weights to the dtype at the start; auto: on a CPU, where products with quantized "
+        "weights are slow, when twice the expanded size is available",
     )
     max_context_tokens: int | None = Field(
         default=None, ge=16, description="most tokens of prompt and answer together; null: the model's own limit"

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_vlm.utils import load_model
 
 from engine.config import EngineConfig
+from engine.host_memory import HostMemory
 from engine.processing.checkpoint import (
     choose_context,
     fingerprint,
@@ -24,6 +25,7 @@ from engine.processing.checkpoint import (
 )
 from engine.protocol import EngineFailed
 from engine.worker import mtp_loader
+from engine.worker.expanded_weights import Expansion, expand
 from engine.worker.family import unsupported_reason
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
@@ -48,6 +50,7 @@ class LoadedModel:
     vocab_size: int  # Number of logits.
     num_weight_bytes: int  # In memory, with the MTP head.
     dtype: str  # Floating dtype that it computes in.
+    quantized_weights: str  # What was done with them.
     mtp_head: Any | None  # mlx_vlm's Qwen3_5MTPDraftModel, not bound to the model; None without one.
     mtp_status: str  # "ready", or why there is no head.
     fingerprint: str  # See ModelRunner.
@@ -64,6 +67,7 @@ class OpenedModel:
     max_context_tokens: int  # See LoadedModel.
     vocab_size: int  # Number of logits.
     dtype: str  # Floating dtype that it computes in.
+    expansion: Expansion  # Of its quantized weights, which are lazy.
     head_dir: Path | None  # Directory of the MTP head; None without one.
     mtp_status: str  # "ready", or why there is no head.
 
@@ -91,9 +95,10 @@ def open_model(config: EngineConfig) -> OpenedModel:
         raise EngineFailed(f"models of the family {model_config['model_type']} ({path}) cannot be served: {reason}")
     cast(module, choose_dtype(config.dtype, model_config))
     dtype = _main_dtype(module)
+    expansion = expand_weights(config, module, dtype)
     check_kv_bits(config.kv_cache.bits, module)
     found = mtp_loader.find_head(config, path, model_config)
-    return OpenedModel(module, path, model_config, kinds, max_context_tokens, num_tokens, dtype, *found)
+    return OpenedModel(module, path, model_config, kinds, max_context_tokens, num_tokens, dtype, expansion, *found)
 
 
 def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel:
@@ -111,6 +116,7 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
         mtp_loader.check_values(head)
         check_kv_bits(config.kv_cache.bits, module, head)
     log.info("loaded %s: %.1f MB of weights, %s, on %s", path, num_bytes / 1e6, dtype, mx.default_device())
+    log.info("quantized weights: %s", opened.expansion.text)
     log.info("MTP head: %s", head_dir or opened.mtp_status)
     return LoadedModel(
         module=module,
@@ -121,15 +127,24 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
         vocab_size=opened.vocab_size,
         num_weight_bytes=num_bytes,
         dtype=dtype,
+        quantized_weights=opened.expansion.text,
         mtp_head=head,
         mtp_status=opened.mtp_status,
-        fingerprint=fingerprint([path] if head_dir is None else [path, head_dir], *_facts(config, dtype)),
+        fingerprint=fingerprint([path] if head_dir is None else [path, head_dir], *_facts(config, opened)),
     )
 
 
-def _facts(config: EngineConfig, dtype: str) -> tuple[str, ...]:
+def _facts(config: EngineConfig, opened: OpenedModel) -> tuple[str, ...]:
     """Return what the states of prompts depend on beside the weights."""
-    return dtype, *COMPUTED_BY, device_kind(), f"{config.kv_cache.bits} bits per key and value"
+    kv_bits = f"{config.kv_cache.bits} bits per key and value"
+    expanded = f"{opened.expansion.num_expanded} quantized modules expanded"
+    return opened.dtype, *COMPUTED_BY, device_kind(), kv_bits, expanded
+
+
+def expand_weights(config: EngineConfig, module: nn.Module, dtype: str) -> Expansion:
+    """Expand the quantized weights of a module as configured; see expanded_weights.expand."""
+    available_bytes = HostMemory(0).available()
+    return expand(config.expand_quantized_weights, module, DTYPES[dtype], on_gpu(), available_bytes)
 
 
 def check_kv_bits(bits: int, module: Any, head: Any | None = None) -> None:
@@ -216,6 +231,8 @@ def _load_head(config: EngineConfig, head_dir: Path | None, module: Any, dtype: 
     head = mtp_loader.load_head(head_dir, module.language_model)
     quantized = mtp_loader.is_quantized(head)
     cast(head, choose_dtype(config.dtype, {"quantization": {}}) if quantized else DTYPES[dtype])
+    if quantized:
+        log.info("quantized weights of the MTP head: %s", expand_weights(config, head, dtype).text)
     return head
 
 

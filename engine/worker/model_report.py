@@ -95,6 +95,7 @@ def _memory(opened: loader.OpenedModel, row: RowBytes) -> Iterator[str]:
     weights = sum(array.nbytes for module in modules for _, array in loader.weights_of(module))
     limit = memory.default_limit_bytes()
     yield f"weights          {_gb(weights)}"
+    yield f"quantized        {opened.expansion.text}"
     yield f"memory limit     {_gb(limit)} on this machine"
     most = opened.max_context_tokens
     for length in [*(length for length in CONTEXTS if length < most), most]:

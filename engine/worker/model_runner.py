@@ -92,6 +92,7 @@ class MLXRunner:
             "device": str(mx.default_device()),
             "dtype": model.dtype,
             "kv_bits": config.kv_cache.bits,
+            "quantized_weights": model.quantized_weights,
             "blas": blas.preload().source,
             "explicit_positions": self._language_model.explicit_positions,
             "mtp": model.mtp_status,
