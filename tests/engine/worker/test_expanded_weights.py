@@ -91,7 +91,7 @@ def test_module_of_an_unknown_kind_stays_quantized_and_is_named():
         pass
 
     layers = Layers()
-    layers.linear = Own(64, 32)
+    layers.update_modules({"linear": Own(64, 32)})
     done = expand("on", layers, mx.float32, on_gpu=False, available_bytes=PLENTY)
     assert done.num_expanded == 0 and done.text.endswith("; Own cannot be expanded and stay quantized")
 
