@@ -13,6 +13,12 @@ Pooling = Literal["last", "mean"]
 MTPExact = Literal["auto", "on", "off"]
 """Whether drafts are verified with kernels that round exactly as decoding one token does."""
 
+ExpandQuantizedWeights = Literal["auto", "on", "off"]
+"""Whether quantized weights are expanded when they are loaded."""
+
+KVBits = Literal[16, 8, 4]
+"""Bits per stored key and value; 16 stands for the dtype in which they are computed."""
+
 MIN_KEEP = 0.1
 """Smallest share of a sparse prompt's scored tokens to keep."""
 
@@ -133,6 +139,16 @@ class GrammarConfig(Frozen):
     )
 
 
+class KVCacheConfig(Frozen):
+    """Options of the keys and values that rows, prompts and snapshots store."""
+
+    bits: KVBits = Field(
+        default=16,
+        description="bits per stored key and value of layers that keep those of all tokens; 16: as computed; 8, 4: "
+        "quantized in groups of 64 or 32, which changes answers slightly, and is refused for a model that cannot",
+    )
+
+
 class PinnedPrompt(Frozen):
     """A system prompt that is prefilled at start and never evicted. Exactly one of system and system_file is set."""
 
@@ -233,6 +249,11 @@ class EngineConfig(Frozen):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="dtype of the weights; auto: float32 on the CPU, bfloat16 on a GPU"
     )
+    expand_quantized_weights: Annotated[ExpandQuantizedWeights, BooleanToOnOff] = Field(
+        default="auto",
+        description="expand quantized weights to the dtype at the start; auto: on a CPU, where products with quantized "
+        "weights are slow, when twice the expanded size is available",
+    )
     max_context_tokens: int | None = Field(
         default=None, ge=16, description="most tokens of prompt and answer together; null: the model's own limit"
     )
@@ -279,6 +300,7 @@ class EngineConfig(Frozen):
     )
     scheduler: SchedulerConfig = Field(default=SchedulerConfig(), description="order and fairness of the queue")
     grammar: GrammarConfig = Field(default=GrammarConfig(), description="limits on structured output")
+    kv_cache: KVCacheConfig = Field(default=KVCacheConfig(), description="stored keys and values")
     prefix_cache: PrefixCacheConfig = Field(
         default=PrefixCacheConfig(), description="cached state of prompts and answers, see GET /v1/cache"
     )

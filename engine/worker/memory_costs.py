@@ -20,6 +20,7 @@ from engine.worker.drafting import most_draft_tokens
 from engine.worker.kv_cache import SLOTS_STEP
 from engine.worker.mtp import FEED_LIMIT
 from engine.worker.patches import attention_cpu
+from engine.worker.quantized_kv import KVFormat
 from engine.worker.snapshot import StateSnapshot
 from engine.worker.vision import VisionEncoder
 from engine.worker.window_layer import ring_slots
@@ -40,6 +41,8 @@ SHAPED = SamplingParams(
 )  # fmt: skip
 SCORE_BYTES = 5  # a float, and a mask
 BUFFER_SLACK = 2**13  # MLX reuses free buffers that are a little larger
+UNPACKED_SLOTS = 1024
+"""Slots of the probe for dequantizing a layer."""
 LATE_BYTES = 2**18  # constants that are allocated on first use
 PICTURE_SIDES = (4, 8, 16)
 """Sides of the probe images for the vision tower, in placeholder tokens."""
@@ -60,6 +63,7 @@ def measure(
     drafts: Sequence[Drafts],
     num_heads: int,
     head_layers: int,
+    kv_formats: Sequence[KVFormat] = (),
 ) -> MemoryCosts:
     """Measure the costs of a warm runner without rows. The largest probe takes 2 * PROBE_TOKENS tokens.
 
@@ -70,6 +74,7 @@ def measure(
         drafts: The ways to draft.
         head_layers: Attention layers of the MTP head or draft model, which come last.
         num_heads: Query heads of an attention layer, whose scores in a step are too small to be measured.
+        kv_formats: Of the layers whose keys and values are quantized.
     """
     mx.clear_cache()
     max_drafts = most_draft_tokens(drafts)
@@ -78,6 +83,8 @@ def measure(
     costs = replace(
         _exact(snapshot, max_drafts, head_layers), base_bytes=base, slot_step_bytes=scores, max_queries=blocks
     )
+    if kv_formats:
+        costs = replace(costs, unpacked_bytes=_of_unpacking(max(kv_formats, key=lambda one: one.token_bytes)))
     costs = _with_forwards(runner, costs, drafts)
     return costs if vision is None else replace(costs, **_of_pictures(vision))
 
@@ -113,12 +120,13 @@ def _with_forwards(runner: Runner, costs: MemoryCosts, drafts: Sequence[Drafts])
     n = PROBE_TOKENS
     one, two = _row("one", n), _row("two", 3 * n)
     short, long = costs.prompt(n), costs.prompt(3 * n)
+    unpacked = int(n * costs.unpacked_bytes)
     try:
-        first = _peak(lambda: runner.prefill([one], n)) - costs.base_bytes - short
-        alone = _decoding(runner, drafts) - costs.base_bytes - short
-        wide = _peak(lambda: runner.prefill([two], 2 * n)) - costs.base_bytes - short - long
-        late = _peak(lambda: runner.prefill([two], n)) - costs.base_bytes - 2 * long  # the first grows as it joins
-        both = _decoding(runner, drafts) - costs.base_bytes - 2 * long
+        first = _peak(lambda: runner.prefill([one], n)) - costs.base_bytes - short - unpacked
+        alone = _decoding(runner, drafts) - costs.base_bytes - short - unpacked
+        wide = _peak(lambda: runner.prefill([two], 2 * n)) - costs.base_bytes - short - long - 2 * unpacked
+        late = _peak(lambda: runner.prefill([two], n)) - costs.base_bytes - 2 * long - 3 * unpacked  # the first grows
+        both = _decoding(runner, drafts) - costs.base_bytes - 2 * long - 6 * unpacked
     finally:
         runner.drop([one.id, two.id])
     ranked, shaped = (_asking(runner, costs, drafts, sampling) for sampling in (RANKED, SHAPED))
@@ -137,13 +145,22 @@ def _with_forwards(runner: Runner, costs: MemoryCosts, drafts: Sequence[Drafts])
     )
 
 
+def _of_unpacking(kv_format: KVFormat) -> float:
+    """Return the bytes of dequantizing one layer's keys and values, per slot of a row."""
+    packed = kv_format.zeros(UNPACKED_SLOTS)
+    mx.eval(packed)
+    before = mx.get_active_memory()
+    return MARGIN * (_peak(lambda: mx.eval(kv_format.unpack(*packed))) - before) / UNPACKED_SLOTS
+
+
 def _asking(runner: Runner, costs: MemoryCosts, drafts: Sequence[Drafts], sampling: SamplingParams) -> int:
     """Return the bytes of decode steps of two rows with these sampling parameters."""
     rows = [_row(name, SHORT_TOKENS, sampling) for name in ("one", "two")]
     try:
         for row in rows:
             runner.prefill([row], SHORT_TOKENS)
-        return _decoding(runner, drafts) - costs.base_bytes - 2 * costs.prompt(SHORT_TOKENS)
+        unpacked = int(2 * SHORT_TOKENS * costs.unpacked_bytes)
+        return _decoding(runner, drafts) - costs.base_bytes - 2 * costs.prompt(SHORT_TOKENS) - unpacked
     finally:
         runner.drop([row.id for row in rows])
 

@@ -38,6 +38,7 @@ from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import DraftHead, MTPHead
 from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, Prompt, first_tokens
+from engine.worker.quantized_kv import format_of
 from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays, unsupported_reason
 from engine.worker.vision import VisionEncoder
 
@@ -72,7 +73,7 @@ class MLXRunner:
         self._device_lock = device_lock
         patches.install(decodes=True)
         self._model = model
-        self._language_model = LanguageModel(model.module.language_model, config.mtp_exact)
+        self._language_model = LanguageModel(model.module.language_model, config.mtp_exact, config.kv_cache.bits)
         self._head = _head_of(model, self._language_model)
         self._vision = self._make_vision(model, config)
         self._prefill = Prefill(self._language_model, self._head, self._vision, model.config.get("image_token_id"))
@@ -107,6 +108,8 @@ class MLXRunner:
             "media": sorted(model.media_kinds),
             "device": str(mx.default_device()),
             "dtype": model.dtype,
+            "kv_bits": config.kv_cache.bits,
+            "quantized_weights": model.quantized_weights,
             "blas": blas.preload().source,
             "explicit_positions": self._language_model.explicit_positions,
             "mtp": model.mtp_status,
@@ -129,13 +132,16 @@ class MLXRunner:
                 user_cache() / "memory-costs",
                 key,
                 lambda: attention_costs.with_attention(
-                    memory_costs.measure(self, a_snapshot, self._vision, self.drafts, heads, self._num_head_layers),
-                    self._language_model.lm,
-                    a_snapshot,
-                    heads,
+                    self._measured_costs(a_snapshot, heads), self._language_model.lm, a_snapshot, heads
                 ),
             )
         mx.clear_cache()
+
+    def _measured_costs(self, a_snapshot: StateSnapshot, num_heads: int) -> MemoryCosts:
+        head_cache = [] if self._head is None else self._head.make_cache()
+        kv_formats = [format_of(layer) for layer in (*self._language_model.make_cache(), *head_cache)]
+        quantized = [kv_format for kv_format in kv_formats if kv_format is not None]
+        return memory_costs.measure(self, a_snapshot, self._vision, self.drafts, num_heads, len(head_cache), quantized)
 
     def decode(self, drafts: Drafts = PLAIN) -> dict[str, RowOutput]:
         return self._batch.step(drafts)
@@ -308,10 +314,6 @@ class MLXRunner:
             return PrefillOutput(num_tokens)
         self._forget_prompt([row])
         return PrefillOutput(num_tokens, {row.id: RowOutput((), embedding=pooled.vector())})
-
-    @property
-    def _num_head_layers(self) -> int:
-        return 0 if self._head is None else len(self._head.make_cache())
 
     def _joining_row(self, row: Request, prompt: Prompt, first: RowOutput, moves: bool) -> JoiningRow:
         """Return a joining row for a complete prompt. moves: see JoiningRow."""

@@ -17,6 +17,7 @@ from mlx_vlm.models.cache import KVCache
 
 from engine.worker.kv_cache import BatchCache, SequenceCache
 from engine.worker.language_model import LanguageModel
+from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCache
 
 FEED_CHUNK = 128  # pairs per forward when the head catches up
 FEED_LIMIT = 128  # pending pairs per row: hidden states take as much memory as an attention layer's keys and values
@@ -53,11 +54,17 @@ class MTPHead:
 
     def make_cache(self) -> SequenceCache:
         """Return an empty cache for one row, with arrays of 0 slots: a prompt of one token has no first pair."""
-        cache = [KVCache() for _ in self._module.layers]
-        for layer, entry in zip(self._module.layers, cache, strict=True):
-            attention = layer.self_attn
-            shape = (1, attention.num_key_value_heads, 0, attention.head_dim)
-            entry.keys = entry.values = mx.zeros(shape, attention.k_norm.weight.dtype)
+        return [self._empty(layer.self_attn) for layer in self._module.layers]
+
+    def _empty(self, attention: Any) -> KVCache:
+        shape = (1, attention.num_key_value_heads, 0, attention.head_dim)
+        none = mx.zeros(shape, attention.k_norm.weight.dtype)
+        if self._language_model.kv_bits == UNQUANTIZED_BITS:
+            cache = KVCache()
+            cache.keys = cache.values = none
+        else:
+            cache = QuantizedKVCache(KVFormat.of(none, none, self._language_model.kv_bits))
+            cache.keys, cache.values = cache.kv_format.zeros(0)
         return cache
 
     def begin(self, first_token_id: int, cache: SequenceCache) -> None:

@@ -122,19 +122,19 @@ def random_model(shape: dict[str, int]) -> loader.LoadedModel:
     loader.cast(head, dtype)
     mx.eval(module.parameters(), head.parameters())
     num_bytes = sum(w.nbytes for part in (module.language_model, head) for _, w in loader.weights_of(part))
+    sizes = {"max_context_tokens": 131072, "vocab_size": shape["vocab_size"], "num_weight_bytes": num_bytes}
     return loader.LoadedModel(
-        module,
-        Path(),
-        config,
-        frozenset(),
-        131072,
-        shape["vocab_size"],
-        num_bytes,
-        str(dtype),
-        head,
-        "ready",
-        None,
-        "random",
+        module=module,
+        path=Path(),
+        config=config,
+        media_kinds=frozenset(),
+        **sizes,
+        dtype=str(dtype),
+        quantized_weights="no quantized weights",
+        mtp_head=head,
+        mtp_status="ready",
+        draft=None,
+        fingerprint="random",
     )
 
 

@@ -54,10 +54,14 @@ class Served:
 
 @pytest.fixture(scope="module", params=CHOSEN)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """Runners are never closed: that would take the main thread's streams from the tests that follow."""
+    """Runners are never closed: that would take the main thread's streams from the tests that follow.
+
+    Quantized weights stay quantized, as on a GPU; test_expanded_weights.py expands them.
+    """
     path = make(tmp_path_factory.mktemp("zoo") / "model", FAMILIES[request.param])
     turns = conversation(load(path))
-    return Served(load_runner(EngineConfig(model=str(path)), lambda progress: None), turns)
+    config = EngineConfig(model=str(path), expand_quantized_weights="off")
+    return Served(load_runner(config, lambda progress: None), turns)
 
 
 @pytest.mark.parametrize("chunk", [16, 23])
