@@ -1,0 +1,107 @@
+"""Families of vision models: patches are those of the library's image processor, placeholders those of its prompts."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.config import MediaConfig
+from engine.processing.checkpoint import images_unsupported_reason, media_kinds, read_config
+from engine.processing.images import ImagePreprocessor, normalize
+from engine.processing.media import MediaLoader
+from engine.processing.message import ImageSource
+from engine.processing.tokenizer import ChatTokenizer
+from engine.protocol import ImagePatches
+from tests.support.image_files import data_url, encoded
+from tests.support.vision_families import SIGHTED, SightedFamily
+from tests.support.vision_zoo import image, write_files
+
+SIZES = [(64, 40), (33, 64), (32, 32), (8, 8), (500, 90), (90, 501), (700, 900)]
+
+
+@pytest.fixture(scope="module", params=SIGHTED)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def family(name: str) -> SightedFamily:
+    return SIGHTED[name]
+
+
+@pytest.fixture(scope="module")
+def model_dir(family: SightedFamily, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_files(tmp_path_factory.mktemp("files"), family)
+
+
+def test_normalised_patches_are_those_of_the_library(family: SightedFamily, model_dir: Path):
+    preprocessor = ImagePreprocessor(model_dir)
+    for size in SIZES:
+        one = image(*size, seed=size[0])
+        expected, made = family.pixels([one])["pixel_values"], preprocessor.patches(one)
+        ours = normalize(made.patches, preprocessor.normalization)
+        if expected.ndim > 2:
+            ours, expected = _frames(ours, made), expected.reshape(-1, *expected.shape[-3:])
+            expected = expected[..., : ours.shape[-2], : ours.shape[-1]]
+        assert ours.shape == expected.shape
+        assert np.abs(ours - expected).max() < 1e-5, size
+
+
+def test_images_from_the_workers_are_those_of_the_preprocessor_and_within_their_limits(model_dir: Path):
+    preprocessor = ImagePreprocessor(model_dir)
+    pictures = [image(*size, seed=size[0]) for size in SIZES]
+
+    async def load(**limits: int) -> list[ImagePatches]:
+        loader = MediaLoader(MediaConfig.model_validate(limits), preprocessor.grid)
+        try:
+            sources = [ImageSource("messages", data_url(encoded(one))) for one in pictures]
+            async with loader.load(sources) as images:
+                assert all(one.num_tokens <= loader.grid.max_tokens for one in images)
+                return list(images)
+        finally:
+            loader.workers.close()
+
+    for ours, one in zip(asyncio.run(load()), pictures, strict=True):
+        expected = preprocessor.patches(one)
+        assert np.array_equal(ours.patches, expected.patches)
+        assert (ours.grid_thw, ours.tiles, ours.num_tokens) == (expected.grid_thw, expected.tiles, expected.num_tokens)
+        assert ours.content_hash == expected.content_hash
+
+
+def test_prompt_has_the_tokens_that_the_library_gives_an_image(family: SightedFamily, model_dir: Path):
+    preprocessor, tokenizer = ImagePreprocessor(model_dir), ChatTokenizer(model_dir)
+    for size in SIZES:
+        made = preprocessor.patches(image(*size))
+        content = [{"type": "text", "text": "Is <image> this"}, {"type": "image"}, {"type": "text", "text": "?"}]
+        messages = [{"role": "user", "content": content}]
+        placeholders = [tokenizer.placeholder(made)]
+        ids = tokenizer.encode_chat(messages, template_kwargs={}, placeholders=placeholders)
+        expected = f"<|im_start|>user\nIs <image> this{family.placed(made)}?<|im_end|>\n<|im_start|>assistant\n"
+        assert tokenizer.decode(ids.tolist()) == expected
+        assert int((ids == tokenizer.image_token_id).sum()) == made.num_tokens
+
+
+def test_another_image_processor_is_refused_by_name(family: SightedFamily, tmp_path: Path):
+    model_dir = write_files(tmp_path, family)
+    config = read_config(model_dir)
+    assert media_kinds(model_dir, config) == {"image"}
+    (model_dir / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "OtherProcessor"}))
+    assert media_kinds(model_dir, config) == frozenset()
+    reason = images_unsupported_reason(model_dir, config)
+    assert reason is not None and "the image processor is OtherProcessor; supported are" in reason
+
+
+def test_family_without_support_is_refused_by_name(tmp_path: Path):
+    config = {"model_type": "mllama", "vision_config": {}}
+    assert images_unsupported_reason(tmp_path, config) == "images of the family mllama are not supported"
+    assert images_unsupported_reason(tmp_path, {"model_type": "llama"}) == "it is a text model"
+
+
+def _frames(patches: np.ndarray, image: ImagePatches) -> np.ndarray:
+    """Put patches [n, 3 * side * side] together to [tiles, 3, height, width]."""
+    tiles, rows, columns = image.grid_thw
+    side = image.patches.shape[-1]
+    blocks = patches.reshape(tiles, rows, columns, 3, side, side).transpose(0, 3, 1, 4, 2, 5)
+    return blocks.reshape(tiles, 3, rows * side, columns * side)
