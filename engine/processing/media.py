@@ -16,7 +16,7 @@ from engine.processing.image_workers import ImageWorkers
 from engine.processing.images import image_patches
 from engine.processing.message import ImageSource
 from engine.processing.public_addresses import Resolver
-from engine.protocol import ImagePatches, InvalidRequest
+from engine.protocol import EngineFailed, ImagePatches, InvalidRequest
 
 MAX_REQUEST_BYTES = 60 * 2**20
 """Most bytes of patches of a request: with the prompt they form one gRPC message, limited in deployments/app.py."""
@@ -36,11 +36,18 @@ class MediaLoader:
 
     To avoid deadlocks, budgets are acquired in one order: a request downloads several images at once, each within the
     budget of encoded bytes; then it decodes them one by one, and the first one acquires the budget for all patches.
+
+    Raises:
+        EngineFailed: The model's smallest image exceeds media.max_image_tokens.
     """
 
     def __init__(self, config: MediaConfig, grid: ImageGrid, resolver: Resolver | None = None):
         self._config = config
-        self.grid = grid.limited(max_image_tokens(config, grid))
+        self.grid = grid.limited(most := max_image_tokens(config, grid))
+        if self.grid.max_tokens > most:
+            raise EngineFailed(
+                f"media.max_image_tokens is {most}; an image of this model takes at least {self.grid.max_tokens} tokens"
+            )
         self._fetcher = ImageFetcher(config, resolver or Resolver())
         self.fetched = ByteBudget(max(FETCHED_BYTES, config.max_bytes))
         self.planning = ByteBudget(PLANNING_BYTES)

@@ -435,10 +435,13 @@ def _load_renderer(model_dir: Path) -> "PreTrainedTokenizerFast":
         renderer = PreTrainedTokenizerFast.from_pretrained(str(model_dir), local_files_only=True)
     except Exception as error:  # tokenizers raises a bare Exception for a broken file
         raise EngineFailed(f"{model_dir}: the tokenizer cannot be loaded ({error})") from None
+    if renderer.chat_template is None:  # where older vision models have it
+        renderer.chat_template = read_optional_json(model_dir / "chat_template.json").get("chat_template")
     try:
         renderer.get_chat_template()
     except ValueError:
-        raise EngineFailed(f"{model_dir}: no chat template in tokenizer_config.json or chat_template.jinja") from None
+        places = "tokenizer_config.json, chat_template.jinja or chat_template.json"
+        raise EngineFailed(f"{model_dir}: no chat template in {places}") from None
     return renderer
 
 

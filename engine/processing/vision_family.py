@@ -60,6 +60,8 @@ class VisionFamily:
     """Returns the string that the chat template writes for an image, which the placeholder replaces."""
     deepstack: frozenset[str] = frozenset()
     """Those of model_types whose language model takes deepstack features."""
+    towers: frozenset[str] = frozenset()
+    """`model_type` of the vision towers, where the models of the family have several kinds."""
     unsupported_settings: tuple[str, ...] = ()
     """Settings of the image processor that must be off."""
     config_values: Mapping[str, Any] = field(default_factory=dict)
@@ -88,6 +90,10 @@ class VisionFamily:
         for key, supported in self.config_values.items():
             if config.get(key, supported) != supported:
                 return f"config.json has {key}: {config[key]!r}; supported is {supported!r}"
+        if self.towers and (tower := vision.get("model_type")) not in self.towers:
+            return f"the vision tower is {tower}; supported are {', '.join(sorted(self.towers))}"
+        if not isinstance(config.get("vision_feature_layer", 0), int):
+            return f"the features are those of several layers, {config['vision_feature_layer']}; one is supported"
         model_type = str(config.get("model_type"))
         if vision.get("deepstack_visual_indexes") and model_type not in self.deepstack:
             return f"the language model of {model_type} takes no deepstack features"
@@ -194,6 +200,7 @@ LLAVA = VisionFamily(
     model_types=frozenset(("llava",)),
     processors=_named("CLIP", "Llava"),
     placeholder=one_run,
+    towers=frozenset(("clip_vision_model",)),
     unsupported_settings=("do_pad",),
     config_values={"vision_feature_select_strategy": "default"},
     defaults={"crop_size": {"height": 224, "width": 224}, "resample": 3, "temporal_patch_size": 1},
@@ -210,4 +217,5 @@ def vision_family(config: Mapping[str, Any]) -> VisionFamily | None:
 
 def image_token_id(config: Mapping[str, Any]) -> int | None:
     """Return the id of the image token, None for a text model."""
-    return config.get("image_token_id", config.get("image_token_index"))
+    token_id = config.get("image_token_id")
+    return config.get("image_token_index") if token_id is None else token_id

@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.processing.checkpoint import (
     choose_context,
     fingerprint,
+    images_unsupported_reason,
     media_kinds,
     read_config,
     refuse_code,
@@ -108,6 +109,7 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
         mtp_loader.check_values(head)
     log.info("loaded %s: %.1f MB of weights, %s, on %s", path, num_bytes / 1e6, dtype, mx.default_device())
     log.info("MTP head: %s", head_dir or opened.mtp_status)
+    log.info("images: %s", images_unsupported_reason(path, opened.config) or "yes")
     return LoadedModel(
         module=module,
         path=path,

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.processing.checkpoint import resolve_checkpoint
+from engine.processing.checkpoint import images_unsupported_reason, resolve_checkpoint
 from engine.processing.tokenizer_match import why_different
 from engine.protocol import EngineFailed
 from engine.worker import loader, memory, mtp_loader
@@ -74,7 +74,7 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
     yield f"model            {config.model} ({opened.path})"
     yield f"family           {opened.config['model_type']}: can be served"
     yield f"computes in      {opened.dtype}, on {mx.default_device()}"
-    yield f"media            {', '.join(['text', *sorted(opened.media_kinds)])}"
+    yield f"media            {', '.join(['text', *sorted(opened.media_kinds)])}{_why_no_images(opened)}"
     yield f"context          {opened.max_context_tokens} tokens"
     yield f"prefix cache     {unsupported_reason(language_model.make_cache()) or 'yes'}"
     yield f"MTP head         {opened.head_dir or opened.mtp_status}"
@@ -101,6 +101,12 @@ def _memory(opened: loader.OpenedModel, row: RowBytes) -> Iterator[str]:
         raise EngineFailed(f"the weights take {weights} bytes; the limit on this machine is {limit} bytes")
     longest = min(row.longest(left), most)
     yield f"longest context  {longest} tokens fit beside the weights, before the intermediate results of a step"
+
+
+def _why_no_images(opened: loader.OpenedModel) -> str:
+    reason = images_unsupported_reason(opened.path, opened.config)
+    has_tower = opened.config.get("vision_config") is not None
+    return f"; no images: {reason}" if reason is not None and has_tower else ""
 
 
 def _slot_bytes(layer: Any) -> int:

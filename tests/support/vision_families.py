@@ -16,6 +16,7 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from engine.processing.vision_family import FAMILIES
 from engine.protocol import ImagePatches
 from tests.support.families import EXPERTS, GATED_DELTA, GEMMA, MROPE, SCALED_QUERIES, WINDOWS, text
 
@@ -307,3 +308,22 @@ SIGHTED: dict[str, SightedFamily] = {
     "qwen3_vl_moe": qwen("qwen3_vl_moe", text("qwen3_vl_moe_text", EXPERTS, MROPE), DEEPSTACK, seed=1),
     "qwen3_5_moe": qwen("qwen3_5_moe", text("qwen3_5_moe_text", EXPERTS, GATED_DELTA), {}, seed=1),
 }
+
+IN_WORDS: dict[str, tuple[str, str, str]] = {
+    "qwen_vl": ("patches of any shape", "three", "one run"),
+    "gemma3": ("one square", "one", "one run of as many tokens for every image, between two empty lines"),
+    "pixtral": ("patches of any shape", "one", "one run per row"),
+    "idefics3": ("tiles and a thumbnail", "one", "one run per tile, each behind its row and column"),
+    "internvl": ("tiles and a thumbnail", "one", "one run"),
+    "llava": ("one square, cut out of the middle", "one", "one run of as many tokens for every image"),
+}
+"""By the name of the family: what its tower takes, rope positions per token, image tokens in the prompt."""
+
+
+def images_table() -> str:
+    """Return the table of engine/README.md: the models whose images are supported."""
+    lines = ["| models | image | rope positions | in the prompt |", "|---|---|---|---|"]
+    for family in FAMILIES:
+        models = ", ".join(f"`{model_type}`" for model_type in sorted(family.model_types))
+        lines.append(f"| {models} | {' | '.join(IN_WORDS[family.name])} |")
+    return "\n".join(lines)

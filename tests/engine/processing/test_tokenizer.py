@@ -307,6 +307,8 @@ def test_half_a_surrogate_pair_is_refused(tokenizer: ChatTokenizer):
 def test_a_missing_chat_template_fails_the_load(model_dir: Path):
     with pytest.raises(EngineFailed, match="no chat template"):
         with_template(model_dir, None)
+    (model_dir / "chat_template.json").write_text('{"chat_template": "{{ messages[0].content }}!"}')
+    assert decode(encode(ChatTokenizer(model_dir), user("Hi"))) == "Hi!"
 
 
 def test_a_broken_or_missing_tokenizer_is_a_failure_to_load(model_dir: Path):

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from engine.processing.images import ImagePreprocessor, normalize
 from engine.processing.media import MediaLoader
 from engine.processing.message import ImageSource
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import ImagePatches
+from engine.protocol import EngineFailed, ImagePatches
 from tests.support.image_files import data_url, encoded
 from tests.support.vision_families import SIGHTED, SightedFamily
 from tests.support.vision_zoo import image, write_files
@@ -97,6 +99,52 @@ def test_family_without_support_is_refused_by_name(tmp_path: Path):
     config = {"model_type": "mllama", "vision_config": {}}
     assert images_unsupported_reason(tmp_path, config) == "images of the family mllama are not supported"
     assert images_unsupported_reason(tmp_path, {"model_type": "llama"}) == "it is a text model"
+
+
+def test_limit_of_tokens_reduces_large_images_or_is_refused_at_the_start(model_dir: Path):
+    grid = ImagePreprocessor(model_dir).grid
+    smallest = grid.limited(1).max_tokens
+    for most in (max(smallest, 4), 2 * smallest + 4, 3 * smallest + 5, grid.max_tokens):
+        limited = grid.limited(most)
+        tokens = [limited.num_tokens(limited.layout(*size)) for size in SIZES]
+        assert max(tokens) <= limited.max_tokens <= max(most, smallest)
+        low = limited.for_detail(True)
+        assert max(low.num_tokens(low.layout(*size)) for size in SIZES) <= low.max_tokens
+    assert grid.limited(grid.max_tokens) == grid
+    if smallest > 4:
+        with pytest.raises(EngineFailed, match=rf"max_image_tokens is 4; .* at least {smallest} tokens"):
+            MediaLoader(MediaConfig(max_image_tokens=4), grid)
+
+
+def test_features_that_the_engine_does_not_compute_are_refused_by_name(tmp_path: Path):
+    def reason(name: str, settings: dict[str, Any], **config: Any) -> str | None:
+        model_dir = write_files(tmp_path, replace(SIGHTED[name], processor={**SIGHTED[name].processor, **settings}))
+        return images_unsupported_reason(model_dir, {**SIGHTED[name].config, **config})
+
+    assert reason("gemma3", {"do_pan_and_scan": True}) == (
+        "the image processor has do_pan_and_scan: True, which is not supported"
+    )
+    assert reason("llava", {}, vision_config={"model_type": "siglip_vision_model"}) == (
+        "the vision tower is siglip_vision_model; supported are clip_vision_model"
+    )
+    assert reason("llava", {}, vision_feature_layer=[-2, -5]) == (
+        "the features are those of several layers, [-2, -5]; one is supported"
+    )
+    assert reason("llava", {}, vision_feature_select_strategy="full") == (
+        "config.json has vision_feature_select_strategy: 'full'; supported is 'default'"
+    )
+    assert reason("qwen3_5_moe", {}, vision_config={"deepstack_visual_indexes": [1]}) == (
+        "the language model of qwen3_5_moe takes no deepstack features"
+    )
+
+
+def test_processor_that_does_not_fit_the_vision_tower_is_refused(tmp_path: Path):
+    family = SIGHTED["gemma3"]
+    model_dir = write_files(
+        tmp_path, replace(family, processor={**family.processor, "size": {"height": 64, "width": 64}})
+    )
+    with pytest.raises(EngineFailed, match="makes images of 64 pixels per side; the vision tower takes 32"):
+        ImagePreprocessor(model_dir)
 
 
 def _frames(patches: np.ndarray, image: ImagePatches) -> np.ndarray:

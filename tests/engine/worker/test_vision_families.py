@@ -136,6 +136,18 @@ def test_images_change_answers_that_are_never_nearly_another(sighted):
     assert min(answer.margin for answer in sighted.answers.values()) > MIN_MARGIN
 
 
+def test_memory_of_an_image_is_reserved(sighted):
+    """The peak itself is not compared: on a CPU it depends on how far the device is behind."""
+    vision, costs = sighted.runner._vision, sighted.runner.costs
+    assert costs.image(1) > 0
+    sizes = [costs.image(height * width * tiles) for tiles, height, width in vision.probe_grids]
+    assert sizes == sorted(set(sizes)), "larger images take more"
+    for one in sighted.requests["two"].images:
+        features = vision.encode(one)
+        assert features.shape[0] == one.num_tokens
+        assert 2 * features.nbytes <= costs.image_token_bytes * one.num_tokens
+
+
 def test_rows_with_images_leave_no_memory_behind(sighted):
     memory = sighted.runner.memory()
     assert memory["decode_cache_bytes"] == memory["prefill_cache_bytes"] == 0
