@@ -21,6 +21,7 @@ from engine.processing.pooling import choose_pooling
 from engine.processing.prompt_length import PromptLimit
 from engine.processing.prompt_origin import prompt_origin
 from engine.processing.tokenizer import ChatPrompt, ChatTokenizer, GenerationDefaults
+from engine.processing.vision_family import ImagePlaceholder
 from engine.protocol import (
     ContextLengthExceeded,
     EngineFailed,
@@ -79,7 +80,9 @@ class PromptPlanner:
 
         def work(is_wanted: Callable[[], bool]) -> EngineRequest:
             form = AnswerForm.of(request, self.tokenizer)
-            prompt = self._prompt(request, messages, [image.num_tokens for image in images], form, is_wanted)
+            prompt = self._prompt(
+                request, messages, [self.tokenizer.placeholder(image) for image in images], form, is_wanted
+            )
             num_tokens, defaults = len(prompt.token_ids), self.tokenizer.generation_defaults
             explains = self._finds_boundaries and request.raw_prompt is None
             return EngineRequest(
@@ -192,7 +195,7 @@ class PromptPlanner:
         self,
         request: ChatRequest,
         messages: Sequence[Message],
-        image_tokens: Sequence[int],
+        placeholders: Sequence[ImagePlaceholder],
         form: "AnswerForm",
         is_wanted: Callable[[], bool],
     ) -> ChatPrompt:
@@ -200,13 +203,13 @@ class PromptPlanner:
 
         Raises InvalidRequest, ContextLengthExceeded.
         """
-        num_more = sum(image_tokens) - len(image_tokens)  # the text already has one placeholder per image
+        num_more = sum(one.num_repeated for one in placeholders)
         limit = PromptLimit(self._max_context_tokens, num_more, is_wanted)
         if request.raw_prompt is not None:
             return ChatPrompt(self._raw_prompt(request.raw_prompt, limit), ())
         how: dict[str, Any] = {
             "template_kwargs": form.template_kwargs,
-            "image_tokens": image_tokens,
+            "placeholders": placeholders,
             "limit": limit,
             "continue_final_message": request.continue_final_message,
         }

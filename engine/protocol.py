@@ -230,9 +230,10 @@ class ImagePatches:
 
     patches: np.ndarray
     """uint8 [grid_t * grid_h * grid_w, channels, patch, patch], in the order of the model's processor."""
-    grid_thw: tuple[int, int, int]  # Patches along time, height and width.
-    num_tokens: int  # Placeholder tokens in the prompt.
+    grid_thw: tuple[int, int, int]  # Frames or tiles, and patches along height and width of each.
+    num_tokens: int  # Image tokens in the prompt.
     content_hash: str  # Hex digest of mode, size and pixels after resizing.
+    tiles: tuple[int, int] = (0, 0)  # Tiles along height and width; (0, 0) for an image in one piece.
 
     def without_pixels(self) -> "ImagePatches":
         """Return the image without its patches, so that their memory is not kept alive."""

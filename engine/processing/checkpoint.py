@@ -10,6 +10,7 @@ from typing import Any
 import huggingface_hub  # imports its submodules lazily
 
 from engine.demo import DEMO_MODEL
+from engine.processing.vision_family import vision_family
 from engine.protocol import EngineFailed
 
 CONFIG_PATTERNS = ("*.json", "*.jinja", "tokenizer*", "*.tiktoken", "merges.txt", "vocab.txt")
@@ -17,15 +18,6 @@ WEIGHT_PATTERNS = ("*.safetensors",)
 
 CODE_KEYS = ("model_file", "auto_map")
 """Keys with which a checkpoint names its own Python code, which loading libraries would run (CVE-2026-5843)."""
-
-IMAGE_PROCESSORS = {
-    f"Qwen{generation}VLImageProcessor{backend}" for generation in (2, 3) for backend in ("", "Fast", "Pil")
-}
-"""Class names of the Qwen2-VL image processor; those with a 3 are mlx-vlm's, in converted checkpoints."""
-
-
-IMAGE_MODEL_TYPES = ("qwen3_5", "qwen3_5_moe")
-"""Models whose vision tower engine/worker/vision.py supports."""
 
 
 def resolve_checkpoint(model: str, revision: str | None, *, weights: bool) -> Path:
@@ -139,15 +131,17 @@ def media_kinds(model_dir: Path, config: dict[str, Any]) -> frozenset[str]:
 
     Ingress, planner and engine all call this, so that they agree on whether images are accepted.
     """
-    vision = config.get("vision_config")
-    drivable = isinstance(vision, dict) and not vision.get("deepstack_visual_indexes")
-    sees = config.get("model_type") in IMAGE_MODEL_TYPES and drivable and supports_images(model_dir)
-    return frozenset({"image"}) if sees else frozenset()
+    return frozenset() if images_unsupported_reason(model_dir, config) is not None else frozenset({"image"})
 
 
-def supports_images(model_dir: Path) -> bool:
-    """Tell whether the checkpoint's image processor is of the Qwen2-VL family, the only supported one."""
-    return image_processor_config(model_dir).get("image_processor_type") in IMAGE_PROCESSORS
+def images_unsupported_reason(model_dir: Path, config: dict[str, Any]) -> str | None:
+    """Return why the model accepts no images, None if it does."""
+    family = vision_family(config)
+    if family is not None:
+        return family.unsupported_reason(config, image_processor_config(model_dir))
+    if not isinstance(config.get("vision_config"), dict):
+        return "it is a text model"
+    return f"images of the family {config.get('model_type')} are not supported"
 
 
 def image_processor_config(model_dir: Path) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from engine.processing import image_grids
 from engine.processing.image_file import ImageFile, ImageRefused
-from engine.processing.patch_grid import PatchGrid
+from engine.processing.image_grid import ImageGrid
 
 if TYPE_CHECKING:
     from engine.config import MediaConfig
@@ -38,7 +39,7 @@ WALL_PER_CPU = 6.0
 class WorkerSettings:
     """Arguments of a worker."""
 
-    grid: PatchGrid
+    grid: ImageGrid
     max_pixels: int  # of one image, width times height
     cpu_s: float  # CPU seconds for one image
     wall_s: float  # elapsed seconds for one image
@@ -46,17 +47,17 @@ class WorkerSettings:
     limits_address_space: bool  # by RLIMIT_AS, which macOS ignores; there the planner watches the resident memory
 
     def to_json(self) -> str:
-        return json.dumps({**vars(self), "grid": vars(self.grid)})
+        return json.dumps({**vars(self), "grid": image_grids.to_json(self.grid)})
 
     @classmethod
-    def of(cls, config: "MediaConfig", grid: PatchGrid) -> "WorkerSettings":
+    def of(cls, config: "MediaConfig", grid: ImageGrid) -> "WorkerSettings":
         cpu_s, memory_bytes, limits = config.decode_cpu_s, config.decode_memory_mb * 2**20, sys.platform == "linux"
         return cls(grid, config.max_pixels, cpu_s, WALL_PER_CPU * cpu_s, memory_bytes, limits)
 
     @classmethod
     def from_json(cls, text: str) -> "WorkerSettings":
         fields = json.loads(text)
-        return cls(**{**fields, "grid": PatchGrid(**fields["grid"])})
+        return cls(**{**fields, "grid": image_grids.from_json(fields["grid"])})
 
 
 def main() -> None:
@@ -84,11 +85,11 @@ def answer(
 ) -> None:
     """Answer one request. Raises ImageRefused and MemoryError."""
     file = ImageFile(from_base64(content) if is_base64 else content, settings.max_pixels)
-    target = settings.grid.for_detail(has_low_detail).target_size(*file.size)
+    grid = settings.grid.for_detail(has_low_detail)
     send(planner, {"width": file.size[0], "height": file.size[1]})
     if planner.recv(1) != GO:
         return
-    cut = settings.grid.cut(file.rgb(target), target)
+    cut = grid.cut(file.rgb(grid.target_size(*file.size)), file.size)
     send(planner, {"content_hash": cut.content_hash}, cut.patches.data.cast("B"))
 
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from engine.processing.byte_budget import ByteBudget
 from engine.processing.image_file import ImageRefused
+from engine.processing.image_grid import CutImage
 from engine.processing.image_worker import WorkerSettings
-from engine.processing.patch_grid import CutImage
 from engine.processing.worker_process import WorkerEnded, WorkerProcess
 from engine.protocol import InvalidRequest
 
@@ -72,7 +72,7 @@ class ImageWorkers:
         Args:
             read: Returns the encoded bytes or base64 text; called in a thread once a worker is free.
             is_base64: Whether `read` returns base64 text.
-            has_low_detail: See PatchGrid.for_detail.
+            has_low_detail: See ImageGrid.for_detail.
 
         Raises:
             InvalidRequest: The image is broken or exceeds a limit.

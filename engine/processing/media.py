@@ -10,12 +10,13 @@ from typing import Any
 from engine.config import MediaConfig
 from engine.processing.byte_budget import BudgetLease, ByteBudget
 from engine.processing.image_fetch import ImageFetcher
+from engine.processing.image_grid import ImageGrid
 from engine.processing.image_worker import WorkerSettings
 from engine.processing.image_workers import ImageWorkers
+from engine.processing.images import image_patches
 from engine.processing.message import ImageSource
-from engine.processing.patch_grid import PatchGrid
 from engine.processing.public_addresses import Resolver
-from engine.protocol import ImagePatches, InvalidRequest
+from engine.protocol import EngineFailed, ImagePatches, InvalidRequest
 
 MAX_REQUEST_BYTES = 60 * 2**20
 """Most bytes of patches of a request: with the prompt they form one gRPC message, limited in deployments/app.py."""
@@ -35,11 +36,18 @@ class MediaLoader:
 
     To avoid deadlocks, budgets are acquired in one order: a request downloads several images at once, each within the
     budget of encoded bytes; then it decodes them one by one, and the first one acquires the budget for all patches.
+
+    Raises:
+        EngineFailed: The model's smallest image exceeds media.max_image_tokens.
     """
 
-    def __init__(self, config: MediaConfig, grid: PatchGrid, resolver: Resolver | None = None):
+    def __init__(self, config: MediaConfig, grid: ImageGrid, resolver: Resolver | None = None):
         self._config = config
-        self.grid = grid.limited(max_image_tokens(config, grid))
+        self.grid = grid.limited(most := max_image_tokens(config, grid))
+        if self.grid.max_tokens > most:
+            raise EngineFailed(
+                f"media.max_image_tokens is {most}; an image of this model takes at least {self.grid.max_tokens} tokens"
+            )
         self._fetcher = ImageFetcher(config, resolver or Resolver())
         self.fetched = ByteBudget(max(FETCHED_BYTES, config.max_bytes))
         self.planning = ByteBudget(PLANNING_BYTES)
@@ -124,16 +132,14 @@ class _RequestImages:
                     f"is {MAX_REQUEST_BYTES}. Send fewer or smaller images, or lower media.max_image_tokens, which is "
                     f"{loader.grid.max_tokens}"
                 )
-        height, width = image.grid_hw
-        num_tokens = image.patches.nbytes // loader.grid.token_bytes
-        return ImagePatches(image.patches, (1, height, width), num_tokens, image.content_hash)
+        return image_patches(image, loader.grid)
 
     def loaded(self) -> None:
         if self._hold is not None:
             self._hold.shrink(self._num_bytes)
 
 
-def max_image_tokens(config: MediaConfig, grid: PatchGrid) -> int:
+def max_image_tokens(config: MediaConfig, grid: ImageGrid) -> int:
     """Return the most tokens of one image.
 
     It is independent of the rest of the request: if a conversation gains an image, earlier images stay the same, and so

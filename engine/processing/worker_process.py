@@ -21,8 +21,8 @@ import psutil
 import engine
 from engine import retry_after
 from engine.processing.image_file import UNDECODABLE, ImageRefused
+from engine.processing.image_grid import CutImage
 from engine.processing.image_worker import GO, LENGTH, REQUEST, WorkerSettings, out_of_memory
-from engine.processing.patch_grid import CutImage
 from engine.protocol import Unavailable
 
 START_TIMEOUT_S = 60.0
@@ -101,10 +101,10 @@ class WorkerProcess:
             deadline, grid = self._deadline(), self._grid
             self._send(GO, deadline)
             header = self._receive_header(deadline)
-            width, height = (side // grid.patch_size for side in grid.target_size(*self._size))
-            patches = np.empty((height * width, 3, grid.patch_size, grid.patch_size), np.uint8)
+            layout = grid.layout(*self._size)
+            patches = np.empty((layout.num_patches, 3, grid.patch_size, grid.patch_size), np.uint8)
             self._receive(patches.data.cast("B"), deadline)
-            return CutImage(patches, (height, width), str(header["content_hash"]))
+            return CutImage(patches, layout, str(header["content_hash"]))
 
     def kill(self) -> None:
         """Kill the process at once without blocking. A thread that waits for it gets WorkerEnded."""

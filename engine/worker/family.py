@@ -11,6 +11,10 @@ SERVED_CACHES = (KVCache, RotatingKVCache, ArraysCache)
 state differently."""
 
 
+VISION_MODULES = ("vision_tower", "vision_model")
+"""Names of a model's vision tower; the library sets it to None if the checkpoint has no weights for it."""
+
+
 def unsupported_reason(module: Any, media_kinds: frozenset[str]) -> str | None:
     """Return why a loaded model cannot be served and what would work instead, None if it can be.
 
@@ -27,7 +31,7 @@ def unsupported_reason(module: Any, media_kinds: frozenset[str]) -> str | None:
         return "its language model tells neither its layers nor their caches"
     if (reason := _cache_reason(make_prompt_cache(language_model))) is not None:
         return reason
-    if "image" in media_kinds and getattr(module, "vision_tower", None) is None:
+    if "image" in media_kinds and all(getattr(module, name, None) is None for name in VISION_MODULES):
         return (
             "its config.json has a vision_config, but the checkpoint has no weights of a vision tower; use a complete "
             "checkpoint, or remove vision_config and preprocessor_config.json to serve it as a text model"

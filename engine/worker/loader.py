@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from engine.host_memory import HostMemory
 from engine.processing.checkpoint import (
     fingerprint,
+    images_unsupported_reason,
     media_kinds,
     read_config,
     refuse_code,
@@ -173,6 +174,7 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
     log.info("quantized weights: %s", opened.expansion.text)
     log.info("MTP head: %s", head_dir or opened.mtp_status)
     log.info("draft model: %s", draft_dir or "none")
+    log.info("images: %s", images_unsupported_reason(path, opened.config) or "yes")
     return LoadedModel(
         module=module,
         path=path,
