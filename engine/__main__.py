@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from engine.async_engine import AsyncEngine
-from engine.config import EngineConfig, MediaConfig
+from engine.config import EngineConfig, MediaConfig, RopeScaling
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.images import ImagePreprocessor
 from engine.processing.tokenizer import ChatTokenizer
@@ -45,6 +47,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         default="auto",
         help="dtype of the weights; default: float32 on the CPU, bfloat16 on a GPU",
     )
+    parser.add_argument(
+        "--rope-scaling", metavar="TYPE:FACTOR", type=_rope_scaling, help="such as yarn:4, to go beyond the context"
+    )
     parser.add_argument("--max-tokens", type=int, help="default: the rest of the model's context")
     parser.add_argument("--temperature", type=float, help="default: the model's own; 0 is greedy")
     parser.add_argument("--top-p", type=float)
@@ -76,6 +81,15 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         if value is not None and not low <= value <= high:
             parser.error(f"--{name.replace('_', '-')} is {value}; it must be between {low} and {high}")
     return options
+
+
+def _rope_scaling(text: str) -> RopeScaling:
+    kind, _, factor = text.partition(":")
+    try:
+        return RopeScaling.model_validate({"type": kind, "factor": factor})
+    except ValidationError as error:
+        reasons = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
+        raise argparse.ArgumentTypeError(f"{text!r}: {reasons}") from None
 
 
 class Chat:
@@ -158,7 +172,8 @@ def _show(text: str) -> str:
 
 def config_of(options: argparse.Namespace) -> EngineConfig:
     """Return the engine's configuration."""
-    return EngineConfig(model=options.model, device=options.device, dtype=options.dtype)
+    chosen = {"model": options.model, "device": options.device, "dtype": options.dtype}
+    return EngineConfig(**chosen, rope_scaling=options.rope_scaling)
 
 
 def run_self_test(options: argparse.Namespace) -> int:

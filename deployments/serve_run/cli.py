@@ -56,6 +56,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     check.add_argument("model", help="'demo', a local directory, or a hub repository")
     check.add_argument("--draft-model", help="a draft model for sparse prefill, to be compared")
+    check.add_argument("--rope-scaling", metavar="TYPE:FACTOR", help="engine.rope_scaling, such as yarn:4")
     self_test = commands.add_parser(
         "self-test",
         help="check the engine on this machine",
@@ -104,8 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_model(options: argparse.Namespace) -> int:
     """Run the engine's report in a process of its own, as this one does not load MLX; return its exit status."""
-    draft = [] if options.draft_model is None else ["--draft-model", options.draft_model]
-    return _run_engine("--check", "--model", options.model, *draft)
+    given = {"--draft-model": options.draft_model, "--rope-scaling": options.rope_scaling}
+    more = [word for name, value in given.items() if value is not None for word in (name, value)]
+    return _run_engine("--check", "--model", options.model, *more)
 
 
 def _test_engine(options: argparse.Namespace) -> int:
