@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_vlm.utils import load_model
 
 from engine.config import EngineConfig
+from engine.host_memory import HostMemory
 from engine.processing.checkpoint import (
     fingerprint,
     has_output_layer,
@@ -28,7 +29,11 @@ from engine.processing.context import choose_context, declared_scalings, library
 from engine.processing.pooling import EmbeddingModel
 from engine.protocol import EngineFailed
 from engine.worker import mtp_loader
+from engine.worker.draft_model import open_draft_model
+from engine.worker.expanded_weights import Expansion, expand
 from engine.worker.family import bidirectional_reason, unsupported_reason
+from engine.worker.language_model import LanguageModel
+from engine.worker.mtp import MTPHead
 from engine.worker.patches.bare_names import bare_names
 from engine.worker.rope import check_scaling, fix_long_factors
 
@@ -50,10 +55,12 @@ class LoadedModel:
     media_kinds: frozenset[str]  # Media that it accepts, such as image.
     max_context_tokens: int  # Prompt and answer together.
     vocab_size: int  # Number of logits.
-    num_weight_bytes: int  # In memory, with the MTP head.
+    num_weight_bytes: int  # In memory, with the MTP head or draft model.
     dtype: str  # Floating dtype that it computes in.
+    quantized_weights: str  # What was done with them.
     mtp_head: Any | None  # mlx_vlm's Qwen3_5MTPDraftModel, not bound to the model; None without one.
     mtp_status: str  # "ready", or why there is no head.
+    draft: Any | None  # The draft model, of mlx_vlm; None without one.
     fingerprint: str  # See ModelRunner.
 
 
@@ -68,6 +75,7 @@ class OpenedModel:
     max_context_tokens: int  # See LoadedModel.
     vocab_size: int  # Number of logits.
     dtype: str  # Floating dtype that it computes in.
+    expansion: Expansion  # Of its quantized weights, which are lazy.
     head_dir: Path | None  # Directory of the MTP head; None without one.
     mtp_status: str  # "ready", or why there is no head.
     rope_facts: tuple[str, ...]  # What distinguishes states computed with it from those of other settings.
@@ -91,9 +99,7 @@ def open_model(config: EngineConfig) -> OpenedModel:
         raise EngineFailed(f"models of the family {own_config.get('model_type')} ({path}) cannot be served: {reason}")
     model_config = library_config(config, own_config)
     if EmbeddingModel.read(path) is not None and not has_output_layer(path):
-        model_config["tie_word_embeddings"] = (
-            True  # logits are never used, but the library's module has an output layer
-        )
+        model_config["tie_word_embeddings"] = True  # the library's module has an output layer, which is never used
     try:
         with bare_names(model_config):
             module = _open_module(path, None if model_config == own_config else model_config)
@@ -106,8 +112,12 @@ def open_model(config: EngineConfig) -> OpenedModel:
     rope_facts = _settle_rope(config, module.language_model, model_config, max_context_tokens)
     cast(module, choose_dtype(config.dtype, model_config))
     dtype = _main_dtype(module)
+    expansion = expand_weights(config, module, dtype)
+    check_kv_bits(config.kv_cache.bits, module)
     found = mtp_loader.find_head(config, path, model_config)
-    return OpenedModel(module, path, model_config, kinds, max_context_tokens, num_tokens, dtype, *found, rope_facts)
+    return OpenedModel(
+        module, path, model_config, kinds, max_context_tokens, num_tokens, dtype, expansion, *found, rope_facts
+    )
 
 
 def _open_module(path: Path, changed_config: dict[str, Any] | None) -> Any:
@@ -157,12 +167,20 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
     opened = open_model(config)
     module, path, head_dir, dtype = opened.module, opened.path, opened.head_dir, opened.dtype
     head = _load_head(config, head_dir, module, dtype)
-    num_bytes = _read_weights([module] if head is None else [module, head], progress)
+    draft, draft_dir = (None, None) if config.draft_model is None else open_draft_model(config.draft_model, path)
+    if draft is not None:
+        quantized = any(name.endswith(".scales") for name, _ in weights_of(draft))
+        cast(draft, choose_dtype(config.dtype, {"quantization": {}}) if quantized else DTYPES[dtype])
+        draft.eval()
+    num_bytes = _read_weights([one for one in (module, head, draft) if one is not None], progress)
     module.eval()
     if head is not None:
         mtp_loader.check_values(head)
+        check_kv_bits(config.kv_cache.bits, module, head)
     log.info("loaded %s: %.1f MB of weights, %s, on %s", path, num_bytes / 1e6, dtype, mx.default_device())
+    log.info("quantized weights: %s", opened.expansion.text)
     log.info("MTP head: %s", head_dir or opened.mtp_status)
+    log.info("draft model: %s", draft_dir or "none")
     return LoadedModel(
         module=module,
         path=path,
@@ -172,12 +190,47 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
         vocab_size=opened.vocab_size,
         num_weight_bytes=num_bytes,
         dtype=dtype,
+        quantized_weights=opened.expansion.text,
         mtp_head=head,
         mtp_status=opened.mtp_status,
+        draft=draft,
         fingerprint=fingerprint(
-            [path] if head_dir is None else [path, head_dir], dtype, *COMPUTED_BY, device_kind(), *opened.rope_facts
+            [one for one in (path, head_dir, draft_dir) if one is not None], *_facts(config, opened)
         ),
     )
+
+
+def _facts(config: EngineConfig, opened: OpenedModel) -> tuple[str, ...]:
+    """Return what the states of prompts depend on beside the weights."""
+    kv_bits = f"{config.kv_cache.bits} bits per key and value"
+    expanded = f"{opened.expansion.num_expanded} quantized modules expanded"
+    return opened.dtype, *COMPUTED_BY, device_kind(), kv_bits, expanded, *opened.rope_facts
+
+
+def expand_weights(config: EngineConfig, module: nn.Module, dtype: str) -> Expansion:
+    """Expand the quantized weights of a module as configured; see expanded_weights.expand."""
+    available_bytes = HostMemory(0).available()
+    return expand(config.expand_quantized_weights, module, DTYPES[dtype], on_gpu(), available_bytes)
+
+
+def check_kv_bits(bits: int, module: Any, head: Any | None = None) -> None:
+    """Check that keys and values can be stored with so many bits. Computes nothing.
+
+    Args:
+        bits: `kv_cache.bits`.
+        module: The mlx_vlm model.
+        head: Its MTP head; None without one, or before it is loaded.
+
+    Raises:
+        EngineFailed: They cannot; the message has the layer and the reason.
+    """
+    language_model = LanguageModel(module.language_model, kv_bits=bits)
+    try:
+        language_model.make_cache()
+        if head is not None:
+            MTPHead(head, language_model).make_cache()
+    except ValueError as error:
+        raise EngineFailed(f"kv_cache.bits is {bits}: {error}; use 16") from error
 
 
 def use_device(device: str) -> None:
@@ -244,6 +297,8 @@ def _load_head(config: EngineConfig, head_dir: Path | None, module: Any, dtype: 
     head = mtp_loader.load_head(head_dir, module.language_model)
     quantized = mtp_loader.is_quantized(head)
     cast(head, choose_dtype(config.dtype, {"quantization": {}}) if quantized else DTYPES[dtype])
+    if quantized:
+        log.info("quantized weights of the MTP head: %s", expand_weights(config, head, dtype).text)
     return head
 
 
