@@ -87,6 +87,18 @@ def test_a_module_that_is_not_computed_is_refused_by_name(tmp_path):
         embedded(PromptPlanner(EngineConfig(model=str(path))), "a")
 
 
+def test_an_embedding_model_needs_no_chat_template(tmp_path):
+    path = demo_embedding_model(tmp_path / "model")
+    (path / "chat_template.jinja").unlink()
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": None}))
+    planner = PromptPlanner(EngineConfig(model=str(path)))
+    assert embedded(planner, "apples") == planner.tokenizer.encode_text("apples").tolist()
+    (path / "modules.json").unlink()
+    with pytest.raises(EngineFailed, match="no chat template"):
+        PromptPlanner(EngineConfig(model=str(path)))
+
+
 class Here(Ingress.func_or_class):  # type: ignore[misc, name-defined]
     def __del__(self) -> None:
         """Serve awaits the one of the ingress; here nothing does."""
