@@ -158,8 +158,8 @@ class LanguageModel:
             self.extend(token_ids[:, :-1], None, cache, positions)
         return self.lm(token_ids[:, -1:], cache=self._nested(cache)).logits[:, -1:], None
 
-    def states(self, token_ids: mx.array, cache: list, positions: np.ndarray) -> mx.array:
-        """Compute prompt tokens into the cache of one row; return hidden states [1, L, hidden] after the last norm.
+    def states(self, token_ids: mx.array, cache: list, positions: np.ndarray | mx.array) -> mx.array:
+        """Compute tokens into a cache; return hidden states [B, L, hidden] after the last norm.
 
         The hidden states are lazy. Takes no images. Requires that `states_unsupported_reason` returns None.
         """

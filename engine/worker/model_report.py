@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.config import EngineConfig, KVBits
 from engine.processing.checkpoint import resolve_checkpoint
+from engine.processing.context import declared_scalings
 from engine.processing.tokenizer_match import why_different
 from engine.protocol import EngineFailed
 from engine.worker import loader, memory, mtp_loader
@@ -78,7 +79,7 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
     yield f"family           {opened.config['model_type']}: can be served"
     yield f"computes in      {opened.dtype}, on {mx.default_device()}"
     yield f"media            {', '.join(['text', *sorted(opened.media_kinds)])}"
-    yield f"context          {opened.max_context_tokens} tokens"
+    yield f"context          {opened.max_context_tokens} tokens{_scaling(opened.config)}"
     yield f"prefix cache     {unsupported_reason(language_model.make_cache()) or 'yes'}"
     yield f"MTP head         {opened.head_dir or opened.mtp_status}"
     sparse = "yes" if language_model.explicit_positions else "no: this model does not accept explicit positions"
@@ -116,6 +117,12 @@ def _with_bits(opened: loader.OpenedModel, bits: int, num_bytes: int) -> str:
     except ValueError as error:
         return f"no, {error}"
     return f"{row.per_token} bytes per token, and the longest context {row.longest(num_bytes)} tokens"
+
+
+def _scaling(model_config: dict[str, Any]) -> str:
+    kinds = dict.fromkeys((one["rope_type"], one.get("factor")) for one in declared_scalings(model_config))
+    named = [kind if factor is None else f"{kind} with the factor {factor:g}" for kind, factor in kinds]
+    return f" (rope scaling: {', '.join(named)})" if named else ""
 
 
 def _slot_bytes(layer: Any) -> int:

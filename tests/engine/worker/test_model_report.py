@@ -29,7 +29,7 @@ def test_predicted_row_bytes_are_those_that_a_row_takes(family, tmp_path):
     runner = load_runner(EngineConfig(model=str(path), device="cpu"), lambda progress: None)
     spec = EngineRequest("row", np.ones(NUM_TOKENS, np.int32), SamplingParams(8), ())
     runner.prefill([Request(spec)], NUM_TOKENS)
-    runner.decode(0)
+    runner.decode()
     predicted = RowBytes.of(LanguageModel(runner._model.module.language_model))
     assert predicted.row(NUM_TOKENS) == runner.memory()["decode_cache_bytes"]
     runner.drop(["row"])
