@@ -190,6 +190,7 @@ def test_row_takes_the_bytes_that_the_report_and_the_budget_say(model: Model):
     num_layers = 3  # the hybrid has two attention layers and one in its MTP head
     assert runner.costs.token_bytes == num_layers * 2 * 2 * per_head
     assert runner.costs.unpacked_bytes >= 2 * 2 * HEAD_DIM * 4
+    assert runner.costs.pair_bytes >= 4 * 4  # scores of four heads
     driver.core.abort("r")
     driver.run({0: []})
 
