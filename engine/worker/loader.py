@@ -172,6 +172,8 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
     if draft is not None:
         quantized = any(name.endswith(".scales") for name, _ in weights_of(draft))
         cast(draft, choose_dtype(config.dtype, {"quantization": {}}) if quantized else DTYPES[dtype])
+        if quantized:
+            log.info("quantized weights of the draft model: %s", expand_weights(config, draft, dtype).text)
         draft.eval()
     num_bytes = _read_weights([one for one in (module, head, draft) if one is not None], progress)
     module.eval()
