@@ -2,14 +2,12 @@
 
 import asyncio
 import importlib.util
-import io
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import pytest
 from mlx_vlm.models.qwen3_vl.processing_qwen3_vl import _timestamped_video_placeholder
@@ -23,6 +21,7 @@ from engine.processing.tokenizer import ChatTokenizer
 from engine.processing.video_grid import VideoGrid
 from engine.protocol import ImagePatches, InvalidRequest
 from tests.support.image_files import PNG, data_url, encoded, picture
+from tests.support.video_files import video
 from tests.support.vision_families import SIGHTED, video_pixels
 from tests.support.vision_zoo import image, write_files
 
@@ -39,19 +38,6 @@ def grid(model_dir: Path) -> VideoGrid:
     grid = ImagePreprocessor(model_dir).video_grid
     assert grid is not None
     return grid
-
-
-def video(num_frames: int, fps: int = 4, size: tuple[int, int] = (64, 48), kind: str = "mp4") -> bytes:
-    """An encoded video whose frames have ever lighter colours."""
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format=kind) as container:
-        stream: Any = container.add_stream("mpeg4" if kind == "mp4" else "libvpx", rate=fps)
-        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
-        for i in range(num_frames):
-            pixels = np.full((size[1], size[0], 3), 20 + 200 * i // num_frames, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
-    return buffer.getvalue()
 
 
 def load(model_dir: Path, *contents: bytes | str, **limits: int) -> tuple[ImagePatches, ...]:

@@ -115,7 +115,7 @@ def sighted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Sighted(runner, requests, answers, module, tokenizer, preprocessor.video_grid)
 
 
-@pytest.mark.parametrize("chunk", [16, 23, 2048])
+@pytest.mark.parametrize("chunk", [23, 2048])
 def test_request_alone_gets_the_tokens_of_the_library_in_chunks_of_any_size(sighted, chunk):
     """chunk: most prompt tokens per step."""
     for name in ("one", "two", "text"):
