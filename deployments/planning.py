@@ -81,9 +81,7 @@ class PromptPlanner:
 
         def work(is_wanted: Callable[[], bool]) -> EngineRequest:
             form = AnswerForm.of(request, self.tokenizer)
-            prompt = self._prompt(
-                request, messages, [self.tokenizer.placeholder(image) for image in images], form, is_wanted
-            )
+            prompt = self._prompt(request, messages, self.tokenizer.placeholders(images), form, is_wanted)
             num_tokens, defaults = len(prompt.token_ids), self.tokenizer.generation_defaults
             explains = self._finds_boundaries and request.raw_prompt is None
             return EngineRequest(

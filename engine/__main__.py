@@ -136,7 +136,7 @@ class Chat:
         prompt = self._tokenizer.chat_prompt(
             self._messages,
             template_kwargs={"enable_thinking": self._options.think},
-            placeholders=[self._tokenizer.placeholder(image) for image in self._images],
+            placeholders=self._tokenizer.placeholders(self._images),
         )
         limit = self._engine.status().max_context_tokens
         room = limit - len(prompt.token_ids)

@@ -1,5 +1,6 @@
 """Locates a model's files and reads its configuration, without running code from the checkpoint."""
 
+import importlib.util
 import json
 import struct
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,9 @@ import huggingface_hub  # imports its submodules lazily
 from engine.demo import DEMO_MODEL
 from engine.processing.vision_family import vision_family
 from engine.protocol import EngineFailed
+
+VIDEO_PROCESSOR = "Qwen3VLVideoProcessor"
+"""Class name of the only supported video processor."""
 
 CONFIG_PATTERNS = ("*.json", "*.jinja", "tokenizer*", "*.tiktoken", "merges.txt", "vocab.txt")
 WEIGHT_PATTERNS = ("*.safetensors",)
@@ -127,11 +131,35 @@ def vocab_size(config: dict[str, Any]) -> int:
 
 
 def media_kinds(model_dir: Path, config: dict[str, Any]) -> frozenset[str]:
-    """Return the kinds of media that the model reads and that planner and engine support: {'image'} or nothing.
+    """Return the kinds of media that the model reads and that planner and engine support: image, video, or nothing.
 
-    Ingress, planner and engine all call this, so that they agree on whether images are accepted.
+    Ingress, planner and engine all call this, so that they agree on what is accepted.
     """
-    return frozenset() if images_unsupported_reason(model_dir, config) is not None else frozenset({"image"})
+    if images_unsupported_reason(model_dir, config) is not None:
+        return frozenset()
+    return frozenset({"image"} if videos_unsupported_reason(model_dir, config) is not None else {"image", "video"})
+
+
+def videos_unsupported_reason(model_dir: Path, config: dict[str, Any]) -> str | None:
+    """Return why a model whose images are accepted accepts no videos, None if it does."""
+    family = vision_family(config)
+    if family is None or config.get("model_type") not in family.videos:
+        return f"videos of the family {config.get('model_type')} are not supported"
+    video, image = video_processor_config(model_dir), image_processor_config(model_dir)
+    if (processor := video.get("video_processor_type")) != VIDEO_PROCESSOR:
+        return f"the video processor is {processor}; supported is {VIDEO_PROCESSOR}"
+    for key in ("image_mean", "image_std"):
+        if video.get(key, image.get(key)) != image.get(key):
+            return f"{key} of videos is {video[key]}, that of images {image.get(key)}; supported is the same for both"
+    if importlib.util.find_spec("av") is None:
+        return "the package av is not installed; the extra `video` brings it"
+    return None
+
+
+def video_processor_config(model_dir: Path) -> dict[str, Any]:
+    """Return the video processor's configuration from either of the two files that may have it; {} without one."""
+    own_file = read_optional_json(model_dir / "video_preprocessor_config.json")
+    return own_file or read_optional_json(model_dir / "processor_config.json").get("video_processor") or {}
 
 
 def images_unsupported_reason(model_dir: Path, config: dict[str, Any]) -> str | None:

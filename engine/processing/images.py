@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from engine.processing.checkpoint import image_processor_config, images_unsupported_reason, read_config
+from engine.processing.checkpoint import (
+    image_processor_config,
+    images_unsupported_reason,
+    media_kinds,
+    read_config,
+    video_processor_config,
+)
 from engine.processing.image_file import ImageFile, ImageRefused, check_sides
 from engine.processing.image_grid import CutImage, ImageGrid
 from engine.processing.patch_grid import PatchGrid
@@ -17,6 +23,7 @@ from engine.processing.row_grid import RowGrid
 from engine.processing.split_grid import SplitGrid
 from engine.processing.square_grid import SquareGrid
 from engine.processing.tile_grid import TileGrid
+from engine.processing.video_grid import VideoGrid
 from engine.processing.vision_family import vision_family
 from engine.protocol import EngineFailed, ImagePatches, InvalidRequest
 
@@ -34,6 +41,7 @@ class ImagePreprocessor:
     """
 
     def __init__(self, model_dir: Path):
+        self._model_dir = model_dir
         config = read_config(model_dir)
         if (reason := images_unsupported_reason(model_dir, config)) is not None:
             raise EngineFailed(f"{model_dir}: the model accepts no images: {reason}")
@@ -45,6 +53,17 @@ class ImagePreprocessor:
         except Exception as error:  # a checkpoint's files may be wrong in any way
             raise EngineFailed(f"{model_dir}: the image processor cannot be loaded ({error})") from None
         self.normalization = PatchNormalization.of(settings)
+
+    @property
+    def video_grid(self) -> VideoGrid | None:
+        """The settings for videos, None if the model accepts none. Raises EngineFailed."""
+        config = read_config(self._model_dir)
+        if "video" not in media_kinds(self._model_dir, config):
+            return None
+        try:
+            return _video_grid(video_processor_config(self._model_dir))
+        except Exception as error:  # a checkpoint's files may be wrong in any way
+            raise EngineFailed(f"{self._model_dir}: the video processor cannot be loaded ({error})") from None
 
     @staticmethod
     def supported(model_dir: Path) -> bool:
@@ -115,6 +134,27 @@ def _qwen_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     edges = {key: size[key] for key in ("shortest_edge", "longest_edge") if key in size}
     known = {key: config[key] for key in QWEN_SETTINGS if config.get(key) is not None}
     return {**pixels, **({"size": edges} if len(edges) == 2 else {}), **known}
+
+
+def _video_grid(config: Mapping[str, Any]) -> VideoGrid:
+    """Return the grid of a Qwen3-VL video processor, with the defaults of transformers' class, which needs torch."""
+
+    def given(key: str, default: Any) -> Any:
+        value = config.get(key)
+        return default if value is None else value
+
+    size = given("size", {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768})
+    return VideoGrid(
+        patch_size=int(given("patch_size", 16)),
+        merge_size=int(given("merge_size", 2)),
+        group_frames=int(given("temporal_patch_size", 2)),
+        resample=int(given("resample", 3)),
+        min_pixels=int(size["shortest_edge"]),
+        max_pixels=int(size["longest_edge"]),
+        fps=float(given("fps", 2)),
+        min_frames=int(given("min_frames", 4)),
+        max_frames=int(given("max_frames", 768)),
+    )
 
 
 def _gemma3_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> SquareGrid:

@@ -1,9 +1,10 @@
 """ChatTokenizer: converts conversations to token ids with the model's chat template; stop tokens and formats."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,9 @@ from engine.processing.vision_family import (
     SpecialStrings,
     VisionFamily,
     image_token_id,
+    in_frames,
     one_run,
+    video_marker,
     vision_family,
 )
 from engine.protocol import Boundary, EngineFailed, ImagePatches, InvalidRequest
@@ -109,7 +112,7 @@ class ChatTokenizer:
         self._strings = self._special_strings(model_dir, config)
         family = vision_family(config)
         self._placeholder = one_run if family is None else family.placeholder
-        self._marker = None if self._strings is None else self._find_marker(family, self._strings)
+        self._media_markers = None if self._strings is None else self._find_markers(config, family, self._strings)
         self._media_token_ids = {config.get(key) for key in ("image_token_id", "image_token_index", "video_token_id")}
         self._encode_known = lru_cache(MAX_BEGINNINGS)(lambda pieces: np.asarray(self._encode_pieces(pieces), np.int32))
         self.keeps_late_system = self._probe_late_system()
@@ -129,6 +132,17 @@ class ChatTokenizer:
         """Return what stands for an image in a prompt."""
         assert self._strings is not None, "a text model has no images"
         return self._placeholder(image, self._strings)
+
+    def placeholders(self, images: Iterable[ImagePatches]) -> list[ImagePlaceholder]:
+        """Return what stands for each image and each video in a prompt."""
+        found = []
+        for video, group in groupby(images, key=lambda image: None if image.frame is None else image.frame.video):
+            if video is None:
+                found += map(self.placeholder, group)
+            else:
+                assert self._strings is not None
+                found.append(in_frames(list(group), self._strings))
+        return found
 
     @property
     def control_ids(self) -> Mapping[str, int]:
@@ -345,7 +359,7 @@ class ChatTokenizer:
         return ids
 
     def _check_images(self, num_images: int, rendered: str, num_prepared: int) -> None:
-        num_placed = 0 if self._marker is None else rendered.count(self._marker)
+        num_placed = 0 if self._media_markers is None else len(self._media_markers.findall(rendered))
         if not num_images == num_placed == num_prepared:
             raise InvalidRequest(
                 f"the conversation has {num_images} images, the model's chat template placed {num_placed}, "
@@ -355,12 +369,15 @@ class ChatTokenizer:
 
     def _with_placeholders(self, rendered: str, placeholders: Sequence[ImagePlaceholder]) -> str:
         """Replace the template's markers by the placeholders, in order; further markers stay."""
-        if self._marker is None or not placeholders:
+        if self._media_markers is None or not placeholders:
             return rendered
-        first, *rest = rendered.split(self._marker)
-        texts = [one.text for one in placeholders[: len(rest)]]
-        texts += [self._marker] * (len(rest) - len(texts))
-        return first + "".join(text + piece for text, piece in zip(texts, rest, strict=True))
+        left = iter(placeholders)
+
+        def replaced(match: re.Match[str]) -> str:
+            placeholder = next(left, None)
+            return match[0] if placeholder is None else placeholder.text
+
+        return self._media_markers.sub(replaced, rendered)
 
     def _image_repeats(self, ids: np.ndarray, placeholders: Sequence[ImagePlaceholder]) -> np.ndarray:
         """Return the repetitions of each token, 1 except for image tokens, int64 [len(ids)]."""
@@ -383,12 +400,20 @@ class ChatTokenizer:
         by_id = {key: self._tokenizer.id_to_token(id_) for key, id_ in config.items() if _is_token_id(key, id_)}
         return SpecialStrings(token, {**more[0], **more[1], **{k: v for k, v in by_id.items() if v is not None}})
 
-    def _find_marker(self, family: VisionFamily | None, strings: SpecialStrings) -> str:
-        """Return the string that the template writes for an image; a client's text must not be able to spell it."""
-        marker = strings.image if family is None else family.marker(strings)
-        if family is not None and marker not in self._control.ids:
+    def _find_markers(
+        self, config: dict[str, Any], family: VisionFamily | None, strings: SpecialStrings
+    ) -> re.Pattern[str]:
+        """Return a pattern of what the template writes for an image or a video.
+
+        A client's text must not be able to spell it. Raises EngineFailed.
+        """
+        if family is None:
+            return any_of([strings.image])
+        marker = family.marker(strings)
+        if marker not in self._control.ids:
             raise EngineFailed(f"the tokenizer has no token {marker!r}, which stands for an image in its chat template")
-        return marker
+        has_videos = config.get("model_type") in family.videos
+        return any_of([marker, video_marker(strings)] if has_videos else [marker])
 
     def _probe(self, messages: Messages) -> str:
         """Render without generation prompt; return '' if the template refuses."""

@@ -1,7 +1,7 @@
 """VisionFamily: the models whose images are supported, and the text that stands for an image in their prompts."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,8 @@ class VisionFamily:
     """Those of model_types whose language model takes deepstack features."""
     towers: frozenset[str] = frozenset()
     """`model_type` of the vision towers, where the models of the family have several kinds."""
+    videos: frozenset[str] = frozenset()
+    """Those of model_types that read videos as groups of frames with their times."""
     unsupported_settings: tuple[str, ...] = ()
     """Settings of the image processor that must be off."""
     config_values: Mapping[str, Any] = field(default_factory=dict)
@@ -98,6 +100,28 @@ class VisionFamily:
         if vision.get("deepstack_visual_indexes") and model_type not in self.deepstack:
             return f"the language model of {model_type} takes no deepstack features"
         return None
+
+
+def in_frames(images: Sequence[ImagePatches], strings: SpecialStrings) -> ImagePlaceholder:
+    """Frames of a video, one run per group behind its time, as Qwen3-VL has it.
+
+    The runs are of image tokens: positions and features are those of video tokens, which they replace.
+    """
+    begin, end = _qwen_around(strings)
+    times_s = [image.frame.time_s for image in images if image.frame is not None]
+    text = "".join(f"<{time_s:.1f} seconds>{begin}{strings.image}{end}" for time_s in times_s)
+    return ImagePlaceholder(text, tuple(image.num_tokens for image in images))
+
+
+def video_marker(strings: SpecialStrings) -> str:
+    """Return the string that the chat template of a family with videos writes for a video."""
+    begin, end = _qwen_around(strings)
+    return f"{begin}{strings.named('video_token_id', '<|video_pad|>')}{end}"
+
+
+def _qwen_around(strings: SpecialStrings) -> tuple[str, str]:
+    begin = strings.named("vision_start_token_id", "<|vision_start|>")
+    return begin, strings.named("vision_end_token_id", "<|vision_end|>")
 
 
 def one_run(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
@@ -151,6 +175,7 @@ QWEN_VL = VisionFamily(
     processors=QWEN_PROCESSORS,
     placeholder=one_run,
     deepstack=frozenset(("qwen3_vl", "qwen3_vl_moe")),
+    videos=frozenset(("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")),
 )
 GEMMA3 = VisionFamily(
     name="gemma3",

@@ -109,8 +109,10 @@ class VisionEncoder:
             mx.eval(encoding.features)
 
     def _pixels(self, image: ImagePatches) -> mx.array:
-        """Normalize uint8 [n, C, p, p] to float32."""
-        mean, std = (mx.array(v, mx.float32).reshape(1, -1, 1, 1) for v in (self._norm.mean, self._norm.std))
+        """Normalize uint8 [n, C, p, p] to float32; frames have [n, C * frames, p, p]."""
+        num_frames = image.patches.shape[1] // len(self._norm.mean)
+        values = (np.repeat(np.array(value, np.float32), num_frames) for value in (self._norm.mean, self._norm.std))
+        mean, std = (mx.array(value).reshape(1, -1, 1, 1) for value in values)
         return (mx.array(image.patches).astype(mx.float32) * self._norm.rescale - mean) / std
 
     def _remember(self, key: str, features: mx.array) -> None:

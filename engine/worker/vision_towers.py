@@ -336,10 +336,12 @@ def _bounds(grid: Grid) -> mx.array:
 
 
 def filled_frames(pixels: mx.array, patch_embed: Any) -> mx.array:
-    """Return [n, C * T * p * p]: a still image fills all T temporal slices of a patch."""
+    """Return [n, C * T * p * p]: a still image fills all T temporal slices of a patch; frames have them already."""
     n, channels, height, width = pixels.shape
-    shape = (n, channels, patch_embed.temporal_patch_size, height, width)
-    filled = mx.broadcast_to(pixels[:, :, None], shape).reshape(n, -1)
+    if channels == patch_embed.in_channels:
+        shape = (n, channels, patch_embed.temporal_patch_size, height, width)
+        pixels = mx.broadcast_to(pixels[:, :, None], shape)
+    filled = pixels.reshape(n, -1)
     return filled.astype(patch_embed.proj.weight.dtype)
 
 

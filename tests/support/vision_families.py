@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from mlx_vlm.models.qwen3_vl.processing_qwen3_vl import Qwen3VLVideoProcessor
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -16,7 +17,7 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from engine.processing.vision_family import FAMILIES
+from engine.processing.vision_family import FAMILIES, QWEN_VL
 from engine.protocol import ImagePatches
 from tests.support.families import EXPERTS, GATED_DELTA, GEMMA, MROPE, SCALED_QUERIES, WINDOWS, text
 
@@ -47,6 +48,7 @@ class SightedFamily:
         seed: Of the random weights; chosen so that the two best tokens are never nearly equal, and that no answer has
             an image token.
         processor_config: processor_config.json.
+        video: video_preprocessor_config.json; None for a family without videos.
     """
 
     config: dict[str, Any]
@@ -56,6 +58,7 @@ class SightedFamily:
     template: str = "<image>"
     seed: int = 0
     processor_config: dict[str, Any] = field(default_factory=dict)
+    video: dict[str, Any] | None = None
 
 
 def sighted(model_type: str, text_config: dict[str, Any], vision: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -107,6 +110,24 @@ def qwen_pixels(images: Sequence[Image.Image]) -> Pixels:
     return {"pixel_values": made["pixel_values"], "image_grid_thw": made["image_grid_thw"]}
 
 
+QWEN_VIDEO: dict[str, Any] = {
+    **QWEN_PROCESSOR,
+    "video_processor_type": "Qwen3VLVideoProcessor",
+    "size": {"shortest_edge": 16 * 16**2, "longest_edge": 64 * 16**2},
+    "fps": 2,
+    "min_frames": 2,
+    "max_frames": 8,
+}
+
+
+def video_pixels(frames: Sequence[Image.Image]) -> Pixels:
+    """Prepare frames of a video with the library's own processor, which has the limits under other names."""
+    size = QWEN_VIDEO["size"]
+    edges = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+    made = Qwen3VLVideoProcessor(**{**QWEN_VIDEO, **edges})([list(frames)])
+    return {key: made[key] for key in ("pixel_values_videos", "video_grid_thw")}
+
+
 def qwen_placed(image: ImagePatches) -> str:
     _, height, width = image.grid_thw
     return "<start>" + "<image>" * (height * width // 4) + "<end>"
@@ -114,7 +135,8 @@ def qwen_placed(image: ImagePatches) -> str:
 
 def qwen(model_type: str, text_config: dict[str, Any], vision: dict[str, Any], seed: int = 0) -> SightedFamily:
     config = sighted(model_type, text_config, {"model_type": model_type, **QWEN_VISION, **vision}, **QWEN_IDS)
-    return SightedFamily(config, QWEN_PROCESSOR, qwen_pixels, qwen_placed, "<start><image><end>", seed)
+    video = QWEN_VIDEO if model_type in QWEN_VL.videos else None
+    return SightedFamily(config, QWEN_PROCESSOR, qwen_pixels, qwen_placed, "<start><image><end>", seed, video=video)
 
 
 DEEPSTACK = {"deepstack_visual_indexes": [0, 1]}

@@ -25,7 +25,7 @@ TEMPLATE = """\
 {{- message.content }}
 {%- else %}
 {%- for part in message.content %}
-{{- 'IMAGE' if part.type == 'image' else part.text }}
+{{- 'IMAGE' if part.type == 'image' else '<start><video><end>' if part.type == 'video' else part.text }}
 {%- endfor %}
 {%- endif %}
 {{- '<|im_end|>\\n' }}
@@ -51,6 +51,8 @@ def write_files(out: Path, family: SightedFamily) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(copy.deepcopy(family.config)))
     (out / "preprocessor_config.json").write_text(json.dumps(family.processor))
+    if family.video is not None:
+        (out / "video_preprocessor_config.json").write_text(json.dumps(family.video))
     (out / "processor_config.json").write_text(json.dumps(family.processor_config))
     (out / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     (out / "chat_template.jinja").write_text(TEMPLATE.replace("IMAGE", family.template))

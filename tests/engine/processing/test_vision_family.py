@@ -88,7 +88,7 @@ def test_prompt_has_the_tokens_that_the_library_gives_an_image(family: SightedFa
 def test_another_image_processor_is_refused_by_name(family: SightedFamily, tmp_path: Path):
     model_dir = write_files(tmp_path, family)
     config = read_config(model_dir)
-    assert media_kinds(model_dir, config) == {"image"}
+    assert "image" in media_kinds(model_dir, config)
     (model_dir / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "OtherProcessor"}))
     assert media_kinds(model_dir, config) == frozenset()
     reason = images_unsupported_reason(model_dir, config)

@@ -5,7 +5,7 @@ ORCHARD_FAMILIES=qwen3_vl,gemma3 runs only these.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,14 @@ from PIL import Image
 import engine.worker  # noqa: F401  # before MLX
 from engine.config import EngineConfig
 from engine.processing.images import ImagePreprocessor
+from engine.processing.media import frames_of
+from engine.processing.message import text_part, video_part
 from engine.processing.tokenizer import ChatTokenizer
+from engine.processing.video_grid import CutVideo, VideoGrid
 from engine.protocol import EngineRequest, ImagePatches, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.driver import Driver
-from tests.support.vision_families import SIGHTED
+from tests.support.vision_families import IDS, SIGHTED, video_pixels
 from tests.support.vision_zoo import image, make, reference
 from tests.support.zoo import Greedy
 
@@ -50,6 +53,23 @@ class Sighted:
     runner: MLXRunner
     requests: dict[str, EngineRequest]
     answers: dict[str, Greedy]
+    module: Any
+    tokenizer: ChatTokenizer
+    video_grid: VideoGrid | None
+
+    def about_video(self, name: str, frames: list[Image.Image]) -> tuple[EngineRequest, Greedy]:
+        """Return a request about a video of two frames per second, and the library's answer."""
+        grid = self.video_grid
+        assert grid is not None
+        width, height = grid.target_size(len(frames), *frames[0].size)
+        resized = [frame.resize((width, height), resample=grid.resample) for frame in frames]
+        patches, hashes = grid.cut(resized)
+        times_s = tuple(grid.times_s(list(range(len(frames))), fps=2))
+        cut = CutVideo(patches, (height // grid.patch_size, width // grid.patch_size), times_s, tuple(hashes))
+        messages = [{"role": "user", "content": [text_part("Watch "), video_part(""), text_part(" to the end.")]}]
+        request = request_of(name, messages, frames_of(cut, 0, grid), self.tokenizer)
+        ids = np.where(request.token_ids == IDS["<image>"], IDS["<video>"], request.token_ids)
+        return request, reference(self.module, ids.tolist(), video_pixels(frames), NUM_TOKENS)
 
     def check(self, driver: Driver, *names: str) -> None:
         """Assert that the driver has the answers of these requests."""
@@ -66,7 +86,7 @@ def messages_of(content: Sequence[str | Image.Image]) -> list[dict[str, Any]]:
 
 
 def request_of(request_id: str, messages: Any, images: tuple[ImagePatches, ...], tokenizer: Any) -> EngineRequest:
-    placeholders = [tokenizer.placeholder(one) for one in images]
+    placeholders = tokenizer.placeholders(images)
     prompt = tokenizer.chat_prompt(messages, template_kwargs={}, placeholders=placeholders)
     sampling = SamplingParams(NUM_TOKENS, temperature=0.0, logprobs=0)
     return EngineRequest(request_id, prompt.token_ids, sampling, (), images, boundaries=prompt.boundaries)
@@ -91,10 +111,11 @@ def sighted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     messages += [{"role": "user", "content": "Are you sure?"}]
     requests["next"] = request_of("next", messages, requests["one"].images, tokenizer)
     answers["next"] = reference(module, requests["next"].token_ids.tolist(), family.pixels([WIDE]), NUM_TOKENS)
-    return Sighted(load_runner(EngineConfig(model=str(path)), lambda progress: None), requests, answers)
+    runner = load_runner(EngineConfig(model=str(path)), lambda progress: None)
+    return Sighted(runner, requests, answers, module, tokenizer, preprocessor.video_grid)
 
 
-@pytest.mark.parametrize("chunk", [16, 23, 2048])
+@pytest.mark.parametrize("chunk", [23, 2048])
 def test_request_alone_gets_the_tokens_of_the_library_in_chunks_of_any_size(sighted, chunk):
     """chunk: most prompt tokens per step."""
     for name in ("one", "two", "text"):
@@ -117,6 +138,21 @@ def test_conversation_continues_behind_its_image_from_the_prefix_cache(sighted):
     sighted.check(driver, "one", "next")
     behind_image = np.flatnonzero(sighted.requests["next"].token_ids == sighted.runner.image_token_id)[-1] + 1
     assert driver.chunks["next"][0].num_cached >= behind_image
+
+
+def test_video_gets_the_tokens_of_the_library_and_is_cached_by_its_frames(sighted):
+    """The library sees video tokens and all frames at once, the engine image tokens and groups of two frames."""
+    if sighted.video_grid is None:
+        return
+    requests, answers = {}, {}
+    for name, seeds in {"video": range(5), "other video": (0, 1, 2, 9, 4)}.items():
+        frames = [image(48, 40, seed=seed) for seed in seeds]
+        requests[name], answers[name] = sighted.about_video(name, frames)
+    driver = Driver(sighted.runner, EngineConfig.model_validate({**TINY_BOUNDARIES, "prefill_chunk_tokens": 23}))
+    for name in ("video", "other video"):
+        driver.run({0: [requests[name]], 1: [replace(sighted.requests["one"], request_id=f"{name}, image")]})
+    replace(sighted, requests=requests, answers=answers).check(driver, "video", "other video")
+    assert driver.tokens["video, image"] == sighted.answers["one"].tokens
 
 
 def test_another_image_of_the_same_size_is_not_answered_from_the_prefix_cache(sighted):
