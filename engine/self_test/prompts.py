@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image, ImageDraw
 
-from engine.processing.checkpoint import read_config, supports_images, vocab_size
+from engine.processing.checkpoint import images_unsupported_reason, read_config, vocab_size
 from engine.processing.images import ImagePreprocessor
 from engine.processing.tokenizer import ChatPrompt, ChatTokenizer
 from engine.protocol import Boundary, EngineFailed, ImagePatches
@@ -91,8 +91,8 @@ class ChatPrompts:
             asked = next(one for one in sent if one["role"] == "user")
             parts = [{"type": "image"} for _ in images]
             asked["content"] = [*parts, {"type": "text", "text": asked["content"]}]
-        sizes = [image.num_tokens for image in images]
-        return self._tokenizer.chat_prompt(sent, template_kwargs={}, image_tokens=sizes)
+        placeholders = self._tokenizer.placeholders(images)
+        return self._tokenizer.chat_prompt(sent, template_kwargs={}, placeholders=placeholders)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)
@@ -102,8 +102,8 @@ class ChatPrompts:
         return np.resize(passage, num_tokens).astype(np.int32)
 
     def image(self) -> ImagePatches:
-        if not supports_images(self._model_dir):
-            raise NotApplicable("the checkpoint has no image processor")
+        if (reason := images_unsupported_reason(self._model_dir, read_config(self._model_dir))) is not None:
+            raise NotApplicable(f"no images: {reason}")
         picture = Image.new("RGB", (128, 128), "white")
         ImageDraw.Draw(picture).ellipse((32, 32, 96, 96), fill="blue")
         return ImagePreprocessor(self._model_dir).patches(picture)
