@@ -30,7 +30,8 @@ from deployments.process import in_replica, replica_info
 from deployments.protocol import ChatRequest, Embeddings, EmbedRequest, Route, TextDelta, TextLogprobs, ToolCall
 from deployments.replica_calls import ask_replicas
 from engine.processing.answer_parser import NOTHING, AnswerParser, AnswerRules
-from engine.processing.checkpoint import context_limit, media_kinds, read_config, resolve_checkpoint
+from engine.processing.checkpoint import media_kinds, read_config, resolve_checkpoint
+from engine.processing.context import choose_context
 from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import FinishReason, InvalidRequest, TokenChunk, Unavailable
@@ -173,8 +174,7 @@ class Ingress:
         model_dir = resolve_checkpoint(config.model, config.revision, weights=False)
         self._tokenizer = ChatTokenizer(model_dir)
         config_of_model = read_config(model_dir)
-        trained_for = context_limit(config_of_model)
-        self.max_context_tokens = min(config.max_context_tokens or trained_for, trained_for)
+        self.max_context_tokens = choose_context(config, config_of_model)
         self._media_kinds = media_kinds(model_dir, config_of_model)
         self._client = EngineClient(
             engine,

@@ -8,13 +8,13 @@ from pathlib import Path
 from deployments.args import AppArgs
 from engine.processing.checkpoint import (
     check_weights,
-    choose_context,
     media_kinds,
     read_config,
     refuse_code,
     resolve_checkpoint,
     vocab_size,
 )
+from engine.processing.context import choose_context
 from engine.protocol import EngineFailed
 
 IMAGE_OPTIONS = ("vision_cache_mb", "image_memory_mb")
@@ -30,7 +30,7 @@ def check_model(args: AppArgs) -> None:
     model_dir = resolve_checkpoint(model, args.engine.revision, weights=False)
     refuse_code(model_dir)
     config = read_config(model_dir)
-    choose_context(args.engine.max_context_tokens, config)
+    choose_context(args.engine, config)
     vocab_size(config)
     if model == "demo" or Path(model).expanduser().is_dir():
         check_weights(model_dir)

@@ -14,7 +14,8 @@ from deployments.planning_threads import PlanningThreads
 from deployments.protocol import ChatRequest, Message, PackedMessages, Thinking
 from engine.config import EngineConfig
 from engine.processing.answer_constraint import answer_constraint
-from engine.processing.checkpoint import context_limit, read_config, refuse_code, resolve_checkpoint, vocab_size
+from engine.processing.checkpoint import read_config, refuse_code, resolve_checkpoint, vocab_size
+from engine.processing.context import choose_context
 from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.processing.pooling import choose_pooling
 from engine.processing.prompt_length import PromptLimit
@@ -54,9 +55,8 @@ class PromptPlanner:
         self.model_dir = resolve_checkpoint(config.model, config.revision, weights=False)
         refuse_code(self.model_dir)
         config_of_model = read_config(self.model_dir)
-        trained_for = context_limit(config_of_model)
         self._vocab_size = vocab_size(config_of_model)
-        self._max_context_tokens = min(config.max_context_tokens or trained_for, trained_for)
+        self._max_context_tokens = choose_context(config, config_of_model)
         self.tokenizer = ChatTokenizer(self.model_dir)
         self._checkpoint = checkpoint_fingerprint(self.model_dir)
         self._finds_boundaries = config.prefix_cache.enabled or finds_boundaries

@@ -32,7 +32,12 @@ class SpecPrefillScorer:
         self._scorer = AsyncDraftScorer(config, target, await asyncio.to_thread(_beside_engine))
         try:
             await self._scorer.wait_ready()
-            log.info("the draft model %s is loaded", config.draft_model or "demo")
+            log.info(
+                "the draft model %s is loaded; it scores prompts of up to %d tokens (max_tokens_scored is %d)",
+                config.draft_model or "demo",
+                self._scorer.status().max_prompt_tokens,
+                config.max_tokens_scored,
+            )
         except EngineFailed as error:
             log.error(
                 "prompts are prefilled densely, as the draft model %s is unavailable: %s",

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from engine.async_engine import AsyncEngine
-from engine.config import EngineConfig, MediaConfig
+from engine.config import EngineConfig, MediaConfig, RopeScaling
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.images import ImagePreprocessor
 from engine.processing.tokenizer import ChatTokenizer
@@ -23,6 +25,8 @@ from engine.protocol import (
     OrchardError,
     SamplingParams,
 )
+from engine.self_test.bench import FULL, QUICK
+from engine.self_test.self_test import SelfTest
 from engine.worker.model_report import report
 
 
@@ -34,6 +38,18 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("prompt", nargs="?", help="default: start a chat, one line per turn, until end of input")
     parser.add_argument("--image", action="append", default=[], type=Path, help="an image for the (first) prompt")
     parser.add_argument("--model", default="demo", help="'demo', a local directory, or a hub repository")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "gpu"), default="auto", help="default: the GPU if there is one"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="dtype of the weights; default: float32 on the CPU, bfloat16 on a GPU",
+    )
+    parser.add_argument(
+        "--rope-scaling", metavar="TYPE:FACTOR", type=_rope_scaling, help="such as yarn:4, to go beyond the context"
+    )
     parser.add_argument("--max-tokens", type=int, help="default: the rest of the model's context")
     parser.add_argument("--temperature", type=float, help="default: the model's own; 0 is greedy")
     parser.add_argument("--top-p", type=float)
@@ -46,17 +62,34 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--check", action="store_true", help="report whether the model can be served here, without reading its weights"
     )
+    parser.add_argument(
+        "--self-test", action="store_true", help="check the engine on this machine, and report in plain text"
+    )
+    parser.add_argument("--quick", action="store_true", help="with --self-test: short answers, speeds mean little")
     parser.add_argument("--draft-model", help="with --check: a draft model for sparse prefill, to be compared")
     parser.add_argument("--verbose", action="store_true", help="log what the engine does")
     options = parser.parse_args(argv)
     if options.draft_model is not None and not options.check:
         parser.error("--draft-model has an effect only with --check")
+    if options.quick and not options.self_test:
+        parser.error("--quick has an effect only with --self-test")
+    if options.self_test and (options.check or options.prompt is not None or options.image):
+        parser.error("--self-test takes no prompt, --image or --check")
     limits = {"max_tokens": (1, 2**31), "temperature": (0, 2), "top_p": (1e-9, 1), "top_k": (0, 2**31), "min_p": (0, 1)}
     for name, (low, high) in limits.items():
         value = getattr(options, name)
         if value is not None and not low <= value <= high:
             parser.error(f"--{name.replace('_', '-')} is {value}; it must be between {low} and {high}")
     return options
+
+
+def _rope_scaling(text: str) -> RopeScaling:
+    kind, _, factor = text.partition(":")
+    try:
+        return RopeScaling.model_validate({"type": kind, "factor": factor})
+    except ValidationError as error:
+        reasons = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
+        raise argparse.ArgumentTypeError(f"{text!r}: {reasons}") from None
 
 
 class Chat:
@@ -70,7 +103,7 @@ class Chat:
         if options.system:
             self._messages.append({"role": "system", "content": options.system})
         self._images = _read_images(options.image, model_dir)
-        self._engine = AsyncEngine(EngineConfig(model=options.model))
+        self._engine = AsyncEngine(config_of(options))
         self._turn = 0
 
     async def wait_ready(self) -> None:
@@ -137,6 +170,20 @@ def _show(text: str) -> str:
     return text
 
 
+def config_of(options: argparse.Namespace) -> EngineConfig:
+    """Return the engine's configuration."""
+    chosen = {"model": options.model, "device": options.device, "dtype": options.dtype}
+    return EngineConfig(**chosen, rope_scaling=options.rope_scaling)
+
+
+def run_self_test(options: argparse.Namespace) -> int:
+    """Print the report of the self-test as it comes; return 1 if a check failed, else 0."""
+    test = SelfTest(config_of(options), QUICK if options.quick else FULL)
+    for line in test.lines():
+        print(line, flush=True)
+    return test.exit_status
+
+
 async def run(options: argparse.Namespace) -> None:
     """Answer the prompt of the command line, or messages from the terminal until the input ends."""
     chat = Chat(options)
@@ -179,9 +226,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("orchard.engine").setLevel(logging.INFO if options.verbose else logging.CRITICAL)
     try:
         if options.check:
-            for line in report(EngineConfig(model=options.model), options.draft_model):
+            for line in report(config_of(options), options.draft_model):
                 print(line)
             return 0
+        if options.self_test:
+            return run_self_test(options)
         asyncio.run(run(options))
     except OrchardError as error:
         print(f"error: {error}", file=sys.stderr)

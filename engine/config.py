@@ -13,6 +13,12 @@ Pooling = Literal["last", "mean"]
 MTPExact = Literal["auto", "on", "off"]
 """Whether drafts are verified with kernels that round exactly as decoding one token does."""
 
+ExpandQuantizedWeights = Literal["auto", "on", "off"]
+"""Whether quantized weights are expanded when they are loaded."""
+
+KVBits = Literal[16, 8, 4]
+"""Bits per stored key and value; 16 stands for the dtype in which they are computed."""
+
 MIN_KEEP = 0.1
 """Smallest share of a sparse prompt's scored tokens to keep."""
 
@@ -38,11 +44,36 @@ class Frozen(BaseModel):
         return [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.get_default()]
 
 
-class MTPConfig(Frozen):
-    """Fixed limits of speculative decoding with the MTP head."""
+class DraftLimits(Frozen):
+    """Fixed limits of speculative decoding with one proposer."""
 
     max_draft_tokens: int = Field(default=3, ge=1, le=8, description="draft tokens per row and step")
     max_rows: int = Field(default=4, ge=1, le=1024, description="largest batch, in rows, for which tokens are drafted")
+
+
+class MTPConfig(DraftLimits):
+    """Fixed limits of speculative decoding with the MTP head."""
+
+
+class DraftModelConfig(Frozen):
+    """A separate small model that drafts tokens."""
+
+    model: str = Field(
+        description="'demo' (the demo model's draft), a directory or a hub repository, with the tokenizer of the model"
+    )
+    revision: str | None = Field(
+        default=None, description="branch, tag or commit of a hub repository; null: its default branch"
+    )
+    limits: Literal["auto"] | DraftLimits = Field(
+        default="auto",
+        description="auto: as many draft tokens as are measured to be fastest; a mapping: always up to these limits",
+    )
+
+
+class PromptLookupConfig(DraftLimits):
+    """Fixed limits of speculative decoding by prompt lookup."""
+
+    max_draft_tokens: int = Field(default=8, ge=1, le=8, description="draft tokens per row and step, where they match")
 
 
 class SchedulerConfig(Frozen):
@@ -105,6 +136,16 @@ class GrammarConfig(Frozen):
     )
     max_bytes: int = Field(
         default=256 * 2**10, ge=1024, description="largest JSON schema, regex or grammar, in bytes of its text"
+    )
+
+
+class KVCacheConfig(Frozen):
+    """Options of the keys and values that rows, prompts and snapshots store."""
+
+    bits: KVBits = Field(
+        default=16,
+        description="bits per stored key and value of layers that keep those of all tokens; 16: as computed; 8, 4: "
+        "quantized in groups of 64 or 32, which changes answers slightly, and is refused for a model that cannot",
     )
 
 
@@ -183,6 +224,16 @@ class EmbeddingConfig(Frozen):
     )
 
 
+class RopeScaling(Frozen):
+    """A scaling of rotary positions, with which a model takes more tokens than it was trained for."""
+
+    type: Literal["yarn", "linear", "llama3"] = Field(description="how the frequencies are scaled")
+    factor: float = Field(gt=1, le=64, description="context with the scaling / original context")
+    original_max_position_embeddings: int | None = Field(
+        default=None, ge=16, description="original context in tokens; null: the checkpoint's max_position_embeddings"
+    )
+
+
 class EngineConfig(Frozen):
     """Options of one engine: its model, device and limits, and the options of its parts."""
 
@@ -198,8 +249,18 @@ class EngineConfig(Frozen):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="dtype of the weights; auto: float32 on the CPU, bfloat16 on a GPU"
     )
+    expand_quantized_weights: Annotated[ExpandQuantizedWeights, BooleanToOnOff] = Field(
+        default="auto",
+        description="expand quantized weights to the dtype at the start; auto: on a CPU, where products with quantized "
+        "weights are slow, when twice the expanded size is available",
+    )
     max_context_tokens: int | None = Field(
         default=None, ge=16, description="most tokens of prompt and answer together; null: the model's own limit"
+    )
+    rope_scaling: RopeScaling | None = Field(
+        default=None,
+        description="scaling of rotary positions, to go beyond the trained context, such as {type: yarn, factor: 4}; "
+        "answers to short prompts may get worse; null: the checkpoint's own",
     )
     max_running: int = Field(default=32, ge=1, le=1024, description="most rows in the decode batch")
     max_queue: int = Field(
@@ -224,11 +285,22 @@ class EngineConfig(Frozen):
         description="verify drafts with kernels that round like those for one token; auto: on Metal, with one row in "
         "the batch, where it is free; on: always, reading the weights once per row; off: never",
     )
+    draft_model: DraftModelConfig | None = Field(
+        default=None,
+        description="speculative decoding with a separate small model, instead of the MTP head if there is one",
+    )
+    prompt_lookup: Annotated[Literal["auto", "off"] | PromptLookupConfig, BooleanToOnOff] = Field(
+        default="auto",
+        description="speculative decoding by prompt lookup: where a row's newest tokens occurred before in its prompt "
+        "or answer, the tokens after them are drafted; auto: whenever it is measured to be fastest; off: never; a "
+        "mapping: always up to these limits. Needs no MTP head",
+    )
     compile: Annotated[Literal["auto", "on", "off"], BooleanToOnOff] = Field(
         default="auto", description="decode as a compiled graph; auto: only on CUDA, where the host limits the speed"
     )
     scheduler: SchedulerConfig = Field(default=SchedulerConfig(), description="order and fairness of the queue")
     grammar: GrammarConfig = Field(default=GrammarConfig(), description="limits on structured output")
+    kv_cache: KVCacheConfig = Field(default=KVCacheConfig(), description="stored keys and values")
     prefix_cache: PrefixCacheConfig = Field(
         default=PrefixCacheConfig(), description="cached state of prompts and answers, see GET /v1/cache"
     )
@@ -259,8 +331,9 @@ class EngineConfig(Frozen):
     def _effective(self) -> "EngineConfig":
         if self.mtp == "off" and self.mtp_head is not None:
             raise ValueError(f"mtp is off: mtp_head {self.mtp_head!r} would have no effect")
-        if self.mtp == "off" and self.mtp_exact != "auto":
-            raise ValueError(f"mtp is off: mtp_exact {self.mtp_exact!r} would have no effect")
+        speculates = self.mtp != "off" or self.prompt_lookup != "off" or self.draft_model is not None
+        if not speculates and self.mtp_exact != "auto":
+            raise ValueError(f"mtp and prompt_lookup are off: mtp_exact {self.mtp_exact!r} would have no effect")
         if self.model == "demo" and self.revision is not None:
             raise ValueError(f"model demo is part of Orchard: revision {self.revision!r} would have no effect")
         if self.device == "cpu" and self.share_device:
@@ -285,6 +358,11 @@ class SpecPrefillConfig(Frozen):
     draft_revision: str | None = Field(
         default=None, description="branch, tag or commit of the draft's hub repository; null: its default branch"
     )
+    draft_rope_scaling: RopeScaling | None = Field(
+        default=None,
+        description="engine.rope_scaling of the draft, whose context must hold the prompts that are scored; null: the "
+        "draft's own",
+    )
     threshold_tokens: int = Field(
         default=8192,
         ge=1,
@@ -302,7 +380,11 @@ class SpecPrefillConfig(Frozen):
         le=64,
         description="answer tokens that the draft generates to see which parts of the prompt they attend to",
     )
-    max_tokens_scored: int = Field(default=65536, ge=64, description="longer prompts, in tokens, are prefilled densely")
+    max_tokens_scored: int = Field(
+        default=196608,
+        ge=64,
+        description="longer prompts, in tokens, are prefilled densely; so are those beyond the draft's context",
+    )
     max_running: int = Field(default=4, ge=1, le=16, description="prompts scored concurrently, chunk by chunk")
     max_queue: int = Field(
         default=8, ge=0, le=32, description="most queued prompts; further ones are prefilled densely"

@@ -107,6 +107,7 @@ class AsyncDraftScorer:
         return replace(
             status,
             device=scorer.device,
+            max_prompt_tokens=min(self.config.max_tokens_scored, scorer.limits.max_prompt_tokens),
             num_running=scorer.num_running,
             num_waiting=scorer.num_waiting,
             memory=scorer.memory,

@@ -56,8 +56,19 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     check.add_argument("model", help="'demo', a local directory, or a hub repository")
     check.add_argument("--draft-model", help="a draft model for sparse prefill, to be compared")
+    check.add_argument("--rope-scaling", metavar="TYPE:FACTOR", help="engine.rope_scaling, such as yarn:4")
+    self_test = commands.add_parser(
+        "self-test",
+        help="check the engine on this machine",
+        description="Runs a model through the engine on this machine's device: equal tokens however they are computed, "
+        "memory, kernels, speed. Prints a report for a bug report. Exits with status 1 when something is broken.",
+    )
+    self_test.add_argument("--model", default="demo", help="'demo', a local directory, or a hub repository")
+    self_test.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
+    self_test.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    self_test.add_argument("--quick", action="store_true", help="short answers; speeds mean little")
     options = parser.parse_args(argv)
-    if options.command == "check":
+    if options.command != "serve":
         return options
     if options.object_store_mib < 100:
         serve.error(f"--object-store-mib: {options.object_store_mib} is less than Ray's minimum of 100")
@@ -70,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(sys.argv[1:] if argv is None else argv)
     if options.command == "check":
         return _check_model(options)
+    if options.command == "self-test":
+        return _test_engine(options)
     set_defaults()
     try:
         config = _read(options.config)
@@ -92,8 +105,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_model(options: argparse.Namespace) -> int:
     """Run the engine's report in a process of its own, as this one does not load MLX; return its exit status."""
-    draft = [] if options.draft_model is None else ["--draft-model", options.draft_model]
-    return subprocess.run([sys.executable, "-m", "engine", "--check", "--model", options.model, *draft]).returncode
+    given = {"--draft-model": options.draft_model, "--rope-scaling": options.rope_scaling}
+    more = [word for name, value in given.items() if value is not None for word in (name, value)]
+    return _run_engine("--check", "--model", options.model, *more)
+
+
+def _test_engine(options: argparse.Namespace) -> int:
+    """Run the engine's self-test in a process of its own; return its exit status."""
+    quick = ["--quick"] if options.quick else []
+    chosen = ["--model", options.model, "--device", options.device, "--dtype", options.dtype]
+    return _run_engine("--self-test", *chosen, *quick)
+
+
+def _run_engine(*arguments: str) -> int:
+    return subprocess.run([sys.executable, "-m", "engine", *arguments]).returncode
 
 
 def _read(path: str) -> OrchardConfig:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from math import ceil
 
+from engine.core.batch import PLAIN
 from engine.core.memory.grouping import GroupMerge
 from engine.core.memory.victims import Preemption, Victim
 from engine.core.prefill_scheduler import PrefillScheduler
@@ -164,7 +165,7 @@ class Admission:
         now, budget = self._clock(), self._budget
         if self._queue or self._prefills.in_progress or len(budget.grouping.groups) < 2 or now < self._merge_again_s:
             return None
-        token_s, step_s = self._costs.token_s(1), self._costs.step_s(1, 0)
+        token_s, step_s = self._costs.token_s(1), self._costs.step_s(1, PLAIN)
         if token_s is None or step_s is None:
             return None
         self._merge_again_s = now + MERGE_PERIOD_S
@@ -196,7 +197,7 @@ class Admission:
             num_prompt_tokens: Tokens of the prompt.
         """
         num_rows, in_progress = len(self._running), self._prefills.in_progress
-        step_s = self._costs.step_s(num_rows, self._prefills.num_draft_tokens)
+        step_s = self._costs.step_s(num_rows, self._prefills.drafts)
         token_s = self._costs.token_s(num_rows)
         if step_s is None or token_s is None:
             return 0

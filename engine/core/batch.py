@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -18,6 +18,26 @@ SEGMENT_ARRAYS = "attention."
 """Prefix of the names of keys and values in an exported snapshot."""
 
 
+Proposer = Literal["mtp", "draft_model", "prompt_lookup"]
+"""Where draft tokens come from: the MTP head, a separate small model, or an earlier occurrence of a row's newest tokens
+among its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """How a decode step drafts tokens."""
+
+    num_tokens: int = 0
+    """Draft tokens per row; 0 for plain decoding."""
+    proposer: Proposer = "mtp"
+    """Where they come from; without meaning if there are none."""
+    is_forced: bool = False
+    """Whether prompt lookup drafts arbitrary tokens where nothing matches, so that the step can be measured."""
+
+
+PLAIN = Drafts()
+
+
 @dataclass(slots=True)
 class RowOutput:
     """The output of one row in a step."""
@@ -30,6 +50,10 @@ class RowOutput:
     """Draft tokens that were verified."""
     num_accepted: int = 0
     """Accepted draft tokens, including those after the row's last token, which are not in token_ids."""
+    proposer: Proposer = "mtp"
+    """Where the draft tokens come from."""
+    can_look_up: bool = False
+    """Whether prompt lookup could draft the row's next tokens."""
     error: str | None = None
     """Why this row alone failed; None if it did not."""
     embedding: bytes | None = None
@@ -84,7 +108,7 @@ class StepTime:
 
     num_rows: int
     """Rows that it decoded."""
-    num_drafts: int
+    drafts: Drafts
     """Draft tokens that it verified per row."""
     seconds: float
     """Its time when the step before had the same rows and drafts."""
@@ -108,8 +132,10 @@ class ModelRunner(Protocol):
 
     max_context_tokens: int
     vocab_size: int
-    max_draft_tokens: int
-    """0 without an MTP head."""
+    drafts: Sequence[Drafts]
+    """The ways to draft, at least one token each; empty if the model cannot speculate."""
+    no_drafts: Mapping[Proposer, str]
+    """Why a proposer cannot draft; without those that can."""
     capabilities: dict[str, Any]
     image_token_id: int | None
     """The placeholder of images in prompts; None for a text model."""
@@ -152,14 +178,17 @@ class ModelRunner(Protocol):
         """Compute a forward independent of all rows. Raises whatever the device raises if it does not work."""
         ...
 
-    def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]:
+    def decode(self, drafts: Drafts = PLAIN) -> Mapping[str, RowOutput]:
         """Compute one step for every row of the decode batch.
 
         Outputs may lag behind by one step: a call then launches a step and returns the tokens of the step that the
-        previous call launched, with the previous call's number of drafts.
+        previous call launched, with the previous call's drafts.
+
+        Args:
+            drafts: How to draft. Groups of rows in which prompt lookup finds nothing decode without drafts.
 
         Returns:
-            Row id -> 1 to num_draft_tokens + 1 new tokens, or NO_TOKEN.
+            Row id -> 1 to drafts.num_tokens + 1 new tokens, or NO_TOKEN.
         """
         ...
 

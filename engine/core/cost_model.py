@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.core.batch import ChunkTime, StepTime
+from engine.core.batch import PLAIN, ChunkTime, Drafts, StepTime
 from engine.core.least_squares import fit_non_negative
 from engine.core.step_costs import StepCosts
 from engine.protocol import PrefillCost
@@ -78,23 +78,23 @@ class CostModel:
     tower an equal share. `steps` predicts decode steps. Prefill and decode start with measurements from warm-up.
 
     Args:
-        max_draft_tokens: The most drafts per row.
+        drafts: The ways to draft.
         step_times: Decode steps measured at warm-up.
         chunk_times: Prompt chunks measured at warm-up.
     """
 
     def __init__(
         self,
-        max_draft_tokens: int = 0,
+        drafts: Sequence[Drafts] = (),
         step_times: Sequence[StepTime] = (),
         chunk_times: Sequence[ChunkTime] = (),
     ) -> None:
-        self.steps = StepCosts(max_draft_tokens, step_times)
+        self.steps = StepCosts(drafts, step_times)
         self._chunks = LearnedCost([0.0, GUESSED_S_PER_TOKEN, 0.0], is_warm=bool(chunk_times))
         self._images = LearnedCost([0.0, GUESSED_S_PER_PATCH, 0.0])
         self._reads = (GUESSED_READ_BYTES, GUESSED_READ_BYTES / GUESSED_READ_BYTES_PER_S)  # fading sums: bytes, seconds
-        self._step_shape = (0, 0)  # rows and drafts of the last step
-        self._tokens_per_row: dict[int, float] = {}  # by number of drafts
+        self._step_shape = (0, PLAIN)  # of the last step
+        self._tokens_per_row: dict[Drafts, float] = {}
         for chunk in chunk_times:
             self.record_chunk(chunk.num_tokens, 0, chunk.seconds)
 
@@ -128,23 +128,23 @@ class CostModel:
         if seconds > 0:
             self._images.record(share * _image_features(num_patches), seconds)
 
-    def record_step(self, num_rows: int, num_drafts: int, tokens_per_row: float, seconds: float | None) -> None:
+    def record_step(self, num_rows: int, drafts: Drafts, tokens_per_row: float, seconds: float | None) -> None:
         """Learn from a decode step.
 
         Args:
             num_rows: Rows that it decoded.
-            num_drafts: Draft tokens per row.
+            drafts: Its drafts.
             tokens_per_row: Mean number of tokens that the rows got; 0 if none got any.
             seconds: Since the end of the step before; None where other work came between. The first step after a change
                 of rows or drafts is ignored: the runner's pipeline mixes it with the step before.
         """
-        is_settled, self._step_shape = self._step_shape == (num_rows, num_drafts), (num_rows, num_drafts)
+        is_settled, self._step_shape = self._step_shape == (num_rows, drafts), (num_rows, drafts)
         if not is_settled or not tokens_per_row:
             return
-        before = self._tokens_per_row.get(num_drafts, tokens_per_row)
-        self._tokens_per_row[num_drafts] = before + TOKENS_WEIGHT * (tokens_per_row - before)
+        before = self._tokens_per_row.get(drafts, tokens_per_row)
+        self._tokens_per_row[drafts] = before + TOKENS_WEIGHT * (tokens_per_row - before)
         if seconds is not None:
-            self.steps.record(num_rows, num_drafts, seconds)
+            self.steps.record(num_rows, drafts, seconds)
 
     def chunk_s(self, num_tokens: int, start: int, num_rows: int = 1) -> float:
         """Predict the seconds of one chunk after `start` tokens, or of `num_rows` such chunks in one forward."""
@@ -168,21 +168,20 @@ class CostModel:
             return int(left / max(per_token, 1e-12))
         return int((-per_token + (per_token**2 + 2 * pair * left) ** 0.5) / pair)
 
-    def step_s(self, num_rows: int, num_drafts: int) -> float | None:
+    def step_s(self, num_rows: int, drafts: Drafts) -> float | None:
         """Predict the seconds of a decode step; None before a step was measured."""
-        return float(self.steps.seconds(num_rows)[num_drafts]) if num_rows and self.steps.is_measured else None
+        return self.steps.seconds_of(num_rows, drafts) if num_rows and self.steps.is_measured else None
 
     def token_s(self, num_rows: int) -> float | None:
-        """Predict the seconds until each of `num_rows` rows has one more token, with the current number of drafts.
+        """Predict the seconds until each of `num_rows` rows has one more token, with the current drafts.
 
         Returns:
             None before a step was measured.
         """
         if not self.steps.is_measured:
             return None
-        num_drafts = self._step_shape[1]
-        seconds = float(self.steps.seconds(max(num_rows, 1))[num_drafts])
-        return seconds / max(self._tokens_per_row.get(num_drafts, 1.0), 1.0)
+        drafts = self._step_shape[1]
+        return self.steps.seconds_of(max(num_rows, 1), drafts) / max(self._tokens_per_row.get(drafts, 1.0), 1.0)
 
 
 def _features(num_tokens: int, start: int, num_rows: int = 1) -> np.ndarray:

@@ -9,13 +9,14 @@ from typing import Any
 
 from engine import retry_after
 from engine.config import EngineConfig
-from engine.core.batch import ImageLeft, ModelRunner, PrefillOutput, PromptChunk
+from engine.core.batch import Drafts, ImageLeft, ModelRunner, PrefillOutput, PromptChunk, Proposer
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
 from engine.core.memory.grouping import GroupMerge
 from engine.core.prefix_cache.sessions import PrefixCacheSessions
 from engine.core.progress import Progress
+from engine.core.proposer_record import Mode
 from engine.core.request import Matcher, Request, RequestState
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_context import SchedulerContext
@@ -68,11 +69,15 @@ class EngineCore:
         poll: Callable[["EngineCore"], None] = _no_callback,
     ):
         self.stats = Stats()
-        self.progress = Progress(("decode", time.num_rows, time.num_drafts) for time in runner.step_times)
+        self.progress = Progress(("decode", time.num_rows, time.drafts) for time in runner.step_times)
         self.runner = runner
-        no_drafts = str(runner.capabilities.get("mtp", "the runner cannot draft"))
-        self.costs = CostModel(runner.max_draft_tokens, runner.step_times, runner.chunk_times)
-        self._speculation = SpeculationController(config.mtp, runner.max_draft_tokens, self.costs, no_drafts)
+        self.costs = CostModel(runner.drafts, runner.step_times, runner.chunk_times)
+        modes: dict[Proposer, Mode] = {
+            "mtp": config.mtp,
+            "draft_model": "off" if config.draft_model is None else config.draft_model.limits,
+            "prompt_lookup": config.prompt_lookup,
+        }
+        self._speculation = SpeculationController(modes, self.costs, runner.no_drafts)
         self.prefix = PrefixCacheSessions(
             config.prefix_cache,
             runner,
@@ -127,14 +132,14 @@ class EngineCore:
     def step(self) -> None:
         """Decode once for all rows, then prefill chunks of prompts. Tokens are published as soon as they are known."""
         self._release(self.scheduler.take_released())  # before their memory is reserved for others
-        num_draft_tokens = self._speculation.num_draft_tokens(self.scheduler.num_decoding)
-        work = self.scheduler.schedule(num_draft_tokens)
+        drafts = self._speculation.choose(self.scheduler.num_decoding)
+        work = self.scheduler.schedule(drafts)
         self._release(work.released)
         self.budget.observe(self.runner.active_bytes)
         in_flight_s = 0.0
         if work.decode and self.scheduler.num_decoding:  # a failed drop ends all rows
-            self._decode(num_draft_tokens, work.merge)
-            in_flight_s = self.costs.step_s(self.scheduler.num_decoding, num_draft_tokens) or 0.0
+            self._decode(drafts, work.merge)
+            in_flight_s = self.costs.step_s(self.scheduler.num_decoding, drafts) or 0.0
         while rows := self._next_prompt():
             self._prefill(rows, in_flight_s)
             in_flight_s = 0.0
@@ -261,19 +266,19 @@ class EngineCore:
         self.prefix.returns.settle(failed)
         return failed
 
-    def _decode(self, num_draft_tokens: int, merge: GroupMerge | None) -> None:
+    def _decode(self, drafts: Drafts, merge: GroupMerge | None) -> None:
         num_rows, began_s = self.scheduler.num_decoding, None if merge else self._decoded_s
-        name = f"a decode step (rows: {num_rows}, drafts: {num_draft_tokens})"
-        predicted_s = self.costs.step_s(num_rows, num_draft_tokens) or 0.0
-        self.progress.begin(name, predicted_s, ("decode", num_rows, num_draft_tokens))
+        name = f"a decode step (rows: {num_rows}, drafts: {drafts.num_tokens})"
+        predicted_s = self.costs.step_s(num_rows, drafts) or 0.0
+        self.progress.begin(name, predicted_s, ("decode", num_rows, drafts))
         try:
             if merge is not None:
                 self.runner.merge_groups(*merge)
-            outputs = self.runner.decode(num_draft_tokens)
+            outputs = self.runner.decode(drafts)
             chunks = self.scheduler.update_decode(outputs)
         except Exception as error:
             log.exception("decode step failed with %d rows", num_rows)
-            if num_draft_tokens:
+            if drafts.num_tokens:
                 self._speculation.failed()  # plain decoding may still work
             self._publish(self._fail_rows(f"decode step failed: {type(error).__name__}"))
             return
@@ -281,7 +286,8 @@ class EngineCore:
         self._decoded_s = self._clock()
         seconds = None if began_s is None else self._decoded_s - began_s
         num_tokens = sum(len(output.token_ids) for output in outputs.values())
-        self.costs.record_step(num_rows, num_draft_tokens, num_tokens / max(len(outputs), 1), seconds)
+        found = drafts.num_tokens == max((output.num_drafted for output in outputs.values()), default=0)
+        self.costs.record_step(num_rows, drafts, num_tokens / max(len(outputs), 1), seconds if found else None)
         self._speculation.record(outputs.values())
         self._publish(chunks)
         self._release(self.scheduler.take_released())

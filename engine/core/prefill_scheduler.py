@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from engine.core.batch import ImageLeft, PromptChunk
+from engine.core.batch import PLAIN, Drafts, ImageLeft, PromptChunk
 from engine.core.burst import Span, burst_s, may_burst, num_together
 from engine.core.memory.chunks import ChunkMemory
 from engine.core.prefill import (
@@ -47,13 +47,13 @@ class PrefillScheduler:
     Attributes:
         in_progress: The prompts in progress.
         step: What prefill may still use in the current step.
-        num_draft_tokens: Draft tokens that each decoding row verifies in the current step.
+        drafts: The drafts that each decoding row verifies in the current step.
     """
 
     def __init__(self, context: SchedulerContext, running: Mapping[str, Request]):
         self.in_progress = PrefillsInProgress()
         self.step = StepBudget()
-        self.num_draft_tokens = 0
+        self.drafts = PLAIN
         self._config = context.config
         self._costs = context.costs
         self._memory = ChunkMemory(context.budget)
@@ -71,9 +71,9 @@ class PrefillScheduler:
         """Predict the seconds until a prompt is complete when it is computed alone."""
         return self._order.remaining_s(prefill)
 
-    def begin_step(self, num_draft_tokens: int) -> None:
+    def begin_step(self, drafts: Drafts) -> None:
         """Set the tokens and seconds that prefill may use in this step: decoding rows stall for at most max_stall_s."""
-        self.num_draft_tokens = num_draft_tokens
+        self.drafts = drafts
         self._memory.end_chunk()
         for prefill in self.in_progress:
             prefill.is_waiting = False
@@ -81,7 +81,7 @@ class PrefillScheduler:
         if not self._running:
             self.step = StepBudget(config.prefill_chunk_tokens, self._full_step_s)
             return
-        left = config.prefill_chunk_tokens - len(self._running) * (num_draft_tokens + 1)
+        left = config.prefill_chunk_tokens - len(self._running) * (drafts.num_tokens + 1)
         num_tokens = max(MIN_PREFILL_TOKENS, min(config.prefill_chunk_tokens_busy, left))
         self.step = StepBudget(num_tokens, config.scheduler.max_stall_s)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from engine import retry_after
 from engine.core.admission import Admission
-from engine.core.batch import NO_TOKEN, PrefillOutput, RowOutput
+from engine.core.batch import NO_TOKEN, PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.memory.victims import Preemption, Victim
 from engine.core.prefill import Prefill
 from engine.core.prefill_scheduler import PrefillScheduler
@@ -133,14 +133,14 @@ class Scheduler:
         released, self._released = self._released, ReleasedRows()
         return released
 
-    def schedule(self, num_draft_tokens: int = 0) -> SchedulerOutput:
+    def schedule(self, drafts: Drafts = PLAIN) -> SchedulerOutput:
         """Decide the first half of a step: expiry, reservations, admission and merges of decode groups.
 
         Args:
-            num_draft_tokens: Draft tokens that each decoding row verifies in this step.
+            drafts: The drafts that each decoding row verifies in this step.
         """
         self._expire()
-        self.prefills.begin_step(num_draft_tokens)
+        self.prefills.begin_step(drafts)
         merge = None
         if self._extend_rows():
             self._admit(may_preempt=True)

@@ -1,18 +1,18 @@
 """StepCosts: how long a decode step takes as a function of rows and drafts, in one model.
 
-A step of r rows with k drafts takes (a + b r + [k > 0] (v + w r) + k (c + d r)) * exp(correction) seconds. The
-coefficients are fitted once to the steps measured at warm-up and extrapolate to other numbers of rows. The correction
-is learned from every step: a Gaussian process over rows and drafts, updated by a Kalman filter (Särkkä, Solin,
-Hartikainen 2013, "Spatiotemporal learning via infinite-dimensional Bayesian filtering and smoothing"), so that a step
-also corrects the predictions for similar ones. A common slowdown, as contexts grow or other processes start, is learned
-within a few steps and leaves the ratios unchanged.
+A step of r rows with k drafts takes (a + b r + [k > 0] (v + w r) + k (c + d r)) * exp(correction) seconds, where v, w,
+c and d are those of the proposer. The coefficients are fitted once to the steps measured at warm-up and extrapolate to
+other numbers of rows. The correction is learned from every step: a Gaussian process over rows and drafts, updated by a
+Kalman filter (Särkkä, Solin, Hartikainen 2013, "Spatiotemporal learning via infinite-dimensional Bayesian filtering and
+smoothing"), so that a step also corrects the predictions for similar ones. A common slowdown, as contexts grow or other
+processes start, is learned within a few steps and leaves the ratios unchanged.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from engine.core.batch import StepTime
+from engine.core.batch import PLAIN, Drafts, StepTime
 from engine.core.least_squares import fit_non_negative
 
 SIZES = 2 ** np.arange(8)
@@ -25,8 +25,8 @@ MAX_SURPRISE = 2.0
 If the next one deviates as well, it counts with this deviation."""
 
 LEVEL_VAR, ROWS_VAR, DRAFTS_VAR, DEPTH_VAR, CELL_VAR = 7.2, 0.36, 0.36, 0.01, 0.01
-"""Prior variances of log seconds: of all steps together; of a batch size; of drafting at all at one size; of each draft
-squared; of one size and number of drafts."""
+"""Prior variances of log seconds: of all steps together; of a batch size; of drafting at all with a proposer at one
+size; of each of its drafts squared; of one size and number of drafts."""
 CORRELATION_OCTAVES = 3.0
 """Distance of batch sizes, in log2(rows), over which their correlation falls to 1/e."""
 FADING = 1 / 8000
@@ -42,29 +42,32 @@ class StepCosts:
     """Predicts the seconds of decode steps.
 
     Args:
-        max_draft_tokens: The most drafts per row.
+        drafts: The ways to draft.
         step_times: Steps measured at warm-up. Without any, predictions are guesses until a step is recorded.
     """
 
-    def __init__(self, max_draft_tokens: int = 0, step_times: Sequence[StepTime] = ()):
-        self._num_choices = max_draft_tokens + 1
-        self._unknown = _covariance(self._num_choices)
+    def __init__(self, drafts: Sequence[Drafts] = (), step_times: Sequence[StepTime] = ()):
+        self.choices: tuple[Drafts, ...] = (PLAIN, *drafts)
+        self._index = {one: i for i, one in enumerate(self.choices)}
+        self._shape = _shape(self.choices)
+        self._unknown = _covariance(self._shape)
         self._covariance = self._unknown.copy()
         self._correction = np.zeros(len(self._unknown))
-        self._fit = _fit(step_times)
+        self._fit = self._fitted(step_times)
         self._steps: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # rows -> interpolation, log seconds of the fit
         self.is_measured = False
         self._is_surprised = False
         for step in step_times:
-            self.record(step.num_rows, step.num_drafts, step.seconds)
+            self.record(step.num_rows, step.drafts, step.seconds)
 
-    def record(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+    def record(self, num_rows: int, drafts: Drafts, seconds: float) -> None:
         """Learn from a step."""
         weights, base = self._of(num_rows)
+        i = self._index[drafts]
         self._covariance += FADING * (self._unknown - self._covariance)
-        direction = self._covariance @ weights[num_drafts]
-        variance = float(direction @ weights[num_drafts]) + NOISE**2
-        predicted = float(base[num_drafts] + weights[num_drafts] @ self._correction)
+        direction = self._covariance @ weights[i]
+        variance = float(direction @ weights[i]) + NOISE**2
+        predicted = float(base[i] + weights[i] @ self._correction)
         surprise, most = float(np.log(max(seconds, SHORTEST_S))) - predicted, MAX_SURPRISE * variance**0.5
         was_surprised, self._is_surprised = self._is_surprised, abs(surprise) > most
         if self._is_surprised and not was_surprised:
@@ -75,53 +78,72 @@ class StepCosts:
         self.is_measured = True
 
     def seconds(self, num_rows: int) -> np.ndarray:
-        """Predict the seconds of a step with 0, 1, 2, ... drafts per row: float64 [max_draft_tokens + 1]."""
+        """Predict the seconds of a step with each of `choices`: float64 [choices]."""
         weights, base = self._of(num_rows)
         return np.exp(base + weights @ self._correction)
 
-    def doubt(self, num_rows: int, num_drafts: int) -> np.ndarray:
-        """Return the standard deviation of log(seconds / seconds with `num_drafts` drafts), per number of drafts."""
+    def seconds_of(self, num_rows: int, drafts: Drafts) -> float:
+        """Predict the seconds of a step with these drafts."""
+        return float(self.seconds(num_rows)[self._index[drafts]])
+
+    def doubt(self, num_rows: int, choice: int) -> np.ndarray:
+        """Return the standard deviation of log(seconds / seconds of `choices[choice]`) of each of `choices`."""
         weights, _ = self._of(num_rows)
-        apart = weights - weights[num_drafts]
+        apart = weights - weights[choice]
         return np.sqrt(np.maximum(((apart @ self._covariance) * apart).sum(axis=1), 0.0))
 
     def status_ms(self, most_rows: int) -> dict[str, dict[str, float]]:
-        """Return {rows: {drafts: milliseconds}} for 1, 2, 4, ... rows, up to `most_rows`."""
+        """Return {rows: {drafts: milliseconds}} for 1, 2, 4, ... rows, up to `most_rows`.
+
+        Drafts by the MTP head are named by their number, others by proposer and number, as "prompt_lookup 4".
+        """
         sizes = [int(size) for size in SIZES if size < 2 * most_rows and self.is_measured]
         each = {size: self.seconds(size).tolist() for size in sizes}
-        return {str(size): {str(k): round(1000 * s, 3) for k, s in enumerate(each[size])} for size in sizes}
+        return {
+            str(size): {_name(one): round(1000 * s, 3) for one, s in zip(self.choices, each[size], strict=True)}
+            for size in sizes
+        }
 
     def _of(self, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the weights of the correction [choices, corrections] and the logarithm of the fit [choices]."""
         if num_rows not in self._steps:
             position = min(float(np.log2(num_rows)), len(SIZES) - 1.0)
             at = np.maximum(1.0 - np.abs(np.arange(len(SIZES)) - position), 0.0)
-            weights = np.kron(at, np.eye(self._num_choices))
-            base = [float(np.log(_features(num_rows, k) @ self._fit)) for k in range(self._num_choices)]
+            weights = np.kron(at, np.eye(len(self.choices)))
+            base = [float(np.log(self._features(num_rows, i) @ self._fit)) for i in range(len(self.choices))]
             self._steps[num_rows] = weights, np.array(base)
         return self._steps[num_rows]
 
+    def _features(self, num_rows: int, choice: int) -> np.ndarray:
+        tokens = self._shape[:, choice]
+        verifies = tokens > 0
+        return np.concatenate([[1.0, num_rows], verifies, verifies * num_rows, tokens, tokens * num_rows])
 
-def _features(num_rows: int, num_drafts: int) -> np.ndarray:
-    verifies = num_drafts > 0
-    return np.array([1.0, num_rows, verifies, verifies * num_rows, num_drafts, num_drafts * num_rows])
+    def _fitted(self, step_times: Sequence[StepTime]) -> np.ndarray:
+        if not step_times:
+            num = len(self._shape)
+            return GUESSED_S * np.concatenate(
+                [[1.0, 0.0], np.zeros(2 * num), np.full(num, GUESSED_DRAFT), np.zeros(num)]
+            )
+        rows = [self._features(t.num_rows, self._index[t.drafts]) / max(t.seconds, SHORTEST_S) for t in step_times]
+        return fit_non_negative(np.array(rows))
 
 
-def _fit(step_times: Sequence[StepTime]) -> np.ndarray:
-    if not step_times:
-        return GUESSED_S * np.array([1.0, 0.0, 0.0, 0.0, GUESSED_DRAFT, 0.0])
-    return fit_non_negative(
-        np.array([_features(t.num_rows, t.num_drafts) / max(t.seconds, SHORTEST_S) for t in step_times])
-    )
+def _name(drafts: Drafts) -> str:
+    return str(drafts.num_tokens) if drafts.proposer == "mtp" else f"{drafts.proposer} {drafts.num_tokens}"
 
 
-def _covariance(num_choices: int) -> np.ndarray:
-    """Return the prior covariance of the corrections, ordered by batch size and then number of drafts."""
+def _shape(choices: Sequence[Drafts]) -> np.ndarray:
+    """Return the draft tokens of each choice by proposer: float64 [proposers, choices]; 0 for those of another one."""
+    proposers = list(dict.fromkeys(one.proposer for one in choices))
+    return np.array([[one.num_tokens * (one.proposer == name) for one in choices] for name in proposers], float)
+
+
+def _covariance(shape: np.ndarray) -> np.ndarray:
+    """Return the prior covariance of the corrections, ordered by batch size and then choice."""
     octaves = np.arange(len(SIZES))
     near = np.exp(-np.abs(octaves[:, None] - octaves) / CORRELATION_OCTAVES)
-    drafts = np.arange(num_choices)
-    verifies = np.outer(drafts > 0, drafts > 0)
-    at_one_size = (
-        ROWS_VAR + DRAFTS_VAR * verifies + DEPTH_VAR * np.outer(drafts, drafts) + CELL_VAR * np.eye(num_choices)
-    )
+    verifies = (shape > 0).astype(float)
+    at_one_size = ROWS_VAR + CELL_VAR * np.eye(shape.shape[1])
+    at_one_size += DRAFTS_VAR * verifies.T @ verifies + DEPTH_VAR * shape.T @ shape
     return LEVEL_VAR + np.kron(near, at_one_size)

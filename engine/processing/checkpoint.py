@@ -14,8 +14,6 @@ from engine.demo import DEMO_MODEL
 from engine.processing.vision_family import vision_family
 from engine.protocol import EngineFailed
 
-DEFAULT_CONTEXT_TOKENS = 32768
-
 VIDEO_PROCESSOR = "Qwen3VLVideoProcessor"
 """Class name of the only supported video processor."""
 
@@ -121,27 +119,6 @@ def _keys(value: Any) -> Iterator[str]:
             pending.extend(item.values())
         elif isinstance(item, list):
             pending.extend(item)
-
-
-def context_limit(config: dict[str, Any]) -> int:
-    """Return the model's own context limit in tokens, prompt and answer together. Raises EngineFailed."""
-    for section in (config.get("text_config"), config):
-        limit = section.get("max_position_embeddings") if isinstance(section, dict) else None
-        if limit is not None:
-            if not isinstance(limit, int) or limit < 1:
-                raise EngineFailed(f"config.json: max_position_embeddings is {limit!r}; expected a positive integer")
-            return limit
-    return DEFAULT_CONTEXT_TOKENS
-
-
-def choose_context(max_context_tokens: int | None, config: dict[str, Any]) -> int:
-    """Return the configured context limit, or by default the model's own. Raises EngineFailed if it exceeds that."""
-    limit = context_limit(config)
-    if max_context_tokens is None:
-        return limit
-    if max_context_tokens > limit:
-        raise EngineFailed(f"max_context_tokens is {max_context_tokens}; the model's limit is {limit}")
-    return max_context_tokens
 
 
 def vocab_size(config: dict[str, Any]) -> int:

@@ -49,20 +49,26 @@ class BlasInfo:
     source: Literal["system", "openblas wheel", "mlx bundled", "accelerate"]
     path: str
     reason: str
-    set_num_threads: Callable[[int], None] | None = None
-    """None if the number of threads is not set here."""
+
+
+SetNumThreads = Callable[[int], None]
+
+
+def preload() -> BlasInfo:
+    """Load OpenBLAS once; later calls return the same result. Never raises: `reason` says why it was not loaded."""
+    return _preload()[0]
 
 
 @cache
-def preload() -> BlasInfo:
-    """Load OpenBLAS once; later calls return the same result. Never raises: `reason` says why it was not loaded."""
+def _preload() -> tuple[BlasInfo, SetNumThreads | None]:
+    """Load OpenBLAS. The function is None if the number of threads is not set here."""
     if sys.platform == "darwin":
-        return BlasInfo("accelerate", "", "MLX uses Accelerate on macOS")
+        return BlasInfo("accelerate", "", "MLX uses Accelerate on macOS"), None
     if _is_installed("mlx-cuda-13") or _is_installed("mlx-cuda-12"):
-        return BlasInfo("mlx bundled", "", "MLX's CUDA backend is installed")
+        return BlasInfo("mlx bundled", "", "MLX's CUDA backend is installed"), None
     if "mlx.core" in sys.modules:
         logger.warning("MLX was imported before engine.worker: its float32 products on the CPU remain slow")
-        return BlasInfo("mlx bundled", "", "MLX was imported before engine.worker")
+        return BlasInfo("mlx bundled", "", "MLX was imported before engine.worker"), None
     try:
         return _load_wheel()
     except (OSError, LookupError, subprocess.SubprocessError, PackageNotFoundError) as error:
@@ -72,7 +78,7 @@ def preload() -> BlasInfo:
 @contextmanager
 def all_cores() -> Iterator[None]:
     """Let products of the whole process use all cores within the context. Must not be nested."""
-    set_num_threads = preload().set_num_threads
+    set_num_threads = _preload()[1]
     if set_num_threads is None:
         yield
         return
@@ -99,7 +105,7 @@ def _is_installed(name: str) -> bool:
     return True
 
 
-def _load_wheel() -> BlasInfo:
+def _load_wheel() -> tuple[BlasInfo, SetNumThreads | None]:
     wheel = distribution("scipy-openblas32")
     original = _file_of(wheel, "libscipy_openblas.so")
     reason = f"scipy-openblas32 {wheel.version}"
@@ -107,17 +113,17 @@ def _load_wheel() -> BlasInfo:
         cached = _cache_dir(wheel.version) / "libopenblas.so"
         if not cached.exists():
             _make_copy(original, cached)
-        return BlasInfo("openblas wheel", str(cached), reason, _load(cached))
+        return BlasInfo("openblas wheel", str(cached), reason), _load(cached)
     except (OSError, RuntimeError) as error:  # no home directory, or an unusable cache
         with tempfile.TemporaryDirectory(prefix="orchard-blas-") as private:
             copy = Path(private) / "libopenblas.so"
             _make_copy(original, copy)
             set_num_threads = _load(copy)  # stays mapped after the file is removed
         logger.warning("Each process makes its own copy of OpenBLAS because the user's cache cannot be used: %s", error)
-        return BlasInfo("openblas wheel", str(copy), f"{reason}, not cached: {error}", set_num_threads)
+        return BlasInfo("openblas wheel", str(copy), f"{reason}, not cached: {error}"), set_num_threads
 
 
-def _load_system(why_not_wheel: str) -> BlasInfo:
+def _load_system(why_not_wheel: str) -> tuple[BlasInfo, SetNumThreads | None]:
     try:
         set_num_threads = _load(Path("libopenblas.so.0"))
     except OSError:
@@ -125,11 +131,11 @@ def _load_system(why_not_wheel: str) -> BlasInfo:
             "MLX's float32 products on the CPU are 20 to 40 times slower, as OpenBLAS cannot be loaded: %s",
             why_not_wheel,
         )
-        return BlasInfo("mlx bundled", "", why_not_wheel)
-    return BlasInfo("system", "libopenblas.so.0", why_not_wheel, set_num_threads)
+        return BlasInfo("mlx bundled", "", why_not_wheel), None
+    return BlasInfo("system", "libopenblas.so.0", why_not_wheel), set_num_threads
 
 
-def _load(library: Path) -> Callable[[int], None] | None:
+def _load(library: Path) -> SetNumThreads | None:
     """Load a library; return the function that sets its threads, None if the user's environment does."""
     loaded = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     for symbol in SYMBOLS:

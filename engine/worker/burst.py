@@ -16,6 +16,7 @@ from engine.worker.kv_cache import Cursor, SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
 from engine.worker.prefill import Prompt
+from engine.worker.quantized_kv import format_of
 
 
 class BurstKeysValues:
@@ -26,6 +27,7 @@ class BurstKeysValues:
         self._caches = caches
         self._lengths = lengths
         self._starts = [cache.offset for cache in caches]
+        self._format = format_of(caches[0])
 
     @property
     def offset(self) -> int:
@@ -47,14 +49,16 @@ class BurstKeysValues:
         for i, (cache, length) in enumerate(zip(self._caches, self._lengths, strict=True)):
             if length:
                 cache.update_and_fetch(keys[i : i + 1, :, :length], values[i : i + 1, :, :length])
-        if not self.offset:
-            return keys, values
-        return self._behind([cache.keys for cache in self._caches], keys), self._behind(
-            [cache.values for cache in self._caches], values
-        )
+        if self._format is not None:
+            keys, values = self._format.pack(keys, values)
+        keys = self._behind([cache.keys for cache in self._caches], keys)
+        values = self._behind([cache.values for cache in self._caches], values)
+        return (keys, values) if self._format is None else self._format.unpack(keys, values)
 
     def _behind(self, before: Sequence[Any], new: mx.array) -> mx.array:
         """Return each row's first `start` slots followed by its new ones, padded at the end."""
+        if not self.offset:
+            return new
         rows = []
         for i, (slots, start) in enumerate(zip(before, self._starts, strict=True)):
             parts = [new[i : i + 1]]

@@ -3,7 +3,7 @@
 A step launches the next forward before it reads the tokens of the previous one, so that the device computes while
 tokens are transferred. The host need not know what was accepted: lengths, newest tokens, output positions and histories
 are on the device. Only a row with a grammar makes the step wait, after the launch, for the tokens that its matcher must
-consume. Rows join and leave between steps.
+consume, and prompt lookup makes it wait before the launch. Rows join and leave between steps.
 
 When the host learns that a row has finished, the next step, which still contains the row, is in flight. The device
 knows the row's last token and keeps nothing after it, so that step adds only this last token to the row's cache: the
@@ -24,14 +24,15 @@ import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.cache import KVCache
 
-from engine.core.batch import NO_TOKEN, RowOutput, RowSnapshot
+from engine.core.batch import NO_TOKEN, PLAIN, Drafts, RowOutput, RowSnapshot
 from engine.core.request import Request
 from engine.worker.acceptance import Acceptance
 from engine.worker.compiled import CompiledForward
 from engine.worker.kv_cache import BatchCache, BatchKVLayer, SequenceCache
 from engine.worker.language_model import LanguageModel
-from engine.worker.mtp import Drafter, MTPHead, PendingHiddenStates
+from engine.worker.mtp import Drafter, DraftHead, PendingHiddenStates
 from engine.worker.pending_step import PendingStep, Row
+from engine.worker.prompt_lookup import TokenHistory
 from engine.worker.sampling_batch import SamplingBatch
 from engine.worker.snapshot import KVSegment, LentSegments, fill, is_finite, take
 
@@ -51,11 +52,13 @@ class JoiningRow:
     token_id: int
     """The first token."""
     head_cache: SequenceCache | None = None
-    """The MTP head's cache; None without a head."""
+    """The draft head's cache; None without a head."""
     hidden: mx.array | None = None
     """Last hidden state [1, 1, hidden] of the prompt; None without a head."""
     moves: bool = False
     """Whether only this row uses the caches, so that each layer may be freed once it is copied."""
+    looks_up: bool = False
+    """Whether prompt lookup may draft for the row."""
 
 
 class DecodeGroup:
@@ -64,7 +67,7 @@ class DecodeGroup:
     def __init__(
         self,
         language_model: LanguageModel,
-        head: MTPHead | None,
+        head: DraftHead | None,
         vocab_size: int,
         first: JoiningRow,
         compiled: CompiledForward | None = None,
@@ -177,13 +180,13 @@ class DecodeGroup:
         self.rows = rows
         self._rows_changed()
 
-    def start_step(self, num_drafts: int) -> "PendingStep":
+    def start_step(self, drafts: Drafts) -> "PendingStep":
         """Launch the next forward; return the step before it, which is to be read."""
         if self._launched is None or all(row.is_removed for row in self._launched.rows):
             self._launched = None
-            self._launched = self._launch(num_drafts)
+            self._launched = self._launch(drafts)
         before = self._launched
-        self._launched = self._launch(num_drafts)
+        self._launched = self._launch(drafts)
         return before
 
     def finish_step(self, before: "PendingStep") -> dict[str, RowOutput]:
@@ -232,17 +235,22 @@ class DecodeGroup:
     @property
     def _num_in_flight(self) -> int:
         """The most tokens that a launched, unread step can add to a row."""
-        return 0 if self._launched is None or self._launched.outputs is not None else self._launched.num_drafts + 1
+        return (
+            0 if self._launched is None or self._launched.outputs is not None else self._launched.drafts.num_tokens + 1
+        )
 
-    def _launch(self, num_drafts: int) -> PendingStep:
-        if self._drafter is None:
-            num_drafts = 0
+    def _launch(self, drafts: Drafts) -> PendingStep:
+        has_drafts = self._has_drafts(drafts)
+        drafts = drafts if any(has_drafts) else PLAIN
+        num_drafts = drafts.num_tokens
         longest = max(row.num_cached for row in self.rows) + self._num_in_flight
         first_position = self._lengths + self._output_offsets + 1
         positions = first_position[:, None] + mx.arange(num_drafts + 1)
         noise = self._sampling.noise(positions)
         tokens = self._newest[:, None]
-        if num_drafts:
+        if num_drafts and drafts.proposer == "prompt_lookup":
+            tokens = mx.concatenate([tokens, self._look_up(num_drafts)], axis=1)
+        elif num_drafts:
             tokens = mx.concatenate([tokens, self._draft(num_drafts, positions, noise, longest)], axis=1)
         logits, hidden = self._forward(tokens, longest)
         sampled = self._sampling.sample(logits, tokens, positions, noise, self._failed_rows)
@@ -251,16 +259,35 @@ class DecodeGroup:
         num_accepted = num_kept = None
         if num_drafts:
             num_accepted, num_kept = self._acceptance.count(tokens, sampled.tokens, positions)
-        self._commit(sampled.tokens, hidden, num_kept, longest)
+            if not all(has_drafts):
+                num_kept = mx.where(mx.array(has_drafts), num_kept, 1)
+        self._commit(sampled.tokens, hidden, num_kept, longest, num_drafts > 0 and drafts.proposer != "prompt_lookup")
         rows = list(self.rows)
-        return self._start(PendingStep(rows, num_drafts, sampled.tokens, num_kept, num_accepted, sampled.logprobs))
+        results = sampled.tokens, num_kept, num_accepted, sampled.logprobs
+        return self._start(PendingStep(rows, drafts, has_drafts, *results))
+
+    def _has_drafts(self, drafts: Drafts) -> list[bool]:
+        """Return which rows can be given these drafts. With prompt lookup it reads the step before."""
+        if not drafts.num_tokens:
+            return [False] * len(self.rows)
+        if drafts.proposer != "prompt_lookup":
+            return [self._drafter is not None] * len(self.rows)
+        if self._launched is not None:
+            self._launched.read()
+        return [row.history is not None and (drafts.is_forced or row.history.has_match) for row in self.rows]
+
+    def _look_up(self, num_drafts: int) -> mx.array:
+        """Return int32 [B, num_drafts]; arbitrary tokens where nothing matches."""
+        rows = [[0] * num_drafts if row.history is None else row.history.drafts(num_drafts) for row in self.rows]
+        return mx.array(rows, mx.int32)
 
     def _draft(self, num_drafts: int, positions: mx.array, noise: mx.array | None, longest: int) -> mx.array:
-        assert self._drafter is not None
+        assert self._drafter is not None and self._head is not None
+        head = self._head
 
         def choose(hidden: mx.array, i: int) -> mx.array:
             own = None if noise is None else noise[:, i : i + 1]
-            logits = self._language_model.logits(hidden)
+            logits = head.logits(hidden)
             return self._sampling.draft(logits, self._newest[:, None], positions[:, i : i + 1], own)
 
         return self._drafter.draft(num_drafts, self._lengths, longest, choose)
@@ -285,7 +312,7 @@ class DecodeGroup:
     def _uniform_length(self) -> int | None:
         """Return the number of cached tokens if the host knows that it is the same for all rows, else None."""
         if self._launched is not None and self._launched.outputs is None:
-            if self._launched.num_drafts:
+            if self._launched.drafts.num_tokens:
                 return None
             behind = {id(row) for row in self._launched.rows}
             lengths = {row.num_cached + (id(row) in behind) for row in self.rows}
@@ -293,20 +320,33 @@ class DecodeGroup:
             lengths = {row.num_cached for row in self.rows}
         return lengths.pop() if len(lengths) == 1 else None
 
-    def _commit(self, sampled: mx.array, hidden: mx.array | None, num_kept: mx.array | None, longest: int) -> None:
-        """Update the rows' state on the device with the kept tokens."""
-        ones = mx.ones_like(self._lengths)
-        self._lengths = self._lengths + (ones if num_kept is None else num_kept)
-        self._sampling.commit(sampled, ones if num_kept is None else num_kept)
+    def _commit(
+        self, sampled: mx.array, hidden: mx.array | None, num_kept: mx.array | None, longest: int, head_is_current: bool
+    ) -> None:
+        """Update the rows' state on the device with the kept tokens.
+
+        Args:
+            sampled: int32 [B, k + 1], the samples.
+            hidden: [B, k + 1, hidden]; None if the model returns none.
+            num_kept: int32 [B], how many of the samples each row keeps; None for the only one.
+            longest: At least the rows' most cached tokens before the step.
+            head_is_current: Whether the MTP head has read all pairs before this step, because it drafted.
+        """
+        kept = mx.ones_like(self._lengths) if num_kept is None else num_kept
+        before, self._lengths = self._lengths, self._lengths + kept
+        self._sampling.commit(sampled, kept)
         if num_kept is None:
             self._newest = sampled[:, 0]
-            if self._drafter is not None and hidden is not None:
-                self._drafter.skip(mx.maximum(sampled, 0), hidden, self._lengths, longest + 1)
-            return
-        assert self._drafter is not None and hidden is not None
-        self._cache.commit(num_kept)
-        self._newest = mx.take_along_axis(sampled, (num_kept - 1)[:, None], axis=1)[:, 0]
-        self._drafter.feed = PendingHiddenStates(mx.maximum(sampled, 0), hidden, num_kept, sampled.shape[1])
+        else:
+            self._cache.commit(num_kept)
+            self._newest = mx.take_along_axis(sampled, (num_kept - 1)[:, None], axis=1)[:, 0]
+        read = None if self._head is None else self._head.read(hidden, sampled)
+        if self._drafter is not None and read is not None:
+            pairs = PendingHiddenStates(mx.maximum(sampled, 0), read, kept, sampled.shape[1])
+            if head_is_current:
+                self._drafter.feed = pairs
+            else:
+                self._drafter.skip(pairs, before, longest + sampled.shape[1])
 
     def _start(self, launched: PendingStep) -> PendingStep:
         arrays = [launched.tokens, self._newest, self._lengths, *self._sampling.state]
@@ -327,7 +367,10 @@ class DecodeGroup:
 
 def _row(new: JoiningRow) -> Row:
     num_cached = new.request.num_tokens
-    return Row(new.request, num_cached, new.next_position - num_cached, [*new.request.output_token_ids, new.token_id])
+    row = Row(new.request, num_cached, new.next_position - num_cached, [*new.request.output_token_ids, new.token_id])
+    if new.looks_up:
+        row.history = TokenHistory(np.append(new.request.prompt_token_ids, new.token_id))
+    return row
 
 
 def _sampling(new: Sequence[JoiningRow], vocab_size: int) -> SamplingBatch:

@@ -7,18 +7,18 @@ per group. core/memory/grouping.py assigns rows to groups before they join.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from engine.core.batch import RowOutput, RowSnapshot
+from engine.core.batch import Drafts, RowOutput, RowSnapshot
 from engine.worker.compiled import CompiledForward
 from engine.worker.decode import DecodeGroup, JoiningRow
 from engine.worker.language_model import LanguageModel
-from engine.worker.mtp import MTPHead
+from engine.worker.mtp import DraftHead
 from engine.worker.snapshot import KVSegment
 
 
 class DecodeBatch:
     """Holds the decode groups by id."""
 
-    def __init__(self, language_model: LanguageModel, head: MTPHead | None, vocab_size: int, compiled: bool = False):
+    def __init__(self, language_model: LanguageModel, head: DraftHead | None, vocab_size: int, compiled: bool = False):
         self._language_model = language_model
         self._compiled = CompiledForward(language_model.decode) if compiled else None
         self._head = head
@@ -106,9 +106,9 @@ class DecodeBatch:
             if len(stay) < len(ids) and (stay or lent_here):
                 group.remove(stay, lent_here)
 
-    def step(self, num_drafts: int) -> dict[str, RowOutput]:
+    def step(self, drafts: Drafts) -> dict[str, RowOutput]:
         """Step every group once; all groups are launched before any is waited for."""
-        started = [(group, group.start_step(num_drafts)) for group in self._groups.values()]
+        started = [(group, group.start_step(drafts)) for group in self._groups.values()]
         outputs: dict[str, RowOutput] = {}
         for group, before in started:
             outputs |= group.finish_step(before)

@@ -13,12 +13,14 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
+from engine.worker.quantized_kv import KVFormat, QuantizedKVCache, format_of
 from engine.worker.recurrent_layer import BatchRecurrentLayer
 from engine.worker.window_layer import BatchWindowLayer, ring_of
 
 SequenceCache = list[Any]
-"""One row's caches, those of the library for each layer: KVCache (attention), RotatingKVCache (attention with a sliding
-window) or ArraysCache (recurrent state). A layer with several has them one after the other."""
+"""One row's caches, those of the library for each layer: KVCache (attention; QuantizedKVCache with fewer bits),
+RotatingKVCache (attention with a sliding window) or ArraysCache (recurrent state). A layer with several has them one
+after the other."""
 
 SLOTS_STEP = 256  # slots are allocated in multiples of this number
 
@@ -53,11 +55,19 @@ class Cursor:
 
 
 class BatchKVLayer:
-    """One attention layer of all rows. keys, values: [B, heads, slots, head_dim]."""
+    """One attention layer of all rows.
 
-    def __init__(self, keys: mx.array, values: mx.array, cursor: Cursor):
+    Args:
+        keys: [B, heads, slots, head_dim], or packed [B, heads, slots, words].
+        values: Likewise.
+        cursor: Where the rows write.
+        kv_format: How keys and values are packed; None if they are stored as computed.
+    """
+
+    def __init__(self, keys: mx.array, values: mx.array, cursor: Cursor, kv_format: KVFormat | None = None):
         self.keys, self.values = keys, values
         self.cursor = cursor
+        self.kv_format = kv_format
 
     @property
     def offset(self) -> int | mx.array:
@@ -83,25 +93,31 @@ class BatchKVLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write keys and values [B, heads, L, head_dim] at the cursor; return those of the whole extent."""
-        extent = self.cursor.extent
+        extent, kv_format = self.cursor.extent, self.kv_format
+        if kv_format is not None:
+            keys, values = kv_format.pack(keys, values)
         self.keys = _written(_with_slots(self.keys, extent), keys, self.cursor)
         self.values = _written(_with_slots(self.values, extent), values, self.cursor)
-        return self.keys[..., :extent, :], self.values[..., :extent, :]
+        keys, values = self.keys[..., :extent, :], self.values[..., :extent, :]
+        return (keys, values) if kv_format is None else kv_format.unpack(keys, values)
 
     def row(self, index: int, num_tokens: int) -> KVCache:
         """Return one row's cache with `num_tokens` tokens, as lazy slices."""
-        cache = KVCache()
+        cache = KVCache() if self.kv_format is None else QuantizedKVCache(self.kv_format)
         cache.keys, cache.values = self.keys[index : index + 1], self.values[index : index + 1]
         cache.offset = num_tokens
         return cache
 
     def append(self, rows: Sequence[Any]) -> "BatchKVLayer":
         keys, values = zip(*(row.state[:2] for row in rows), strict=True)
-        return BatchKVLayer(_stacked([self.keys, *keys]), _stacked([self.values, *values]), self.cursor)
+        return self._with(_stacked([self.keys, *keys]), _stacked([self.values, *values]))
 
     def select(self, rows: mx.array, num_slots: int) -> "BatchKVLayer":
         slots = min(rounded(num_slots), self.keys.shape[2])
-        return BatchKVLayer(self.keys[rows, :, :slots], self.values[rows, :, :slots], self.cursor)
+        return self._with(self.keys[rows, :, :slots], self.values[rows, :, :slots])
+
+    def _with(self, keys: mx.array, values: mx.array) -> "BatchKVLayer":
+        return BatchKVLayer(keys, values, self.cursor, self.kv_format)
 
 
 class BatchCache:
@@ -220,7 +236,7 @@ class BatchCache:
         layers: list[Any] = []
         for layer in self.layers:
             if isinstance(layer, BatchKVLayer):
-                layers.append(BatchKVLayer(next(arrays), next(arrays), cursor))
+                layers.append(BatchKVLayer(next(arrays), next(arrays), cursor, layer.kv_format))
             elif isinstance(layer, BatchWindowLayer):
                 layers.append(BatchWindowLayer(next(arrays), next(arrays), layer.window, cursor))
             else:
@@ -243,8 +259,8 @@ def num_bytes(cache: Sequence[Any]) -> int:
 
 def _rows_of(i: int, layer: Any, cursor: Cursor) -> BatchKVLayer | BatchWindowLayer | BatchRecurrentLayer:
     kind: Any = type(layer)  # exact types: subclasses store their state differently
-    if kind is KVCache:
-        return BatchKVLayer(layer.keys, layer.values, cursor)
+    if kind in (KVCache, QuantizedKVCache):
+        return BatchKVLayer(layer.keys, layer.values, cursor, format_of(layer))
     if kind is RotatingKVCache and layer.keep:
         raise TypeError(f"layer {i}: a window that keeps its first {layer.keep} tokens cannot be batched")
     if kind is RotatingKVCache:
@@ -282,7 +298,7 @@ def _stacked(parts: Sequence[mx.array]) -> mx.array:
 
 
 def _written(slots: mx.array, new: mx.array, cursor: Cursor) -> mx.array:
-    """Write new [B, heads, L, head_dim] to slots start .. start + L of each row.
+    """Write new [B, heads, L, head_dim or words] to slots start .. start + L of each row.
 
     The write is in place if `slots` has no other reference.
     """

@@ -9,7 +9,9 @@ import numpy as np
 from mlx_vlm.models.cache import CacheList, make_prompt_cache
 
 from engine.config import MTPExact
+from engine.worker import quantized_kv
 from engine.worker.kv_cache import SequenceCache
+from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCache
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,9 @@ class LanguageModel:
     of a single-row batch on every token (mlx_vlm 0.7.10, models/qwen3_5/language.py).
     """
 
-    def __init__(self, language_model: Any, exact: MTPExact = "auto"):
+    def __init__(self, language_model: Any, exact: MTPExact = "auto", kv_bits: int = UNQUANTIZED_BITS):
         self.lm = language_model
+        self.kv_bits = kv_bits
         self.explicit_positions = hasattr(language_model, "get_rope_index")
         self.exact: MTPExact = exact
         self._returns_hidden = hasattr(language_model, "speculative_logits_from_hidden")
@@ -73,7 +76,27 @@ class LanguageModel:
         return self.exact == "on"
 
     def make_cache(self) -> SequenceCache:
-        """Return an empty cache for one row; a layer with several caches has one entry for each."""
+        """Return an empty cache for one row; a layer with several caches has one entry for each.
+
+        Raises:
+            ValueError: Keys and values cannot be stored with `kv_bits`.
+        """
+        cache = self._unquantized_cache()
+        if self.kv_bits == UNQUANTIZED_BITS:
+            return cache
+        pairs = zip(cache, self.kv_formats, strict=True)
+        return [layer if kv_format is None else QuantizedKVCache(kv_format) for layer, kv_format in pairs]
+
+    @cached_property
+    def kv_formats(self) -> list[KVFormat | None]:
+        """How each cache of a row packs its keys and values; see `make_cache`."""
+        cache = self._unquantized_cache()
+        if self.kv_bits == UNQUANTIZED_BITS:
+            return [None] * len(cache)
+        self.extend(mx.zeros((1, 1), mx.int32), None, cache, np.zeros((3, 1, 1), np.int32), launch=False)
+        return quantized_kv.formats(cache, self.kv_bits)
+
+    def _unquantized_cache(self) -> SequenceCache:
         layers = make_prompt_cache(self.lm)
         return [one for layer in layers for one in (layer.caches if isinstance(layer, CacheList) else (layer,))]
 
@@ -167,8 +190,8 @@ class LanguageModel:
         last = {} if chunk is None else {"inputs_embeds": chunk.embeds[:, -1:]}
         return self.lm(token_ids[:, -1:], cache=self._nested(cache), **last).logits[:, -1:], None
 
-    def states(self, token_ids: mx.array, cache: list, positions: np.ndarray) -> mx.array:
-        """Compute prompt tokens into the cache of one row; return hidden states [1, L, hidden] after the last norm.
+    def states(self, token_ids: mx.array, cache: list, positions: np.ndarray | mx.array) -> mx.array:
+        """Compute tokens into a cache; return hidden states [B, L, hidden] after the last norm.
 
         The hidden states are lazy. Takes no images. Requires that `states_unsupported_reason` returns None.
         """

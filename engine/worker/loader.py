@@ -1,10 +1,12 @@
 """Loads weights into memory: checks, dtype, device and progress."""
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -13,8 +15,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_vlm.utils import load_model
 
 from engine.config import EngineConfig
+from engine.host_memory import HostMemory
 from engine.processing.checkpoint import (
-    choose_context,
     fingerprint,
     images_unsupported_reason,
     media_kinds,
@@ -23,9 +25,15 @@ from engine.processing.checkpoint import (
     resolve_checkpoint,
     vocab_size,
 )
+from engine.processing.context import choose_context, declared_scalings, library_config
 from engine.protocol import EngineFailed
 from engine.worker import mtp_loader
+from engine.worker.draft_model import open_draft_model
+from engine.worker.expanded_weights import Expansion, expand
 from engine.worker.family import unsupported_reason
+from engine.worker.language_model import LanguageModel
+from engine.worker.mtp import MTPHead
+from engine.worker.rope import check_scaling, fix_long_factors
 
 log = logging.getLogger("orchard.engine")
 
@@ -41,14 +49,16 @@ class LoadedModel:
 
     module: Any  # The mlx_vlm model.
     path: Path  # Directory of the checkpoint.
-    config: dict[str, Any]  # The checkpoint's configuration.
+    config: dict[str, Any]  # The checkpoint's configuration, with the rope scaling of the settings.
     media_kinds: frozenset[str]  # Media that it accepts, such as image.
     max_context_tokens: int  # Prompt and answer together.
     vocab_size: int  # Number of logits.
-    num_weight_bytes: int  # In memory, with the MTP head.
+    num_weight_bytes: int  # In memory, with the MTP head or draft model.
     dtype: str  # Floating dtype that it computes in.
+    quantized_weights: str  # What was done with them.
     mtp_head: Any | None  # mlx_vlm's Qwen3_5MTPDraftModel, not bound to the model; None without one.
     mtp_status: str  # "ready", or why there is no head.
+    draft: Any | None  # The draft model, of mlx_vlm; None without one.
     fingerprint: str  # See ModelRunner.
 
 
@@ -58,13 +68,15 @@ class OpenedModel:
 
     module: Any  # The mlx_vlm model, cast to the dtype that it computes in.
     path: Path  # Directory of the checkpoint.
-    config: dict[str, Any]  # The checkpoint's configuration.
+    config: dict[str, Any]  # See LoadedModel.
     media_kinds: frozenset[str]  # See LoadedModel.
     max_context_tokens: int  # See LoadedModel.
     vocab_size: int  # Number of logits.
     dtype: str  # Floating dtype that it computes in.
+    expansion: Expansion  # Of its quantized weights, which are lazy.
     head_dir: Path | None  # Directory of the MTP head; None without one.
     mtp_status: str  # "ready", or why there is no head.
+    rope_facts: tuple[str, ...]  # What distinguishes states computed with it from those of other settings.
 
 
 def open_model(config: EngineConfig) -> OpenedModel:
@@ -79,19 +91,64 @@ def open_model(config: EngineConfig) -> OpenedModel:
     use_device(config.device)
     path = resolve_checkpoint(config.model, config.revision, weights=True)
     refuse_code(path)
-    model_config = read_config(path)
-    max_context_tokens, num_tokens = choose_context(config.max_context_tokens, model_config), vocab_size(model_config)
+    own_config = read_config(path)
+    max_context_tokens, num_tokens = choose_context(config, own_config), vocab_size(own_config)
+    model_config = library_config(config, own_config)
     try:
-        module = load_model(path, lazy=True)
+        module = _open_module(path, None if model_config == own_config else model_config)
     except (ValueError, TypeError, AttributeError, FileNotFoundError, KeyError, RuntimeError) as error:
-        raise EngineFailed(f"the model in {path} could not be loaded: {error}") from error
+        scaling = "" if config.rope_scaling is None else f" with the rope_scaling {config.rope_scaling.type}"
+        raise EngineFailed(f"the model in {path} could not be loaded{scaling}: {error}") from error
     kinds = media_kinds(path, model_config)
     if (reason := unsupported_reason(module, kinds)) is not None:
         raise EngineFailed(f"models of the family {model_config['model_type']} ({path}) cannot be served: {reason}")
+    rope_facts = _settle_rope(config, module.language_model, model_config, max_context_tokens)
     cast(module, choose_dtype(config.dtype, model_config))
     dtype = _main_dtype(module)
+    expansion = expand_weights(config, module, dtype)
+    check_kv_bits(config.kv_cache.bits, module)
     found = mtp_loader.find_head(config, path, model_config)
-    return OpenedModel(module, path, model_config, kinds, max_context_tokens, num_tokens, dtype, *found)
+    return OpenedModel(
+        module, path, model_config, kinds, max_context_tokens, num_tokens, dtype, expansion, *found, rope_facts
+    )
+
+
+def _open_module(path: Path, changed_config: dict[str, Any] | None) -> Any:
+    """Return the library's model with lazy weights. Raises whatever the library raises.
+
+    The library reads the configuration from a directory alone: a changed one is written into a temporary directory,
+    beside links to the checkpoint's other files.
+    """
+    if changed_config is None:
+        return load_model(path, lazy=True)
+    with TemporaryDirectory(prefix="orchard-config-") as name:
+        changed = Path(name)
+        for file in path.iterdir():
+            if file.name != "config.json":
+                (changed / file.name).symlink_to(file.resolve())
+        (changed / "config.json").write_text(json.dumps(changed_config), encoding="utf-8")
+        return load_model(changed, lazy=True)
+
+
+def _settle_rope(
+    config: EngineConfig, language_model: Any, model_config: dict[str, Any], max_context_tokens: int
+) -> tuple[str, ...]:
+    """Check that every declared scaling is applied, and settle those that change midway; return `rope_facts`."""
+    for scaling in declared_scalings(model_config):
+        try:
+            check_scaling(language_model, scaling)
+        except EngineFailed as error:
+            source = "config.json declares" if config.rope_scaling is None else "rope_scaling asks for"
+            raise EngineFailed(
+                f"{source} a rope scaling of the type {scaling['rope_type']} with the factor {scaling.get('factor')}, "
+                f"but models of the family {model_config['model_type']} cannot be served with it: {error}. "
+                "Remove it to serve the trained context."
+            ) from None
+    factors = fix_long_factors(language_model, max_context_tokens)
+    return (
+        *(() if config.rope_scaling is None else (config.rope_scaling.model_dump_json(),)),
+        *(() if factors is None else (f"{factors} rope factors",)),
+    )
 
 
 def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel:
@@ -103,12 +160,20 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
     opened = open_model(config)
     module, path, head_dir, dtype = opened.module, opened.path, opened.head_dir, opened.dtype
     head = _load_head(config, head_dir, module, dtype)
-    num_bytes = _read_weights([module] if head is None else [module, head], progress)
+    draft, draft_dir = (None, None) if config.draft_model is None else open_draft_model(config.draft_model, path)
+    if draft is not None:
+        quantized = any(name.endswith(".scales") for name, _ in weights_of(draft))
+        cast(draft, choose_dtype(config.dtype, {"quantization": {}}) if quantized else DTYPES[dtype])
+        draft.eval()
+    num_bytes = _read_weights([one for one in (module, head, draft) if one is not None], progress)
     module.eval()
     if head is not None:
         mtp_loader.check_values(head)
+        check_kv_bits(config.kv_cache.bits, module, head)
     log.info("loaded %s: %.1f MB of weights, %s, on %s", path, num_bytes / 1e6, dtype, mx.default_device())
+    log.info("quantized weights: %s", opened.expansion.text)
     log.info("MTP head: %s", head_dir or opened.mtp_status)
+    log.info("draft model: %s", draft_dir or "none")
     log.info("images: %s", images_unsupported_reason(path, opened.config) or "yes")
     return LoadedModel(
         module=module,
@@ -119,10 +184,47 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
         vocab_size=opened.vocab_size,
         num_weight_bytes=num_bytes,
         dtype=dtype,
+        quantized_weights=opened.expansion.text,
         mtp_head=head,
         mtp_status=opened.mtp_status,
-        fingerprint=fingerprint([path] if head_dir is None else [path, head_dir], dtype, *COMPUTED_BY, device_kind()),
+        draft=draft,
+        fingerprint=fingerprint(
+            [one for one in (path, head_dir, draft_dir) if one is not None], *_facts(config, opened)
+        ),
     )
+
+
+def _facts(config: EngineConfig, opened: OpenedModel) -> tuple[str, ...]:
+    """Return what the states of prompts depend on beside the weights."""
+    kv_bits = f"{config.kv_cache.bits} bits per key and value"
+    expanded = f"{opened.expansion.num_expanded} quantized modules expanded"
+    return opened.dtype, *COMPUTED_BY, device_kind(), kv_bits, expanded, *opened.rope_facts
+
+
+def expand_weights(config: EngineConfig, module: nn.Module, dtype: str) -> Expansion:
+    """Expand the quantized weights of a module as configured; see expanded_weights.expand."""
+    available_bytes = HostMemory(0).available()
+    return expand(config.expand_quantized_weights, module, DTYPES[dtype], on_gpu(), available_bytes)
+
+
+def check_kv_bits(bits: int, module: Any, head: Any | None = None) -> None:
+    """Check that keys and values can be stored with so many bits. Computes nothing.
+
+    Args:
+        bits: `kv_cache.bits`.
+        module: The mlx_vlm model.
+        head: Its MTP head; None without one, or before it is loaded.
+
+    Raises:
+        EngineFailed: They cannot; the message has the layer and the reason.
+    """
+    language_model = LanguageModel(module.language_model, kv_bits=bits)
+    try:
+        language_model.make_cache()
+        if head is not None:
+            MTPHead(head, language_model).make_cache()
+    except ValueError as error:
+        raise EngineFailed(f"kv_cache.bits is {bits}: {error}; use 16") from error
 
 
 def use_device(device: str) -> None:
@@ -189,6 +291,8 @@ def _load_head(config: EngineConfig, head_dir: Path | None, module: Any, dtype: 
     head = mtp_loader.load_head(head_dir, module.language_model)
     quantized = mtp_loader.is_quantized(head)
     cast(head, choose_dtype(config.dtype, {"quantization": {}}) if quantized else DTYPES[dtype])
+    if quantized:
+        log.info("quantized weights of the MTP head: %s", expand_weights(config, head, dtype).text)
     return head
 
 

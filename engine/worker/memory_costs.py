@@ -13,13 +13,15 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.batch import PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, SamplingParams
+from engine.worker.drafting import most_draft_tokens
 from engine.worker.kv_cache import SLOTS_STEP
 from engine.worker.mtp import FEED_LIMIT
 from engine.worker.patches import attention_cpu
+from engine.worker.quantized_kv import KVFormat
 from engine.worker.snapshot import StateSnapshot
 from engine.worker.vision import VisionEncoder
 from engine.worker.window_layer import ring_slots
@@ -28,11 +30,11 @@ MARGIN, CHUNK_MARGIN = 1.15, 1.7
 """Safety factors on measurements of decoding and of prefill, whose chunks may be much larger than the probes. Exact
 values need none."""
 
-PROBE_TOKENS = 192
+PROBE_TOKENS = 144
 """With the tokens decoded after them they fit into one multiple of SLOTS_STEP, and so do three times as many."""
 NUM_STEPS = 3
 SHORT_TOKENS = 16
-PLAIN = SamplingParams(2**20)
+GREEDY = SamplingParams(2**20)
 RANKED = SamplingParams(2**20, top_p=0.9, min_p=0.01)  # top_p alone sorts the whole vocabulary
 SHAPED = SamplingParams(
     2**20, presence_penalty=1, frequency_penalty=1, repetition_penalty=1.1, logit_bias=((0, 1.0),), min_tokens=2**20,
@@ -40,6 +42,8 @@ SHAPED = SamplingParams(
 )  # fmt: skip
 SCORE_BYTES = 5  # a float, and a mask
 BUFFER_SLACK = 2**13  # MLX reuses free buffers that are a little larger
+UNPACKED_SLOTS = 1024
+"""Slots of the probe for dequantizing a layer."""
 LATE_BYTES = 2**18  # constants that are allocated on first use
 
 
@@ -47,12 +51,18 @@ class Runner(Protocol):
     """The methods of core.batch.ModelRunner that the probes call."""
 
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput: ...
-    def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]: ...
+    def decode(self, drafts: Drafts = PLAIN) -> Mapping[str, RowOutput]: ...
     def drop(self, row_ids: Sequence[str]) -> None: ...
 
 
 def measure(
-    runner: Runner, snapshot: StateSnapshot, vision: VisionEncoder | None, max_drafts: int, num_heads: int
+    runner: Runner,
+    snapshot: StateSnapshot,
+    vision: VisionEncoder | None,
+    drafts: Sequence[Drafts],
+    num_heads: int,
+    head_layers: int,
+    kv_formats: Sequence[KVFormat] = (),
 ) -> MemoryCosts:
     """Measure the costs of a warm runner without rows. The largest probe takes 2 * PROBE_TOKENS tokens.
 
@@ -60,18 +70,25 @@ def measure(
         runner: The runner.
         snapshot: A snapshot of any prompt.
         vision: The vision encoder, None for a text model.
-        max_drafts: The most drafts per row.
+        drafts: The ways to draft.
+        head_layers: Attention layers of the MTP head or draft model, which come last.
         num_heads: Query heads of an attention layer, whose scores in a step are too small to be measured.
+        kv_formats: Of the layers whose keys and values are quantized.
     """
     mx.clear_cache()
+    max_drafts = most_draft_tokens(drafts)
     scores = MARGIN * num_heads * (max_drafts + 1) * SCORE_BYTES
     base, blocks = mx.get_active_memory() + LATE_BYTES, attention_cpu.max_queries()
-    costs = replace(_exact(snapshot, max_drafts), base_bytes=base, slot_step_bytes=scores, max_queries=blocks)
-    costs = _with_forwards(runner, costs, max_drafts)
+    costs = replace(
+        _exact(snapshot, max_drafts, head_layers), base_bytes=base, slot_step_bytes=scores, max_queries=blocks
+    )
+    if kv_formats:
+        costs = replace(costs, unpacked_bytes=_of_unpacking(max(kv_formats, key=lambda one: one.token_bytes)))
+    costs = _with_forwards(runner, costs, drafts)
     return costs if vision is None else replace(costs, **_of_images(vision))
 
 
-def _exact(snapshot: StateSnapshot, max_drafts: int) -> MemoryCosts:
+def _exact(snapshot: StateSnapshot, max_drafts: int, head_layers: int) -> MemoryCosts:
     ends, layers = snapshot.segment.ends, snapshot.segment.keys_values
     slots = [(k.nbytes + v.nbytes) // max(end, 1) for (k, v), end in zip(layers, ends, strict=True)]
     sizes = [sum(slot.nbytes for slot in state) for state in snapshot.states]
@@ -81,7 +98,7 @@ def _exact(snapshot: StateSnapshot, max_drafts: int) -> MemoryCosts:
         for size, state, window in zip(sizes, snapshot.states, snapshot.windows, strict=True)
     ]
     hidden = 0 if snapshot.hidden is None else snapshot.hidden.nbytes
-    head = slots[-1] if hidden else 0  # its layer comes last
+    head = sum(slots[len(slots) - head_layers :])
     shares = [max(sizes) / sum(sizes) for sizes in (slots, states, windows) if sum(sizes)]
     return MemoryCosts(
         token_bytes=sum(slots),
@@ -97,20 +114,21 @@ def _exact(snapshot: StateSnapshot, max_drafts: int) -> MemoryCosts:
     )
 
 
-def _with_forwards(runner: Runner, costs: MemoryCosts, max_drafts: int) -> MemoryCosts:
+def _with_forwards(runner: Runner, costs: MemoryCosts, drafts: Sequence[Drafts]) -> MemoryCosts:
     """Probe with prompts of n and 3n tokens, the second in chunks of 2n and n, and with steps of one and both rows."""
     n = PROBE_TOKENS
     one, two = _row("one", n), _row("two", 3 * n)
     short, long = costs.prompt(n), costs.prompt(3 * n)
+    unpacked = int(n * costs.unpacked_bytes)
     try:
-        first = _peak(lambda: runner.prefill([one], n)) - costs.base_bytes - short
-        alone = _decoding(runner, max_drafts) - costs.base_bytes - short
-        wide = _peak(lambda: runner.prefill([two], 2 * n)) - costs.base_bytes - short - long
-        late = _peak(lambda: runner.prefill([two], n)) - costs.base_bytes - 2 * long  # the first grows as it joins
-        both = _decoding(runner, max_drafts) - costs.base_bytes - 2 * long
+        first = _peak(lambda: runner.prefill([one], n)) - costs.base_bytes - short - unpacked
+        alone = _decoding(runner, drafts) - costs.base_bytes - short - unpacked
+        wide = _peak(lambda: runner.prefill([two], 2 * n)) - costs.base_bytes - short - long - 2 * unpacked
+        late = _peak(lambda: runner.prefill([two], n)) - costs.base_bytes - 2 * long - 3 * unpacked  # the first grows
+        both = _decoding(runner, drafts) - costs.base_bytes - 2 * long - 6 * unpacked
     finally:
         runner.drop([one.id, two.id])
-    ranked, shaped = (_asking(runner, costs, max_drafts, sampling) for sampling in (RANKED, SHAPED))
+    ranked, shaped = (_asking(runner, costs, drafts, sampling) for sampling in (RANKED, SHAPED))
     row = max(both - alone, alone // 2, 0)
     pair = max(late - first, 0) / (2 * n * n)
     token = max(wide - first - (min(2 * n, costs.max_queries) * 2 * n - n * n) * pair, first / 2, 0) / n
@@ -126,28 +144,39 @@ def _with_forwards(runner: Runner, costs: MemoryCosts, max_drafts: int) -> Memor
     )
 
 
-def _asking(runner: Runner, costs: MemoryCosts, max_drafts: int, sampling: SamplingParams) -> int:
+def _of_unpacking(kv_format: KVFormat) -> float:
+    """Return the bytes of dequantizing one layer's keys and values, per slot of a row."""
+    packed = kv_format.zeros(UNPACKED_SLOTS)
+    mx.eval(packed)
+    before = mx.get_active_memory()
+    return MARGIN * (_peak(lambda: mx.eval(kv_format.unpack(*packed))) - before) / UNPACKED_SLOTS
+
+
+def _asking(runner: Runner, costs: MemoryCosts, drafts: Sequence[Drafts], sampling: SamplingParams) -> int:
     """Return the bytes of decode steps of two rows with these sampling parameters."""
     rows = [_row(name, SHORT_TOKENS, sampling) for name in ("one", "two")]
     try:
         for row in rows:
             runner.prefill([row], SHORT_TOKENS)
-        return _decoding(runner, max_drafts) - costs.base_bytes - 2 * costs.prompt(SHORT_TOKENS)
+        unpacked = int(2 * SHORT_TOKENS * costs.unpacked_bytes)
+        return _decoding(runner, drafts) - costs.base_bytes - 2 * costs.prompt(SHORT_TOKENS) - unpacked
     finally:
         runner.drop([row.id for row in rows])
 
 
-def _row(name: str, num_tokens: int, sampling: SamplingParams = PLAIN) -> Request:
+def _row(name: str, num_tokens: int, sampling: SamplingParams = GREEDY) -> Request:
     return Request(EngineRequest(name, np.zeros(num_tokens, np.int32), sampling, (1,)))
 
 
-def _decoding(runner: Runner, max_drafts: int) -> int:
-    return max(_peak(lambda k=k: _steps(runner, k)) for k in range(max_drafts + 1))
+def _decoding(runner: Runner, drafts: Sequence[Drafts]) -> int:
+    """Return the peak of plain steps and of those with the most drafts of each proposer."""
+    most = {one.proposer: one for one in drafts}  # they come by increasing number
+    return max(_peak(lambda one=one: _steps(runner, one)) for one in (PLAIN, *most.values()))
 
 
-def _steps(runner: Runner, num_drafts: int) -> None:
+def _steps(runner: Runner, drafts: Drafts) -> None:
     for _ in range(NUM_STEPS):
-        runner.decode(num_drafts)
+        runner.decode(replace(drafts, is_forced=True))
 
 
 def _peak(work: Callable[[], object]) -> int:

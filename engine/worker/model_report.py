@@ -6,13 +6,14 @@ No weight is read: sizes come from the files' headers and from a forward that is
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import mlx.core as mx
 import numpy as np
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, KVBits
 from engine.processing.checkpoint import images_unsupported_reason, resolve_checkpoint
+from engine.processing.context import declared_scalings
 from engine.processing.tokenizer_match import why_different
 from engine.protocol import EngineFailed
 from engine.worker import loader, memory, mtp_loader
@@ -36,6 +37,8 @@ class RowBytes:
     window_slots: int
     fixed: int
     """Recurrent states."""
+    per_step_slot: int = 0
+    """Keys and values of the largest layer as computed, which a step dequantizes; 0 if they are stored so."""
 
     @classmethod
     def of(cls, language_model: LanguageModel) -> "RowBytes":
@@ -50,6 +53,7 @@ class RowBytes:
             sum(map(_slot_bytes, windows)),
             max((ring_slots(layer.max_size) for layer in windows), default=0),
             sum(layer.nbytes for layer in recurrent),
+            max((one.token_bytes for one in language_model.kv_formats if one is not None), default=0),
         )
 
     def row(self, num_tokens: int) -> int:
@@ -58,9 +62,9 @@ class RowBytes:
         return slots * self.per_token + min(slots, self.window_slots) * self.per_window_slot + self.fixed
 
     def longest(self, num_bytes: int) -> int:
-        """Return the tokens of the longest row that fits; 2**31 for a row whose memory does not grow."""
-        left = num_bytes - self.fixed - self.window_slots * self.per_window_slot
-        return max(0, left // self.per_token // SLOTS_STEP * SLOTS_STEP) if self.per_token else 2**31
+        """Return the tokens of the longest row that fits, with one layer dequantized; 2**31 if its memory is fixed."""
+        left, per_token = num_bytes - self.fixed - self.window_slots * self.per_window_slot, self.per_token
+        return max(0, left // (per_token + self.per_step_slot) // SLOTS_STEP * SLOTS_STEP) if per_token else 2**31
 
 
 def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
@@ -70,12 +74,12 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
         EngineFailed: The model cannot be served; the message has the reason.
     """
     opened = loader.open_model(config)
-    language_model = LanguageModel(opened.module.language_model)
+    language_model = LanguageModel(opened.module.language_model, kv_bits=config.kv_cache.bits)
     yield f"model            {config.model} ({opened.path})"
     yield f"family           {opened.config['model_type']}: can be served"
     yield f"computes in      {opened.dtype}, on {mx.default_device()}"
     yield f"media            {', '.join(['text', *sorted(opened.media_kinds)])}{_why_no_images(opened)}"
-    yield f"context          {opened.max_context_tokens} tokens"
+    yield f"context          {opened.max_context_tokens} tokens{_scaling(opened.config)}"
     yield f"prefix cache     {unsupported_reason(language_model.make_cache()) or 'yes'}"
     yield f"MTP head         {opened.head_dir or opened.mtp_status}"
     sparse = "yes" if language_model.explicit_positions else "no: this model does not accept explicit positions"
@@ -92,6 +96,7 @@ def _memory(opened: loader.OpenedModel, row: RowBytes) -> Iterator[str]:
     weights = sum(array.nbytes for module in modules for _, array in loader.weights_of(module))
     limit = memory.default_limit_bytes()
     yield f"weights          {_gb(weights)}"
+    yield f"quantized        {opened.expansion.text}"
     yield f"memory limit     {_gb(limit)} on this machine"
     most = opened.max_context_tokens
     for length in [*(length for length in CONTEXTS if length < most), most]:
@@ -101,6 +106,23 @@ def _memory(opened: loader.OpenedModel, row: RowBytes) -> Iterator[str]:
         raise EngineFailed(f"the weights take {weights} bytes; the limit on this machine is {limit} bytes")
     longest = min(row.longest(left), most)
     yield f"longest context  {longest} tokens fit beside the weights, before the intermediate results of a step"
+    for bits in get_args(KVBits):
+        yield f"kv_cache.bits    {bits}: {_with_bits(opened, bits, left)}"
+
+
+def _with_bits(opened: loader.OpenedModel, bits: int, num_bytes: int) -> str:
+    """Return what a row takes with so many bits per key and value, and the longest that fits; or why it cannot be."""
+    try:
+        row = RowBytes.of(LanguageModel(opened.module.language_model, kv_bits=bits))
+    except ValueError as error:
+        return f"no, {error}"
+    return f"{row.per_token} bytes per token, and the longest context {row.longest(num_bytes)} tokens"
+
+
+def _scaling(model_config: dict[str, Any]) -> str:
+    kinds = dict.fromkeys((one["rope_type"], one.get("factor")) for one in declared_scalings(model_config))
+    named = [kind if factor is None else f"{kind} with the factor {factor:g}" for kind, factor in kinds]
+    return f" (rope scaling: {', '.join(named)})" if named else ""
 
 
 def _why_no_images(opened: loader.OpenedModel) -> str:

@@ -7,8 +7,19 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from engine.config import EngineConfig, MTPConfig
-from engine.core.batch import ChunkTime, ImageLeft, PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
+from engine.config import EngineConfig
+from engine.core.batch import (
+    PLAIN,
+    ChunkTime,
+    Drafts,
+    ImageLeft,
+    PrefillOutput,
+    PromptChunk,
+    Proposer,
+    RowOutput,
+    RowSnapshot,
+    StepTime,
+)
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.device_lock import lock_device
@@ -18,19 +29,20 @@ from engine.processing.patch_normalization import PatchNormalization
 from engine.processing.vision_family import image_token_id, vision_family
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.user_cache import user_cache
-from engine.worker import blas, cost_cache, loader, memory, memory_costs, patches, warm_up
+from engine.worker import attention_costs, blas, cost_cache, loader, memory, memory_costs, patches, warm_up
 from engine.worker.burst import BurstPrefill
 from engine.worker.decode import JoiningRow
 from engine.worker.decode_batch import DecodeBatch
+from engine.worker.draft_model import DraftModel
+from engine.worker.drafting import drafts_offered
 from engine.worker.language_model import LanguageModel
-from engine.worker.mtp import MTPHead
+from engine.worker.mtp import DraftHead, MTPHead
 from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, Prompt, first_tokens
+from engine.worker.quantized_kv import format_of
 from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays, unsupported_reason
 from engine.worker.vision import VisionEncoder
 from engine.worker.vision_towers import make_tower
-
-AUTO_DRAFT_TOKENS = 3  # heads are trained for one to two tokens ahead; a fourth is rarely right
 
 
 def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> "MLXRunner":
@@ -60,17 +72,20 @@ class MLXRunner:
         self._device_lock = device_lock
         patches.install(decodes=True)
         self._model = model
-        self._language_model = LanguageModel(model.module.language_model, config.mtp_exact)
-        self._head = MTPHead(model.mtp_head, self._language_model) if model.mtp_head is not None else None
+        self._language_model = LanguageModel(model.module.language_model, config.mtp_exact, config.kv_cache.bits)
+        self._head = _head_of(model, self._language_model)
         self._vision = self._make_vision(model, config)
         self._prefill = Prefill(self._language_model, self._head, self._vision, image_token_id(model.config))
-        self._burst = BurstPrefill(self._language_model, self._head)
+        mtp_head = self._head if isinstance(self._head, MTPHead) else None
+        self._burst = BurstPrefill(self._language_model, mtp_head)
         compiled = use_compiled(config, self._language_model)
         self._batch = DecodeBatch(self._language_model, self._head, model.vocab_size, compiled)
         self._prompts: dict[str, Prompt] = {}  # by the ids of the rows that share it
         self.max_context_tokens = model.max_context_tokens
         self.vocab_size = model.vocab_size
-        self.max_draft_tokens = 0 if self._head is None else max_draft_tokens(config)
+        self.drafts: Sequence[Drafts]
+        self.no_drafts: Mapping[Proposer, str]
+        self.drafts, self.no_drafts = drafts_offered(config, self._head, model.mtp_status, self._language_model)
         self.image_token_id = self._prefill.image_token_id
         self.no_snapshots = unsupported_reason(self._language_model.make_cache())
         self.no_sparse = (
@@ -78,6 +93,8 @@ class MLXRunner:
         )
         self.no_pooling = self._language_model.states_unsupported_reason()
         self.no_bursts = self.no_sparse or self.no_snapshots or ("the decode step is compiled" if compiled else None)
+        if self.no_bursts is None and model.draft is not None:
+            self.no_bursts = "a draft model reads each prompt by itself"
         self.device_bytes = memory.device_bytes()
         self.memory_limit_bytes = memory.default_limit_bytes()
         self.fingerprint = model.fingerprint
@@ -90,6 +107,8 @@ class MLXRunner:
             "media": sorted(model.media_kinds),
             "device": str(mx.default_device()),
             "dtype": model.dtype,
+            "kv_bits": config.kv_cache.bits,
+            "quantized_weights": model.quantized_weights,
             "blas": blas.preload().source,
             "explicit_positions": self._language_model.explicit_positions,
             "mtp": model.mtp_status,
@@ -106,17 +125,25 @@ class MLXRunner:
         if self._a_snapshot is not None:
             self._prefill.learn_slots(self._a_snapshot)
             heads = int(getattr(self._language_model.args, "num_attention_heads", 0))
-            facts = (self.max_draft_tokens, self.capabilities["compiled"], self.capabilities["blas"])
+            facts = (self.drafts, self.capabilities["compiled"], self.capabilities["blas"])
             key, a_snapshot = cost_cache.costs_key(self.fingerprint, *facts), self._a_snapshot
             self.costs = cost_cache.load_or_measure(
                 user_cache() / "memory-costs",
                 key,
-                lambda: memory_costs.measure(self, a_snapshot, self._vision, self.max_draft_tokens, heads),
+                lambda: attention_costs.with_attention(
+                    self._measured_costs(a_snapshot, heads), self._language_model.lm, a_snapshot, heads
+                ),
             )
         mx.clear_cache()
 
-    def decode(self, num_draft_tokens: int = 0) -> dict[str, RowOutput]:
-        return self._batch.step(min(num_draft_tokens, self.max_draft_tokens))
+    def _measured_costs(self, a_snapshot: StateSnapshot, num_heads: int) -> MemoryCosts:
+        head_cache = [] if self._head is None else self._head.make_cache()
+        kv_formats = [format_of(layer) for layer in (*self._language_model.make_cache(), *head_cache)]
+        quantized = [kv_format for kv_format in kv_formats if kv_format is not None]
+        return memory_costs.measure(self, a_snapshot, self._vision, self.drafts, num_heads, len(head_cache), quantized)
+
+    def decode(self, drafts: Drafts = PLAIN) -> dict[str, RowOutput]:
+        return self._batch.step(drafts)
 
     def merge_groups(self, source: int, target: int) -> None:
         self._batch.merge(source, target)
@@ -253,7 +280,7 @@ class MLXRunner:
         first = first_tokens(rows, logits, self.vocab_size)
         self._forget_prompt(rows)
         moves = len(rows) == 1
-        self._join(*([_joining_row(row, prompt, one, moves)] for row, one in zip(rows, first, strict=True)))
+        self._join(*([self._joining_row(row, prompt, one, moves)] for row, one in zip(rows, first, strict=True)))
         return PrefillOutput(num_tokens, {row.id: output for row, output in zip(rows, first, strict=True)})
 
     def _prompt_of(self, rows: Sequence[Request]) -> Prompt:
@@ -275,7 +302,7 @@ class MLXRunner:
         first = first_tokens(rows, logits, self.vocab_size)
         self._forget_prompt(rows)
         joining = zip(rows, [prompts[i] for i in complete], first, strict=True)
-        self._join([_joining_row(*one, moves=True) for one in joining])
+        self._join([self._joining_row(*one, moves=True) for one in joining])
         for i, row, output in zip(complete, rows, first, strict=True):
             outputs[i].first = {row.id: output}
         return outputs
@@ -286,6 +313,12 @@ class MLXRunner:
             return PrefillOutput(num_tokens)
         self._forget_prompt([row])
         return PrefillOutput(num_tokens, {row.id: RowOutput((), embedding=pooled.vector())})
+
+    def _joining_row(self, row: Request, prompt: Prompt, first: RowOutput, moves: bool) -> JoiningRow:
+        """Return a joining row for a complete prompt. moves: see JoiningRow."""
+        token_id, position = first.token_ids[0], prompt.next_position
+        looks_up = "prompt_lookup" not in self.no_drafts
+        return JoiningRow(row, prompt.cache, position, token_id, prompt.head_cache, prompt.hidden, moves, looks_up)
 
     def _forget_prompt(self, rows: Sequence[Request]) -> None:
         for row in rows:
@@ -311,21 +344,17 @@ class MLXRunner:
         return VisionEncoder(tower, normalization, config.vision_cache_mb * 2**20)
 
 
-def _joining_row(row: Request, prompt: Prompt, first: RowOutput, moves: bool) -> JoiningRow:
-    """Return a joining row for a complete prompt. moves: see JoiningRow."""
-    token_id, position = first.token_ids[0], prompt.next_position
-    return JoiningRow(row, prompt.cache, position, token_id, prompt.head_cache, prompt.hidden, moves)
+def _head_of(model: loader.LoadedModel, language_model: LanguageModel) -> DraftHead | None:
+    """Return the model that drafts, None without one."""
+    if model.draft is not None:
+        return DraftModel(model.draft, model.vocab_size)
+    return MTPHead(model.mtp_head, language_model) if model.mtp_head is not None else None
 
 
 def _exactness(language_model: LanguageModel) -> str:
     """Return the configured mode of exact verification and its effect on this device, for the status page."""
     one, more = language_model.verifies_exactly(1), language_model.verifies_exactly(2)
     return f"{language_model.exact}: {'always' if more else 'with one row' if one else 'never'}"
-
-
-def max_draft_tokens(config: EngineConfig) -> int:
-    """Return the most draft tokens per row that the configuration allows."""
-    return config.mtp.max_draft_tokens if isinstance(config.mtp, MTPConfig) else AUTO_DRAFT_TOKENS
 
 
 def use_compiled(config: EngineConfig, language_model: LanguageModel) -> bool:

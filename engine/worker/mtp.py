@@ -8,7 +8,7 @@ the prompt cannot copy from it. Prompts are fed to it chunk by chunk with their 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -17,16 +17,36 @@ from mlx_vlm.models.cache import KVCache
 
 from engine.worker.kv_cache import BatchCache, SequenceCache
 from engine.worker.language_model import LanguageModel
+from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCache
 
 FEED_CHUNK = 128  # pairs per forward when the head catches up
 FEED_LIMIT = 128  # pending pairs per row: hidden states take as much memory as an attention layer's keys and values
 
 
+class DraftHead(Protocol):
+    """What a Drafter needs of a model that drafts: an MTP head, or a draft model (worker/draft_model.py)."""
+
+    lead: int
+    """Entries of its cache before that of the first pair (token 1, hidden state 0)."""
+    as_offset: bool
+    """See kv_cache.Cursor."""
+
+    def make_cache(self) -> SequenceCache: ...
+    def begin(self, first_token_id: int, cache: SequenceCache) -> None: ...
+    def prime(self, next_token_ids: mx.array, hidden: mx.array, cache: SequenceCache) -> None: ...
+    def __call__(self, token_ids: mx.array, hidden: mx.array, cache: list[Any], positions: mx.array) -> mx.array: ...
+    def logits(self, hidden: mx.array) -> mx.array: ...
+    def read(self, hidden: mx.array | None, token_ids: mx.array) -> mx.array | None: ...
+
+
 class MTPHead:
-    """The MTP head, which shares embedding and output layer with the target.
+    """The MTP head, which shares embedding and output layer with the target. Implements DraftHead.
 
     `module` is mlx_vlm's Qwen3_5MTPDraftModel.
     """
+
+    lead = 0
+    as_offset = False
 
     def __init__(self, module: Any, language_model: LanguageModel):
         self._module = module
@@ -34,12 +54,29 @@ class MTPHead:
 
     def make_cache(self) -> SequenceCache:
         """Return an empty cache for one row, with arrays of 0 slots: a prompt of one token has no first pair."""
-        cache = [KVCache() for _ in self._module.layers]
-        for layer, entry in zip(self._module.layers, cache, strict=True):
-            attention = layer.self_attn
-            shape = (1, attention.num_key_value_heads, 0, attention.head_dim)
-            entry.keys = entry.values = mx.zeros(shape, attention.k_norm.weight.dtype)
+        return [self._empty(layer.self_attn) for layer in self._module.layers]
+
+    def _empty(self, attention: Any) -> KVCache:
+        shape = (1, attention.num_key_value_heads, 0, attention.head_dim)
+        none = mx.zeros(shape, attention.k_norm.weight.dtype)
+        if self._language_model.kv_bits == UNQUANTIZED_BITS:
+            cache = KVCache()
+            cache.keys = cache.values = none
+        else:
+            cache = QuantizedKVCache(KVFormat.of(none, none, self._language_model.kv_bits))
+            cache.keys, cache.values = cache.kv_format.zeros(0)
         return cache
+
+    def begin(self, first_token_id: int, cache: SequenceCache) -> None:
+        """Do nothing: the head does not read the first token of a prompt."""
+
+    def read(self, hidden: mx.array | None, token_ids: mx.array) -> mx.array | None:
+        """Return the target's hidden states [B, L, hidden] of these tokens, which the head reads."""
+        return hidden
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Apply the target's output layer: [B, L, hidden] -> [B, L, vocab]."""
+        return self._language_model.logits(hidden)
 
     def prime(self, next_token_ids: mx.array, hidden: mx.array, cache: SequenceCache) -> None:
         """Launch a chunk of one prompt.
@@ -97,16 +134,16 @@ class PendingHiddenStates:
     def select(self, rows: mx.array) -> "PendingHiddenStates":
         return PendingHiddenStates(self.token_ids[rows], self.hidden[rows], self.count[rows], self.bound)
 
-    def with_step(self, token_ids: mx.array, hidden: mx.array) -> "PendingHiddenStates":
-        """Append one pair per row: token_ids [B, 1], hidden [B, 1, hidden]."""
-        width = self.token_ids.shape[1]
-        if self.bound == width:
-            width *= 2
-        at = self.count[:, None]
-        ids = mx.put_along_axis(_to_width(self.token_ids, width), at, token_ids, axis=1)
-        at = mx.broadcast_to(at[..., None], hidden.shape)
-        rows = mx.put_along_axis(_to_width(self.hidden, width), at, hidden, axis=1)
-        return PendingHiddenStates(ids, rows, self.count + 1, self.bound + 1)
+    def extended(self, new: "PendingHiddenStates") -> "PendingHiddenStates":
+        """Append pairs; there must be room for them within FEED_LIMIT."""
+        width, bound = self.token_ids.shape[1], self.bound + new.bound
+        if bound > width:
+            width = max(bound, min(2 * width, FEED_LIMIT))
+        at = self.count[:, None] + mx.arange(new.bound)
+        ids = mx.put_along_axis(_to_width(self.token_ids, width), at, new.token_ids, axis=1)
+        at = mx.broadcast_to(at[..., None], new.hidden.shape)
+        rows = mx.put_along_axis(_to_width(self.hidden, width), at, new.hidden, axis=1)
+        return PendingHiddenStates(ids, rows, self.count + new.count, bound)
 
     @property
     def state(self) -> list[mx.array]:
@@ -120,14 +157,14 @@ class PendingHiddenStates:
 class Drafter:
     """The head's part of a decode group: its cache and pending pairs, in the order of the target's rows."""
 
-    def __init__(self, head: MTPHead, cache: BatchCache, feed: PendingHiddenStates):
+    def __init__(self, head: DraftHead, cache: BatchCache, feed: PendingHiddenStates):
         self._head = head
         self._cache = cache
         self.feed = feed
 
     @classmethod
-    def of(cls, head: MTPHead, cache: SequenceCache, feed: PendingHiddenStates) -> "Drafter":
-        return cls(head, BatchCache.of(cache), feed)
+    def of(cls, head: DraftHead, cache: SequenceCache, feed: PendingHiddenStates) -> "Drafter":
+        return cls(head, BatchCache.of(cache, head.as_offset), feed)
 
     def join(self, caches: Sequence[SequenceCache], feeds: Sequence[PendingHiddenStates], move: bool = False) -> None:
         """Add rows. When it raises, the rows are as before. move: see BatchCache.join."""
@@ -163,8 +200,8 @@ class Drafter:
         hidden = self._catch_up(lengths, extent)
         drafts = [choose(hidden, 0)]
         for i in range(1, num_drafts):
-            at = lengths + (i - 1)
-            cache = self._cache.at(at, extent + i)
+            at = lengths + (i - 1 + self._head.lead)
+            cache = self._cache.at(at, extent + i + self._head.lead)
             hidden = self._head(drafts[-1], hidden, cache, at[:, None])
             drafts.append(choose(hidden, i))
         return mx.concatenate(drafts, axis=1)
@@ -180,29 +217,35 @@ class Drafter:
         num_waiting = int(np.array(self.feed.count)[index])
         last = num_waiting - 1
         ids, hidden = self.feed.token_ids[index : index + 1], self.feed.hidden[index : index + 1]
-        cache = self._cache.row(index, num_tokens - num_waiting)
+        cache = self._cache.row(index, num_tokens - num_waiting + self._head.lead)
         if last:
             self._head.prime(ids[:, :last], hidden[:, :last], cache)
         return cache, hidden[:, last:num_waiting]
 
-    def skip(self, token_ids: mx.array, hidden: mx.array, lengths: mx.array, extent: int) -> None:
-        """Store the tokens [B, 1] and hidden states of a step without drafts as pending. lengths: after the step."""
-        if self.feed.bound >= FEED_LIMIT:
-            self._catch_up(lengths - 1, extent)
-            self.feed = PendingHiddenStates(token_ids, hidden, mx.ones_like(lengths), 1)
+    def skip(self, new: PendingHiddenStates, lengths: mx.array, extent: int) -> None:
+        """Store the pairs of a step that the head did not draft as pending.
+
+        Args:
+            new: The pairs.
+            lengths: int32 [B], tokens in the target's cache before the step.
+            extent: At least max(lengths) + new.bound.
+        """
+        if self.feed.bound + new.bound > FEED_LIMIT:
+            self._catch_up(lengths, extent)
+            self.feed = new
             mx.async_eval(self._cache.state)
         else:
-            self.feed = self.feed.with_step(token_ids, hidden)
+            self.feed = self.feed.extended(new)
 
     def _catch_up(self, lengths: mx.array, extent: int) -> mx.array:
         """Feed the head all pending pairs; return the hidden state [B, 1, hidden] after each row's last pair."""
         feed, outputs = self.feed, []
-        start = lengths - feed.count
+        start, lead = lengths - feed.count + self._head.lead, self._head.lead
         for begin in range(0, feed.bound, FEED_CHUNK):
             end = min(begin + FEED_CHUNK, feed.bound)
             at = start + begin
             # A row with fewer pairs writes garbage behind its end, where its next pairs will be written.
-            cache = self._cache.at(at, extent + end)
+            cache = self._cache.at(at, extent + end + lead)
             positions = at[:, None] + mx.arange(end - begin)
             outputs.append(self._head(feed.token_ids[:, begin:end], feed.hidden[:, begin:end], cache, positions))
         hidden = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)

@@ -21,6 +21,7 @@ from engine.protocol import EngineFailed
 
 READY = "ready"
 OFF = "off in the configuration"
+REPLACED = "the configured draft_model drafts instead"
 FAMILIES = ("qwen3_5", "qwen3_5_moe")
 SPLIT_TYPE = Qwen3_5MTPSplitter.output_model_type
 
@@ -40,6 +41,10 @@ def find_head(config: EngineConfig, model_dir: Path, model_config: dict[str, Any
     """
     if config.mtp == "off":
         return None, OFF
+    if config.draft_model is not None:
+        if config.mtp_head is not None or isinstance(config.mtp, MTPConfig):
+            raise EngineFailed("draft_model is configured beside mtp_head or limits of mtp; only one of them can draft")
+        return None, REPLACED
     head_dir, status = _search(config.mtp_head, model_dir, model_config)
     asked_for = "mtp_head" if config.mtp_head is not None else "mtp" if isinstance(config.mtp, MTPConfig) else None
     if head_dir is None and asked_for is not None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from engine.core.batch import RowOutput
+from engine.core.batch import Drafts, RowOutput
 from engine.core.request import Request
 from engine.worker.logprobs import Logprobs
 from engine.worker.processors import advance_matcher
+from engine.worker.prompt_lookup import TokenHistory
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +24,7 @@ class Row:
     output_ids: list[int]  # Tokens after the request's own prompt; all but the last are in the cache.
     error: str | None = None  # Why the row cannot continue, None if it can.
     is_removed: bool = False  # Pending output of this row is discarded.
+    history: TokenHistory | None = None  # Prompt and answer for prompt lookup; None if it is off.
 
     @property
     def output_offset(self) -> int:
@@ -36,8 +38,10 @@ class PendingStep:
 
     rows: list[Row]
     """Rows of the group at the launch."""
-    num_drafts: int
-    """Drafts per row, k."""
+    drafts: Drafts
+    """Its drafts, k per row."""
+    has_drafts: Sequence[bool]
+    """Which rows were given drafts of the proposer; with prompt lookup the others verify arbitrary tokens."""
     tokens: mx.array
     """int32 [B, k + 1], sampled tokens."""
     num_kept: mx.array | None
@@ -53,9 +57,12 @@ class PendingStep:
     def merged(cls, launched: Sequence["PendingStep"]) -> "PendingStep":
         """Return one step with the outputs of all these steps. Waits for the device."""
         outputs = [one.read() for one in launched]
-        rows, num_drafts = [row for one in launched for row in one.rows], max(one.num_drafts for one in launched)
-        nothing = mx.zeros((0, num_drafts + 1), mx.int32)
-        return cls(rows, num_drafts, nothing, None, None, None, dict(ChainMap(*outputs)))
+        rows, drafts = (
+            [row for one in launched for row in one.rows],
+            max((one.drafts for one in launched), key=lambda one: one.num_tokens),
+        )
+        nothing = mx.zeros((0, drafts.num_tokens + 1), mx.int32)
+        return cls(rows, drafts, (), nothing, None, None, None, dict(ChainMap(*outputs)))
 
     def token_ids(self) -> list[tuple[int, ...]]:
         """Return the kept tokens of each row. Waits for the device."""
@@ -74,7 +81,16 @@ class PendingStep:
                     continue
                 row.num_cached += len(ids)
                 row.output_ids += ids
+                if row.history is not None:
+                    row.history.append(ids)
                 row.error = row.error or advance_matcher(row.request, ids)
-                figures = self.num_drafts, accepted[i]
-                self.outputs[row.request.id] = RowOutput(ids, logprobs.get(i, ()), *figures, row.error)
+                self.outputs[row.request.id] = RowOutput(
+                    ids,
+                    logprobs.get(i, ()),
+                    self.drafts.num_tokens if self.has_drafts[i] else 0,
+                    accepted[i] if self.has_drafts[i] else 0,
+                    self.drafts.proposer,
+                    row.history is not None and row.history.has_match,
+                    row.error,
+                )
         return self.outputs

@@ -16,7 +16,7 @@ from engine.core.request import Request
 from engine.protocol import ImagePatches, InvalidRequest
 from engine.worker.kv_cache import SequenceCache, num_bytes, slots_like
 from engine.worker.language_model import ImageChunk, LanguageModel
-from engine.worker.mtp import MTPHead
+from engine.worker.mtp import DraftHead
 from engine.worker.pooling import PooledStates
 from engine.worker.processors import advance_matcher
 from engine.worker.sampling_batch import SamplingBatch
@@ -74,7 +74,7 @@ class Prefill:
 
     Args:
         language_model: The language model.
-        head: The MTP head, None without one.
+        head: The MTP head or draft model, None without one.
         vision: The vision encoder, None for a text model.
         image_token_id: The placeholder of images.
     """
@@ -82,7 +82,7 @@ class Prefill:
     def __init__(
         self,
         language_model: LanguageModel,
-        head: MTPHead | None,
+        head: DraftHead | None,
         vision: VisionEncoder | None,
         image_token_id: int | None,
     ):
@@ -114,6 +114,8 @@ class Prefill:
             self._head.make_cache() if self._head is not None else None,
         )
         self._make_room([*cache, *(head_cache or [])], len(ids))
+        if self._head is not None and head_cache is not None:
+            self._head.begin(int(request.prompt_token_ids[0]), head_cache)
         prompt = Prompt(ids, successors, cache, positions, next_position, index, head_cache)
         prompt.pooled = None if request.spec.pooling is None else PooledStates(request.spec.pooling)
         return prompt
@@ -200,8 +202,9 @@ class Prefill:
             hidden = self._language_model.extend(token_ids, embeds, prompt.cache, positions)
         else:
             logits, hidden = self._language_model.extend_to_end(token_ids, embeds, prompt.cache, positions)
-        if self._head is not None and hidden is not None:
-            self._prime(self._head, prompt, hidden)
+        read = None if self._head is None else self._head.read(hidden, token_ids)
+        if self._head is not None and read is not None:
+            self._prime(self._head, prompt, read)
         if logits is None:  # wait once per chunk, so that the cost model can measure it
             mx.eval([layer.state for layer in prompt.layers], [] if prompt.hidden is None else prompt.hidden)
         return end - start, logits
@@ -215,7 +218,7 @@ class Prefill:
         mx.eval([layer.state for layer in prompt.cache])
         return end - start, end == len(prompt.token_ids)
 
-    def _prime(self, head: MTPHead, prompt: Prompt, hidden: mx.array) -> None:
+    def _prime(self, head: DraftHead, prompt: Prompt, hidden: mx.array) -> None:
         """Feed the head each new hidden state with the token after it; the newest state waits for its token."""
         assert prompt.head_cache is not None
         before, start = hidden[:, :-1], prompt.done - hidden.shape[1]

@@ -8,6 +8,11 @@ from mlx_vlm.models.cache import ArraysCache
 
 from engine.worker.delta_rule import Factors
 
+
+class NotRewindable(Exception):
+    """A recurrent layer that writes its state directly cannot return to an earlier token."""
+
+
 _Library: Any = ArraysCache  # some families write their states only into instances of it
 
 
@@ -33,8 +38,9 @@ class BatchRecurrentLayer(_Library):
         return self.slots[index]
 
     def __setitem__(self, index: int, value: mx.array) -> None:
-        """Replace a slot; families that do so instead of calling `update_recurrent` cannot return to earlier states."""
-        assert not self.recording
+        """Replace a slot. Raises NotRewindable while recording: earlier states would be lost."""
+        if self.recording:
+            raise NotRewindable
         self.slots[index] = value
 
     def make_mask(self, num_new: int) -> None:

@@ -21,6 +21,7 @@ from mlx_vlm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from engine.core.batch import SEGMENT_ARRAYS
 from engine.worker.kv_cache import BatchKVLayer, SequenceCache, rounded
+from engine.worker.quantized_kv import QuantizedKVCache, format_of
 from engine.worker.window_layer import last_tokens
 
 SMALL_BYTES = 2**22
@@ -39,8 +40,8 @@ class KVSegment:
     parent: "KVSegment | None"
     """The segment before it; None for the first."""
     layers: list[KeysValues | None]
-    """Per attention layer keys and values [1, heads, n, head_dim]; None while they are in a row's cache. The MTP head's
-    layers are never lent by a decoding row, because the head's cache may lag behind."""
+    """Per attention layer keys and values [1, heads, n, head_dim or words]; None while they are in a row's cache. Those
+    of the MTP head are never lent by a decoding row, because the head's cache may lag behind."""
     ends: tuple[int, ...]
     """Per attention layer the slots of a row up to the end of this segment."""
 
@@ -105,7 +106,7 @@ def unsupported_reason(cache: SequenceCache) -> str | None:
     """Return why a row with such layers cannot be cached, None if it can."""
     for i, layer in enumerate(cache):
         kind: Any = type(layer)  # exact types: subclasses store their state differently
-        if kind not in (KVCache, ArraysCache, RotatingKVCache):
+        if kind not in (KVCache, QuantizedKVCache, ArraysCache, RotatingKVCache):
             return f"layer {i} keeps its state in a {kind.__name__}, which cannot be restored"
     return None
 
@@ -121,7 +122,8 @@ def is_finite(cache: SequenceCache) -> bool:
             arrays += [array[..., -1:, :] for array in last_tokens(layer)]
         if isinstance(layer, KVCache) and layer.offset:
             slots: list[Any] = [layer.keys, layer.values]
-            arrays += [array[..., layer.offset - 1 : layer.offset, :] for array in slots]
+            newest, kv_format = [array[..., layer.offset - 1 : layer.offset, :] for array in slots], format_of(layer)
+            arrays += newest if kv_format is None else kv_format.unpack(*newest)
     return bool(mx.all(mx.stack([mx.all(mx.isfinite(array)) for array in arrays])).item())
 
 

@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
-from engine.core.batch import ChunkTime, PrefillOutput, RowOutput, StepTime
+from engine.core.batch import PLAIN, ChunkTime, Drafts, PrefillOutput, RowOutput, StepTime
 from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
+from engine.worker.drafting import most_draft_tokens
 from engine.worker.snapshot import StateSnapshot
 
 NUM_TOKENS = 16
@@ -18,7 +20,7 @@ NUM_ROWS = (1, 2, 8)
 MEMORY_SHARE = 0.25
 """Share of the free memory that the rows may use."""
 TIMED_STEPS, MAX_TIMED_S = 2, 0.15
-"""Steps that are timed per number of rows and drafts, and the total seconds after which no further one is."""
+"""Steps that are timed per number of rows and way to draft, and the total seconds after which no further one is."""
 CHUNK_TOKENS, LONG_CHUNK_S = (64, 256), 0.25
 """Tokens of the chunks that are timed, each after an untimed one; none after a chunk of LONG_CHUNK_S."""
 
@@ -27,7 +29,7 @@ class Runner(Protocol):
     """The part of core.batch.ModelRunner that warm-up uses."""
 
     max_context_tokens: int
-    max_draft_tokens: int
+    drafts: Sequence[Drafts]
     no_snapshots: str | None
     memory_limit_bytes: int
 
@@ -35,12 +37,12 @@ class Runner(Protocol):
     def active_bytes(self) -> int: ...
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput: ...
     def snapshot(self, rows: Sequence[Request]) -> StateSnapshot | None: ...
-    def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]: ...
+    def decode(self, drafts: Drafts = PLAIN) -> Mapping[str, RowOutput]: ...
     def drop(self, row_ids: Sequence[str]) -> None: ...
 
 
 def time_steps(runner: Runner, max_running: int) -> tuple[list[StepTime], StateSnapshot | None]:
-    """Time decode steps of NUM_ROWS rows with each number of drafts.
+    """Time decode steps of NUM_ROWS rows with each way to draft.
 
     Args:
         runner: A runner without rows; it has none afterwards.
@@ -59,7 +61,7 @@ def time_steps(runner: Runner, max_running: int) -> tuple[list[StepTime], StateS
             snapshot = runner.snapshot([row]) if runner.no_snapshots is None else None
             runner.prefill([row], len(prompt))
             rows.append(row)
-        times += [StepTime(num_rows, k, _step_s(runner, k)) for k in range(runner.max_draft_tokens + 1)]
+        times += [StepTime(num_rows, drafts, _step_s(runner, drafts)) for drafts in (PLAIN, *runner.drafts)]
     runner.drop([row.id for row in rows])
     return times, snapshot
 
@@ -85,12 +87,12 @@ def _chunk_s(runner: Runner, num_tokens: int) -> float:
     return seconds
 
 
-def _step_s(runner: Runner, num_drafts: int) -> float:
+def _step_s(runner: Runner, drafts: Drafts) -> float:
     """Return the seconds of the fastest of a few steps, after two untimed ones that compile kernels."""
     seconds: list[float] = []
     while len(seconds) < 2 + TIMED_STEPS and sum(seconds[2:]) < MAX_TIMED_S:
         began_s = time.perf_counter()
-        runner.decode(num_drafts)
+        runner.decode(replace(drafts, is_forced=True))
         seconds.append(time.perf_counter() - began_s)
     return min(seconds[2:])
 
@@ -99,5 +101,5 @@ def _has_room_for(runner: Runner, num_rows: int, snapshot: StateSnapshot | None)
     """Return whether `num_rows` short rows take little of the free memory; verification keeps a state per position."""
     if snapshot is None:
         return False
-    num_bytes = num_rows * (runner.max_draft_tokens + 2) * (snapshot.state_bytes + snapshot.segment_bytes)
+    num_bytes = num_rows * (most_draft_tokens(runner.drafts) + 2) * (snapshot.state_bytes + snapshot.segment_bytes)
     return num_bytes < MEMORY_SHARE * (runner.memory_limit_bytes - runner.active_bytes)

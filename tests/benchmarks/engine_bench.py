@@ -33,7 +33,7 @@ import psutil
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig, MTPConfig
-from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.batch import PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.engine_core import EngineCore
 from engine.core.request import Request
 from engine.core.scheduler_output import Chunks
@@ -233,8 +233,8 @@ class GatedRunner(MLXRunner):
         self.counts = Counts()
         self._kept: dict[str, tuple[Prompt, list[RowOutput]]] = {}
 
-    def decode(self, num_draft_tokens: int = 0) -> dict[str, RowOutput]:
-        outputs = super().decode(num_draft_tokens) if self.is_open else {}
+    def decode(self, drafts: Drafts = PLAIN) -> dict[str, RowOutput]:
+        outputs = super().decode(drafts) if self.is_open else {}
         for row_id, output in outputs.items():
             self.counts.row_steps += 1
             self.counts.drafted += output.num_drafted
@@ -270,7 +270,9 @@ class DraftBench:
         count = max(MIN_PROMPTS, config.max_running)
         self._requests = {task: requests(task, count, tokenizer, num_tokens) for task in {c.task for c in cells}}
         self.runner = GatedRunner(config)
-        configs = {arm: config.model_copy(update={"mtp": mtp}) for arm, mtp in DRAFT_ARMS.items()}
+        configs = {
+            arm: config.model_copy(update={"mtp": mtp, "prompt_lookup": "off"}) for arm, mtp in DRAFT_ARMS.items()
+        }
         pairs = itertools.product(cells, configs)
         self._cores = {(cell, arm): EngineCore(configs[arm], self.runner, raise_errors) for cell, arm in pairs}
 
@@ -393,7 +395,9 @@ def main() -> int:
     else:
         arms = [Arm(1, int(length), 1) for length in args.prefills.split(",")]
         arms += [Arm(batch, args.prompt_tokens, args.output_tokens) for batch in args.batches]
-        report = asyncio.run(measure(EngineConfig.model_validate(values | {"mtp": "off"}), arms, args.rounds))
+        report = asyncio.run(
+            measure(EngineConfig.model_validate(values | {"mtp": "off", "prompt_lookup": "off"}), arms, args.rounds)
+        )
         print_report(report, args.rounds)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))

@@ -31,6 +31,7 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 
 from engine.config import EngineConfig
+from engine.core.batch import Drafts
 from engine.core.engine_core import EngineCore
 from engine.core.request import Request
 from engine.core.scheduler_output import Chunks
@@ -204,10 +205,10 @@ def until_first(core: EngineCore, one: EngineRequest, outputs: dict[str, list[in
 
 
 def step_ms(runner: MLXRunner, num_drafts: int) -> float:
-    runner.decode(num_drafts)
+    runner.decode(Drafts(num_drafts))
     began_s = time.perf_counter()
     for _ in range(NUM_STEPS):
-        runner.decode(num_drafts)
+        runner.decode(Drafts(num_drafts))
     return (time.perf_counter() - began_s) / NUM_STEPS * 1e3
 
 

@@ -14,7 +14,18 @@ from unittest.mock import patch
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import SEGMENT_ARRAYS, ChunkTime, PrefillOutput, PromptChunk, RowOutput, RowSnapshot, StepTime
+from engine.core.batch import (
+    PLAIN,
+    SEGMENT_ARRAYS,
+    ChunkTime,
+    Drafts,
+    PrefillOutput,
+    PromptChunk,
+    Proposer,
+    RowOutput,
+    RowSnapshot,
+    StepTime,
+)
 from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request, RequestState
@@ -228,11 +239,12 @@ class ClockRunner:
         self.costs = machine.costs
         self.device_bytes = self.memory_limit_bytes = machine.memory_bytes
         self.fingerprint = machine.name
-        self.max_draft_tokens = len(machine.acceptance)
+        self.drafts: Sequence[Drafts] = tuple(Drafts(k) for k in range(1, len(machine.acceptance) + 1))
+        self.no_drafts: Mapping[Proposer, str] = {"prompt_lookup": "not simulated"}
         self.step_times: Sequence[StepTime] = [
-            StepTime(rows, drafts, machine.step_seconds([(rows, 1)], drafts))
+            StepTime(rows, drafts, machine.step_seconds([(rows, 1)], drafts.num_tokens))
             for rows in (1, 2, 8)
-            for drafts in range(self.max_draft_tokens + 1)
+            for drafts in (PLAIN, *self.drafts)
         ]
         self.chunk_times: Sequence[ChunkTime] = [
             ChunkTime(num_tokens, machine.chunk_seconds(0, num_tokens)) for num_tokens in (64, 256)
@@ -260,7 +272,8 @@ class ClockRunner:
         rows = sum(n * (costs.slots(longest) * costs.token_bytes + costs.state_bytes) for n, longest in self._groups())
         return costs.base_bytes + rows + prompts + self._snapshot_bytes
 
-    def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]:
+    def decode(self, drafts: Drafts = PLAIN) -> Mapping[str, RowOutput]:
+        num_draft_tokens = drafts.num_tokens
         seconds = self.machine.step_seconds(self._groups(), num_draft_tokens)
         self.decode_s += seconds
         self.clock.advance(seconds)

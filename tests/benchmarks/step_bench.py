@@ -20,6 +20,7 @@ from mlx_vlm.speculative.drafters import qwen3_5_mtp
 from mlx_vlm.utils import get_model_and_args
 
 from engine.config import EngineConfig
+from engine.core.batch import Drafts
 from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader
@@ -121,8 +122,19 @@ def random_model(shape: dict[str, int]) -> loader.LoadedModel:
     loader.cast(head, dtype)
     mx.eval(module.parameters(), head.parameters())
     num_bytes = sum(w.nbytes for part in (module.language_model, head) for _, w in loader.weights_of(part))
+    sizes = {"max_context_tokens": 131072, "vocab_size": shape["vocab_size"], "num_weight_bytes": num_bytes}
     return loader.LoadedModel(
-        module, Path(), config, frozenset(), 131072, shape["vocab_size"], num_bytes, str(dtype), head, "ready", "random"
+        module=module,
+        path=Path(),
+        config=config,
+        media_kinds=frozenset(),
+        **sizes,
+        dtype=str(dtype),
+        quantized_weights="no quantized weights",
+        mtp_head=head,
+        mtp_status="ready",
+        draft=None,
+        fingerprint="random",
     )
 
 
@@ -153,10 +165,10 @@ def join(runner: MLXRunner, num_rows: int, prompt_tokens: int) -> list[str]:
 def step_ms(runner: MLXRunner, num_rows: int, num_drafts: int, prompt_tokens: int, steps: int) -> float:
     ids = join(runner, num_rows, prompt_tokens)
     for _ in range(12):
-        runner.decode(num_drafts)
+        runner.decode(Drafts(num_drafts))
     began = time.perf_counter()
     for _ in range(steps):
-        runner.decode(num_drafts)
+        runner.decode(Drafts(num_drafts))
     seconds = time.perf_counter() - began
     runner.drop(ids)
     return seconds / steps * 1e3
@@ -179,7 +191,7 @@ def profile(runner: MLXRunner, num_rows: int, num_drafts: int, prompt_tokens: in
 
         mx.async_eval = timed
         began = time.perf_counter()
-        group._launched = launched = group._launch(num_drafts)
+        group._launched = launched = group._launch(Drafts(num_drafts))
         built = time.perf_counter() - began
         mx.async_eval = real
         began = time.perf_counter()

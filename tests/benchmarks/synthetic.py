@@ -13,7 +13,7 @@ from deployments.app import AppArgs, build_app
 from deployments.model_replica import ModelReplica
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.batch import PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.request import Request
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
@@ -34,7 +34,6 @@ class PacedRunner(NoSnapshots):
 
     def __init__(self, token_id: int):
         self.max_context_tokens = self.vocab_size = 1 << 20
-        self.max_draft_tokens = 0
         self.capabilities: dict[str, Any] = {}
         self.emissions: dict[int, list[float]] = {}
         self._output = RowOutput((token_id,))
@@ -43,7 +42,7 @@ class PacedRunner(NoSnapshots):
         self.spread = False
         self._rows: dict[str, list[float]] = {}
 
-    def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]:
+    def decode(self, drafts: Drafts = PLAIN) -> Mapping[str, RowOutput]:
         rows = list(self._rows)
         if self.spread:
             rows = [rows[next(self._turns) % len(rows)]]

@@ -1,8 +1,10 @@
+import json
 import math
 
 import pytest
 
-from tests.benchmarks.engine_bench import Arm, Row, figures
+from engine.config import EngineConfig
+from tests.benchmarks.engine_bench import Arm, Row, conditions, figures
 from tests.benchmarks.measure import CpuTrace, Spread, percentile, table
 from tests.benchmarks.publish_figures import engine_cost, latencies_ms
 from tests.benchmarks.serve_bench import Workload, is_loopback, plan, summary
@@ -134,6 +136,11 @@ def test_a_decode_rate_counts_only_while_all_rows_decode():
 
 def test_a_prefill_rate_is_the_prompt_over_the_wait():
     assert figures(Arm(1, 100, 1), [Row(1.0, [(1.5, 1)])])["tokens_per_s"] == [200.0]
+
+
+def test_the_conditions_of_a_report_are_plain_values():
+    plain = json.loads(json.dumps(conditions(EngineConfig(), {"compiled": False})))
+    assert plain["blas"].keys() == {"source", "path", "reason"} and plain["capabilities"] == {"compiled": False}
 
 
 def test_the_engine_is_charged_only_for_the_time_in_which_all_streams_run():

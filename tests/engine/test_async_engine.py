@@ -12,7 +12,7 @@ import pytest
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core import progress
-from engine.core.batch import PrefillOutput, RowOutput, StepTime
+from engine.core.batch import PLAIN, PrefillOutput, RowOutput, StepTime
 from engine.protocol import (
     ContextLengthExceeded,
     EngineFailed,
@@ -30,12 +30,12 @@ from tests.support.faults import Hanging
 class CountingRunner(NoSnapshots):
     """Every row gets 0, 1, 2, ...; a step takes `step_s`."""
 
-    max_context_tokens, vocab_size, max_draft_tokens, capabilities = 1000, 100, 0, {"media": [], "mtp": "no head"}
+    max_context_tokens, vocab_size, capabilities = 1000, 100, {"media": []}
 
     def __init__(self, step_s: float = 0.0):
         self.step_s, self.next, self.hold, self.closed = step_s, {}, 0.0, False
 
-    def decode(self, num_draft_tokens=0):
+    def decode(self, drafts=PLAIN):
         time.sleep(self.step_s + self.hold)
         outputs = {row: RowOutput((n,)) for row, n in self.next.items()}
         self.next = {row: n + 1 for row, n in self.next.items()}
@@ -164,11 +164,11 @@ class HangingRunner(CountingRunner):
     def __init__(self, hang: Hanging, predicted_s: float):
         super().__init__()
         self._hang = hang
-        self.step_times = [StepTime(1, 0, predicted_s)]
+        self.step_times = [StepTime(1, PLAIN, predicted_s)]
 
-    def decode(self, num_draft_tokens=0):
+    def decode(self, drafts=PLAIN):
         self._hang()
-        return super().decode(num_draft_tokens)
+        return super().decode(drafts)
 
 
 def test_a_slow_step_within_its_prediction_is_not_treated_as_hanging():

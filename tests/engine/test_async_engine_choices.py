@@ -95,7 +95,7 @@ def test_draft_counts_add_up_in_chunks_merged_for_a_slow_reader():
         status = engine.status()
         assert first.num_drafted + last.num_drafted == status.num_drafted > 0
         assert first.num_accepted + last.num_accepted == status.num_accepted > 0
-        assert status.speculation["mode"] == "fixed"
+        assert status.speculation["mtp"]["mode"] == "fixed"
 
     run(test, FakeRunner(2, accepts=lambda seed, position: position % 2 == 0), mtp={"max_draft_tokens": 2})
 

@@ -92,6 +92,7 @@ def test_a_plan_fits_its_prompt_and_is_the_same_alone_and_among_other_prompts():
         status = scorer.status()
         assert (status.num_scored, status.num_scored_tokens) == (9, 200 + 250 + 300 + 350 + 300)
         assert status.num_reused_tokens == 200 + 250 + 300 + 350
+        assert status.max_prompt_tokens == 32768 - scorer.config.lookahead  # the draft's context, not max_tokens_scored
 
     run(test)
 

@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw
 
 import engine.__main__
 from engine.__main__ import Chat, arguments
+from engine.config import RopeScaling
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, FinishReason, TokenChunk
@@ -106,3 +107,10 @@ def test_each_turn_of_a_chat_continues_the_one_before_up_to_its_turn_boundary(mo
         turn = before.boundaries[-1]
         assert turn.kind == "turn" and turn.num_tokens > len(before.token_ids) - 12
         assert after.token_ids[: turn.num_tokens].tolist() == before.token_ids[: turn.num_tokens].tolist()
+
+
+def test_a_rope_scaling_of_the_command_line_is_that_of_the_settings(capsys):
+    assert arguments(["--rope-scaling", "yarn:4"]).rope_scaling == RopeScaling(type="yarn", factor=4)
+    with pytest.raises(SystemExit):
+        arguments(["--rope-scaling", "dynamic:0.5"])
+    assert "'dynamic:0.5': type: Input should be 'yarn'" in capsys.readouterr().err

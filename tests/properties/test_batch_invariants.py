@@ -24,7 +24,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig
-from engine.core.batch import RowOutput
+from engine.core.batch import Drafts, RowOutput
 from engine.core.request import Request
 from engine.protocol import EngineRequest, GrammarSpec, SamplingParams, TokenLogprobs
 from engine.worker.model_runner import MLXRunner, load_runner
@@ -269,7 +269,7 @@ def test_a_joining_row_of_any_length_gets_the_same_logprobs_as_alone(bench_of, n
         alone = _logprobs_of(runner, _plain("alone", length), num_drafts)
         old = _plain("old", 10)
         runner.prefill([old], 100)
-        runner.decode(num_drafts)
+        runner.decode(Drafts(num_drafts))
         beside = _logprobs_of(runner, _plain("new", length), num_drafts, leaves=old.id if drop else None)
         runner.drop([old.id])
         _compare_logprobs(f"a prompt of {length} tokens", beside[:5], alone[:5])
@@ -287,7 +287,7 @@ def _logprobs_of(runner: MLXRunner, row: Request, num_drafts: int, leaves: str |
     logprobs = list(first[row.id].logprobs)
     runner.drop([leaves] if leaves else [])
     while len(logprobs) < 5:
-        logprobs += runner.decode(num_drafts).get(row.id, RowOutput(())).logprobs
+        logprobs += runner.decode(Drafts(num_drafts)).get(row.id, RowOutput(())).logprobs
     runner.drop([row.id])
     return logprobs
 

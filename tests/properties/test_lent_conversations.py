@@ -40,7 +40,7 @@ class Conversations:
 
     def __init__(self, runner: MLXRunner, seed: int):
         self.runner, self.rng, self.seed = runner, random.Random(seed), seed
-        self.mtp = self.rng.choice(["off", {"max_draft_tokens": 3}]) if runner.max_draft_tokens else "off"
+        self.mtp = self.rng.choice(["off", {"max_draft_tokens": 3}]) if "mtp" not in runner.no_drafts else "off"
         self.system = plain_tokens(("system", seed), 40)
         self.sent: dict[str, EngineRequest] = {}
         self.open: dict[str, int] = {}

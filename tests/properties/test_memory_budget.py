@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.batch import PLAIN, Drafts
 from engine.core.memory.budget import HEADROOM_SHARE
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, SamplingParams
@@ -42,8 +43,8 @@ class Books:
         self._burst = self.core.scheduler.prefills.burst
         self.core.scheduler.prefills.burst = self._watched_burst  # type: ignore[method-assign]
 
-    def _watched(self, num_draft_tokens: int = 0) -> Any:
-        work = self._schedule(num_draft_tokens)
+    def _watched(self, drafts: Drafts = PLAIN) -> Any:
+        work = self._schedule(drafts)
         self._scheduled = self.booked()
         return work
 

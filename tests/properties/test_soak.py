@@ -19,6 +19,7 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 
 from engine.config import EngineConfig
+from engine.core.batch import Drafts
 from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
@@ -104,7 +105,7 @@ class Soak:
         self.num_rows += 1
 
     def _step(self, num_drafts: int) -> None:
-        for row_id, output in self._runner.decode(num_drafts).items():
+        for row_id, output in self._runner.decode(Drafts(num_drafts)).items():
             self._left[row_id] -= len(output.token_ids)
             self.num_tokens += len(output.token_ids)
         self.num_steps += 1

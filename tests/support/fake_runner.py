@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,14 @@ import numpy as np
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.batch import (
+    PLAIN,
     SEGMENT_ARRAYS,
     ChunkTime,
+    Drafts,
     ImageLeft,
     PrefillOutput,
     PromptChunk,
+    Proposer,
     RowOutput,
     RowSnapshot,
     StepTime,
@@ -51,6 +55,8 @@ class NoSnapshots:
     fingerprint: str = "none"
     costs: MemoryCosts = MemoryCosts()
     step_times: Sequence[StepTime] = ()
+    drafts: Sequence[Drafts] = ()
+    no_drafts: Mapping[Proposer, str] = MappingProxyType({})
     chunk_times: Sequence[ChunkTime] = ()
     memory_limit_bytes: int = 2**30
     active_bytes: int = 0
@@ -129,6 +135,8 @@ class FakeRunner:
     def __init__(self, max_draft_tokens: int = 0, accepts: Callable[[int, int], bool] = lambda seed, position: True):
         self.max_context_tokens, self.vocab_size = 100_000, VOCAB_SIZE
         self.max_draft_tokens = max_draft_tokens
+        self.drafts: Sequence[Drafts] = tuple(Drafts(k) for k in range(1, max_draft_tokens + 1))
+        self.no_drafts: Mapping[Proposer, str] = {} if max_draft_tokens else {"mtp": "the fake has none"}
         self.image_token_id: int | None = None
         self.no_snapshots: str | None = None
         self.no_sparse: str | None = None
@@ -139,7 +147,7 @@ class FakeRunner:
         self.step_times: Sequence[StepTime] = ()
         self.chunk_times: Sequence[ChunkTime] = ()
         self.active_bytes = self.feature_bytes = 0
-        self.capabilities: dict[str, Any] = {"media": [], "mtp": "fake" if max_draft_tokens else "the fake has none"}
+        self.capabilities: dict[str, Any] = {"media": []}
         self.accepts = accepts
         self.stops_at: dict[int, int] = {}
         self.broken: set[str] = set()
@@ -152,9 +160,10 @@ class FakeRunner:
         self._positions: dict[str, int] = {}
         self._in_flight: dict[str, RowOutput] = {}
 
-    def decode(self, num_draft_tokens: int = 0) -> Mapping[str, RowOutput]:
+    def decode(self, drafts: Drafts = PLAIN) -> Mapping[str, RowOutput]:
+        num_draft_tokens = drafts.num_tokens
         self._called("decode", num_draft_tokens, *self.rows)
-        assert self.rows and num_draft_tokens <= self.max_draft_tokens
+        assert self.rows and drafts in (PLAIN, *self.drafts)
         time.sleep(self.step_s)
         if not self._in_flight:
             self._in_flight = self._launch(num_draft_tokens)
@@ -300,7 +309,7 @@ class FakeRunner:
         self._positions[row.id] = positions.stop
         ids = tuple(STOP if p == self.stops_at.get(seed) else token(seed, p) for p in positions)
         logprobs = tuple(TokenLogprobs(-float(p)) for p in positions) if row.sampling.logprobs is not None else ()
-        return RowOutput(ids, logprobs, num_draft_tokens, num_accepted, self.errors.get(row.id))
+        return RowOutput(ids, logprobs, num_draft_tokens, num_accepted, error=self.errors.get(row.id))
 
 
 def run_engine(test: Callable[[AsyncEngine], Awaitable], runner: Any, config: Mapping[str, Any]) -> None:

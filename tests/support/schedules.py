@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from engine.config import GrammarConfig
-from engine.core.batch import NO_TOKEN, ModelRunner, RowOutput
+from engine.core.batch import NO_TOKEN, Drafts, ModelRunner, RowOutput
 from engine.core.request import Matcher, Request
 from engine.processing.grammar import GrammarCompiler
 from engine.processing.images import ImagePreprocessor
@@ -166,14 +166,15 @@ class Execution:
         self._waiting.insert(0, [row])
 
     def _decode(self, num_drafts: int) -> None:
-        most = min(max(num_drafts, self._last_drafts), self._runner.max_draft_tokens)
+        drafts = self._drafts(num_drafts)
+        most = max(drafts.num_tokens, self._last_drafts)
         try:
             with self._faults() if (self.step, "decode") in self._schedule.failures else nullcontext():
-                outputs = self._runner.decode(num_drafts)
+                outputs = self._runner.decode(drafts)
         except ZeroDivisionError:
             self._lose_running()
             return
-        self._last_drafts = num_drafts
+        self._last_drafts = drafts.num_tokens
         self.figures["most rows"] = max(self.figures["most rows"], len(outputs))
         silent = self._running.keys() - outputs.keys()  # they joined after this step's tokens were started
         assert not silent & self._silent, "every row that has joined decodes once, or is one call behind"
@@ -181,6 +182,13 @@ class Execution:
         for row in [row for row in self._running.values() if row.id in outputs]:
             assert outputs[row.id].num_drafted <= most
             self._take(row, outputs[row.id])
+
+    def _drafts(self, num_drafts: int) -> Drafts:
+        """Return drafts by prompt lookup in every third step, else by the MTP head, as far as the runner has them."""
+        proposer = "prompt_lookup" if self.step % 3 == 0 else "mtp"
+        offered = [one.num_tokens for one in self._runner.drafts if one.proposer == proposer]
+        num_tokens = max((k for k in offered if k <= num_drafts), default=0)
+        return Drafts(num_tokens, proposer, is_forced=self.step % 2 == 0)
 
     def _lose_running(self) -> None:
         self.figures["failures"] += 1

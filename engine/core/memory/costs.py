@@ -16,6 +16,8 @@ class MemoryCosts:
     window_slots: int = 0  # The most slots of such a layer.
     layer_share: float = 1.0  # Largest layer's share of a row: decode groups are rebuilt layer by layer.
     snapshot_slack: int = 0  # By how much a snapshot's buffers may exceed its arrays.
+    unpacked_bytes: float = 0.0
+    """Per slot, for the keys and values of one layer as computed, if they are stored with fewer bits; the largest."""
     slots_step: int = 1  # Slots are allocated in multiples of this number.
     overshoot: int = 0  # Tokens that may be computed after a row's last one.
     row_step_bytes: int = 0  # Intermediate results of a decode step, per row.
@@ -49,7 +51,7 @@ class MemoryCosts:
 
     def rows(self, num_rows: int, slots: int) -> int:
         """Return the bytes of a decode group of `num_rows` rows, including the intermediate results of a step."""
-        per_slot = self.token_bytes + self.slot_step_bytes
+        per_slot = self.token_bytes + self.slot_step_bytes + self.unpacked_bytes
         waiting = min(slots, self.feed_tokens) * self.feed_bytes
         return int(num_rows * (slots * per_slot + self.fixed(slots) + self.row_step_bytes + waiting))
 
@@ -73,7 +75,8 @@ class MemoryCosts:
     def chunk(self, num_tokens: int, end: int) -> int:
         """Return the bytes of intermediate results of `num_tokens` prompt tokens, the last of which is the `end`-th."""
         num_pairs = min(num_tokens, self.max_queries) * end
-        return int(self.chunk_bytes + num_tokens * self.token_step_bytes + num_pairs * self.pair_bytes)
+        per_token = num_tokens * self.token_step_bytes + end * self.unpacked_bytes
+        return int(self.chunk_bytes + per_token + num_pairs * self.pair_bytes)
 
     def burst(self, num_rows: int, num_tokens: int, end: int) -> int:
         """Return the bytes of intermediate results of a forward of `num_rows` chunks, padded to `num_tokens` each.

@@ -72,6 +72,7 @@ class ScorerStatus(ScorerCounters):
     state: str  # loading, ready, unavailable (the draft cannot score, see error), failed, or stopped.
     draft_model: str  # As configured.
     device: str = ""  # MLX's name of it; '' while loading.
+    max_prompt_tokens: int = 0  # Longest prompt that it scores: of max_tokens_scored, the draft's context and memory.
     num_running: int = 0  # Prompts being scored.
     num_waiting: int = 0  # Prompts queued.
     memory: dict[str, int] = field(default_factory=dict)  # Bytes by purpose.

@@ -19,6 +19,8 @@ from mlx_vlm.models.qwen3 import language as qwen3
 from mlx_vlm.models.qwen3_5 import language as qwen3_5
 from mlx_vlm.models.qwen3_vl import language as qwen3_vl
 
+from engine.worker.quantized_kv import QuantizedKVCache
+
 MODULES = (llama, qwen2, qwen3, qwen3_5, qwen3_vl)
 
 MIN_QUERIES = 16
@@ -29,10 +31,12 @@ BLOCK_QUERIES = 256
 _library: Any = base.scaled_dot_product_attention
 
 
-def _attention(
+def attention(
     queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: Any = None
 ) -> mx.array:
-    is_ours = type(cache) is KVCache and queries.dtype == keys.dtype == values.dtype == mx.float32 and sinks is None
+    """Compute attention in the place of `mlx_vlm.models.base.scaled_dot_product_attention`."""
+    is_of_one_row = type(cache) in (KVCache, QuantizedKVCache)
+    is_ours = is_of_one_row and queries.dtype == keys.dtype == values.dtype == mx.float32 and sinks is None
     is_causal = isinstance(mask, str) and mask == "causal"
     if not is_ours or queries.shape[2] < MIN_QUERIES or not (is_causal or mask is None):
         return _library(queries, keys, values, cache, scale, mask, sinks)
@@ -80,9 +84,9 @@ def install() -> None:
     """Replace the attention of the supported models; x86 only. May be called several times."""
     if platform.machine() in ("x86_64", "AMD64"):
         for module in MODULES:
-            vars(module)["scaled_dot_product_attention"] = _attention
+            vars(module)["scaled_dot_product_attention"] = attention
 
 
 def max_queries() -> int:
     """Return how many queries attention computes at once; unbounded if the patch is not installed."""
-    return BLOCK_QUERIES if vars(qwen3_5)["scaled_dot_product_attention"] is _attention else 2**31
+    return BLOCK_QUERIES if vars(qwen3_5)["scaled_dot_product_attention"] is attention else 2**31

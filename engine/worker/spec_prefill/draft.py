@@ -23,6 +23,12 @@ top."""
 MAX_SCORES_BYTES = 2**28
 """On a CPU attention stores its scores, float32 [heads, chunk, context]; chunks are reduced to this limit."""
 
+MAX_GPU_SCORES_BYTES = 2**30
+"""The same on a GPU, for heads larger than MAX_FUSED_HEAD_DIM."""
+
+MAX_FUSED_HEAD_DIM = 128
+"""MLX's GPU kernels compute attention over heads of at most this size without storing scores."""
+
 SMALLEST_CHUNK = 16
 
 MAX_OBSERVED_BYTES = 2**25
@@ -38,6 +44,7 @@ def draft_engine_config(config: SpecPrefillConfig, device: str) -> EngineConfig:
         {
             "model": draft_of(config.draft_model),
             "revision": config.draft_revision,
+            "rope_scaling": config.draft_rope_scaling,
             "device": device,
             "dtype": config.dtype,
             "mtp": "off",
@@ -85,7 +92,11 @@ class Draft:
         self.stop_token_ids = _stop_token_ids(model.config, model.config.get("text_config") or {}, generation)
         self._layers = attention_layers(self._lm.model.layers, self.make_cache())
         self.compile_blocks(loader.on_gpu() and mx.cuda.is_available())
-        self.bytes_per_token, self.state_bytes = _measured(self._check())
+        probed = self._check()
+        self._head_dim = max(
+            layer.keys.shape[-1] for layer in probed if isinstance(layer, KVCache) and layer.keys is not None
+        )
+        self.bytes_per_token, self.state_bytes = _measured(probed)
         mx.clear_cache()
 
     def compile_blocks(self, compiles: bool) -> None:
@@ -105,10 +116,11 @@ class Draft:
 
     def chunk_tokens(self, start: int, wanted: int) -> int:
         """Return how many of the `wanted` tokens from `start` on to read in one forward."""
-        if loader.on_gpu():
+        if loader.on_gpu() and self._head_dim <= MAX_FUSED_HEAD_DIM:
             return wanted
         heads = max(layer.num_heads for layer in self._layers if layer is not None)
-        fitting = MAX_SCORES_BYTES // (4 * heads * (start + wanted))
+        most = MAX_GPU_SCORES_BYTES if loader.on_gpu() else MAX_SCORES_BYTES
+        fitting = most // (4 * heads * (start + wanted))
         return min(wanted, max(fitting, SMALLEST_CHUNK))
 
     def extend(self, token_ids: np.ndarray, start: int, cache: SequenceCache, num_slots: int) -> None:

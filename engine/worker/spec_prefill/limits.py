@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from engine.core.spec_prefill.plan import ScoreRequest
 from engine.protocol import InvalidRequest
-from engine.worker.kv_cache import rounded
+from engine.worker.kv_cache import SLOTS_STEP, rounded
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,12 @@ class Limits:
     def num_bytes(self, num_prompt_tokens: int) -> int:
         """Return the bytes of a prompt's cache once it has been scored."""
         return self.state_bytes + rounded(num_prompt_tokens + self.lookahead) * self.bytes_per_token
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt that context and budget allow."""
+        slots = (self.budget - self.state_bytes) // self.bytes_per_token // SLOTS_STEP * SLOTS_STEP
+        return max(0, min(self.max_context_tokens, slots) - self.lookahead)
 
     def check(self, request: ScoreRequest) -> None:
         """Check a prompt of at least one token.

@@ -98,6 +98,7 @@ def test_check_reports_what_a_model_can_do_here(tmp_path: Path):
     assert "qwen3_5: can be served" in done.stdout and "longest context" in done.stdout
 
 
-def test_check_of_a_model_that_cannot_be_served_says_why(tmp_path: Path):
-    done = orchard(tmp_path, "check", str(tmp_path / "nowhere"))
+@pytest.mark.parametrize("arguments", [["check"], ["self-test", "--quick", "--model"]])
+def test_commands_on_a_missing_model_say_why(tmp_path: Path, arguments: list[str]):
+    done = orchard(tmp_path, *arguments, str(tmp_path / "nowhere"))
     assert done.returncode == 1 and "there is no directory" in done.stderr

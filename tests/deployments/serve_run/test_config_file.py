@@ -228,8 +228,8 @@ BAD = {
         ["args.engine.prefix_cache: prefix_cache.boundaries is empty and no prompt is pinned"],
     ),
     "mtp off, exact": (
-        text(args(engine={"mtp": "off", "mtp_exact": "on"})),
-        ["args.engine: mtp is off: mtp_exact 'on'"],
+        text(args(engine={"mtp": "off", "prompt_lookup": "off", "mtp_exact": "on"})),
+        ["args.engine: mtp and prompt_lookup are off: mtp_exact 'on'"],
     ),
     "mtp off": (text(args(engine={"mtp": "off", "mtp_head": "x"})), ["args.engine: mtp is off: mtp_head 'x' would"]),
     "demo revision": (text(args(engine={"revision": "x"})), ["args.engine: model demo is part of Orchard: revision"]),

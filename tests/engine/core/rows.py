@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.batch import Drafts, PrefillOutput, RowOutput
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
@@ -106,7 +106,7 @@ def step_of(scheduler: Scheduler, num_draft_tokens: int = 0) -> Step:
     before = scheduler.take_released()
     for row in before.finished:
         scheduler.budget.release(row.id)
-    work = scheduler.schedule(num_draft_tokens)
+    work = scheduler.schedule(Drafts(num_draft_tokens))
     for row in work.released.finished:
         scheduler.budget.release(row.id)
     rows = scheduler.next_prompt()

@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from engine.core.batch import RowOutput, StepTime
+from engine.core.batch import PLAIN, Drafts, RowOutput, StepTime
 from engine.core.cost_model import CostModel
 from engine.core.speculation import SpeculationController
+
+MTP = tuple(Drafts(k) for k in (1, 2, 3))
 
 Seconds = Callable[[int, int], float]
 """(rows, drafts) -> seconds of a step."""
@@ -93,27 +95,27 @@ class Simulation:
         self._noise, self._spikes = noise, spikes
         self._random = random.Random(seed)
         self._in_flight: tuple[float, list[RowOutput]] | None = None
-        self.costs = CostModel(3, self._warm_up() if seeded else ())
-        self.controller = SpeculationController("auto", 3, self.costs)
+        self.costs = CostModel(MTP, self._warm_up() if seeded else ())
+        self.controller = SpeculationController({"mtp": "auto"}, self.costs, {})
 
     def run(self, num_tokens: float, num_rows: int = 1) -> float:
         """Until every row has got so many tokens. Returns tokens per second and row."""
         began_s, got = self.elapsed_s, 0.0
         while got < num_tokens:
-            k = self.controller.num_draft_tokens(num_rows)
+            k = self.controller.choose(num_rows).num_tokens
             seconds, outputs = self._in_flight or self._launch(k, num_rows)
             self._in_flight = self._launch(k, num_rows)
             self.elapsed_s += seconds
             new = sum(len(output.token_ids) for output in outputs) / len(outputs)
             got += new
-            self.costs.record_step(num_rows, k, new, seconds * self._distortion())
+            self.costs.record_step(num_rows, Drafts(k), new, seconds * self._distortion())
             self.controller.record(outputs)
             self.drafts.append(k)
         return got / (self.elapsed_s - began_s)
 
     def _warm_up(self) -> list[StepTime]:
         return [
-            StepTime(num_rows, k, sorted(self.seconds(num_rows, k) * self._distortion() for _ in range(3))[1])
+            StepTime(num_rows, Drafts(k), sorted(self.seconds(num_rows, k) * self._distortion() for _ in range(3))[1])
             for num_rows in (1, 2, 8)
             for k in range(4)
         ]
@@ -130,3 +132,52 @@ class Simulation:
     def _distortion(self) -> float:
         spike = 10.0 if self._random.random() < self._spikes else 1.0
         return spike * self._random.lognormvariate(0, self._noise)
+
+
+LOOKUP = tuple(Drafts(k, "prompt_lookup") for k in (2, 4, 8))
+
+
+class LookupSimulation(Simulation):
+    """The same device with prompt lookup beside the head: a step with it costs what one with the head's drafts does.
+
+    Rows have a match in `copied` tokens out of every `period`, where they accept a draft with probability `accepted`. A
+    step for which nothing matches is plain, and takes `search` of its time longer.
+    """
+
+    def __init__(self, seconds: Seconds, *, copied: int, period: int, accepted: float = 0.95, head: bool = False):
+        self.copied, self.period, self.accepted, self.search = copied, period, accepted, 0.02
+        self._positions: list[float] = []
+        super().__init__(seconds, (0.8, 0.7, 0.6) if head else (), noise=0.05)
+        choices = (*(MTP if head else ()), *LOOKUP)
+        times = [StepTime(n, d, seconds(n, d.num_tokens)) for n in (1, 2, 8) for d in (PLAIN, *choices)]
+        self.costs = CostModel(choices, times)
+        self.controller = SpeculationController({"mtp": "auto", "prompt_lookup": "auto"}, self.costs, {})
+
+    def run(self, num_tokens: float, num_rows: int = 1) -> float:
+        """Decode until every row has got so many tokens. Returns tokens per second and row."""
+        self._positions = [self._random.random() * self.period for _ in range(num_rows)]
+        began_s, got = self.elapsed_s, 0.0
+        while got < num_tokens:
+            drafts = self.controller.choose(num_rows)
+            outputs = [self._row(i, drafts) for i in range(num_rows)]
+            used = drafts if any(output.num_drafted for output in outputs) else PLAIN
+            seconds = self.seconds(num_rows, used.num_tokens)
+            seconds *= 1 + self.search * (drafts.proposer == "prompt_lookup")
+            self.elapsed_s += seconds
+            new = sum(len(output.token_ids) for output in outputs) / num_rows
+            got += new
+            self.costs.record_step(num_rows, drafts, new, seconds * self._distortion() if used == drafts else None)
+            self.controller.record(outputs)
+            self.drafts.append(drafts.num_tokens)
+        return got / (self.elapsed_s - began_s)
+
+    def _row(self, i: int, drafts: Drafts) -> RowOutput:
+        matches = self._positions[i] % self.period < self.copied
+        acceptance = (self.accepted,) * 8 if drafts.proposer == "prompt_lookup" else self.acceptance
+        most = drafts.num_tokens if drafts.proposer == "mtp" or matches else 0
+        num_accepted = 0
+        while num_accepted < most and self._random.random() < acceptance[num_accepted]:
+            num_accepted += 1
+        self._positions[i] += num_accepted + 1
+        can_look_up = self._positions[i] % self.period < self.copied
+        return RowOutput((7,) * (num_accepted + 1), (), most, num_accepted, drafts.proposer, can_look_up)

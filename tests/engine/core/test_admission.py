@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput, RowOutput
+from engine.core.batch import PLAIN, PrefillOutput, RowOutput
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.chunks import ChunkMemory
@@ -394,7 +394,7 @@ def test_snapshots_are_evicted_for_a_shared_decode_group_only_for_long_answers(m
     costs = MemoryCosts(base_bytes=100_000, token_bytes=10, layer_share=0.0, slots_step=16, overshoot=3)
     model, cached = CostModel(), Evictables(price_s=100.0)
     for _ in range(2):  # the first step after a change of rows is ignored
-        model.record_step(1, 0, 1.0, 1.0)
+        model.record_step(1, PLAIN, 1.0, 1.0)
     budget = MemoryBudget(costs, 200_000, 1000, cached)
     scheduler = make_scheduler(EngineConfig(max_running=2), None, budget, cached, model)
     admit(scheduler, spec("long", 3000, 200))

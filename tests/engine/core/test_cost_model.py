@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.core.batch import StepTime
+from engine.core.batch import PLAIN, Drafts, StepTime
 from engine.core.cost_model import CostModel
 
 
@@ -65,23 +65,23 @@ def test_the_first_chunk_which_compiles_kernels_is_replaced():
 
 
 def test_the_time_per_token_is_the_step_time_divided_by_the_tokens_of_a_step():
-    costs = CostModel(3)
-    assert costs.token_s(1) is None and costs.step_s(1, 0) is None
+    costs = CostModel([Drafts(k) for k in (1, 2, 3)])
+    assert costs.token_s(1) is None and costs.step_s(1, PLAIN) is None
     for _ in range(20):
-        costs.record_step(1, 0, 1.0, 0.02)
+        costs.record_step(1, PLAIN, 1.0, 0.02)
     for _ in range(20):
-        costs.record_step(16, 3, 2.0, 0.08)
-    assert costs.step_s(1, 0) == pytest.approx(0.02, rel=0.2)
-    assert costs.step_s(16, 3) == pytest.approx(0.08, rel=0.05)
+        costs.record_step(16, Drafts(3), 2.0, 0.08)
+    assert costs.step_s(1, PLAIN) == pytest.approx(0.02, rel=0.2)
+    assert costs.step_s(16, Drafts(3)) == pytest.approx(0.08, rel=0.05)
     assert costs.token_s(16) == pytest.approx(0.04, rel=0.05) and costs.token_s(100) == pytest.approx(0.04, rel=0.5)
 
 
 def test_steps_that_the_pipeline_mixes_or_that_waited_for_a_chunk_are_not_timed():
-    costs = CostModel(3, [StepTime(1, 0, 0.01)])
-    before = costs.step_s(1, 0)
+    costs = CostModel([Drafts(k) for k in (1, 2, 3)], [StepTime(1, PLAIN, 0.01)])
+    before = costs.step_s(1, PLAIN)
     for num_rows in (1, 2) * 8:
-        costs.record_step(num_rows, 0, 1.0, 0.5)
+        costs.record_step(num_rows, PLAIN, 1.0, 0.5)
     for _ in range(8):
-        costs.record_step(1, 0, 1.0, None)
-        costs.record_step(1, 0, 0.0, 0.5)
-    assert costs.step_s(1, 0) == before
+        costs.record_step(1, PLAIN, 1.0, None)
+        costs.record_step(1, PLAIN, 0.0, 0.5)
+    assert costs.step_s(1, PLAIN) == before

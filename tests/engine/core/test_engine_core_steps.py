@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.batch import PLAIN, Drafts
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
 from tests.support.clock import Clock
 from tests.support.driver import Driver
@@ -19,9 +20,9 @@ class TimedRunner(FakeRunner):
         super().__init__(**more)
         self._clock = clock
 
-    def decode(self, num_draft_tokens=0):
-        self._clock.advance(0.01 * (1 + 0.1 * num_draft_tokens))
-        return super().decode(num_draft_tokens)
+    def decode(self, drafts=PLAIN):
+        self._clock.advance(0.01 * (1 + 0.1 * drafts.num_tokens))
+        return super().decode(drafts)
 
     def prefill(self, rows, max_tokens):
         output = super().prefill(rows, max_tokens)
@@ -69,9 +70,9 @@ def test_auto_speculation_keeps_drafting_where_drafts_pay():
     driver.run({0: [request("r", 600)]})
     assert drafts(runner)[:4] == [3] * 4 and drafts(runner)[-20:] == [3] * 20
     status = driver.core.speculation_status
-    assert status["mode"] == "auto" and status["acceptance"] == 1.0
+    assert status["mtp"]["mode"] == "auto" and status["mtp"]["acceptance"] == 1.0
     assert status["step_ms"]["1"]["3"] == pytest.approx(13.0, rel=1e-2)
-    assert driver.core.costs.step_s(1, 3) == pytest.approx(0.013, rel=1e-2)
+    assert driver.core.costs.step_s(1, Drafts(3)) == pytest.approx(0.013, rel=1e-2)
     assert driver.core.costs.token_s(1) == pytest.approx(0.013 / 4, rel=1e-2)
 
 
@@ -87,7 +88,7 @@ def test_a_step_next_to_a_prefill_is_not_timed():
     runner = TimedRunner(clock, max_draft_tokens=3)
     driver = Driver(runner, config("off", prefill_chunk_tokens_busy=16), clock)
     driver.run({0: [request("r", 70)], 5: [request("long", 1, num_prompt=900)]})
-    assert driver.core.costs.step_s(1, 0) == pytest.approx(0.01, rel=1e-2)
+    assert driver.core.costs.step_s(1, PLAIN) == pytest.approx(0.01, rel=1e-2)
 
 
 def test_a_slow_prefill_makes_the_chunks_smaller_while_rows_decode():
@@ -102,7 +103,7 @@ def test_a_slow_prefill_makes_the_chunks_smaller_while_rows_decode():
 
 def test_the_speculation_status_reports_why_there_is_no_head():
     driver = Driver(FakeRunner())
-    assert driver.core.speculation_status["reason"] == "the fake has none"
+    assert driver.core.speculation_status["mtp"]["reason"] == "the fake has none"
 
 
 def test_drafts_are_counted_for_each_request_and_overall():
@@ -136,10 +137,10 @@ class BrokenRunner(TimedRunner):
         super().__init__(clock, **more)
         self._from_drafts = from_drafts
 
-    def decode(self, num_draft_tokens=0):
-        if num_draft_tokens >= self._from_drafts:
+    def decode(self, drafts=PLAIN):
+        if drafts.num_tokens >= self._from_drafts:
             raise RuntimeError("no such kernel")
-        return super().decode(num_draft_tokens)
+        return super().decode(drafts)
 
 
 @pytest.mark.parametrize("num_prompt", [10, 5000])

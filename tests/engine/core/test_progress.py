@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import StepTime
+from engine.core.batch import PLAIN, StepTime
 from engine.core.progress import FIRST_FACTOR, LATE_FACTOR, LOST_FACTOR, MIN_LATE_S, Progress, Work
 from engine.protocol import EngineRequest, SamplingParams
 from tests.engine.core.test_engine_core_steps import TimedRunner
@@ -61,7 +61,7 @@ def request(request_id: str, num_prompt: int, max_tokens: int = 3) -> EngineRequ
 def watched() -> tuple[WatchedRunner, Driver]:
     clock = Clock()
     runner = WatchedRunner(clock)
-    runner.step_times = [StepTime(1, 0, 0.01), StepTime(2, 0, 0.01)]
+    runner.step_times = [StepTime(1, PLAIN, 0.01), StepTime(2, PLAIN, 0.01)]
     driver = Driver(runner, EngineConfig.model_validate({"prefix_cache": {"enabled": False}}), clock)
     runner.core = driver.core  # type: ignore[assignment]
     return runner, driver

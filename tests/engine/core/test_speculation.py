@@ -6,14 +6,17 @@ from statistics import mean
 
 import pytest
 
-from engine.config import MTPConfig
-from engine.core.batch import RowOutput
+from engine.config import MTPConfig, PromptLookupConfig
+from engine.core.batch import Drafts, Proposer, RowOutput
 from engine.core.cost_model import CostModel
+from engine.core.proposer_record import Mode
 from engine.core.speculation import SpeculationController
 from tests.engine.core.simulation import (
     BUSY_CPU,
     CPU,
     GPU,
+    MTP,
+    LookupSimulation,
     Seconds,
     Simulation,
     best_rate,
@@ -166,61 +169,64 @@ def test_steps_that_slow_down_equally_for_all_k_cause_few_switches_of_k():
     assert simulation.controller.num_switches < 25
 
 
+def controller_of(mode: Mode, num_draft_tokens: int = 3, no_drafts: str = "") -> SpeculationController:
+    """Return the controller of a runner with an MTP head that drafts up to `num_draft_tokens` tokens."""
+    return SpeculationController({"mtp": mode}, CostModel(MTP[:num_draft_tokens]), {"mtp": no_drafts})
+
+
 def outputs(k: int, *num_accepted: int) -> list[RowOutput]:
     return [RowOutput((7,) * (n + 1), (), k, n) for n in num_accepted]
 
 
 def test_acceptance_by_depth_follows_from_how_many_were_accepted():
-    controller = SpeculationController(MTPConfig(max_draft_tokens=3, max_rows=8), 3, CostModel(3))
+    controller = controller_of(MTPConfig(max_draft_tokens=3, max_rows=8), 3)
     for _ in range(10):
         controller.record(outputs(3, 0, 1, 3, 3))
-    status = controller.status()
+    status = controller.status()["mtp"]
     assert status["acceptance"] == round(7 / 12, 4)
     assert status["acceptance_by_depth"] == pytest.approx([3 / 4, 2 / 3, 1.0], abs=0.02)
     assert (status["num_rounds"], status["num_drafted"], status["num_accepted"]) == (10, 120, 70)
 
 
 def test_a_row_that_cannot_draft_counts_as_one_whose_drafts_fail():
-    controller = SpeculationController("auto", 3, CostModel(3))
+    controller = controller_of("auto", 3)
     for _ in range(20):
         controller.record([RowOutput((7, 7, 7), (), 2, 2), RowOutput((7,))])
-    first, second, unknown = controller.status()["acceptance_by_depth"]
+    first, second, unknown = controller.status()["mtp"]["acceptance_by_depth"]
     assert (first, second) == pytest.approx((0.5, 1.0), abs=0.03) and unknown is None
 
 
 def test_acceptance_is_an_average_over_many_rows_and_a_change_of_text_is_noticed():
-    controller = SpeculationController(MTPConfig(max_draft_tokens=1), 1, CostModel(1))
+    controller = controller_of(MTPConfig(max_draft_tokens=1), 1)
     rng = random.Random(1)
     for _ in range(500):
         controller.record(outputs(1, rng.random() < 0.7))
-    assert controller.status()["acceptance_by_depth"] == pytest.approx([0.7], abs=0.15)
+    assert controller.status()["mtp"]["acceptance_by_depth"] == pytest.approx([0.7], abs=0.15)
     for _ in range(20):
         controller.record(outputs(1, 0))
-    assert controller.status()["acceptance_by_depth"][0] < 0.3
+    assert controller.status()["mtp"]["acceptance_by_depth"][0] < 0.3
 
 
 def test_a_fixed_number_is_drafted_while_there_are_few_rows():
-    controller = SpeculationController(MTPConfig(max_draft_tokens=2, max_rows=4), 3, CostModel(3))
-    assert [controller.num_draft_tokens(rows) for rows in (0, 1, 4, 5, 40)] == [0, 2, 2, 0, 0]
-    assert SpeculationController(MTPConfig(max_draft_tokens=8), 3, CostModel(3)).num_draft_tokens(1) == 3, (
-        "no more than the runner can"
-    )
-    assert controller.status()["mode"] == "fixed"
+    controller = controller_of(MTPConfig(max_draft_tokens=2, max_rows=4), 3)
+    assert [controller.choose(rows).num_tokens for rows in (0, 1, 4, 5, 40)] == [0, 2, 2, 0, 0]
+    assert controller_of(MTPConfig(max_draft_tokens=8), 3).choose(1).num_tokens == 3, "no more than the runner can"
+    assert controller.status()["mtp"]["mode"] == "fixed"
 
 
 def test_speculation_that_is_off_drafts_no_tokens_and_reports_the_reason():
     no_head = "no MTP head in the checkpoint"
     for controller, reason in (
-        (SpeculationController("off", 3, CostModel(3), no_head), "off in the configuration"),
-        (SpeculationController("auto", 0, CostModel(0), no_head), no_head),
-        (SpeculationController(MTPConfig(), 0, CostModel(0), no_head), no_head),
+        (controller_of("off", 3, no_head), "off in the configuration"),
+        (controller_of("auto", 0, no_head), no_head),
+        (controller_of(MTPConfig(), 0, no_head), no_head),
     ):
         for _ in range(100):
-            assert controller.num_draft_tokens(1) == 0
+            assert controller.choose(1).num_tokens == 0
             controller.record([RowOutput((7,))])
-        status = controller.status()
+        status = controller.status()["mtp"]
         assert (status["mode"], status["reason"], status["acceptance"]) == ("off", reason, None)
-        assert status["step_ms"] == {}
+        assert controller.status()["step_ms"] == {}
 
 
 def test_the_watchdog_pauses_a_head_without_accepted_drafts_for_doubling_intervals(caplog):
@@ -239,7 +245,7 @@ def test_no_tokens_are_drafted_during_a_watchdog_pause_and_drafting_resumes_afte
     simulation = Simulation(lambda rows, k: STEP_S * (1 + 0.05 * k), (0.0, 0.0, 0.0))
     while not simulation.controller.num_watchdog_trips:
         simulation.run(1)
-    assert "few drafts were accepted" in simulation.controller.status()["reason"]
+    assert "few drafts were accepted" in simulation.controller.status()["mtp"]["reason"]
     began = len(simulation.drafts)
     simulation.run(1000)
     assert not any(simulation.drafts[began:])
@@ -261,12 +267,71 @@ def test_a_request_whose_drafts_fail_does_not_end_drafting_for_later_requests():
 
 def test_a_fixed_number_of_drafts_continues_despite_a_watchdog_warning(caplog):
     caplog.set_level(logging.WARNING, "orchard.engine")
-    controller = SpeculationController(MTPConfig(max_draft_tokens=2), 3, CostModel(3))
+    controller = controller_of(MTPConfig(max_draft_tokens=2), 3)
     for _ in range(200):
-        assert controller.num_draft_tokens(1) == 2
+        assert controller.choose(1).num_tokens == 2
         controller.record(outputs(2, 0))
-    assert controller.status()["num_watchdog_trips"] == 1 and len(caplog.messages) == 1
+    assert controller.status()["mtp"]["num_watchdog_trips"] == 1 and len(caplog.messages) == 1
 
 
 def test_the_expected_tokens_per_step_follow_the_formula_of_the_paper():
     assert expected_tokens((0.5, 0.5, 0.5), 3) == 1.875
+
+
+def memory_bound(num_rows: int, num_drafts: int) -> float:
+    return STEP_S * (1 + 0.02 * num_rows + 0.02 * num_drafts * num_rows)
+
+
+def compute_bound(num_rows: int, num_drafts: int) -> float:
+    return STEP_S * (1 + 0.3 * num_rows + 0.5 * num_drafts * num_rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 8])
+@pytest.mark.parametrize("copied", [0, 5, 30, 300])
+def test_prompt_lookup_costs_at_most_three_percent_where_it_does_not_pay(num_rows, copied):
+    """Verification is as dear as decoding, and half of the drafts are wrong."""
+    simulation = LookupSimulation(compute_bound, copied=copied, period=400, accepted=0.5)
+    simulation.run(400, num_rows)
+    assert simulation.run(3000, num_rows) >= 0.97 / compute_bound(num_rows, 0)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 8])
+def test_prompt_lookup_that_is_accepted_is_used_from_its_first_matches_on(num_rows):
+    simulation = LookupSimulation(memory_bound, copied=200, period=400)
+    most = sum(0.95**k for k in range(9)) / memory_bound(num_rows, 8)
+    plain = 1 / memory_bound(num_rows, 0)
+    assert simulation.run(800, num_rows) >= 0.8 * 2 / (1 / most + 1 / plain)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 8])
+def test_a_head_keeps_drafting_where_nothing_matches_and_prompt_lookup_adds_to_it(num_rows):
+    with_head = LookupSimulation(memory_bound, copied=0, period=400, head=True)
+    with_head.run(400, num_rows)
+    head_alone = best_rate(memory_bound, with_head.acceptance, num_rows)
+    assert with_head.run(3000, num_rows) >= 0.97 * head_alone
+    both = LookupSimulation(memory_bound, copied=200, period=400, head=True)
+    both.run(400, num_rows)
+    assert both.run(3000, num_rows) >= (1.1 if num_rows == 1 else 1.0) * head_alone
+
+
+def test_rejected_drafts_of_prompt_lookup_do_not_pause_the_head():
+    simulation = LookupSimulation(memory_bound, copied=400, period=400, accepted=0.02, head=True)
+    simulation.run(3000)
+    status = simulation.controller.status()
+    assert status["mtp"]["num_watchdog_trips"] == 0
+    assert simulation.run(1000) >= 0.95 * best_rate(memory_bound, simulation.acceptance)
+
+
+def test_fixed_prompt_lookup_precedes_a_fixed_head_where_rows_have_matches():
+    costs = CostModel([*MTP, Drafts(4, "prompt_lookup"), Drafts(8, "prompt_lookup")])
+    modes: dict[Proposer, Mode] = {
+        "mtp": MTPConfig(max_draft_tokens=2, max_rows=2),
+        "prompt_lookup": PromptLookupConfig(max_draft_tokens=4),
+    }
+    controller = SpeculationController(modes, costs, {})
+    assert controller.choose(1) == Drafts(2)
+    controller.record([RowOutput((7,), can_look_up=True), RowOutput((7,))])
+    assert controller.choose(2) == Drafts(4, "prompt_lookup")
+    assert controller.choose(5) == Drafts()
+    controller.record([RowOutput((7,)), RowOutput((7,))])
+    assert controller.choose(2) == Drafts(2)

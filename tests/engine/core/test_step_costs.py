@@ -5,11 +5,12 @@ import random
 import numpy as np
 import pytest
 
-from engine.core.batch import StepTime
+from engine.core.batch import Drafts, StepTime
 from engine.core.step_costs import StepCosts
 from tests.engine.core.simulation import CPU, measured
 
-WARM_UP = [StepTime(num_rows, k, CPU(num_rows, k)) for num_rows in (1, 2, 8) for k in range(4)]
+MTP = tuple(Drafts(k) for k in (1, 2, 3))
+WARM_UP = [StepTime(num_rows, Drafts(k), CPU(num_rows, k)) for num_rows in (1, 2, 8) for k in range(4)]
 
 
 def ratios(costs: StepCosts, num_rows: int) -> np.ndarray:
@@ -20,49 +21,49 @@ def ratios(costs: StepCosts, num_rows: int) -> np.ndarray:
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 8, 12, 16])
 def test_warm_up_with_few_rows_predicts_more_rows(num_rows: int):
     true = [CPU(num_rows, k) for k in range(4)]
-    assert StepCosts(3, WARM_UP).seconds(num_rows) == pytest.approx(true, rel=0.25)
+    assert StepCosts(MTP, WARM_UP).seconds(num_rows) == pytest.approx(true, rel=0.25)
 
 
 def test_an_outlying_step_time_changes_no_cost_and_a_slower_machine_is_soon_learned():
-    costs = StepCosts(3, WARM_UP)
+    costs = StepCosts(MTP, WARM_UP)
     before = costs.seconds(4)
-    costs.record(4, 3, 10 * CPU(4, 3))
+    costs.record(4, Drafts(3), 10 * CPU(4, 3))
     assert costs.seconds(4) == pytest.approx(before, rel=0.01)
     for _ in range(30):
-        costs.record(4, 3, CPU(4, 3))
+        costs.record(4, Drafts(3), CPU(4, 3))
     before = ratios(costs, 4)
     for _ in range(30):
-        costs.record(4, 3, 2 * CPU(4, 3))
+        costs.record(4, Drafts(3), 2 * CPU(4, 3))
     assert costs.seconds(4)[3] == pytest.approx(2 * CPU(4, 3), rel=0.1)
     assert ratios(costs, 4) == pytest.approx(before, rel=0.2), "all steps have become slower"
 
 
 def test_a_measured_batch_size_informs_its_neighbouring_sizes_most():
     slow = measured({1: (10, 30), 32: (10, 30)})
-    costs, rng = StepCosts(1, [StepTime(1, k, 0.01) for k in (0, 1)]), random.Random(1)
+    costs, rng = StepCosts(MTP[:1], [StepTime(1, Drafts(k), 0.01) for k in (0, 1)]), random.Random(1)
     for i in range(40):
-        costs.record(4, i % 2, slow(4, i % 2) * rng.lognormvariate(0, 0.1))
+        costs.record(4, Drafts(i % 2), slow(4, i % 2) * rng.lognormvariate(0, 0.1))
     assert ratios(costs, 4)[1] == pytest.approx(3.0, rel=0.15)
     assert ratios(costs, 4)[1] > ratios(costs, 8)[1] > ratios(costs, 64)[1] > 1.2
     assert ratios(costs, 1)[1] < 1.6, "which was measured itself"
 
 
 def test_doubt_grows_while_a_number_of_drafts_is_not_used_and_falls_when_it_is():
-    costs = StepCosts(3, WARM_UP)
+    costs = StepCosts(MTP, WARM_UP)
     for _ in range(100):
-        costs.record(1, 3, CPU(1, 3))
+        costs.record(1, Drafts(3), CPU(1, 3))
     early = costs.doubt(1, 3)
     for _ in range(2000):
-        costs.record(1, 3, CPU(1, 3))
+        costs.record(1, Drafts(3), CPU(1, 3))
     late = costs.doubt(1, 3)
     assert late[0] > 1.5 * early[0] and late[3] == 0.0
     for _ in range(4):
-        costs.record(1, 0, CPU(1, 0))
+        costs.record(1, Drafts(0), CPU(1, 0))
     assert costs.doubt(1, 3)[0] < 0.5 * late[0]
 
 
 def test_steps_of_zero_seconds_give_finite_costs():
-    costs = StepCosts(3)
+    costs = StepCosts(MTP)
     for k in (0, 3) * 10:
-        costs.record(500, k, 0.0)
+        costs.record(500, Drafts(k), 0.0)
     assert np.isfinite(costs.seconds(500)).all() and np.isfinite(costs.doubt(1, 0)).all()

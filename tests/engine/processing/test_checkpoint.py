@@ -9,7 +9,6 @@ import pytest
 
 from engine.processing.checkpoint import (
     DEMO_MODEL,
-    context_limit,
     media_kinds,
     read_config,
     refuse_code,
@@ -129,15 +128,6 @@ def test_a_processor_config_that_names_code_is_refused(copy: Path):
     (copy / "processor_config.json").write_text('{"image_processor": {"auto_map": {}}}')
     with pytest.raises(EngineFailed, match=r"processor_config\.json: 'auto_map'"):
         refuse_code(copy)
-
-
-def test_the_context_limit_is_the_language_models():
-    assert context_limit(read_config(DEMO_MODEL)) == 32768
-    assert context_limit({"text_config": {"max_position_embeddings": 7}, "max_position_embeddings": 9}) == 7
-    assert context_limit({"text_config": {}, "max_position_embeddings": 9}) == 9
-    assert context_limit({}) == 32768
-    with pytest.raises(EngineFailed, match="'many'; expected a positive integer"):
-        context_limit({"max_position_embeddings": "many"})
 
 
 def test_a_model_takes_images_only_with_a_supported_vision_tower_and_processor(copy: Path):

@@ -10,7 +10,7 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from engine.core.batch import PromptChunk
+from engine.core.batch import Drafts, PromptChunk
 from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.burst import BurstPrefill
@@ -58,7 +58,7 @@ def decode(runner: MLXRunner, rows: Sequence[Request], num_drafts: int = 0) -> d
     """All of the rows to their ends. Returns the tokens by request."""
     left = list(rows)
     while left:
-        ended = take(left, runner.decode(num_drafts))
+        ended = take(left, runner.decode(Drafts(num_drafts)))
         runner.drop(ended)
         left = [row for row in left if row.id not in ended]
     return {row.spec.request_id: list(row.output_token_ids) for row in rows}
@@ -173,7 +173,7 @@ def test_a_burst_joins_rows_that_decode_already_in_their_groups(tiny):
     for row in old:
         start(tiny, row)
     for num_drafts in (0, 3, 2):
-        take(old, tiny.decode(num_drafts))
+        take(old, tiny.decode(Drafts(num_drafts)))
     start_together(tiny, new)
     assert decode(tiny, [*old, *new], 2) == expected
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig, MTPExact
+from engine.core.batch import Drafts
 from engine.core.request import Request
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker import kv_cache
@@ -39,7 +40,7 @@ def tokens(runner: MLXRunner, rows: Sequence[Request], num_drafts: Callable[[int
     for step in range(100_000):
         if step % 2 == 0 and step // 2 < len(rows):
             out[rows[step // 2].id] = join(runner, rows[step // 2])
-        for row_id, output in runner.decode(num_drafts(step)).items():
+        for row_id, output in runner.decode(Drafts(num_drafts(step))).items():
             out[row_id] += output.token_ids
         if len(out) == len(rows) and min(map(len, out.values())) >= count:
             break
@@ -117,8 +118,8 @@ def test_auto_verifies_exactly_only_on_metal_and_only_with_a_single_row(monkeypa
 def test_configured_exactness_is_reported_and_refused_without_drafts(tiny: MLXRunner):
     assert MLXRunner(tiny._model, EngineConfig(mtp_exact="on")).capabilities["mtp_exact"] == "on: always"
     assert tiny.capabilities["mtp_exact"] == "auto: never"
-    with pytest.raises(ValueError, match="mtp is off: mtp_exact 'on' would have no effect"):
-        EngineConfig(mtp="off", mtp_exact="on")
+    with pytest.raises(ValueError, match="mtp and prompt_lookup are off: mtp_exact 'on' would have no effect"):
+        EngineConfig(mtp="off", prompt_lookup="off", mtp_exact="on")
 
 
 def test_a_compiled_forward_gives_the_same_tokens(tiny: MLXRunner):
@@ -155,7 +156,7 @@ def test_the_head_catches_up_after_any_number_of_plain_steps(tiny: MLXRunner, mo
 
         monkeypatch.setattr(drafter, "draft", spy)
         for step in range(80):
-            tiny.decode(1 if step % every == every - 1 else 0)
+            tiny.decode(Drafts(1 if step % every == every - 1 else 0))
         tiny.drop([request.id])
         drafts[every] = seen
     everything = {at: draft for at, draft in drafts[1]}
@@ -166,7 +167,9 @@ def test_the_head_catches_up_after_any_number_of_plain_steps(tiny: MLXRunner, mo
 
 def test_pending_hidden_states_of_rows_join_whatever_their_widths():
     narrow = PendingHiddenStates.of(7, mx.ones((1, 1, 4)))
-    wide = narrow.with_step(mx.array([[8]]), 2 * mx.ones((1, 1, 4))).with_step(mx.array([[9]]), 3 * mx.ones((1, 1, 4)))
+    wide = narrow
+    for token_id, value in ((8, 2), (9, 3)):
+        wide = wide.extended(PendingHiddenStates.of(token_id, value * mx.ones((1, 1, 4))))
     for both in (narrow.joined(wide), wide.joined(narrow)):
         assert sorted(np.array(both.count).tolist()) == [1, 3] and both.bound == 3
         for i, count in enumerate(np.array(both.count).tolist()):

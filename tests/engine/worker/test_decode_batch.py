@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig, GrammarConfig
+from engine.core.batch import PLAIN, Drafts
 from engine.core.request import Request
 from engine.processing.grammar import GrammarCompiler
 from engine.protocol import EngineRequest, GrammarSpec, SamplingParams
@@ -26,10 +27,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "foreign head": {"layers": 4, "interval": 4, "seed": 3},
     "no head": {"layers": 4, "interval": 2, "mtp": False},
 }
-DRAFTS: dict[str, Callable[[int], int]] = {
-    "no drafts": lambda step: 0,
-    "3 drafts": lambda step: 3,
-    "mixed drafts": lambda step: (3, 0, 1, 2, 0, 0, 3, 3, 1)[step % 9],
+LOOKUP = Drafts(5, "prompt_lookup", is_forced=True)
+DRAFTS: dict[str, Callable[[int], Drafts]] = {
+    "no drafts": lambda step: PLAIN,
+    "3 drafts": lambda step: Drafts(3),
+    "mixed drafts": lambda step: Drafts((3, 0, 1, 2, 0, 0, 3, 3, 1)[step % 9]),
+    "prompt lookup": lambda step: Drafts(4, "prompt_lookup", is_forced=step % 2 == 0),
+    "mixed proposers": lambda step: (LOOKUP, Drafts(2), PLAIN, LOOKUP, LOOKUP, Drafts(1), PLAIN)[step % 7],
 }
 ROWS = {"long": (330, 0), "short": (20, 1), "middle": (60, 1), "late": (30, 2)}
 """Name -> tokens of the prompt, decode group."""
@@ -61,7 +65,7 @@ class Batch:
     """Rows that decode in groups that are merged on the way."""
 
     runner: MLXRunner
-    num_drafts: Callable[[int], int]
+    drafts: Callable[[int], Drafts]
     tokens: dict[str, list[int]] = field(default_factory=dict)
     rows: dict[str, Request] = field(default_factory=dict)
     step: int = 0
@@ -74,7 +78,7 @@ class Batch:
 
     def decode(self, count: int = 1) -> None:
         for _ in range(count):
-            for row_id, output in self.runner.decode(self.num_drafts(self.step)).items():
+            for row_id, output in self.runner.decode(self.drafts(self.step)).items():
                 assert output.error is None
                 self.tokens[row_id] += output.token_ids
             self.step += 1

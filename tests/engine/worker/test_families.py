@@ -14,6 +14,7 @@ import pytest
 from mlx_vlm.models.cache import make_prompt_cache
 
 from engine.config import EngineConfig
+from engine.core.batch import PLAIN, Drafts
 from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
@@ -53,10 +54,14 @@ class Served:
 
 @pytest.fixture(scope="module", params=CHOSEN)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """Runners are never closed: that would take the main thread's streams from the tests that follow."""
+    """Runners are never closed: that would take the main thread's streams from the tests that follow.
+
+    Quantized weights stay quantized, as on a GPU; test_expanded_weights.py expands them.
+    """
     path = make(tmp_path_factory.mktemp("zoo") / "model", FAMILIES[request.param])
     turns = conversation(load(path))
-    return Served(load_runner(EngineConfig(model=str(path)), lambda progress: None), turns)
+    config = EngineConfig(model=str(path), expand_quantized_weights="off")
+    return Served(load_runner(config, lambda progress: None), turns)
 
 
 @pytest.mark.parametrize("chunk", [16, 23])
@@ -118,6 +123,26 @@ def test_second_turn_gets_the_same_tokens_from_the_prefix_cache(served):
     num_cached = driver.chunks["second"][0].num_cached
     assert (num_cached > 0) == (served.runner.no_snapshots is None)
     assert num_cached < len(served.turns["second"].token_ids)
+
+
+def test_drafts_by_prompt_lookup_change_no_token(served):
+    """Rows draft in every second step, whether anything matches or not; a family that cannot do so says why."""
+    runner, tokens = served.runner, {}
+    rows = [Request(served.request(turn)) for turn in served.turns]
+    for row in rows:
+        while not (first := runner.prefill([row], 64).first):
+            pass
+        tokens[row.id] = list(first[row.id].token_ids)
+    forced, num_drafted = Drafts(4, "prompt_lookup", is_forced=True), 0
+    for step in range(40):
+        for row_id, output in runner.decode(forced if step % 2 else PLAIN).items():
+            tokens[row_id] += output.token_ids
+            num_drafted += output.num_drafted
+    runner.drop([row.id for row in rows])
+    for row in rows:
+        answer = served.turns[row.spec.request_id].answer.tokens
+        assert tokens[row.id][: len(answer)] == answer
+    assert (num_drafted > 0) == ("prompt_lookup" not in runner.no_drafts)
 
 
 def test_rows_of_a_family_leave_no_memory_behind(served):

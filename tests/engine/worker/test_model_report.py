@@ -29,7 +29,7 @@ def test_predicted_row_bytes_are_those_that_a_row_takes(family, tmp_path):
     runner = load_runner(EngineConfig(model=str(path), device="cpu"), lambda progress: None)
     spec = EngineRequest("row", np.ones(NUM_TOKENS, np.int32), SamplingParams(8), ())
     runner.prefill([Request(spec)], NUM_TOKENS)
-    runner.decode(0)
+    runner.decode()
     predicted = RowBytes.of(LanguageModel(runner._model.module.language_model))
     assert predicted.row(NUM_TOKENS) == runner.memory()["decode_cache_bytes"]
     runner.drop(["row"])
@@ -45,8 +45,22 @@ def test_the_longest_context_is_the_longest_row_that_fits():
 def test_the_demo_model_has_everything():
     told = lines("demo", draft="demo")
     assert told["family"] == "qwen3_5: can be served"
-    assert told["media"] == "text, image" and told["context"] == "32768 tokens"
+    assert told["media"] == "text, image, video" and told["context"] == "32768 tokens"
     assert "no" not in told["sparse"] and "same tokenizer" in told["draft"]
+
+
+def test_bytes_and_longest_context_are_told_for_each_number_of_bits_or_why_it_is_refused(tmp_path):
+    def told(path) -> list[str]:
+        found = report(EngineConfig(model=str(path), device="cpu"))
+        return [line.split(maxsplit=1)[1] for line in found if line.startswith("kv_cache.bits")]
+
+    demo = told("demo")
+    longest = [int(line.split()[-2]) for line in demo]
+    starts = [line.split(", ")[0] for line in demo]
+    assert starts == ["16: 2048 bytes per token", "8: 576 bytes per token", "4: 320 bytes per token"]
+    assert longest == sorted(longest) and longest[2] > 1.5 * longest[0]
+    refused = told(make(tmp_path / "model", FAMILIES["qwen3"]))
+    assert refused[1] == "8: no, layer 0 has keys or values of 16 dimensions per head, expected a multiple of 64 or 32"
 
 
 def test_weights_are_not_read(tmp_path):

@@ -197,7 +197,7 @@ def test_lazy_bookkeeping_is_computed_every_64_steps(runner, drive, requests, mo
 @pytest.mark.parametrize(("max_running", "sizes"), [(32, (1, 2, 8)), (7, (1, 2))])
 def test_warm_up_times_steps_of_several_batch_sizes_and_frees_their_memory(max_running, sizes):
     runner = load_runner(EngineConfig(max_running=max_running), lambda progress: None)
-    shapes = [(step.num_rows, step.num_drafts) for step in runner.step_times]
+    shapes = [(step.num_rows, step.drafts) for step in runner.step_times]
     assert shapes == [(num_rows, num_drafts) for num_rows in sizes for num_drafts in range(4)]
     assert all(step.seconds > 0 for step in runner.step_times)
     assert runner.memory()["decode_cache_bytes"] == runner.memory()["prefill_cache_bytes"] == 0

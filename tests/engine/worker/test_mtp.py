@@ -20,7 +20,7 @@ import engine.worker  # noqa: F401  # before MLX
 import mlx.core as mx  # isort: skip
 import pytest
 
-from engine.core.batch import RowOutput
+from engine.core.batch import Drafts, RowOutput
 from engine.core.request import Request
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, SamplingParams
@@ -86,7 +86,7 @@ def join(runner: MLXRunner, answer: Answer, chunk: int, meanwhile: Callable[[], 
 
 def decode(runner: MLXRunner, answers: Answers, num_drafts: int) -> None:
     """One step; rows that have ended leave."""
-    outputs = runner.decode(num_drafts)
+    outputs = runner.decode(Drafts(num_drafts))
     going = [answer for answer in answers if answer.row.id in outputs and not answer.has_ended]
     for answer in going:
         answer.take(outputs[answer.row.id])

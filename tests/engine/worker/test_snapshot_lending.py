@@ -9,6 +9,7 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
+from engine.core.batch import Drafts
 from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner
@@ -69,7 +70,7 @@ def lend(runner: MLXRunner, row: Request, taken: list[StateSnapshot]) -> list[An
 
 def decode(runner: MLXRunner, rows: list[Request], num_steps: int, drafts: int) -> None:
     for _ in range(num_steps):
-        outputs = runner.decode(drafts)
+        outputs = runner.decode(Drafts(drafts))
         for row in rows:
             for token in outputs[row.id].token_ids if row.id in outputs else ():
                 row.append(token)

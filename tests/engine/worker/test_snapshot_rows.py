@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from engine.config import GrammarConfig
-from engine.core.batch import RowSnapshot
+from engine.core.batch import Drafts, RowSnapshot
 from engine.core.request import Matcher, Request
 from engine.processing.grammar import GrammarCompiler
 from engine.protocol import EngineRequest, FinishReason, GrammarSpec, SamplingParams, SparsePlan
@@ -43,9 +43,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "no head": {"layers": 4, "interval": 2, "mtp": False},
     "compiled": {"layers": 2, "interval": 2, "agree": 0.3, "seed": 5},
 }
-DRAFTS: dict[str, Callable[[int], int]] = {
-    **{f"{k} drafts": lambda step, k=k: k for k in range(4)},
-    "mixed drafts": lambda step: (3, 0, 1, 2, 0, 0, 3, 3, 1)[step % 9],
+LOOKUP = Drafts(4, "prompt_lookup", is_forced=True)
+DRAFTS: dict[str, Callable[[int], Drafts]] = {
+    **{f"{k} drafts": lambda step, k=k: Drafts(k) for k in range(4)},
+    "mixed drafts": lambda step: Drafts((3, 0, 1, 2, 0, 0, 3, 3, 1)[step % 9]),
+    "mixed proposers": lambda step: (LOOKUP, Drafts(2), Drafts(), LOOKUP, LOOKUP, Drafts(1), Drafts())[step % 7],
 }
 
 
@@ -66,7 +68,7 @@ class Batch:
     """
 
     runner: MLXRunner
-    num_drafts: Callable[[int], int] = DRAFTS["0 drafts"]
+    drafts: Callable[[int], Drafts] = DRAFTS["0 drafts"]
     keeps: bool = True
     kept: dict[str, RowSnapshot | None] = field(default_factory=dict)
     parents: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +94,7 @@ class Batch:
         return row
 
     def decode(self) -> None:
-        outputs = self.runner.decode(self.num_drafts(self.step))
+        outputs = self.runner.decode(self.drafts(self.step))
         self.step += 1
         for row in list(self.running.values()):
             if row.id in outputs:
@@ -116,11 +118,11 @@ class Batch:
 def answer(
     runner: MLXRunner,
     request: EngineRequest,
-    num_drafts: Callable[[int], int] = DRAFTS["0 drafts"],
+    drafts: Callable[[int], Drafts] = DRAFTS["0 drafts"],
     snapshot: StateSnapshot | None = None,
 ) -> list[int]:
     """Return the tokens of a row that is alone; with a snapshot it continues from there."""
-    batch = Batch(runner, num_drafts, keeps=False)
+    batch = Batch(runner, drafts, keeps=False)
     row = batch.join(request, snapshot)
     batch.decode_all()
     return row.output_token_ids
@@ -462,12 +464,12 @@ def test_a_stop_token_changes_neither_the_tokens_nor_the_draft_counts_in_front_o
                 assert last == whole[: len(last)] and last[-1] == said[end], "the last token is the newest"
 
 
-def steps(runner: MLXRunner, request: EngineRequest, num_drafts: Callable[[int], int], count: int) -> list[Any]:
+def steps(runner: MLXRunner, request: EngineRequest, drafts: Callable[[int], Drafts], count: int) -> list[Any]:
     """Return a row's outputs until it has `count` tokens; stop tokens are for the device alone."""
     row, outputs, num_tokens = Request(request), [], 1
     runner.prefill([row], 1000)
     while num_tokens < count:
-        outputs.append(runner.decode(num_drafts(len(outputs)))[row.id])
+        outputs.append(runner.decode(drafts(len(outputs)))[row.id])
         num_tokens += len(outputs[-1].token_ids)
     runner.drop([row.id])
     return outputs

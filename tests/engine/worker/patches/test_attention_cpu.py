@@ -30,14 +30,14 @@ def difference(one: mx.array, other: mx.array) -> float:
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(16, 16), (17, 400), (256, 256), (257, 257), (600, 1000)])
 def test_attention_of_any_length_equals_that_of_the_library(num_queries, num_keys, mask):
     q, k, v = draw(num_queries, num_keys)
-    found = attention_cpu._attention(q, k, v, KVCache(), 0.25, mask)
+    found = attention_cpu.attention(q, k, v, KVCache(), 0.25, mask)
     assert difference(found, attention_cpu._library(q, k, v, KVCache(), 0.25, mask)) < 1e-5
 
 
 def test_inputs_are_not_modified():
     q, k, v = draw(32, 40)
     before = [np.array(array) for array in (q, k, v)]
-    mx.eval(attention_cpu._attention(q, k, v, KVCache(), 1.0, "causal"))
+    mx.eval(attention_cpu.attention(q, k, v, KVCache(), 1.0, "causal"))
     assert all(np.array_equal(was, np.array(array)) for was, array in zip(before, (q, k, v), strict=True))
 
 
@@ -49,7 +49,7 @@ def test_unsupported_cases_are_passed_to_the_library_unchanged(case, monkeypatch
     cache = BatchKVCache([0]) if case == "rows" else KVCache()
     mask = mx.ones((32, 40), mx.bool_) if case == "mask" else "causal"
     sinks = mx.zeros(4) if case == "sinks" else None
-    attention_cpu._attention(q, k, v, cache, 0.25, mask, sinks)
+    attention_cpu.attention(q, k, v, cache, 0.25, mask, sinks)
     assert calls == [(q, k, v, cache, 0.25, mask, sinks)]
 
 

@@ -128,6 +128,36 @@ def test_chunks_on_the_cpu_shrink_where_the_scores_would_take_too_much(draft_of,
     assert demo.chunk_tokens(10**6, 1024) == 16
 
 
+def test_chunks_on_a_gpu_shrink_only_for_heads_whose_scores_it_stores(draft_of, tmp_path, monkeypatch):
+    fused, wide = draft_of("qwen3"), load(make(tmp_path / "wide", "qwen3", head_dim=256))
+    monkeypatch.setattr(draft.loader, "on_gpu", lambda: True)
+    assert fused.chunk_tokens(196_000, 2048) == wide.chunk_tokens(8192, 2048) == 2048
+    monkeypatch.setattr(draft, "MAX_GPU_SCORES_BYTES", 4 * 4 * 1000 * 100)
+    assert fused.chunk_tokens(900, 100) == 100 and wide.chunk_tokens(1900, 100) == 50
+
+
+def test_memory_beside_the_cache_grows_by_less_than_the_cache_itself(draft_of, monkeypatch):
+    one = draft_of("hybrid")
+    monkeypatch.setattr(draft, "MAX_SCORES_BYTES", 2**20)
+    monkeypatch.setattr(draft, "MAX_OBSERVED_BYTES", 2**20)
+
+    def transient_bytes(num_tokens: int) -> int:
+        cache, ids, last, done = one.make_cache(), prompt(num_tokens), num_tokens - 1, 0
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        while done < last:
+            end = min(done + one.chunk_tokens(done, 256), last)
+            one.extend(ids[done:end], done, cache, num_tokens + STEPS)
+            done = end
+        states = [one.look_ahead(mx.array(ids[None, -1:]), cache)[1] for _ in range(STEPS)]
+        mx.eval(one.observe(states, last, cache, num_tokens))
+        return mx.get_peak_memory() - before - one.cache_bytes(num_tokens + STEPS)
+
+    # A kernel may copy one layer's keys and values, but stores no scores of all tokens.
+    assert transient_bytes(4000) - transient_bytes(1000) < 3000 * one.bytes_per_token
+
+
 def test_demo_is_the_demo_models_draft_without_its_head_in_the_requested_dtype():
     config = draft_engine_config(SpecPrefillConfig(dtype="bfloat16", mlx_cache_mb=7), "cpu")
     assert config.model.endswith("demo_model/draft") and config.mtp == "off"

@@ -216,6 +216,10 @@ def test_a_prompt_waits_until_its_bytes_fit_and_one_that_never_will_is_refused(b
     one.scorer.limits.check(request_of(prompt(2000)))
     with pytest.raises(InvalidRequest, match=rf"3000 tokens takes \d+ bytes; the limit is {one.scorer.limits.budget} "):
         one.scorer.limits.check(request_of(prompt(3000)))
+    longest = one.scorer.limits.max_prompt_tokens
+    one.scorer.limits.check(request_of(prompt(longest)))
+    with pytest.raises(InvalidRequest):
+        one.scorer.limits.check(request_of(prompt(longest + 1)))
 
 
 def test_a_memory_share_that_does_not_hold_the_weights_is_refused(bench, monkeypatch):
@@ -227,6 +231,7 @@ def test_a_memory_share_that_does_not_hold_the_weights_is_refused(bench, monkeyp
 def test_prompts_outside_of_the_drafts_context_or_vocabulary_are_refused(bench):
     one = bench(lookahead=6)
     one.scorer.limits.check(request_of(prompt(4090)))
+    assert one.scorer.limits.max_prompt_tokens == 4090
     with pytest.raises(
         InvalidRequest, match=r"4091 tokens; the limit is 4090, the draft's context of 4096 less 6 \(lookahead\)"
     ):

@@ -1,0 +1,67 @@
+"""Measures how much memory attention takes per query and key, on its own.
+
+The probes of a whole forward (memory_costs.py) are short, and the peak of a forward is that of its largest layer: the
+scores of attention exceed the other intermediate results only behind a long prompt.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_vlm.models import base
+from mlx_vlm.models.cache import KVCache
+
+from engine.core.memory.costs import MemoryCosts
+from engine.worker.patches import attention_cpu
+from engine.worker.snapshot import StateSnapshot
+
+MARGIN = 1.15
+"""Safety factor on the measured bytes."""
+
+NUM_QUERIES = 64
+NUM_KEYS = 1024, 2048
+"""Prompt lengths of the two probes, from whose difference the bytes per query and key follow."""
+
+
+def with_attention(costs: MemoryCosts, lm: Any, snapshot: StateSnapshot, num_heads: int) -> MemoryCosts:
+    """Return the costs with at least the bytes that attention alone takes, see MemoryCosts.pair_bytes.
+
+    Args:
+        costs: Measured by the probes of whole forwards.
+        lm: The library's language model.
+        snapshot: A snapshot of any prompt, for the shapes of keys and values.
+        num_heads: Query heads of an attention layer.
+    """
+    used = _attention_of(lm)
+    shapes = {
+        (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype) for keys, values in snapshot.segment.keys_values
+    }
+    found = [_pair_bytes(attend, num_heads, *shape) for attend in used for shape in shapes if all(shape[:3])]
+    queries = attention_cpu.max_queries() if used == {attention_cpu.attention} else 2**31
+    return replace(costs, pair_bytes=max([costs.pair_bytes, *found]), max_queries=queries)
+
+
+def _attention_of(lm: Any) -> set[Callable[..., mx.array]]:
+    """Return the functions that the model's modules call for attention, which a patch may have replaced."""
+    modules = {sys.modules[type(module).__module__] for _, module in lm.named_modules()}
+    found = {vars(module).get("scaled_dot_product_attention") for module in modules}
+    return {attend for attend in found if attend is not None} or {base.scaled_dot_product_attention}
+
+
+def _pair_bytes(
+    attend: Callable[..., mx.array], num_heads: int, kv_heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype
+) -> float:
+    def peak(num_keys: int) -> int:
+        queries = mx.zeros((1, max(num_heads // kv_heads, 1) * kv_heads, NUM_QUERIES, key_dim), dtype)
+        keys, values = (mx.zeros((1, kv_heads, num_keys, dim), dtype) for dim in (key_dim, value_dim))
+        mx.eval(queries, keys, values)
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(attend(queries, keys, values, cache=KVCache(), scale=1.0, mask="causal"))
+        return mx.get_peak_memory() - before
+
+    few, many = map(peak, NUM_KEYS)
+    return MARGIN * max(0, many - few) / (NUM_QUERIES * (NUM_KEYS[1] - NUM_KEYS[0]))

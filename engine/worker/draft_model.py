@@ -1,0 +1,100 @@
+"""A separate small model with the target's tokenizer as the proposer of draft tokens.
+
+It drafts as an MTP head does (worker/mtp.py), but reads tokens alone. A head reads the pairs (token p + 1, hidden state
+p), so that its cache has one entry less than there are tokens; a draft model reads every token, the first one included.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_vlm.models.cache import KVCache
+from mlx_vlm.utils import load_model
+
+from engine.config import DraftModelConfig
+from engine.processing.checkpoint import draft_of, read_config, refuse_code, resolve_checkpoint
+from engine.processing.tokenizer_match import why_different
+from engine.protocol import EngineFailed
+from engine.worker.family import unsupported_reason
+from engine.worker.kv_cache import SequenceCache
+from engine.worker.language_model import LanguageModel
+
+LOWEST = -1e9  # logit of tokens that the draft model's output layer lacks
+
+
+class DraftModel:
+    """Predicts the token after each token. Implements mtp.DraftHead.
+
+    Args:
+        module: The library's model.
+        vocab_size: Number of logits of the target, to which its own are cut or extended.
+    """
+
+    def __init__(self, module: Any, vocab_size: int):
+        self.lead = 1
+        self._language_model = LanguageModel(module.language_model)
+        self.as_offset = not self._language_model.explicit_positions
+        self._vocab_size = vocab_size
+
+    def make_cache(self) -> SequenceCache:
+        """Return an empty cache for one row."""
+        return self._language_model.make_cache()
+
+    def begin(self, first_token_id: int, cache: SequenceCache) -> None:
+        """Read the first token of a prompt into an empty cache."""
+        self._extend(mx.array([[first_token_id]], mx.int32), cache)
+
+    def prime(self, next_token_ids: mx.array, hidden: mx.array, cache: SequenceCache) -> None:
+        """Launch a chunk of one prompt, see MTPHead.prime."""
+        self._extend(next_token_ids, cache)
+
+    def _extend(self, token_ids: mx.array, cache: SequenceCache) -> None:
+        start = cache[0].offset
+        positions = np.arange(start, start + token_ids.shape[1], dtype=np.int32)
+        self._language_model.extend(token_ids, None, cache, np.broadcast_to(positions, (3, 1, len(positions))))
+
+    def __call__(self, token_ids: mx.array, hidden: mx.array, cache: list[Any], positions: mx.array) -> mx.array:
+        """Compute hidden states [B, L, hidden] for `logits`; see MTPHead."""
+        return self._language_model.states(token_ids, cache, positions)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Apply the output layer: [B, L, hidden] -> [B, L, vocab of the target]."""
+        logits = self._language_model.logits(hidden)
+        missing = self._vocab_size - logits.shape[-1]
+        if missing > 0:
+            return mx.pad(logits, [(0, 0), (0, 0), (0, missing)], constant_values=LOWEST)
+        return logits[..., : self._vocab_size]
+
+    def read(self, hidden: mx.array | None, token_ids: mx.array) -> mx.array:
+        """Return a placeholder [B, L, 1] for the target's hidden states, which a draft model does not read."""
+        return mx.zeros((*token_ids.shape, 1), mx.float32)
+
+
+def open_draft_model(config: DraftModelConfig, target_dir: Path) -> tuple[Any, Path]:
+    """Open a draft model, without reading a weight; return the library's model and the directory of its files.
+
+    Raises:
+        EngineFailed: It cannot be loaded, cannot draft, or has another tokenizer than the target.
+    """
+    path = resolve_checkpoint(draft_of(config.model), config.revision, weights=True)
+    refuse_code(path)
+    if (difference := why_different(target_dir, path)) is not None:
+        raise EngineFailed(f"draft_model {config.model!r} ({path}) has another tokenizer than the model: {difference}")
+    try:
+        module = load_model(path, lazy=True)
+    except (ValueError, TypeError, AttributeError, FileNotFoundError, KeyError, RuntimeError) as error:
+        raise EngineFailed(f"draft_model {config.model!r} ({path}) could not be loaded: {error}") from error
+    reason = unsupported_reason(module, frozenset()) or _no_drafts(LanguageModel(module.language_model))
+    if reason is not None:
+        family = read_config(path).get("model_type")
+        raise EngineFailed(f"draft_model {config.model!r}: models of the family {family} cannot draft: {reason}")
+    return module, path
+
+
+def _no_drafts(language_model: LanguageModel) -> str | None:
+    """Return why a model cannot draft, None if it can."""
+    for i, layer in enumerate(language_model.make_cache()):
+        if type(layer) is not KVCache:
+            return f"layer {i} keeps its state in a {type(layer).__name__}; attention without windows is supported"
+    return language_model.states_unsupported_reason()

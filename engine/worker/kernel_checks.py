@@ -1,0 +1,199 @@
+"""Compares single kernels with plain references, by name: those that only some devices have, and their counterparts.
+
+Each check returns a KernelFigure, or why it does not apply to this device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_vlm.models.qwen3_5 import gated_delta, language
+from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
+
+from engine.worker import loader
+from engine.worker.kv_cache import BatchKVLayer, Cursor
+
+LIMIT = 1e-3
+"""Largest error of kernels in float32, relative to the largest value; some devices shorten the inputs of products."""
+
+SLOTS = 4096
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "affine 4-bit": {"group_size": 64, "bits": 4, "mode": "affine"},
+    "affine 8-bit": {"group_size": 64, "bits": 8, "mode": "affine"},
+    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    "nvfp4": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+}
+
+
+@dataclass(frozen=True)
+class KernelFigure:
+    """What a kernel gave.
+
+    Attributes:
+        value: Its error, or the share of an array that it copies.
+        limit: The most that is right.
+        what: The value in words.
+        is_wrong: Whether a value beyond the limit means wrong results; else it is slow.
+    """
+
+    value: float
+    limit: float
+    what: str
+    is_wrong: bool = True
+
+
+def rotary_positions() -> KernelFigure:
+    """Rotate queries by positions [B, L] and [3, B, L]; on Metal by one fused kernel, elsewhere by several."""
+    rope, plain = _rope(), _rope()
+    plain.fused_apply = False
+    q, k = (mx.random.normal((2, heads, 5, 64), key=mx.random.key(heads)) for heads in (4, 2))
+    own = mx.arange(10, dtype=mx.int32).reshape(2, 5) * 7
+    axes = mx.stack([own, own // 2, own + 3])
+    errors = [_error(rope.apply_rotary(q, k, own)[0], _rotated(np.array(q), np.array(own)))]
+    errors += [_error(rope.apply_rotary(q, k, mx.broadcast_to(own, (3, 2, 5)))[0], rope.apply_rotary(q, k, own)[0])]
+    errors += [_error(rope.apply_rotary(q, k, axes)[i], plain.apply_rotary(q, k, axes)[i]) for i in (0, 1)]
+    return KernelFigure(max(errors), LIMIT, "fused" if rope.fused_apply else "not fused on this device")
+
+
+def _rope() -> Any:
+    return MRoPERotaryEmbedding(32, rope_parameters={"mrope_section": [6, 5, 5]}, style="interleaved")
+
+
+def _rotated(q: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Rotate the first 32 of each head's numbers, in float64."""
+    angles = positions[:, None, :, None] * (10000.0 ** (-np.arange(0, 32, 2) / 32))
+    cos, sin = np.cos(angles), np.sin(angles)
+    first, second, rest = q[..., :16].astype(np.float64), q[..., 16:32].astype(np.float64), q[..., 32:]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def gated_delta_rule() -> KernelFigure:
+    """Compute one token and a prompt of four rows by the delta rule, against token after token in float64."""
+    errors = []
+    for length in (1, 5, 40):
+        q, k, v, a, b, decay, bias = _delta_inputs(length)
+        state = mx.random.normal((4, 4, 32, 32), key=mx.random.key(9))
+        y, last = gated_delta.gated_delta_update(q, k, v, a, b, decay, bias, state=state)[:2]
+        expected, states = _delta_rule(q, k, v, a, b, decay, bias, state)
+        errors += [_error(y, expected), _error(last, states[-1])]
+    return KernelFigure(max(errors), LIMIT, f"{loader.device_kind()} kernels")
+
+
+def gated_delta_states() -> KernelFigure:
+    """Compute the tokens of a verification, with the state after each, against token after token in float64."""
+    q, k, v, a, b, decay, bias = _delta_inputs(4)
+    state = mx.random.normal((4, 4, 32, 32), key=mx.random.key(9))
+    y, last, states = gated_delta.gated_delta_update_with_states(q, k, v, a, b, decay, bias, state)
+    expected, expected_states = _delta_rule(q, k, v, a, b, decay, bias, state)
+    errors = [_error(y, expected), _error(last, expected_states[-1]), _error(states, np.stack(expected_states, 1))]
+    return KernelFigure(max(errors), LIMIT, f"{loader.device_kind()} kernels")
+
+
+def _delta_inputs(length: int) -> tuple[mx.array, ...]:
+    """Return q, k [4, L, 2, 32], v [4, L, 4, 32], a, b [4, L, 4], A_log and dt_bias [4]."""
+    shapes = ((4, length, 2, 32), (4, length, 2, 32), (4, length, 4, 32), (4, length, 4), (4, length, 4), (4,), (4,))
+    drawn = [mx.random.normal(shape, key=mx.random.key(i)) for i, shape in enumerate(shapes)]
+    q, k, *rest = drawn
+    return q / 32, k / mx.linalg.norm(k, axis=-1, keepdims=True), *rest
+
+
+def _delta_rule(*inputs: mx.array) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return outputs [B, L, H, D] and the state [B, H, D, D] after each token, in float64."""
+    q, k, v, a, b, decay, bias, state = (np.array(one).astype(np.float64) for one in inputs)
+    q, k = (np.repeat(one, v.shape[2] // one.shape[2], axis=2) for one in (q, k))
+    g, beta = np.exp(-np.exp(decay) * np.logaddexp(0, a + bias)), 1 / (1 + np.exp(-b))
+    outputs, states = [], []
+    for t in range(q.shape[1]):
+        state = state * g[:, t, :, None, None]
+        seen = np.einsum("bhvk,bhk->bhv", state, k[:, t])
+        state = state + np.einsum("bhv,bhk->bhvk", (v[:, t] - seen) * beta[:, t, :, None], k[:, t])
+        outputs.append(np.einsum("bhvk,bhk->bhv", state, q[:, t]))
+        states.append(state)
+    return np.stack(outputs, 1), states
+
+
+def quantized_head() -> KernelFigure:
+    """Apply quantized output layers to one and several rows and tokens, against the product of what they stand for.
+
+    A device may lack the kernels of a mode; the figure says so.
+    """
+    errors: dict[str, float] = {}
+    lacking = []
+    for name, quantization in QUANTIZATIONS.items():
+        try:
+            errors[name] = _head_error(quantization)
+        except (RuntimeError, ValueError) as error:
+            lacking.append(f"not on this device: {name} ({error})")
+    worst = max(errors, key=lambda name: errors[name])
+    return KernelFigure(errors[worst], LIMIT, "; ".join([f"worst: {worst}", *lacking]))
+
+
+def _head_error(quantization: dict[str, Any]) -> float:
+    """Return the largest error of one mode, over several numbers of rows and tokens."""
+    dense = nn.Linear(512, 1024, bias=False)
+    dense.weight = mx.random.normal((1024, 512), key=mx.random.key(0)) / 16
+    head = nn.QuantizedLinear.from_linear(dense, **quantization)
+    weight = mx.dequantize(head.weight, head.scales, head.get("biases"), **quantization)
+    errors = []
+    for num_rows, num_tokens in ((1, 1), (4, 1), (1, 4), (4, 4), (16, 1)):
+        x = mx.random.normal((num_rows, num_tokens, 512), key=mx.random.key(1))
+        exact = np.array(x, np.float64) @ np.array(weight.astype(mx.float32), np.float64).T
+        errors.append(_error(head(x), exact))
+    return max(errors)
+
+
+def exact_verifier_head() -> KernelFigure | str:
+    """Apply the library's exact verifier to several rows and tokens: the bits of one row and token at a time."""
+    if loader.device_kind() != "metal":
+        return "the library's exact verifier has kernels for Metal alone"
+    worst = 0.0
+    for quantization in (QUANTIZATIONS["affine 4-bit"], QUANTIZATIONS["affine 8-bit"]):
+        head = nn.QuantizedLinear(512, 1024, bias=False, **quantization)
+        x = mx.random.normal((2, 4, 512), key=mx.random.key(1)).astype(mx.bfloat16)
+        verified = language._EXACT_SPECULATIVE_VERIFIER.quantized_linear(head, x)
+        if verified is None:
+            return "the library's exact verifier declines affine quantization"
+        single = [[head(x[i : i + 1, j : j + 1])[0, 0] for j in range(4)] for i in range(2)]
+        worst = max(worst, _error(verified, mx.stack([mx.stack(row) for row in single])))
+    return KernelFigure(worst, 0.0, "against single tokens", is_wrong=False)
+
+
+def cache_write() -> KernelFigure:
+    """Write one token per row into the slots of a decode group, and see whether the cache is copied."""
+    shape = (4, 4, SLOTS, 64)
+    layer = BatchKVLayer(mx.zeros(shape), mx.zeros(shape), Cursor(mx.array([3, 700, 9, 4000], mx.int32), SLOTS))
+    new = mx.ones((4, 4, 1, 64))
+    mx.eval(layer.state, new)
+    whole = layer.nbytes
+    layer.update_and_fetch(new, new)
+    mx.eval(layer.state)  # compiles kernels
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    layer.update_and_fetch(new, 2 * new)
+    mx.eval(layer.state)
+    copied = (mx.get_peak_memory() - before) / whole
+    written = np.array(layer.values)[np.arange(4), 0, [3, 700, 9, 4000], 0]
+    if not (written == 2).all() or float(layer.values.sum()) != 2 * new.size:
+        return KernelFigure(float("inf"), 0.0, "tokens are not where they belong")
+    return KernelFigure(copied, 0.5, f"share of {whole / 2**20:.0f} MiB that a step copies", is_wrong=False)
+
+
+KERNEL_CHECKS: dict[str, Callable[[], KernelFigure | str]] = {
+    "M-RoPE": rotary_positions,
+    "gated delta rule": gated_delta_rule,
+    "gated delta rule with states": gated_delta_states,
+    "quantized output layer": quantized_head,
+    "exact verifier, output layer": exact_verifier_head,
+    "cache write (put_along_axis)": cache_write,
+}
+
+
+def _error(got: mx.array, expected: Any) -> float:
+    """Return the largest error, relative to the largest expected value."""
+    exact = np.array(expected.astype(mx.float32) if isinstance(expected, mx.array) else expected, np.float64)
+    difference = np.abs(np.array(got.astype(mx.float32)).astype(np.float64) - exact)
+    return float(difference.max() / np.abs(exact).max()) if np.isfinite(difference).all() else float("inf")

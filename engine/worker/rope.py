@@ -1,0 +1,63 @@
+"""Proves on a model's modules that a rope scaling is applied, and fixes the factors of scalings that change midway."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from mlx_vlm.models.rope_utils import SuScaledRoPE
+
+from engine.protocol import EngineFailed
+
+CLASS_NAMES = {
+    "yarn": "Yarn",
+    "deepseek_yarn": "Yarn",
+    "telechat3-yarn": "Yarn",
+    "llama3": "Llama3",
+    "longrope": "SuScaled",
+    "su": "SuScaled",
+    "dynamic": "Dynamic",
+}
+"""Part of the class name of the libraries' ropes by the type of the scaling; linear scaling is an attribute instead."""
+
+
+def check_scaling(language_model: Any, scaling: dict[str, Any]) -> None:
+    """Check that the language model has a rope with this scaling: many families ignore what config.json says of it.
+
+    Args:
+        language_model: The library's module; its weights need not be read.
+        scaling: An entry of `declared_scalings`.
+
+    Raises:
+        EngineFailed: No rope has it.
+    """
+    kind, ropes = scaling["rope_type"], list(_ropes(language_model))
+    if kind == "linear":
+        is_applied = any(abs(getattr(rope, "scale", 0.0) * scaling["factor"] - 1) < 1e-6 for rope in ropes)
+    else:
+        is_applied = kind not in CLASS_NAMES or any(CLASS_NAMES[kind] in type(rope).__name__ for rope in ropes)
+    if not is_applied:
+        found = ", ".join(sorted({type(rope).__name__ for rope in ropes})) or "no rope"
+        raise EngineFailed(f"the library's module of this family does not apply it: it has {found}")
+
+
+def fix_long_factors(language_model: Any, max_context_tokens: int) -> str | None:
+    """Let longrope use one set of factors: the long one if the context exceeds the original one, else the short one.
+
+    The library chooses in each forward by the longest row of the batch, so that a row's tokens would depend on its
+    neighbours, and on the chunks of its prompt.
+
+    Returns:
+        "long" or "short", None without longrope.
+    """
+    chosen = None
+    for rope in _ropes(language_model):
+        if isinstance(rope, SuScaledRoPE):
+            chosen = "long" if max_context_tokens > rope.original_max_position_embeddings else "short"
+            rope.original_max_position_embeddings = 0 if chosen == "long" else 2**31 - 1
+    return chosen
+
+
+def _ropes(language_model: Any) -> Iterator[Any]:
+    for _, module in language_model.named_modules():
+        name = type(module).__name__
+        if "RoPE" in name or "Rotary" in name:
+            yield module

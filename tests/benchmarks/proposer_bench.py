@@ -1,0 +1,184 @@
+"""What each proposer of draft tokens brings, by task and batch size: tokens per second beside plain decoding.
+
+    uv run python -m tests.benchmarks.proposer_bench [--rounds 3] [--batches 1,4,8] [--tasks edits,tools,...]
+
+The arms of a cell (task, batch size) are measured in turns, each with a fresh engine around the same loaded model, so
+that the controller begins anew. Times include prefill. The answers of all arms must be equal.
+
+Tasks are those of tasks.py, and `edits`: a prompt with a Python module of this repository, and as the answer the same
+module with one name replaced. The demo model cannot edit code, so a matcher allows only the answer's next token: every
+step is computed, verified and accepted as usual, but what is copied is given by a real edit.
+"""
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import engine.worker  # noqa: F401  # before MLX
+from engine.config import EngineConfig
+from engine.core.batch import Proposer
+from engine.processing.tokenizer import ChatTokenizer
+from engine.protocol import EngineRequest, SamplingParams
+from engine.worker.model_runner import MLXRunner, load_runner
+from tests.benchmarks.measure import ROOT, Spread
+from tests.benchmarks.tasks import TASKS, requests
+from tests.support.driver import Driver
+
+OFF: dict[str, Any] = {"mtp": "off", "prompt_lookup": "off", "prefix_cache": {"enabled": False}}
+DRAFT_MODEL = {"model": "demo", "limits": "auto"}
+ARMS: dict[str, dict[str, Any]] = {
+    "off": OFF,
+    "mtp": OFF | {"mtp": "auto"},
+    "prompt_lookup": OFF | {"prompt_lookup": "auto"},
+    "mtp and prompt_lookup": OFF | {"mtp": "auto", "prompt_lookup": "auto"},
+    "draft_model": OFF | {"draft_model": DRAFT_MODEL},
+}
+PROPOSERS: tuple[Proposer, ...] = ("mtp", "draft_model", "prompt_lookup")
+EDITS = {
+    "engine/core/stats.py": ("num_", "count_"),
+    "engine/core/burst.py": ("chunk", "piece"),
+    "engine/core/progress.py": ("predicted_s", "expected_s"),
+    "engine/core/prefix_cache/node.py": ("num_tokens", "length"),
+    "engine/worker/acceptance.py": ("sampled", "chosen"),
+    "engine/worker/ranking.py": ("logits", "scores"),
+    "engine/worker/logprobs.py": ("logprobs", "lps"),
+    "engine/core/draft_figures.py": ("depth", "level"),
+}
+"""Module -> the name to replace, and its replacement."""
+PROMPT_TOKENS, ANSWER_TOKENS = 700, 160
+
+
+class Script:
+    """A matcher that allows one text. Implements core.request.Matcher."""
+
+    def __init__(self, token_ids: np.ndarray, vocab_size: int, at: int = 0):
+        self._tokens, self._vocab_size, self._at = token_ids, vocab_size, at
+
+    def masks(self, draft: tuple[int, ...] = ()) -> np.ndarray:
+        holds = 0
+        while holds < len(draft) and self._token(holds) == draft[holds]:
+            holds += 1
+        masks = np.zeros((holds + 1, -(-self._vocab_size // 32)), np.uint32)
+        for i in range(holds + 1):
+            word, bit = divmod(self._token(i), 32)
+            masks[i, word] = np.uint32(1) << np.uint32(bit)
+        return masks
+
+    def _token(self, ahead: int) -> int:
+        return int(self._tokens[min(self._at + ahead, len(self._tokens) - 1)])
+
+    def advance(self, token_ids: tuple[int, ...]) -> None:
+        self._at += len(token_ids)
+
+    def fork(self) -> "Script":
+        return Script(self._tokens, self._vocab_size, self._at)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request of a cell, with its matcher's text; None without."""
+
+    request: EngineRequest
+    script: np.ndarray | None = None
+
+
+@dataclass
+class Result:
+    """One run of a cell in one arm."""
+
+    tokens_per_s: float
+    tokens: Mapping[str, list[int]]
+    figures: dict[str, int]
+    """Drafted and accepted tokens by proposer, as "mtp drafted"."""
+
+
+def edits(count: int, tokenizer: ChatTokenizer) -> list[Job]:
+    """Return requests to replace a name in a module."""
+    jobs = []
+    for path, (name, replacement) in list(EDITS.items())[:count]:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        prompt = tokenizer.encode_text(text)[:PROMPT_TOKENS]
+        answer = tokenizer.encode_text(text.replace(name, replacement))[:ANSWER_TOKENS]
+        request = EngineRequest(path, prompt, SamplingParams(len(answer), 0.0), ())
+        jobs.append(Job(request, answer))
+    return jobs
+
+
+def jobs_of(task: str, count: int, tokenizer: ChatTokenizer) -> list[Job]:
+    """Return the requests of a cell."""
+    if task == "edits":
+        return edits(count, tokenizer)
+    return [Job(request) for request in requests(task, count, tokenizer, None)]
+
+
+def measure(runner: MLXRunner, config: dict[str, Any], jobs: Sequence[Job]) -> Result:
+    """Answer all requests at once with a fresh engine."""
+    driver = Driver(runner, EngineConfig.model_validate(config))
+    began_s = time.perf_counter()
+    for job in jobs:
+        matchers = [] if job.script is None else [Script(job.script, runner.vocab_size)]
+        driver.core.add_request(job.request, matchers)
+    while driver.core.has_work:
+        driver.core.step()
+    seconds = time.perf_counter() - began_s
+    status = driver.core._speculation.status()
+    figures = {f"{name} {what}": status[name][f"num_{what}"] for name in PROPOSERS for what in ("drafted", "accepted")}
+    return Result(sum(map(len, driver.tokens.values())) / seconds, dict(driver.tokens), figures)
+
+
+def main() -> int:
+    """Measure all cells and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", default="1,4,8")
+    parser.add_argument("--tasks", default=",".join(("edits", *TASKS)))
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args()
+    common = {"model": "demo", "device": args.device, "dtype": "float32", "max_running": 16}
+    runner = load_runner(EngineConfig.model_validate(common), lambda progress: None)
+    with_draft = load_runner(EngineConfig.model_validate(common | {"draft_model": DRAFT_MODEL}), lambda progress: None)
+    tokenizer = ChatTokenizer(runner._model.path)
+    arms = args.arms.split(",")
+    print(f"| task | rows | {' | '.join(f'{arm}, tokens/s' for arm in arms)} | accepted |")
+    print("|" + "---|" * (len(arms) + 3))
+    for task in args.tasks.split(","):
+        for batch in map(int, args.batches.split(",")):
+            print_cell(task, batch, arms, runner, with_draft, jobs_of(task, batch, tokenizer), args.rounds)
+    return 0
+
+
+def print_cell(
+    task: str, batch: int, arms: Sequence[str], runner: MLXRunner, with_draft: MLXRunner, jobs: list[Job], rounds: int
+) -> None:
+    """Measure one cell in all arms, in turns, and print its line."""
+    rates: dict[str, list[float]] = defaultdict(list)
+    figures: dict[str, int] = defaultdict(int)
+    for number in range(rounds + 1):
+        answers = {}
+        for arm in arms:
+            result = measure(with_draft if arm == "draft_model" else runner, ARMS[arm], jobs)
+            answers[arm] = result.tokens
+            if number:  # the first round compiles kernels
+                rates[arm].append(result.tokens_per_s)
+                for name, value in result.figures.items():
+                    if arm == name.split()[0]:
+                        figures[name] += value
+        assert all(answer == answers[arms[0]] for answer in answers.values()), "drafts change no token"
+    accepted = [
+        f"{name} {figures[f'{name} accepted'] / figures[f'{name} drafted']:.2f}"
+        for name in PROPOSERS
+        if figures[f"{name} drafted"]
+    ]
+    cells = " | ".join(f"{Spread.of(rates[arm]):.0f}" for arm in arms)
+    print(f"| {task} | {batch} | {cells} | {', '.join(accepted) or '-'} |", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""A separate draft model: no token changes, its drafts are accepted, and models that cannot draft are refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import engine.worker  # noqa: F401  # before MLX
+from engine.config import EngineConfig
+from engine.processing.checkpoint import DEMO_MODEL
+from engine.protocol import EngineFailed, EngineRequest, SamplingParams
+from engine.worker.model_runner import MLXRunner, load_runner
+from tests.support.driver import Driver
+from tests.support.families import FAMILIES
+from tests.support.zoo import make
+
+NO_CACHE = {"prefix_cache": {"enabled": False}}
+OFF = {"mtp": "off", "prompt_lookup": "off", **NO_CACHE}
+
+
+def with_draft(draft: str, **more: Any) -> dict[str, Any]:
+    limits = {"max_draft_tokens": 3, "max_rows": 16}
+    return {"prompt_lookup": "off", "draft_model": {"model": draft, "limits": limits}, **more}
+
+
+def plain_checkpoint(path: Path, family: str, seed: int = 0) -> Path:
+    """Make a tiny checkpoint of a family with the demo model's tokenizer."""
+    known = FAMILIES[family]
+    make(path, replace(known, config={**known.config, "vocab_size": 4096}, seed=seed))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, path / name)
+    return path
+
+
+def requests(**sampling: Any) -> list[EngineRequest]:
+    prompts = [np.random.default_rng(n).integers(20, 500, 40 + n).astype(np.int32) for n in (0, 17, 40)]
+    return [
+        EngineRequest(f"r{i}", prompt, SamplingParams(20 + 9 * i, **{"temperature": 0.0, "seed": i} | sampling), ())
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def alone(runner: MLXRunner, request: EngineRequest) -> list[int]:
+    return Driver(runner, EngineConfig.model_validate(OFF)).run({0: [request]})[request.request_id]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("drafts")
+    return {name: plain_checkpoint(root / name, "qwen3", seed) for seed, name in enumerate(("target", "other"))}
+
+
+@pytest.fixture(scope="module")
+def runner_of(paths: dict[str, Path]) -> Callable[[str], MLXRunner]:
+    """Runners are never closed: that would take the main thread's streams from the tests that follow."""
+
+    @cache
+    def of(draft: str) -> MLXRunner:
+        config = with_draft(str(paths[draft]), model=str(paths["target"]))
+        return load_runner(EngineConfig.model_validate(config), lambda progress: None)
+
+    return of
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "presence_penalty": 0.5}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("draft", ["target", "other"])
+def test_answers_with_a_draft_model_are_those_without(runner_of, draft, sampling):
+    runner, batch = runner_of(draft), requests(**sampling)
+    driver = Driver(runner, EngineConfig.model_validate(with_draft(draft, **NO_CACHE)))
+    tokens = driver.run({0: batch[:1], 4: batch[1:]})
+    assert tokens == {request.request_id: alone(runner, request) for request in requests(**sampling)}
+    status = driver.core.speculation_status
+    drafted, accepted = status["draft_model"]["num_drafted"], status["draft_model"]["num_accepted"]
+    assert drafted and (accepted == drafted if draft == "target" else accepted < drafted / 2)
+    assert status["mtp"]["reason"] == "the configured draft_model drafts instead"
+
+
+def test_conversation_continues_from_the_prefix_cache_with_the_state_of_the_draft_model(runner_of):
+    runner, first = runner_of("target"), requests()[2]
+    ids = np.concatenate([first.token_ids, alone(runner, first), [30, 40, 50]]).astype(np.int32)
+    second = EngineRequest("second", ids, SamplingParams(12, temperature=0.0), ())
+    driver = Driver(runner, EngineConfig.model_validate(with_draft("target")))
+    driver.run({0: [first]})
+    assert driver.run({0: [second]})["second"] == alone(runner, second)
+    assert driver.chunks["second"][0].num_cached > 0
+    status = driver.core.speculation_status["draft_model"]
+    assert status["num_accepted"] == status["num_drafted"] > 0, "the restored state is that of the whole prompt"
+
+
+def test_draft_model_of_a_hybrid_with_a_head_of_its_own_changes_no_token():
+    config = EngineConfig.model_validate(with_draft("demo", dtype="float32", **NO_CACHE))
+    runner, (request, *_) = load_runner(config, lambda progress: None), requests()
+    driver = Driver(runner, config)
+    assert driver.run({0: [request]})[request.request_id] == alone(runner, request)
+    assert driver.core.speculation_status["draft_model"]["num_accepted"] > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("mamba2", "layer 0 keeps its state in a ArraysCache"), ("olmo3", "keeps its state in a RotatingKVCache")],
+)
+def test_family_that_cannot_draft_is_refused_with_the_reason(tmp_path, family, reason):
+    path = plain_checkpoint(tmp_path / "draft", family)
+    with pytest.raises(EngineFailed, match=reason):
+        load_runner(EngineConfig.model_validate(with_draft(str(path), model=str(DEMO_MODEL))), lambda progress: None)
+
+
+def test_draft_model_with_another_tokenizer_is_refused(tmp_path):
+    path = plain_checkpoint(tmp_path / "draft", "qwen3")
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = list(vocab)[300:302]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(EngineFailed, match="has another tokenizer than the model"):
+        load_runner(EngineConfig.model_validate(with_draft(str(path))), lambda progress: None)
+
+
+def test_draft_model_beside_fixed_limits_of_the_head_is_refused():
+    config = with_draft("demo", mtp={"max_draft_tokens": 2})
+    with pytest.raises(EngineFailed, match="only one of them can draft"):
+        load_runner(EngineConfig.model_validate(config), lambda progress: None)
