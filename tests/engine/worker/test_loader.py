@@ -34,7 +34,7 @@ def test_weights_on_the_cpu_are_all_float32_and_progress_ends_at_one():
     dtypes = {w.dtype for _, w in loader.weights_of(model.module)}
     assert dtypes == {mx.float32} and model.dtype == "float32"
     assert progress[-1] == 1.0 and progress == sorted(progress)
-    assert model.media_kinds == {"image"} and model.max_context_tokens == 32768
+    assert model.media_kinds == {"image", "video"} and model.max_context_tokens == 32768
     assert model.mtp_head is not None
     weights = [w for module in (model.module, model.mtp_head) for _, w in loader.weights_of(module)]
     assert {w.dtype for w in weights} == {mx.float32} and model.num_weight_bytes == sum(w.nbytes for w in weights)

@@ -45,7 +45,7 @@ def test_the_longest_context_is_the_longest_row_that_fits():
 def test_the_demo_model_has_everything():
     told = lines("demo", draft="demo")
     assert told["family"] == "qwen3_5: can be served"
-    assert told["media"] == "text, image" and told["context"] == "32768 tokens"
+    assert told["media"] == "text, image, video" and told["context"] == "32768 tokens"
     assert "no" not in told["sparse"] and "same tokenizer" in told["draft"]
 
 
