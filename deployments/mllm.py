@@ -1,4 +1,4 @@
-"""MLLM: the planner of requests with images."""
+"""MLLM: the planner of requests with images and videos."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,7 +29,8 @@ class MLLM:
         model_dir = self._planner.model_dir
         self._loader: MediaLoader | None = None
         if ImagePreprocessor.supported(model_dir):
-            self._loader = MediaLoader(args.media, ImagePreprocessor(model_dir).grid)
+            preprocessor = ImagePreprocessor(model_dir)
+            self._loader = MediaLoader(args.media, preprocessor.grid, video=preprocessor.video_grid)
             self._loader.workers.start_one()
 
     async def plan(self, request: ChatRequest) -> Plan:

@@ -17,10 +17,11 @@ from engine.processing.answer_constraint import answer_constraint
 from engine.processing.checkpoint import read_config, refuse_code, resolve_checkpoint, vocab_size
 from engine.processing.context import choose_context
 from engine.processing.fingerprint import checkpoint_fingerprint
-from engine.processing.pooling import choose_pooling
+from engine.processing.pooling import EmbeddingModel, choose_pooling, pools_prompt
 from engine.processing.prompt_length import PromptLimit
 from engine.processing.prompt_origin import prompt_origin
 from engine.processing.tokenizer import ChatPrompt, ChatTokenizer, GenerationDefaults
+from engine.processing.vision_family import ImagePlaceholder
 from engine.protocol import (
     ContextLengthExceeded,
     EngineFailed,
@@ -60,6 +61,7 @@ class PromptPlanner:
         self._checkpoint = checkpoint_fingerprint(self.model_dir)
         self._finds_boundaries = config.prefix_cache.enabled or finds_boundaries
         self._embedding = config.embedding
+        self._embedding_model = EmbeddingModel.read(self.model_dir)
         self.threads = PlanningThreads()
 
     async def engine_request(
@@ -79,7 +81,7 @@ class PromptPlanner:
 
         def work(is_wanted: Callable[[], bool]) -> EngineRequest:
             form = AnswerForm.of(request, self.tokenizer)
-            prompt = self._prompt(request, messages, [image.num_tokens for image in images], form, is_wanted)
+            prompt = self._prompt(request, messages, self.tokenizer.placeholders(images), form, is_wanted)
             num_tokens, defaults = len(prompt.token_ids), self.tokenizer.generation_defaults
             explains = self._finds_boundaries and request.raw_prompt is None
             return EngineRequest(
@@ -109,15 +111,16 @@ class PromptPlanner:
             InvalidRequest: The prompt is invalid, or the checkpoint's pooling is not supported.
             ContextLengthExceeded: The prompt does not fit the context.
         """
-        prompt = request.raw_prompt
-        assert prompt is not None
+        prompt, limits = self._prompted(request), (self._max_context_tokens,)
+        if self._embedding_model is not None and self._embedding_model.max_tokens is not None:
+            limits += (self._embedding_model.max_tokens,)
         try:
             pooling = choose_pooling(self._embedding, self.model_dir)
         except EngineFailed as error:
             raise InvalidRequest(f"This model does not support embeddings: {error}", "model") from None
 
         def work(is_wanted: Callable[[], bool]) -> np.ndarray:
-            limit = PromptLimit(self._max_context_tokens, is_wanted=is_wanted, num_output_tokens=0)
+            limit = PromptLimit(min(limits), is_wanted=is_wanted, num_output_tokens=0)
             return self._raw_prompt(prompt, limit)
 
         return EngineRequest(
@@ -171,6 +174,31 @@ class PromptPlanner:
 
         return await self.threads.run("", num_raw_bytes_of(token_ids), work)
 
+    def _prompted(self, request: ChatRequest) -> str | tuple[int, ...]:
+        """Return the input of an embedding behind the checkpoint's prompt. Token ids are complete as they are.
+
+        Raises:
+            InvalidRequest: The prompt is unknown, or cannot be put in front of this input.
+        """
+        text, name = request.raw_prompt, request.prompt_name
+        assert text is not None
+        model = self._embedding_model or EmbeddingModel()
+        if name is not None and name not in model.prompts:
+            known = f"one of {', '.join(sorted(model.prompts))}" if model.prompts else "not set, as this model has none"
+            raise InvalidRequest(f"`prompt_name` is {name!r}; it must be {known}.", "prompt_name")
+        if name is not None and not isinstance(text, str):
+            raise InvalidRequest(f"`prompt_name` is {name!r}, but the input is token ids; send text.", "prompt_name")
+        name = name or model.default_prompt
+        if name is None or not isinstance(text, str):
+            return text
+        if model.prompts[name] and not pools_prompt(self.model_dir):
+            raise InvalidRequest(
+                f"The prompt {name!r} is left out of the pooling (include_prompt is false in the checkpoint's "
+                "1_Pooling/config.json), which is not supported.",
+                "prompt_name",
+            )
+        return model.prompts[name] + text
+
     def _raw_prompt(self, prompt: str | tuple[int, ...], limit: PromptLimit) -> np.ndarray:
         if isinstance(prompt, str):
             ids = self.tokenizer.encode_text(prompt, limit)
@@ -192,7 +220,7 @@ class PromptPlanner:
         self,
         request: ChatRequest,
         messages: Sequence[Message],
-        image_tokens: Sequence[int],
+        placeholders: Sequence[ImagePlaceholder],
         form: "AnswerForm",
         is_wanted: Callable[[], bool],
     ) -> ChatPrompt:
@@ -200,13 +228,13 @@ class PromptPlanner:
 
         Raises InvalidRequest, ContextLengthExceeded.
         """
-        num_more = sum(image_tokens) - len(image_tokens)  # the text already has one placeholder per image
+        num_more = sum(one.num_repeated for one in placeholders)
         limit = PromptLimit(self._max_context_tokens, num_more, is_wanted)
         if request.raw_prompt is not None:
             return ChatPrompt(self._raw_prompt(request.raw_prompt, limit), ())
         how: dict[str, Any] = {
             "template_kwargs": form.template_kwargs,
-            "image_tokens": image_tokens,
+            "placeholders": placeholders,
             "limit": limit,
             "continue_final_message": request.continue_final_message,
         }

@@ -225,14 +225,28 @@ class ThoughtSpec:
 
 
 @dataclass(frozen=True)
+class FrameOfVideo:
+    """Which frames of which video an image is."""
+
+    video: int  # Number of the video in its request.
+    time_s: float  # Seconds from its beginning, the mean of the frames that share patches.
+
+
+@dataclass(frozen=True)
 class ImagePatches:
-    """One image, resized and cut into patches for the vision tower, not yet normalized."""
+    """One image, resized and cut into patches for the vision tower, not yet normalized.
+
+    Frames of a video that share patches are an image, too; its patches have the colours of all of them.
+    """
 
     patches: np.ndarray
-    """uint8 [grid_t * grid_h * grid_w, channels, patch, patch], in the order of the model's processor."""
-    grid_thw: tuple[int, int, int]  # Patches along time, height and width.
-    num_tokens: int  # Placeholder tokens in the prompt.
+    """uint8 [grid_t * grid_h * grid_w, channels, patch, patch], in the order of the model's processor; of frames with
+    channels * frames instead of channels, colours first."""
+    grid_thw: tuple[int, int, int]  # Frames or tiles, and patches along height and width of each.
+    num_tokens: int  # Image tokens in the prompt.
     content_hash: str  # Hex digest of mode, size and pixels after resizing.
+    tiles: tuple[int, int] = (0, 0)  # Tiles along height and width; (0, 0) for an image in one piece.
+    frame: FrameOfVideo | None = None  # None for an image.
 
     def without_pixels(self) -> "ImagePatches":
         """Return the image without its patches, so that their memory is not kept alive."""

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.processing.vision_family import FAMILIES
 from tests.support.families import families_table
+from tests.support.vision_families import SIGHTED, images_table
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("deployments", "engine", "tests")
@@ -54,6 +56,12 @@ def test_classes_named_in_the_documents_exist():
     for document in DOCUMENTS:
         quoted = " ".join(re.findall(r"`([^`\n]+)`", prose(document)))
         assert not [name for name in set(_CAMEL.findall(quoted)) if name not in words], document
+
+
+def test_the_table_of_images_is_that_of_the_families_and_the_zoo_has_them_all():
+    assert images_table() in (ROOT / "engine/README.md").read_text(), f"put this there:\n{images_table()}"
+    supported = {model_type for family in FAMILIES for model_type in family.model_types}
+    assert supported - set(SIGHTED) == {"qwen3_5"}, "the demo model is of this family"
 
 
 def test_the_table_of_families_is_that_of_the_zoo():

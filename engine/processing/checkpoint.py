@@ -1,5 +1,6 @@
 """Locates a model's files and reads its configuration, without running code from the checkpoint."""
 
+import importlib.util
 import json
 import struct
 from collections.abc import Iterable, Iterator
@@ -10,22 +11,17 @@ from typing import Any
 import huggingface_hub  # imports its submodules lazily
 
 from engine.demo import DEMO_MODEL
+from engine.processing.vision_family import vision_family
 from engine.protocol import EngineFailed
+
+VIDEO_PROCESSOR = "Qwen3VLVideoProcessor"
+"""Class name of the only supported video processor."""
 
 CONFIG_PATTERNS = ("*.json", "*.jinja", "tokenizer*", "*.tiktoken", "merges.txt", "vocab.txt")
 WEIGHT_PATTERNS = ("*.safetensors",)
 
 CODE_KEYS = ("model_file", "auto_map")
 """Keys with which a checkpoint names its own Python code, which loading libraries would run (CVE-2026-5843)."""
-
-IMAGE_PROCESSORS = {
-    f"Qwen{generation}VLImageProcessor{backend}" for generation in (2, 3) for backend in ("", "Fast", "Pil")
-}
-"""Class names of the Qwen2-VL image processor; those with a 3 are mlx-vlm's, in converted checkpoints."""
-
-
-IMAGE_MODEL_TYPES = ("qwen3_5", "qwen3_5_moe")
-"""Models whose vision tower engine/worker/vision.py supports."""
 
 
 def resolve_checkpoint(model: str, revision: str | None, *, weights: bool) -> Path:
@@ -135,19 +131,45 @@ def vocab_size(config: dict[str, Any]) -> int:
 
 
 def media_kinds(model_dir: Path, config: dict[str, Any]) -> frozenset[str]:
-    """Return the kinds of media that the model reads and that planner and engine support: {'image'} or nothing.
+    """Return the kinds of media that the model reads and that planner and engine support: image, video, or nothing.
 
-    Ingress, planner and engine all call this, so that they agree on whether images are accepted.
+    Ingress, planner and engine all call this, so that they agree on what is accepted.
     """
-    vision = config.get("vision_config")
-    drivable = isinstance(vision, dict) and not vision.get("deepstack_visual_indexes")
-    sees = config.get("model_type") in IMAGE_MODEL_TYPES and drivable and supports_images(model_dir)
-    return frozenset({"image"}) if sees else frozenset()
+    if images_unsupported_reason(model_dir, config) is not None:
+        return frozenset()
+    return frozenset({"image"} if videos_unsupported_reason(model_dir, config) is not None else {"image", "video"})
 
 
-def supports_images(model_dir: Path) -> bool:
-    """Tell whether the checkpoint's image processor is of the Qwen2-VL family, the only supported one."""
-    return image_processor_config(model_dir).get("image_processor_type") in IMAGE_PROCESSORS
+def videos_unsupported_reason(model_dir: Path, config: dict[str, Any]) -> str | None:
+    """Return why a model whose images are accepted accepts no videos, None if it does."""
+    family = vision_family(config)
+    if family is None or config.get("model_type") not in family.videos:
+        return f"videos of the family {config.get('model_type')} are not supported"
+    video, image = video_processor_config(model_dir), image_processor_config(model_dir)
+    if (processor := video.get("video_processor_type")) != VIDEO_PROCESSOR:
+        return f"the video processor is {processor}; supported is {VIDEO_PROCESSOR}"
+    for key in ("image_mean", "image_std"):
+        if video.get(key, image.get(key)) != image.get(key):
+            return f"{key} of videos is {video[key]}, that of images {image.get(key)}; supported is the same for both"
+    if importlib.util.find_spec("av") is None:
+        return "the package av is not installed; the extra `video` brings it"
+    return None
+
+
+def video_processor_config(model_dir: Path) -> dict[str, Any]:
+    """Return the video processor's configuration from either of the two files that may have it; {} without one."""
+    own_file = read_optional_json(model_dir / "video_preprocessor_config.json")
+    return own_file or read_optional_json(model_dir / "processor_config.json").get("video_processor") or {}
+
+
+def images_unsupported_reason(model_dir: Path, config: dict[str, Any]) -> str | None:
+    """Return why the model accepts no images, None if it does."""
+    family = vision_family(config)
+    if family is not None:
+        return family.unsupported_reason(config, image_processor_config(model_dir))
+    if not isinstance(config.get("vision_config"), dict):
+        return "it is a text model"
+    return f"images of the family {config.get('model_type')} are not supported"
 
 
 def image_processor_config(model_dir: Path) -> dict[str, Any]:
@@ -176,6 +198,16 @@ def check_weights(model_dir: Path) -> None:
         raise EngineFailed(f"{model_dir}: there are no weights (*.safetensors)")
     for path in paths:
         _check_safetensors(path)
+
+
+def has_output_layer(model_dir: Path) -> bool:
+    """Return whether the weights of a local checkpoint have a tensor of the output layer, by the files' headers."""
+    for path in sorted(model_dir.glob("*.safetensors")):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if any("lm_head." in name for name in json.loads(file.read(length))):
+                return True
+    return False
 
 
 def _check_safetensors(path: Path) -> None:

@@ -56,8 +56,10 @@ class Conversation:
 
     @property
     def num_images(self) -> int:
+        """Images and videos."""
         contents = [message.get("content") for message in self.messages]
-        return sum(part == {"type": "image"} for content in contents if isinstance(content, list) for part in content)
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        return sum(part in ({"type": "image"}, {"type": "video"}) for part in parts)
 
 
 def convert(
@@ -97,7 +99,7 @@ def _convert(
 def _convert_content(
     content: str | list[Part], quarantine: ControlTokenEscaper, pattern: re.Pattern[str], accepts_parts: bool
 ) -> str | list[Part]:
-    """Convert content: an image becomes the template's {"type": "image"}, control strings in texts are escaped."""
+    """Convert content: images and videos become the template's {"type": "image"}, control strings are escaped."""
     if isinstance(content, str):
         return quarantine.text(content, pattern)
     parts: list[Part] = []
@@ -105,7 +107,7 @@ def _convert_content(
         if is_text:
             parts += map(text_part, _joined_if_control([part["text"] for part in run], pattern))
         else:
-            parts += [{"type": "image"} for _ in run]
+            parts += [{"type": "video" if part["type"] == "video_url" else "image"} for part in run]
     if not accepts_parts and all(part["type"] == "text" for part in parts):
         return quarantine.text("\n".join(part["text"] for part in parts), pattern)
     return [text_part(quarantine.text(part["text"], pattern)) if part["type"] == "text" else part for part in parts]

@@ -20,14 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from engine.processing import image_grids
 from engine.processing.image_file import ImageFile, ImageRefused
-from engine.processing.patch_grid import PatchGrid
+from engine.processing.image_grid import ImageGrid
+from engine.processing.video_grid import VideoGrid
 
 if TYPE_CHECKING:
     from engine.config import MediaConfig
 
-REQUEST = struct.Struct(">QBB")
-"""Header of an image: number of bytes, whether they are base64 text, whether to decode in low detail."""
+REQUEST = struct.Struct(">QBBB")
+"""Header of an image or video: number of bytes, and whether they are base64 text, whether to decode in low detail, and
+whether they are a video."""
 LENGTH = struct.Struct(">I")
 GO = b"g"
 WALL_PER_CPU = 6.0
@@ -38,25 +41,28 @@ WALL_PER_CPU = 6.0
 class WorkerSettings:
     """Arguments of a worker."""
 
-    grid: PatchGrid
+    grid: ImageGrid
     max_pixels: int  # of one image, width times height
     cpu_s: float  # CPU seconds for one image
     wall_s: float  # elapsed seconds for one image
     memory_bytes: int  # for decoding, in addition to the memory of the started worker
     limits_address_space: bool  # by RLIMIT_AS, which macOS ignores; there the planner watches the resident memory
+    video: VideoGrid | None = None  # None if the model reads no videos
 
     def to_json(self) -> str:
-        return json.dumps({**vars(self), "grid": vars(self.grid)})
+        video = None if self.video is None else vars(self.video)
+        return json.dumps({**vars(self), "grid": image_grids.to_json(self.grid), "video": video})
 
     @classmethod
-    def of(cls, config: "MediaConfig", grid: PatchGrid) -> "WorkerSettings":
+    def of(cls, config: "MediaConfig", grid: ImageGrid, video: VideoGrid | None = None) -> "WorkerSettings":
         cpu_s, memory_bytes, limits = config.decode_cpu_s, config.decode_memory_mb * 2**20, sys.platform == "linux"
-        return cls(grid, config.max_pixels, cpu_s, WALL_PER_CPU * cpu_s, memory_bytes, limits)
+        return cls(grid, config.max_pixels, cpu_s, WALL_PER_CPU * cpu_s, memory_bytes, limits, video)
 
     @classmethod
     def from_json(cls, text: str) -> "WorkerSettings":
         fields = json.loads(text)
-        return cls(**{**fields, "grid": PatchGrid(**fields["grid"])})
+        video = None if fields["video"] is None else VideoGrid(**fields["video"])
+        return cls(**{**fields, "grid": image_grids.from_json(fields["grid"]), "video": video})
 
 
 def main() -> None:
@@ -80,16 +86,39 @@ def main() -> None:
 
 
 def answer(
-    planner: socket.socket, content: bytearray, is_base64: bool, has_low_detail: bool, settings: WorkerSettings
+    planner: socket.socket,
+    content: bytearray,
+    is_base64: bool,
+    has_low_detail: bool,
+    is_video: bool,
+    settings: WorkerSettings,
 ) -> None:
     """Answer one request. Raises ImageRefused and MemoryError."""
-    file = ImageFile(from_base64(content) if is_base64 else content, settings.max_pixels)
-    target = settings.grid.for_detail(has_low_detail).target_size(*file.size)
+    decoded = from_base64(content) if is_base64 else content
+    if is_video:
+        answer_video(planner, decoded, settings)
+        return
+    file = ImageFile(decoded, settings.max_pixels)
+    grid = settings.grid.for_detail(has_low_detail)
     send(planner, {"width": file.size[0], "height": file.size[1]})
     if planner.recv(1) != GO:
         return
-    cut = settings.grid.cut(file.rgb(target), target)
+    cut = grid.cut(file.rgb(grid.target_size(*file.size)), file.size)
     send(planner, {"content_hash": cut.content_hash}, cut.patches.data.cast("B"))
+
+
+def answer_video(planner: socket.socket, content: bytes | bytearray, settings: WorkerSettings) -> None:
+    """Answer a request with a video. Raises ImageRefused and MemoryError."""
+    from engine.processing.video_file import VideoFile  # loads FFmpeg's libraries
+
+    assert settings.video is not None
+    file = VideoFile(content, settings.max_pixels, settings.video)
+    width, height = file.size
+    send(planner, {"width": width, "height": height, "target": file.target, "times_s": file.times_s})
+    if planner.recv(1) != GO:
+        return
+    patches, content_hashes = settings.video.cut(file.frames())
+    send(planner, {"content_hashes": content_hashes}, patches.data.cast("B"))
 
 
 def from_base64(text: bytearray) -> bytes:
@@ -130,14 +159,15 @@ def send(planner: socket.socket, answer: dict[str, Any], payload: bytes | memory
     planner.sendall(payload)
 
 
-def receive_request(planner: socket.socket) -> tuple[bytearray, bool, bool] | None:
+def receive_request(planner: socket.socket) -> tuple[bytearray, bool, bool, bool] | None:
     """Read the next image; return its bytes and the flags of REQUEST, None when the planner closed the socket."""
     header = receive(planner, REQUEST.size)
     if header is None:
         return None
-    num_bytes, is_base64, has_low_detail = REQUEST.unpack(header)
+    num_bytes, *flags = REQUEST.unpack(header)
+    is_base64, has_low_detail, is_video = map(bool, flags)
     content = receive(planner, num_bytes)
-    return None if content is None else (content, bool(is_base64), bool(has_low_detail))
+    return None if content is None else (content, is_base64, has_low_detail, is_video)
 
 
 def receive(planner: socket.socket, num_bytes: int) -> bytearray | None:

@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from engine.processing.byte_budget import ByteBudget
 from engine.processing.image_file import ImageRefused
+from engine.processing.image_grid import CutImage
 from engine.processing.image_worker import WorkerSettings
-from engine.processing.patch_grid import CutImage
+from engine.processing.video_grid import CutVideo
 from engine.processing.worker_process import WorkerEnded, WorkerProcess
 from engine.protocol import InvalidRequest
 
@@ -72,18 +73,31 @@ class ImageWorkers:
         Args:
             read: Returns the encoded bytes or base64 text; called in a thread once a worker is free.
             is_base64: Whether `read` returns base64 text.
-            has_low_detail: See PatchGrid.for_detail.
+            has_low_detail: See ImageGrid.for_detail.
 
         Raises:
             InvalidRequest: The image is broken or exceeds a limit.
             Unavailable: No worker can be started.
         """
+        return await self._use(
+            lambda worker: worker.examine(read, is_base64, has_low_detail), lambda worker: worker.decode()
+        )
+
+    async def cut_video(self, read: Callable[[], bytes | bytearray], is_base64: bool = False) -> CutVideo:
+        """Decode some frames of an encoded video and cut them into patches. Otherwise as `cut`."""
+        return await self._use(
+            lambda worker: worker.examine(read, is_base64, is_video=True), lambda worker: worker.decode_video()
+        )
+
+    async def _use(
+        self, examine: Callable[[WorkerProcess], tuple[int, int]], decode: Callable[[WorkerProcess], T]
+    ) -> T:
         async with self._places:
             worker = self._idle.pop() if self._idle else self._make()
             try:
-                width, height = await self._call(lambda: worker.examine(read, is_base64, has_low_detail))
+                width, height = await self._call(lambda: examine(worker))
                 async with self._budget.hold(width * height * DECODED_PIXEL_BYTES):
-                    cut = await self._call(worker.decode)
+                    cut = await self._call(lambda: decode(worker))
             except ImageRefused as error:
                 self.counts.num_refused += 1
                 if isinstance(error, WorkerEnded):

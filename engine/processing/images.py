@@ -1,18 +1,33 @@
 """ImagePreprocessor: reads a checkpoint's image settings, and converts an image to patches, not yet normalised."""
 
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from engine.processing.checkpoint import image_processor_config, supports_images
+from engine.processing.checkpoint import (
+    image_processor_config,
+    images_unsupported_reason,
+    media_kinds,
+    read_config,
+    video_processor_config,
+)
 from engine.processing.image_file import ImageFile, ImageRefused, check_sides
+from engine.processing.image_grid import CutImage, ImageGrid
 from engine.processing.patch_grid import PatchGrid
 from engine.processing.patch_normalization import PatchNormalization
+from engine.processing.row_grid import RowGrid
+from engine.processing.split_grid import SplitGrid
+from engine.processing.square_grid import SquareGrid
+from engine.processing.tile_grid import TileGrid
+from engine.processing.video_grid import VideoGrid
+from engine.processing.vision_family import vision_family
 from engine.protocol import EngineFailed, ImagePatches, InvalidRequest
 
-SETTINGS = (
+QWEN_SETTINGS = (
     *("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels", "resample"),
     *("image_mean", "image_std", "rescale_factor", "do_normalize", "do_rescale"),
 )
@@ -22,39 +37,43 @@ class ImagePreprocessor:
     """The settings of a checkpoint's image processor for resizing, cutting and normalising.
 
     Raises:
-        EngineFailed: The processor is not of the Qwen2-VL family, or cannot be loaded.
+        EngineFailed: Images of this model are not supported, or its image processor cannot be loaded.
     """
 
     def __init__(self, model_dir: Path):
-        if not self.supported(model_dir):
-            raise EngineFailed(f"{model_dir}: images require an image processor of the Qwen2-VL family")
-        # Takes a second, so only processes that read images import it.
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-        config = image_processor_config(model_dir)
+        self._model_dir = model_dir
+        config = read_config(model_dir)
+        if (reason := images_unsupported_reason(model_dir, config)) is not None:
+            raise EngineFailed(f"{model_dir}: the model accepts no images: {reason}")
+        family = vision_family(config)
+        assert family is not None
+        settings = family.settings(image_processor_config(model_dir))
         try:
-            processor: Any = Qwen2VLImageProcessorPil(**_settings(config))
-            size = processor.size
-            self.grid = PatchGrid(
-                patch_size=int(processor.patch_size),
-                merge_size=int(processor.merge_size),
-                min_pixels=int(size["shortest_edge"]),
-                max_pixels=int(size["longest_edge"]),
-                resample=int(processor.resample),
-            )
+            self.grid: ImageGrid = GRIDS[family.name](settings, config)
         except Exception as error:  # a checkpoint's files may be wrong in any way
             raise EngineFailed(f"{model_dir}: the image processor cannot be loaded ({error})") from None
-        self.normalization = PatchNormalization.of(config)
+        self.normalization = PatchNormalization.of(settings)
+
+    @property
+    def video_grid(self) -> VideoGrid | None:
+        """The settings for videos, None if the model accepts none. Raises EngineFailed."""
+        config = read_config(self._model_dir)
+        if "video" not in media_kinds(self._model_dir, config):
+            return None
+        try:
+            return _video_grid(video_processor_config(self._model_dir))
+        except Exception as error:  # a checkpoint's files may be wrong in any way
+            raise EngineFailed(f"{self._model_dir}: the video processor cannot be loaded ({error})") from None
 
     @staticmethod
     def supported(model_dir: Path) -> bool:
-        return supports_images(model_dir)
+        return images_unsupported_reason(model_dir, read_config(model_dir)) is None
 
     def read(self, content: bytes, max_pixels: int) -> ImagePatches:
         """Decode a trusted image in this process, resize it and cut it into patches. Raises InvalidRequest."""
         try:
             file = ImageFile(content, max_pixels)
-            return self.patches(file.rgb(self.grid.target_size(*file.size)))
+            return image_patches(self.grid.cut(file.rgb(self.grid.target_size(*file.size)), file.size), self.grid)
         except ImageRefused as error:
             raise InvalidRequest(str(error)) from None
 
@@ -64,9 +83,13 @@ class ImagePreprocessor:
             check_sides(*image.size)
         except ImageRefused as error:
             raise InvalidRequest(str(error)) from None
-        cut = self.grid.cut(image)
-        num_tokens = cut.patches.nbytes // self.grid.token_bytes
-        return ImagePatches(cut.patches, (1, *cut.grid_hw), num_tokens, cut.content_hash)
+        return image_patches(self.grid.cut(image), self.grid)
+
+
+def image_patches(cut: CutImage, grid: ImageGrid) -> ImagePatches:
+    """Return a cut image as the engine takes it."""
+    layout = cut.layout
+    return ImagePatches(cut.patches, layout.grid_thw, grid.num_tokens(layout), cut.content_hash, layout.tiles)
 
 
 def normalize(patches: np.ndarray, normalization: PatchNormalization) -> np.ndarray:
@@ -86,7 +109,22 @@ def normalize(patches: np.ndarray, normalization: PatchNormalization) -> np.ndar
     return repeated.reshape(len(patches), -1)
 
 
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
+def _qwen_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> PatchGrid:
+    # Takes a second, so only processes that read images import it.
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    processor: Any = Qwen2VLImageProcessorPil(**_qwen_settings(settings))
+    size = processor.size
+    return PatchGrid(
+        patch_size=int(processor.patch_size),
+        merge_size=int(processor.merge_size),
+        min_pixels=int(size["shortest_edge"]),
+        max_pixels=int(size["longest_edge"]),
+        resample=int(processor.resample),
+    )
+
+
+def _qwen_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the processor.
 
     Its class is fixed, since converted checkpoints name mlx-vlm's class, which transformers does not know.
@@ -94,5 +132,98 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     size = config.get("size") or {}
     pixels = {key: size[key] for key in ("min_pixels", "max_pixels") if key in size}  # in old files
     edges = {key: size[key] for key in ("shortest_edge", "longest_edge") if key in size}
-    known = {key: config[key] for key in SETTINGS if config.get(key) is not None}
+    known = {key: config[key] for key in QWEN_SETTINGS if config.get(key) is not None}
     return {**pixels, **({"size": edges} if len(edges) == 2 else {}), **known}
+
+
+def _video_grid(config: Mapping[str, Any]) -> VideoGrid:
+    """Return the grid of a Qwen3-VL video processor, with the defaults of transformers' class, which needs torch."""
+
+    def given(key: str, default: Any) -> Any:
+        value = config.get(key)
+        return default if value is None else value
+
+    size = given("size", {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768})
+    return VideoGrid(
+        patch_size=int(given("patch_size", 16)),
+        merge_size=int(given("merge_size", 2)),
+        group_frames=int(given("temporal_patch_size", 2)),
+        resample=int(given("resample", 3)),
+        min_pixels=int(size["shortest_edge"]),
+        max_pixels=int(size["longest_edge"]),
+        fps=float(given("fps", 2)),
+        min_frames=int(given("min_frames", 4)),
+        max_frames=int(given("max_frames", 768)),
+    )
+
+
+def _gemma3_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> SquareGrid:
+    patch_size, side = _tower_patches(config, settings["size"]["height"])
+    text = config.get("text_config") or {}
+    num_tokens = text.get("mm_tokens_per_image") or config.get("mm_tokens_per_image") or 256
+    merge_size = side // patch_size // math.isqrt(num_tokens)
+    return SquareGrid(patch_size=patch_size, merge_size=merge_size, resample=int(settings["resample"]), side=side)
+
+
+def _pixtral_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> RowGrid:
+    vision, longest_side = config["vision_config"], int(settings["size"]["longest_edge"])
+    if longest_side > vision["image_size"]:
+        raise ValueError(f"longest_edge is {longest_side}; the vision tower takes {vision['image_size']} pixels")
+    return RowGrid(
+        patch_size=int(vision["patch_size"]),
+        merge_size=int(config.get("spatial_merge_size", 2)) if config["model_type"] == "mistral3" else 1,
+        resample=int(settings["resample"]),
+        longest_side=longest_side,
+    )
+
+
+def _idefics3_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> SplitGrid:
+    patch_size, side = _tower_patches(config, settings["max_image_size"]["longest_edge"])
+    return SplitGrid(
+        patch_size=patch_size,
+        merge_size=int(config.get("scale_factor", 2)),
+        resample=int(settings["resample"]),
+        side=side,
+        longest_side=int(settings["size"]["longest_edge"]),
+        splits=bool(settings["do_image_splitting"]),
+    )
+
+
+def _internvl_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> TileGrid:
+    patch_size, side = _tower_patches(config, settings["size"]["height"])
+    return TileGrid(
+        patch_size=patch_size,
+        merge_size=int(1 / config.get("downsample_ratio", 0.5)),
+        resample=int(settings["resample"]),
+        side=side,
+        min_tiles=int(settings["min_patches"]),
+        max_tiles=int(settings["max_patches"]),
+    )
+
+
+def _llava_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> SquareGrid:
+    crops = settings.get("do_center_crop", True)
+    patch_size, side = _tower_patches(config, settings["crop_size" if crops else "size"]["height"])
+    if crops and (shortest := settings.get("size", {}).get("shortest_edge", side)) != side:
+        raise ValueError(f"shortest_edge is {shortest}; supported is the height of crop_size, {side}")
+    return SquareGrid(patch_size=patch_size, merge_size=1, resample=int(settings["resample"]), side=side, crops=crops)
+
+
+def _tower_patches(config: Mapping[str, Any], side: int) -> tuple[int, int]:
+    """Return the pixels per side of the vision tower's patches and images. Raises ValueError if `side` is not those."""
+    sizes = (config["vision_config"][key] for key in ("patch_size", "image_size"))
+    patch_size, image_size = (int(size[0] if isinstance(size, list) else size) for size in sizes)
+    if side != image_size:
+        raise ValueError(f"it makes images of {side} pixels per side; the vision tower takes {image_size}")
+    return patch_size, image_size
+
+
+GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = {
+    "qwen_vl": _qwen_grid,
+    "gemma3": _gemma3_grid,
+    "pixtral": _pixtral_grid,
+    "idefics3": _idefics3_grid,
+    "internvl": _internvl_grid,
+    "llava": _llava_grid,
+}
+"""By family: builds the grid from the image processor's settings and config.json."""

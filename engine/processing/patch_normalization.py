@@ -23,15 +23,13 @@ class PatchNormalization:
     """Factor on the uint8 values; 1 / 255 unless the checkpoint says otherwise."""
     temporal_patch_size: int
     """Repetitions of a still image's patch along time."""
-    merge_size: int
-    """Patches per side that share one placeholder token."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "PatchNormalization":
-        """Read the settings from the configuration of a Qwen2-VL image processor.
+        """Read the settings from the configuration of an image processor. Raises EngineFailed.
 
-        The defaults are those of transformers' Qwen2VLImageProcessorPil, which is not imported because that takes a
-        second. Raises EngineFailed.
+        The defaults, for keys that the model's family has none for, are those of transformers'
+        Qwen2VLImageProcessorPil, which is not imported because that takes a second.
         """
 
         def given(key: str, default: Any) -> Any:
@@ -45,7 +43,6 @@ class PatchNormalization:
                 std=_per_channel(given("image_std", DEFAULT_STD) if normalizes else 1.0),
                 rescale=float(given("rescale_factor", 1 / 255)) if rescales else 1.0,
                 temporal_patch_size=int(given("temporal_patch_size", 2)),
-                merge_size=int(given("merge_size", 2)),
             )
         except (TypeError, ValueError) as error:
             raise EngineFailed(f"the checkpoint's image processor has a value that is not a number ({error})") from None

@@ -1,9 +1,10 @@
 """ChatTokenizer: converts conversations to token ids with the model's chat template; stop tokens and formats."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,21 @@ from engine.processing.checkpoint import read_config, read_optional_json
 from engine.processing.control_tokens import ControlTokenEscaper, ControlTokens, any_of, encode_inside
 from engine.processing.conversation import DEFAULT_KWARGS, Conversation, TemplateForms, convert
 from engine.processing.detokenizer import Detokenizer, TokenBytes, TokenDecoder
+from engine.processing.pooling import EmbeddingModel
 from engine.processing.prompt_length import MAX_CHARS_PER_TOKEN, PromptLimit, TokenBound, count_windows
 from engine.processing.reasoning_format import ReasoningFormat, find_reasoning_format
 from engine.processing.tool_format import ToolFormat, find_tool_format, takes_argument_texts
-from engine.protocol import Boundary, EngineFailed, InvalidRequest
+from engine.processing.vision_family import (
+    ImagePlaceholder,
+    SpecialStrings,
+    VisionFamily,
+    image_token_id,
+    in_frames,
+    one_run,
+    video_marker,
+    vision_family,
+)
+from engine.protocol import Boundary, EngineFailed, ImagePatches, InvalidRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -35,6 +47,9 @@ TEMPLATE_ERRORS = (
     ValueError,
 )
 """Exceptions that a template may raise for an unsupported conversation."""
+
+CONTENTS_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+"""Template of an embedding model that has none; its inputs are never rendered."""
 
 MIN_BATCH_CHARS = 2048
 """Length from which texts are encoded by a call that releases the GIL, at a cost of a few microseconds."""
@@ -62,7 +77,7 @@ class ChatPrompt:
     """A tokenized conversation."""
 
     token_ids: np.ndarray
-    """int32 [num_prompt_tokens], image placeholders repeated per image token."""
+    """int32 [num_prompt_tokens], with all image tokens."""
     boundaries: tuple[Boundary, ...]
     """At most one each of `system` and `turn`, ascending, with 0 < num_tokens < num_prompt_tokens."""
 
@@ -93,7 +108,11 @@ class ChatTokenizer:
         self._control = ControlTokens(self._tokenizer)
         self._bound = TokenBound(self._tokenizer)
         self.token_bytes = TokenBytes(self._tokenizer)
-        self.image_token_id: int | None = config.get("image_token_id", config.get("image_token_index"))
+        self.image_token_id: int | None = image_token_id(config)
+        self._strings = self._special_strings(model_dir, config)
+        family = vision_family(config)
+        self._placeholder = one_run if family is None else family.placeholder
+        self._media_markers = None if self._strings is None else self._find_markers(config, family, self._strings)
         self._media_token_ids = {config.get(key) for key in ("image_token_id", "image_token_index", "video_token_id")}
         self._encode_known = lru_cache(MAX_BEGINNINGS)(lambda pieces: np.asarray(self._encode_pieces(pieces), np.int32))
         self.keeps_late_system = self._probe_late_system()
@@ -108,6 +127,22 @@ class ChatTokenizer:
         self.tool_format: ToolFormat | None = find_tool_format(
             self._probe_with, self._template_source(), self._control.special
         )
+
+    def placeholder(self, image: ImagePatches) -> ImagePlaceholder:
+        """Return what stands for an image in a prompt."""
+        assert self._strings is not None, "a text model has no images"
+        return self._placeholder(image, self._strings)
+
+    def placeholders(self, images: Iterable[ImagePatches]) -> list[ImagePlaceholder]:
+        """Return what stands for each image and each video in a prompt."""
+        found = []
+        for video, group in groupby(images, key=lambda image: None if image.frame is None else image.frame.video):
+            if video is None:
+                found += map(self.placeholder, group)
+            else:
+                assert self._strings is not None
+                found.append(in_frames(list(group), self._strings))
+        return found
 
     @property
     def control_ids(self) -> Mapping[str, int]:
@@ -124,7 +159,7 @@ class ChatTokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         template_kwargs: Mapping[str, Any],
-        image_tokens: Sequence[int] = (),
+        placeholders: Sequence[ImagePlaceholder] = (),
         limit: PromptLimit | None = None,
         continue_final_message: bool = False,
     ) -> np.ndarray:
@@ -133,7 +168,7 @@ class ChatTokenizer:
         Args:
             messages: Canonical messages, see `engine.processing.message.Message`; not modified.
             template_kwargs: Template variables, such as `tools`; `enable_thinking` defaults to false.
-            image_tokens: Placeholders of each image, in order of appearance.
+            placeholders: What stands for each image, in order of appearance, see `placeholder`.
             limit: Ends the work as soon as the prompt is certainly too long or no longer needed.
             continue_final_message: Whether the prompt ends with the text of the final message, the assistant's, which
                 the answer continues.
@@ -146,28 +181,29 @@ class ChatTokenizer:
             ContextLengthExceeded, ClientDisconnected: See PromptLimit.check.
         """
         conversation = self._convert(messages, template_kwargs, limit)
-        _, ids = self._encode_conversation(conversation, limit, continue_final_message)
-        return np.repeat(ids, self._image_repeats(ids, conversation.num_images, image_tokens))
+        _, ids = self._encode_conversation(conversation, placeholders, limit, continue_final_message)
+        return np.repeat(ids, self._image_repeats(ids, placeholders))
 
     def chat_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         template_kwargs: Mapping[str, Any],
-        image_tokens: Sequence[int] = (),
+        placeholders: Sequence[ImagePlaceholder] = (),
         limit: PromptLimit | None = None,
         continue_final_message: bool = False,
     ) -> ChatPrompt:
         """Render and tokenize as `encode_chat`, and find the boundaries. Raises what `encode_chat` raises."""
         conversation = self._convert(messages, template_kwargs, limit)
-        text, ids = self._encode_conversation(conversation, limit, continue_final_message)
-        ends = np.cumsum(repeats := self._image_repeats(ids, conversation.num_images, image_tokens))
+        text, ids = self._encode_conversation(conversation, placeholders, limit, continue_final_message)
+        ends = np.cumsum(repeats := self._image_repeats(ids, placeholders))
         prompt = RenderedPrompt(text, ids, self._control, partial(self._encode_beginning, conversation.quarantine))
 
         def render(messages: Messages, add_generation_prompt: bool) -> str | None:
             if limit is not None:
                 limit.check(0)  # each rendering takes as long as the first
-            return self._try_render(conversation.kwargs, messages, add_generation_prompt)
+            other = self._try_render(conversation.kwargs, messages, add_generation_prompt)
+            return None if other is None else self._with_placeholders(other, placeholders)
 
         cuts = find_boundaries(conversation.messages, conversation.kwargs, prompt, render)
         boundaries = tuple(Boundary(cut.kind, int(ends[cut.num_tokens - 1])) for cut in cuts)
@@ -228,14 +264,23 @@ class ChatTokenizer:
         return convert(messages, template_kwargs, ControlTokenEscaper(self._control, check), self._forms)
 
     def _encode_conversation(
-        self, conversation: Conversation, limit: PromptLimit | None, continue_final_message: bool
+        self,
+        conversation: Conversation,
+        placeholders: Sequence[ImagePlaceholder],
+        limit: PromptLimit | None,
+        continue_final_message: bool,
     ) -> tuple[str, np.ndarray]:
-        """Return the rendered prompt with escaped control strings, and its ids with one placeholder per image."""
+        """Return the rendered prompt with escaped control strings, and its ids with one token per run of image tokens.
+
+        Raises InvalidRequest, also if the template does not place every image.
+        """
         quarantine = conversation.quarantine
         if continue_final_message:
             text = self._render_unfinished(conversation)
         else:
             text = self._render(conversation.kwargs, conversation.messages, restore=quarantine.restore)
+        self._check_images(conversation.num_images, text, len(placeholders))
+        text = self._with_placeholders(text, placeholders)
         pieces = quarantine.split(text)
         if limit is not None:
             self._check_length(pieces, limit)
@@ -313,19 +358,62 @@ class ChatTokenizer:
             limit.check(len(ids), is_lower_bound=False)
         return ids
 
-    def _image_repeats(self, ids: np.ndarray, num_images: int, image_tokens: Sequence[int]) -> np.ndarray:
-        """Return the repetitions of each token, 1 except for image placeholders, int64 [len(ids)]."""
-        placeholders = ids == (-1 if self.image_token_id is None else self.image_token_id)
-        num_placed = int(placeholders.sum())
-        if not num_images == num_placed == len(image_tokens):
+    def _check_images(self, num_images: int, rendered: str, num_prepared: int) -> None:
+        num_placed = 0 if self._media_markers is None else len(self._media_markers.findall(rendered))
+        if not num_images == num_placed == num_prepared:
             raise InvalidRequest(
                 f"the conversation has {num_images} images, the model's chat template placed {num_placed}, "
-                f"and {len(image_tokens)} were prepared",
+                f"and {num_prepared} were prepared",
                 "messages",
             )
+
+    def _with_placeholders(self, rendered: str, placeholders: Sequence[ImagePlaceholder]) -> str:
+        """Replace the template's markers by the placeholders, in order; further markers stay."""
+        if self._media_markers is None or not placeholders:
+            return rendered
+        left = iter(placeholders)
+
+        def replaced(match: re.Match[str]) -> str:
+            placeholder = next(left, None)
+            return match[0] if placeholder is None else placeholder.text
+
+        return self._media_markers.sub(replaced, rendered)
+
+    def _image_repeats(self, ids: np.ndarray, placeholders: Sequence[ImagePlaceholder]) -> np.ndarray:
+        """Return the repetitions of each token, 1 except for image tokens, int64 [len(ids)]."""
+        runs = [num_tokens for one in placeholders for num_tokens in one.runs]
+        places = np.flatnonzero(ids == (-1 if self.image_token_id is None else self.image_token_id))
+        if len(places) != len(runs):
+            raise InvalidRequest(
+                f"the prompt has {len(places)} runs of image tokens, its images have {len(runs)}", "messages"
+            )
         repeats = np.ones(len(ids), dtype=np.int64)
-        repeats[placeholders] = image_tokens
+        repeats[places] = runs
         return repeats
+
+    def _special_strings(self, model_dir: Path, config: dict[str, Any]) -> SpecialStrings | None:
+        token = None if self.image_token_id is None else self._tokenizer.id_to_token(self.image_token_id)
+        if token is None:
+            return None
+        files = ("tokenizer_config.json", "processor_config.json")
+        more = [read_optional_json(model_dir / name) for name in files]
+        by_id = {key: self._tokenizer.id_to_token(id_) for key, id_ in config.items() if _is_token_id(key, id_)}
+        return SpecialStrings(token, {**more[0], **more[1], **{k: v for k, v in by_id.items() if v is not None}})
+
+    def _find_markers(
+        self, config: dict[str, Any], family: VisionFamily | None, strings: SpecialStrings
+    ) -> re.Pattern[str]:
+        """Return a pattern of what the template writes for an image or a video.
+
+        A client's text must not be able to spell it. Raises EngineFailed.
+        """
+        if family is None:
+            return any_of([strings.image])
+        marker = family.marker(strings)
+        if marker not in self._control.ids:
+            raise EngineFailed(f"the tokenizer has no token {marker!r}, which stands for an image in its chat template")
+        has_videos = config.get("model_type") in family.videos
+        return any_of([marker, video_marker(strings)] if has_videos else [marker])
 
     def _probe(self, messages: Messages) -> str:
         """Render without generation prompt; return '' if the template refuses."""
@@ -376,11 +464,21 @@ def _load_renderer(model_dir: Path) -> "PreTrainedTokenizerFast":
         renderer = PreTrainedTokenizerFast.from_pretrained(str(model_dir), local_files_only=True)
     except Exception as error:  # tokenizers raises a bare Exception for a broken file
         raise EngineFailed(f"{model_dir}: the tokenizer cannot be loaded ({error})") from None
+    if renderer.chat_template is None:  # where older vision models have it
+        renderer.chat_template = read_optional_json(model_dir / "chat_template.json").get("chat_template")
     try:
         renderer.get_chat_template()
     except ValueError:
-        raise EngineFailed(f"{model_dir}: no chat template in tokenizer_config.json or chat_template.jinja") from None
+        if EmbeddingModel.read(model_dir) is not None:
+            renderer.chat_template = CONTENTS_TEMPLATE
+            return renderer
+        places = "tokenizer_config.json, chat_template.jinja or chat_template.json"
+        raise EngineFailed(f"{model_dir}: no chat template in {places}") from None
     return renderer
+
+
+def _is_token_id(key: str, value: Any) -> bool:
+    return key.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= 0
 
 
 def _as_ids(value: Any) -> list[int]:

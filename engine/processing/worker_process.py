@@ -21,14 +21,15 @@ import psutil
 import engine
 from engine import retry_after
 from engine.processing.image_file import UNDECODABLE, ImageRefused
+from engine.processing.image_grid import CutImage
 from engine.processing.image_worker import GO, LENGTH, REQUEST, WorkerSettings, out_of_memory
-from engine.processing.patch_grid import CutImage
+from engine.processing.video_grid import CutVideo
 from engine.protocol import Unavailable
 
 START_TIMEOUT_S = 60.0
 WATCH_PERIOD_S = 0.1
 RESIDENT_AT_START = 64 * 2**20
-MAX_HEADER_BYTES = 4096
+MAX_HEADER_BYTES = 2**16
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH")
 """Variables that a worker inherits from the planner. A process that decodes hostile bytes gets no secrets."""
 
@@ -49,6 +50,7 @@ class WorkerProcess:
         self._is_ready = False
         self._is_killed = False
         self._size = (0, 0)
+        self._header: dict[str, Any] = {}  # of the last examined image or video
         self._grid = settings.grid  # of the last examined image
         self.num_images = 0  # images sent so far
 
@@ -78,9 +80,16 @@ class WorkerProcess:
                     ) from None
 
     def examine(
-        self, read: Callable[[], bytes | bytearray], is_base64: bool, has_low_detail: bool = False
+        self,
+        read: Callable[[], bytes | bytearray],
+        is_base64: bool,
+        has_low_detail: bool = False,
+        is_video: bool = False,
     ) -> tuple[int, int]:
-        """Send an encoded image; return width and height. Raises ImageRefused, Unavailable, and what `read` raises."""
+        """Send an encoded image or video; return width and height.
+
+        Raises ImageRefused, Unavailable, and what `read` raises.
+        """
         with self._busy:
             content = read()
             self.start()
@@ -89,10 +98,10 @@ class WorkerProcess:
             self.num_images += 1
             deadline = self._deadline()
             self._grid = self._settings.grid.for_detail(has_low_detail)
-            self._send(REQUEST.pack(len(content), is_base64, has_low_detail), deadline)
+            self._send(REQUEST.pack(len(content), is_base64, has_low_detail, is_video), deadline)
             self._send(content, deadline)
-            header = self._receive_header(deadline)
-            self._size = int(header["width"]), int(header["height"])
+            self._header = self._receive_header(deadline)
+            self._size = int(self._header["width"]), int(self._header["height"])
             return self._size
 
     def decode(self) -> CutImage:
@@ -101,10 +110,24 @@ class WorkerProcess:
             deadline, grid = self._deadline(), self._grid
             self._send(GO, deadline)
             header = self._receive_header(deadline)
-            width, height = (side // grid.patch_size for side in grid.target_size(*self._size))
-            patches = np.empty((height * width, 3, grid.patch_size, grid.patch_size), np.uint8)
+            layout = grid.layout(*self._size)
+            patches = np.empty((layout.num_patches, 3, grid.patch_size, grid.patch_size), np.uint8)
             self._receive(patches.data.cast("B"), deadline)
-            return CutImage(patches, (height, width), str(header["content_hash"]))
+            return CutImage(patches, layout, str(header["content_hash"]))
+
+    def decode_video(self) -> CutVideo:
+        """Decode the last examined video. Raises ImageRefused."""
+        with self._busy:
+            deadline, grid = self._deadline(), self._settings.video
+            assert grid is not None
+            width, height = self._header["target"]
+            times_s = tuple(float(time_s) for time_s in self._header["times_s"])
+            self._send(GO, deadline)
+            header = self._receive_header(deadline)
+            patches = np.empty((len(times_s), *grid.group_shape((width, height))), np.uint8)
+            self._receive(patches.data.cast("B"), deadline)
+            grid_hw = height // grid.patch_size, width // grid.patch_size
+            return CutVideo(patches, grid_hw, times_s, tuple(map(str, header["content_hashes"])))
 
     def kill(self) -> None:
         """Kill the process at once without blocking. A thread that waits for it gets WorkerEnded."""

@@ -11,6 +11,10 @@ SERVED_CACHES = (KVCache, RotatingKVCache, ArraysCache)
 state differently."""
 
 
+VISION_MODULES = ("vision_tower", "vision_model")
+"""Names of a model's vision tower; the library sets it to None if the checkpoint has no weights for it."""
+
+
 def unsupported_reason(module: Any, media_kinds: frozenset[str]) -> str | None:
     """Return why a loaded model cannot be served and what would work instead, None if it can be.
 
@@ -27,12 +31,36 @@ def unsupported_reason(module: Any, media_kinds: frozenset[str]) -> str | None:
         return "its language model tells neither its layers nor their caches"
     if (reason := _cache_reason(make_prompt_cache(language_model))) is not None:
         return reason
-    if "image" in media_kinds and getattr(module, "vision_tower", None) is None:
+    if "image" in media_kinds and all(getattr(module, name, None) is None for name in VISION_MODULES):
         return (
             "its config.json has a vision_config, but the checkpoint has no weights of a vision tower; use a complete "
             "checkpoint, or remove vision_config and preprocessor_config.json to serve it as a text model"
         )
     return None
+
+
+def bidirectional_reason(config: dict[str, Any]) -> str | None:
+    """Return why a checkpoint cannot be served if its tokens see those after them, None if they do not.
+
+    The library's generative module of the same family would compute it with a causal mask, without an error.
+
+    Args:
+        config: The checkpoint's config.json.
+    """
+    for section in (config.get("text_config"), config):
+        if isinstance(section, dict):
+            if section.get("use_bidirectional_attention") in (True, "all"):
+                return _bidirectional("use_bidirectional_attention", section["use_bidirectional_attention"])
+            if section.get("is_causal") is False:
+                return _bidirectional("is_causal", False)
+    return None
+
+
+def _bidirectional(key: str, value: Any) -> str:
+    return (
+        f"its attention is bidirectional ({key} is {value!r} in config.json), and prompts are computed in chunks, each "
+        "of which sees only the tokens before it; embeddings of causal models, such as Qwen3-Embedding, are served"
+    )
 
 
 def _cache_reason(layers: Sequence[Any]) -> str | None:

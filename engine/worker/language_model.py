@@ -1,5 +1,6 @@
 """The language model as the runner uses it: one forward, with explicit positions where the model takes them."""
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +12,35 @@ from engine.config import MTPExact
 from engine.worker import quantized_kv
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCache
+
+
+@dataclass(frozen=True)
+class ImageChunk:
+    """A chunk of a prompt with image tokens. n: number of these."""
+
+    embeds: mx.array
+    """[1, L, hidden], of all tokens of the chunk, text and images."""
+    places: np.ndarray
+    """int [n], where the image tokens are in the chunk, ascending."""
+    deepstack: mx.array
+    """[n, num_deepstack * hidden], added to the image tokens' hidden states behind each of the first layers; of width 0
+    without deepstack features."""
+
+    def but_last(self) -> "ImageChunk":
+        """Return the chunk without its last token."""
+        length = self.embeds.shape[1] - 1
+        num_left = int(np.searchsorted(self.places, length))
+        return ImageChunk(self.embeds[:, :length], self.places[:num_left], self.deepstack[:num_left])
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the model's layers."""
+        length, hidden = self.embeds.shape[1:]
+        if not self.deepstack.shape[-1]:
+            return {"inputs_embeds": self.embeds}
+        is_image = np.zeros((1, length), bool)
+        is_image[0, self.places] = True
+        layers = mx.split(self.deepstack, self.deepstack.shape[-1] // hidden, axis=-1)
+        return {"inputs_embeds": self.embeds, "visual_pos_masks": is_image, "deepstack_visual_embeds": layers}
 
 
 class LanguageModel:
@@ -84,7 +114,7 @@ class LanguageModel:
 
     def embed(self, token_ids: mx.array) -> mx.array:
         """Embed tokens: [B, L] -> [B, L, hidden]."""
-        return self.lm.model.embed_tokens(token_ids)
+        return getattr(self.lm, "model", self.lm).embed_tokens(token_ids)
 
     def decode(self, token_ids: mx.array, cache: list, positions: mx.array) -> tuple[mx.array, mx.array | None]:
         """Compute tokens of a decode group.
@@ -114,7 +144,7 @@ class LanguageModel:
     def extend(
         self,
         token_ids: mx.array,
-        embeds: mx.array | None,
+        chunk: ImageChunk | None,
         cache: list,
         positions: np.ndarray,
         launch: bool = True,
@@ -126,7 +156,7 @@ class LanguageModel:
 
         Args:
             token_ids: int32 [1, L].
-            embeds: [1, L, hidden], to use instead of the tokens' embeddings; None for text.
+            chunk: The same tokens, if there are images among them.
             cache: The row's cache.
             positions: int32 [3, 1, L].
             launch: Whether to compute; otherwise the cache only has the shapes that it would have.
@@ -134,29 +164,31 @@ class LanguageModel:
         Returns:
             The hidden states [1, L, hidden], None if the model returns none.
         """
+        images = {} if chunk is None else chunk.arguments()
         if not self.explicit_positions:
-            assert embeds is None, "this model does not accept input embeddings"
-            self.lm(token_ids, cache=self._nested(cache))  # lazy: only the cache is ever evaluated
+            self.lm(token_ids, cache=self._nested(cache), **images)  # lazy: only the cache is ever evaluated
             hidden = None
         else:
-            hidden = self._hidden(token_ids, cache, mx.array(positions), inputs_embeds=embeds)
+            hidden = self._hidden(token_ids, cache, mx.array(positions), **images)
         if launch:
             mx.async_eval([layer.state for layer in cache])
         return hidden
 
     def extend_to_end(
-        self, token_ids: mx.array, embeds: mx.array | None, cache: list, positions: np.ndarray
+        self, token_ids: mx.array, chunk: ImageChunk | None, cache: list, positions: np.ndarray
     ) -> tuple[mx.array, mx.array | None]:
         """Compute the last prompt tokens; return logits [1, 1, vocab] of the very last, and hidden states or None.
 
         The hidden states are those of `extend`.
         """
         if self.explicit_positions:
-            hidden = self._hidden(token_ids, cache, mx.array(positions), inputs_embeds=embeds)
+            images = {} if chunk is None else chunk.arguments()
+            hidden = self._hidden(token_ids, cache, mx.array(positions), **images)
             return self.logits(hidden[:, -1:]), hidden
         if token_ids.shape[1] > 1:
-            self.extend(token_ids[:, :-1], None, cache, positions)
-        return self.lm(token_ids[:, -1:], cache=self._nested(cache)).logits[:, -1:], None
+            self.extend(token_ids[:, :-1], None if chunk is None else chunk.but_last(), cache, positions)
+        last = {} if chunk is None else {"inputs_embeds": chunk.embeds[:, -1:]}
+        return self.lm(token_ids[:, -1:], cache=self._nested(cache), **last).logits[:, -1:], None
 
     def states(self, token_ids: mx.array, cache: list, positions: np.ndarray | mx.array) -> mx.array:
         """Compute tokens into a cache; return hidden states [B, L, hidden] after the last norm.

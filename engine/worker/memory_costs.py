@@ -5,6 +5,7 @@ layers are computed at once. A few forwards at start record peaks of memory, fro
 chunk and with the prompt before it are solved.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -44,8 +45,6 @@ BUFFER_SLACK = 2**13  # MLX reuses free buffers that are a little larger
 UNPACKED_SLOTS = 1024
 """Slots of the probe for dequantizing a layer."""
 LATE_BYTES = 2**18  # constants that are allocated on first use
-PICTURE_SIDES = (4, 8, 16)
-"""Sides of the probe images for the vision tower, in placeholder tokens."""
 
 
 class Runner(Protocol):
@@ -86,7 +85,7 @@ def measure(
     if kv_formats:
         costs = replace(costs, unpacked_bytes=_of_unpacking(max(kv_formats, key=lambda one: one.token_bytes)))
     costs = _with_forwards(runner, costs, drafts)
-    return costs if vision is None else replace(costs, **_of_pictures(vision))
+    return costs if vision is None else replace(costs, **_of_images(vision))
 
 
 def _exact(snapshot: StateSnapshot, max_drafts: int, head_layers: int) -> MemoryCosts:
@@ -188,18 +187,25 @@ def _peak(work: Callable[[], object]) -> int:
     return mx.get_peak_memory()
 
 
-def _of_pictures(vision: VisionEncoder) -> dict[str, float]:
-    """Return the vision tower's costs for N patches: a + b N + c N^2, as attention may store its scores."""
-    before = mx.get_active_memory()
-    kept, waiting = vision.probe(PICTURE_SIDES[0])[1], vision.probe_piece(PICTURE_SIDES[0])
-    n1, n2, n3 = (vision.probe(side)[0] for side in PICTURE_SIDES)
-    p1, p2, p3 = (_peak(lambda side=side: vision.probe(side)) - before for side in PICTURE_SIDES)
-    pair = max(((p3 - p2) / (n3 - n2) - (p2 - p1) / (n2 - n1)) / (n3 - n1), 0.0)
-    patch = max((p3 - p2) / (n3 - n2) - pair * (n3 + n2), 0.0)
-    fixed = max(p1 - n1 * (patch + pair * n1), 0.0)
+def _of_images(vision: VisionEncoder) -> dict[str, float]:
+    """Return the vision tower's costs for N patches: a + b N + c N^2, as attention may store its scores.
+
+    A tower whose images have one size costs the same for each, a.
+    """
+    before, grids = mx.get_active_memory(), vision.probe_grids
+    _, num_tokens, kept = vision.probe(grids[0])
+    waiting = vision.probe_piece(grids[0])
+    peaks = [_peak(lambda grid=grid: vision.probe(grid)) - before for grid in grids]
+    fixed, patch, pair = float(peaks[0]), 0.0, 0.0
+    if len(grids) > 1:
+        (n1, n2, n3), (p1, p2, p3) = ([math.prod(grid) for grid in grids], peaks)
+        pair = max(((p3 - p2) / (n3 - n2) - (p2 - p1) / (n2 - n1)) / (n3 - n1), 0.0)
+        patch = max((p3 - p2) / (n3 - n2) - pair * (n3 + n2), 0.0)
+        fixed = max(p1 - n1 * (patch + pair * n1), 0.0)
     return {
         "image_bytes": int(MARGIN * fixed),
         "patch_bytes": MARGIN * patch,
         "patch_pair_bytes": MARGIN * pair,
-        "image_token_bytes": 2 * kept + waiting,  # one by one, then all of a request in one array; between two pieces
+        # one by one, then all of a request in one array; between two pieces
+        "image_token_bytes": -(-(2 * kept + waiting) // num_tokens),
     }

@@ -12,8 +12,9 @@ import mlx.core as mx
 import numpy as np
 
 from engine.config import EngineConfig, KVBits
-from engine.processing.checkpoint import resolve_checkpoint
+from engine.processing.checkpoint import images_unsupported_reason, resolve_checkpoint
 from engine.processing.context import declared_scalings
+from engine.processing.pooling import EmbeddingModel
 from engine.processing.tokenizer_match import why_different
 from engine.protocol import EngineFailed
 from engine.worker import loader, memory, mtp_loader
@@ -78,7 +79,7 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
     yield f"model            {config.model} ({opened.path})"
     yield f"family           {opened.config['model_type']}: can be served"
     yield f"computes in      {opened.dtype}, on {mx.default_device()}"
-    yield f"media            {', '.join(['text', *sorted(opened.media_kinds)])}"
+    yield f"media            {', '.join(['text', *sorted(opened.media_kinds)])}{_why_no_images(opened)}"
     yield f"context          {opened.max_context_tokens} tokens{_scaling(opened.config)}"
     yield f"prefix cache     {unsupported_reason(language_model.make_cache()) or 'yes'}"
     yield f"MTP head         {opened.head_dir or opened.mtp_status}"
@@ -86,7 +87,8 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
     yield f"sparse prefill   {sparse}"
     if draft is not None:
         yield f"draft model      {draft}: {_draft_reason(opened.path, draft) or 'has the same tokenizer'}"
-    yield f"embeddings       {language_model.states_unsupported_reason() or 'yes'}"
+    only = "" if EmbeddingModel.read(opened.path) is None else ", and nothing else: it is an embedding model"
+    yield f"embeddings       {language_model.states_unsupported_reason() or f'yes{only}'}"
     yield from _memory(opened, RowBytes.of(language_model))
 
 
@@ -123,6 +125,12 @@ def _scaling(model_config: dict[str, Any]) -> str:
     kinds = dict.fromkeys((one["rope_type"], one.get("factor")) for one in declared_scalings(model_config))
     named = [kind if factor is None else f"{kind} with the factor {factor:g}" for kind, factor in kinds]
     return f" (rope scaling: {', '.join(named)})" if named else ""
+
+
+def _why_no_images(opened: loader.OpenedModel) -> str:
+    reason = images_unsupported_reason(opened.path, opened.config)
+    has_tower = opened.config.get("vision_config") is not None
+    return f"; no images: {reason}" if reason is not None and has_tower else ""
 
 
 def _slot_bytes(layer: Any) -> int:

@@ -27,6 +27,7 @@ from engine.device_lock import lock_device
 from engine.process_lock import ProcessLock
 from engine.processing.checkpoint import image_processor_config
 from engine.processing.patch_normalization import PatchNormalization
+from engine.processing.vision_family import image_token_id, vision_family
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.user_cache import user_cache
 from engine.worker import attention_costs, blas, cost_cache, loader, memory, memory_costs, patches, warm_up
@@ -42,9 +43,7 @@ from engine.worker.prefill import Prefill, Prompt, first_tokens
 from engine.worker.quantized_kv import format_of
 from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays, unsupported_reason
 from engine.worker.vision import VisionEncoder
-
-WARM_UP_IMAGE_SIDE = 2
-"""Placeholder tokens per side of the image that warms the vision tower."""
+from engine.worker.vision_towers import make_tower
 
 
 def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> "MLXRunner":
@@ -77,7 +76,7 @@ class MLXRunner:
         self._language_model = LanguageModel(model.module.language_model, config.mtp_exact, config.kv_cache.bits)
         self._head = _head_of(model, self._language_model)
         self._vision = self._make_vision(model, config)
-        self._prefill = Prefill(self._language_model, self._head, self._vision, model.config.get("image_token_id"))
+        self._prefill = Prefill(self._language_model, self._head, self._vision, image_token_id(model.config))
         mtp_head = self._head if isinstance(self._head, MTPHead) else None
         self._burst = BurstPrefill(self._language_model, mtp_head)
         compiled = use_compiled(config, self._language_model)
@@ -123,7 +122,7 @@ class MLXRunner:
         self.step_times, self._a_snapshot = warm_up.time_steps(self, self._max_running)
         self.chunk_times = warm_up.time_chunks(self)
         if self._vision is not None:
-            self._vision.probe(WARM_UP_IMAGE_SIDE)
+            self._vision.probe(self._vision.probe_grids[0])
         if self._a_snapshot is not None:
             self._prefill.learn_slots(self._a_snapshot)
             heads = int(getattr(self._language_model.args, "num_attention_heads", 0))
@@ -339,8 +338,11 @@ class MLXRunner:
     def _make_vision(model: loader.LoadedModel, config: EngineConfig) -> VisionEncoder | None:
         if "image" not in model.media_kinds:
             return None
-        normalization = PatchNormalization.of(image_processor_config(model.path))
-        return VisionEncoder(model.module, normalization, config.vision_cache_mb * 2**20)
+        family = vision_family(model.config)
+        assert family is not None
+        normalization = PatchNormalization.of(family.settings(image_processor_config(model.path)))
+        tower = make_tower(model.module, model.config["model_type"])
+        return VisionEncoder(tower, normalization, config.vision_cache_mb * 2**20)
 
 
 def _head_of(model: loader.LoadedModel, language_model: LanguageModel) -> DraftHead | None:

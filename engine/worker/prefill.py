@@ -15,7 +15,7 @@ from engine.core.batch import ImageLeft, RowOutput
 from engine.core.request import Request
 from engine.protocol import ImagePatches, InvalidRequest
 from engine.worker.kv_cache import SequenceCache, num_bytes, slots_like
-from engine.worker.language_model import LanguageModel
+from engine.worker.language_model import ImageChunk, LanguageModel
 from engine.worker.mtp import DraftHead
 from engine.worker.pooling import PooledStates
 from engine.worker.processors import advance_matcher
@@ -47,7 +47,7 @@ class Prompt:
     features: list[mx.array] = field(default_factory=list)
     """Features of the images encoded so far."""
     all_features: mx.array | None = None
-    """[n - num_image_tokens_restored, hidden], once all images are encoded."""
+    """[n - num_image_tokens_restored, ...], once all images are encoded, see VisionTower.finish."""
     num_images_restored: int = 0
     """Images before the restored boundary, which need no features."""
     num_image_tokens_restored: int = 0
@@ -100,7 +100,8 @@ class Prefill:
             index = self._image_index(request.spec.token_ids, images)
             positions, next_position = self._positions(request.spec.token_ids, images)
             said = next_position + np.arange(len(request.output_token_ids), dtype=np.int32)
-            positions = np.concatenate([positions, np.broadcast_to(said, (3, 1, len(said)))], axis=-1)
+            behind = np.broadcast_to(said, (*positions.shape[:-1], len(said)))
+            positions = np.concatenate([positions, behind], axis=-1)
             next_position += len(said)
         positions = np.broadcast_to(positions, (3, 1, len(ids)))
         successors = np.append(ids[1:], 0)
@@ -193,7 +194,7 @@ class Prefill:
         start = prompt.done
         end = min(start + max_tokens, len(prompt.token_ids))
         token_ids = mx.array(prompt.token_ids[None, start:end].astype(np.int32))
-        embeds = self._embed(prompt, token_ids, start, end)
+        embeds = self._embed(prompt, token_ids)
         positions = prompt.positions[..., start:end]
         prompt.done = end
         logits = None
@@ -229,19 +230,22 @@ class Prefill:
         prompt.hidden = mx.contiguous(hidden[:, -1:])
         mx.async_eval(prompt.hidden)
 
-    def _embed(self, prompt: Prompt, token_ids: mx.array, start: int, end: int) -> mx.array | None:
-        """Return embeddings [1, L, hidden] of a chunk with image tokens; None for a chunk of text."""
+    def _embed(self, prompt: Prompt, token_ids: mx.array) -> ImageChunk | None:
+        """Embed the next chunk of a prompt, [1, L]; None for a chunk of text."""
+        start, end = prompt.done, prompt.done + token_ids.shape[1]
         first, last = np.searchsorted(prompt.image_index, (start, end))
         if first == last:
             return None
         embeds = self._language_model.embed(token_ids)
         assert prompt.all_features is not None
-        skipped = prompt.num_image_tokens_restored
-        features = prompt.all_features[int(first) - skipped : int(last) - skipped]
-        embeds[0, mx.array(prompt.image_index[first:last] - start)] = features.astype(embeds.dtype)
-        return embeds
+        skipped, places = prompt.num_image_tokens_restored, prompt.image_index[first:last] - start
+        features = prompt.all_features[int(first) - skipped : int(last) - skipped].astype(embeds.dtype)
+        embeds[0, mx.array(places)] = features[:, : embeds.shape[-1]]
+        return ImageChunk(embeds, places, features[:, embeds.shape[-1] :])
 
     def _positions(self, ids: np.ndarray, images: tuple[ImagePatches, ...]) -> tuple[np.ndarray, int]:
+        if not self._language_model.explicit_positions:
+            return np.arange(len(ids), dtype=np.int32), len(ids)
         grids = mx.array([image.grid_thw for image in images], mx.int32)
         positions, deltas = self._language_model.lm.get_rope_index(mx.array(ids[None].astype(np.int32)), grids)
         return np.array(positions, np.int32), len(ids) + int(np.array(deltas).reshape(-1)[0])

@@ -78,7 +78,7 @@ def encode_plain_text(text: str) -> Document:
 def cut_image(image: Image.Image) -> ImageGrid:
     """Return an image as the model sees it, scaled to the limits of its processor."""
     cut = PATCH_GRID.cut(image)
-    return ImageGrid(cut.patches.reshape(len(cut.patches), -1), *cut.grid_hw)
+    return ImageGrid(cut.patches.reshape(len(cut.patches), -1), *cut.layout.grid_thw[1:])
 
 
 def make_document(

@@ -107,9 +107,9 @@ def greedy_tokens(model: TrainableModel, sample: Sample, count: int) -> list[int
 def engine_request(folder: Path, sample: Sample) -> EngineRequest:
     images = tuple(ImagePreprocessor(folder).patches(image) for image in sample.images)
     kwargs: dict[str, Any] = {"enable_thinking": sample.thinking}
-    token_ids = ChatTokenizer(folder).encode_chat(
-        sample.messages[:-1], template_kwargs=kwargs, image_tokens=[image.num_tokens for image in images]
-    )
+    tokenizer = ChatTokenizer(folder)
+    placeholders = [tokenizer.placeholder(image) for image in images]
+    token_ids = tokenizer.encode_chat(sample.messages[:-1], template_kwargs=kwargs, placeholders=placeholders)
     return EngineRequest("sample", token_ids, SamplingParams(NUM_TOKENS, temperature=0.0), (), images)
 
 

@@ -1,6 +1,7 @@
 import asyncio
 import base64
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ from deployments.protocol import ChatRequest, Plan
 from engine.config import EngineConfig, MediaConfig
 from engine.processing import media
 from engine.processing.checkpoint import DEMO_MODEL
+from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import InvalidRequest
 from tests.support.image_files import scan_bomb
+from tests.support.video_files import video
+from tests.support.vision_families import SIGHTED
+from tests.support.vision_zoo import write_files
 
 LIMITS = MediaConfig(max_images=3)
 
@@ -50,6 +55,27 @@ def test_placeholder_tokens_stand_for_each_image_in_order():
     assert [image.num_tokens for image in images] == [4, 8]
     assert (planned.request.token_ids == 6).sum() == 12
     assert len({image.content_hash for image in images}) == 2
+
+
+def test_video_becomes_frames_behind_their_times():
+    url = "data:video/mp4;base64," + base64.b64encode(video(num_frames=12, fps=4, size=(64, 64))).decode()
+    part = {"type": "video_url", "video_url": {"url": url}}
+    planned = plan(user(part, picture(data_url()), {"type": "text", "text": "What is in the video?"}))
+    frames = [image for image in planned.request.images if image.frame is not None]
+    assert len(planned.request.images) == len(frames) + 1
+    assert (planned.request.token_ids == 6).sum() == sum(image.num_tokens for image in planned.request.images)
+    prompt = ChatTokenizer(DEMO_MODEL).decode(planned.request.token_ids.tolist())
+    times = [f"<{image.frame.time_s:.1f} seconds>" for image in frames if image.frame is not None]
+    assert re.findall(r"<[0-9.]+ seconds>", prompt) == times
+    assert len(times) > 1
+
+
+@pytest.mark.parametrize("name", ["gemma3", "idefics3", "internvl", "mistral3"])
+def test_image_of_another_family_is_planned_with_its_own_placeholder(name: str, tmp_path: Path):
+    model_dir = write_files(tmp_path, SIGHTED[name])
+    planned = plan(user(picture(data_url((64, 40))), TEXT), model=str(model_dir))
+    [image] = planned.request.images
+    assert SIGHTED[name].placed(image) in ChatTokenizer(model_dir).decode(planned.request.token_ids.tolist())
 
 
 def test_undecodable_image_is_refused_by_path():

@@ -65,9 +65,9 @@ def make_request(tokenizer: ChatTokenizer) -> Callable[..., EngineRequest]:
     ) -> EngineRequest:
         parts = [{"type": "image"} for _ in images]
         content = [*parts, {"type": "text", "text": text}] if parts else text
-        ids = tokenizer.encode_chat(
-            [{"role": "user", "content": content}], template_kwargs={}, image_tokens=[i.num_tokens for i in images]
-        )
+        placeholders = [tokenizer.placeholder(image) for image in images]
+        messages = [{"role": "user", "content": content}]
+        ids = tokenizer.encode_chat(messages, template_kwargs={}, placeholders=placeholders)
         stop_token_ids = tokenizer.stop_token_ids if stops else ()
         params = SamplingParams(max_tokens, temperature, **sampling)  # type: ignore[arg-type]
         return EngineRequest(request_id, ids, params, stop_token_ids, images)

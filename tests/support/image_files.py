@@ -12,10 +12,12 @@ import pytest
 from PIL import Image
 
 from engine.config import MediaConfig
+from engine.processing.image_grid import ImageGrid
 from engine.processing.media import MediaLoader
 from engine.processing.message import ImageSource
 from engine.processing.patch_grid import PatchGrid
 from engine.processing.public_addresses import Resolver
+from engine.processing.vision_family import ImagePlaceholder
 from engine.protocol import ImagePatches, InvalidRequest
 
 FIELD = "messages[0].content[1].image_url.url"
@@ -48,8 +50,13 @@ def pixels_of(image: ImagePatches) -> np.ndarray:
     return image.patches.reshape(height, width, 3)
 
 
+def placeholders(*num_tokens: int) -> list[ImagePlaceholder]:
+    """Placeholders of images with so many tokens each, in the prompts of Qwen's models."""
+    return [ImagePlaceholder("<|image_pad|>", (num,)) for num in num_tokens]
+
+
 def load(
-    *urls: str, grid: PatchGrid = UNCHANGED, resolver: Resolver | None = None, **limits: Any
+    *urls: str, grid: ImageGrid = UNCHANGED, resolver: Resolver | None = None, **limits: Any
 ) -> list[ImagePatches]:
     async def go() -> list[ImagePatches]:
         loader = MediaLoader(MediaConfig(**limits), grid, resolver)

@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.utils import get_model_and_args, load_model, update_module_configs
 
+from engine.worker.patches import embedding_scale
 from tests.support.families import VOCAB_SIZE, Family
 
 NUM_TOKENS = {"first": 12, "second": 8, "short": 5}
@@ -47,10 +48,10 @@ class Turn:
 def make(out: Path, family: Family) -> Path:
     """Write the family's checkpoint, without a tokenizer, in float32 or quantized; return its directory."""
     config = copy.deepcopy(family.config)
-    language_model = _module(config).language_model
+    language_model = new_module(config).language_model
     rng = np.random.default_rng(family.seed)
     parameters: Any = tree_flatten(language_model.parameters())
-    weights = [(key, _drawn(rng, key, value)) for key, value in sorted(parameters)]
+    weights = [(key, drawn(rng, key, value)) for key, value in sorted(parameters)]
     language_model.update(tree_unflatten(weights))
     if family.quantization is not None:
         nn.quantize(language_model, **family.quantization, class_predicate=_quantizable)
@@ -63,7 +64,8 @@ def make(out: Path, family: Family) -> Path:
 
 
 def load(path: Path) -> Any:
-    """Load the language model of a checkpoint with mlx_vlm."""
+    """Load the language model of a checkpoint with mlx_vlm, which computes some families wrongly without a patch."""
+    embedding_scale.install()
     return load_model(path).language_model
 
 
@@ -100,7 +102,7 @@ def reference_greedy(lm: Any, token_ids: list[int], num_tokens: int) -> Greedy:
         ids = mx.array([token_ids + tokens], mx.int32)
         logits.append(np.array(lm(ids, cache=empty_cache(lm)).logits[0, -1]))
         tokens.append(int(logits[-1].argmax()))
-    return _greedy(tokens, logits)
+    return greedy(tokens, logits)
 
 
 def incremental_greedy(lm: Any, token_ids: list[int], num_tokens: int, chunk: int = 2048) -> Greedy:
@@ -116,11 +118,11 @@ def incremental_greedy(lm: Any, token_ids: list[int], num_tokens: int, chunk: in
         logits.append(np.array(out))
         tokens.append(int(logits[-1].argmax()))
         pieces = [tokens[-1:]]
-    return _greedy(tokens, logits)
+    return greedy(tokens, logits)
 
 
-def _module(config: dict[str, Any]) -> Any:
-    """Return the model with the library's initial weights, configured as load_model does."""
+def new_module(config: dict[str, Any]) -> Any:
+    """Return a model with the library's initial weights, configured as load_model does."""
     config = copy.deepcopy(config)
     arch: Any = get_model_and_args(config)[0]
     for part in ("text_config", "vision_config", "audio_config"):
@@ -130,7 +132,7 @@ def _module(config: dict[str, Any]) -> Any:
     return arch.Model(update_module_configs(model_config, arch, config, modules))
 
 
-def _drawn(rng: np.random.Generator, name: str, weight: mx.array) -> mx.array:
+def drawn(rng: np.random.Generator, name: str, weight: mx.array) -> mx.array:
     """Return random values: matrices keep the scale of their input, gains are about 1, biases about 0.
 
     Embeddings are small, so that the layers, and not the last token alone, decide which token comes next.
@@ -141,7 +143,7 @@ def _drawn(rng: np.random.Generator, name: str, weight: mx.array) -> mx.array:
     if weight.ndim == 1:
         values = 0.1 * noise + (0 if name.endswith("bias") else 1)
     else:
-        fan_in = np.prod(weight.shape[1:]) if "conv" in name else weight.shape[-1]
+        fan_in = np.prod(weight.shape[1:]) if "conv" in name or "patch_embed" in name else weight.shape[-1]
         values = (0.5 if "embed_tokens" in name else 1.5) * noise / fan_in**0.5
     return mx.array(values.astype(np.float32))
 
@@ -151,7 +153,8 @@ def _quantizable(name: str, module: nn.Module) -> bool:
     return hasattr(module, "to_quantized") and not name.endswith("mlp.gate")
 
 
-def _greedy(tokens: list[int], logits: list[np.ndarray]) -> Greedy:
+def greedy(tokens: list[int], logits: list[np.ndarray]) -> Greedy:
+    """Return the answer of these tokens, each the best of its logits [vocab]."""
     best = np.sort(np.array(logits, np.float64), axis=-1)
     logprobs = -np.log(np.exp(best - best[:, -1:]).sum(-1))
     return Greedy(tokens, logprobs, float((best[:, -1] - best[:, -2]).min()))

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from deployments.http.parsed_request import ReadingRules
 from deployments.http.wire import STRING_OR_ARRAY, OpenWire, choose, tag
-from engine.processing.message import Message, Part, image_part, text_part
+from engine.processing.message import Message, Part, image_part, text_part, video_part
 
 MAX_PARTS = 2048
 """Content parts of one message."""
@@ -26,9 +26,6 @@ MAX_NAME_CHARS = 256
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 _MEDIA_KINDS = {
-    "video_url": "video",
-    "video": "video",
-    "input_video": "video",
     "audio_url": "audio",
     "audio": "audio",
     "input_audio": "audio",
@@ -45,6 +42,9 @@ _PART_TAGS = dict.fromkeys(_MEDIA_KINDS, "media") | {
     "image_url": "image_url",
     "input_image": "image_url",
     "image": "image",
+    "video_url": "video_url",
+    "input_video": "video_url",
+    "video": "video",
 }
 
 
@@ -119,8 +119,37 @@ class ImagePart(OpenWire):
         return image_part(self.image.url, self.image.detail == "low")
 
 
+class VideoSource(OpenWire):
+    """The URL or data: URL of a video."""
+
+    url: str = Field(min_length=1)
+
+
+Video = Annotated[VideoSource, BeforeValidator(lambda value: {"url": value} if isinstance(value, str) else value)]
+
+
+class VideoUrlPart(OpenWire):
+    """A video with the source in `video_url`."""
+
+    type: str
+    video_url: Video
+
+    def canonical(self) -> Part:
+        return video_part(self.video_url.url)
+
+
+class VideoPart(OpenWire):
+    """A video with the source in `video`."""
+
+    type: str
+    video: Video
+
+    def canonical(self) -> Part:
+        return video_part(self.video.url)
+
+
 class MediaPart(OpenWire):
-    """Video, audio and files, which are refused with an error that names the kind of media."""
+    """Audio and files, which are refused with an error that names the kind of media."""
 
     type: str
 
@@ -131,6 +160,8 @@ WirePart = Annotated[
     | Annotated[ThinkingPart, tag("thinking")]
     | Annotated[ImageUrlPart, tag("image_url")]
     | Annotated[ImagePart, tag("image")]
+    | Annotated[VideoUrlPart, tag("video_url")]
+    | Annotated[VideoPart, tag("video")]
     | Annotated[MediaPart, tag("media")],
     choose(_type, f"must be one of: {', '.join(sorted(_PART_TAGS))}", "type"),
 ]
@@ -152,6 +183,8 @@ def _check_media(content: str | list[Any] | None, path: str, rules: ReadingRules
             rules.check_media(_MEDIA_KINDS[part.type], f"{path}[{i}]")
         elif isinstance(part, ImageUrlPart | ImagePart):
             rules.check_media("image", f"{path}[{i}]")
+        elif isinstance(part, VideoUrlPart | VideoPart):
+            rules.check_media("video", f"{path}[{i}]")
 
 
 def _json_text(value: Any) -> Any:

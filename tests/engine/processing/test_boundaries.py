@@ -16,6 +16,7 @@ from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.control_tokens import ControlTokens
 from engine.processing.tokenizer import ChatPrompt, ChatTokenizer
 from tests.engine.processing.chat_templates import TEMPLATES, build_sentencepiece, build_tokenizer
+from tests.support.image_files import placeholders
 
 Message = dict[str, Any]
 TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
@@ -47,8 +48,8 @@ def calling(reasoning: str | None = None) -> Message:
     return message("assistant", None, tool_calls=[call], **({"reasoning_content": reasoning} if reasoning else {}))
 
 
-def prompt(tokenizer: ChatTokenizer, messages: Sequence[Message], image_tokens=(), **kwargs: Any) -> ChatPrompt:
-    return tokenizer.chat_prompt(messages, template_kwargs=kwargs, image_tokens=image_tokens)
+def prompt(tokenizer: ChatTokenizer, messages: Sequence[Message], image_tokens: Any = (), **kwargs: Any) -> ChatPrompt:
+    return tokenizer.chat_prompt(messages, template_kwargs=kwargs, placeholders=placeholders(*image_tokens))
 
 
 def places(found: ChatPrompt) -> dict[str, int]:

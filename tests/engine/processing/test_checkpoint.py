@@ -132,11 +132,12 @@ def test_a_processor_config_that_names_code_is_refused(copy: Path):
 
 def test_a_model_takes_images_only_with_a_supported_vision_tower_and_processor(copy: Path):
     config = read_config(copy)
-    assert media_kinds(copy, config) == {"image"}
+    assert media_kinds(copy, config) == {"image", "video"}
     assert media_kinds(copy, {**config, "vision_config": None}) == frozenset()
-    assert media_kinds(copy, {**config, "model_type": "qwen3_vl"}) == frozenset()
+    assert media_kinds(copy, {**config, "model_type": "mllama"}) == frozenset()
     deepstack = {**config["vision_config"], "deepstack_visual_indexes": [5, 11]}
     assert media_kinds(copy, {**config, "vision_config": deepstack}) == frozenset()
+    assert media_kinds(copy, {**config, "vision_config": deepstack, "model_type": "qwen3_vl"}) == {"image", "video"}
     edit(copy / "preprocessor_config.json", image_processor_type="CLIPImageProcessor")
     assert media_kinds(copy, config) == frozenset()
     (copy / "preprocessor_config.json").unlink()

@@ -67,7 +67,7 @@ def test_an_image_is_cut_as_in_this_process(kind: str):
 
     async def test(workers: ImageWorkers) -> None:
         cut, expected = await workers.cut(lambda: content), preprocessor.read(content, 10**6)
-        assert (1, *cut.grid_hw) == expected.grid_thw and cut.content_hash == expected.content_hash
+        assert cut.layout.grid_thw == expected.grid_thw and cut.content_hash == expected.content_hash
         assert np.array_equal(cut.patches, expected.patches)
         again = await workers.cut(lambda: content)
         assert again.content_hash == cut.content_hash
@@ -90,7 +90,7 @@ def test_an_image_that_takes_too_much_cpu_is_refused_and_the_next_one_is_decoded
     async def test(workers: ImageWorkers) -> None:
         refused, other = await asyncio.gather(refusal(workers, slow), workers.cut(lambda: PNG))
         assert refused == "decoding the image takes more than 0.05 s of CPU time, which is the limit"
-        assert other.grid_hw == (6, 8)
+        assert other.layout.grid_thw == (1, 6, 8)
         assert (await workers.cut(lambda: PNG)).content_hash == other.content_hash
         assert workers.counts.num_replaced == 1
 
@@ -113,7 +113,7 @@ def test_an_image_that_takes_too_much_memory_is_refused_by_the_system(large: byt
     async def test(workers: ImageWorkers) -> None:
         message = "decoding the image takes more than 64 MiB of memory, which is the limit"
         assert await refusal(workers, large) == message
-        assert (await workers.cut(lambda: PNG)).grid_hw == (6, 8)
+        assert (await workers.cut(lambda: PNG)).layout.grid_thw == (1, 6, 8)
 
     run(test, memory_bytes=64 * 2**20)
 
@@ -122,7 +122,7 @@ def test_an_image_that_takes_too_much_memory_is_refused_where_the_system_has_no_
     async def test(workers: ImageWorkers) -> None:
         message = "decoding the image takes more than 16 MiB of memory, which is the limit"
         assert await refusal(workers, slow) == message
-        assert (await workers.cut(lambda: PNG)).grid_hw == (6, 8)
+        assert (await workers.cut(lambda: PNG)).layout.grid_thw == (1, 6, 8)
         assert workers.counts.num_replaced == 1
 
     run(test, memory_bytes=16 * 2**20, limits_address_space=False)
@@ -134,7 +134,7 @@ def test_a_worker_that_gets_no_cpu_is_killed_at_the_time_limit(slow: bytes):
         (pid,) = workers.pids
         os.kill(pid, signal.SIGSTOP)
         assert await refusal(workers, slow) == "decoding the image took longer than 3 s, which is the limit"
-        assert (await workers.cut(lambda: PNG)).grid_hw == (6, 8)
+        assert (await workers.cut(lambda: PNG)).layout.grid_thw == (1, 6, 8)
         assert not psutil.pid_exists(pid)
 
     run(test, wall_s=3)
@@ -153,7 +153,7 @@ def test_the_worker_of_a_cancelled_request_is_stopped(slow: bytes):
             await task
         while psutil.pid_exists(pid):
             await asyncio.sleep(0.01)
-        assert (await workers.cut(lambda: PNG)).grid_hw == (6, 8)
+        assert (await workers.cut(lambda: PNG)).layout.grid_thw == (1, 6, 8)
 
     run(test)
 
@@ -166,7 +166,7 @@ def test_a_crashing_decoder_fails_only_its_own_image(slow: bytes):
         await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGSEGV)
         assert "could not be decoded" in await task
-        assert (await workers.cut(lambda: PNG)).grid_hw == (6, 8)
+        assert (await workers.cut(lambda: PNG)).layout.grid_thw == (1, 6, 8)
 
     run(test)
 

@@ -30,7 +30,6 @@ def test_the_normalization_equals_that_of_the_library(config: dict[str, Any]):
     assert ours.std == (per_channel(library.image_std) if library.do_normalize else (1.0,) * 3)
     assert ours.rescale == (library.rescale_factor if library.do_rescale else 1.0)
     assert ours.temporal_patch_size == library.temporal_patch_size
-    assert ours.merge_size == library.merge_size
 
 
 def test_a_null_setting_means_the_default():

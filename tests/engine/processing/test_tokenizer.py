@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer, GenerationDefaults
 from engine.protocol import EngineFailed, InvalidRequest
+from tests.support.image_files import placeholders
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 CONTROL = {token.content: id_ for id_, token in TOKENIZER.get_added_tokens_decoder().items()}
@@ -52,8 +53,9 @@ def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def encode(tokenizer: ChatTokenizer, *messages: dict[str, Any], image_tokens=(), **kwargs: Any) -> list[int]:
-    return tokenizer.encode_chat(messages, template_kwargs=kwargs, image_tokens=image_tokens).tolist()
+def encode(tokenizer: ChatTokenizer, *messages: dict[str, Any], image_tokens: Any = (), **kwargs: Any) -> list[int]:
+    stand_ins = placeholders(*image_tokens)
+    return tokenizer.encode_chat(messages, template_kwargs=kwargs, placeholders=stand_ins).tolist()
 
 
 def decode(ids: list[int]) -> str:
@@ -276,7 +278,7 @@ def test_the_values_in_the_arguments_of_all_tool_calls_are_limited(tokenizer: Ch
 )
 def test_a_template_that_refuses_is_quoted(tokenizer: ChatTokenizer, messages: list[dict], reason: str):
     with pytest.raises(InvalidRequest) as caught:
-        tokenizer.encode_chat(messages, template_kwargs={}, image_tokens=[4])
+        tokenizer.encode_chat(messages, template_kwargs={}, placeholders=placeholders(4))
     assert "chat template rejects this conversation" in caught.value.message and reason in caught.value.message
     assert caught.value.field == "messages"
 
@@ -305,6 +307,8 @@ def test_half_a_surrogate_pair_is_refused(tokenizer: ChatTokenizer):
 def test_a_missing_chat_template_fails_the_load(model_dir: Path):
     with pytest.raises(EngineFailed, match="no chat template"):
         with_template(model_dir, None)
+    (model_dir / "chat_template.json").write_text('{"chat_template": "{{ messages[0].content }}!"}')
+    assert decode(encode(ChatTokenizer(model_dir), user("Hi"))) == "Hi!"
 
 
 def test_a_broken_or_missing_tokenizer_is_a_failure_to_load(model_dir: Path):

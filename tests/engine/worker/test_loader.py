@@ -18,6 +18,7 @@ from engine.protocol import EngineFailed
 from engine.worker import loader
 from engine.worker.model_runner import load_runner
 from engine.worker.vision import VisionEncoder
+from engine.worker.vision_towers import make_tower
 from tests.support.tiny import Tiny, build
 
 DEMO = Path(loader.__file__).parents[1] / "demo_model"
@@ -119,11 +120,11 @@ def test_tiny_checkpoints_load_with_vision_tower_and_head(tiny_model, choices):
     assert (model.mtp_head is not None) == choices.get("mtp", True)
     preprocessor, tokenizer = ImagePreprocessor(model.path), ChatTokenizer(model.path)
     image = preprocessor.patches(Image.new("RGB", (48, 32), "red"))
-    features = VisionEncoder(model.module, preprocessor.normalization, 0).encode(image)
+    features = VisionEncoder(make_tower(model.module, "qwen3_5"), preprocessor.normalization, 0).encode(image)
     assert features.shape == (image.num_tokens, 64) and mx.isfinite(features).all().item()
     content = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
     ids = tokenizer.encode_chat(
-        [{"role": "user", "content": content}], template_kwargs={}, image_tokens=[image.num_tokens]
+        [{"role": "user", "content": content}], template_kwargs={}, placeholders=[tokenizer.placeholder(image)]
     )
     assert list(ids).count(model.config["image_token_id"]) == image.num_tokens and tokenizer.stop_token_ids == (2,)
 

@@ -1,5 +1,7 @@
 """Pictures: the device normalises as the model's own processor does, and features are kept within bytes."""
 
+from dataclasses import replace
+
 import engine.worker  # noqa: F401  # before MLX
 
 import mlx.core as mx  # isort: skip
@@ -10,6 +12,7 @@ from engine.config import EngineConfig
 from engine.processing.images import ImagePreprocessor, normalize
 from engine.worker import loader
 from engine.worker.vision import VisionEncoder
+from engine.worker.vision_towers import make_tower
 
 
 @pytest.fixture(scope="module")
@@ -18,13 +21,14 @@ def model() -> loader.LoadedModel:
 
 
 def encoder(model: loader.LoadedModel, max_bytes: int = 2**20) -> VisionEncoder:
-    return VisionEncoder(model.module, ImagePreprocessor(model.path).normalization, max_bytes)
+    return VisionEncoder(make_tower(model.module, "qwen3_5"), ImagePreprocessor(model.path).normalization, max_bytes)
 
 
 def test_the_device_normalises_as_the_processor_does(model, picture):
     image = picture("red", size=(160, 96))
-    pixels = np.array(encoder(model)._pixels(image, mx.float32))
-    expected = normalize(image.patches, ImagePreprocessor(model.path).normalization)
+    pixels = np.array(encoder(model)._pixels(image))
+    expected = normalize(image.patches, replace(ImagePreprocessor(model.path).normalization, temporal_patch_size=1))
+    expected = expected.reshape(pixels.shape)
     assert pixels.shape == expected.shape
     assert np.abs(pixels - expected).max() < 1e-6
 

@@ -19,6 +19,7 @@ from engine.protocol import ImagePatches
 from engine.worker import loader
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.vision import VisionEncoder
+from engine.worker.vision_towers import filled_frames, make_tower
 from tests.support.driver import Driver
 
 
@@ -29,7 +30,7 @@ def model() -> loader.LoadedModel:
 
 @pytest.fixture
 def vision(model: loader.LoadedModel) -> VisionEncoder:
-    return VisionEncoder(model.module, ImagePreprocessor(model.path).normalization, 2**20)
+    return VisionEncoder(make_tower(model.module, "qwen3_5"), ImagePreprocessor(model.path).normalization, 2**20)
 
 
 def image_of(grid: tuple[int, int, int], patch: int, seed: int = 0) -> ImagePatches:
@@ -42,7 +43,8 @@ def image_of(grid: tuple[int, int, int], patch: int, seed: int = 0) -> ImagePatc
 def undivided(model: loader.LoadedModel, vision: VisionEncoder, image: ImagePatches) -> mx.array:
     """The library's own forward."""
     tower = model.module.vision_tower
-    return tower(vision._pixels(image, mx.float32), mx.array([image.grid_thw], mx.int32))[0]
+    pixels = filled_frames(vision._pixels(image), tower.patch_embed)
+    return tower(pixels, mx.array([image.grid_thw], mx.int32))[0]
 
 
 @pytest.mark.parametrize("pieces", [(1,), (2,), (3, 1), (1, 0, 2, 5), (100,)])
@@ -54,7 +56,7 @@ def test_features_of_pieces_are_bit_for_bit_those_of_the_undivided_tower(model, 
         vision.advance(encoding, next(sizes))
         num_pieces += 1
     assert mx.array_equal(encoding.features, undivided(model, vision, image)).item()
-    assert encoding.hidden is None, "what lay between the pieces is free"
+    assert encoding.state is None, "what lay between the pieces is free"
     assert num_pieces >= -(-vision.num_blocks // max(pieces))
 
 

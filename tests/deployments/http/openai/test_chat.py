@@ -385,6 +385,28 @@ def test_image_for_a_text_only_model_is_refused_by_its_path(chat, make_app):
     assert "image" in error["message"]
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}},
+        {"type": "input_video", "video_url": "https://example.com/a.mp4"},
+        {"type": "video", "video": "https://example.com/a.mp4"},
+    ],
+)
+def test_videos_of_all_forms_become_canonical_where_the_model_reads_them(chat, backend, make_app, part):
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
+    refused = chat(messages=messages)
+    assert refused.status_code == 400
+    assert "video input, but this model accepts only: text, image" in refused.json()["error"]["message"]
+    assert chat(app=make_app(media_kinds=frozenset({"image", "video"})), messages=messages).status_code == 200
+    [(request, route)] = backend.requests
+    assert route is Route.MLLM
+    assert request.messages[0]["content"][0] == {
+        "type": "video_url",
+        "video_url": {"url": "https://example.com/a.mp4"},
+    }
+
+
 def test_unknown_model_is_not_found(chat, send):
     for response in (chat(model="gpt-9"), send("GET", "/v1/models/gpt-9")):
         error = response.json()["error"]

@@ -1,0 +1,26 @@
+"""The kinds of image grids by name, as a planner describes one to its image workers."""
+
+import json
+from dataclasses import asdict
+
+from engine.processing.image_grid import ImageGrid
+from engine.processing.patch_grid import PatchGrid
+from engine.processing.row_grid import RowGrid
+from engine.processing.split_grid import SplitGrid
+from engine.processing.square_grid import SquareGrid
+from engine.processing.tile_grid import TileGrid
+
+KINDS: dict[str, type[ImageGrid]] = {
+    kind.__name__: kind for kind in (PatchGrid, RowGrid, SplitGrid, SquareGrid, TileGrid)
+}
+
+
+def to_json(grid: ImageGrid) -> str:
+    """Describe a grid as JSON."""
+    return json.dumps({"kind": type(grid).__name__, **asdict(grid)})
+
+
+def from_json(text: str) -> ImageGrid:
+    """Return the grid that `to_json` described."""
+    fields = json.loads(text)
+    return KINDS[fields.pop("kind")](**fields)

@@ -1,0 +1,246 @@
+"""VisionFamily: the models whose images are supported, and the text that stands for an image in their prompts."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.protocol import ImagePatches
+
+QWEN_PROCESSORS = frozenset(
+    f"Qwen{generation}VLImageProcessor{backend}" for generation in ("2", "2_5", "3") for backend in ("", "Fast", "Pil")
+)
+"""Class names of the Qwen2-VL image processor; those of later generations are mlx-vlm's, in converted checkpoints."""
+
+
+@dataclass(frozen=True)
+class ImagePlaceholder:
+    """What stands for one image in a prompt."""
+
+    text: str
+    """Text with one image token per run of image tokens, and the strings around and between the runs."""
+    runs: tuple[int, ...]
+    """Image tokens of each run."""
+
+    @property
+    def num_repeated(self) -> int:
+        """Image tokens that the text does not have yet."""
+        return sum(self.runs) - len(self.runs)
+
+
+@dataclass(frozen=True)
+class SpecialStrings:
+    """The strings of a checkpoint's tokenizer that placeholders are made of."""
+
+    image: str
+    """The image token."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """config.json, processor_config.json and tokenizer_config.json in one, the first one's keys first."""
+
+    def named(self, key: str, default: str) -> str:
+        """Return the string under a key of the configuration files."""
+        value = self.config.get(key)
+        value = value.get("content") if isinstance(value, Mapping) else value
+        return value if isinstance(value, str) else default
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """Models whose images are preprocessed and placed in the same way."""
+
+    name: str
+    """Name of the image grid, see engine/processing/images.py."""
+    model_types: frozenset[str]
+    """`model_type` of config.json."""
+    processors: frozenset[str]
+    """`image_processor_type` of the checkpoint's image processor."""
+    placeholder: Callable[[ImagePatches, SpecialStrings], ImagePlaceholder]
+    """Returns the placeholder of an image."""
+    marker: Callable[[SpecialStrings], str] = lambda strings: strings.image
+    """Returns the string that the chat template writes for an image, which the placeholder replaces."""
+    deepstack: frozenset[str] = frozenset()
+    """Those of model_types whose language model takes deepstack features."""
+    towers: frozenset[str] = frozenset()
+    """`model_type` of the vision towers, where the models of the family have several kinds."""
+    videos: frozenset[str] = frozenset()
+    """Those of model_types that read videos as groups of frames with their times."""
+    unsupported_settings: tuple[str, ...] = ()
+    """Settings of the image processor that must be off."""
+    config_values: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json that may be missing, and the value that they must have otherwise."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the image processor's class for keys that its configuration lacks."""
+
+    def settings(self, processor_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an image processor's configuration, completed by the defaults of its class."""
+        return {**self.defaults, **{key: value for key, value in processor_config.items() if value is not None}}
+
+    def unsupported_reason(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> str | None:
+        """Return why images of a checkpoint of this family are refused, None if they are accepted.
+
+        Args:
+            config: config.json.
+            processor: The configuration of its image processor; {} if it has none.
+        """
+        if not isinstance(vision := config.get("vision_config"), dict):
+            return "config.json has no vision_config"
+        if (name := processor.get("image_processor_type")) not in self.processors:
+            return f"the image processor is {name}; supported are {', '.join(sorted(self.processors))}"
+        for key in self.unsupported_settings:
+            if processor.get(key):
+                return f"the image processor has {key}: {processor[key]!r}, which is not supported"
+        for key, supported in self.config_values.items():
+            if config.get(key, supported) != supported:
+                return f"config.json has {key}: {config[key]!r}; supported is {supported!r}"
+        if self.towers and (tower := vision.get("model_type")) not in self.towers:
+            return f"the vision tower is {tower}; supported are {', '.join(sorted(self.towers))}"
+        if not isinstance(config.get("vision_feature_layer", 0), int):
+            return f"the features are those of several layers, {config['vision_feature_layer']}; one is supported"
+        model_type = str(config.get("model_type"))
+        if vision.get("deepstack_visual_indexes") and model_type not in self.deepstack:
+            return f"the language model of {model_type} takes no deepstack features"
+        return None
+
+
+def in_frames(images: Sequence[ImagePatches], strings: SpecialStrings) -> ImagePlaceholder:
+    """Frames of a video, one run per group behind its time, as Qwen3-VL has it.
+
+    The runs are of image tokens: positions and features are those of video tokens, which they replace.
+    """
+    begin, end = _qwen_around(strings)
+    times_s = [image.frame.time_s for image in images if image.frame is not None]
+    text = "".join(f"<{time_s:.1f} seconds>{begin}{strings.image}{end}" for time_s in times_s)
+    return ImagePlaceholder(text, tuple(image.num_tokens for image in images))
+
+
+def video_marker(strings: SpecialStrings) -> str:
+    """Return the string that the chat template of a family with videos writes for a video."""
+    begin, end = _qwen_around(strings)
+    return f"{begin}{strings.named('video_token_id', '<|video_pad|>')}{end}"
+
+
+def _qwen_around(strings: SpecialStrings) -> tuple[str, str]:
+    begin = strings.named("vision_start_token_id", "<|vision_start|>")
+    return begin, strings.named("vision_end_token_id", "<|vision_end|>")
+
+
+def one_run(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """All tokens of the image, with nothing around them that the chat template does not write."""
+    return ImagePlaceholder(strings.image, (image.num_tokens,))
+
+
+def _in_gemma3(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    begin, end = _gemma3_begin(strings), strings.named("eoi_token_index", "<end_of_image>")
+    return ImagePlaceholder(f"\n\n{begin}{strings.image}{end}\n\n", (image.num_tokens,))
+
+
+def _gemma3_begin(strings: SpecialStrings) -> str:
+    return strings.named("boi_token_index", "<start_of_image>")
+
+
+def _in_rows(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run per row of tokens, as Pixtral has it."""
+    _, height, width = image.grid_thw
+    merge_size = math.isqrt(height * width // image.num_tokens)
+    num_rows, next_row = height // merge_size, strings.named("image_break_token", "[IMG_BREAK]")
+    text = (strings.image + next_row) * (num_rows - 1) + strings.image
+    return ImagePlaceholder(text + strings.named("image_end_token", "[IMG_END]"), (width // merge_size,) * num_rows)
+
+
+def _in_tiles(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run per tile, with the row and column of each, as Idefics3 has it."""
+    (num_tiles, _, _), (rows, columns) = image.grid_thw, image.tiles
+    around, lines = "<fake_token_around_image>", ""
+    for row in range(1, rows + 1):
+        lines += "".join(f"{around}<row_{row}_col_{column}>{strings.image}" for column in range(1, columns + 1)) + "\n"
+    text = f"{lines}\n" if lines else ""
+    runs = (image.num_tokens // num_tiles,) * num_tiles
+    return ImagePlaceholder(f"{text}{around}<global-img>{strings.image}{around}", runs)
+
+
+def _in_internvl(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    begin, end = strings.named("start_image_token", "<img>"), strings.named("end_image_token", "</img>")
+    return ImagePlaceholder(f"{begin}{strings.image}{end}", (image.num_tokens,))
+
+
+def _named(*stems: str) -> frozenset[str]:
+    return frozenset(f"{stem}ImageProcessor{backend}" for stem in stems for backend in ("", "Fast", "Pil"))
+
+
+HALF = {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3}
+
+QWEN_VL = VisionFamily(
+    name="qwen_vl",
+    model_types=frozenset(("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")),
+    processors=QWEN_PROCESSORS,
+    placeholder=one_run,
+    deepstack=frozenset(("qwen3_vl", "qwen3_vl_moe")),
+    videos=frozenset(("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")),
+)
+GEMMA3 = VisionFamily(
+    name="gemma3",
+    model_types=frozenset(("gemma3",)),
+    processors=_named("Gemma3"),
+    placeholder=_in_gemma3,
+    marker=_gemma3_begin,
+    unsupported_settings=("do_pan_and_scan",),
+    defaults={**HALF, "size": {"height": 224, "width": 224}, "resample": 2, "temporal_patch_size": 1},
+)
+PIXTRAL = VisionFamily(
+    name="pixtral",
+    model_types=frozenset(("pixtral", "mistral3")),
+    processors=_named("Pixtral"),
+    placeholder=_in_rows,
+    defaults={"size": {"longest_edge": 1024}, "resample": 3, "temporal_patch_size": 1},
+)
+IDEFICS3 = VisionFamily(
+    name="idefics3",
+    model_types=frozenset(("idefics3", "smolvlm")),
+    processors=_named("Idefics3", "SmolVLM"),
+    placeholder=_in_tiles,
+    defaults={
+        **HALF,
+        "size": {"longest_edge": 4 * 364},
+        "max_image_size": {"longest_edge": 364},
+        "do_image_splitting": True,
+        "resample": 1,
+        "temporal_patch_size": 1,
+    },
+)
+INTERNVL = VisionFamily(
+    name="internvl",
+    model_types=frozenset(("internvl",)),
+    processors=_named("GotOcr2"),
+    placeholder=_in_internvl,
+    defaults={
+        "size": {"height": 384, "width": 384},
+        "min_patches": 1,
+        "max_patches": 12,
+        "resample": 3,
+        "temporal_patch_size": 1,
+    },
+)
+LLAVA = VisionFamily(
+    name="llava",
+    model_types=frozenset(("llava",)),
+    processors=_named("CLIP", "Llava"),
+    placeholder=one_run,
+    towers=frozenset(("clip_vision_model",)),
+    unsupported_settings=("do_pad",),
+    config_values={"vision_feature_select_strategy": "default"},
+    defaults={"crop_size": {"height": 224, "width": 224}, "resample": 3, "temporal_patch_size": 1},
+)
+
+FAMILIES = (QWEN_VL, GEMMA3, PIXTRAL, IDEFICS3, INTERNVL, LLAVA)
+
+
+def vision_family(config: Mapping[str, Any]) -> VisionFamily | None:
+    """Return the family of a model, None if its images are not supported."""
+    model_type = config.get("model_type")
+    return next((family for family in FAMILIES if model_type in family.model_types), None)
+
+
+def image_token_id(config: Mapping[str, Any]) -> int | None:
+    """Return the id of the image token, None for a text model."""
+    token_id = config.get("image_token_id")
+    return config.get("image_token_index") if token_id is None else token_id

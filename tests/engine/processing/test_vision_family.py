@@ -1,0 +1,155 @@
+"""Families of vision models: patches are those of the library's image processor, placeholders those of its prompts."""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.config import MediaConfig
+from engine.processing.checkpoint import images_unsupported_reason, media_kinds, read_config
+from engine.processing.images import ImagePreprocessor, normalize
+from engine.processing.media import MediaLoader
+from engine.processing.message import ImageSource
+from engine.processing.tokenizer import ChatTokenizer
+from engine.protocol import EngineFailed, ImagePatches
+from tests.support.image_files import data_url, encoded
+from tests.support.vision_families import SIGHTED, SightedFamily
+from tests.support.vision_zoo import image, write_files
+
+SIZES = [(64, 40), (33, 64), (32, 32), (8, 8), (500, 90), (90, 501), (700, 900)]
+
+
+@pytest.fixture(scope="module", params=SIGHTED)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def family(name: str) -> SightedFamily:
+    return SIGHTED[name]
+
+
+@pytest.fixture(scope="module")
+def model_dir(family: SightedFamily, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_files(tmp_path_factory.mktemp("files"), family)
+
+
+def test_normalised_patches_are_those_of_the_library(family: SightedFamily, model_dir: Path):
+    preprocessor = ImagePreprocessor(model_dir)
+    for size in SIZES:
+        one = image(*size, seed=size[0])
+        expected, made = family.pixels([one])["pixel_values"], preprocessor.patches(one)
+        ours = normalize(made.patches, preprocessor.normalization)
+        if expected.ndim > 2:
+            ours, expected = _frames(ours, made), expected.reshape(-1, *expected.shape[-3:])
+            expected = expected[..., : ours.shape[-2], : ours.shape[-1]]
+        assert ours.shape == expected.shape
+        assert np.abs(ours - expected).max() < 1e-5, size
+
+
+def test_images_from_the_workers_are_those_of_the_preprocessor_and_within_their_limits(model_dir: Path):
+    preprocessor = ImagePreprocessor(model_dir)
+    pictures = [image(*size, seed=size[0]) for size in SIZES]
+
+    async def load(**limits: int) -> list[ImagePatches]:
+        loader = MediaLoader(MediaConfig.model_validate(limits), preprocessor.grid)
+        try:
+            sources = [ImageSource("messages", data_url(encoded(one))) for one in pictures]
+            async with loader.load(sources) as images:
+                assert all(one.num_tokens <= loader.grid.max_tokens for one in images)
+                return list(images)
+        finally:
+            loader.workers.close()
+
+    for ours, one in zip(asyncio.run(load()), pictures, strict=True):
+        expected = preprocessor.patches(one)
+        assert np.array_equal(ours.patches, expected.patches)
+        assert (ours.grid_thw, ours.tiles, ours.num_tokens) == (expected.grid_thw, expected.tiles, expected.num_tokens)
+        assert ours.content_hash == expected.content_hash
+
+
+def test_prompt_has_the_tokens_that_the_library_gives_an_image(family: SightedFamily, model_dir: Path):
+    preprocessor, tokenizer = ImagePreprocessor(model_dir), ChatTokenizer(model_dir)
+    for size in SIZES:
+        made = preprocessor.patches(image(*size))
+        content = [{"type": "text", "text": "Is <image> this"}, {"type": "image"}, {"type": "text", "text": "?"}]
+        messages = [{"role": "user", "content": content}]
+        placeholders = [tokenizer.placeholder(made)]
+        ids = tokenizer.encode_chat(messages, template_kwargs={}, placeholders=placeholders)
+        expected = f"<|im_start|>user\nIs <image> this{family.placed(made)}?<|im_end|>\n<|im_start|>assistant\n"
+        assert tokenizer.decode(ids.tolist()) == expected
+        assert int((ids == tokenizer.image_token_id).sum()) == made.num_tokens
+
+
+def test_another_image_processor_is_refused_by_name(family: SightedFamily, tmp_path: Path):
+    model_dir = write_files(tmp_path, family)
+    config = read_config(model_dir)
+    assert "image" in media_kinds(model_dir, config)
+    (model_dir / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "OtherProcessor"}))
+    assert media_kinds(model_dir, config) == frozenset()
+    reason = images_unsupported_reason(model_dir, config)
+    assert reason is not None and "the image processor is OtherProcessor; supported are" in reason
+
+
+def test_family_without_support_is_refused_by_name(tmp_path: Path):
+    config = {"model_type": "mllama", "vision_config": {}}
+    assert images_unsupported_reason(tmp_path, config) == "images of the family mllama are not supported"
+    assert images_unsupported_reason(tmp_path, {"model_type": "llama"}) == "it is a text model"
+
+
+def test_limit_of_tokens_reduces_large_images_or_is_refused_at_the_start(model_dir: Path):
+    grid = ImagePreprocessor(model_dir).grid
+    smallest = grid.limited(1).max_tokens
+    for most in (max(smallest, 4), 2 * smallest + 4, 3 * smallest + 5, grid.max_tokens):
+        limited = grid.limited(most)
+        tokens = [limited.num_tokens(limited.layout(*size)) for size in SIZES]
+        assert max(tokens) <= limited.max_tokens <= max(most, smallest)
+        low = limited.for_detail(True)
+        assert max(low.num_tokens(low.layout(*size)) for size in SIZES) <= low.max_tokens
+    assert grid.limited(grid.max_tokens) == grid
+    if smallest > 4:
+        with pytest.raises(EngineFailed, match=rf"max_image_tokens is 4; .* at least {smallest} tokens"):
+            MediaLoader(MediaConfig(max_image_tokens=4), grid)
+
+
+def test_features_that_the_engine_does_not_compute_are_refused_by_name(tmp_path: Path):
+    def reason(name: str, settings: dict[str, Any], **config: Any) -> str | None:
+        model_dir = write_files(tmp_path, replace(SIGHTED[name], processor={**SIGHTED[name].processor, **settings}))
+        return images_unsupported_reason(model_dir, {**SIGHTED[name].config, **config})
+
+    assert reason("gemma3", {"do_pan_and_scan": True}) == (
+        "the image processor has do_pan_and_scan: True, which is not supported"
+    )
+    assert reason("llava", {}, vision_config={"model_type": "siglip_vision_model"}) == (
+        "the vision tower is siglip_vision_model; supported are clip_vision_model"
+    )
+    assert reason("llava", {}, vision_feature_layer=[-2, -5]) == (
+        "the features are those of several layers, [-2, -5]; one is supported"
+    )
+    assert reason("llava", {}, vision_feature_select_strategy="full") == (
+        "config.json has vision_feature_select_strategy: 'full'; supported is 'default'"
+    )
+    assert reason("qwen3_5_moe", {}, vision_config={"deepstack_visual_indexes": [1]}) == (
+        "the language model of qwen3_5_moe takes no deepstack features"
+    )
+
+
+def test_processor_that_does_not_fit_the_vision_tower_is_refused(tmp_path: Path):
+    family = SIGHTED["gemma3"]
+    model_dir = write_files(
+        tmp_path, replace(family, processor={**family.processor, "size": {"height": 64, "width": 64}})
+    )
+    with pytest.raises(EngineFailed, match="makes images of 64 pixels per side; the vision tower takes 32"):
+        ImagePreprocessor(model_dir)
+
+
+def _frames(patches: np.ndarray, image: ImagePatches) -> np.ndarray:
+    """Put patches [n, 3 * side * side] together to [tiles, 3, height, width]."""
+    tiles, rows, columns = image.grid_thw
+    side = image.patches.shape[-1]
+    blocks = patches.reshape(tiles, rows, columns, 3, side, side).transpose(0, 3, 1, 4, 2, 5)
+    return blocks.reshape(tiles, 3, rows * side, columns * side)

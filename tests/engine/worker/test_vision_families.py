@@ -1,0 +1,189 @@
+"""Images of every supported family: the engine answers as mlx_vlm does without any state, from the same pixels.
+
+ORCHARD_FAMILIES=qwen3_vl,gemma3 runs only these.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from mlx_vlm.utils import load_model
+from PIL import Image
+
+import engine.worker  # noqa: F401  # before MLX
+from engine.config import EngineConfig
+from engine.processing.images import ImagePreprocessor
+from engine.processing.media import frames_of
+from engine.processing.message import text_part, video_part
+from engine.processing.tokenizer import ChatTokenizer
+from engine.processing.video_grid import CutVideo, VideoGrid
+from engine.protocol import EngineRequest, ImagePatches, SamplingParams
+from engine.worker.model_runner import MLXRunner, load_runner
+from tests.support.driver import Driver
+from tests.support.vision_families import IDS, SIGHTED, video_pixels
+from tests.support.vision_zoo import image, make, reference
+from tests.support.zoo import Greedy
+
+LOGPROB_TOLERANCE = 1e-3
+MIN_MARGIN = 0.02  # of the logprobs of the two best tokens: what rounds otherwise must not become another token
+NUM_TOKENS = 6
+NO_CACHE = {"prefix_cache": {"enabled": False}}
+TINY_BOUNDARIES = {"prefix_cache": {"min_tokens": 1}}
+
+WIDE, TALL, LIKE_WIDE = image(64, 40, seed=1), image(33, 64, seed=2), image(64, 40, seed=3)
+"""WIDE and LIKE_WIDE have the same size."""
+CONTENTS: dict[str, list[str | Image.Image]] = {
+    "one": ["See ", WIDE, " and say what it is."],
+    "two": [TALL, "Compare ", WIDE, " with it"],
+    "like one": ["See ", LIKE_WIDE, " and say what it is."],
+    "text": ["Just tell a story about the sea."],
+}
+
+_chosen = os.environ.get("ORCHARD_FAMILIES", "")
+CHOSEN = tuple(name for name in SIGHTED if not _chosen or name in _chosen.split(","))
+
+
+@dataclass(frozen=True)
+class Sighted:
+    """A family's runner, and the answers that it must give."""
+
+    runner: MLXRunner
+    requests: dict[str, EngineRequest]
+    answers: dict[str, Greedy]
+    module: Any
+    tokenizer: ChatTokenizer
+    video_grid: VideoGrid | None
+
+    def about_video(self, name: str, frames: list[Image.Image]) -> tuple[EngineRequest, Greedy]:
+        """Return a request about a video of two frames per second, and the library's answer."""
+        grid = self.video_grid
+        assert grid is not None
+        width, height = grid.target_size(len(frames), *frames[0].size)
+        resized = [frame.resize((width, height), resample=grid.resample) for frame in frames]
+        patches, hashes = grid.cut(resized)
+        times_s = tuple(grid.times_s(list(range(len(frames))), fps=2))
+        cut = CutVideo(patches, (height // grid.patch_size, width // grid.patch_size), times_s, tuple(hashes))
+        messages = [{"role": "user", "content": [text_part("Watch "), video_part(""), text_part(" to the end.")]}]
+        request = request_of(name, messages, frames_of(cut, 0, grid), self.tokenizer)
+        ids = np.where(request.token_ids == IDS["<image>"], IDS["<video>"], request.token_ids)
+        return request, reference(self.module, ids.tolist(), video_pixels(frames), NUM_TOKENS)
+
+    def check(self, driver: Driver, *names: str) -> None:
+        """Assert that the driver has the answers of these requests."""
+        for name in names:
+            assert driver.errors[name] is None
+            assert driver.tokens[name] == self.answers[name].tokens
+            logprobs = [one.logprob for chunk in driver.chunks[name] for one in chunk.logprobs]
+            np.testing.assert_allclose(logprobs, self.answers[name].logprobs, atol=LOGPROB_TOLERANCE)
+
+
+def messages_of(content: Sequence[str | Image.Image]) -> list[dict[str, Any]]:
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in content]
+    return [{"role": "user", "content": parts}]
+
+
+def request_of(request_id: str, messages: Any, images: tuple[ImagePatches, ...], tokenizer: Any) -> EngineRequest:
+    placeholders = tokenizer.placeholders(images)
+    prompt = tokenizer.chat_prompt(messages, template_kwargs={}, placeholders=placeholders)
+    sampling = SamplingParams(NUM_TOKENS, temperature=0.0, logprobs=0)
+    return EngineRequest(request_id, prompt.token_ids, sampling, (), images, boundaries=prompt.boundaries)
+
+
+@pytest.fixture(scope="module", params=CHOSEN)
+def sighted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sighted:
+    """Runners are never closed: that would take the main thread's streams from the tests that follow."""
+    family = SIGHTED[request.param]
+    path = make(tmp_path_factory.mktemp("zoo") / "model", family)
+    preprocessor, tokenizer, module = ImagePreprocessor(path), ChatTokenizer(path), load_model(path)
+    requests, answers = {}, {}
+    for name, content in CONTENTS.items():
+        pictures = [part for part in content if not isinstance(part, str)]
+        patches = tuple(preprocessor.patches(one) for one in pictures)
+        requests[name] = request_of(name, messages_of(content), patches, tokenizer)
+        pixels = family.pixels(pictures) if pictures else {}
+        answers[name] = reference(module, requests[name].token_ids.tolist(), pixels, NUM_TOKENS)
+    # the next turn of the conversation "one"
+    said = tokenizer.decode(answers["one"].tokens)
+    messages = [*messages_of(CONTENTS["one"]), {"role": "assistant", "content": said}]
+    messages += [{"role": "user", "content": "Are you sure?"}]
+    requests["next"] = request_of("next", messages, requests["one"].images, tokenizer)
+    answers["next"] = reference(module, requests["next"].token_ids.tolist(), family.pixels([WIDE]), NUM_TOKENS)
+    runner = load_runner(EngineConfig(model=str(path)), lambda progress: None)
+    return Sighted(runner, requests, answers, module, tokenizer, preprocessor.video_grid)
+
+
+@pytest.mark.parametrize("chunk", [23, 2048])
+def test_request_alone_gets_the_tokens_of_the_library_in_chunks_of_any_size(sighted, chunk):
+    """chunk: most prompt tokens per step."""
+    for name in ("one", "two", "text"):
+        driver = Driver(sighted.runner, EngineConfig.model_validate({"prefill_chunk_tokens": chunk, **NO_CACHE}))
+        driver.run({0: [sighted.requests[name]]})
+        sighted.check(driver, name)
+
+
+def test_requests_with_images_get_the_same_tokens_in_a_batch_with_texts(sighted):
+    driver = Driver(sighted.runner, EngineConfig.model_validate({"prefill_chunk_tokens_busy": 16, **NO_CACHE}))
+    arrivals = {0: ["text"], 2: ["one", "two"], 5: ["like one"]}
+    driver.run({step: [sighted.requests[name] for name in names] for step, names in arrivals.items()})
+    sighted.check(driver, "text", "one", "two", "like one")
+
+
+def test_conversation_continues_behind_its_image_from_the_prefix_cache(sighted):
+    driver = Driver(sighted.runner, EngineConfig.model_validate(TINY_BOUNDARIES))
+    for name in ("one", "next"):
+        driver.run({0: [sighted.requests[name]]})
+    sighted.check(driver, "one", "next")
+    behind_image = np.flatnonzero(sighted.requests["next"].token_ids == sighted.runner.image_token_id)[-1] + 1
+    assert driver.chunks["next"][0].num_cached >= behind_image
+
+
+def test_video_gets_the_tokens_of_the_library_and_is_cached_by_its_frames(sighted):
+    """The library sees video tokens and all frames at once, the engine image tokens and groups of two frames."""
+    if sighted.video_grid is None:
+        return
+    requests, answers = {}, {}
+    for name, seeds in {"video": range(5), "other video": (0, 1, 2, 9, 4)}.items():
+        frames = [image(48, 40, seed=seed) for seed in seeds]
+        requests[name], answers[name] = sighted.about_video(name, frames)
+    driver = Driver(sighted.runner, EngineConfig.model_validate({**TINY_BOUNDARIES, "prefill_chunk_tokens": 23}))
+    for name in ("video", "other video"):
+        driver.run({0: [requests[name]], 1: [replace(sighted.requests["one"], request_id=f"{name}, image")]})
+    replace(sighted, requests=requests, answers=answers).check(driver, "video", "other video")
+    assert driver.tokens["video, image"] == sighted.answers["one"].tokens
+
+
+def test_another_image_of_the_same_size_is_not_answered_from_the_prefix_cache(sighted):
+    assert np.array_equal(sighted.requests["one"].token_ids, sighted.requests["like one"].token_ids)
+    driver = Driver(sighted.runner, EngineConfig.model_validate(TINY_BOUNDARIES))
+    for name in ("one", "like one"):
+        driver.run({0: [sighted.requests[name]]})
+    sighted.check(driver, "one", "like one")
+    before_image = np.flatnonzero(sighted.requests["one"].token_ids == sighted.runner.image_token_id)[0]
+    assert driver.chunks["like one"][0].num_cached <= before_image
+
+
+def test_images_change_answers_that_are_never_nearly_another(sighted):
+    """Otherwise the other tests of this file would tell nothing."""
+    one, other = (sighted.answers[name] for name in ("one", "like one"))
+    assert np.abs(one.logprobs[0] - other.logprobs[0]) > 2 * LOGPROB_TOLERANCE
+    assert min(answer.margin for answer in sighted.answers.values()) > MIN_MARGIN
+
+
+def test_memory_of_an_image_is_reserved(sighted):
+    """The peak itself is not compared: on a CPU it depends on how far the device is behind."""
+    vision, costs = sighted.runner._vision, sighted.runner.costs
+    assert costs.image(1) > 0
+    sizes = [costs.image(height * width * tiles) for tiles, height, width in vision.probe_grids]
+    assert sizes == sorted(set(sizes)), "larger images take more"
+    for one in sighted.requests["two"].images:
+        features = vision.encode(one)
+        assert features.shape[0] == one.num_tokens
+        assert 2 * features.nbytes <= costs.image_token_bytes * one.num_tokens
+
+
+def test_rows_with_images_leave_no_memory_behind(sighted):
+    memory = sighted.runner.memory()
+    assert memory["decode_cache_bytes"] == memory["prefill_cache_bytes"] == 0

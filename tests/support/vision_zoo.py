@@ -1,0 +1,103 @@
+"""Random tiny checkpoints of the families whose images are supported, and the tokens that mlx_vlm gives for them."""
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tests.support.families import VOCAB_SIZE
+from tests.support.vision_families import SPECIAL_TOKENS, Pixels, SightedFamily
+from tests.support.zoo import Greedy, drawn, empty_cache, greedy, new_module
+
+TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string %}
+{{- message.content }}
+{%- else %}
+{%- for part in message.content %}
+{{- 'IMAGE' if part.type == 'image' else '<start><video><end>' if part.type == 'video' else part.text }}
+{%- endfor %}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+
+
+def make(out: Path, family: SightedFamily) -> Path:
+    """Write the family's checkpoint in float32, with tokenizer and image processor; return its directory."""
+    module, rng = new_module(family.config), np.random.default_rng(family.seed)
+    parameters: Any = tree_flatten(module.parameters())
+    module.update(tree_unflatten([(key, drawn(rng, key, value)) for key, value in sorted(parameters)]))
+    named: Any = tree_flatten(module.parameters())
+    write_files(out, family)
+    mx.save_safetensors(str(out / "model.safetensors"), dict(named), metadata={"format": "mlx"})
+    return out
+
+
+def write_files(out: Path, family: SightedFamily) -> Path:
+    """Write all files of a checkpoint but the weights; return the directory."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(copy.deepcopy(family.config)))
+    (out / "preprocessor_config.json").write_text(json.dumps(family.processor))
+    if family.video is not None:
+        (out / "video_preprocessor_config.json").write_text(json.dumps(family.video))
+    (out / "processor_config.json").write_text(json.dumps(family.processor_config))
+    (out / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (out / "chat_template.jinja").write_text(TEMPLATE.replace("IMAGE", family.template))
+    _tokenizer().save(str(out / "tokenizer.json"))
+    return out
+
+
+def reference(module: Any, token_ids: Sequence[int], pixels: Pixels, num_tokens: int) -> Greedy:
+    """Return the answer to a prompt, each token from one forward over all tokens before it, as mlx_vlm.generate does.
+
+    Args:
+        module: The library's model.
+        token_ids: The prompt, with all image tokens.
+        pixels: Its images, prepared by the library's processor; {} for a text.
+        num_tokens: Tokens of the answer.
+    """
+    lm, logits = module.language_model, []
+    tokens: list[int] = []
+    arrays = {name: mx.array(value) for name, value in pixels.items()}
+    while len(tokens) < num_tokens:
+        ids = mx.array([[*token_ids, *tokens]], mx.int32)
+        cache = empty_cache(lm)
+        embedded = module.get_input_embeddings(ids, **{"pixel_values": None, "mask": mx.ones_like(ids), **arrays})
+        more = {name: value for name, value in embedded.to_dict().items() if value is not None}
+        logits.append(np.array(lm(ids, cache=cache, **more).logits[0, -1]))
+        tokens.append(int(logits[-1].argmax()))
+    return greedy(tokens, logits)
+
+
+def image(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A random image of smooth areas."""
+    small = np.random.default_rng(seed).integers(0, 256, (3, 4, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BILINEAR)
+
+
+def _tokenizer() -> Tokenizer:
+    """Bytes, and the special tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["\n\n"], trainer)
+    return tokenizer
