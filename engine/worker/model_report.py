@@ -113,12 +113,12 @@ def _memory(opened: loader.OpenedModel, row: RowBytes) -> Iterator[str]:
 
 
 def _with_bits(opened: loader.OpenedModel, bits: int, num_bytes: int) -> str:
-    """Return what a row takes with so many bits per key and value, and the longest that fits; or why it cannot be."""
+    """Return what a row takes with so many bits per key and value, and the longest that fits, or why it is refused."""
     try:
         row = RowBytes.of(LanguageModel(opened.module.language_model, kv_bits=bits))
     except ValueError as error:
         return f"no, {error}"
-    return f"{row.per_token} bytes per token, and the longest context {row.longest(num_bytes)} tokens"
+    return f"{row.per_token} bytes per token, memory for {row.longest(num_bytes)} tokens beside the weights"
 
 
 def _scaling(model_config: dict[str, Any]) -> str:

@@ -36,7 +36,7 @@ from engine.worker.language_model import LanguageModel
 from engine.worker.model_report import RowBytes
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.mtp import MTPHead
-from engine.worker.quantized_kv import format_of
+from engine.worker.quantized_kv import UNQUANTIZED_BITS, format_of
 from tests.benchmarks.measure import Spread, heading, table
 from tests.benchmarks.step_bench import SHAPES, text_config
 from tests.benchmarks.tasks import TASKS
@@ -115,6 +115,30 @@ def steps_per_s(runner: MLXRunner, num_rows: int, prompt_tokens: int, num_steps:
     return num_steps / seconds
 
 
+def load(bits: int, dtype: str) -> MLXRunner:
+    config = EngineConfig.model_validate({"kv_cache": {"bits": bits}, "dtype": dtype})
+    return load_runner(config, lambda progress: None)
+
+
+def speed(runners: dict[int, MLXRunner], args: argparse.Namespace) -> list[list[str]]:
+    """Return rows of a table: steps per second, and their ratio to those of 16 bits in the same round."""
+    rates: dict[tuple[int, int], list[float]] = {}
+    for _ in range(args.rounds):
+        for num_rows in BATCH_SIZES:
+            for bits, runner in runners.items():
+                rate = steps_per_s(runner, num_rows, args.prompt_tokens, args.steps)
+                rates.setdefault((bits, num_rows), []).append(rate)
+    rows = []
+    for bits, runner in runners.items():
+        cells = []
+        for num_rows in BATCH_SIZES:
+            own, plain = rates[bits, num_rows], rates[UNQUANTIZED_BITS, num_rows]
+            ratio = Spread.of([mine / other for mine, other in zip(own, plain, strict=True)])
+            cells.append(f"{Spread.of(own):.1f}, ratio {ratio:.2f}")
+        rows.append([str(bits), str(runner.costs.token_bytes), *cells])
+    return rows
+
+
 def costs_of_shape(name: str, bits: int) -> MemoryCosts:
     """Return the memory costs of a shape in bfloat16 with its MTP head; base and chunks cost nothing."""
     config: dict[str, Any] = {"model_type": "qwen3_5", "text_config": text_config(SHAPES[name])}
@@ -147,10 +171,8 @@ def measure(args: argparse.Namespace) -> None:
     tokenizer = ChatTokenizer(resolve_checkpoint("demo", None, weights=False))
     tasks = {name: list(questions(name, args.samples, tokenizer)) for name in NAMES}
     first: dict[str, dict[str, list[int]]] = {}
-    quality, speed = [], []
-    for bits in get_args(KVBits):
-        config = EngineConfig.model_validate({"kv_cache": {"bits": bits}, "dtype": args.dtype})
-        runner = load_runner(config, lambda progress: None)
+    quality, runners = [], {bits: load(bits, args.dtype) for bits in get_args(KVBits)}
+    for bits, runner in runners.items():
         row = [str(bits)]
         for name, asked in tasks.items():
             got = answers(runner, asked)
@@ -159,13 +181,8 @@ def measure(args: argparse.Namespace) -> None:
             right = sum(is_right(one, got[one.request.request_id], tokenizer) for one in asked)
             row += ["-" if asked[0].expected is None else f"{right}/{len(asked)}", f"{same:.3f}"]
         quality.append(row)
-        rates = [
-            Spread.of([steps_per_s(runner, num_rows, args.prompt_tokens, args.steps) for _ in range(args.rounds)])
-            for num_rows in BATCH_SIZES
-        ]
-        speed.append([str(bits), str(runner.costs.token_bytes), *(f"{rate:.1f}" for rate in rates)])
     print(table(["bits", *(f"{name} {what}" for name in NAMES for what in ("right", "same"))], quality))
-    print(table(["bits", "bytes per token", *(f"steps/s, {num} rows" for num in BATCH_SIZES)], speed))
+    print(table(["bits", "bytes per token", *(f"steps/s, rows: {num}" for num in BATCH_SIZES)], speed(runners, args)))
     columns = ["bits", "bytes per token", "dequantized", f"longest row in {LIMIT_GIB} GiB"]
     print(table(columns, [longest_context(args.shape, bits) for bits in get_args(KVBits)]))
 

@@ -55,7 +55,7 @@ def test_bytes_and_longest_context_are_told_for_each_number_of_bits_or_why_it_is
         return [line.split(maxsplit=1)[1] for line in found if line.startswith("kv_cache.bits")]
 
     demo = told("demo")
-    longest = [int(line.split()[-2]) for line in demo]
+    longest = [int(line.split()[-5]) for line in demo]
     starts = [line.split(", ")[0] for line in demo]
     assert starts == ["16: 2048 bytes per token", "8: 576 bytes per token", "4: 320 bytes per token"]
     assert longest == sorted(longest) and longest[2] > 1.5 * longest[0]
