@@ -18,6 +18,7 @@ from engine.processing.pooling import EmbeddingModel
 from engine.processing.tokenizer_match import why_different
 from engine.protocol import EngineFailed
 from engine.worker import loader, memory, mtp_loader
+from engine.worker.drafting import rewind_unsupported_reason
 from engine.worker.kv_cache import SLOTS_STEP
 from engine.worker.language_model import LanguageModel
 from engine.worker.snapshot import unsupported_reason
@@ -83,6 +84,7 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
     yield f"context          {opened.max_context_tokens} tokens{_scaling(opened.config)}"
     yield f"prefix cache     {unsupported_reason(language_model.make_cache()) or 'yes'}"
     yield f"MTP head         {opened.head_dir or opened.mtp_status}"
+    yield f"prompt lookup    {rewind_unsupported_reason(language_model) or 'yes'}"
     sparse = "yes" if language_model.explicit_positions else "no: this model does not accept explicit positions"
     yield f"sparse prefill   {sparse}"
     if draft is not None:
