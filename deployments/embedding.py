@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from deployments.engine_client import failure_of
 from deployments.engine_stream import EngineStream
 from deployments.protocol import ChatRequest, Embeddings, EmbedRequest
@@ -15,8 +17,13 @@ EmbedOne = Callable[[ChatRequest], Awaitable[tuple[bytes, int]]]
 """Computes one embedding: returns little-endian float32 [hidden] and the number of prompt tokens."""
 
 
-async def embed_all(request: EmbedRequest, embed_one: EmbedOne) -> Embeddings:
+async def embed_all(request: EmbedRequest, embed_one: EmbedOne, *, may_shorten: bool = False) -> Embeddings:
     """Compute the embeddings of all prompts, num_parallel at a time.
+
+    Args:
+        request: The prompts.
+        embed_one: Computes one embedding.
+        may_shorten: Whether the model's embeddings may be shortened to num_dimensions dimensions.
 
     Raises:
         OrchardError: The first error of embed_one; the other prompts are cancelled.
@@ -27,8 +34,8 @@ async def embed_all(request: EmbedRequest, embed_one: EmbedOne) -> Embeddings:
 
     async def work() -> None:  # the workers share the iterator `waiting`
         for index, one in waiting:
-            found[index] = await embed_one(one)
-            _check_dimensions(request, len(found[index][0]) // FLOAT_BYTES)
+            vector, num_tokens = await embed_one(one)
+            found[index] = _shortened(vector, request.num_dimensions, may_shorten), num_tokens
 
     workers = [asyncio.ensure_future(work()) for _ in range(min(request.num_parallel, len(request.prompts)))]
     try:
@@ -60,13 +67,16 @@ async def read_embedding(stream: EngineStream) -> tuple[bytes, int]:
     return vector, len(request.token_ids)
 
 
-def _check_dimensions(request: EmbedRequest, num_dimensions: int) -> None:
-    if request.num_dimensions not in (None, num_dimensions):
-        raise InvalidRequest(
-            f"`dimensions` is {request.num_dimensions}: it must be {num_dimensions}, as the embeddings of this model "
-            "cannot be shortened.",
-            "dimensions",
-        )
+def _shortened(vector: bytes, num_dimensions: int | None, may_shorten: bool) -> bytes:
+    """Return the first `num_dimensions` dimensions, normalized again. Raises InvalidRequest if that is impossible."""
+    own = len(vector) // FLOAT_BYTES
+    if num_dimensions in (None, own):
+        return vector
+    if not may_shorten or num_dimensions > own:
+        most = f"at most {own}" if may_shorten else f"{own}, as the embeddings of this model cannot be shortened"
+        raise InvalidRequest(f"`dimensions` is {num_dimensions}: it must be {most}.", "dimensions")
+    short = np.frombuffer(vector, "<f4")[:num_dimensions].astype(np.float64)
+    return (short / (np.linalg.norm(short) or 1.0)).astype("<f4").tobytes()
 
 
 def _requests(request: EmbedRequest) -> Iterator[ChatRequest]:
@@ -79,4 +89,5 @@ def _requests(request: EmbedRequest) -> Iterator[ChatRequest]:
             raw_prompt=prompt,
             prompt_field=field,
             is_embedding=True,
+            prompt_name=request.prompt_name,
         )

@@ -33,6 +33,7 @@ from engine.processing.answer_parser import NOTHING, AnswerParser, AnswerRules
 from engine.processing.checkpoint import media_kinds, read_config, resolve_checkpoint
 from engine.processing.context import choose_context
 from engine.processing.fingerprint import checkpoint_fingerprint
+from engine.processing.pooling import EmbeddingModel
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import FinishReason, InvalidRequest, TokenChunk, Unavailable
 
@@ -176,6 +177,7 @@ class Ingress:
         config_of_model = read_config(model_dir)
         self.max_context_tokens = choose_context(config, config_of_model)
         self._media_kinds = media_kinds(model_dir, config_of_model)
+        self._is_embedding_model = EmbeddingModel.read(model_dir) is not None
         self._client = EngineClient(
             engine,
             {Route.TEXT: text, Route.MLLM: mllm},
@@ -198,6 +200,11 @@ class Ingress:
         return create_app(self, self._http, self._media_kinds, late_system, is_behind_proxy=in_replica())
 
     async def start(self, request: ChatRequest, route: Route) -> TextGeneration:
+        if self._is_embedding_model:
+            raise InvalidRequest(
+                f"The model {self.model_name!r} is an embedding model and generates no text. Use POST /v1/embeddings.",
+                "model",
+            )
         self._status.forget()  # a status right before and right after a request must show exact counters
         try:
             with naming_prompt(request):
@@ -211,7 +218,7 @@ class Ingress:
         return TextGeneration(stream, self._tokenizer, rules, self._status.forget, is_context_limited)
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
-        return await embed_all(request, self._embed_one)
+        return await embed_all(request, self._embed_one, may_shorten=self._is_embedding_model)
 
     async def _embed_one(self, request: ChatRequest) -> tuple[bytes, int]:
         with naming_prompt(request):

@@ -17,7 +17,7 @@ from engine.processing.answer_constraint import answer_constraint
 from engine.processing.checkpoint import read_config, refuse_code, resolve_checkpoint, vocab_size
 from engine.processing.context import choose_context
 from engine.processing.fingerprint import checkpoint_fingerprint
-from engine.processing.pooling import choose_pooling
+from engine.processing.pooling import EmbeddingModel, choose_pooling, pools_prompt
 from engine.processing.prompt_length import PromptLimit
 from engine.processing.prompt_origin import prompt_origin
 from engine.processing.tokenizer import ChatPrompt, ChatTokenizer, GenerationDefaults
@@ -61,6 +61,7 @@ class PromptPlanner:
         self._checkpoint = checkpoint_fingerprint(self.model_dir)
         self._finds_boundaries = config.prefix_cache.enabled or finds_boundaries
         self._embedding = config.embedding
+        self._embedding_model = EmbeddingModel.read(self.model_dir)
         self.threads = PlanningThreads()
 
     async def engine_request(
@@ -110,15 +111,16 @@ class PromptPlanner:
             InvalidRequest: The prompt is invalid, or the checkpoint's pooling is not supported.
             ContextLengthExceeded: The prompt does not fit the context.
         """
-        prompt = request.raw_prompt
-        assert prompt is not None
+        prompt, limits = self._prompted(request), (self._max_context_tokens,)
+        if self._embedding_model is not None and self._embedding_model.max_tokens is not None:
+            limits += (self._embedding_model.max_tokens,)
         try:
             pooling = choose_pooling(self._embedding, self.model_dir)
         except EngineFailed as error:
             raise InvalidRequest(f"This model does not support embeddings: {error}", "model") from None
 
         def work(is_wanted: Callable[[], bool]) -> np.ndarray:
-            limit = PromptLimit(self._max_context_tokens, is_wanted=is_wanted, num_output_tokens=0)
+            limit = PromptLimit(min(limits), is_wanted=is_wanted, num_output_tokens=0)
             return self._raw_prompt(prompt, limit)
 
         return EngineRequest(
@@ -171,6 +173,31 @@ class PromptPlanner:
             return [self.tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in token_ids]
 
         return await self.threads.run("", num_raw_bytes_of(token_ids), work)
+
+    def _prompted(self, request: ChatRequest) -> str | tuple[int, ...]:
+        """Return the input of an embedding behind the checkpoint's prompt. Token ids are complete as they are.
+
+        Raises:
+            InvalidRequest: The prompt is unknown, or cannot be put in front of this input.
+        """
+        text, name = request.raw_prompt, request.prompt_name
+        assert text is not None
+        model = self._embedding_model or EmbeddingModel()
+        if name is not None and name not in model.prompts:
+            known = f"one of {', '.join(sorted(model.prompts))}" if model.prompts else "not set, as this model has none"
+            raise InvalidRequest(f"`prompt_name` is {name!r}; it must be {known}.", "prompt_name")
+        if name is not None and not isinstance(text, str):
+            raise InvalidRequest(f"`prompt_name` is {name!r}, but the input is token ids; send text.", "prompt_name")
+        name = name or model.default_prompt
+        if name is None or not isinstance(text, str):
+            return text
+        if model.prompts[name] and not pools_prompt(self.model_dir):
+            raise InvalidRequest(
+                f"The prompt {name!r} is left out of the pooling (include_prompt is false in the checkpoint's "
+                "1_Pooling/config.json), which is not supported.",
+                "prompt_name",
+            )
+        return model.prompts[name] + text
 
     def _raw_prompt(self, prompt: str | tuple[int, ...], limit: PromptLimit) -> np.ndarray:
         if isinstance(prompt, str):

@@ -153,6 +153,8 @@ class ChatRequest:
     """The client's field of raw_prompt, for errors."""
     is_embedding: bool = False
     """Whether to compute the embedding of raw_prompt instead of generating tokens."""
+    prompt_name: str | None = None
+    """Name of the checkpoint's prompt to put in front of an embedding's input; None: the checkpoint's default."""
     ignore_eos: bool = False
     """Whether generation continues past the model's own stop tokens."""
     continue_final_message: bool = False
@@ -171,7 +173,9 @@ class EmbedRequest:
     num_parallel: int = 1
     """Prompts that may be in the engines at once."""
     num_dimensions: int | None = None
-    """Length of the vectors that the client expects; any other length is an error. None: any."""
+    """Length of the vectors that the client asks for. None: the model's own."""
+    prompt_name: str | None = None
+    """See ChatRequest."""
     client: str = ""
     """See EngineRequest."""
     priority: int = 0

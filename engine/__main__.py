@@ -14,6 +14,7 @@ from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig, MediaConfig, RopeScaling
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.images import ImagePreprocessor
+from engine.processing.pooling import EmbeddingModel
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import (
     ContextLengthExceeded,
@@ -98,6 +99,8 @@ class Chat:
     def __init__(self, options: argparse.Namespace):
         self._options = options
         model_dir = resolve_checkpoint(options.model, None, weights=True)
+        if EmbeddingModel.read(model_dir) is not None:
+            raise EngineFailed(f"{options.model} is an embedding model and generates no text; serve it for embeddings")
         self._tokenizer = ChatTokenizer(model_dir)
         self._messages: list[dict[str, Any]] = []
         if options.system:

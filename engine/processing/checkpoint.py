@@ -200,6 +200,16 @@ def check_weights(model_dir: Path) -> None:
         _check_safetensors(path)
 
 
+def has_output_layer(model_dir: Path) -> bool:
+    """Return whether the weights of a local checkpoint have a tensor of the output layer, by the files' headers."""
+    for path in sorted(model_dir.glob("*.safetensors")):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if any("lm_head." in name for name in json.loads(file.read(length))):
+                return True
+    return False
+
+
 def _check_safetensors(path: Path) -> None:
     try:
         size = path.stat().st_size

@@ -18,6 +18,7 @@ from engine.processing.checkpoint import read_config, read_optional_json
 from engine.processing.control_tokens import ControlTokenEscaper, ControlTokens, any_of, encode_inside
 from engine.processing.conversation import DEFAULT_KWARGS, Conversation, TemplateForms, convert
 from engine.processing.detokenizer import Detokenizer, TokenBytes, TokenDecoder
+from engine.processing.pooling import EmbeddingModel
 from engine.processing.prompt_length import MAX_CHARS_PER_TOKEN, PromptLimit, TokenBound, count_windows
 from engine.processing.reasoning_format import ReasoningFormat, find_reasoning_format
 from engine.processing.tool_format import ToolFormat, find_tool_format, takes_argument_texts
@@ -46,6 +47,9 @@ TEMPLATE_ERRORS = (
     ValueError,
 )
 """Exceptions that a template may raise for an unsupported conversation."""
+
+CONTENTS_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+"""Template of an embedding model that has none; its inputs are never rendered."""
 
 MIN_BATCH_CHARS = 2048
 """Length from which texts are encoded by a call that releases the GIL, at a cost of a few microseconds."""
@@ -465,6 +469,9 @@ def _load_renderer(model_dir: Path) -> "PreTrainedTokenizerFast":
     try:
         renderer.get_chat_template()
     except ValueError:
+        if EmbeddingModel.read(model_dir) is not None:
+            renderer.chat_template = CONTENTS_TEMPLATE
+            return renderer
         places = "tokenizer_config.json, chat_template.jinja or chat_template.json"
         raise EngineFailed(f"{model_dir}: no chat template in {places}") from None
     return renderer

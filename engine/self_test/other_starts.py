@@ -35,7 +35,8 @@ class Reference:
     def of(cls, bench: Bench) -> "Reference":
         """Return the first requests and their answers."""
         requests = bench.questions[:3]
-        no_drafts = None if bench.runner.max_draft_tokens else f"no MTP head: {bench.runner.capabilities['mtp']}"
+        reason = bench.runner.no_drafts.get("mtp")
+        no_drafts = None if reason is None else f"no MTP head: {reason}"
         return cls(requests, bench.alone(*requests), bench.rounding, no_drafts)
 
 

@@ -65,7 +65,7 @@ class Prompts(Protocol):
         ...
 
     def image(self) -> ImagePatches:
-        """Return a blue circle. Raises NotApplicable if the model accepts no images."""
+        """Return a blue circle. Raises NotApplicable if the checkpoint has no image processor."""
         ...
 
 
@@ -103,7 +103,7 @@ class ChatPrompts:
 
     def image(self) -> ImagePatches:
         if (reason := images_unsupported_reason(self._model_dir, read_config(self._model_dir))) is not None:
-            raise NotApplicable(reason)
+            raise NotApplicable(f"no images: {reason}")
         picture = Image.new("RGB", (128, 128), "white")
         ImageDraw.Draw(picture).ellipse((32, 32, 96, 96), fill="blue")
         return ImagePreprocessor(self._model_dir).patches(picture)

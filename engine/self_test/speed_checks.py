@@ -22,8 +22,8 @@ def decode(bench: Bench, batch: int) -> Outcome:
 
 def draft(bench: Bench) -> Outcome:
     """Time decode steps of one row with drafts."""
-    if not bench.runner.max_draft_tokens:
-        raise NotApplicable(f"no MTP head: {bench.runner.capabilities['mtp']}")
+    if (reason := bench.runner.no_drafts.get("mtp")) is not None:
+        raise NotApplicable(f"no MTP head: {reason}")
     run = bench.core_run(mtp=DRAFTS)
     seconds, num_steps, num_tokens = _decode(run, _endless(bench, 1), bench.scale.speed_tokens)
     value = f"{num_steps / seconds:.1f} steps/s, {num_tokens / seconds:.1f} tokens/s"

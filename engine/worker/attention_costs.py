@@ -5,7 +5,7 @@ scores of attention exceed the other intermediate results only behind a long pro
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from mlx_vlm.models.cache import KVCache
 
 from engine.core.memory.costs import MemoryCosts
 from engine.worker.patches import attention_cpu
+from engine.worker.quantized_kv import KVFormat
 from engine.worker.snapshot import StateSnapshot
 
 MARGIN = 1.15
@@ -25,7 +26,9 @@ NUM_KEYS = 1024, 2048
 """Prompt lengths of the two probes, from whose difference the bytes per query and key follow."""
 
 
-def with_attention(costs: MemoryCosts, lm: Any, snapshot: StateSnapshot, num_heads: int) -> MemoryCosts:
+def with_attention(
+    costs: MemoryCosts, lm: Any, snapshot: StateSnapshot, num_heads: int, kv_formats: Sequence[KVFormat | None] = ()
+) -> MemoryCosts:
     """Return the costs with at least the bytes that attention alone takes, see MemoryCosts.pair_bytes.
 
     Args:
@@ -33,14 +36,22 @@ def with_attention(costs: MemoryCosts, lm: Any, snapshot: StateSnapshot, num_hea
         lm: The library's language model.
         snapshot: A snapshot of any prompt, for the shapes of keys and values.
         num_heads: Query heads of an attention layer.
+        kv_formats: How each attention layer of the snapshot packs its keys and values; empty if none does.
     """
     used = _attention_of(lm)
-    shapes = {
-        (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype) for keys, values in snapshot.segment.keys_values
-    }
+    layers = snapshot.segment.keys_values
+    pairs = zip(layers, kv_formats or [None] * len(layers), strict=True)
+    shapes = {_shape(keys, values, kv_format) for (keys, values), kv_format in pairs}
     found = [_pair_bytes(attend, num_heads, *shape) for attend in used for shape in shapes if all(shape[:3])]
     queries = attention_cpu.max_queries() if used == {attention_cpu.attention} else 2**31
     return replace(costs, pair_bytes=max([costs.pair_bytes, *found]), max_queries=queries)
+
+
+def _shape(keys: mx.array, values: mx.array, kv_format: KVFormat | None) -> tuple[int, int, int, mx.Dtype]:
+    """Return heads, dimensions of keys and of values, and dtype, as attention sees them."""
+    if kv_format is None:
+        return keys.shape[1], keys.shape[3], values.shape[3], keys.dtype
+    return kv_format.keys.num_heads, kv_format.keys.head_dim, kv_format.values.head_dim, kv_format.keys.dtype
 
 
 def _attention_of(lm: Any) -> set[Callable[..., mx.array]]:

@@ -39,6 +39,30 @@ def unsupported_reason(module: Any, media_kinds: frozenset[str]) -> str | None:
     return None
 
 
+def bidirectional_reason(config: dict[str, Any]) -> str | None:
+    """Return why a checkpoint cannot be served if its tokens see those after them, None if they do not.
+
+    The library's generative module of the same family would compute it with a causal mask, without an error.
+
+    Args:
+        config: The checkpoint's config.json.
+    """
+    for section in (config.get("text_config"), config):
+        if isinstance(section, dict):
+            if section.get("use_bidirectional_attention") in (True, "all"):
+                return _bidirectional("use_bidirectional_attention", section["use_bidirectional_attention"])
+            if section.get("is_causal") is False:
+                return _bidirectional("is_causal", False)
+    return None
+
+
+def _bidirectional(key: str, value: Any) -> str:
+    return (
+        f"its attention is bidirectional ({key} is {value!r} in config.json), and prompts are computed in chunks, each "
+        "of which sees only the tokens before it; embeddings of causal models, such as Qwen3-Embedding, are served"
+    )
+
+
 def _cache_reason(layers: Sequence[Any]) -> str | None:
     for i, cache in _single_caches(layers):
         if type(cache) not in SERVED_CACHES:

@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from engine.host_memory import HostMemory
 from engine.processing.checkpoint import (
     fingerprint,
+    has_output_layer,
     images_unsupported_reason,
     media_kinds,
     read_config,
@@ -26,13 +27,15 @@ from engine.processing.checkpoint import (
     vocab_size,
 )
 from engine.processing.context import choose_context, declared_scalings, library_config
+from engine.processing.pooling import EmbeddingModel
 from engine.protocol import EngineFailed
 from engine.worker import mtp_loader
 from engine.worker.draft_model import open_draft_model
 from engine.worker.expanded_weights import Expansion, expand
-from engine.worker.family import unsupported_reason
+from engine.worker.family import bidirectional_reason, unsupported_reason
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
+from engine.worker.patches.bare_names import bare_names
 from engine.worker.rope import check_scaling, fix_long_factors
 
 log = logging.getLogger("orchard.engine")
@@ -93,9 +96,14 @@ def open_model(config: EngineConfig) -> OpenedModel:
     refuse_code(path)
     own_config = read_config(path)
     max_context_tokens, num_tokens = choose_context(config, own_config), vocab_size(own_config)
+    if (reason := bidirectional_reason(own_config)) is not None:
+        raise EngineFailed(f"models of the family {own_config.get('model_type')} ({path}) cannot be served: {reason}")
     model_config = library_config(config, own_config)
+    if EmbeddingModel.read(path) is not None and not has_output_layer(path):
+        model_config["tie_word_embeddings"] = True  # the library's module has an output layer, which is never used
     try:
-        module = _open_module(path, None if model_config == own_config else model_config)
+        with bare_names(model_config):
+            module = _open_module(path, None if model_config == own_config else model_config)
     except (ValueError, TypeError, AttributeError, FileNotFoundError, KeyError, RuntimeError) as error:
         scaling = "" if config.rope_scaling is None else f" with the rope_scaling {config.rope_scaling.type}"
         raise EngineFailed(f"the model in {path} could not be loaded{scaling}: {error}") from error
@@ -164,6 +172,8 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
     if draft is not None:
         quantized = any(name.endswith(".scales") for name, _ in weights_of(draft))
         cast(draft, choose_dtype(config.dtype, {"quantization": {}}) if quantized else DTYPES[dtype])
+        if quantized:
+            log.info("quantized weights of the draft model: %s", expand_weights(config, draft, dtype).text)
         draft.eval()
     num_bytes = _read_weights([one for one in (module, head, draft) if one is not None], progress)
     module.eval()

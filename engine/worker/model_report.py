@@ -14,6 +14,7 @@ import numpy as np
 from engine.config import EngineConfig, KVBits
 from engine.processing.checkpoint import images_unsupported_reason, resolve_checkpoint
 from engine.processing.context import declared_scalings
+from engine.processing.pooling import EmbeddingModel
 from engine.processing.tokenizer_match import why_different
 from engine.protocol import EngineFailed
 from engine.worker import loader, memory, mtp_loader
@@ -86,7 +87,8 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
     yield f"sparse prefill   {sparse}"
     if draft is not None:
         yield f"draft model      {draft}: {_draft_reason(opened.path, draft) or 'has the same tokenizer'}"
-    yield f"embeddings       {language_model.states_unsupported_reason() or 'yes'}"
+    only = "" if EmbeddingModel.read(opened.path) is None else ", and nothing else: it is an embedding model"
+    yield f"embeddings       {language_model.states_unsupported_reason() or f'yes{only}'}"
     yield from _memory(opened, RowBytes.of(language_model))
 
 

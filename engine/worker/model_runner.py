@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_vlm.models.cache import KVCache
 
 from engine.config import EngineConfig
 from engine.core.batch import (
@@ -130,17 +131,17 @@ class MLXRunner:
             self.costs = cost_cache.load_or_measure(
                 user_cache() / "memory-costs",
                 key,
-                lambda: attention_costs.with_attention(
-                    self._measured_costs(a_snapshot, heads), self._language_model.lm, a_snapshot, heads
-                ),
+                lambda: self._measured_costs(a_snapshot, heads),
             )
         mx.clear_cache()
 
     def _measured_costs(self, a_snapshot: StateSnapshot, num_heads: int) -> MemoryCosts:
         head_cache = [] if self._head is None else self._head.make_cache()
-        kv_formats = [format_of(layer) for layer in (*self._language_model.make_cache(), *head_cache)]
+        cache = [*self._language_model.make_cache(), *head_cache]
+        kv_formats = [format_of(layer) for layer in cache if isinstance(layer, KVCache)]
         quantized = [kv_format for kv_format in kv_formats if kv_format is not None]
-        return memory_costs.measure(self, a_snapshot, self._vision, self.drafts, num_heads, len(head_cache), quantized)
+        costs = memory_costs.measure(self, a_snapshot, self._vision, self.drafts, num_heads, len(head_cache), quantized)
+        return attention_costs.with_attention(costs, self._language_model.lm, a_snapshot, num_heads, kv_formats)
 
     def decode(self, drafts: Drafts = PLAIN) -> dict[str, RowOutput]:
         return self._batch.step(drafts)

@@ -106,10 +106,10 @@ def steps_per_s(runner: MLXRunner, num_rows: int, prompt_tokens: int, num_steps:
     for row in rows:
         runner.prefill([row], prompt_tokens)
     for _ in range(4):
-        runner.decode(0)
+        runner.decode()
     began_s = time.perf_counter()
     for _ in range(num_steps):
-        runner.decode(0)
+        runner.decode()
     seconds = time.perf_counter() - began_s
     runner.drop([row.id for row in rows])
     return num_steps / seconds

@@ -51,7 +51,7 @@ from engine.self_test.outcome import Status
 from engine.self_test.prompts import IMAGE_QUESTION, QUESTIONS, Message, prompts_of
 from engine.worker import device_facts, loader
 from engine.worker.model_runner import load_runner
-from engine.worker.patches import gemma2_masks, mistral_scale
+from engine.worker.patches import embedding_scale, gemma2_masks, mistral_scale
 from tests.benchmarks.measure import heading, table
 from tests.support import zoo
 from tests.support.families import FAMILIES
@@ -239,6 +239,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     config = EngineConfig.model_validate({"device": args.device, "dtype": args.dtype})
+    embedding_scale.install()
     gemma2_masks.install()
     mistral_scale.install()
     with tempfile.TemporaryDirectory(prefix="orchard-parity-") as folder:

@@ -148,6 +148,15 @@ def test_memory_of_a_model_with_few_weights_matches_the_budget(
     books.check()
 
 
+def test_memory_with_keys_and_values_of_four_bits_never_exceeds_the_budget(tiny_model: Callable[..., Path]):
+    """In a step one layer's are dequantized, for which nothing is held between two steps."""
+    path = tiny_model(layers=4, interval=2, hidden=64, heads=4, kv_heads=4, agree=0.3)
+    config = EngineConfig.model_validate({"model": str(path), "kv_cache": {"bits": 4}})
+    books = Books(load_runner(config, lambda progress: None))
+    books.run(requests(6, (60, 500), 40))
+    assert books.least_margin >= 1 - HEADROOM_SHARE and books.budget.reserved_bytes == 0
+
+
 def test_memory_with_cached_prefixes_and_aborted_rows_never_exceeds_the_budget(demo: MLXRunner):
     books = Books(demo, prefix_cache={"enabled": True, "max_gb": 0.05}, memory={"reserve_tokens": 32})
     shared = requests(1, 600, 60)[0].token_ids

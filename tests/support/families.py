@@ -185,7 +185,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(text("qwen3_moe", EXPERTS), f"{KV}*3"),
     "olmoe": Family(text("olmoe", EXPERTS), f"{KV}*3"),
     "mixtral": Family(text("mixtral", EXPERTS), f"{KV}*3"),
-    "granitemoe": Family(text("granitemoe", EXPERTS, GRANITE), f"{KV}*3"),
+    "granitemoe": Family(text("granitemoe", EXPERTS, GRANITE), f"{KV}*3", seed=1),
     "glm4_moe": Family(text("glm4_moe", EXPERTS, use_qk_norm=True, partial_rotary_factor=0.5), f"{KV}*3", seed=6),
     "minimax": Family(text("minimax", EXPERTS, shared_intermediate_size=32, rotary_dim=8), f"{KV}*3", seed=2),
     # Latent attention
@@ -202,6 +202,7 @@ FAMILIES: dict[str, Family] = {
             rope_scaling={"short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
         ),
         f"{KV}*3",
+        seed=4,
     ),
     # Sliding windows
     "llama windowed": Family(text("llama", WINDOWS), WINDOWED, seed=1),

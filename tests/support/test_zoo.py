@@ -1,15 +1,32 @@
-"""The zoo itself: mlx_vlm's caches give the tokens that mlx_vlm gives without any state."""
+"""The zoo itself: mlx_vlm's caches give the tokens that mlx_vlm gives without any state, and mlx_lm the same logits."""
 
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from tests.support.families import FAMILIES, UNSOUND
-from tests.support.zoo import Turn, conversation, empty_cache, incremental_greedy, load, make
+from tests.support.zoo import Turn, conversation, empty_cache, incremental_greedy, load, make, prompt
 
 LOGPROB_TOLERANCE = 1e-3  # chunks of 7 tokens change logprobs of granitemoehybrid by 1e-4
+LOGIT_TOLERANCE = 1e-3  # between the two libraries, of logits of size 9
+UNLIKE_MLX_LM = {
+    "gemma3_text": "mlx_vlm reads `rope_global_base_freq`, mlx_lm `rope_theta`, which the zoo's checkpoint sets",
+    "lfm2": "mlx_lm always uses the embedding as output layer; the zoo's checkpoint has one of its own",
+    "lfm2_moe": "mlx_lm always uses the embedding as output layer; the zoo's checkpoint has one of its own",
+    "deepseek_v32": "mlx_vlm 0.7.10 always interleaves the indexer's rope, mlx_lm only if `indexer_rope_interleave` is "
+    "set: other tokens are attended to in prompts longer than `index_topk`",
+}
+MLX_LM_NAMES = {"mistral": "llama"}
+"""Families by model_type that mlx_lm has under another name."""
 MIN_MARGIN = 0.02
 """Least difference of the two best logprobs: what rounds otherwise must not become another token."""
 
@@ -51,6 +68,32 @@ def test_library_gives_the_same_tokens_with_its_caches_as_without(model, turns, 
         answer = incremental_greedy(model, turn.token_ids, len(turn.answer.tokens), chunk)
         assert answer.tokens == turn.answer.tokens
         np.testing.assert_allclose(answer.logprobs, turn.answer.logprobs, atol=LOGPROB_TOLERANCE)
+
+
+def _in_mlx_lm(name: str) -> str | None:
+    """Return the module of a family in mlx_lm; None for vision models and families that it lacks."""
+    config, quantization = FAMILIES[name].config, FAMILIES[name].quantization
+    module = f"mlx_lm.models.{MLX_LM_NAMES.get(config['model_type'], config['model_type'])}"
+    has_tower = "text_config" in config or "vision_config" in config
+    return None if has_tower or quantization or find_spec(module) is None else module
+
+
+def _difference(name: str, path: Path) -> float:
+    """Return the largest difference of the logits of a prompt in mlx_lm."""
+    lm, module = load(make(path, FAMILIES[name])), import_module(str(_in_mlx_lm(name)))
+    other = module.Model(module.ModelArgs.from_dict(FAMILIES[name].config))
+    weights: Any = tree_flatten(lm.parameters())
+    other.load_weights(weights, strict=name not in UNLIKE_MLX_LM)
+    ids = mx.array([prompt(45)], mx.int32)
+    mine = lm(ids, cache=empty_cache(lm)).logits
+    cache = other.make_cache() if hasattr(other, "make_cache") else None
+    return float(mx.abs(mine - other(ids, cache=cache)).max())
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if _in_mlx_lm(name)])
+def test_other_library_gives_the_same_logits(family, tmp_path):
+    """When a family of UNLIKE_MLX_LM fails, see whether it can leave the table."""
+    assert (_difference(family, tmp_path / "model") > LOGIT_TOLERANCE) == (family in UNLIKE_MLX_LM)
 
 
 def test_best_token_is_never_nearly_as_likely_as_the_second(turns):

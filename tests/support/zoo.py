@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.utils import get_model_and_args, load_model, update_module_configs
 
+from engine.worker.patches import embedding_scale
 from tests.support.families import VOCAB_SIZE, Family
 
 NUM_TOKENS = {"first": 12, "second": 8, "short": 5}
@@ -63,7 +64,8 @@ def make(out: Path, family: Family) -> Path:
 
 
 def load(path: Path) -> Any:
-    """Load the language model of a checkpoint with mlx_vlm."""
+    """Load the language model of a checkpoint with mlx_vlm, which computes some families wrongly without a patch."""
+    embedding_scale.install()
     return load_model(path).language_model
 
 

@@ -22,19 +22,22 @@ FIELD_RULES = FieldRules(
     refused={
         "messages": "Send the text as `input`.",
         "input_type": "Write the instruction that the model expects into `input`.",
-        "prompt_name": "Write the instruction that the model expects into `input`.",
     },
     informational=frozenset({"metadata", "litellm_params"}),
 )
 
 
 class EmbeddingsBody(Wire):
-    """An embedding request. `dimensions` must be the length of the model's embeddings."""
+    """An embedding request.
+
+    `dimensions` shortens the vectors of an embedding model; `prompt_name` names one of its prompts, such as query.
+    """
 
     model: str
     input: RawPrompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, le=INT32_MAX)
+    prompt_name: str | None = Field(None, min_length=1, max_length=256)
     priority: int | None = Field(None, ge=-(2**31), le=INT32_MAX)
     user: str | None = Field(None, max_length=MAX_USER_CHARS)
     safety_identifier: str | None = Field(None, max_length=MAX_USER_CHARS)
@@ -54,6 +57,7 @@ def parse_embeddings(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
         prompts=prompts,
         fields=fields,
         num_dimensions=body.dimensions,
+        prompt_name=body.prompt_name,
         client=client,
         priority=body.priority or 0,
     )

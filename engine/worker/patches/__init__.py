@@ -5,6 +5,7 @@ import mlx.core as mx
 from engine.worker import loader
 from engine.worker.patches import (
     attention_cpu,
+    embedding_scale,
     gated_delta_chunks,
     gated_delta_cuda,
     gated_delta_rows,
@@ -20,6 +21,7 @@ def install(decodes: bool) -> None:
     Args:
         decodes: Whether this process has a decode batch, whose recurrent layers verify drafts.
     """
+    embedding_scale.install()
     gemma2_masks.install()
     mistral_scale.install()
     if not loader.on_gpu():

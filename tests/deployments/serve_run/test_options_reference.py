@@ -17,7 +17,15 @@ from deployments.args import AppArgs
 from deployments.serve_run import config_file, options_reference
 from deployments.serve_run.options_reference import REFERENCE, main, reference, sections_of_args
 from deployments.serve_run.serve_options import SERVE_SECTIONS, Option
-from engine.config import DiskCacheConfig, MTPConfig, PinnedPrompt, RopeScaling
+from engine.config import (
+    DiskCacheConfig,
+    DraftLimits,
+    DraftModelConfig,
+    MTPConfig,
+    PinnedPrompt,
+    PromptLookupConfig,
+    RopeScaling,
+)
 from tests.deployments.test_app import deployments_of, scoring
 
 OF_ARGS = {option.path: option for section in sections_of_args() for option in section.options}
@@ -25,6 +33,9 @@ OF_SERVE = {option.path: option for section in SERVE_SECTIONS for option in sect
 
 NESTED = {
     "engine.mtp.": MTPConfig(),
+    "engine.prompt_lookup.": PromptLookupConfig(),
+    "engine.draft_model.": DraftModelConfig(model="demo"),
+    "engine.draft_model.limits.": DraftLimits(),
     "engine.rope_scaling.": RopeScaling(type="yarn", factor=4),
     "spec_prefill.draft_rope_scaling.": RopeScaling(type="yarn", factor=4),
     "engine.prefix_cache.disk.": DiskCacheConfig(path="/cache"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.batch import PLAIN
 from engine.core.request import Request
 from engine.protocol import EngineRequest, FinishReason
 from engine.worker import decode
@@ -89,7 +90,7 @@ def test_a_prompt_may_be_cut_into_chunks_anywhere_even_inside_an_image(runner, r
 def test_a_join_that_fails_half_way_leaves_the_running_rows_exact(drive, requests, monkeypatch, layer):
     row = replace(requests[0], sampling=replace(requests[0].sampling, max_tokens=20))
     alone = drive().run({0: [row]})["text"]
-    driver = drive()
+    driver = drive(EngineConfig(prompt_lookup="off"))
     driver.core.add_request(row)
     while len(driver.tokens["text"]) < 3:
         driver.core.step()
@@ -183,7 +184,7 @@ def test_logits_that_are_no_numbers_end_their_row_alone(runner, drive, requests,
 
 def test_lazy_bookkeeping_is_computed_every_64_steps(runner, drive, requests, monkeypatch):
     at: list[int] = []
-    driver = drive(EngineConfig(mtp="off"))
+    driver = drive(EngineConfig(mtp="off", prompt_lookup="off"))
     driver.core.add_request(replace(requests[0], sampling=replace(requests[0].sampling, max_tokens=200)))
     driver.core.step()
     monkeypatch.setattr(decode.mx, "eval", lambda *args, original=mx.eval: at.append(1) or original(*args))
@@ -198,6 +199,6 @@ def test_lazy_bookkeeping_is_computed_every_64_steps(runner, drive, requests, mo
 def test_warm_up_times_steps_of_several_batch_sizes_and_frees_their_memory(max_running, sizes):
     runner = load_runner(EngineConfig(max_running=max_running), lambda progress: None)
     shapes = [(step.num_rows, step.drafts) for step in runner.step_times]
-    assert shapes == [(num_rows, num_drafts) for num_rows in sizes for num_drafts in range(4)]
+    assert shapes == [(num_rows, drafts) for num_rows in sizes for drafts in (PLAIN, *runner.drafts)]
     assert all(step.seconds > 0 for step in runner.step_times)
     assert runner.memory()["decode_cache_bytes"] == runner.memory()["prefill_cache_bytes"] == 0

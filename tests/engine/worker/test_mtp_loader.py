@@ -115,7 +115,7 @@ def test_mtp_head_may_be_the_raw_checkpoint_that_a_quantized_model_came_from(raw
 
 def test_a_quantized_model_takes_the_quantized_head_that_was_converted_with_it(raw, tmp_path):
     convert(str(raw), str(tmp_path / "q4"), quantize=True, q_bits=4, q_group_size=32, mtp=True)
-    model = load(tmp_path / "q4")
+    model = load(tmp_path / "q4", expand_quantized_weights="off")
     weights = head_weights(model)
     assert weights["fc.weight"].dtype == mx.uint32 and weights["fc.scales"].dtype == mx.float32
     dense = head_weights(load(raw))
@@ -124,10 +124,16 @@ def test_a_quantized_model_takes_the_quantized_head_that_was_converted_with_it(r
     assert mx.array_equal(weights["norm.weight"], dense["norm.weight"])
 
 
+def test_a_quantized_head_is_expanded_on_a_cpu(raw, tmp_path):
+    split_mtp(str(raw), str(tmp_path / "head"), q_bits=8)
+    weights = head_weights(load(raw, mtp_head=str(tmp_path / "head")))
+    assert "fc.scales" not in weights and {w.dtype for w in weights.values()} == {mx.float32}
+
+
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
 def test_heads_of_every_quantization_load_and_compute(raw, tmp_path, mode):
     split_mtp(str(raw), str(tmp_path / "head"), q_mode=mode)
-    model = load(raw, mtp_head=str(tmp_path / "head"))
+    model = load(raw, mtp_head=str(tmp_path / "head"), expand_quantized_weights="off")
     assert "fc.scales" in head_weights(model) and model.mtp_head is not None
     hidden = mx.random.normal((1, 3, 64), key=mx.random.key(0))
     out = model.mtp_head._forward_hidden(hidden, hidden, None, mx.arange(3)[None])
@@ -137,7 +143,7 @@ def test_heads_of_every_quantization_load_and_compute(raw, tmp_path, mode):
 @pytest.mark.parametrize("quantize", [False, True])
 def test_the_head_has_the_dtype_that_is_configured(raw, tmp_path, quantize):
     split_mtp(str(raw), str(tmp_path / "head"), q_bits=8 if quantize else None)
-    model = load(raw, mtp_head=str(tmp_path / "head"), dtype="bfloat16")
+    model = load(raw, mtp_head=str(tmp_path / "head"), dtype="bfloat16", expand_quantized_weights="off")
     dtypes = {w.dtype for w in head_weights(model).values()}
     assert dtypes == ({mx.bfloat16, mx.uint32} if quantize else {mx.bfloat16})
 
