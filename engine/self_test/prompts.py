@@ -65,7 +65,7 @@ class Prompts(Protocol):
         ...
 
     def image(self) -> ImagePatches:
-        """Return a blue circle. Raises NotApplicable if the model accepts no images."""
+        """Return a blue circle. Raises NotApplicable if the checkpoint has no image processor."""
         ...
 
 

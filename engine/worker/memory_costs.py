@@ -192,11 +192,13 @@ def _of_images(vision: VisionEncoder) -> dict[str, float]:
 
     A tower whose images have one size costs the same for each, a.
     """
-    before, grids = mx.get_active_memory(), vision.probe_grids
+    grids = vision.probe_grids
     _, num_tokens, kept = vision.probe(grids[0])
     waiting = vision.probe_piece(grids[0])
+    mx.synchronize()  # what earlier probes leave is freed only then
+    before = mx.get_active_memory()
     peaks = [_peak(lambda grid=grid: vision.probe(grid)) - before for grid in grids]
-    fixed, patch, pair = float(peaks[0]), 0.0, 0.0
+    fixed, patch, pair = float(max(peaks[0], kept)), 0.0, 0.0
     if len(grids) > 1:
         (n1, n2, n3), (p1, p2, p3) = ([math.prod(grid) for grid in grids], peaks)
         pair = max(((p3 - p2) / (n3 - n2) - (p2 - p1) / (n2 - n1)) / (n3 - n1), 0.0)
