@@ -17,7 +17,7 @@ from engine.self_test.prompts import IMAGE_QUESTION, QUESTIONS, SYSTEM, TURNS, M
 from engine.worker import device_facts
 
 DRAFTS = {"max_draft_tokens": 3, "max_rows": 8}
-PLAIN: dict[str, Any] = {"mtp": "off", "prefix_cache": {"enabled": False}}
+PLAIN: dict[str, Any] = {"mtp": "off", "prompt_lookup": "off", "prefix_cache": {"enabled": False}}
 """Neither drafts nor prefix cache."""
 
 SHORTENED_PRODUCTS = 1e-5

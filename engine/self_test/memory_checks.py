@@ -47,7 +47,7 @@ def rows(bench: Bench) -> Outcome:
 
 def peak(bench: Bench) -> Outcome:
     """Compare the bytes that the budget accounts for at the most with the most that are held within any step."""
-    changes = {"mtp": DRAFTS} if bench.runner.max_draft_tokens else {}
+    changes = {} if "mtp" in bench.runner.no_drafts else {"mtp": DRAFTS}
     bench.runner.free_caches()
     device_facts.begin_peak()
     run = bench.core_run(**changes)

@@ -23,7 +23,7 @@ class Reference:
         requests: Greedy requests.
         answers: Their answers alone, by request id.
         rounding: How much rounding moves logprobs.
-        no_drafts: Why the model cannot draft, None if it can.
+        no_drafts: Why there is no MTP head, None if there is one.
     """
 
     requests: Sequence[EngineRequest]
@@ -35,8 +35,7 @@ class Reference:
     def of(cls, bench: Bench) -> "Reference":
         """Return the first requests and their answers."""
         requests = bench.questions[:3]
-        no_drafts = None if bench.runner.max_draft_tokens else f"no MTP head: {bench.runner.capabilities['mtp']}"
-        return cls(requests, bench.alone(*requests), bench.rounding, no_drafts)
+        return cls(requests, bench.alone(*requests), bench.rounding, bench.runner.no_drafts.get("mtp"))
 
 
 def async_engine(name: str, config: EngineConfig, make_runner: RunnerFactory, reference: Reference) -> Outcome:

@@ -79,17 +79,33 @@ def drafts(bench: Bench) -> Outcome:
 
 def with_drafts(bench: Bench, requests: tuple[EngineRequest, ...], **changes: Any) -> dict[str, Answer]:
     """Return answers with drafts, in a batch and one by one (under names of their own). Needs an MTP head."""
-    if not bench.runner.max_draft_tokens:
-        raise NotApplicable(f"no MTP head: {bench.runner.capabilities['mtp']}")
+    require_head(bench)
     found = bench.together(requests, mtp=DRAFTS, **changes)
     for one in requests:
         found |= one_row(bench.together([one], mtp=DRAFTS, **changes))
     return found
 
 
+def require_head(bench: Bench) -> None:
+    """Raise NotApplicable if the model has no MTP head."""
+    if (reason := bench.runner.no_drafts.get("mtp")) is not None:
+        raise NotApplicable(f"no MTP head: {reason}")
+
+
 def one_row(answers: Mapping[str, Answer]) -> dict[str, Answer]:
     """Return answers under the names that they have with one row at a time."""
     return {f"{name}, one row": answer for name, answer in answers.items()}
+
+
+def prompt_lookup(bench: Bench) -> Outcome:
+    """Run requests in a batch with drafts from their own tokens, against plain decoding."""
+    name, asked = "prompt lookup on = off", bench.questions
+    if (reason := bench.runner.no_drafts.get("prompt_lookup")) is not None:
+        raise NotApplicable(reason)
+    found = bench.together(asked, prompt_lookup=DRAFTS)
+    accepted = sum(answer.num_accepted for answer in found.values())
+    outcome = agree(bench.alone(*asked), found).outcome(name, bench.rounding)
+    return replace(outcome, value=f"{outcome.value}; {accepted} drafts accepted")
 
 
 def snapshot_in_memory(bench: Bench) -> Outcome:
@@ -104,7 +120,9 @@ def snapshot_on_disk(bench: Bench) -> Outcome:
     """Continue a conversation from files that another engine has written, against computing all of it."""
     _require_snapshots(bench)
     with tempfile.TemporaryDirectory(prefix="orchard-self-test-") as directory:
-        config = changed(bench.config, mtp="off", prefix_cache={"disk": {"path": directory, "max_gb": DISK_GB}})
+        config = changed(
+            bench.config, mtp="off", prompt_lookup="off", prefix_cache={"disk": {"path": directory, "max_gb": DISK_GB}}
+        )
         writer = _with_files(config, bench)
         second = bench.second_turn(writer.run({0: [bench.first_turn]})["first turn"])
         writer.core.prefix.close(DISK_CLOSE_S)
@@ -168,6 +186,7 @@ TOKEN_CHECKS = {
     "alone = batch": batch,
     "alone = batch, sampled": sampled,
     "drafts on = off": drafts,
+    "prompt lookup on = off": prompt_lookup,
     "snapshot hit = miss, memory": snapshot_in_memory,
     "snapshot hit = miss, disk": snapshot_on_disk,
     "sparse, keep 1 = dense": sparse,
