@@ -23,7 +23,7 @@ class Reference:
         requests: Greedy requests.
         answers: Their answers alone, by request id.
         rounding: How much rounding moves logprobs.
-        no_drafts: Why the model cannot draft, None if it can.
+        no_drafts: Why there is no MTP head, None if there is one.
     """
 
     requests: Sequence[EngineRequest]
@@ -35,9 +35,7 @@ class Reference:
     def of(cls, bench: Bench) -> "Reference":
         """Return the first requests and their answers."""
         requests = bench.questions[:3]
-        reason = bench.runner.no_drafts.get("mtp")
-        no_drafts = None if reason is None else f"no MTP head: {reason}"
-        return cls(requests, bench.alone(*requests), bench.rounding, no_drafts)
+        return cls(requests, bench.alone(*requests), bench.rounding, bench.runner.no_drafts.get("mtp"))
 
 
 def async_engine(name: str, config: EngineConfig, make_runner: RunnerFactory, reference: Reference) -> Outcome:

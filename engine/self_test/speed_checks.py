@@ -7,7 +7,8 @@ from dataclasses import replace
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.self_test.bench import DRAFTS, Bench
 from engine.self_test.core_run import CoreRun
-from engine.self_test.outcome import NotApplicable, Outcome, Status
+from engine.self_test.outcome import Outcome, Status
+from engine.self_test.token_checks import require_head
 
 BATCHES = (1, 4, 8)
 
@@ -22,8 +23,7 @@ def decode(bench: Bench, batch: int) -> Outcome:
 
 def draft(bench: Bench) -> Outcome:
     """Time decode steps of one row with drafts."""
-    if (reason := bench.runner.no_drafts.get("mtp")) is not None:
-        raise NotApplicable(f"no MTP head: {reason}")
+    require_head(bench)
     run = bench.core_run(mtp=DRAFTS)
     seconds, num_steps, num_tokens = _decode(run, _endless(bench, 1), bench.scale.speed_tokens)
     value = f"{num_steps / seconds:.1f} steps/s, {num_tokens / seconds:.1f} tokens/s"

@@ -77,30 +77,35 @@ def drafts(bench: Bench) -> Outcome:
     return replace(outcome, value=f"{outcome.value}; {accepted} drafts accepted")
 
 
-def prompt_lookup(bench: Bench) -> Outcome:
-    """Run requests in a batch with drafts by prompt lookup, against plain decoding of each alone."""
-    if (reason := bench.runner.no_drafts.get("prompt_lookup")) is not None:
-        raise NotApplicable(reason)
-    name, asked = "prompt lookup = plain", bench.questions
-    found = bench.together(asked, prompt_lookup=DRAFTS)
-    accepted = sum(answer.num_accepted for answer in found.values())
-    outcome = agree(bench.alone(*asked), found).outcome(name, bench.rounding)
-    return replace(outcome, value=f"{outcome.value}; {accepted} drafts accepted")
-
-
 def with_drafts(bench: Bench, requests: tuple[EngineRequest, ...], **changes: Any) -> dict[str, Answer]:
     """Return answers with drafts, in a batch and one by one (under names of their own). Needs an MTP head."""
-    if (reason := bench.runner.no_drafts.get("mtp")) is not None:
-        raise NotApplicable(f"no MTP head: {reason}")
+    require_head(bench)
     found = bench.together(requests, mtp=DRAFTS, **changes)
     for one in requests:
         found |= one_row(bench.together([one], mtp=DRAFTS, **changes))
     return found
 
 
+def require_head(bench: Bench) -> None:
+    """Raise NotApplicable if the model has no MTP head."""
+    if (reason := bench.runner.no_drafts.get("mtp")) is not None:
+        raise NotApplicable(f"no MTP head: {reason}")
+
+
 def one_row(answers: Mapping[str, Answer]) -> dict[str, Answer]:
     """Return answers under the names that they have with one row at a time."""
     return {f"{name}, one row": answer for name, answer in answers.items()}
+
+
+def prompt_lookup(bench: Bench) -> Outcome:
+    """Run requests in a batch with drafts from their own tokens, against plain decoding."""
+    name, asked = "prompt lookup on = off", bench.questions
+    if (reason := bench.runner.no_drafts.get("prompt_lookup")) is not None:
+        raise NotApplicable(reason)
+    found = bench.together(asked, prompt_lookup=DRAFTS)
+    accepted = sum(answer.num_accepted for answer in found.values())
+    outcome = agree(bench.alone(*asked), found).outcome(name, bench.rounding)
+    return replace(outcome, value=f"{outcome.value}; {accepted} drafts accepted")
 
 
 def snapshot_in_memory(bench: Bench) -> Outcome:
@@ -181,7 +186,7 @@ TOKEN_CHECKS = {
     "alone = batch": batch,
     "alone = batch, sampled": sampled,
     "drafts on = off": drafts,
-    "prompt lookup = plain": prompt_lookup,
+    "prompt lookup on = off": prompt_lookup,
     "snapshot hit = miss, memory": snapshot_in_memory,
     "snapshot hit = miss, disk": snapshot_on_disk,
     "sparse, keep 1 = dense": sparse,
