@@ -18,9 +18,10 @@ MTP_LENGTHS = (1, 2, 3)
 """Draft tokens per row that `auto` chooses from. Heads are trained for one to two tokens ahead; a fourth is rarely
 right."""
 DRAFT_MODEL_LENGTHS = (1, 2, 3)
-LOOKUP_LENGTHS = (2, 4, 8)
-KEPT_STATES_LENGTHS = (2, 3)
-"""The same for prompt lookup, and for recurrent models that keep a state per verified token, which takes memory."""
+LOOKUP_LENGTHS = (2, 4)
+SHORT_LOOKUP_LENGTHS = (2, 3)
+"""The same for prompt lookup; the shorter ones for models with a head, so that rows reserve no more memory than for its
+drafts, and for recurrent models that keep a state per verified token."""
 
 
 def drafts_offered(
@@ -50,7 +51,7 @@ def drafts_offered(
         reasons["prompt_lookup"] = reason
     else:
         keeps_states = is_recurrent(language_model) and not BatchRecurrentLayer.is_factored
-        lengths = KEPT_STATES_LENGTHS if keeps_states else LOOKUP_LENGTHS
+        lengths = SHORT_LOOKUP_LENGTHS if keeps_states or head is not None else LOOKUP_LENGTHS
         drafts += [Drafts(k, "prompt_lookup") for k in _lengths(config.prompt_lookup, lengths)]
     return tuple(drafts), reasons
 

@@ -127,6 +127,8 @@ def quantized_head() -> KernelFigure:
             errors[name] = _head_error(quantization)
         except (RuntimeError, ValueError) as error:
             lacking.append(f"not on this device: {name} ({error})")
+    if not errors:
+        return KernelFigure(0.0, LIMIT, "; ".join(lacking))
     worst = max(errors, key=lambda name: errors[name])
     return KernelFigure(errors[worst], LIMIT, "; ".join([f"worst: {worst}", *lacking]))
 

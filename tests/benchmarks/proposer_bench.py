@@ -3,7 +3,8 @@
     uv run python -m tests.benchmarks.proposer_bench [--rounds 3] [--batches 1,4,8] [--tasks edits,tools,...]
 
 The arms of a cell (task, batch size) are measured in turns, each with a fresh engine around the same loaded model, so
-that the controller begins anew. Times include prefill. The answers of all arms must be equal.
+that the controller begins anew. Times include prefill. In float32 on a CPU all arms give equal answers; elsewhere
+kernels round differently with the number of tokens.
 
 Tasks are those of tasks.py, and `edits`: a prompt with a Python module of this repository, and as the answer the same
 module with one name replaced. The demo model cannot edit code, so a matcher allows only the answer's next token: every
@@ -140,14 +141,15 @@ def main() -> int:
     parser.add_argument("--tasks", default=",".join(("edits", *TASKS)))
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
-    common = {"model": "demo", "device": args.device, "dtype": "float32", "max_running": 16}
+    common = {"model": "demo", "device": args.device, "dtype": args.dtype, "max_running": 16}
     runner = load_runner(EngineConfig.model_validate(common), lambda progress: None)
     with_draft = load_runner(EngineConfig.model_validate(common | {"draft_model": DRAFT_MODEL}), lambda progress: None)
     tokenizer = ChatTokenizer(runner._model.path)
     arms = args.arms.split(",")
-    print(f"| task | rows | {' | '.join(f'{arm}, tokens/s' for arm in arms)} | accepted |")
-    print("|" + "---|" * (len(arms) + 3))
+    print(f"| task | rows | {' | '.join(f'{arm}, tokens/s' for arm in arms)} | accepted | equal answers |")
+    print("|" + "---|" * (len(arms) + 4))
     for task in args.tasks.split(","):
         for batch in map(int, args.batches.split(",")):
             print_cell(task, batch, arms, runner, with_draft, jobs_of(task, batch, tokenizer), args.rounds)
@@ -160,6 +162,7 @@ def print_cell(
     """Measure one cell in all arms, in turns, and print its line."""
     rates: dict[str, list[float]] = defaultdict(list)
     figures: dict[str, int] = defaultdict(int)
+    equal = num_answers = 0
     for number in range(rounds + 1):
         answers = {}
         for arm in arms:
@@ -170,14 +173,15 @@ def print_cell(
                 for name, value in result.figures.items():
                     if arm == name.split()[0]:
                         figures[name] += value
-        assert all(answer == answers[arms[0]] for answer in answers.values()), "drafts change no token"
+        equal += sum(answers[arm][name] == tokens for arm in arms for name, tokens in answers[arms[0]].items())
+        num_answers += len(arms) * len(jobs)
     accepted = [
         f"{name} {figures[f'{name} accepted'] / figures[f'{name} drafted']:.2f}"
         for name in PROPOSERS
         if figures[f"{name} drafted"]
     ]
     cells = " | ".join(f"{Spread.of(rates[arm]):.0f}" for arm in arms)
-    print(f"| {task} | {batch} | {cells} | {', '.join(accepted) or '-'} |", flush=True)
+    print(f"| {task} | {batch} | {cells} | {', '.join(accepted) or '-'} | {equal / num_answers:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

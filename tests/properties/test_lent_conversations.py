@@ -57,7 +57,13 @@ class Conversations:
 
     def config(self, limit_gb: float | None, **cache: bool) -> EngineConfig:
         memory = {"limit_gb": limit_gb, "headroom_gb": 0, "reserve_tokens": 16}
-        settings = {"mtp": self.mtp, "prefill_chunk_tokens": 64, "memory": memory, "prefix_cache": cache}
+        settings = {
+            "mtp": self.mtp,
+            "prompt_lookup": "off",
+            "prefill_chunk_tokens": 64,
+            "memory": memory,
+            "prefix_cache": cache,
+        }
         return EngineConfig.model_validate(settings)
 
     def run(self) -> None:

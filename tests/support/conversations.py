@@ -109,7 +109,9 @@ class Traffic:
     @property
     def config(self) -> EngineConfig:
         answers = {"answers": False} if self.is_orderly and self.cache.get("enabled", True) else {}
-        return EngineConfig.model_validate({"mtp": DRAFTS, **self.engine, "prefix_cache": self.cache | answers})
+        return EngineConfig.model_validate(
+            {"mtp": DRAFTS, "prompt_lookup": "off", **self.engine, "prefix_cache": self.cache | answers}
+        )
 
     @property
     def is_orderly(self) -> bool:
@@ -435,5 +437,5 @@ def plain_request(name: str, *parts: np.ndarray, max_tokens: int = 12) -> Engine
 
 def cache_config(engine: dict[str, Any] | None = None, **cache: Any) -> EngineConfig:
     return EngineConfig.model_validate(
-        {"mtp": DRAFTS, "prefill_chunk_tokens": 64, **(engine or {}), "prefix_cache": cache}
+        {"mtp": DRAFTS, "prompt_lookup": "off", "prefill_chunk_tokens": 64, **(engine or {}), "prefix_cache": cache}
     )
