@@ -93,7 +93,7 @@ PAGES = (
     Row("delete the cache as this machine, through a gateway", Http("DELETE", "/v1/cache", headers={
         "X-Forwarded-For": "127.0.0.1"}), "administrative requests", NOT_FOR_YOU),
     Row("status through a gateway", Http("GET", "/v1/status", headers=THROUGH_A_GATEWAY), "administrative requests",
-        Page(("config", "queue", "draft_model", "node_id"))),
+        Page(("config", "queue", '"draft_model":"', "node_id"))),
     Row("cache through a gateway", Http("GET", "/v1/cache", headers=THROUGH_A_GATEWAY), "administrative requests",
         Page(("recent_misses", "explanation"))),
     Row("delete the cache, forwarded", Http("DELETE", "/v1/cache", headers={"Forwarded": "for=127.0.0.1"}),
