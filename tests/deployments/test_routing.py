@@ -175,6 +175,16 @@ def test_least_loaded_engine_is_chosen():
     assert asyncio.run(go()) == "node-b"
 
 
+def test_simultaneous_requests_are_spread_before_any_replica_reports_its_load():
+    async def go() -> collections.Counter[str]:
+        router = make_router(NodeRouter)
+        await asyncio.sleep(0.1)
+        chosen = await asyncio.gather(*(call(router, internal_id=f"request-{i}") for i in range(6)))
+        return collections.Counter(replica.node_id for replica in chosen)
+
+    assert asyncio.run(go()) == {"node-0": 2, "node-1": 2, "node-2": 2}
+
+
 def test_equally_loaded_engines_share_requests_evenly_and_consistently_by_key():
     replicas: list[Any] = [FakeReplica(*args) for args in THREE]
     loads = {replica.replica_id: 0 for replica in replicas}
@@ -299,8 +309,12 @@ def test_replica_with_unknown_load_is_chosen_last_and_does_not_delay_requests():
         router.queue_len_response_deadline_s = router.max_queue_len_response_deadline_s = 0.3
         await asyncio.sleep(0.7)  # it has been asked, and has not answered
         began = time.monotonic()
-        chosen = [(await call(router, "", f"id-{i}")).node_id for i in range(50)]
-        assert set(chosen) == {"node-0"} and time.monotonic() - began < 5
+        chosen = set()
+        for i in range(50):
+            replica = await call(router, "", f"id-{i}")
+            chosen.add(replica.node_id)
+            router.on_new_queue_len_info(replica.replica_id, replica.queue_len)  # as with the reservation of a slot
+        assert chosen == {"node-0"} and time.monotonic() - began < 5
         assert silent.num_probes <= 5, "it is asked once at a time, and not once for each request"
 
     asyncio.run(go())
