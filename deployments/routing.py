@@ -123,7 +123,7 @@ class NodeRouter(LocalityMixin, RequestRouter):
             if chosen is not None:
                 waited_s = time.time() - pending_request.created_at
                 self.queue_wait_time_ms_histogram.observe(1000 * max(0.0, waited_s))
-                self.on_send_request(chosen.replica_id)  # counts until the replica reports its load with the reservation
+                self.on_send_request(chosen.replica_id)  # counts until the reservation brings the replica's load
                 return chosen
 
     def _target(self, pending_request: PendingRequest) -> Target:

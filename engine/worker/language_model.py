@@ -50,13 +50,26 @@ class LanguageModel:
     up rows; they always get explicit positions here. Text ports take positions from their cache, which is right for
     dense prompts. `capture_layer_ids=[]` captures no layer's output, and keeps the library from copying the whole cache
     of a single-row batch on every token (mlx_vlm 0.7.10, models/qwen3_5/language.py).
+
+    Args:
+        language_model: The library's module.
+        exact: `mtp_exact` of the configuration.
+        kv_bits: `kv_cache.bits` of the configuration.
+        has_head: Whether hidden states are returned for an MTP head; with explicit positions they always are.
     """
 
-    def __init__(self, language_model: Any, exact: MTPExact = "auto", kv_bits: int = UNQUANTIZED_BITS):
+    def __init__(
+        self,
+        language_model: Any,
+        exact: MTPExact = "auto",
+        kv_bits: int = UNQUANTIZED_BITS,
+        has_head: bool = False,
+    ):
         self.lm = language_model
         self.kv_bits = kv_bits
         self.explicit_positions = hasattr(language_model, "get_rope_index")
         self.exact: MTPExact = exact
+        self._gives_hidden = self.explicit_positions or has_head
         self._returns_hidden = hasattr(language_model, "speculative_logits_from_hidden")
 
     @property
@@ -125,14 +138,15 @@ class LanguageModel:
             positions: int32 [B, L], logical.
 
         Returns:
-            Logits [B, L, vocab], and hidden states [B, L, hidden] after the last norm, None without explicit positions.
+            Logits [B, L, vocab], and hidden states [B, L, hidden] after the last norm; None without a head or explicit
+            positions.
         """
-        if not self.explicit_positions:
+        if not self._gives_hidden:
             return self.lm(token_ids, cache=self._nested(cache)).logits, None
         if self._returns_hidden and token_ids.shape[1] > 1 and self.verifies_exactly(token_ids.shape[0]):
             hidden = self._hidden(token_ids, cache, positions, speculative_verify=True)
             return self.lm.speculative_logits_from_hidden(hidden), hidden
-        hidden = self._hidden(token_ids, cache, positions)
+        hidden = self.states(token_ids, cache, positions)
         return self.logits(hidden), hidden
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -165,9 +179,11 @@ class LanguageModel:
             The hidden states [1, L, hidden], None if the model returns none.
         """
         images = {} if chunk is None else chunk.arguments()
-        if not self.explicit_positions:
+        if not self._gives_hidden:
             self.lm(token_ids, cache=self._nested(cache), **images)  # lazy: only the cache is ever evaluated
             hidden = None
+        elif not self.explicit_positions:
+            hidden = self.states(token_ids, cache, positions)
         else:
             hidden = self._hidden(token_ids, cache, mx.array(positions), **images)
         if launch:
@@ -181,9 +197,9 @@ class LanguageModel:
 
         The hidden states are those of `extend`.
         """
-        if self.explicit_positions:
-            images = {} if chunk is None else chunk.arguments()
-            hidden = self._hidden(token_ids, cache, mx.array(positions), **images)
+        if self._gives_hidden:
+            hidden = self.extend(token_ids, chunk, cache, positions, launch=False)
+            assert hidden is not None
             return self.logits(hidden[:, -1:]), hidden
         if token_ids.shape[1] > 1:
             self.extend(token_ids[:, :-1], None if chunk is None else chunk.but_last(), cache, positions)

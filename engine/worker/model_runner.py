@@ -73,7 +73,9 @@ class MLXRunner:
         self._device_lock = device_lock
         patches.install(decodes=True)
         self._model = model
-        self._language_model = LanguageModel(model.module.language_model, config.mtp_exact, config.kv_cache.bits)
+        self._language_model = LanguageModel(
+            model.module.language_model, config.mtp_exact, config.kv_cache.bits, has_head=model.mtp_head is not None
+        )
         self._head = _head_of(model, self._language_model)
         self._vision = self._make_vision(model, config)
         self._prefill = Prefill(self._language_model, self._head, self._vision, image_token_id(model.config))

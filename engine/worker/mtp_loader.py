@@ -10,9 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_vlm.speculative.drafters.mtp_split import detect_mtp_splitter
+from mlx_vlm.speculative.drafters.mtp_split import MTPSplitter
 from mlx_vlm.speculative.drafters.qwen3_5_mtp import ModelConfig, Qwen3_5MTPDraftModel
-from mlx_vlm.speculative.drafters.qwen3_5_mtp.split import Qwen3_5MTPSplitter
+from mlx_vlm.speculative.drafters.qwen3_5_mtp.split import Qwen3_5MTPSplitter, Qwen3NextMTPSplitter
 from mlx_vlm.utils import load_model_weights
 
 from engine.config import EngineConfig, MTPConfig
@@ -22,7 +22,14 @@ from engine.protocol import EngineFailed
 READY = "ready"
 OFF = "off in the configuration"
 REPLACED = "the configured draft_model drafts instead"
-FAMILIES = ("qwen3_5", "qwen3_5_moe")
+SPLITTERS: dict[str, type[MTPSplitter]] = {
+    "qwen3_5": Qwen3_5MTPSplitter,
+    "qwen3_5_text": Qwen3_5MTPSplitter,
+    "qwen3_5_moe": Qwen3_5MTPSplitter,
+    "qwen3_5_moe_text": Qwen3_5MTPSplitter,
+    "qwen3_next": Qwen3NextMTPSplitter,
+}
+"""model_type -> how the library reads the head from a checkpoint of the family."""
 SPLIT_TYPE = Qwen3_5MTPSplitter.output_model_type
 
 MAX_SHARE_NOT_POSITIVE = 0.25
@@ -91,11 +98,11 @@ def check_values(head: Any) -> None:
 
 def _search(mtp_head: str | None, model_dir: Path, model_config: dict[str, Any]) -> tuple[Path | None, str]:
     family = model_config.get("model_type")
-    if family not in FAMILIES:
+    if family not in SPLITTERS:
         return None, f"MTP heads of model_type {family} are not supported"
     if mtp_head is not None:
         return _resolve(mtp_head), READY
-    if detect_mtp_splitter(model_dir) is not None:
+    if _has_head(model_dir, SPLITTERS[family]()):
         return model_dir, READY
     sibling = model_dir.parent / f"{model_dir.name}-mtp"
     missing = f"no mtp.* tensors in {model_dir}"
@@ -105,6 +112,12 @@ def _search(mtp_head: str | None, model_dir: Path, model_config: dict[str, Any])
     if found != SPLIT_TYPE:
         return None, f"{missing}; {sibling} has model_type {found!r}, expected {SPLIT_TYPE!r}"
     return sibling, READY
+
+
+def _has_head(model_dir: Path, splitter: MTPSplitter) -> bool:
+    """Return whether a checkpoint has tensors of a head; its configuration does not tell."""
+    text_config = splitter.read_text_config(read_config(model_dir))
+    return any(True for _ in splitter.iter_selected(model_dir, text_config))
 
 
 def _resolve(mtp_head: str) -> Path:
@@ -132,24 +145,29 @@ def _read(head_dir: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
         for file in sorted(head_dir.glob("*.safetensors")):
             weights |= mx.load(str(file))  # type: ignore[arg-type]
         return config, weights
-    if family not in FAMILIES:
-        expected = ", ".join((SPLIT_TYPE, *FAMILIES))
+    if family not in SPLITTERS:
+        expected = ", ".join((SPLIT_TYPE, *SPLITTERS))
         raise EngineFailed(f"the MTP head in {head_dir}: model_type is {family!r}, expected one of {expected}")
-    return Qwen3_5MTPSplitter().prepare(head_dir)
+    return SPLITTERS[family]().prepare(head_dir)
 
 
 def _identity(text_config: Any) -> dict[str, Any]:
-    """Return what a head and its model must have in common to share hidden states, embeddings and positions."""
-    rope = text_config.rope_parameters or {}
+    """Return what a head and its model must have in common to share hidden states, embeddings and positions.
+
+    Qwen3-Next has its rope settings beside each other, and no sections, as it takes one position per token.
+    """
+    nested = getattr(text_config, "rope_parameters", None)
+    rope = vars(text_config) if nested is None else nested
+    keys = ("rope_theta", "partial_rotary_factor", "mrope_section")
     return {
         "hidden_size": text_config.hidden_size,
         "vocab_size": text_config.vocab_size,
-        **{key: rope.get(key) for key in ("rope_theta", "partial_rotary_factor", "mrope_section")},
+        **{key: rope[key] for key in keys if key in rope},
     }
 
 
 def _check_fit(head: dict[str, Any], target: dict[str, Any], head_dir: Path) -> None:
-    wrong = [f"{key} is {head[key]}, expected {target[key]}" for key in target if head[key] != target[key]]
+    wrong = [f"{key} is {head.get(key)}, expected {target[key]}" for key in target if head.get(key) != target[key]]
     if wrong:
         raise EngineFailed(f"the MTP head in {head_dir} does not fit the model: {'; '.join(wrong)}")
 

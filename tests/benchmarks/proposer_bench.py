@@ -3,8 +3,9 @@
     uv run python -m tests.benchmarks.proposer_bench [--rounds 3] [--batches 1,4,8] [--tasks edits,tools,...]
 
 The arms of a cell (task, batch size) are measured in turns, each with a fresh engine around the same loaded model, so
-that the controller begins anew. Times include prefill. In float32 on a CPU all arms give equal answers; elsewhere
-kernels round differently with the number of tokens.
+that the controller begins anew. Tokens per second are those after the last request's first token. What a head or a
+draft model adds before, where it reads the prompts too, is given apart, as a factor. In float32 on a CPU all arms give
+equal answers; elsewhere kernels round differently with the number of tokens.
 
 Tasks are those of tasks.py, and `edits`: a prompt with a Python module of this repository, and as the answer the same
 module with one name replaced. The demo model cannot edit code, so a matcher allows only the answer's next token: every
@@ -17,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -93,7 +95,10 @@ class Job:
 class Result:
     """One run of a cell in one arm."""
 
+    prefill_s: float
+    """Until each request had its first token."""
     tokens_per_s: float
+    """Afterwards."""
     tokens: Mapping[str, list[int]]
     figures: dict[str, int]
     """Drafted and accepted tokens by proposer, as "mtp drafted"."""
@@ -125,12 +130,16 @@ def measure(runner: MLXRunner, config: dict[str, Any], jobs: Sequence[Job]) -> R
     for job in jobs:
         matchers = [] if job.script is None else [Script(job.script, runner.vocab_size)]
         driver.core.add_request(job.request, matchers)
+    while driver.core.has_work and sum(map(bool, driver.tokens.values())) < len(jobs):
+        driver.core.step()
+    decode_began_s, num_before = time.perf_counter(), sum(map(len, driver.tokens.values()))
     while driver.core.has_work:
         driver.core.step()
-    seconds = time.perf_counter() - began_s
+    seconds = time.perf_counter() - decode_began_s
     status = driver.core._speculation.status()
     figures = {f"{name} {what}": status[name][f"num_{what}"] for name in PROPOSERS for what in ("drafted", "accepted")}
-    return Result(sum(map(len, driver.tokens.values())) / seconds, dict(driver.tokens), figures)
+    num_tokens = sum(map(len, driver.tokens.values())) - num_before
+    return Result(decode_began_s - began_s, num_tokens / seconds, dict(driver.tokens), figures)
 
 
 def main() -> int:
@@ -148,8 +157,9 @@ def main() -> int:
     with_draft = load_runner(EngineConfig.model_validate(common | {"draft_model": DRAFT_MODEL}), lambda progress: None)
     tokenizer = ChatTokenizer(runner._model.path)
     arms = args.arms.split(",")
-    print(f"| task | rows | {' | '.join(f'{arm}, tokens/s' for arm in arms)} | accepted | equal answers |")
-    print("|" + "---|" * (len(arms) + 4))
+    rates = " | ".join(f"{arm}, tokens/s" for arm in arms)
+    print(f"| task | rows | {rates} | accepted | prefill, factor | equal answers |")
+    print("|" + "---|" * (len(arms) + 5))
     for task in args.tasks.split(","):
         for batch in map(int, args.batches.split(",")):
             print_cell(task, batch, arms, runner, with_draft, jobs_of(task, batch, tokenizer), args.rounds)
@@ -161,6 +171,7 @@ def print_cell(
 ) -> None:
     """Measure one cell in all arms, in turns, and print its line."""
     rates: dict[str, list[float]] = defaultdict(list)
+    prefill_s: dict[str, list[float]] = defaultdict(list)
     figures: dict[str, int] = defaultdict(int)
     equal = num_answers = 0
     for number in range(rounds + 1):
@@ -170,6 +181,7 @@ def print_cell(
             answers[arm] = result.tokens
             if number:  # the first round compiles kernels
                 rates[arm].append(result.tokens_per_s)
+                prefill_s[arm].append(result.prefill_s)
                 for name, value in result.figures.items():
                     if arm == name.split()[0]:
                         figures[name] += value
@@ -181,7 +193,13 @@ def print_cell(
         if figures[f"{name} drafted"]
     ]
     cells = " | ".join(f"{Spread.of(rates[arm]):.0f}" for arm in arms)
-    print(f"| {task} | {batch} | {cells} | {', '.join(accepted) or '-'} | {equal / num_answers:.2f} |", flush=True)
+    factors = [
+        f"{arm} {median(prefill_s[arm]) / median(prefill_s[arms[0]]):.2f}"
+        for arm in arms
+        if arm in ("mtp", "draft_model")
+    ]
+    line = [task, str(batch), cells, ", ".join(accepted) or "-", ", ".join(factors), f"{equal / num_answers:.2f}"]
+    print(f"| {' | '.join(line)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from engine.worker.patches import (
     embedding_scale,
     gated_delta_chunks,
     gated_delta_cuda,
+    gated_delta_next,
     gated_delta_rows,
     gemma2_masks,
     mistral_scale,
@@ -22,6 +23,7 @@ def install(decodes: bool) -> None:
         decodes: Whether this process has a decode batch, whose recurrent layers verify drafts.
     """
     embedding_scale.install()
+    gated_delta_next.install()
     gemma2_masks.install()
     mistral_scale.install()
     if not loader.on_gpu():
