@@ -1,11 +1,12 @@
 """What each proposer of draft tokens brings, by task and batch size: tokens per second beside plain decoding.
 
-    uv run python -m tests.benchmarks.proposer_bench [--rounds 3] [--batches 1,4,8] [--tasks edits,tools,...]
+    uv run python -m tests.benchmarks.proposer_bench [--rounds 3] [--warm-ups 1] [--batches 1,4,8] [--tasks edits,tools]
 
 The arms of a cell (task, batch size) are measured in turns, each with a fresh engine around the same loaded model, so
-that the controller begins anew. Tokens per second are those after the last request's first token. What a head or a
-draft model adds before, where it reads the prompts too, is given apart, as a factor. In float32 on a CPU all arms give
-equal answers; elsewhere kernels round differently with the number of tokens.
+that the controller begins anew; --warm-ups says how often it answers the cell's requests before, unmeasured. Tokens per
+second are those after the last request's first token. What a head or a draft model adds before, where it reads the
+prompts too, is given apart, as a factor. In float32 on a CPU all arms give equal answers; elsewhere kernels round
+differently with the number of tokens.
 
 Tasks are those of tasks.py, and `edits`: a prompt with a Python module of this repository, and as the answer the same
 module with one name replaced. The demo model cannot edit code, so a matcher allows only the answer's next token: every
@@ -123,12 +124,23 @@ def jobs_of(task: str, count: int, tokenizer: ChatTokenizer) -> list[Job]:
     return [Job(request) for request in requests(task, count, tokenizer, None)]
 
 
-def measure(runner: MLXRunner, config: dict[str, Any], jobs: Sequence[Job]) -> Result:
-    """Answer all requests at once with a fresh engine."""
+def measure(runner: MLXRunner, config: dict[str, Any], jobs: Sequence[Job], num_warm_ups: int) -> Result:
+    """Answer all requests at once with a fresh engine, which has answered them `num_warm_ups` times before."""
     driver = Driver(runner, EngineConfig.model_validate(config))
+    for _ in range(num_warm_ups):
+        _answer(driver, runner.vocab_size, jobs)
+    before = _figures(driver)
+    prefill_s, tokens_per_s = _answer(driver, runner.vocab_size, jobs)
+    figures = {name: value - before[name] for name, value in _figures(driver).items()}
+    return Result(prefill_s, tokens_per_s, dict(driver.tokens), figures)
+
+
+def _answer(driver: Driver, vocab_size: int, jobs: Sequence[Job]) -> tuple[float, float]:
+    """Return the seconds until each request had its first token, and tokens per second afterwards."""
+    driver.tokens.clear()
     began_s = time.perf_counter()
     for job in jobs:
-        matchers = [] if job.script is None else [Script(job.script, runner.vocab_size)]
+        matchers = [] if job.script is None else [Script(job.script, vocab_size)]
         driver.core.add_request(job.request, matchers)
     while driver.core.has_work and sum(map(bool, driver.tokens.values())) < len(jobs):
         driver.core.step()
@@ -136,23 +148,32 @@ def measure(runner: MLXRunner, config: dict[str, Any], jobs: Sequence[Job]) -> R
     while driver.core.has_work:
         driver.core.step()
     seconds = time.perf_counter() - decode_began_s
+    return decode_began_s - began_s, (sum(map(len, driver.tokens.values())) - num_before) / seconds
+
+
+def _figures(driver: Driver) -> dict[str, int]:
     status = driver.core._speculation.status()
-    figures = {f"{name} {what}": status[name][f"num_{what}"] for name in PROPOSERS for what in ("drafted", "accepted")}
-    num_tokens = sum(map(len, driver.tokens.values())) - num_before
-    return Result(decode_began_s - began_s, num_tokens / seconds, dict(driver.tokens), figures)
+    return {f"{name} {what}": status[name][f"num_{what}"] for name in PROPOSERS for what in ("drafted", "accepted")}
 
 
 def main() -> int:
     """Measure all cells and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warm-ups", type=int, default=1)
     parser.add_argument("--batches", default="1,4,8")
     parser.add_argument("--tasks", default=",".join(("edits", *TASKS)))
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
-    common = {"model": "demo", "device": args.device, "dtype": args.dtype, "max_running": 16}
+    common = {
+        "model": "demo",
+        "device": args.device,
+        "dtype": args.dtype,
+        "max_running": 16,
+        "share_device": args.device != "cpu",
+    }
     runner = load_runner(EngineConfig.model_validate(common), lambda progress: None)
     with_draft = load_runner(EngineConfig.model_validate(common | {"draft_model": DRAFT_MODEL}), lambda progress: None)
     tokenizer = ChatTokenizer(runner._model.path)
@@ -162,12 +183,20 @@ def main() -> int:
     print("|" + "---|" * (len(arms) + 5))
     for task in args.tasks.split(","):
         for batch in map(int, args.batches.split(",")):
-            print_cell(task, batch, arms, runner, with_draft, jobs_of(task, batch, tokenizer), args.rounds)
+            jobs = jobs_of(task, batch, tokenizer)
+            print_cell(task, batch, arms, runner, with_draft, jobs, args.rounds, args.warm_ups)
     return 0
 
 
 def print_cell(
-    task: str, batch: int, arms: Sequence[str], runner: MLXRunner, with_draft: MLXRunner, jobs: list[Job], rounds: int
+    task: str,
+    batch: int,
+    arms: Sequence[str],
+    runner: MLXRunner,
+    with_draft: MLXRunner,
+    jobs: list[Job],
+    rounds: int,
+    num_warm_ups: int,
 ) -> None:
     """Measure one cell in all arms, in turns, and print its line."""
     rates: dict[str, list[float]] = defaultdict(list)
@@ -177,7 +206,7 @@ def print_cell(
     for number in range(rounds + 1):
         answers = {}
         for arm in arms:
-            result = measure(with_draft if arm == "draft_model" else runner, ARMS[arm], jobs)
+            result = measure(with_draft if arm == "draft_model" else runner, ARMS[arm], jobs, num_warm_ups)
             answers[arm] = result.tokens
             if number:  # the first round compiles kernels
                 rates[arm].append(result.tokens_per_s)
