@@ -31,10 +31,12 @@ from engine.processing.pooling import EmbeddingModel
 from engine.protocol import EngineFailed
 from engine.worker import mtp_loader
 from engine.worker.draft_model import open_draft_model
+from engine.worker.drafting import rewind_unsupported_reason
 from engine.worker.expanded_weights import Expansion, expand
 from engine.worker.family import bidirectional_reason, unsupported_reason
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
+from engine.worker.patches import gated_delta_next
 from engine.worker.patches.bare_names import bare_names
 from engine.worker.rope import check_scaling, fix_long_factors
 
@@ -115,6 +117,7 @@ def open_model(config: EngineConfig) -> OpenedModel:
     dtype = _main_dtype(module)
     expansion = expand_weights(config, module, dtype)
     check_kv_bits(config.kv_cache.bits, module)
+    _check_drafts(config, module, model_config)
     found = mtp_loader.find_head(config, path, model_config)
     return OpenedModel(
         module, path, model_config, kinds, max_context_tokens, num_tokens, dtype, expansion, *found, rope_facts
@@ -215,6 +218,18 @@ def expand_weights(config: EngineConfig, module: nn.Module, dtype: str) -> Expan
     """Expand the quantized weights of a module as configured; see expanded_weights.expand."""
     available_bytes = HostMemory(0).available()
     return expand(config.expand_quantized_weights, module, DTYPES[dtype], on_gpu(), available_bytes)
+
+
+def _check_drafts(config: EngineConfig, module: Any, model_config: dict[str, Any]) -> None:
+    """Check that a configured draft model can draft for this model. Raises EngineFailed."""
+    gated_delta_next.install()  # decides whether drafts can be taken back
+    if config.draft_model is None:
+        return
+    if (reason := rewind_unsupported_reason(LanguageModel(module.language_model))) is not None:
+        raise EngineFailed(
+            f"draft_model {config.draft_model.model!r} cannot draft for models of the family "
+            f"{model_config['model_type']}: {reason}; remove draft_model"
+        )
 
 
 def check_kv_bits(bits: int, module: Any, head: Any | None = None) -> None:

@@ -12,7 +12,12 @@ import mlx.core as mx
 import numpy as np
 
 from engine.config import EngineConfig, KVBits
-from engine.processing.checkpoint import images_unsupported_reason, resolve_checkpoint
+from engine.processing.checkpoint import (
+    draft_of,
+    images_unsupported_reason,
+    resolve_checkpoint,
+    videos_unsupported_reason,
+)
 from engine.processing.context import declared_scalings
 from engine.processing.pooling import EmbeddingModel
 from engine.processing.tokenizer_match import why_different
@@ -80,7 +85,7 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
     yield f"model            {config.model} ({opened.path})"
     yield f"family           {opened.config['model_type']}: can be served"
     yield f"computes in      {opened.dtype}, on {mx.default_device()}"
-    yield f"media            {', '.join(['text', *sorted(opened.media_kinds)])}{_why_no_images(opened)}"
+    yield f"media            {', '.join(['text', *sorted(opened.media_kinds)])}{_missing_media(opened)}"
     yield f"context          {opened.max_context_tokens} tokens{_scaling(opened.config)}"
     yield f"prefix cache     {unsupported_reason(language_model.make_cache()) or 'yes'}"
     yield f"MTP head         {opened.head_dir or opened.mtp_status}"
@@ -129,10 +134,14 @@ def _scaling(model_config: dict[str, Any]) -> str:
     return f" (rope scaling: {', '.join(named)})" if named else ""
 
 
-def _why_no_images(opened: loader.OpenedModel) -> str:
-    reason = images_unsupported_reason(opened.path, opened.config)
-    has_tower = opened.config.get("vision_config") is not None
-    return f"; no images: {reason}" if reason is not None and has_tower else ""
+def _missing_media(opened: loader.OpenedModel) -> str:
+    """Return why a model with a vision tower accepts no images or videos."""
+    if opened.config.get("vision_config") is None:
+        return ""
+    if (reason := images_unsupported_reason(opened.path, opened.config)) is not None:
+        return f"; no images: {reason}"
+    reason = videos_unsupported_reason(opened.path, opened.config)
+    return "" if reason is None else f"; no videos: {reason}"
 
 
 def _slot_bytes(layer: Any) -> int:
@@ -140,7 +149,7 @@ def _slot_bytes(layer: Any) -> int:
 
 
 def _draft_reason(model_dir: Path, draft: str) -> str | None:
-    return why_different(model_dir, resolve_checkpoint(draft, None, weights=False))
+    return why_different(model_dir, resolve_checkpoint(draft_of(draft), None, weights=False))
 
 
 def _gb(num_bytes: int) -> str:

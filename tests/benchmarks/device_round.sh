@@ -5,9 +5,12 @@
 #
 #     sh tests/benchmarks/device_round.sh OUT [self-test|self-test-float32|parity|parity-float32|zoo|zoo-float32|bench]...
 #
-# PYTHON names the interpreter, default `uv run python`; TIMEOUT_S the seconds for each step, default 600.
+# PYTHON names the interpreter, default `uv run python`; TIMEOUT_S the seconds for each step, default 600, where the
+# command `timeout` exists (macOS has none).
 set -u
 out=$1
+limit=
+command -v timeout > /dev/null && limit="timeout ${TIMEOUT_S:-600}"
 shift
 mkdir -p "$out"
 steps=${*:-self-test self-test-float32 parity parity-float32 zoo zoo-float32 bench}
@@ -30,7 +33,7 @@ for step in $steps; do
 done
 failed=
 for step in $steps; do
-    timeout "${TIMEOUT_S:-600}" ${PYTHON:-uv run python} -m $(command_of "$step") > "$out/$step.txt" 2>&1
+    $limit ${PYTHON:-uv run python} -m $(command_of "$step") > "$out/$step.txt" 2>&1
     status=$?
     echo "$step: status $status, $(tail -n 1 "$out/$step.txt")"
     [ $status -eq 0 ] || failed="$failed $step"

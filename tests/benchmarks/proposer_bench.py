@@ -18,7 +18,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -127,12 +127,17 @@ def jobs_of(task: str, count: int, tokenizer: ChatTokenizer) -> list[Job]:
 def measure(runner: MLXRunner, config: dict[str, Any], jobs: Sequence[Job], num_warm_ups: int) -> Result:
     """Answer all requests at once with a fresh engine, which has answered them `num_warm_ups` times before."""
     driver = Driver(runner, EngineConfig.model_validate(config))
-    for _ in range(num_warm_ups):
-        _answer(driver, runner.vocab_size, jobs)
+    for number in range(num_warm_ups):
+        _answer(driver, runner.vocab_size, _named(jobs, f" warm-up {number}"))
     before = _figures(driver)
     prefill_s, tokens_per_s = _answer(driver, runner.vocab_size, jobs)
     figures = {name: value - before[name] for name, value in _figures(driver).items()}
     return Result(prefill_s, tokens_per_s, dict(driver.tokens), figures)
+
+
+def _named(jobs: Sequence[Job], suffix: str) -> list[Job]:
+    """Return the same requests with other ids."""
+    return [replace(job, request=replace(job.request, request_id=job.request.request_id + suffix)) for job in jobs]
 
 
 def _answer(driver: Driver, vocab_size: int, jobs: Sequence[Job]) -> tuple[float, float]:

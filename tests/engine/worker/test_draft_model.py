@@ -15,6 +15,7 @@ import engine.worker  # noqa: F401  # before MLX
 from engine.config import EngineConfig
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
+from engine.worker.loader import open_model
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.driver import Driver
 from tests.support.families import FAMILIES
@@ -109,6 +110,14 @@ def test_family_that_cannot_draft_is_refused_with_the_reason(tmp_path, family, r
     path = plain_checkpoint(tmp_path / "draft", family)
     with pytest.raises(EngineFailed, match=reason):
         load_runner(EngineConfig.model_validate(with_draft(str(path), model=str(DEMO_MODEL))), lambda progress: None)
+
+
+def test_draft_model_for_a_family_that_cannot_take_drafts_back_is_refused_before_weights_are_read(tmp_path):
+    path = plain_checkpoint(tmp_path / "target", "mamba2")
+    draft = plain_checkpoint(tmp_path / "draft", "qwen3")
+    reason = "cannot draft for models of the family mamba2: this family overwrites its recurrent states"
+    with pytest.raises(EngineFailed, match=reason):
+        open_model(EngineConfig.model_validate(with_draft(str(draft), model=str(path))))
 
 
 def test_draft_model_with_another_tokenizer_is_refused(tmp_path):
