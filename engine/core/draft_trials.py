@@ -42,4 +42,9 @@ class Trials:
                 self.end()
 
     def end(self) -> None:
+        """End the trial, if there is one, and begin the pause before the next one."""
         self.choice, self._num_steps = None, 1
+
+    def cancel(self) -> None:
+        """End the trial, if there is one, without a new pause."""
+        self.choice = None

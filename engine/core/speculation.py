@@ -62,7 +62,11 @@ class SpeculationController:
         if not num_rows:
             return PLAIN
         self._most_rows = max(num_rows, self._most_rows)
-        self._now = self._fixed(num_rows) or self._choices[self._choose_best(num_rows)]
+        fixed = self._fixed(num_rows)
+        if fixed is not None:
+            self._loss = 0.0
+            self._trials.cancel()
+        self._now = fixed or self._choices[self._choose_best(num_rows)]
         return self._now
 
     def record(self, outputs: Collection[RowOutput]) -> None:
@@ -114,7 +118,7 @@ class SpeculationController:
         rates = np.where(allowed, expected / seconds, 0.0)
         best = int(rates.argmax())
         if rates[best] > (MIN_GAIN if best else 1.0) * rates[self._best]:
-            self._use(best)
+            self._use(best, left_by_choice=bool(allowed[self._best]))
         losses = seconds * rates[self._best] - expected
         if self._trials.is_due:
             hoped = self._expected(self._choices[self._best])
@@ -148,10 +152,14 @@ class SpeculationController:
             expected |= {(record.name, k): each for k, each in zip(record.lengths, tokens, strict=True)}
         return np.array([expected[one.proposer, one.num_tokens] for one in self._choices])
 
-    def _use(self, choice: int) -> None:
-        self.num_switches += 1
+    def _use(self, choice: int, left_by_choice: bool) -> None:
+        """Make a choice the current one. left_by_choice: the one before could be used as well, but is slower."""
         self._best = choice
-        self._trials.end()
+        if left_by_choice:
+            self.num_switches += 1
+            self._trials.end()
+        else:
+            self._trials.cancel()
 
     def _give_up(self, record: ProposerRecord) -> None:
         """Return to plain decoding if this proposer drafts now, and reset its acceptance to the prior."""

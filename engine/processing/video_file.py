@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import av
+import numpy as np
 from PIL import Image
 
 from engine.processing.image_file import ImageRefused, check_sides
-from engine.processing.video_grid import VideoGrid
+from engine.processing.video_grid import UNDECODABLE, VideoGrid
 
 T = TypeVar("T")
 
-UNDECODABLE = "the video could not be decoded; MP4, MOV, WebM and MKV are supported"
 MAX_DURATION_S = 3600
 
 
@@ -32,19 +32,17 @@ class VideoFile:
     """
 
     def __init__(self, content: bytes | bytearray, max_pixels: int, grid: VideoGrid):
-        self._grid = grid
-        form = _format_of(content)
-        self._container = _decoding(lambda: av.open(io.BytesIO(content), mode="r", format=form))
-        if not self._container.streams.video:
-            raise ImageRefused("the file has no video")
-        self._stream = self._container.streams.video[0]
-        self._stream.codec_context.thread_count = 1
-        self.size = self._stream.width, self._stream.height
-        """Width and height."""
-        width, height = self.size
+        self._grid, self._content, self._format = grid, content, _format_of(content)
+        self._open()
+        width, height = self._stream.width, self._stream.height
         if width * height > max_pixels:
             raise ImageRefused(f"the video has {width} x {height} = {width * height} pixels; the limit is {max_pixels}")
         check_sides(width, height)
+        self._quarter_turns = _decoding(self._read_quarter_turns)
+        if self._quarter_turns % 2:
+            width, height = height, width
+        self.size = width, height
+        """Width and height as displayed."""
         num_frames, fps = _decoding(self._length)
         if num_frames / fps > MAX_DURATION_S:
             raise ImageRefused(f"the video takes {num_frames / fps:.0f} s; the limit is {MAX_DURATION_S} s")
@@ -59,21 +57,43 @@ class VideoFile:
         """Decode up to the last frame that is read; return these, RGB, resized. Raises ImageRefused, MemoryError."""
         return _decoding(self._frames)
 
+    def _open(self) -> None:
+        """Open the file at its beginning."""
+        self._container = _decoding(lambda: av.open(io.BytesIO(self._content), mode="r", format=self._format))
+        if not self._container.streams.video:
+            raise ImageRefused("the file has no video")
+        self._stream = self._container.streams.video[0]
+        self._stream.codec_context.thread_count = 1
+
+    def _read_quarter_turns(self) -> int:
+        """Return by how many quarter turns, counterclockwise, frames are displayed; only a decoded frame tells."""
+        frame = next(self._container.decode(self._stream), None)
+        self._open()
+        return 0 if frame is None else round(frame.rotation / 90) % 4
+
     def _length(self) -> tuple[int, float]:
-        """Return the number of frames and frames per second; the former is estimated where the header has none."""
+        """Return the number of frames, and frames per second.
+
+        Without a number in the header it is estimated from the duration, and counted where there is none either, as in
+        WebM files of a browser's recorder.
+        """
         rate = self._stream.average_rate or self._stream.guessed_rate
         if not rate:
             raise ImageRefused("the video does not tell its frames per second")
         if self._stream.frames:
             return self._stream.frames, float(rate)
-        duration_s = (self._container.duration or 0) / av.time_base
-        return max(int(duration_s * rate), 1), float(rate)
+        if self._container.duration:
+            return max(int(self._container.duration / av.time_base * rate), 1), float(rate)
+        num_packets = sum(packet.size > 0 for packet in self._container.demux(self._stream))
+        self._open()
+        return max(num_packets, 1), float(rate)
 
     def _frames(self) -> list[Image.Image]:
         wanted, found = set(self.indices), []
         for index, frame in enumerate(self._container.decode(self._stream)):
             if index in wanted:
-                image = Image.fromarray(frame.to_ndarray(format="rgb24"))
+                upright = np.rot90(frame.to_ndarray(format="rgb24"), self._quarter_turns)
+                image = Image.fromarray(np.ascontiguousarray(upright))
                 found.append(image.resize(self.target, resample=self._grid.resample))
             if index >= self.indices[-1]:
                 break

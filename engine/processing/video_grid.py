@@ -12,6 +12,8 @@ from PIL import Image
 
 from engine.processing.patch_grid import PatchGrid
 
+UNDECODABLE = "the video could not be decoded; MP4, MOV, WebM and MKV are supported"
+
 
 @dataclass(frozen=True)
 class CutVideo:

@@ -4,6 +4,7 @@ All methods except `kill` block, and only one thread may use them at a time. The
 """
 
 import json
+import math
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ from engine import retry_after
 from engine.processing.image_file import UNDECODABLE, ImageRefused
 from engine.processing.image_grid import CutImage
 from engine.processing.image_worker import GO, LENGTH, REQUEST, WorkerSettings, out_of_memory
+from engine.processing.video_grid import UNDECODABLE as VIDEO_UNDECODABLE
 from engine.processing.video_grid import CutVideo
 from engine.protocol import Unavailable
 
@@ -52,6 +54,7 @@ class WorkerProcess:
         self._size = (0, 0)
         self._header: dict[str, Any] = {}  # of the last examined image or video
         self._grid = settings.grid  # of the last examined image
+        self._is_video = False  # whether a video was examined last
         self.num_images = 0  # images sent so far
 
     @property
@@ -96,6 +99,7 @@ class WorkerProcess:
             if not self._is_ready:
                 self._wait_ready()
             self.num_images += 1
+            self._is_video = is_video
             deadline = self._deadline()
             self._grid = self._settings.grid.for_detail(has_low_detail)
             self._send(REQUEST.pack(len(content), is_base64, has_low_detail, is_video), deadline)
@@ -122,9 +126,12 @@ class WorkerProcess:
             assert grid is not None
             width, height = self._header["target"]
             times_s = tuple(float(time_s) for time_s in self._header["times_s"])
+            shape = len(times_s), *grid.group_shape((width, height))
+            if len(times_s) > grid.num_groups(grid.max_frames) or math.prod(shape) > grid.max_bytes:
+                raise WorkerEnded(VIDEO_UNDECODABLE)  # the worker does not keep to the limits that it was given
             self._send(GO, deadline)
             header = self._receive_header(deadline)
-            patches = np.empty((len(times_s), *grid.group_shape((width, height))), np.uint8)
+            patches = np.empty(shape, np.uint8)
             self._receive(patches.data.cast("B"), deadline)
             grid_hw = height // grid.patch_size, width // grid.patch_size
             return CutVideo(patches, grid_hw, times_s, tuple(map(str, header["content_hashes"])))
@@ -217,7 +224,7 @@ class WorkerProcess:
         if self._process is not None and not self._is_killed and self._process.wait() == -signal.SIGXCPU:
             limit_s = self._settings.cpu_s
             return f"decoding the image takes more than {limit_s:g} s of CPU time, which is the limit"
-        return UNDECODABLE
+        return VIDEO_UNDECODABLE if self._is_video else UNDECODABLE
 
 
 def environment() -> dict[str, str]:

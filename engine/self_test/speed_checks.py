@@ -7,7 +7,7 @@ from dataclasses import replace
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.self_test.bench import DRAFTS, Bench
 from engine.self_test.core_run import CoreRun
-from engine.self_test.outcome import Outcome, Status
+from engine.self_test.outcome import NotApplicable, Outcome, Status
 from engine.self_test.token_checks import require_head
 
 BATCHES = (1, 4, 8)
@@ -65,6 +65,8 @@ def _decode(run: CoreRun, requests: Sequence[EngineRequest], num_steps: int) -> 
     for request in requests:
         core.add_request(request)
     while core.scheduler.num_decoding < len(requests):
+        if not core.has_work:
+            raise NotApplicable(f"memory for {len(requests)} rows at once is missing")
         _step(run)
     for _ in range(num_steps // 4):
         _step(run)

@@ -36,6 +36,7 @@ class DraftModel:
         self._language_model = LanguageModel(module.language_model)
         self.as_offset = not self._language_model.explicit_positions
         self._vocab_size = vocab_size
+        self._num_embeddings = self._language_model.num_embeddings
 
     def make_cache(self) -> SequenceCache:
         """Return an empty cache for one row."""
@@ -52,11 +53,19 @@ class DraftModel:
     def _extend(self, token_ids: mx.array, cache: SequenceCache) -> None:
         start = cache[0].offset
         positions = np.arange(start, start + token_ids.shape[1], dtype=np.int32)
-        self._language_model.extend(token_ids, None, cache, np.broadcast_to(positions, (3, 1, len(positions))))
+        self._language_model.extend(
+            self._known(token_ids), None, cache, np.broadcast_to(positions, (3, 1, len(positions)))
+        )
 
     def __call__(self, token_ids: mx.array, hidden: mx.array, cache: list[Any], positions: mx.array) -> mx.array:
         """Compute hidden states [B, L, hidden] for `logits`; see MTPHead."""
-        return self._language_model.states(token_ids, cache, positions)
+        return self._language_model.states(self._known(token_ids), cache, positions)
+
+    def _known(self, token_ids: mx.array) -> mx.array:
+        """Replace ids that only the target has an embedding for: reading behind the array is not checked."""
+        return (
+            token_ids if self._num_embeddings >= self._vocab_size else mx.minimum(token_ids, self._num_embeddings - 1)
+        )
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Apply the output layer: [B, L, hidden] -> [B, L, vocab of the target]."""

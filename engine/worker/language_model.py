@@ -71,6 +71,7 @@ class LanguageModel:
         self.exact: MTPExact = exact
         self._gives_hidden = self.explicit_positions or has_head
         self._returns_hidden = hasattr(language_model, "speculative_logits_from_hidden")
+        self.has_exact_verifier = self._gives_hidden and self._returns_hidden
 
     @property
     def args(self) -> Any:
@@ -83,6 +84,8 @@ class LanguageModel:
         In low precision Metal's kernels for several tokens round differently from those for one. The verifier uses the
         latter and reads quantized weights once per row. On other devices it is slower even for one row.
         """
+        if not self.has_exact_verifier:
+            return False
         if self.exact == "auto":
             on_metal = mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu
             return on_metal and num_rows == 1
@@ -127,7 +130,16 @@ class LanguageModel:
 
     def embed(self, token_ids: mx.array) -> mx.array:
         """Embed tokens: [B, L] -> [B, L, hidden]."""
-        return getattr(self.lm, "model", self.lm).embed_tokens(token_ids)
+        return self._embedding(token_ids)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of token ids that have an embedding."""
+        return self._embedding.weight.shape[0]
+
+    @property
+    def _embedding(self) -> Any:
+        return getattr(self.lm, "model", self.lm).embed_tokens
 
     def decode(self, token_ids: mx.array, cache: list, positions: mx.array) -> tuple[mx.array, mx.array | None]:
         """Compute tokens of a decode group.
@@ -143,7 +155,7 @@ class LanguageModel:
         """
         if not self._gives_hidden:
             return self.lm(token_ids, cache=self._nested(cache)).logits, None
-        if self._returns_hidden and token_ids.shape[1] > 1 and self.verifies_exactly(token_ids.shape[0]):
+        if token_ids.shape[1] > 1 and self.verifies_exactly(token_ids.shape[0]):
             hidden = self._hidden(token_ids, cache, positions, speculative_verify=True)
             return self.lm.speculative_logits_from_hidden(hidden), hidden
         hidden = self.states(token_ids, cache, positions)

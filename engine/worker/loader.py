@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_vlm.utils import load_model
 
-from engine.config import EngineConfig
+from engine.config import DraftLimits, EngineConfig
 from engine.host_memory import HostMemory
 from engine.processing.checkpoint import (
     fingerprint,
@@ -221,15 +221,16 @@ def expand_weights(config: EngineConfig, module: nn.Module, dtype: str) -> Expan
 
 
 def _check_drafts(config: EngineConfig, module: Any, model_config: dict[str, Any]) -> None:
-    """Check that a configured draft model can draft for this model. Raises EngineFailed."""
+    """Check that the proposers that are asked for can draft for this model. Raises EngineFailed."""
     gated_delta_next.install()  # decides whether drafts can be taken back
-    if config.draft_model is None:
-        return
-    if (reason := rewind_unsupported_reason(LanguageModel(module.language_model))) is not None:
-        raise EngineFailed(
-            f"draft_model {config.draft_model.model!r} cannot draft for models of the family "
-            f"{model_config['model_type']}: {reason}; remove draft_model"
-        )
+    asked_for = {
+        "draft_model": config.draft_model is not None,
+        "prompt_lookup with limits": isinstance(config.prompt_lookup, DraftLimits),
+    }
+    names = " and ".join(name for name, is_asked_for in asked_for.items() if is_asked_for)
+    if names and (reason := rewind_unsupported_reason(LanguageModel(module.language_model))) is not None:
+        family = model_config["model_type"]
+        raise EngineFailed(f"{names} cannot draft for models of the family {family}: {reason}; remove it")
 
 
 def check_kv_bits(bits: int, module: Any, head: Any | None = None) -> None:

@@ -76,6 +76,11 @@ class MLXRunner:
         self._language_model = LanguageModel(
             model.module.language_model, config.mtp_exact, config.kv_cache.bits, has_head=model.mtp_head is not None
         )
+        if config.mtp_exact == "on" and not self._language_model.has_exact_verifier:
+            family = model.config.get("model_type")
+            raise EngineFailed(
+                f"mtp_exact is on, but models of the family {family} have no exact verifier; use auto or off"
+            )
         self._head = _head_of(model, self._language_model)
         self._vision = self._make_vision(model, config)
         self._prefill = Prefill(self._language_model, self._head, self._vision, image_token_id(model.config))

@@ -10,6 +10,8 @@ import numpy as np
 MIN_MATCH, MAX_MATCH = 3, 16
 """Fewest equal tokens that count as a match, and the most that are compared. The longest match is used, and among
 equally long ones the last."""
+MAX_CANDIDATES = 1024
+"""Most occurrences of the newest token that are compared, the last ones, so that a step takes a bounded time."""
 
 
 class TokenHistory:
@@ -54,7 +56,7 @@ class TokenHistory:
         tokens, last = self._tokens[: self._num_tokens], self._num_tokens - 1
         if last < MIN_MATCH:
             return None
-        ends = np.flatnonzero(tokens[:last] == tokens[last])
+        ends = np.flatnonzero(tokens[:last] == tokens[last])[-MAX_CANDIDATES:]
         for length in range(1, min(MAX_MATCH, last)):
             longer = ends[ends >= length]
             longer = longer[tokens[longer - length] == tokens[last - length]]

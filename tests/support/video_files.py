@@ -1,6 +1,7 @@
 """Encoded videos."""
 
 import io
+import struct
 from typing import Any
 
 import av
@@ -18,3 +19,52 @@ def video(num_frames: int, fps: int = 4, size: tuple[int, int] = (64, 48), kind:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
     return buffer.getvalue()
+
+
+def split_video(fps: int = 4) -> bytes:
+    """An MP4 of 64 x 48 pixels whose left half is white and whose right half is black."""
+    pixels = np.zeros((48, 64, 3), np.uint8)
+    pixels[:, :32] = 255
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream: Any = container.add_stream("mpeg4", rate=fps)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for _ in range(4):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def turned_clockwise(mp4: bytes) -> bytes:
+    """The same MP4, to be displayed a quarter turn clockwise, as phones store videos in portrait format."""
+    matrix = mp4.index(b"tkhd") + 44  # of version 0: flags, times, track, duration, layer, group and volume before it
+    one, whole = 1 << 16, 1 << 30
+    turned = struct.pack(">9i", 0, one, 0, -one, 0, 0, 0, 0, whole)
+    return mp4[:matrix] + turned + mp4[matrix + len(turned) :]
+
+
+class _Pipe(io.RawIOBase):
+    """A file that can only be appended to."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.content += bytes(data)
+        return len(data)
+
+
+def recorded(num_frames: int, fps: int = 4) -> bytes:
+    """A WebM file without its length in the header, as of a browser's recorder; its frames become ever lighter."""
+    pipe = _Pipe()
+    with av.open(pipe, "w", format="webm") as container:
+        stream: Any = container.add_stream("libvpx", rate=fps)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for i in range(num_frames):
+            pixels = np.full((48, 64, 3), 20 + 200 * i // num_frames, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return bytes(pipe.content)

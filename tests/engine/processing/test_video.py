@@ -18,10 +18,11 @@ from engine.processing.images import ImagePreprocessor, normalize
 from engine.processing.media import MediaLoader
 from engine.processing.message import ImageSource, video_part
 from engine.processing.tokenizer import ChatTokenizer
+from engine.processing.video_file import VideoFile
 from engine.processing.video_grid import VideoGrid
 from engine.protocol import ImagePatches, InvalidRequest
 from tests.support.image_files import PNG, data_url, encoded, picture
-from tests.support.video_files import video
+from tests.support.video_files import recorded, split_video, turned_clockwise, video
 from tests.support.vision_families import SIGHTED, video_pixels
 from tests.support.vision_zoo import image, write_files
 
@@ -98,6 +99,23 @@ def test_frames_are_spread_over_the_video_and_the_prompt_has_their_times(model_d
     placed = _timestamped_video_placeholder(times_s, images[0].num_tokens, "<start>", "<end>")
     expected = placed.replace("<|placeholder|>", "<image>")
     assert tokenizer.decode(ids.tolist()).startswith(f"<|im_start|>user\n{expected}<|im_end|>")
+
+
+def test_video_without_its_length_in_the_header_is_read_to_its_end(model_dir: Path):
+    images = load(model_dir, recorded(num_frames=24))
+    assert len(images) == len(load(model_dir, video(num_frames=24))) == 4
+    assert images[-1].patches.mean() - images[0].patches.mean() > 100
+
+
+def test_frames_are_turned_as_the_video_is_displayed(grid: VideoGrid):
+    upright, turned = (VideoFile(one, 10**6, grid) for one in (split_video(), turned_clockwise(split_video())))
+    assert (upright.size, turned.size) == ((64, 48), (48, 64))
+    assert upright.target == turned.target[::-1]
+    expected, found = (np.array(one.frames()[0], np.int32) for one in (upright, turned))
+    width, height = upright.target
+    assert expected[:, : width // 2].mean() > 200 and expected[:, width // 2 :].mean() < 50
+    assert found.shape == (width, height, 3)
+    assert found[: width // 2].mean() > 200 and found[width // 2 :].mean() < 50, "what was left is above"
 
 
 def test_images_and_videos_keep_their_order_in_the_prompt(model_dir: Path):

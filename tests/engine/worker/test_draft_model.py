@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 
 import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
 from engine.config import EngineConfig
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
+from engine.worker.draft_model import DraftModel
 from engine.worker.loader import open_model
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.driver import Driver
-from tests.support.families import FAMILIES
-from tests.support.zoo import make
+from tests.support.families import FAMILIES, VOCAB_SIZE
+from tests.support.zoo import make, new_module
 
 NO_CACHE = {"prefix_cache": {"enabled": False}}
 OFF = {"mtp": "off", "prompt_lookup": "off", **NO_CACHE}
@@ -94,6 +97,16 @@ def test_conversation_continues_from_the_prefix_cache_with_the_state_of_the_draf
     assert status["num_accepted"] == status["num_drafted"] > 0, "the restored state is that of the whole prompt"
 
 
+def test_tokens_without_an_embedding_in_the_draft_model_are_read_as_its_last_one():
+    small = DraftModel(new_module(FAMILIES["qwen3"].config), 2 * VOCAB_SIZE)
+    states = [
+        small(mx.array([[token]], mx.int32), mx.zeros((1, 1, 1)), small.make_cache(), mx.zeros((1, 1), mx.int32))
+        for token in (VOCAB_SIZE - 1, VOCAB_SIZE, 2 * VOCAB_SIZE - 1)
+    ]
+    assert mx.array_equal(states[0], states[1]) and mx.array_equal(states[0], states[2])
+    assert small.logits(states[0]).shape == (1, 1, 2 * VOCAB_SIZE)
+
+
 def test_draft_model_of_a_hybrid_with_a_head_of_its_own_changes_no_token():
     config = EngineConfig.model_validate(with_draft("demo", dtype="float32", **NO_CACHE))
     runner, (request, *_) = load_runner(config, lambda progress: None), requests()
@@ -116,8 +129,10 @@ def test_draft_model_for_a_family_that_cannot_take_drafts_back_is_refused_before
     path = plain_checkpoint(tmp_path / "target", "mamba2")
     draft = plain_checkpoint(tmp_path / "draft", "qwen3")
     reason = "cannot draft for models of the family mamba2: this family overwrites its recurrent states"
-    with pytest.raises(EngineFailed, match=reason):
+    with pytest.raises(EngineFailed, match=f"draft_model {reason}"):
         open_model(EngineConfig.model_validate(with_draft(str(draft), model=str(path))))
+    with pytest.raises(EngineFailed, match=f"prompt_lookup with limits {reason}"):
+        open_model(EngineConfig.model_validate({"model": str(path), "prompt_lookup": {"max_draft_tokens": 2}}))
 
 
 def test_draft_model_with_another_tokenizer_is_refused(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.batch import PLAIN, Drafts
 from engine.core.request import Request
-from engine.protocol import EngineRequest, SamplingParams
+from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker import loader, mtp_loader
 from engine.worker.decode import DecodeGroup
 from engine.worker.model_runner import MLXRunner, load_runner
@@ -138,3 +138,12 @@ def test_head_of_a_published_qwen3_next_checkpoint_is_read_with_its_experts_apar
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         np.testing.assert_allclose(np.array(found[name]), np.array(weight), atol=1e-6, err_msg=name)
+
+
+def test_exact_verification_is_refused_where_the_library_has_no_exact_verifier(tmp_path):
+    path = make(tmp_path / "model", FAMILIES["qwen3_next"])
+    write_head(path)
+    with pytest.raises(
+        EngineFailed, match="mtp_exact is on, but models of the family qwen3_next have no exact verifier"
+    ):
+        load_runner(EngineConfig(model=str(path), mtp_exact="on"), lambda progress: None)

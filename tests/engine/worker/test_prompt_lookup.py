@@ -14,7 +14,7 @@ import engine.worker  # noqa: F401  # before MLX
 from engine.config import EngineConfig
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
-from engine.worker.prompt_lookup import MAX_MATCH, MIN_MATCH, TokenHistory
+from engine.worker.prompt_lookup import MAX_CANDIDATES, MAX_MATCH, MIN_MATCH, TokenHistory
 from tests.support.driver import Driver
 
 LOOKUP = {"mtp": "off", "prompt_lookup": {"max_draft_tokens": 4, "max_rows": 64}}
@@ -43,6 +43,13 @@ def test_fewer_equal_tokens_than_a_match_needs_draft_nothing():
 
 def test_repeated_text_is_continued_beyond_its_end():
     assert history(9, 1, 2, 3, 1, 2, 3).drafts(8) == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def test_number_of_compared_occurrences_is_limited():
+    tokens = history(*[7, 8, 9], *[1] * 5000, *[7, 8, 9])
+    assert tokens.drafts(1) == [1]
+    tokens = history(*[7, 8, 9, 5], *[9] * MAX_CANDIDATES, 7, 8, 9)
+    assert not tokens.has_match, "the match is before the last occurrences of its last token"
 
 
 def test_appended_tokens_are_searched_and_found():
