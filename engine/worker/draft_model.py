@@ -4,19 +4,12 @@ It drafts as an MTP head does (worker/mtp.py), but reads tokens alone. A head re
 p), so that its cache has one entry less than there are tokens; a draft model reads every token, the first one included.
 """
 
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.cache import KVCache
-from mlx_vlm.utils import load_model
 
-from engine.config import DraftModelConfig
-from engine.processing.checkpoint import draft_of, read_config, refuse_code, resolve_checkpoint
-from engine.processing.tokenizer_match import why_different
-from engine.protocol import EngineFailed
-from engine.worker.family import unsupported_reason
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import LanguageModel
 
@@ -80,28 +73,7 @@ class DraftModel:
         return mx.zeros((*token_ids.shape, 1), mx.float32)
 
 
-def open_draft_model(config: DraftModelConfig, target_dir: Path) -> tuple[Any, Path]:
-    """Open a draft model, without reading a weight; return the library's model and the directory of its files.
-
-    Raises:
-        EngineFailed: It cannot be loaded, cannot draft, or has another tokenizer than the target.
-    """
-    path = resolve_checkpoint(draft_of(config.model), config.revision, weights=True)
-    refuse_code(path)
-    if (difference := why_different(target_dir, path)) is not None:
-        raise EngineFailed(f"draft_model {config.model!r} ({path}) has another tokenizer than the model: {difference}")
-    try:
-        module = load_model(path, lazy=True)
-    except (ValueError, TypeError, AttributeError, FileNotFoundError, KeyError, RuntimeError) as error:
-        raise EngineFailed(f"draft_model {config.model!r} ({path}) could not be loaded: {error}") from error
-    reason = unsupported_reason(module, frozenset()) or _no_drafts(LanguageModel(module.language_model))
-    if reason is not None:
-        family = read_config(path).get("model_type")
-        raise EngineFailed(f"draft_model {config.model!r}: models of the family {family} cannot draft: {reason}")
-    return module, path
-
-
-def _no_drafts(language_model: LanguageModel) -> str | None:
+def draft_unsupported_reason(language_model: LanguageModel) -> str | None:
     """Return why a model cannot draft, None if it can."""
     for i, layer in enumerate(language_model.make_cache()):
         if type(layer) is not KVCache:

@@ -14,9 +14,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_vlm.utils import load_model
 
-from engine.config import DraftLimits, EngineConfig
+from engine.config import DraftLimits, DraftModelConfig, EngineConfig
 from engine.host_memory import HostMemory
 from engine.processing.checkpoint import (
+    draft_of,
     fingerprint,
     has_output_layer,
     images_unsupported_reason,
@@ -28,9 +29,10 @@ from engine.processing.checkpoint import (
 )
 from engine.processing.context import choose_context, declared_scalings, library_config
 from engine.processing.pooling import EmbeddingModel
+from engine.processing.tokenizer_match import why_different
 from engine.protocol import EngineFailed
 from engine.worker import mtp_loader
-from engine.worker.draft_model import open_draft_model
+from engine.worker.draft_model import draft_unsupported_reason
 from engine.worker.drafting import rewind_unsupported_reason
 from engine.worker.expanded_weights import Expansion, expand
 from engine.worker.family import bidirectional_reason, unsupported_reason
@@ -171,13 +173,7 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
     opened = open_model(config)
     module, path, head_dir, dtype = opened.module, opened.path, opened.head_dir, opened.dtype
     head = _load_head(config, head_dir, module, dtype)
-    draft, draft_dir = (None, None) if config.draft_model is None else open_draft_model(config.draft_model, path)
-    if draft is not None:
-        quantized = any(name.endswith(".scales") for name, _ in weights_of(draft))
-        cast(draft, choose_dtype(config.dtype, {"quantization": {}}) if quantized else DTYPES[dtype])
-        if quantized:
-            log.info("quantized weights of the draft model: %s", expand_weights(config, draft, dtype).text)
-        draft.eval()
+    draft, draft_dir = (None, None) if config.draft_model is None else _open_draft(config, config.draft_model, opened)
     num_bytes = _read_weights([one for one in (module, head, draft) if one is not None], progress)
     module.eval()
     if head is not None:
@@ -205,6 +201,41 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
             [one for one in (path, head_dir, draft_dir) if one is not None], *_facts(config, opened)
         ),
     )
+
+
+def _open_draft(config: EngineConfig, draft_config: DraftModelConfig, target: OpenedModel) -> tuple[Any, Path]:
+    """Open the draft model as a target is opened; return the library's model, in eval mode, and its directory.
+
+    Raises:
+        EngineFailed: It cannot be loaded, cannot draft, or has another tokenizer than the target.
+    """
+    settings = EngineConfig(
+        model=draft_of(draft_config.model),
+        revision=draft_config.revision,
+        device=config.device,
+        dtype=config.dtype,
+        expand_quantized_weights=config.expand_quantized_weights,
+        mtp="off",
+    )
+    try:
+        opened = open_model(settings)
+    except EngineFailed as error:
+        raise EngineFailed(f"draft_model {draft_config.model!r}: {error}") from error
+    named = f"draft_model {draft_config.model!r} ({opened.path})"
+    if (difference := why_different(target.path, opened.path)) is not None:
+        raise EngineFailed(f"{named} has another tokenizer than the model: {difference}")
+    if (reason := draft_unsupported_reason(LanguageModel(opened.module.language_model))) is not None:
+        raise EngineFailed(f"{named}: models of the family {opened.config['model_type']} cannot draft: {reason}")
+    if opened.max_context_tokens < target.max_context_tokens:
+        log.warning(
+            "%s was trained for %d tokens, the model takes %d: beyond that few drafts may be accepted",
+            named, opened.max_context_tokens, target.max_context_tokens,
+        )  # fmt: skip
+    if not any(name.endswith(".scales") for name, _ in weights_of(opened.module)):
+        cast(opened.module, DTYPES[target.dtype])
+    log.info("quantized weights of the draft model: %s", opened.expansion.text)
+    opened.module.eval()
+    return opened.module, opened.path
 
 
 def _facts(config: EngineConfig, opened: OpenedModel) -> tuple[str, ...]:

@@ -146,6 +146,21 @@ def test_draft_model_with_another_tokenizer_is_refused(tmp_path):
         load_runner(EngineConfig.model_validate(with_draft(str(path))), lambda progress: None)
 
 
+def test_draft_model_is_opened_as_a_model_is(tmp_path, paths, caplog):
+    """Here with the rope as transformers 5 writes it, and a shorter context than the model's, which is said."""
+    draft = Path(shutil.copytree(paths["target"], tmp_path / "draft"))
+    config = json.loads((draft / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
+    (draft / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    settings = EngineConfig.model_validate(with_draft(str(draft), model=str(paths["target"])))
+    runner, batch = load_runner(settings, lambda progress: None), requests()
+    driver = Driver(runner, EngineConfig.model_validate(with_draft(str(draft), **NO_CACHE)))
+    driver.run({0: batch})
+    status = driver.core.speculation_status["draft_model"]
+    assert status["num_accepted"] == status["num_drafted"] > 0
+    assert "was trained for 2048 tokens, the model takes 4096" in caplog.text
+
+
 def test_draft_model_beside_fixed_limits_of_the_head_is_refused():
     config = with_draft("demo", mtp={"max_draft_tokens": 2})
     with pytest.raises(EngineFailed, match="only one of them can draft"):
