@@ -48,7 +48,9 @@ class AppArgs(Frozen):
     spec_prefill: SpecPrefillConfig = Field(
         default_factory=lambda: SpecPrefillConfig(), description="sparse prefill of long prompts"
     )
-    media: MediaConfig = Field(default_factory=lambda: MediaConfig(), description="limits on the images and videos of a request")
+    media: MediaConfig = Field(
+        default_factory=lambda: MediaConfig(), description="limits on the images and videos of a request"
+    )
     http: HttpConfig = Field(default_factory=lambda: HttpConfig(), description="limits, keys and rules of the HTTP API")
     drain_timeout_s: float = Field(
         default=DRAIN_TIMEOUT_S,

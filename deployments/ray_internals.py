@@ -54,6 +54,7 @@ REQUIRED: tuple[RayInternal, ...] = (
     RayInternal(RequestRouter, "_backoff"),
     RayInternal(RequestRouter, "replica_queue_len_cache"),
     RayInternal(RequestRouter, "on_send_request"),
+    RayInternal(RequestRouter, "on_new_queue_len_info"),
     RayInternal(RequestRouter, "curr_replicas"),
     RayInternal(RequestRouter, "update_replicas"),
     RayInternal(RequestRouter._update_running_replicas, "create_replica_wrapper"),

@@ -19,6 +19,10 @@ FIRST_WAIT_S = 5.0
 PROBE_WAIT_S = 0.25
 """Longest wait for the load of replicas with an unknown load while other replicas could take the request."""
 
+LOAD_AGE_S = 1.0
+"""Age of a load after which it is probed again where replicas are compared: callers on other nodes change it too, and a
+replica that is not chosen reports nothing."""
+
 SLOT_TIMEOUT_S = 5.0
 """Longest wait for a slot to be reserved or released, which takes milliseconds unless the node is unreachable."""
 
@@ -84,6 +88,7 @@ class NodeRouter(LocalityMixin, RequestRouter):
         self._turns: WeakValueDictionary[Target, asyncio.Lock] = WeakValueDictionary()
         self._probes: dict[ReplicaID, asyncio.Task[Any]] = {}
         self._silent: set[ReplicaID] = set()
+        self._heard_at: dict[ReplicaID, float] = {}  # when a load was last reported, on the monotonic clock
 
     def create_replica_wrapper(self, replica_info: Any) -> RunningReplica:
         return BoundedReplica(replica_info)
@@ -92,8 +97,13 @@ class NodeRouter(LocalityMixin, RequestRouter):
         super().update_replicas(replicas)
         self._has_had_replicas = self._has_had_replicas or bool(replicas)
         self._silent &= set(self.curr_replicas)
+        self._heard_at = {one: at for one, at in self._heard_at.items() if one in self.curr_replicas}
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
+        super().on_new_queue_len_info(replica_id, num_ongoing_requests)
+        self._heard_at[replica_id] = time.monotonic()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -172,7 +182,7 @@ class NodeRouter(LocalityMixin, RequestRouter):
         """Wait until a replica has a free slot and return the best one; None if no replica may take the request now."""
         attempt = 0
         while candidates := target.among(self.curr_replicas.values()):
-            await self._hear_loads([r for r in candidates if self._load(r) is None], PROBE_WAIT_S)
+            await self._hear_loads(self._to_probe(candidates), PROBE_WAIT_S)
             if ranked := self._with_room(target, candidates, request):
                 return ranked[0]
             if attempt:
@@ -182,6 +192,15 @@ class NodeRouter(LocalityMixin, RequestRouter):
             if ranked := self._with_room(target, target.among(self.curr_replicas.values()), request):
                 return ranked[0]
         return None
+
+    def _to_probe(self, candidates: Sequence[RunningReplica]) -> list[RunningReplica]:
+        """Return the replicas with an unknown load, and of several those with an old one."""
+        oldest = time.monotonic() - LOAD_AGE_S if len(candidates) > 1 else float("-inf")
+        return [
+            replica
+            for replica in candidates
+            if self._load(replica) is None or self._heard_at.get(replica.replica_id, oldest) < oldest
+        ]
 
     async def _hear_loads(self, replicas: list[RunningReplica], timeout_s: float, silent_too: bool = False) -> None:
         """Probe replicas for their load.
@@ -210,6 +229,7 @@ class NodeRouter(LocalityMixin, RequestRouter):
             self._silent.add(replica.replica_id)
         else:
             self._silent.discard(replica.replica_id)
+            self._heard_at[replica.replica_id] = time.monotonic()
 
     def _with_room(
         self, target: Target, candidates: Sequence[RunningReplica], request: PendingRequest

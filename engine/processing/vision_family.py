@@ -103,7 +103,7 @@ class VisionFamily:
 
 
 def in_frames(images: Sequence[ImagePatches], strings: SpecialStrings) -> ImagePlaceholder:
-    """Frames of a video, one run per group behind its time, as Qwen3-VL has it.
+    """Frames of a video, one run per group after its time, as Qwen3-VL has it.
 
     The runs are of image tokens: positions and features are those of video tokens, which they replace.
     """

@@ -20,7 +20,7 @@ class CheckThread:
         load: Loads the model.
         checks: The checks by name, in order.
         publish: Receives each outcome.
-        finish: Called with the model behind the last check.
+        finish: Called with the model after the last check.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ def run_checks(
     Args:
         load: Loads the model.
         checks: The checks by name, in order.
-        finish: Called with the model behind the last check.
+        finish: Called with the model after the last check.
 
     Raises:
         Exception: What loading or `finish` raised.

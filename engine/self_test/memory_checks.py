@@ -34,7 +34,7 @@ def idle(bench: Bench) -> Outcome:
 
 
 def rows(bench: Bench) -> Outcome:
-    """Compare the predicted cache of a row behind a long prompt with the held one."""
+    """Compare the predicted cache of a row after a long prompt with the held one."""
     row = Request(bench.questions[-1])
     try:
         while bench.runner.prefill([row], CHUNK_TOKENS).first is None:

@@ -1,7 +1,7 @@
 """Measures how much memory attention takes per query and key, on its own.
 
 The probes of a whole forward (memory_costs.py) are short, and the peak of a forward is that of its largest layer: the
-scores of attention exceed the other intermediate results only behind a long prompt.
+scores of attention exceed the other intermediate results only after a long prompt.
 """
 
 import sys

@@ -146,7 +146,7 @@ class BurstPrefill:
         return logits
 
     def _prime(self, head: MTPHead, prompts: Sequence[Prompt], starts: Sequence[int], hidden: mx.array) -> None:
-        """Feed the head the new hidden states of each prompt; see Prefill._prime."""
+        """Let the head read the new hidden states of each prompt; see Prefill._prime."""
         starts = [start - (prompt.hidden is not None) for prompt, start in zip(prompts, starts, strict=True)]
         spans = list(zip(prompts, starts, strict=True))
         lengths = [prompt.done - 1 - start for prompt, start in spans]

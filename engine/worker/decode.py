@@ -125,7 +125,7 @@ class DecodeGroup:
         sampling = self._sampling.joined(other._sampling)
         self._cache.join([other._cache.layers], move=True)
         if self._drafter is not None and other._drafter is not None:
-            self._drafter.join([other._drafter.layers], [other._drafter.feed], move=True)
+            self._drafter.join([other._drafter.layers], [other._drafter.pending], move=True)
         else:
             self._drafter = None
         self._sampling = sampling
@@ -136,9 +136,9 @@ class DecodeGroup:
 
     def _drafter_joined(self, new: Sequence[JoiningRow]) -> None:
         caches = [one.head_cache for one in new if one.head_cache is not None]
-        feeds = [PendingHiddenStates.of(one.token_id, one.hidden) for one in new if one.hidden is not None]
-        if self._drafter is not None and len(caches) == len(feeds) == len(new):
-            self._drafter.join(caches, feeds, all(one.moves for one in new))
+        pending = [PendingHiddenStates.of(one.token_id, one.hidden) for one in new if one.hidden is not None]
+        if self._drafter is not None and len(caches) == len(pending) == len(new):
+            self._drafter.join(caches, pending, all(one.moves for one in new))
         else:
             self._drafter = None
 
@@ -344,7 +344,7 @@ class DecodeGroup:
         if self._drafter is not None and read is not None:
             pairs = PendingHiddenStates(mx.maximum(sampled, 0), read, kept, sampled.shape[1])
             if head_is_current:
-                self._drafter.feed = pairs
+                self._drafter.pending = pairs
             else:
                 self._drafter.skip(pairs, before, longest + sampled.shape[1])
 
@@ -357,7 +357,7 @@ class DecodeGroup:
         if launched.logprobs is not None:
             arrays.extend(launched.logprobs.arrays)
         if self._drafter is not None:
-            arrays.extend(self._drafter.feed.state)
+            arrays.extend(self._drafter.pending.state)
         mx.async_eval(arrays)
         self._steps += 1
         if self._steps % EVAL_STEPS == 0:

@@ -55,7 +55,7 @@ class DraftModel:
         return self._language_model.states(self._known(token_ids), cache, positions)
 
     def _known(self, token_ids: mx.array) -> mx.array:
-        """Replace ids that only the target has an embedding for: reading behind the array is not checked."""
+        """Replace ids that only the target has an embedding for: reading beyond the array is not checked."""
         return (
             token_ids if self._num_embeddings >= self._vocab_size else mx.minimum(token_ids, self._num_embeddings - 1)
         )

@@ -23,7 +23,7 @@ class ImageChunk:
     places: np.ndarray
     """int [n], where the image tokens are in the chunk, ascending."""
     deepstack: mx.array
-    """[n, num_deepstack * hidden], added to the image tokens' hidden states behind each of the first layers; of width 0
+    """[n, num_deepstack * hidden], added to the image tokens' hidden states after each of the first layers; of width 0
     without deepstack features."""
 
     def but_last(self) -> "ImageChunk":

@@ -19,7 +19,7 @@ from engine.core.request import Request
 from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, SamplingParams
 from engine.worker.drafting import most_draft_tokens
 from engine.worker.kv_cache import SLOTS_STEP
-from engine.worker.mtp import FEED_LIMIT
+from engine.worker.mtp import MAX_PENDING
 from engine.worker.patches import attention_cpu
 from engine.worker.quantized_kv import KVFormat
 from engine.worker.snapshot import StateSnapshot
@@ -109,8 +109,8 @@ def _exact(snapshot: StateSnapshot, max_drafts: int, head_layers: int) -> Memory
         snapshot_slack=BUFFER_SLACK * (2 * len(layers) + sum(map(len, snapshot.states)) + 1),
         slots_step=SLOTS_STEP,
         overshoot=2 * (max_drafts + 1) + 1,
-        feed_bytes=hidden * 3 // 2 + head,  # rewritten in each step
-        feed_tokens=FEED_LIMIT if hidden else 0,
+        pending_bytes=hidden * 3 // 2 + head,  # rewritten in each step
+        pending_tokens=MAX_PENDING if hidden else 0,
     )
 
 

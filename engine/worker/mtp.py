@@ -1,7 +1,7 @@
 """The MTP head: one decoder layer that predicts the token after the next from the target's hidden states.
 
 It reads pairs (token x[p+1], hidden state h[p]) for p = 0, 1, 2, ... and needs all of them: a head that has not read
-the prompt cannot copy from it. Prompts are fed to it chunk by chunk with their prefill. Pairs from decoding wait in a
+the prompt cannot copy from it. It reads prompts chunk by chunk with their prefill. Pairs from decoding wait in a
 `PendingHiddenStates` until the next draft, also through steps without drafts.
 """
 
@@ -19,8 +19,8 @@ from engine.worker.kv_cache import BatchCache, SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCache
 
-FEED_CHUNK = 128  # pairs per forward when the head catches up
-FEED_LIMIT = 128  # pending pairs per row: hidden states take as much memory as an attention layer's keys and values
+CATCH_UP_TOKENS = 128  # pairs per forward when the head catches up
+MAX_PENDING = 128  # pending pairs per row: hidden states take as much memory as an attention layer's keys and values
 
 
 class DraftHead(Protocol):
@@ -135,10 +135,10 @@ class PendingHiddenStates:
         return PendingHiddenStates(self.token_ids[rows], self.hidden[rows], self.count[rows], self.bound)
 
     def extended(self, new: "PendingHiddenStates") -> "PendingHiddenStates":
-        """Append pairs; there must be room for them within FEED_LIMIT."""
+        """Append pairs; there must be room for them within MAX_PENDING."""
         width, bound = self.token_ids.shape[1], self.bound + new.bound
         if bound > width:
-            width = max(bound, min(2 * width, FEED_LIMIT))
+            width = max(bound, min(2 * width, MAX_PENDING))
         at = self.count[:, None] + mx.arange(new.bound)
         ids = mx.put_along_axis(_to_width(self.token_ids, width), at, new.token_ids, axis=1)
         at = mx.broadcast_to(at[..., None], new.hidden.shape)
@@ -157,26 +157,28 @@ class PendingHiddenStates:
 class Drafter:
     """The head's part of a decode group: its cache and pending pairs, in the order of the target's rows."""
 
-    def __init__(self, head: DraftHead, cache: BatchCache, feed: PendingHiddenStates):
+    def __init__(self, head: DraftHead, cache: BatchCache, pending: PendingHiddenStates):
         self._head = head
         self._cache = cache
-        self.feed = feed
+        self.pending = pending
 
     @classmethod
-    def of(cls, head: DraftHead, cache: SequenceCache, feed: PendingHiddenStates) -> "Drafter":
-        return cls(head, BatchCache.of(cache, head.as_offset), feed)
+    def of(cls, head: DraftHead, cache: SequenceCache, pending: PendingHiddenStates) -> "Drafter":
+        return cls(head, BatchCache.of(cache, head.as_offset), pending)
 
-    def join(self, caches: Sequence[SequenceCache], feeds: Sequence[PendingHiddenStates], move: bool = False) -> None:
+    def join(
+        self, caches: Sequence[SequenceCache], new: Sequence[PendingHiddenStates], move: bool = False
+    ) -> None:
         """Add rows. When it raises, the rows are as before. move: see BatchCache.join."""
-        joined = reduce(PendingHiddenStates.joined, feeds, self.feed)
+        joined = reduce(PendingHiddenStates.joined, new, self.pending)
         self._cache.join(caches, move)
-        self.feed = joined
+        self.pending = joined
 
     def select(self, rows: list[int], num_slots: int, leaving: Sequence[Callable[[Any], None]] = ()) -> None:
         """Keep these rows. When it raises, all rows are lost. leaving: see BatchCache.select."""
-        feed = self.feed.select(mx.array(rows, mx.int32))
+        pending = self.pending.select(mx.array(rows, mx.int32))
         self._cache.select(rows, num_slots, leaving)
-        self.feed = feed
+        self.pending = pending
 
     @property
     def layers(self) -> list[Any]:
@@ -209,14 +211,14 @@ class Drafter:
     def row(self, index: int, num_tokens: int) -> tuple[SequenceCache, mx.array]:
         """Return one row's state as after a prompt of `num_tokens` tokens. Waits for the device.
 
-        Pending pairs but the last are fed to a copy of the row's cache; the group does not change.
+        All pending pairs but the last go into a copy of the row's cache; the group does not change.
 
         Returns:
             Its cache, and the pending hidden state [1, 1, hidden].
         """
-        num_waiting = int(np.array(self.feed.count)[index])
+        num_waiting = int(np.array(self.pending.count)[index])
         last = num_waiting - 1
-        ids, hidden = self.feed.token_ids[index : index + 1], self.feed.hidden[index : index + 1]
+        ids, hidden = self.pending.token_ids[index : index + 1], self.pending.hidden[index : index + 1]
         cache = self._cache.row(index, num_tokens - num_waiting + self._head.lead)
         if last:
             self._head.prime(ids[:, :last], hidden[:, :last], cache)
@@ -230,34 +232,34 @@ class Drafter:
             lengths: int32 [B], tokens in the target's cache before the step.
             extent: At least max(lengths) + new.bound.
         """
-        if self.feed.bound + new.bound > FEED_LIMIT:
+        if self.pending.bound + new.bound > MAX_PENDING:
             self._catch_up(lengths, extent)
-            self.feed = new
+            self.pending = new
             mx.async_eval(self._cache.state)
         else:
-            self.feed = self.feed.extended(new)
+            self.pending = self.pending.extended(new)
 
     def _catch_up(self, lengths: mx.array, extent: int) -> mx.array:
-        """Feed the head all pending pairs; return the hidden state [B, 1, hidden] after each row's last pair."""
-        feed, outputs = self.feed, []
-        start, lead = lengths - feed.count + self._head.lead, self._head.lead
-        for begin in range(0, feed.bound, FEED_CHUNK):
-            end = min(begin + FEED_CHUNK, feed.bound)
+        """Let the head read all pending pairs; return the hidden state [B, 1, hidden] after each row's last pair."""
+        pending, outputs = self.pending, []
+        start, lead = lengths - pending.count + self._head.lead, self._head.lead
+        for begin in range(0, pending.bound, CATCH_UP_TOKENS):
+            end = min(begin + CATCH_UP_TOKENS, pending.bound)
             at = start + begin
-            # A row with fewer pairs writes garbage behind its end, where its next pairs will be written.
+            # A row with fewer pairs writes garbage after its end, where its next pairs will be written.
             cache = self._cache.at(at, extent + end + lead)
             positions = at[:, None] + mx.arange(end - begin)
-            outputs.append(self._head(feed.token_ids[:, begin:end], feed.hidden[:, begin:end], cache, positions))
+            outputs.append(self._head(pending.token_ids[:, begin:end], pending.hidden[:, begin:end], cache, positions))
         hidden = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
-        return mx.take_along_axis(hidden, (feed.count - 1)[:, None, None], axis=1)
+        return mx.take_along_axis(hidden, (pending.count - 1)[:, None, None], axis=1)
 
     @property
     def state(self) -> list[mx.array]:
-        return [*self.feed.state, *self._cache.state]
+        return [*self.pending.state, *self._cache.state]
 
     @property
     def nbytes(self) -> int:
-        return self._cache.nbytes + self.feed.nbytes
+        return self._cache.nbytes + self.pending.nbytes
 
 
 def _to_width(array: mx.array, width: int) -> mx.array:

@@ -41,7 +41,7 @@ class PendingStep:
     drafts: Drafts
     """Its drafts, k per row."""
     has_drafts: Sequence[bool]
-    """Which rows were given drafts of the proposer; with prompt lookup the others verify arbitrary tokens."""
+    """Which rows were given drafts of the proposer; with prompt lookup the others keep one token."""
     tokens: mx.array
     """int32 [B, k + 1], sampled tokens."""
     num_kept: mx.array | None

@@ -219,7 +219,7 @@ class Prefill:
         return end - start, end == len(prompt.token_ids)
 
     def _prime(self, head: DraftHead, prompt: Prompt, hidden: mx.array) -> None:
-        """Feed the head each new hidden state with the token after it; the newest state waits for its token."""
+        """Let the head read each new hidden state with the token after it; the newest state waits for its token."""
         assert prompt.head_cache is not None
         before, start = hidden[:, :-1], prompt.done - hidden.shape[1]
         if prompt.hidden is not None:

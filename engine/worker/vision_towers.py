@@ -25,7 +25,7 @@ class TowerState:
     fixed: tuple[mx.array, ...] = ()
     """Arrays that every block takes, such as the angles of the positions."""
     deepstack: list[mx.array] = field(default_factory=list)
-    """Features [num_tokens, hidden] taken behind some of the blocks."""
+    """Features [num_tokens, hidden] taken after some of the blocks."""
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -59,7 +59,7 @@ class VisionTower(Protocol):
     def finish(self, state: TowerState) -> mx.array:
         """Return the features [num_tokens, hidden * (1 + num_deepstack)].
 
-        They are the embeddings of the image tokens, and then what is added to their hidden states behind each of the
+        They are the embeddings of the image tokens, and then what is added to their hidden states after each of the
         first layers.
         """
         ...

@@ -331,6 +331,21 @@ def test_idle_replica_with_a_stale_load_is_probed_before_a_busy_replica_is_chose
     assert asyncio.run(go()) == "node-0"
 
 
+def test_load_that_was_reported_long_ago_is_probed_again_before_replicas_are_compared(monkeypatch: pytest.MonkeyPatch):
+    """Requests of other nodes have ended since; the replica was not chosen, so it has not reported that."""
+    monkeypatch.setattr(routing, "LOAD_AGE_S", 0.05)
+
+    async def go() -> str:
+        idle, busy = FakeReplica("idle", "node-0", 0), FakeReplica("busy", "node-1", 2)
+        router = make_router(NodeRouter, [idle, busy])
+        await asyncio.sleep(0.1)
+        router.on_new_queue_len_info(idle.replica_id, 3)
+        await asyncio.sleep(0.1)
+        return (await call(router)).node_id
+
+    assert asyncio.run(go()) == "node-0"
+
+
 def test_requests_waiting_for_a_full_replica_share_probes_of_its_load():
     async def go() -> tuple[int, int]:
         full = FakeReplica("a", "node-0", queue_len=4)

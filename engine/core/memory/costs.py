@@ -24,8 +24,8 @@ class MemoryCosts:
     slot_step_bytes: float = 0.0  # Intermediate results of a decode step, per slot of a row.
     ranked_bytes: int = 0  # Additional bytes of a row that uses top_k, top_p or min_p.
     shaped_bytes: int = 0  # Additional bytes of a row with penalties, biases, min_tokens, a grammar or logprobs.
-    feed_bytes: int = 0  # Per token that the MTP head has not read yet.
-    feed_tokens: int = 0  # The most tokens per row that the MTP head has not read yet.
+    pending_bytes: int = 0  # Per token that the MTP head has not read yet.
+    pending_tokens: int = 0  # The most tokens per row that the MTP head has not read yet.
     chunk_bytes: int = 0  # Intermediate results of a prefill chunk, whatever its size.
     token_step_bytes: float = 0.0  # Intermediate results of a prefill chunk, per token.
     pair_bytes: float = 0.0
@@ -52,7 +52,7 @@ class MemoryCosts:
     def rows(self, num_rows: int, slots: int) -> int:
         """Return the bytes of a decode group of `num_rows` rows, including the intermediate results of a step."""
         per_slot = self.token_bytes + self.slot_step_bytes + self.unpacked_bytes
-        waiting = min(slots, self.feed_tokens) * self.feed_bytes
+        waiting = min(slots, self.pending_tokens) * self.pending_bytes
         return int(num_rows * (slots * per_slot + self.fixed(slots) + self.row_step_bytes + waiting))
 
     def sampling(self, row: Request) -> int:

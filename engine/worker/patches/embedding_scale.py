@@ -1,7 +1,7 @@
 """The scale of embeddings of Granite and MiniCPM, for prompts and answers given as token ids.
 
 mlx_vlm 0.7.10 multiplies input embeddings by `embedding_multiplier` or `scale_emb`, but not those that it looks up for
-token ids: the engine's forwards, and those of the library's own generation behind the prompt, are of another model. It
+token ids: the engine's forwards, and those of the library's own generation after the prompt, are of another model. It
 can be removed when the library scales both, as mlx_lm does.
 """
 

@@ -139,8 +139,8 @@ def test_a_model_that_cannot_be_compiled_is_refused_where_compiling_is_configure
 
 def test_the_head_catches_up_after_any_number_of_plain_steps(tiny: MLXRunner, monkeypatch: pytest.MonkeyPatch):
     """The first draft behind a plain phase is the one that a head would make that was asked at every step."""
-    monkeypatch.setattr("engine.worker.mtp.FEED_LIMIT", 16)
-    monkeypatch.setattr("engine.worker.mtp.FEED_CHUNK", 5)
+    monkeypatch.setattr("engine.worker.mtp.MAX_PENDING", 16)
+    monkeypatch.setattr("engine.worker.mtp.CATCH_UP_TOKENS", 5)
     drafts: dict[int, list[list[int]]] = {}
     for every in (1, 7, 40):
         request = row("a", 30)

@@ -435,8 +435,8 @@ def test_a_row_with_a_completed_grammar_gives_a_snapshot_of_its_answer(tiny, tin
 
 @pytest.mark.parametrize(("limit", "chunk"), [(128, 128), (16, 5)])
 def test_the_head_is_caught_up_after_any_number_of_plain_steps(tiny, monkeypatch, limit, chunk):
-    monkeypatch.setattr("engine.worker.mtp.FEED_LIMIT", limit)
-    monkeypatch.setattr("engine.worker.mtp.FEED_CHUNK", chunk)
+    monkeypatch.setattr("engine.worker.mtp.MAX_PENDING", limit)
+    monkeypatch.setattr("engine.worker.mtp.CATCH_UP_TOKENS", chunk)
     for max_tokens in (17, 18, 60):
         request = spec("row", 30, max_tokens)
         batch = Batch(tiny)
