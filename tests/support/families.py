@@ -241,8 +241,8 @@ FAMILIES: dict[str, Family] = {
     ),
     # Recurrent layers among attention
     "qwen3_next": Family(text("qwen3_next", EXPERTS, GATED_DELTA, partial_rotary_factor=0.25), RECURRENT, seed=6),
-    "qwen3_5_text": Family(text("qwen3_5_text", GATED_DELTA), RECURRENT, seed=2),
-    "qwen3_5_moe_text": Family(text("qwen3_5_moe_text", EXPERTS, GATED_DELTA), RECURRENT, seed=3),
+    "qwen3_5_text": Family(text("qwen3_5_text", GATED_DELTA), RECURRENT, seed=1),
+    "qwen3_5_moe_text": Family(text("qwen3_5_moe_text", EXPERTS, GATED_DELTA), RECURRENT, seed=13),
     "kimi_linear": Family(
         text(
             "kimi_linear",
