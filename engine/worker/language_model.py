@@ -69,9 +69,9 @@ class LanguageModel:
         self.kv_bits = kv_bits
         self.explicit_positions = hasattr(language_model, "get_rope_index")
         self.exact: MTPExact = exact
-        self._gives_hidden = self.explicit_positions or has_head
+        self._wants_hidden = self.explicit_positions or has_head
         self._returns_hidden = hasattr(language_model, "speculative_logits_from_hidden")
-        self.has_exact_verifier = self._gives_hidden and self._returns_hidden
+        self.has_exact_verifier = self._wants_hidden and self._returns_hidden
 
     @property
     def args(self) -> Any:
@@ -153,7 +153,7 @@ class LanguageModel:
             Logits [B, L, vocab], and hidden states [B, L, hidden] after the last norm; None without a head or explicit
             positions.
         """
-        if not self._gives_hidden:
+        if not self._wants_hidden:
             return self.lm(token_ids, cache=self._nested(cache)).logits, None
         if token_ids.shape[1] > 1 and self.verifies_exactly(token_ids.shape[0]):
             hidden = self._hidden(token_ids, cache, positions, speculative_verify=True)
@@ -191,7 +191,7 @@ class LanguageModel:
             The hidden states [1, L, hidden], None if the model returns none.
         """
         images = {} if chunk is None else chunk.arguments()
-        if not self._gives_hidden:
+        if not self._wants_hidden:
             self.lm(token_ids, cache=self._nested(cache), **images)  # lazy: only the cache is ever evaluated
             hidden = None
         elif not self.explicit_positions:
@@ -209,7 +209,7 @@ class LanguageModel:
 
         The hidden states are those of `extend`.
         """
-        if self._gives_hidden:
+        if self._wants_hidden:
             hidden = self.extend(token_ids, chunk, cache, positions, launch=False)
             assert hidden is not None
             return self.logits(hidden[:, -1:]), hidden
