@@ -166,9 +166,7 @@ class Drafter:
     def of(cls, head: DraftHead, cache: SequenceCache, pending: PendingHiddenStates) -> "Drafter":
         return cls(head, BatchCache.of(cache, head.as_offset), pending)
 
-    def join(
-        self, caches: Sequence[SequenceCache], new: Sequence[PendingHiddenStates], move: bool = False
-    ) -> None:
+    def join(self, caches: Sequence[SequenceCache], new: Sequence[PendingHiddenStates], move: bool = False) -> None:
         """Add rows. When it raises, the rows are as before. move: see BatchCache.join."""
         joined = reduce(PendingHiddenStates.joined, new, self.pending)
         self._cache.join(caches, move)
