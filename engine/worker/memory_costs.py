@@ -5,6 +5,7 @@ layers are computed at once. A few forwards at start record peaks of memory, fro
 chunk and with the prompt before it are solved.
 """
 
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -75,6 +76,8 @@ def measure(
         num_heads: Query heads of an attention layer, whose scores in a step are too small to be measured.
         kv_formats: Of the layers whose keys and values are quantized.
     """
+    gc.collect()  # what is freed between two probes would count as the difference between them
+    mx.synchronize()
     mx.clear_cache()
     max_drafts = most_draft_tokens(drafts)
     scores = MARGIN * num_heads * (max_drafts + 1) * SCORE_BYTES

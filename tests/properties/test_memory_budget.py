@@ -35,6 +35,7 @@ class Books:
         self.least_margin = float("inf")
         self._scheduled = 0
         gc.collect()  # other models of this process, and what is left of other tests
+        mx.synchronize()  # and of their steps that are still being computed
         self._others = max(0, mx.get_active_memory() - runner.costs.base_bytes)
         self._schedule = self.core.scheduler.schedule
         self.core.scheduler.schedule = self._watched  # type: ignore[method-assign]
