@@ -17,7 +17,7 @@ FIRST_WAIT_S = 5.0
 """Time after a router's creation in which it waits for the first replica; it learns of running ones with a delay."""
 
 PROBE_WAIT_S = 0.25
-"""Longest wait for the load of replicas with an unknown load while other replicas could take the request."""
+"""Longest wait for the load of replicas with an unknown or old load while other replicas could take the request."""
 
 LOAD_AGE_S = 1.0
 """Age of a load after which it is probed again where replicas are compared: callers on other nodes change it too, and a
@@ -199,7 +199,7 @@ class NodeRouter(LocalityMixin, RequestRouter):
         return [
             replica
             for replica in candidates
-            if self._load(replica) is None or self._heard_at.get(replica.replica_id, oldest) < oldest
+            if self._load(replica) is None or self._heard_at.get(replica.replica_id, float("-inf")) < oldest
         ]
 
     async def _hear_loads(self, replicas: list[RunningReplica], timeout_s: float, silent_too: bool = False) -> None:

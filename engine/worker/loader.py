@@ -119,6 +119,7 @@ def open_model(config: EngineConfig) -> OpenedModel:
     dtype = _main_dtype(module)
     expansion = expand_weights(config, module, dtype)
     check_kv_bits(config.kv_cache.bits, module)
+    gated_delta_next.install()  # decides whether drafts can be taken back
     _check_drafts(config, module, model_config)
     found = mtp_loader.find_head(config, path, model_config)
     return OpenedModel(
@@ -253,7 +254,6 @@ def expand_weights(config: EngineConfig, module: nn.Module, dtype: str) -> Expan
 
 def _check_drafts(config: EngineConfig, module: Any, model_config: dict[str, Any]) -> None:
     """Check that the proposers that are asked for can draft for this model. Raises EngineFailed."""
-    gated_delta_next.install()  # decides whether drafts can be taken back
     asked_for = {
         "draft_model": config.draft_model is not None,
         "prompt_lookup with limits": isinstance(config.prompt_lookup, DraftLimits),

@@ -11,27 +11,16 @@ import numpy as np
 def video(num_frames: int, fps: int = 4, size: tuple[int, int] = (64, 48), kind: str = "mp4") -> bytes:
     """An encoded video whose frames have ever lighter colours."""
     buffer = io.BytesIO()
-    with av.open(buffer, "w", format=kind) as container:
-        stream: Any = container.add_stream("mpeg4" if kind == "mp4" else "libvpx", rate=fps)
-        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
-        for i in range(num_frames):
-            pixels = np.full((size[1], size[0], 3), 20 + 200 * i // num_frames, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
+    _encode(buffer, _lighter(num_frames, size), fps, kind)
     return buffer.getvalue()
 
 
-def split_video(fps: int = 4) -> bytes:
+def split_video() -> bytes:
     """An MP4 of 64 x 48 pixels whose left half is white and whose right half is black."""
     pixels = np.zeros((48, 64, 3), np.uint8)
     pixels[:, :32] = 255
     buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4") as container:
-        stream: Any = container.add_stream("mpeg4", rate=fps)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for _ in range(4):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
+    _encode(buffer, [pixels] * 4, 4, "mp4")
     return buffer.getvalue()
 
 
@@ -57,14 +46,22 @@ class _Pipe(io.RawIOBase):
         return len(data)
 
 
-def recorded(num_frames: int, fps: int = 4) -> bytes:
-    """A WebM file without its length in the header, as of a browser's recorder; its frames become ever lighter."""
+def recorded(num_frames: int) -> bytes:
+    """The WebM file of `video`, but without its length in the header, as of a browser's recorder."""
     pipe = _Pipe()
-    with av.open(pipe, "w", format="webm") as container:
-        stream: Any = container.add_stream("libvpx", rate=fps)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for i in range(num_frames):
-            pixels = np.full((48, 64, 3), 20 + 200 * i // num_frames, np.uint8)
+    _encode(pipe, _lighter(num_frames, (64, 48)), 4, "webm")
+    return bytes(pipe.content)
+
+
+def _lighter(num_frames: int, size: tuple[int, int]) -> list[np.ndarray]:
+    return [np.full((size[1], size[0], 3), 20 + 200 * i // num_frames, np.uint8) for i in range(num_frames)]
+
+
+def _encode(file: io.IOBase, frames: list[np.ndarray], fps: int, kind: str) -> None:
+    height, width, _ = frames[0].shape
+    with av.open(file, "w", format=kind) as container:
+        stream: Any = container.add_stream("mpeg4" if kind == "mp4" else "libvpx", rate=fps)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for pixels in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
-    return bytes(pipe.content)

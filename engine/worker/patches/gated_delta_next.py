@@ -14,6 +14,8 @@ from mlx_vlm.models.qwen3_next.language import Qwen3NextGatedDeltaNet
 
 QK_EPS = 1e-6
 
+library_call: Any = Qwen3NextGatedDeltaNet.__call__
+
 
 class _AsQwen35:
     """One forward of a Qwen3-Next layer, with the attributes of a Qwen3.5 layer."""
