@@ -15,6 +15,7 @@ from engine.worker.model_runner import MLXRunner, load_runner
 from tests.properties.test_memory_budget import Books, requests
 from tests.support.driver import Driver, fix_prefill_costs
 from tests.support.faults import Failing, Faults, Faulty
+from tests.support.own_process import run_in_own_process
 
 TINY: dict[str, Any] = {"layers": 4, "interval": 2, "agree": 0.3, "seed": 1}
 
@@ -148,12 +149,16 @@ def test_memory_of_bursts_never_exceeds_the_budget(tiny, cache):
     books.core.prefix.cache.reset()
 
 
-def test_memory_of_bursts_of_the_demo_model_matches_the_budget(runner):
-    books = Books(runner)
+def check_bursts_of_the_demo_model() -> None:
+    books = Books(load_runner(EngineConfig(), lambda progress: None))
     with_bursts(books.driver)
     books.run(requests(16, (20, 33, 60), 30))
     assert books.core.stats.num_bursts
     books.check()
+
+
+def test_memory_of_bursts_of_the_demo_model_matches_the_budget():
+    run_in_own_process(check_bursts_of_the_demo_model)
 
 
 def test_a_tight_memory_limit_changes_no_token_of_a_burst(tiny):

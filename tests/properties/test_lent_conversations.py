@@ -26,6 +26,8 @@ MODELS = (
 )
 NUM_REQUESTS = 7
 MAX_STEPS = 3000
+ROOMY_TOKENS = 4000
+"""Memory for one row of so many tokens also holds snapshots, whichever of the others run side by side."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,8 @@ class Conversations:
         self.sent: dict[str, EngineRequest] = {}
         self.open: dict[str, int] = {}
         """By request id: its conversation."""
-        self.driver = Driver(runner, self.config(self.limit_gb(self.rng.choice([700, 1100, 4000]))))
+        self.num_tokens = self.rng.choice([700, 1100, ROOMY_TOKENS])
+        self.driver = Driver(runner, self.config(self.limit_gb(self.num_tokens)))
 
     def limit_gb(self, num_tokens: int) -> float:
         """Return the limit of an engine with room for one row of `num_tokens`, beside the other models of this
@@ -129,4 +132,5 @@ class Conversations:
 def test_a_conversation_gets_the_tokens_of_an_engine_without_a_prefix_cache(runners, seed):
     conversations = Conversations(runners[seed % len(runners)], seed)
     conversations.run()
-    assert conversations.check() or len(conversations.sent) < 4
+    num_cached = conversations.check()
+    assert num_cached or conversations.num_tokens < ROOMY_TOKENS or len(conversations.sent) < 4

@@ -415,11 +415,12 @@ def test_unknown_model_is_not_found(chat, send):
         assert "org/demo" in error["message"]
 
 
-def test_models_are_listed_and_found(send):
-    (card,) = send("GET", "/v1/models").json()["data"]
+def test_models_are_listed_and_found(send, make_app):
+    app = make_app()
+    (card,) = send("GET", "/v1/models", app=app).json()["data"]
     assert (card["id"], card["object"]) == ("org/demo", "model")
-    assert send("GET", "/v1/models/org/demo").json() == card
-    assert send("GET", "/v1/models/org%2Fdemo").json() == card
+    assert send("GET", "/v1/models/org/demo", app=app).json() == card
+    assert send("GET", "/v1/models/org%2Fdemo", app=app).json() == card
 
 
 def test_health_follows_readiness_and_status_shows_the_backend_and_unread_bodies(send, backend):
