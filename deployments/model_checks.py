@@ -6,8 +6,10 @@ Without them Serve would start a failing replica three times before it gives up.
 from pathlib import Path
 
 from deployments.args import AppArgs
+from engine.config import DraftModelConfig
 from engine.processing.checkpoint import (
     check_weights,
+    draft_of,
     media_kinds,
     read_config,
     refuse_code,
@@ -38,6 +40,8 @@ def check_model(args: AppArgs) -> None:
         _check_text_only(args)
     if "system_policy" in args.http.changed():
         _check_system_policy(args, model_dir)
+    if args.engine.draft_model is not None:
+        _check_draft(args.engine.draft_model, model_dir)
 
 
 def _check_text_only(args: AppArgs) -> None:
@@ -57,3 +61,18 @@ def _check_system_policy(args: AppArgs, model_dir: Path) -> None:
             f"http.system_policy: {args.http.system_policy!r} has no effect: the chat template of the model "
             f"{args.engine.model!r} accepts system messages at any position and keeps them there. Remove it."
         )
+
+
+def _check_draft(draft: DraftModelConfig, model_dir: Path) -> None:
+    from engine.processing.tokenizer_match import why_different  # imports tokenizers
+
+    try:
+        draft_dir = resolve_checkpoint(draft_of(draft.model), draft.revision, weights=False)
+        refuse_code(draft_dir)
+        if draft.model == "demo" or Path(draft.model).expanduser().is_dir():
+            check_weights(draft_dir)
+        difference = why_different(model_dir, draft_dir)
+    except EngineFailed as error:
+        raise EngineFailed(f"engine.draft_model {draft.model!r}: {error}") from error
+    if difference is not None:
+        raise EngineFailed(f"engine.draft_model {draft.model!r} has another tokenizer than the model: {difference}")

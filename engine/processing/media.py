@@ -76,8 +76,10 @@ class MediaLoader:
             Unavailable: No image worker can be started.
         """
         if len(sources) > self._config.max_images:
+            num_videos = sum(source.is_video for source in sources)
+            count = f"{len(sources) - num_videos} images" + (f" and {num_videos} videos" if num_videos else "")
             raise InvalidRequest(
-                f"the request has {len(sources)} images; the limit is {self._config.max_images}",
+                f"the request has {count}; the limit is {self._config.max_images}",
                 sources[self._config.max_images].field,
             )
         async with AsyncExitStack() as resources:

@@ -105,3 +105,24 @@ def test_a_system_policy_is_honoured_where_the_template_refuses_late_system_mess
     )
     (model / "chat_template.jinja").write_text(IN_PLACE.replace("{% for m in messages %}", strict))
     check_model(AppArgs.model_validate({"engine": {"model": str(model)}, "http": {"system_policy": "inline"}}))
+
+
+def test_draft_model_of_the_demo_passes_the_check():
+    check_model(AppArgs.model_validate({"engine": {"draft_model": {"model": "demo"}}}))
+
+
+def test_draft_model_that_cannot_be_read_is_refused(model: Path):
+    missing = str(model / "nowhere")
+    assert f"engine.draft_model {missing!r}: " in refusal(engine={"draft_model": {"model": missing}})
+    (model / "model.safetensors").unlink()
+    refused = refusal(engine={"draft_model": {"model": str(model)}})
+    assert refused.startswith(f"engine.draft_model {str(model)!r}: ") and "there are no weights" in refused
+
+
+def test_draft_model_with_another_tokenizer_is_refused(model: Path):
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokens = tokenizer["model"]["vocab"]
+    one, other = [token for token in tokens if len(token) == 1][:2]
+    tokens[one], tokens[other] = tokens[other], tokens[one]
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "has another tokenizer than the model: " in refusal(engine={"draft_model": {"model": str(model)}})

@@ -157,6 +157,11 @@ def test_broken_or_large_video_is_refused_with_the_reason(
     assert caught.value.field == FIELD
 
 
+def test_too_many_images_and_videos_are_counted_by_their_kind(model_dir: Path):
+    with pytest.raises(InvalidRequest, match=r"^the request has 1 images and 2 videos; the limit is 2$"):
+        load(model_dir, data_url(PNG), b"", b"", max_images=2)
+
+
 def test_image_sent_as_a_video_is_refused(model_dir: Path):
     source = ImageSource(FIELD, data_url(PNG), is_video=True)
     preprocessor = ImagePreprocessor(model_dir)
