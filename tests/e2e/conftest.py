@@ -14,6 +14,7 @@ from tests.e2e.server import (
     MAX_QUEUE,
     MAX_RUNNING,
     ORCHARD_SERVE,
+    SCORING_DEADLINE_S,
     SPARSE_THRESHOLD,
     ServeRun,
     serve_run,
@@ -47,7 +48,7 @@ def small_server() -> Iterator[ServeRun]:
     def make_it_small(config: dict[str, Any]) -> None:
         args = config["applications"][0]["args"]
         args["engine"].update(max_running=MAX_RUNNING, max_queue=MAX_QUEUE)
-        args["spec_prefill"]["threshold_tokens"] = SPARSE_THRESHOLD
+        args["spec_prefill"].update(threshold_tokens=SPARSE_THRESHOLD, deadline_s=SCORING_DEADLINE_S)
         args["drain_timeout_s"] = DRAIN_S
 
     with serve_run(make_it_small, command=ORCHARD_SERVE) as server:

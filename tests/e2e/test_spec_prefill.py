@@ -78,14 +78,24 @@ def num_unavailable(http: httpx.Client) -> int:
     return http.get("/v1/status").json()["text"][0]["spec_prefill"]["dense"].get("unavailable", 0)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float, explain: Callable[[], object] = lambda: "") -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(ValueError, httpx.HTTPError):  # no scorer, or two
             if condition():
                 return
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, explain()
         time.sleep(0.05)
+
+
+def wait_until_scored(http: httpx.Client, answer: Callable[[], object]) -> None:
+    """Wait until the scorer reads a prompt. answer: Returns the answer to its request, for the error."""
+
+    def explain() -> str:
+        status = http.get("/v1/status").json()
+        return f"scorers: {status['spec_prefill']}, planners: {status['text']}, answer: {answer()}"
+
+    wait_until(lambda: scorer(http)["scorer"]["num_running"] == 1, 30, explain)
 
 
 def test_long_prompt_is_prefilled_sparsely_and_answered(client: openai.OpenAI, http: httpx.Client):
@@ -198,7 +208,7 @@ def test_client_that_disconnects_stops_the_scoring(small_server: ServeRun, http:
     async def leave_while_it_is_scored() -> None:
         async with httpx.AsyncClient(base_url=small_server.base_url, timeout=120) as leaving:
             asked = asyncio.ensure_future(leaving.post("/v1/chat/completions", json=body))
-            await asyncio.to_thread(wait_until, lambda: scorer(http)["scorer"]["num_running"] == 1, 30)
+            await asyncio.to_thread(wait_until_scored, http, lambda: asked.done() and asked.result().text)
             asked.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asked
@@ -215,7 +225,7 @@ def test_prompts_are_answered_densely_while_a_killed_scorer_is_replaced(client: 
     pid, before = scorer(http)["pid"], num_unavailable(http)
     with ThreadPoolExecutor(1) as pool:
         in_progress = pool.submit(ask, client, messages, SPARSE)
-        wait_until(lambda: scorer(http)["scorer"]["num_running"] == 1, 30)
+        wait_until_scored(http, lambda: in_progress.done() and in_progress.result())
         os.kill(pid, signal.SIGKILL)
         short, right = needle(seed=9)
         meanwhile = ask(client, short, SPARSE)

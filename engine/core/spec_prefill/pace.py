@@ -3,6 +3,9 @@
 FADE = 0.95
 """Factor by which earlier measurements lose weight with each new one, because the load of other processes changes."""
 
+RETRY_FADE = 0.98
+"""Factor by which predictions fall with each prompt that is refused because of them."""
+
 MIN_MEASUREMENTS = 3
 
 
@@ -22,6 +25,14 @@ class Pace:
         sums = (self._xx, x * x), (self._xy, x * y), (self._yy, y * y), (self._xs, x * seconds), (self._ys, y * seconds)
         self._xx, self._xy, self._yy, self._xs, self._ys = (FADE * total + new for total, new in sums)
         self._count += 1
+
+    def lower(self) -> None:
+        """Lower all predictions a little, after a prompt was refused and thus not measured.
+
+        Otherwise a pace that was measured beside busy processes could refuse all later prompts.
+        """
+        self._xs *= RETRY_FADE
+        self._ys *= RETRY_FADE
 
     def seconds(self, start: int, end: int) -> float:
         """Predict the seconds of reading the tokens from start to end; 0 before MIN_MEASUREMENTS measurements."""

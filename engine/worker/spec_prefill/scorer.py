@@ -18,7 +18,7 @@ import numpy as np
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.snapshot_boundaries import choose_boundaries
-from engine.core.spec_prefill.pace import Pace
+from engine.core.spec_prefill.pace import RETRY_FADE, Pace
 from engine.core.spec_prefill.plan import ScoreRequest
 from engine.protocol import Boundary, EngineFailed
 from engine.worker import memory
@@ -168,6 +168,9 @@ class Scorer:
         to_read = {other.digest: other for other in (job, *self._waiting, *self._running)}  # the same prompt but once
         total_s = sum(map(self._seconds_left, to_read.values()))
         if total_s > limit_s:
+            if not self.has_work:  # else the prompts in progress are measured
+                self._pace.lower()
+                self._look_s *= RETRY_FADE
             self._publish(job_id, self._late(job, total_s, f"with {len(to_read) - 1} other prompts in progress"))
         else:
             self._waiting.append(job)

@@ -49,3 +49,14 @@ def test_newer_measurements_outweigh_older_ones():
     for start, end in CHUNKS * 10:
         pace.record(start, end, 3e-3 * (end - start))
     assert pace.seconds(0, 8192) == pytest.approx(3e-3 * 8192, rel=0.05)
+
+
+def test_refused_prompts_lower_predictions_and_leave_later_measurements_alone():
+    pace = measured(1e-3, 1e-6, CHUNKS * 10)
+    before = pace.seconds(0, 8192)
+    for _ in range(10):
+        pace.lower()
+    assert pace.seconds(0, 8192) == pytest.approx(before * 0.98**10)
+    for start, end in CHUNKS * 10:
+        pace.record(start, end, 1e-3 * (end - start) + 1e-6 * (end * end - start * start) / 2)
+    assert pace.seconds(0, 8192) == pytest.approx(before, rel=0.05)

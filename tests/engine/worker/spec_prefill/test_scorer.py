@@ -65,12 +65,13 @@ class TokenClock(Clock):
     def __init__(self, look_s: float = 0.0):
         super().__init__()
         self._look_s = look_s
+        self.slowness = 1.0
 
     def before(self, note: Callable[[int, int], None]) -> Callable[[int, int], None]:
         """Return `note`, called after the time of its tokens has passed."""
 
         def timed(num_tokens: int, position: int) -> None:
-            self.advance(num_tokens * (1 + position / 1000) if num_tokens > 1 else self._look_s)
+            self.advance(self.slowness * (num_tokens * (1 + position / 1000) if num_tokens > 1 else self._look_s))
             note(num_tokens, position)
 
         return timed
@@ -374,6 +375,23 @@ def test_a_prompt_that_cannot_be_scored_in_time_is_refused_at_once(bench):
     one.add("b", prompt(240, seed=3))
     assert "b" in one.outcomes and "with 1 other prompts" in one.outcomes["b"].error, "not both together"
     assert one.run("a")[0].importance is not None
+
+
+@pytest.mark.parametrize("limit_s", [None, 1000.0])
+def test_prompts_refused_for_a_pace_from_a_busy_machine_are_scored_again_after_some_time(bench, limit_s):
+    clock = TokenClock()
+    one = bench(clock=clock, chunk_size=64, deadline_s=1000 if limit_s is None else 2000)
+    clock.slowness = 2.0
+    one.score("slow", prompt(300))
+    clock.slowness = 1.0
+    for number in range(40):
+        one.add(f"{number}", prompt(600, seed=1 + number), limit_s=limit_s)
+        if one.scorer.has_work:
+            break
+    assert 10 < number < 30, "predicted are 1560 s; 780 s are needed"
+    assert one.run(f"{number}")[0].importance is not None
+    one.add("next", prompt(600, seed=50), limit_s=limit_s)
+    assert one.run("next")[0].importance is not None
 
 
 def test_scoring_that_takes_longer_than_the_plan_saves_is_refused_at_once(bench):
