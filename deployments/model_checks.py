@@ -28,20 +28,25 @@ def check_model(args: AppArgs) -> None:
 
     Downloads the configuration of a hub repository, but not its weights. Raises EngineFailed.
     """
-    model = args.engine.model
-    model_dir = resolve_checkpoint(model, args.engine.revision, weights=False)
-    refuse_code(model_dir)
+    model_dir = _check_files(args.engine.model, args.engine.revision)
     config = read_config(model_dir)
     choose_context(args.engine, config)
     vocab_size(config)
-    if model == "demo" or Path(model).expanduser().is_dir():
-        check_weights(model_dir)
     if not media_kinds(model_dir, config):
         _check_text_only(args)
     if "system_policy" in args.http.changed():
         _check_system_policy(args, model_dir)
     if args.engine.draft_model is not None:
         _check_draft(args.engine.draft_model, model_dir)
+
+
+def _check_files(model: str, revision: str | None) -> Path:
+    """Return the model's directory; check its weights if they are on this machine."""
+    model_dir = resolve_checkpoint(model, revision, weights=False)
+    refuse_code(model_dir)
+    if model == "demo" or Path(model).expanduser().is_dir():
+        check_weights(model_dir)
+    return model_dir
 
 
 def _check_text_only(args: AppArgs) -> None:
@@ -67,11 +72,7 @@ def _check_draft(draft: DraftModelConfig, model_dir: Path) -> None:
     from engine.processing.tokenizer_match import why_different  # imports tokenizers
 
     try:
-        draft_dir = resolve_checkpoint(draft_of(draft.model), draft.revision, weights=False)
-        refuse_code(draft_dir)
-        if draft.model == "demo" or Path(draft.model).expanduser().is_dir():
-            check_weights(draft_dir)
-        difference = why_different(model_dir, draft_dir)
+        difference = why_different(model_dir, _check_files(draft_of(draft.model), draft.revision))
     except EngineFailed as error:
         raise EngineFailed(f"engine.draft_model {draft.model!r}: {error}") from error
     if difference is not None:

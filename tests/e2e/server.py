@@ -27,7 +27,7 @@ STOP_TIMEOUT_S = 60.0
 MAX_RUNNING, MAX_QUEUE, DRAIN_S, SPARSE_THRESHOLD = 4, 12, 20.0, 512
 """Settings of the small server. SPARSE_THRESHOLD: tokens."""
 SCORING_DEADLINE_S = 110.0
-"""Of the small server: beside other processes of tests a draft reads at a tenth of its speed."""
+"""`spec_prefill.deadline_s` of the small server. Other test processes on its cores can make scoring 10 times slower."""
 
 SERVE_RUN, ORCHARD_SERVE = ("serve", "run"), ("orchard", "serve")
 
