@@ -1,4 +1,12 @@
-"""Ray reads its environment when it is imported: what `serve` and `ray` get when they start, the tests get here.
+"""Two sets of tests: the gate, which `pytest` runs, and the night, which holds all tests: `pytest --night`.
+
+A test is in the night alone if it has the mark `night`, which gives the reason:
+
+    @pytest.mark.night("one family of each cache layout runs in the gate")
+
+A file whose `pytestmark` has the mark is not even imported by the gate.
+
+Ray reads its environment when it is imported: what `serve` and `ray` get when they start, the tests get here.
 
 With several processes of tests (pytest -n) each computes on one core: products that wait for a thread which another
 process keeps from running take ten times as long. Run alone, tests compute with as many threads as a server.
@@ -6,6 +14,7 @@ process keeps from running take ten times as long. Run alone, tests compute with
 
 import gc
 import os
+import re
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -13,14 +22,31 @@ from typing import Any
 import pytest
 
 from deployments.serve_run.environment import set_defaults
-
-FOLDERS = {mark: Path(__file__).parent / folder for mark, folder in (("server", "e2e"), ("cluster", "cluster"))}
+from tests.schedule.durations import Recorder, longest_first, recorded
 
 set_defaults()
 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 pytest_plugins = ["tests.support.demo_model"]
+
+_NIGHT_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.night\(", re.MULTILINE)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--night", action="store_true", help="run all tests, also those with the mark `night`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(), "durations")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of the night without importing them."""
+    if config.option.night or not collection_path.match("test_*.py"):
+        return None
+    return True if _NIGHT_FILE.search(collection_path.read_text()) else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -40,17 +66,19 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Group the tests with servers; others are only distributed by `--dist load`."""
-    if config.getvalue("dist") != "loadscope":
-        return None
-    from tests.server_groups import ServerGroupScheduling  # without pytest-xdist it cannot be imported
+    from tests.schedule.longest_first import LongestFirstScheduling  # without pytest-xdist it cannot be imported
 
-    return ServerGroupScheduling(config, log)
+    return LongestFirstScheduling(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a test that the commands in README.md would not find, as they name the folder of each mark."""
-    for mark, folder in FOLDERS.items():
-        lost = [item.nodeid for item in items if item.get_closest_marker(mark) and folder not in item.path.parents]
-        if lost:
-            raise pytest.UsageError(f"tests with the mark {mark} belong in {folder}: {lost}")
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of the night unless they are asked for, and order the groups of tests by recorded seconds."""
+    chosen: list[pytest.Item] = []
+    deselected: list[pytest.Item] = []
+    for item in items:
+        mark = item.get_closest_marker("night")
+        if mark is not None and not (len(mark.args) == 1 and isinstance(mark.args[0], str)):
+            raise pytest.UsageError(f"{item.nodeid}: the mark `night` needs its reason")
+        (deselected if mark is not None and not config.option.night else chosen).append(item)
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = longest_first(chosen, recorded())

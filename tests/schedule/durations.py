@@ -1,0 +1,88 @@
+"""Seconds of the tests: every run records them, and the scheduler orders groups by those of tests/durations.json.
+
+    uv run python -m tests.schedule.durations
+
+puts the seconds of the last run there. They include fixtures: a server's start counts for the first test that uses it.
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.schedule.groups import group_of
+
+ROOT = Path(__file__).parents[2]
+LAST_RUN = ROOT / ".durations.json"
+"""Of each test of the last run; not committed."""
+COMMITTED = ROOT / "tests" / "durations.json"
+UNKNOWN_S = 60.0
+"""For a group that was never recorded: it starts early, as it may be long."""
+
+
+class Recorder:
+    """Plugin that adds up the seconds of each test's set-up, call and tear-down, and writes them when the run ends."""
+
+    def __init__(self, path: Path = LAST_RUN):
+        self._path = path
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if type(report) is pytest.TestReport:  # a subtest's seconds are part of its test's
+            self._seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        if self._seconds:
+            write(self._path, self._seconds)
+
+
+def write(path: Path, seconds: Mapping[str, float]) -> None:
+    """Write seconds by name, the largest first, one a line."""
+    ordered = sorted(seconds.items(), key=lambda pair: (-pair[1], pair[0]))
+    path.write_text(json.dumps({name: round(s, 2) for name, s in ordered}, indent=0) + "\n")
+
+
+def by_group(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Add up the seconds of tests by group."""
+    groups: dict[str, float] = defaultdict(float)
+    for node_id, s in seconds.items():
+        groups[group_of(node_id)] += s
+    return dict(groups)
+
+
+def recorded() -> dict[str, float]:
+    """Return the committed seconds by group."""
+    return json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
+
+
+def longest_first(items: Sequence[pytest.Item], seconds: Mapping[str, float]) -> list[pytest.Item]:
+    """Order tests by the seconds of their groups, those of one group as they were collected."""
+
+    def rank(item: pytest.Item) -> tuple[float, str]:
+        group = group_of(item.nodeid)
+        return -seconds.get(group, UNKNOWN_S), group
+
+    return sorted(items, key=rank)
+
+
+def refreshed(old: Mapping[str, float], run: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds by group after a run, which may be of some groups only; files that are gone leave."""
+    groups = {**old, **by_group(run)}
+    return {group: s for group, s in groups.items() if not group.endswith(".py") or (ROOT / group).exists()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, nargs="?", default=LAST_RUN, help="what a run has recorded")
+    run = json.loads(parser.parse_args(arguments).run.read_text())
+    groups = refreshed(recorded(), run)
+    write(COMMITTED, groups)
+    sys.stdout.write(f"{len(run)} tests, {sum(run.values()):.0f} s; {COMMITTED.name}: {sum(groups.values()):.0f} s\n")
+
+
+if __name__ == "__main__":
+    main()
