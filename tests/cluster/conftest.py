@@ -6,7 +6,6 @@ import shutil
 import signal
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,8 @@ import pytest
 
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # before Ray is imported; nodes inherit it
 
-with warnings.catch_warnings():  # see tests/deployments/conftest.py
-    warnings.filterwarnings("ignore", message="Using extra keyword arguments on `Field`", category=DeprecationWarning)
-    import ray
-    from ray import serve
-
+import ray
+from ray import serve
 from ray.cluster_utils import Cluster
 
 from deployments.app import AppArgs, build_app

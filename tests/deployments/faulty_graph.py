@@ -164,24 +164,22 @@ class Handle(FakeHandle):
 class Graph:
     """replicas: by name. num_slots: of engine and scorer, held now. calls: that run now."""
 
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, **engine: Any):
+    def __init__(self, args: AppArgs, monkeypatch: pytest.MonkeyPatch):
         self.faults = Faults()
         self.replicas: dict[str, Any] = {}
         self.num_slots = 0
         self.calls: set[asyncio.Task[Any]] = set()
-        self._given = {"model": str(path), "memory": {"min_available_gb": 0}, **engine}
+        self._args = args
         info = {"node_id": NODE, "replica_id": "r", "pid": 7}
         for module in (model_replica, spec_prefill, ingress):
             monkeypatch.setattr(module, "replica_info", lambda: info)
         monkeypatch.setattr(async_engine, "AsyncEngine", lambda config: FaultyEngine(config, self.faults, load_runner))
 
     async def start(self) -> None:
-        config = EngineConfig.model_validate(self._given)
-        sparse = SpecPrefillConfig(enabled=True, draft_model=config.model, deadline_s=2.0)
+        config, sparse = self._args.engine, self._args.spec_prefill
         self.replicas["engine"] = await make(ModelReplica, config)
         self.replicas["scorer"] = await make(SpecPrefillScorer, sparse, config)
         handles = Handle(self, "engine"), Handle(self, "scorer")
-        self._args = AppArgs(engine=config, spec_prefill=sparse, served_model_name=MODEL)
         self.replicas["text"] = await make(TextMTP, self._args, *handles)
         self.replicas["mllm"] = await make(MLLM, self._args, *handles)
         self.app = await self.ingress()
@@ -315,7 +313,10 @@ class Bench:
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, **engine: Any):
         self._loop = asyncio.Runner()
-        self.graph = Graph(path, monkeypatch, **engine)
+        config = EngineConfig.model_validate({"model": str(path), "memory": {"min_available_gb": 0}, **engine})
+        sparse = SpecPrefillConfig(enabled=True, draft_model=config.model, deadline_s=2.0)
+        args = AppArgs(engine=config, spec_prefill=sparse, served_model_name=MODEL)
+        self.graph = Graph(args, monkeypatch)
         self.faults = self.graph.faults
         self._loop.run(self.graph.start())
 

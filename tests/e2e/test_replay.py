@@ -15,7 +15,7 @@ import pytest
 from deployments.http.errors import InvalidRequest
 from deployments.http.parsed_request import ReadingRules
 from deployments.http.request_reader import read_request
-from tests.e2e.clients.captured import Captured, Filling, fill, load
+from tests.e2e.clients.captured import Captured, Filling, distinct, fill, load
 from tests.e2e.pictures import image_part, shape
 
 REFUSED = {
@@ -48,27 +48,6 @@ DIALECTS: dict[str, Any] = {
 }
 
 CAPTURED = load()
-
-
-def paths(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path and type of every value in a body, without indices."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from paths(item, f"{path}.{name}")
-    elif isinstance(value, list):
-        for item in value:
-            yield from paths(item, f"{path}[]")
-    else:
-        yield path, type(value).__name__
-
-
-def distinct(client: str) -> list[Captured]:
-    """Return the requests of a client that differ in fields or types of values; the first one of each kind."""
-    kinds: dict[Any, Captured] = {}
-    for captured in CAPTURED:
-        if captured.client == client:
-            kinds.setdefault((captured.method, captured.path, frozenset(paths(captured.body))), captured)
-    return list(kinds.values())
 
 
 PNG = base64.b64decode(image_part(shape("red", "circle"))["image_url"]["url"].partition(",")[2])

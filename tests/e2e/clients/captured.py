@@ -7,8 +7,9 @@ the file; types, enums, numbers, empty strings and the order of keys are as sent
 import gzip
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,30 @@ class Filling:
     """Longer texts are cut, as an answer of the demo model on a CPU waits for its prompt."""
 
 
-def load() -> list[Captured]:
-    return [Captured(**json.loads(line)) for line in gzip.decompress(PATH.read_bytes()).splitlines()]
+@cache
+def load() -> tuple[Captured, ...]:
+    return tuple(Captured(**json.loads(line)) for line in gzip.decompress(PATH.read_bytes()).splitlines())
+
+
+def paths(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the path and type of every value in a body, without indices."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from paths(item, f"{path}.{name}")
+    elif isinstance(value, list):
+        for item in value:
+            yield from paths(item, f"{path}[]")
+    else:
+        yield path, type(value).__name__
+
+
+def distinct(client: str) -> list[Captured]:
+    """Return the requests of a client that differ in fields or types of values; the first one of each kind."""
+    kinds: dict[Any, Captured] = {}
+    for captured in load():
+        if captured.client == client:
+            kinds.setdefault((captured.method, captured.path, frozenset(paths(captured.body))), captured)
+    return list(kinds.values())
 
 
 def fill(body: Any, filling: Filling) -> Any:

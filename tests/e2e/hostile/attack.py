@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -22,13 +21,17 @@ class Outcome:
     lasted_s: float
 
 
-async def attack(base_url: str, rows: Sequence[Row]) -> dict[str, Outcome]:
-    """The outcome of each row by its name. Never raises for what the server does."""
+async def attack(
+    base_url: str, rows: Sequence[Row], transport: httpx.AsyncBaseTransport | None = None
+) -> dict[str, Outcome]:
+    """Return the outcome of each row by its name. Never raises for what the server does.
+
+    transport: of well-formed requests; None for connections to the server.
+    """
     url = urlsplit(base_url)
     outcomes: dict[str, Outcome] = {}
-    async with AsyncExitStack() as stack:
-        limits = httpx.Limits(max_connections=AT_ONCE + 4, max_keepalive_connections=AT_ONCE)
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=base_url, limits=limits, timeout=150))
+    limits = httpx.Limits(max_connections=AT_ONCE + 4, max_keepalive_connections=AT_ONCE)
+    async with httpx.AsyncClient(base_url=base_url, limits=limits, timeout=150, transport=transport) as http:
         target = Target(url.hostname or "", url.port or 80, http)
 
         async def send(rows: Sequence[Row]) -> None:
