@@ -187,6 +187,7 @@ def _steps(runner: Runner, drafts: Drafts) -> None:
 
 def _peak(work: Callable[[], object]) -> int:
     """Return the peak bytes in use during the work."""
+    mx.synchronize()  # what earlier work leaves is freed only then, and would count as this one's
     mx.clear_cache()
     mx.reset_peak_memory()
     work()

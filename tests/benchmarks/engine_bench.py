@@ -7,7 +7,7 @@ Every round runs every arm once, in an order of its own, so that a slow minute o
 Requests have no stop tokens. Without --mtp nothing is drafted, and each gives exactly --output-tokens.
 
 --mtp compares plain decoding with 1, 2 and 3 drafts per step and with as many as the engine chooses, by task
-(tests/benchmarks/tasks.py). Each arm of each task and batch size keeps its engine: `auto` makes its first trials in the
+(tests/support/tasks.py). Each arm of each task and batch size keeps its engine: `auto` makes its first trials in the
 round before the first, which does not count; later trials do. Rates are of steps in which all rows run: from when the
 last has joined until the first has --tokens, fewer than its right answer has, as drafts behind an answer's end mean
 nothing. All arms of a round see the same prompts and must give the same tokens; ratios are within a round.
@@ -46,7 +46,7 @@ from engine.worker.model_runner import MLXRunner
 from engine.worker.prefill import Prompt, first_tokens
 from tests.benchmarks.measure import Spread, heading, percentile, provenance, table
 from tests.benchmarks.serve_bench import text_content
-from tests.benchmarks.tasks import TASKS, requests
+from tests.support.tasks import TASKS, requests
 
 MAX_ROWS = 1024
 DRAFT_ARMS: dict[str, Any] = {

@@ -28,8 +28,8 @@ from typing import Any
 import httpx
 
 from tests.benchmarks.measure import Spread, heading, provenance, table
-from tests.benchmarks.sse import Answer, answer, completions_url, exchange, post, run
 from tests.e2e.server import serve_run
+from tests.support.sse import Answer, answer, completions_url, exchange, post, run
 
 TIMEOUT_S = 120.0
 MAX_TOKENS = 96

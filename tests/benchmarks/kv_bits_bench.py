@@ -39,10 +39,10 @@ from engine.worker.mtp import MTPHead
 from engine.worker.quantized_kv import UNQUANTIZED_BITS, format_of
 from tests.benchmarks.measure import Spread, heading, table
 from tests.benchmarks.step_bench import SHAPES, text_config
-from tests.benchmarks.tasks import TASKS
 from tests.demo_model.tasks.sample import END_OF_TURN, Sample, prompt_and_answer
 from tests.demo_model.world.draws import Draws
 from tests.support.driver import Driver
+from tests.support.tasks import TASKS
 
 NAMES = {"needles": "needles", "tools": "tools", "json": "json", "sentences": "sampled"}
 """The tasks here, and their names in TASKS."""

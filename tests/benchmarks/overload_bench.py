@@ -20,8 +20,8 @@ from typing import Any
 
 from tests.benchmarks.measure import Spread, heading, provenance, table
 from tests.benchmarks.overload_figures import Round, arrivals, figures, summary
-from tests.benchmarks.sse import Exchange, completions_url, exchange, post, run
 from tests.e2e.server import serve_run
+from tests.support.sse import Exchange, completions_url, exchange, post, run
 
 ANIMALS = ("fox", "cat", "dog", "owl", "bear", "frog", "duck", "horse")
 TIMEOUT_S = 120.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.benchmarks.measure import Spread, percentile
-from tests.benchmarks.sse import Answer, Exchange, answer, response
+from tests.support.sse import Answer, Exchange, answer, response
 
 REFUSED = (429, 503)
 

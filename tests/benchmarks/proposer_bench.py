@@ -8,7 +8,7 @@ second are those after the last request's first token. What a head or a draft mo
 prompts too, is given apart, as a factor. In float32 on a CPU all arms give equal answers; elsewhere kernels round
 differently with the number of tokens.
 
-Tasks are those of tasks.py, and `edits`: a prompt with a Python module of this repository, and as the answer the same
+Tasks are those of tests/support/tasks.py, and `edits`: a prompt with a Python module of this repository, and as the answer the same
 module with one name replaced. The demo model cannot edit code, so a matcher allows only the answer's next token: every
 step is computed, verified and accepted as usual, but what is copied is given by a real edit.
 """
@@ -31,8 +31,8 @@ from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.benchmarks.measure import ROOT, Spread
-from tests.benchmarks.tasks import TASKS, requests
 from tests.support.driver import Driver
+from tests.support.tasks import TASKS, requests
 
 OFF: dict[str, Any] = {"mtp": "off", "prompt_lookup": "off", "prefix_cache": {"enabled": False}}
 DRAFT_MODEL = {"model": "demo", "limits": "auto"}

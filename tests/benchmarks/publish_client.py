@@ -14,7 +14,7 @@ import time
 import httpx
 
 from tests.benchmarks.measure import CpuMeter
-from tests.benchmarks.sse import Exchange, answer, completions_url, exchange, post, run
+from tests.support.sse import Exchange, answer, completions_url, exchange, post, run
 
 SPREAD_S = 1.0
 """The streams begin one after the other within this time."""

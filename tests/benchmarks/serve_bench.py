@@ -25,7 +25,7 @@ import psutil
 from PIL import Image, ImageDraw
 
 from tests.benchmarks.measure import CpuMeter, heading, percentile, provenance, table
-from tests.benchmarks.sse import Answer, Exchange, answer, completions_url, exchange, post, run
+from tests.support.sse import Answer, Exchange, answer, completions_url, exchange, post, run
 
 ANIMALS = ("fox", "cat", "dog", "owl", "bear", "frog", "duck", "horse")
 COLORS = ("red", "green", "blue", "yellow", "orange", "purple", "black", "white")

@@ -10,6 +10,8 @@ import pytest
 from tests.benchmarks.agents_sim import LOADS, Circle, Clients, Head, Load, Priorities, Together, figures, run
 from tests.benchmarks.sim_runner import H200_27B, MAC_4B, MAC_27B, MACHINES, Ask, Simulation
 
+pytestmark = pytest.mark.night("it tests a tool of the developers, not the server")
+
 SMALL: dict[str, Load] = {name: replace(load, turns=2) for name, load in LOADS.items()} | {
     "clients": Clients(answer_tokens=4_000),
     "head": Head(answer_tokens=6_000),

@@ -8,7 +8,9 @@ from tests.benchmarks.engine_bench import Arm, Row, conditions, figures
 from tests.benchmarks.measure import CpuTrace, Spread, percentile, table
 from tests.benchmarks.publish_figures import engine_cost, latencies_ms
 from tests.benchmarks.serve_bench import Workload, is_loopback, plan, summary
-from tests.benchmarks.sse import Answer, Exchange, answer, events, response
+from tests.support.sse import Answer, Exchange, answer, events, response
+
+pytestmark = pytest.mark.night("it tests a tool of the developers, not the server")
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 

@@ -2,7 +2,11 @@
 
 import asyncio
 
+import pytest
+
 from tests.benchmarks.long_context import CONTEXT, make_model, measure
+
+pytestmark = pytest.mark.night("it tests a tool of the developers, not the server")
 
 
 def test_a_long_conversation_stays_within_the_books_and_its_next_turn_hits_the_cache(tmp_path):

@@ -4,7 +4,9 @@ import random
 import pytest
 
 from tests.benchmarks.overload_figures import Refusal, Round, arrivals, figures, header, summary, tokens_between
-from tests.benchmarks.sse import Answer, Exchange
+from tests.support.sse import Answer, Exchange
+
+pytestmark = pytest.mark.night("it tests a tool of the developers, not the server")
 
 EVENT = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":8}}\n\ndata: [DONE]\n\n'

@@ -2,8 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
+
 from engine.config import EngineConfig
 from tests.benchmarks.parity import Case, rows_of, zoo_cases
+
+pytestmark = pytest.mark.night("it tests a tool of the developers, not the server")
 
 
 def statuses(case: Case) -> list[str]:

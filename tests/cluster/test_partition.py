@@ -181,6 +181,15 @@ def engine_of(status: dict[str, Any], node: Node) -> dict[str, Any]:
     return found["engine"]
 
 
+def test_each_deployment_has_one_replica_on_each_node_and_no_planner_loads_mlx(nodes: TwoNodes):
+    for asked in (nodes.near, nodes.far):
+        status = asked.get("/v1/status")
+        for deployment in ("ingress", "engines", "text", "mllm"):
+            found = [replica["node_id"] for replica in status[deployment]]
+            assert sorted(found) == sorted(node.node_id for node in (nodes.near, nodes.far)), deployment
+        assert not any(replica["has_mlx"] for name in ("ingress", "text", "mllm") for replica in status[name])
+
+
 def test_both_nodes_give_the_same_answers_over_http(nodes: TwoNodes):
     picture = about("What is in the image?", image_part(shape("red", "circle")))
     for messages in (QUESTION, picture):

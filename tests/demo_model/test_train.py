@@ -36,6 +36,8 @@ from tests.demo_model.vision import VisionConfig
 from tests.demo_model.world.draws import Draws
 from tests.support.driver import Driver
 
+pytestmark = pytest.mark.night("it tests a tool of the developers, not the server")
+
 TINY = ModelConfig(
     layers=LayerConfig(64, 128, num_heads=2, num_kv_heads=1, head_dim=32, linear_heads=2, linear_head_dim=32),
     num_layers=4,

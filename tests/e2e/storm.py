@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import SplitResult
 
-from tests.benchmarks.sse import completions_url, post
-from tests.benchmarks.sse import run as run_loop
 from tests.e2e.storm_requests import NO_REPLY, Ask, Reply, check_answer, make_ask, read_reply
+from tests.support.sse import completions_url, post
+from tests.support.sse import run as run_loop
 
 MAX_CLIENTS = 48
 LEAVING = 0.4

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
-from tests.benchmarks.sse import events
 from tests.demo_model.tasks.retrieval import retrieval
 from tests.demo_model.world.draws import Draws
 from tests.e2e.pictures import about, image_part, shape
+from tests.support.sse import events
 
 QUESTIONS = (
     "What is 12 + 30?",

@@ -40,6 +40,7 @@ def broken_weights(config: dict[str, Any], directory: Path) -> None:
 
 
 @pytest.mark.server
+@pytest.mark.night("a start of Ray; tests/deployments/test_model_checks.py has the same check")
 def test_weights_that_cannot_be_read_end_the_server_with_the_reason(tmp_path: Path):
     with serve_run(lambda config: broken_weights(config, tmp_path)) as server:
         reason = reason_of(server)

@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.benchmarks.sse import completions_url
 from tests.e2e.pictures import about, image_part, shape
 from tests.e2e.server import MAX_QUEUE, MAX_RUNNING, START_TIMEOUT_S, ServeRun
 from tests.e2e.storm import Talk, engine_of, hold, unrest
 from tests.e2e.storm_requests import NO_REPLY, Ask, Reply, check_answer, needle_text, read_reply
+from tests.support.sse import completions_url
 
 pytestmark = pytest.mark.server
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 if TYPE_CHECKING:
     from schemathesis import APIOperation, Case  # it takes seconds to import
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.night("the gate freezes the document and tries its examples")]
 
 NUM_EXAMPLES = 12
 """Examples of each operation, valid and invalid ones."""

@@ -19,6 +19,7 @@ from tests.demo_model.world.draws import Draws
 from tests.e2e.server import ServeRun
 
 pytestmark = pytest.mark.server
+planned_alike = pytest.mark.night("tests/deployments/test_sparse_planner.py decides the same without a server")
 
 VERY_LONG = 10_000
 """Tokens; the draft reads them for seconds."""
@@ -137,6 +138,7 @@ def test_usage_of_a_stream_reports_the_sparse_prefill_of_the_whole_answer(client
     assert streamed["skipped_tokens"] == found["skipped_tokens"] and is_sparse(last)
 
 
+@planned_alike
 def test_keep_of_a_request_decides_how_many_tokens_are_skipped(client: openai.OpenAI):
     messages, _ = needle(seed=2)
     skipped = []
@@ -147,6 +149,7 @@ def test_keep_of_a_request_decides_how_many_tokens_are_skipped(client: openai.Op
     assert skipped[0] > 1.4 * skipped[1] > 0
 
 
+@planned_alike
 def test_request_with_specprefill_false_is_prefilled_densely(client: openai.OpenAI):
     messages, right = needle(seed=3)
     answer = ask(client, messages, {"specprefill": False})
@@ -154,6 +157,7 @@ def test_request_with_specprefill_false_is_prefilled_densely(client: openai.Open
     assert answer.choices[0].message.content == right
 
 
+@planned_alike
 def test_prompt_below_the_threshold_has_a_report_only_on_request(client: openai.OpenAI):
     messages, _ = needle(300)
     assert report(ask(client, messages)) is None
@@ -190,6 +194,7 @@ def test_invalid_keep_is_refused_by_name(client: openai.OpenAI, extra: dict[str,
     assert refused.value.param == "specprefill_keep_pct"
 
 
+@planned_alike
 def test_prompt_with_a_grammar_is_dense_with_the_reason_unless_sparse_on_request(client: openai.OpenAI):
     messages, _ = needle(seed=6)
     grammar: dict[str, Any] = {

@@ -20,7 +20,7 @@ from tests.e2e.server import ServeRun, serve_run
 from tests.e2e.storm import Books, Visit, engine_of, plan_storm, run_storm, unrest
 from tests.e2e.storm_requests import KINDS, SPARSE_TOKENS, one_of_each
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.night("the gate abandons requests in test_cancel and test_hostile")]
 
 NUM_REQUESTS = int(os.environ.get("ORCHARD_STORM_REQUESTS", "300"))
 SEED = 7

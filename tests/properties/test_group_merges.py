@@ -25,7 +25,7 @@ def merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("first_seed", [0, 10])
+@pytest.mark.parametrize("first_seed", [0, pytest.param(10, marks=pytest.mark.night("the same with other seeds"))])
 def test_a_conversation_gets_the_tokens_of_an_engine_without_merges(runners, merges: list[int], first_seed: int):  # noqa: F811
     num_cached = 0
     for seed in range(first_seed, first_seed + 10):

@@ -25,7 +25,6 @@ from engine.config import EngineConfig
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.mtp import MTPHead
-from tests.benchmarks.tasks import RETRIEVAL, prompts
 from tests.support.conversations import (
     LENGTHS,
     Answer,
@@ -39,6 +38,7 @@ from tests.support.conversations import (
 from tests.support.demo_model import DEMO, DRAFT
 from tests.support.driver import Driver
 from tests.support.schedules import Unruly
+from tests.support.tasks import RETRIEVAL, prompts
 
 NUM_SCHEDULES = int(os.environ.get("ORCHARD_SCHEDULES", "0"))
 NUM_SPECIMENS = 40
@@ -83,7 +83,7 @@ def bench_of(tiny_model: Callable[..., Path], runner: MLXRunner, text_runner: ML
 def test_a_hit_gives_the_same_answer_as_a_miss_under_random_traffic(bench_of, name):
     """In CI always the same schedules, and different ones for each model."""
     bench: Bench = bench_of(name)
-    num_schedules = max(6, int((NUM_SCHEDULES or 40) * (KINDS[name].share if name in KINDS else 0.05)))
+    num_schedules = max(4, int((NUM_SCHEDULES or 25) * (KINDS[name].share if name in KINDS else 0.05)))
     start = random.randrange(2**32) if NUM_SCHEDULES else zlib.crc32(name.encode())
     for number in range(start, start + num_schedules):
         traffic = random_traffic(random.Random(number), NUM_SPECIMENS, bench.snapshot_gb)

@@ -24,7 +24,7 @@ from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 
-NUM_STEPS = int(os.environ.get("ORCHARD_SOAK_STEPS", "1200"))
+NUM_STEPS = int(os.environ.get("ORCHARD_SOAK_STEPS", "900"))
 NUM_STRETCHES = 6
 NUM_QUIET = 130  # steps in which nobody comes or goes: a lazy graph can only grow then
 MAX_ROWS = 5

@@ -23,7 +23,6 @@ from engine.core.spec_prefill.plan import ScoreRequest, find_anchors, make_plan
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.mtp import MTPHead
-from tests.benchmarks.tasks import RETRIEVAL, prompts
 from tests.properties import test_batch_invariants
 from tests.support import conversations
 from tests.support.conversations import Answer, cache_config, compare_logprobs, plain_tokens, random_traffic
@@ -41,6 +40,7 @@ from tests.support.sparse_prompts import (
     with_plan,
     with_random_plan,
 )
+from tests.support.tasks import RETRIEVAL, prompts
 
 NUM_SPECIMENS = 40
 

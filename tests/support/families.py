@@ -1,6 +1,7 @@
 """The zoo's table: one tiny configuration per model family that mlx_vlm loads, with the caches that its layers have."""
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 VOCAB_SIZE = 512
@@ -137,6 +138,13 @@ class Family:
         """Class names of the layers' caches, one per layer."""
         split = [one.partition("*") for one in self.caches.split()]
         return [name for name, _, count in split for _ in range(int(count or 1))]
+
+    @property
+    def layout(self) -> tuple[tuple[str, ...], bool, bool]:
+        """The kinds of caches in the order of the layers, whether there are experts, whether weights are quantized."""
+        kinds = tuple(name for name, _ in groupby(self.cache_names))
+        has_experts = not {"num_experts", "num_local_experts", "n_routed_experts"}.isdisjoint(self.config)
+        return kinds, has_experts, self.quantization is not None
 
 
 def text(model_type: str, *more: dict[str, Any], **changes: Any) -> dict[str, Any]:

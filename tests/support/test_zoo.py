@@ -16,6 +16,8 @@ from mlx.utils import tree_flatten
 from tests.support.families import FAMILIES, UNSOUND
 from tests.support.zoo import Turn, conversation, empty_cache, incremental_greedy, load, make, prompt
 
+pytestmark = pytest.mark.night("it tests mlx_vlm and mlx_lm, whose versions are pinned: nothing of Orchard")
+
 LOGPROB_TOLERANCE = 1e-3  # chunks of 7 tokens change logprobs of granitemoehybrid by 1e-4
 LOGIT_TOLERANCE = 1e-3  # between the two libraries, of logits of size 9
 UNLIKE_MLX_LM = {

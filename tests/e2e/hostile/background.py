@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult
 
-from tests.benchmarks.sse import Answer, answer, completions_url, exchange, post
 from tests.e2e.server import ROOT
+from tests.support.sse import Answer, answer, completions_url, exchange, post
 
 QUESTIONS = {"What is 12 + 30?": "42", "Tell me a story.": ""}
 """And what must be in the answer, which is always the same one."""

@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any, cast
 
-from tests.benchmarks.sse import events
+from tests.support.sse import events
 
 SECRETS = (b"Traceback", b"site-packages", b"/work/", b"/tmp/", b"ray::", b"object at 0x", b"pydantic.dev")
 """Internals of the server that an error must not contain: code, paths, libraries."""

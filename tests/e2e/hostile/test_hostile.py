@@ -1,4 +1,4 @@
-"""Every row of the table against a server that streams ordinary answers meanwhile, and what is left of it: nothing.
+"""Rows of the table against a server that streams ordinary answers meanwhile, and what is left of it: nothing.
 
 -s prints the figures. Rows can be chosen with -k.
 """
@@ -15,15 +15,17 @@ import pytest
 from tests.e2e.hostile.attack import Outcome, attack
 from tests.e2e.hostile.background import Background, Seen
 from tests.e2e.hostile.processes import MIB, Peaks, ProcessFigures, find_processes, look_at
-from tests.e2e.hostile.rows import Row
+from tests.e2e.hostile.rows import Http, Row
 from tests.e2e.hostile.table import GROUPS, TABLE
 from tests.e2e.logs import complaints, read_logs
 from tests.e2e.pictures import about, image_part, shape
-from tests.e2e.server import ServeRun
+from tests.e2e.server import Server
 from tests.e2e.storm import unrest
+from tests.support.night import some_at_night
 
 pytestmark = pytest.mark.server
 
+IN_ONE_PROCESS = "the gate sends it to the graph in one process: tests/golden/test_golden.py"
 NUM_ROWS = 150
 SETTLE_S = 60.0
 MAX_GAP_S = 30.0
@@ -32,6 +34,15 @@ MAX_GROWTH = 400 * MIB
 """Growth of a process that has decoded, tokenized and parsed the largest inputs: malloc keeps some of it for later."""
 MAX_NEW_FDS = 24
 MAX_NEW_WORKERS = 4
+
+
+def over_http() -> list[Row]:
+    """The rows that need connections of their own, and the first of each limit."""
+    first_of_limit = {row.limit: row for row in reversed(TABLE)}.values()
+    return [row for row in TABLE if not isinstance(row.request, Http) or row in first_of_limit]
+
+
+OVER_HTTP = over_http()
 
 
 @dataclass(frozen=True)
@@ -80,11 +91,11 @@ def settled(http: httpx.Client) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def aftermath(server: ServeRun, http: httpx.Client, request: pytest.FixtureRequest) -> Iterator[Aftermath]:
+def aftermath(server: Server, http: httpx.Client, request: pytest.FixtureRequest) -> Iterator[Aftermath]:
     chosen = [item.callspec.params["row"] for item in request.session.items if _is_row(item)]  # pyright: ignore
     warm_up(http)
     status = at_rest(http)
-    processes = find_processes(status, server.process.pid)
+    processes = find_processes(status, server.pid)
     before, logs = look_at(processes, status), read_logs(server, server.ray_dir)
     background, peaks = Background(server.base_url), Peaks(processes)
     peaks.start()
@@ -120,7 +131,7 @@ def test_table_of_hostile_requests_is_long_and_has_unique_names():
     assert len(set(names)) == len(names), [name for name in names if names.count(name) > 1]
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", some_at_night(TABLE, OVER_HTTP, IN_ONE_PROCESS), ids=lambda row: row.name)
 def test_hostile_request_gets_the_expected_answer(row: Row, aftermath: Aftermath):
     row.check(aftermath.outcomes[row.name].replies)
 
@@ -136,9 +147,9 @@ def test_server_is_idle_and_ready_after_hostile_requests(aftermath: Aftermath, h
     assert http.get("/health/ready").status_code == 200
 
 
-def test_processes_survive_hostile_requests_without_growth(aftermath: Aftermath, http: httpx.Client, server: ServeRun):
+def test_processes_survive_hostile_requests_without_growth(aftermath: Aftermath, http: httpx.Client, server: Server):
     status = at_rest(http)
-    before, after = aftermath.before, look_at(find_processes(status, server.process.pid), status)
+    before, after = aftermath.before, look_at(find_processes(status, server.pid), status)
     assert {name: held.pid for name, held in after.items()} == {name: held.pid for name, held in before.items()}
     grown = {name: f"{before[name]} -> {held}" for name, held in after.items()}
     for name, held in after.items():
@@ -147,7 +158,7 @@ def test_processes_survive_hostile_requests_without_growth(aftermath: Aftermath,
         assert held.num_workers < before[name].num_workers + MAX_NEW_WORKERS, grown
 
 
-def test_logs_have_no_error_after_hostile_requests(aftermath: Aftermath, server: ServeRun):
+def test_logs_have_no_error_after_hostile_requests(aftermath: Aftermath, server: Server):
     assert not (found := complaints(read_logs(server, server.ray_dir), aftermath.logs_before)), found[0]
 
 

@@ -20,6 +20,7 @@ from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.driver import Driver
 from tests.support.families import FAMILIES
+from tests.support.night import some_at_night
 from tests.support.sparse_prompts import with_plan
 from tests.support.zoo import Turn, conversation, load, make
 
@@ -28,6 +29,16 @@ NO_CACHE = {"prefix_cache": {"enabled": False}}
 
 _chosen = os.environ.get("ORCHARD_FAMILIES", "")
 CHOSEN = tuple(_chosen.split(",")) if _chosen else tuple(FAMILIES)
+LAYOUTS = {FAMILIES[name].layout: name for name in reversed(CHOSEN)}
+"""Layout -> the first family that has it."""
+
+every_family = pytest.mark.parametrize("served", CHOSEN, indirect=True, scope="module")
+one_family_of_each_layout = pytest.mark.parametrize(
+    "served",
+    some_at_night(CHOSEN, set(LAYOUTS.values()), "the gate runs one family of each layout"),
+    indirect=True,
+    scope="module",
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class Served:
         np.testing.assert_allclose(logprobs, answer.logprobs, atol=LOGPROB_TOLERANCE)
 
 
-@pytest.fixture(scope="module", params=CHOSEN)
+@pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     """Runners are never closed: that would take the main thread's streams from the tests that follow.
 
@@ -64,6 +75,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Served(load_runner(config, lambda progress: None), turns)
 
 
+@one_family_of_each_layout
 @pytest.mark.parametrize("chunk", [16, 23])
 def test_request_alone_gets_the_tokens_of_forwards_without_any_state(served, chunk):
     """chunk: most prompt tokens per step."""
@@ -73,6 +85,7 @@ def test_request_alone_gets_the_tokens_of_forwards_without_any_state(served, chu
         served.check(driver, turn)
 
 
+@one_family_of_each_layout
 @pytest.mark.parametrize("chunk", [3, 9])
 def test_prompt_may_be_cut_into_chunks_shorter_than_a_window(served, chunk):
     row = Request(served.request("first"))
@@ -83,6 +96,7 @@ def test_prompt_may_be_cut_into_chunks_shorter_than_a_window(served, chunk):
     assert output.first[row.id].token_ids == tuple(served.turns["first"].answer.tokens[:1])
 
 
+@every_family
 def test_request_in_a_batch_gets_the_same_tokens_as_alone(served):
     """Another row is aborted half way, a short one comes and finishes, and a third one comes after the abort."""
     driver = Driver(served.runner, EngineConfig.model_validate({"prefill_chunk_tokens_busy": 32, **NO_CACHE}))
@@ -107,6 +121,7 @@ def _step_until(driver: Driver, request_id: str, num_tokens: int) -> None:
     raise AssertionError(f"{request_id} has {driver.tokens[request_id]}: {driver.errors}")
 
 
+@one_family_of_each_layout
 def test_requests_that_arrive_together_get_the_same_tokens_as_alone(served):
     driver = Driver(served.runner, EngineConfig.model_validate(NO_CACHE))
     driver.run({0: [served.request(turn) for turn in served.turns]})
@@ -114,6 +129,7 @@ def test_requests_that_arrive_together_get_the_same_tokens_as_alone(served):
         served.check(driver, turn)
 
 
+@every_family
 def test_second_turn_gets_the_same_tokens_from_the_prefix_cache(served):
     driver = Driver(served.runner, EngineConfig())
     driver.run({0: [served.request("first")]})
@@ -125,6 +141,7 @@ def test_second_turn_gets_the_same_tokens_from_the_prefix_cache(served):
     assert num_cached < len(served.turns["second"].token_ids)
 
 
+@one_family_of_each_layout
 def test_drafts_by_prompt_lookup_change_no_token(served):
     """Rows draft in every second step, whether anything matches or not; a family that cannot do so says why."""
     runner, tokens = served.runner, {}
@@ -145,11 +162,13 @@ def test_drafts_by_prompt_lookup_change_no_token(served):
     assert (num_drafted > 0) == ("prompt_lookup" not in runner.no_drafts)
 
 
+@every_family
 def test_rows_of_a_family_leave_no_memory_behind(served):
     memory = served.runner.memory()
     assert memory["decode_cache_bytes"] == memory["prefill_cache_bytes"] == 0
 
 
+@one_family_of_each_layout
 def test_sparse_prompt_gets_the_tokens_of_a_forward_over_its_kept_tokens(served):
     """Only models whose rope takes three positions per token get them explicitly, and can leave tokens out."""
     lm = served.runner._model.module.language_model

@@ -26,7 +26,7 @@ from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import mtp
 from engine.worker.model_runner import MLXRunner
-from tests.benchmarks.tasks import QUESTIONS, RETRIEVAL, TASKS, Prompt, Task, prompts
+from tests.support.tasks import QUESTIONS, RETRIEVAL, TASKS, Prompt, Task, prompts
 
 NUM_DRAFTS = 3
 MAX_TOKENS = 150

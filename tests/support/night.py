@@ -1,0 +1,12 @@
+"""Parameters of a test of which the gate runs some and the night all."""
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import pytest
+
+
+def some_at_night(values: Iterable[Any], gate: Container[Any], reason: str) -> list[Any]:
+    """Return the parameters of a test; those that are not in `gate` have the mark `night` with the reason."""
+    mark = pytest.mark.night(reason)
+    return [value if value in gate else pytest.param(value, marks=mark) for value in values]
