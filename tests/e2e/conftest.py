@@ -1,6 +1,7 @@
 """One real server for most tests with the mark `server`, and a small one that is killed and stopped."""
 
 import gc
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -16,8 +17,11 @@ from tests.e2e.server import (
     ORCHARD_SERVE,
     SCORING_DEADLINE_S,
     SPARSE_THRESHOLD,
+    RunningServer,
+    Server,
     ServeRun,
     serve_run,
+    wait_for_late,
 )
 
 
@@ -31,7 +35,12 @@ def close_what_clients_left_open() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[ServeRun]:
+def server() -> Iterator[Server]:
+    """The server that runs already, if .ci/run has named one: the one that README's first command has started."""
+    if named := os.environ.get("ORCHARD_SERVER"):
+        wait_for_late(named.partition(" ")[0])
+        yield RunningServer(named)
+        return
     with serve_run() as server:
         server.wait_complete()
         yield server
@@ -58,7 +67,7 @@ def small_server() -> Iterator[ServeRun]:
 
 
 @pytest.fixture(scope="session")
-def base_url(server: ServeRun) -> str:
+def base_url(server: Server) -> str:
     return server.base_url
 
 

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from tests.e2e.server import ServeRun
+from tests.e2e.server import Server
 
 COMPLAINTS = ("Traceback (most recent call last)", "exception was never retrieved", "was never awaited")
 
 
-def read_logs(server: ServeRun, ray_dir: Path) -> dict[str, str]:
+def read_logs(server: Server, ray_dir: Path) -> dict[str, str]:
     """By name. Ray's own are left out: beside another cluster on the machine its dashboard complains of a port."""
     texts = {"serve run": server.output}
     for path in ray_dir.rglob("*"):

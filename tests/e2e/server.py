@@ -1,4 +1,4 @@
-"""`serve run`, or `orchard serve`, with a copy of the shipped serve_config.yaml, and its bounded end."""
+"""A server of the tests: `serve run` or `orchard serve` with a changed serve_config.yaml, or one that runs already."""
 
 import contextlib
 import logging
@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import yaml
@@ -40,6 +40,40 @@ RAY_WAS_SLOW = "The current node timed out during startup"
 Change = Callable[[dict[str, Any]], None]
 
 
+class Server(Protocol):
+    """A server of this machine.
+
+    Attributes:
+        base_url: Without a path.
+        pid: Of the command that has started it.
+        ray_dir: Where Ray and all processes of the cluster write their logs, unless the environment says otherwise.
+        output: What the command has printed so far.
+    """
+
+    base_url: str
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def ray_dir(self) -> Path: ...
+
+    @property
+    def output(self) -> str: ...
+
+
+class RunningServer:
+    """A server that runs before and after the tests: ORCHARD_SERVER names its URL, process and output, with blanks."""
+
+    def __init__(self, named: str):
+        self.base_url, pid, log = named.split(" ")
+        self.pid, self._log, self.ray_dir = int(pid), Path(log), Path("/tmp/ray/session_latest").resolve()
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+
 class ServeRun:
     """One `serve run`, or `orchard serve`, with a Ray cluster of its own under /tmp (socket paths must stay short)."""
 
@@ -65,12 +99,15 @@ class ServeRun:
             )
 
     @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 
     @property
     def ray_dir(self) -> Path:
-        """Where Ray and all processes of the cluster write their logs, unless the environment says otherwise."""
         return self._dir
 
     def wait_ready(self) -> None:
@@ -93,10 +130,7 @@ class ServeRun:
     def wait_complete(self) -> None:
         """Wait until the image planner and the scorer run, too: they start when text is answered already."""
         self.wait_ready()
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not all((status := httpx.get(f"{self.base_url}/v1/status", timeout=30).json())[name] for name in LATE):
-            assert time.monotonic() < deadline, status
-            time.sleep(0.5)
+        wait_for_late(self.base_url)
 
     def stop(self) -> int:
         """Stop the server as Ctrl-C does. Returns the exit code."""
@@ -112,6 +146,14 @@ class ServeRun:
     def clean_up(self) -> None:
         self._kill()
         shutil.rmtree(self._dir, ignore_errors=True)
+
+
+def wait_for_late(base_url: str) -> None:
+    """Wait until a server that is ready for text also has its image planner and its scorer."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not all((status := httpx.get(f"{base_url}/v1/status", timeout=30).json())[name] for name in LATE):
+        assert time.monotonic() < deadline, status
+        time.sleep(0.5)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from tests.e2e.pictures import about, image_part, shape
-from tests.e2e.server import ServeRun
 
 pytestmark = pytest.mark.server
 
@@ -123,17 +122,6 @@ def test_client_that_disconnects_before_the_first_token_frees_its_row(http: http
         http.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(10.0, read=0.5))
     after = wait_until_idle(http, 30)  # the step that is running ends first
     assert after["num_aborted"] == before["num_aborted"] + 1
-
-
-def test_requests_during_the_start_are_refused_quickly_with_a_retry_after(server: ServeRun):
-    """From the first moment that the port is open: no 404 of Serve, which no client repeats, and nothing that waits."""
-    statuses = [response.status_code for response in server.answers_while_starting]
-    refused = [response for response in server.answers_while_starting if response.status_code != 200]
-    assert len(refused) > 3, statuses
-    for response in refused:
-        assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
-        assert int(response.headers["retry-after"]) >= 1
-        assert response.elapsed.total_seconds() < 5
 
 
 @pytest.mark.parametrize(("sent", "is_kept"), [("mine/1", True), ("x" * 129, False), ("a b", False), (None, False)])

@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.server import SHIPPED_CONFIG, ServeRun
+from tests.e2e.server import SHIPPED_CONFIG, Server
 
 pytestmark = pytest.mark.server
 
@@ -27,24 +27,24 @@ def pids(status: dict[str, Any]) -> dict[str, int]:
     return {name: status[name][0]["pid"] for name in ("ingress", "engines", "text", "mllm", "spec_prefill")}
 
 
-def test_replicas_run_at_the_niceness_of_the_command(server: ServeRun, status: dict[str, Any]):
-    own = psutil.Process(server.process.pid).nice()
+def test_replicas_run_at_the_niceness_of_the_command(server: Server, status: dict[str, Any]):
+    own = psutil.Process(server.pid).nice()
     assert {name: psutil.Process(pid).nice() for name, pid in pids(status).items()} == dict.fromkeys(pids(status), own)
 
 
-def test_environment_variables_of_orchard_are_all_in_effect(server: ServeRun, status: dict[str, Any]):
+def test_environment_variables_of_orchard_are_all_in_effect(server: Server, status: dict[str, Any]):
     assert status["config"]["effective"]["environment"] == []
     assert status["config"]["effective"]["spec_prefill"].startswith("on: draft_model demo")
     assert server.output.count("Effective configuration:") == 1
 
 
-def test_a_second_server_on_the_port_is_refused_with_the_pid_of_the_first(server: ServeRun, tmp_path: Path):
+def test_a_second_server_on_the_port_is_refused_with_the_pid_of_the_first(server: Server, tmp_path: Path):
     port = server.base_url.rpartition(":")[2]
     config = tmp_path / "serve_config.yaml"
     config.write_text(SHIPPED_CONFIG.read_text().replace("port: 8000", f"port: {port}"))
     done = subprocess.run([str(ORCHARD), "serve", str(config)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert f"port {port} is reserved by an Orchard server in process {server.process.pid} (" in done.stderr
+    assert f"port {port} is reserved by an Orchard server in process {server.pid} (" in done.stderr
 
 
 def test_a_call_to_a_replica_without_the_token_is_refused(status: dict[str, Any]):

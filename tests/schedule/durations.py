@@ -8,7 +8,7 @@ puts the seconds of the last run there. They include fixtures: a server's start 
 import argparse
 import json
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,20 +30,25 @@ class Recorder:
     def __init__(self, path: Path = LAST_RUN):
         self._path = path
         self._seconds: dict[str, float] = defaultdict(float)
+        self._outcomes: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if type(report) is pytest.TestReport:  # a subtest's seconds are part of its test's
-            self._seconds[report.nodeid] += report.duration
+        if type(report) is not pytest.TestReport:  # a subtest's seconds are part of its test's
+            return
+        self._seconds[report.nodeid] += report.duration
+        if report.when == "call" or not report.passed:
+            self._outcomes[report.outcome] += 1
 
     def pytest_sessionfinish(self) -> None:
         if self._seconds:
-            write(self._path, self._seconds)
+            run = {"outcomes": dict(self._outcomes), "seconds": longest(self._seconds)}
+            self._path.write_text(json.dumps(run, indent=0) + "\n")
 
 
-def write(path: Path, seconds: Mapping[str, float]) -> None:
-    """Write seconds by name, the largest first, one a line."""
+def longest(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return seconds by name, the most first."""
     ordered = sorted(seconds.items(), key=lambda pair: (-pair[1], pair[0]))
-    path.write_text(json.dumps({name: round(s, 2) for name, s in ordered}, indent=0) + "\n")
+    return {name: round(s, 2) for name, s in ordered}
 
 
 def by_group(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -78,9 +83,9 @@ def refreshed(old: Mapping[str, float], run: Mapping[str, float]) -> dict[str, f
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, nargs="?", default=LAST_RUN, help="what a run has recorded")
-    run = json.loads(parser.parse_args(arguments).run.read_text())
+    run = json.loads(parser.parse_args(arguments).run.read_text())["seconds"]
     groups = refreshed(recorded(), run)
-    write(COMMITTED, groups)
+    COMMITTED.write_text(json.dumps(longest(groups), indent=0) + "\n")
     sys.stdout.write(f"{len(run)} tests, {sum(run.values()):.0f} s; {COMMITTED.name}: {sum(groups.values()):.0f} s\n")
 
 

@@ -11,6 +11,7 @@ OWN_SERVERS = (
     "test_engine_death.py",
     "test_retries.py",
     "test_spec_prefill.py",
+    "test_starting.py",
     "test_stopping.py",
     "test_storm.py",
 )

@@ -25,8 +25,9 @@ def test_recorder_adds_up_the_phases_of_a_test_and_writes_the_longest_first(tmp_
     recorder.pytest_runtest_logreport(report("a.py::test_a", "setup", 2.0))
     recorder.pytest_runtest_logreport(report("a.py::test_a", "call", 1.0))
     recorder.pytest_sessionfinish()
-    seconds = json.loads((tmp_path / "last.json").read_text())
-    assert list(seconds.items()) == [("a.py::test_a", 3.0), ("a.py::test_b", 0.5)]
+    run = json.loads((tmp_path / "last.json").read_text())
+    assert list(run["seconds"].items()) == [("a.py::test_a", 3.0), ("a.py::test_b", 0.5)]
+    assert run["outcomes"] == {"passed": 2}
 
 
 def test_run_without_tests_does_not_overwrite_the_last_one(tmp_path: Path):
@@ -50,7 +51,7 @@ def test_refresh_replaces_the_groups_of_the_run_and_forgets_files_that_are_gone(
 
 def test_command_writes_the_seconds_of_a_run_by_group(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setattr(durations, "COMMITTED", tmp_path / "durations.json")
-    (tmp_path / "run.json").write_text(json.dumps({"tests/e2e/test_start.py::test_a": 40.0}))
+    (tmp_path / "run.json").write_text(json.dumps({"seconds": {"tests/e2e/test_start.py::test_a": 40.0}}))
     main([str(tmp_path / "run.json")])
     assert json.loads((tmp_path / "durations.json").read_text()) == {"one server": 40.0}
     assert "1 tests, 40 s" in capsys.readouterr().out
