@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import grpc
@@ -268,6 +269,9 @@ def test_reservation_of_a_replica_has_a_time_limit():
 def test_request_cancelled_before_the_first_token_releases_plan_and_slot(graph: Graph, expected: list[str]):
     async def go() -> None:
         task = asyncio.ensure_future(graph.client().start(REQUEST, Route.TEXT))
+        before = [*takewhile(lambda entry: not entry.startswith("cancel"), expected)]
+        while graph.log != before:
+            await asyncio.sleep(0.001)
         await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -2,29 +2,33 @@
 
 import base64
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.e2e.pictures import image_part, shape
+from tests.support.sdks.offline import OFFLINE
 
-OFFLINE = {
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    "LITELLM_TELEMETRY": "False",
-    "LANGSMITH_TRACING": "false",
-    "LANGCHAIN_TRACING_V2": "false",
-    "OPENAI_AGENTS_DISABLE_TRACING": "1",
-    "DO_NOT_TRACK": "1",
-    "NO_PROXY": "127.0.0.1,localhost",
-    "no_proxy": "127.0.0.1,localhost",
-}
-os.environ.update(OFFLINE)  # the clients read it when they are imported
+if TYPE_CHECKING:
+    import anthropic
+
+os.environ.update(OFFLINE)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without servers these files are not even imported: together the clients take half a minute of CPU time."""
+    """Import no client for `pytest --night -m "not server"`: together these take ten seconds of CPU time."""
     is_test = collection_path.name.startswith("test_")
     return True if is_test and "not server" in config.option.markexpr else None
+
+
+@pytest.fixture(scope="session")
+def claude(base_url: str) -> "Iterator[anthropic.Anthropic]":
+    import anthropic
+
+    with anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0, timeout=120) as claude:
+        yield claude
 
 
 @pytest.fixture(scope="session")

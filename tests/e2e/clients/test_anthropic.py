@@ -2,7 +2,6 @@
 
 import base64
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -18,9 +17,7 @@ from tests.e2e.clients.questions import (
     PERSON_QUESTION,
     SHAPE,
     SHAPE_QUESTION,
-    TOOL_DESCRIPTION,
     TOOL_NAME,
-    TOOL_SCHEMA,
     TWO_CITIES,
     TWO_CITIES_QUESTION,
     WEATHER,
@@ -29,56 +26,11 @@ from tests.e2e.clients.questions import (
     WEATHER_THOUGHT,
     Person,
 )
+from tests.support.sdks.anthropic_messages import TOOLS, ask, blocks, calls_of, results, said, text_of, user
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.night("the gate runs this SDK over a scripted backend")]
 
-TOOLS: Any = [{"name": TOOL_NAME, "description": TOOL_DESCRIPTION, "input_schema": TOOL_SCHEMA}]
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-
-
-@pytest.fixture(scope="module")
-def claude(base_url: str) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0, timeout=120) as claude:
-        yield claude
-
-
-def user(content: Any) -> Any:
-    return {"role": "user", "content": content}
-
-
-def ask(claude: anthropic.Anthropic, messages: list[Any], streamed: bool = False, **options: Any) -> Any:
-    """The whole message, whichever way it came."""
-    fields: dict[str, Any] = {"model": MODEL, "max_tokens": 300, "messages": messages, **options}
-    if not streamed:
-        return claude.messages.create(**fields)
-    with claude.messages.stream(**fields) as stream:
-        return stream.get_final_message()
-
-
-def blocks(message: Any, kind: str) -> list[Any]:
-    return [block for block in message.content if block.type == kind]
-
-
-def text_of(message: Any) -> str:
-    return "".join(block.text for block in blocks(message, "text"))
-
-
-def calls_of(message: Any) -> list[tuple[str, Any]]:
-    return [(block.name, block.input) for block in blocks(message, "tool_use")]
-
-
-def results(message: Any) -> Any:
-    """All in one message, as Anthropic wants them."""
-    return user(
-        [
-            {"type": "tool_result", "tool_use_id": block.id, "content": WEATHER_RESULT}
-            for block in blocks(message, "tool_use")
-        ]
-    )
-
-
-def said(message: Any) -> Any:
-    return {"role": "assistant", "content": [block.to_dict() for block in message.content]}
 
 
 @STREAMED

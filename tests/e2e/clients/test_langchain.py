@@ -1,19 +1,13 @@
 """LangChain's chat models of both dialects, and its embeddings."""
 
-import operator
-from functools import reduce
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from langchain_anthropic import ChatAnthropic
-from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_openai import OpenAIEmbeddings
 
-from tests.e2e.clients import questions
 from tests.e2e.clients.questions import (
     CAPITAL,
     CAPITAL_QUESTION,
@@ -31,27 +25,14 @@ from tests.e2e.clients.questions import (
     Person,
     person_call_question,
 )
+from tests.support.sdks.langchain_models import chat_model, invoke, weather_tool
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.night("the gate runs this SDK over a scripted backend")]
 
 FACES = pytest.mark.parametrize("face", ["chat", "responses", "messages"])
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 
-get_weather = tool(questions.get_weather)
-
-
-def chat_model(base_url: str, face: str, **options: Any) -> BaseChatModel:
-    common: dict[str, Any] = {"model": MODEL, "api_key": "none", "max_retries": 0, **options}
-    if face == "messages":
-        return ChatAnthropic(base_url=base_url, **common)
-    options = {"use_responses_api": True} if face == "responses" else {"stream_usage": True}
-    return ChatOpenAI(base_url=f"{base_url}/v1", **{**common, **options})
-
-
-def invoke(model: Any, messages: list[BaseMessage], streamed: bool) -> AIMessage:
-    if not streamed:
-        return model.invoke(messages)
-    return reduce(operator.add, model.stream(messages))
+get_weather = weather_tool()
 
 
 @FACES

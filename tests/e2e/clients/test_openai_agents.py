@@ -1,28 +1,16 @@
 """openai-agents on chat completions and responses."""
 
-import asyncio
-from collections.abc import Callable
-from typing import Any
-
 import openai
 import pytest
 from agents import (
-    Agent,
-    Model,
     ModelSettings,
-    OpenAIChatCompletionsModel,
-    OpenAIResponsesModel,
-    Runner,
-    function_tool,
 )
 from openai.types.shared import Reasoning
 
-from tests.e2e.clients import questions
 from tests.e2e.clients.questions import (
     CAPITAL,
     CAPITAL_QUESTION,
     EMMA,
-    MODEL,
     PERSON_QUESTION,
     SHAPE,
     SHAPE_QUESTION,
@@ -30,40 +18,25 @@ from tests.e2e.clients.questions import (
     WEATHER_QUESTION,
     Person,
 )
+from tests.support.sdks.openai_agents import run, weather_tool
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.night("the gate runs this SDK over a scripted backend")]
 
-FACES = pytest.mark.parametrize("face", [OpenAIChatCompletionsModel, OpenAIResponsesModel], ids=["chat", "responses"])
+FACES = pytest.mark.parametrize("face", ["chat", "responses"])
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 
-get_weather = function_tool(questions.get_weather)
-
-Face = Callable[[str, openai.AsyncOpenAI], Model]
-
-
-def run(base_url: str, face: Face, prompt: Any, streamed: bool = False, model: str = MODEL, **agent: Any) -> Any:
-    async def run() -> Any:
-        async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0) as client:
-            agent_ = Agent(name="Pico", model=face(model, client), **agent)
-            if not streamed:
-                return await Runner.run(agent_, prompt)
-            result = Runner.run_streamed(agent_, prompt)
-            async for _ in result.stream_events():
-                pass
-            return result
-
-    return asyncio.run(run())
+get_weather = weather_tool()
 
 
 @FACES
 @STREAMED
-def test_a_question_is_answered(base_url: str, face: Face, streamed: bool):
+def test_a_question_is_answered(base_url: str, face: str, streamed: bool):
     assert run(base_url, face, CAPITAL_QUESTION, streamed).final_output == CAPITAL
 
 
 @FACES
 @STREAMED
-def test_tool_is_called_and_its_result_is_used_in_the_answer(base_url: str, face: Face, streamed: bool):
+def test_tool_is_called_and_its_result_is_used_in_the_answer(base_url: str, face: str, streamed: bool):
     result = run(
         base_url, face, WEATHER_QUESTION, streamed, tools=[get_weather], instructions="Use the tools when needed."
     )
@@ -71,27 +44,27 @@ def test_tool_is_called_and_its_result_is_used_in_the_answer(base_url: str, face
 
 
 @FACES
-def test_a_second_run_goes_on_from_the_first(base_url: str, face: Face):
+def test_a_second_run_goes_on_from_the_first(base_url: str, face: str):
     first = run(base_url, face, WEATHER_QUESTION, tools=[get_weather])
     conversation = [*first.to_input_list(), {"role": "user", "content": "What is the weather in Oslo?"}]
     assert "Oslo" in run(base_url, face, conversation, tools=[get_weather]).final_output
 
 
 @FACES
-def test_an_output_is_an_object_of_the_schema(base_url: str, face: Face):
+def test_an_output_is_an_object_of_the_schema(base_url: str, face: str):
     assert run(base_url, face, PERSON_QUESTION, output_type=Person).final_output == EMMA
 
 
 @FACES
 @STREAMED
-def test_a_thinking_agent_answers_and_calls_its_tool(base_url: str, face: Face, streamed: bool):
+def test_a_thinking_agent_answers_and_calls_its_tool(base_url: str, face: str, streamed: bool):
     settings = ModelSettings(reasoning=Reasoning(effort="low"))
     result = run(base_url, face, WEATHER_QUESTION, streamed, tools=[get_weather], model_settings=settings)
     assert result.final_output == WEATHER
 
 
 @FACES
-def test_an_image_is_seen(base_url: str, face: Face, red_circle: str):
+def test_an_image_is_seen(base_url: str, face: str, red_circle: str):
     parts = [
         {"type": "input_text", "text": SHAPE_QUESTION},
         {"type": "input_image", "image_url": red_circle, "detail": "auto"},
@@ -100,13 +73,13 @@ def test_an_image_is_seen(base_url: str, face: Face, red_circle: str):
 
 
 @FACES
-def test_an_unknown_model_is_not_found(base_url: str, face: Face):
+def test_an_unknown_model_is_not_found(base_url: str, face: str):
     with pytest.raises(openai.NotFoundError):
         run(base_url, face, "Hello!", model="none")
 
 
 @FACES
-def test_a_bad_field_is_named(base_url: str, face: Face):
+def test_a_bad_field_is_named(base_url: str, face: str):
     with pytest.raises(openai.BadRequestError) as caught:
         run(base_url, face, "Hello!", model_settings=ModelSettings(top_p=5))
     assert caught.value.param == "top_p"

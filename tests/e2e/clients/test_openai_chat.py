@@ -6,7 +6,6 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletionMessage
 
 from tests.e2e.clients.questions import (
     CAPITAL,
@@ -18,53 +17,19 @@ from tests.e2e.clients.questions import (
     SHAPE,
     SHAPE_QUESTION,
     STORY_QUESTION,
-    TOOL_DESCRIPTION,
     TOOL_NAME,
-    TOOL_SCHEMA,
     TWO_CITIES,
     TWO_CITIES_QUESTION,
     WEATHER,
     WEATHER_QUESTION,
-    WEATHER_RESULT,
     WEATHER_THOUGHT,
     Person,
 )
+from tests.support.sdks.openai_chat import NAMED, TOOLS, calls_of, complete, results, thought_of, user
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.night("the gate runs this SDK over a scripted backend")]
 
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {"name": TOOL_NAME, "description": TOOL_DESCRIPTION, "parameters": TOOL_SCHEMA},
-    }
-]
-NAMED: Any = {"type": "function", "function": {"name": TOOL_NAME}}
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-
-
-def user(text: str) -> Any:
-    return {"role": "user", "content": text}
-
-
-def complete(client: openai.OpenAI, messages: list[Any], streamed: bool = False, **options: Any) -> Any:
-    """The one choice, whichever way it came."""
-    if not streamed:
-        return client.chat.completions.create(model=MODEL, messages=messages, **options).choices[0]
-    with client.chat.completions.stream(model=MODEL, messages=messages, **options) as stream:
-        return stream.get_final_completion().choices[0]
-
-
-def calls_of(message: ChatCompletionMessage) -> list[tuple[str, Any]]:
-    calls: Any = message.tool_calls or []
-    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
-
-
-def thought_of(message: ChatCompletionMessage) -> str | None:
-    return (message.model_extra or {}).get("reasoning_content")
-
-
-def answer_of_tool(call: Any) -> Any:
-    return {"role": "tool", "tool_call_id": call.id, "content": WEATHER_RESULT}
 
 
 @STREAMED
@@ -79,7 +44,7 @@ def test_a_tool_call_and_its_result_lead_to_an_answer(client: openai.OpenAI, str
     choice = complete(client, conversation, streamed, tools=TOOLS)
     assert choice.finish_reason == "tool_calls" and not choice.message.content
     assert calls_of(choice.message) == [(TOOL_NAME, {"city": "Paris"})]
-    conversation += [choice.message.to_dict(), answer_of_tool(choice.message.tool_calls[0])]
+    conversation += [choice.message.to_dict(), *results(choice.message)]
     choice = complete(client, conversation, streamed, tools=TOOLS)
     assert (choice.message.content, choice.finish_reason) == (WEATHER, "stop")
 
@@ -89,8 +54,7 @@ def test_two_calls_of_one_answer_have_ids_of_their_own(client: openai.OpenAI, st
     choice = complete(client, [user(TWO_CITIES_QUESTION)], streamed, tools=TOOLS, parallel_tool_calls=True)
     assert calls_of(choice.message) == [(TOOL_NAME, {"city": city}) for city in TWO_CITIES]
     assert len({call.id for call in choice.message.tool_calls}) == 2
-    conversation = [user(TWO_CITIES_QUESTION), choice.message.to_dict()]
-    conversation += [answer_of_tool(call) for call in choice.message.tool_calls]
+    conversation = [user(TWO_CITIES_QUESTION), choice.message.to_dict(), *results(choice.message)]
     assert "Paris" in complete(client, conversation, streamed, tools=TOOLS).message.content
 
 
@@ -116,7 +80,7 @@ def test_tool_choice_none_gives_text(client: openai.OpenAI):
 def test_a_thought_is_apart_from_the_content(client: openai.OpenAI, streamed: bool):
     choice = complete(client, [user(CAPITAL_QUESTION)], streamed, reasoning_effort="low")
     assert choice.message.content == CAPITAL
-    assert (thought_of(choice.message) or "").strip() == CAPITAL_THOUGHT
+    assert thought_of(choice.message) == CAPITAL_THOUGHT
 
 
 @STREAMED
@@ -124,9 +88,9 @@ def test_a_thought_comes_before_a_tool_call_and_goes_back_with_it(client: openai
     conversation = [user(WEATHER_QUESTION)]
     options: dict[str, Any] = {"tools": TOOLS, "reasoning_effort": "high", "tool_choice": "required"}
     message = complete(client, conversation, streamed, **options).message
-    assert (thought_of(message) or "").strip() == WEATHER_THOUGHT
+    assert thought_of(message) == WEATHER_THOUGHT
     assert calls_of(message) == [(TOOL_NAME, {"city": "Paris"})]
-    conversation += [message.to_dict(), answer_of_tool(message.tool_calls[0])]
+    conversation += [message.to_dict(), *results(message)]
     assert complete(client, conversation, streamed, tools=TOOLS).message.content == WEATHER
 
 

@@ -1,6 +1,5 @@
 """The openai SDK on responses."""
 
-import json
 from typing import Any
 
 import openai
@@ -15,57 +14,19 @@ from tests.e2e.clients.questions import (
     PERSON_QUESTION,
     SHAPE,
     SHAPE_QUESTION,
-    TOOL_DESCRIPTION,
     TOOL_NAME,
-    TOOL_SCHEMA,
     TWO_CITIES,
     TWO_CITIES_QUESTION,
     WEATHER,
     WEATHER_QUESTION,
-    WEATHER_RESULT,
     WEATHER_THOUGHT,
     Person,
 )
+from tests.support.sdks.openai_responses import TOOLS, calls_of, history, items, outputs, respond, thought_of
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.night("the gate runs this SDK over a scripted backend")]
 
-TOOLS: Any = [
-    {
-        "type": "function",
-        "name": TOOL_NAME,
-        "description": TOOL_DESCRIPTION,
-        "parameters": TOOL_SCHEMA,
-        "strict": False,
-    }
-]
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-
-
-def respond(client: openai.OpenAI, streamed: bool = False, **fields: Any) -> Any:
-    if not streamed:
-        return client.responses.create(model=MODEL, **fields)
-    with client.responses.stream(model=MODEL, **fields) as stream:
-        return stream.get_final_response()
-
-
-def items(response: Any, kind: str) -> list[Any]:
-    return [item for item in response.output if item.type == kind]
-
-
-def calls_of(response: Any) -> list[tuple[str, Any]]:
-    return [(call.name, json.loads(call.arguments)) for call in items(response, "function_call")]
-
-
-def outputs(response: Any) -> list[Any]:
-    return [
-        {"type": "function_call_output", "call_id": call.call_id, "output": WEATHER_RESULT}
-        for call in items(response, "function_call")
-    ]
-
-
-def thought_of(response: Any) -> str:
-    [item] = items(response, "reasoning")
-    return "".join(part.text for part in [*(item.content or []), *item.summary]).strip()
 
 
 @STREAMED
@@ -96,9 +57,7 @@ def test_events_come_in_their_order(client: openai.OpenAI):
 def test_a_tool_call_and_its_result_lead_to_an_answer(client: openai.OpenAI, streamed: bool):
     response = respond(client, streamed, input=WEATHER_QUESTION, tools=TOOLS)
     assert calls_of(response) == [(TOOL_NAME, {"city": "Paris"})]
-    conversation = [{"role": "user", "content": WEATHER_QUESTION}]
-    conversation += [item.to_dict() for item in response.output]
-    answer = respond(client, streamed, input=[*conversation, *outputs(response)], tools=TOOLS)
+    answer = respond(client, streamed, input=history(WEATHER_QUESTION, response), tools=TOOLS)
     assert answer.output_text == WEATHER
 
 
@@ -136,9 +95,7 @@ def test_encrypted_reasoning_can_be_sent_back_with_a_tool_result(client: openai.
     response = respond(client, input=WEATHER_QUESTION, **options)
     assert thought_of(response) == WEATHER_THOUGHT
     assert items(response, "reasoning")[0].encrypted_content
-    conversation: list[Any] = [{"role": "user", "content": WEATHER_QUESTION}]
-    conversation += [item.to_dict() for item in response.output]
-    assert respond(client, input=[*conversation, *outputs(response)], **options).output_text == WEATHER
+    assert respond(client, input=history(WEATHER_QUESTION, response), **options).output_text == WEATHER
 
 
 @pytest.mark.parametrize("effort", [None, "low"], ids=["at once", "thinking"])

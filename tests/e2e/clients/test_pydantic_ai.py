@@ -1,60 +1,27 @@
 """pydantic-ai's agents on all three faces."""
 
-import asyncio
 from typing import Any
 
 import pytest
-from pydantic_ai import Agent, BinaryContent, ModelHTTPError, NativeOutput, PromptedOutput, ToolOutput
-from pydantic_ai.messages import ThinkingPart
-from pydantic_ai.models import Model
-from pydantic_ai.models.anthropic import AnthropicModel
-from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-from pydantic_ai.providers.anthropic import AnthropicProvider
-from pydantic_ai.providers.openai import OpenAIProvider
+from pydantic_ai import Agent, BinaryContent, ModelHTTPError
 
 from tests.e2e.clients.questions import (
     CAPITAL,
     CAPITAL_QUESTION,
     CAPITAL_THOUGHT,
     EMMA,
-    MODEL,
-    PERSON_QUESTION,
-    PERSON_TEXT,
     SHAPE,
     SHAPE_QUESTION,
     WEATHER,
     WEATHER_QUESTION,
-    Person,
     get_weather,
-    person_call_question,
 )
+from tests.support.sdks.pydantic_ai_agents import PERSON_QUESTIONS, THINKING, model_of, person_output, run, thoughts_of
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.night("the gate runs this SDK over a scripted backend")]
 
 FACES = pytest.mark.parametrize("face", ["chat", "responses", "messages"])
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-
-
-def model_of(base_url: str, face: str, name: str = MODEL) -> Model:
-    if face == "messages":
-        profile: Any = {"supports_json_schema_output": True}
-        return AnthropicModel(name, provider=AnthropicProvider(base_url=base_url, api_key="none"), profile=profile)
-    provider = OpenAIProvider(base_url=f"{base_url}/v1", api_key="none")
-    return (OpenAIChatModel if face == "chat" else OpenAIResponsesModel)(name, provider=provider)
-
-
-def run(agent: Agent[None, Any], prompt: Any, streamed: bool = False, **options: Any) -> Any:
-    """The output and all messages."""
-
-    async def run() -> Any:
-        async with agent:
-            if not streamed:
-                result = await agent.run(prompt, **options)
-                return result.output, result.all_messages()
-            async with agent.run_stream(prompt, **options) as result:
-                return await result.get_output(), result.all_messages()
-
-    return asyncio.run(run())
 
 
 @FACES
@@ -73,33 +40,18 @@ def test_tool_is_called_and_its_result_is_used_in_the_answer(base_url: str, face
 
 
 @FACES
-@pytest.mark.parametrize(
-    ("output_type", "question"),
-    [
-        (ToolOutput(Person), person_call_question("final_result")),
-        (NativeOutput(Person), PERSON_QUESTION),
-        (PromptedOutput(Person, template="Answer only with JSON that follows this schema: {schema}"), PERSON_TEXT),
-    ],
-    ids=["tool", "native", "prompted"],
-)
-def test_an_output_is_an_object_of_the_schema(base_url: str, face: str, output_type: Any, question: str):
-    output, _ = run(Agent(model_of(base_url, face), output_type=output_type), question)
+@pytest.mark.parametrize("way", ["tool", "native", "prompted"])
+def test_an_output_is_an_object_of_the_schema(base_url: str, face: str, way: str):
+    output, _ = run(Agent(model_of(base_url, face), output_type=person_output(way)), PERSON_QUESTIONS[way])
     assert output == EMMA
 
 
-@pytest.mark.parametrize(
-    ("face", "settings"),
-    [
-        ("chat", {"openai_reasoning_effort": "low"}),
-        ("responses", {"openai_reasoning_effort": "low", "openai_reasoning_summary": "auto"}),
-        ("messages", {"anthropic_thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}),
-    ],
-)
+@FACES
 @STREAMED
-def test_a_thought_is_a_part_of_its_own(base_url: str, face: str, settings: Any, streamed: bool):
+def test_a_thought_is_a_part_of_its_own(base_url: str, face: str, streamed: bool):
+    settings: Any = THINKING[face]
     output, messages = run(Agent(model_of(base_url, face)), CAPITAL_QUESTION, streamed, model_settings=settings)
-    thoughts = [part.content.strip() for part in messages[-1].parts if isinstance(part, ThinkingPart)]
-    assert (thoughts, output) == ([CAPITAL_THOUGHT], CAPITAL)
+    assert (thoughts_of(messages[-1]), output) == ([CAPITAL_THOUGHT], CAPITAL)
 
 
 @FACES

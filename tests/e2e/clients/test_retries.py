@@ -5,19 +5,18 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 
-from tests.benchmarks.sse import completions_url, post
 from tests.e2e.clients.questions import CAPITAL, CAPITAL_QUESTION, MODEL
 from tests.e2e.server import MAX_QUEUE, MAX_RUNNING, ServeRun
+from tests.support.sse import completions_url, post
 
 pytestmark = pytest.mark.server
 
 QUESTION: Any = [{"role": "user", "content": CAPITAL_QUESTION}]
 FILL_TIMEOUT_S = 60.0
+NIGHT = "in the gate one SDK meets overload, and all refusals come from a scripted backend"
 
 
 class FullQueue:
@@ -66,6 +65,8 @@ def full_queue(small_server: ServeRun) -> Iterator[FullQueue]:
 
 
 def test_openai_is_answered_behind_a_refusal(full_queue: FullQueue):
+    import openai
+
     hooks: Any = {"response": [full_queue.response_came]}
     with openai.OpenAI(
         base_url=f"{full_queue.base_url}/v1",
@@ -79,7 +80,10 @@ def test_openai_is_answered_behind_a_refusal(full_queue: FullQueue):
     assert all(1 <= seconds <= 60 for seconds in full_queue.refusals)
 
 
+@pytest.mark.night(NIGHT)
 def test_anthropic_is_answered_behind_a_refusal(full_queue: FullQueue):
+    import anthropic
+
     hooks: Any = {"response": [full_queue.response_came]}
     with anthropic.Anthropic(
         base_url=full_queue.base_url,
@@ -93,7 +97,11 @@ def test_anthropic_is_answered_behind_a_refusal(full_queue: FullQueue):
     assert raw.retries_taken == len(full_queue.refusals) >= 1
 
 
+@pytest.mark.night(NIGHT)
 def test_sdks_without_retries_raise_the_overload_error_of_the_server(full_queue: FullQueue):
+    import anthropic
+    import openai
+
     with (
         openai.OpenAI(base_url=f"{full_queue.base_url}/v1", api_key="none", max_retries=0) as client,
         pytest.raises(openai.RateLimitError) as caught,
