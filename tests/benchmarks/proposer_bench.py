@@ -8,8 +8,8 @@ second are those after the last request's first token. What a head or a draft mo
 prompts too, is given apart, as a factor. In float32 on a CPU all arms give equal answers; elsewhere kernels round
 differently with the number of tokens.
 
-Tasks are those of tests/support/tasks.py, and `edits`: a prompt with a Python module of this repository, and as the answer the same
-module with one name replaced. The demo model cannot edit code, so a matcher allows only the answer's next token: every
+Tasks are those of tests/support/tasks.py, and `edits`: a prompt with a Python module of this repository, and as the
+answer the same module with one name replaced. The demo model cannot edit code, so a matcher allows only the answer's next token: every
 step is computed, verified and accepted as usual, but what is copied is given by a real edit.
 """
 

@@ -27,6 +27,7 @@ def ask(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.night("a process of its own; test_an_image_is_described starts the same")
 def test_a_question_is_answered():
     result = ask("What is 12 + 30?")
     assert (result.stdout, result.stderr, result.returncode) == ("12 + 30 = 42\n", "", 0)
@@ -40,6 +41,7 @@ def test_an_image_is_described(tmp_path):
     assert "blue circle" in result.stdout
 
 
+@pytest.mark.night("a process of its own; the turns of a chat are tested within this one")
 def test_a_chat_remembers_earlier_messages():
     result = ask(stdin="My name is Tom.\nWhat is my name?\n")
     assert result.stdout.count("Tom") == 2 and result.returncode == 0

@@ -137,7 +137,14 @@ def conversation(nudges: Sequence[str], seed: int = 1) -> Iterator[list[Message]
 PLACES = ("behind tool results", "before the user's words", "behind the user's words")
 
 
-@pytest.mark.parametrize("nudges", [(), PLACES[:1], PLACES], ids=["nowhere", "behind tool results", "everywhere"])
+@pytest.mark.parametrize(
+    "nudges",
+    [
+        pytest.param((), id="nowhere", marks=pytest.mark.night("nudges everywhere are harder")),
+        pytest.param(PLACES[:1], id="behind tool results", marks=pytest.mark.night("nudges everywhere are harder")),
+        pytest.param(PLACES, id="everywhere"),
+    ],
+)
 def test_each_turn_of_an_agent_prefills_little_more_than_its_new_tokens(runner, planner, nudges):
     engines = Engines(runner)
     prefilled, lengths, excess = [], [], []

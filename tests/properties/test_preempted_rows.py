@@ -10,6 +10,7 @@ from engine.protocol import EngineRequest
 from tests.support.conversations import plain_request, plain_tokens
 from tests.support.driver import Driver
 from tests.support.fake_runner import FakeRunner, answer
+from tests.support.night import some_at_night
 
 NUM_PROMPT, NUM_ANSWER = 60, 90
 MIN_TOKENS = EngineConfig().prefix_cache.min_tokens
@@ -41,7 +42,7 @@ def preempt_after(driver: Driver, num_steps: int) -> int:
 
 
 @pytest.mark.parametrize("mtp", ["off", {"max_draft_tokens": 3}])
-@pytest.mark.parametrize("num_steps", [0, 4, 20])
+@pytest.mark.parametrize("num_steps", some_at_night([0, 4, 20], {4}, "the same after other steps"))
 def test_a_preempted_row_recomputes_one_token_if_its_state_is_worth_a_snapshot(runner, mtp, num_steps):
     requests = make_requests()
     cold = make_driver(runner, mtp, prefix_cache={"enabled": False}).run({0: requests})

@@ -77,6 +77,7 @@ def run(script: str, **env: str) -> tuple[list, str]:
     return finish(start(script, **env))
 
 
+@pytest.mark.night("it measures speed, which does not depend on Orchard's code")
 def test_float32_products_are_ten_times_faster_than_with_the_blas_that_mlx_brings():
     stock, ours = [], []
     for _ in range(2):

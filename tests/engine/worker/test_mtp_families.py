@@ -50,7 +50,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Served(open_runner(path), turns, path)
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize("num_drafts", [pytest.param(1, marks=pytest.mark.night("three drafts are harder")), 3])
 def test_drafts_of_a_head_change_no_token_of_rows_that_join_at_different_steps(served, num_drafts):
     runner, tokens = served.runner, {}
     assert Drafts(num_drafts, "mtp") in runner.drafts
