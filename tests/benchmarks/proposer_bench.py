@@ -9,8 +9,8 @@ prompts too, is given apart, as a factor. In float32 on a CPU all arms give equa
 differently with the number of tokens.
 
 Tasks are those of tests/support/tasks.py, and `edits`: a prompt with a Python module of this repository, and as the
-answer the same module with one name replaced. The demo model cannot edit code, so a matcher allows only the answer's next token: every
-step is computed, verified and accepted as usual, but what is copied is given by a real edit.
+answer the same module with one name replaced. The demo model cannot edit code, so a matcher allows only the answer's
+next token: every step is computed, verified and accepted as usual, but what is copied is given by a real edit.
 """
 
 import argparse

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.schedule.groups import group_of
+from tests.schedule.groups import group_of, place_of
 
 ROOT = Path(__file__).parents[2]
 LAST_RUN = ROOT / ".durations.json"
@@ -65,11 +65,11 @@ def recorded() -> dict[str, float]:
 
 
 def longest_first(items: Sequence[pytest.Item], seconds: Mapping[str, float]) -> list[pytest.Item]:
-    """Order tests by the seconds of their groups, those of one group as they were collected."""
+    """Order tests by the seconds of their groups, those of one group as they were collected, servers by their place."""
 
-    def rank(item: pytest.Item) -> tuple[float, str]:
+    def rank(item: pytest.Item) -> tuple[float, str, int]:
         group = group_of(item.nodeid)
-        return -seconds.get(group, UNKNOWN_S), group
+        return -seconds.get(group, UNKNOWN_S), group, place_of(item.nodeid.partition("::")[0]) or 0
 
     return sorted(items, key=rank)
 

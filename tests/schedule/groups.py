@@ -17,19 +17,25 @@ OWN_SERVERS = (
 )
 """Files of tests/e2e whose tests do not use the server of all others."""
 
-ONE_SERVER, OWN_SERVER, CLUSTER = "one server", "own servers", "cluster"
+SERVERS = "servers"
+"""The group of all tests with real servers: they start one after the other, as each start takes all cores for a while.
+Mostly they wait, so two other processes have enough to do beside them."""
+ONE_SERVER, OWN_SERVER, CLUSTER = range(3)
+"""The order of the tests in that group: those of the shared server, of others, of a cluster."""
 
 
 def group_of(node_id: str) -> str:
-    """Return the group of a test: the path of its file, or the name of the servers that it shares."""
-    return _group_of_file(node_id.partition("::")[0])
+    """Return the group of a test: the path of its file, or SERVERS."""
+    file = node_id.partition("::")[0]
+    return file if place_of(file) is None else SERVERS
 
 
 @cache
-def _group_of_file(name: str) -> str:
-    path = PurePosixPath(name)
+def place_of(file: str) -> int | None:
+    """Return the place of a file in the group of servers; None for one that needs no server."""
+    path = PurePosixPath(file)
     if "cluster" in path.parts:
         return CLUSTER
     if "e2e" in path.parts:
         return OWN_SERVER if path.name in OWN_SERVERS else ONE_SERVER
-    return name
+    return None

@@ -44,19 +44,25 @@ def test_groups_with_more_seconds_come_first_and_keep_the_order_of_their_tests()
 
 def test_refresh_replaces_the_groups_of_the_run_and_forgets_files_that_are_gone():
     here = Path(__file__).relative_to(durations.ROOT).as_posix()
-    old = {here: 9.0, "tests/gone/test_gone.py": 5.0, "one server": 100.0}
+    old = {here: 9.0, "tests/gone/test_gone.py": 5.0, "servers": 100.0}
     run = {f"{here}::test_a": 1.0, f"{here}::test_b": 2.0}
-    assert refreshed(old, run) == {here: 3.0, "one server": 100.0}
+    assert refreshed(old, run) == {here: 3.0, "servers": 100.0}
 
 
 def test_command_writes_the_seconds_of_a_run_by_group(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setattr(durations, "COMMITTED", tmp_path / "durations.json")
     (tmp_path / "run.json").write_text(json.dumps({"seconds": {"tests/e2e/test_start.py::test_a": 40.0}}))
     main([str(tmp_path / "run.json")])
-    assert json.loads((tmp_path / "durations.json").read_text()) == {"one server": 40.0}
+    assert json.loads((tmp_path / "durations.json").read_text()) == {"servers": 40.0}
     assert "1 tests, 40 s" in capsys.readouterr().out
 
 
 def test_committed_seconds_name_groups_that_exist():
     groups = json.loads(durations.COMMITTED.read_text())
     assert not [group for group in groups if group.endswith(".py") and not (durations.ROOT / group).exists()]
+
+
+def test_tests_with_servers_come_by_the_server_that_they_need():
+    files = ("cluster/test_partition.py", "e2e/test_stopping.py", "e2e/test_start.py")
+    ordered = [one.nodeid for one in longest_first([item(f"tests/{file}::test_a") for file in files], {})]
+    assert ordered == [f"tests/{file}::test_a" for file in reversed(files)]

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.schedule.groups import CLUSTER, ONE_SERVER, OWN_SERVER, OWN_SERVERS, group_of
+from tests.schedule.groups import CLUSTER, ONE_SERVER, OWN_SERVER, OWN_SERVERS, SERVERS, group_of, place_of
 
 TESTS = Path(__file__).parents[1]
 
@@ -15,7 +15,12 @@ def test_files_that_start_a_server_or_use_the_small_one_are_in_the_group_of_own_
 
 
 def test_each_file_is_a_group_and_those_with_servers_share_one():
-    assert group_of("tests/cluster/test_topology.py::test_a[x::y]") == CLUSTER
-    assert group_of("tests/e2e/clients/test_retries.py::test_a") == OWN_SERVER
-    assert group_of("tests/e2e/clients/test_agent.py::test_a") == ONE_SERVER
+    places = {
+        "cluster/test_topology.py": CLUSTER,
+        "e2e/clients/test_retries.py": OWN_SERVER,
+        "e2e/test_start.py": ONE_SERVER,
+    }
+    for name, place in places.items():
+        assert place_of(f"tests/{name}") == place
+        assert group_of(f"tests/{name}::test_a[x::y]") == SERVERS
     assert group_of("tests/engine/test_config.py::test_a[tests/e2e]") == "tests/engine/test_config.py"

@@ -56,7 +56,7 @@ def test_healthy_engine_passes_and_its_report_has_all_sections(tiny_model: Calla
     assert str(Path.home()) not in done.stdout
 
 
-@pytest.mark.night("each check finds its fault in the other files of this folder")
+@pytest.mark.night("a second whole self-test; the gate runs one on a healthy engine")
 def test_faults_are_found_by_the_checks_that_they_reach_and_the_other_checks_still_run(
     tiny_model: Callable[..., Path],
 ):
