@@ -11,7 +11,7 @@ from deployments.protocol import ChatRequest, Route
 from engine.protocol import EngineFailed, FinishReason
 from tests.e2e.pictures import about, image_part, shape
 
-pytestmark = [pytest.mark.cluster, pytest.mark.night("the two nodes of test_partition.py show it over HTTP")]
+pytestmark = [pytest.mark.cluster, pytest.mark.night("test_partition.py keeps all but an added node")]
 
 QUESTION = ({"role": "user", "content": "What is 12 + 30?"},)
 LONG: dict[str, Any] = {"max_tokens": 400, "min_tokens": 400}

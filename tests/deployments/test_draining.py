@@ -46,7 +46,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, actor: Any) -> None:
     monkeypatch.setattr("ray._private.worker.global_worker", worker)
 
 
-@pytest.mark.night("a start of Ray; tests/e2e/test_stopping.py drains a real server")
+@pytest.mark.night("a start of Ray; the name it relies on is in test_ray_internals.py")
 def test_replicas_of_a_real_ray_answer_broadcasts_and_notice_their_shutdown():
     temp_dir = tempfile.mkdtemp(prefix="orc-", dir="/tmp")  # socket paths must stay short
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

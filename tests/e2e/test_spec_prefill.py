@@ -225,7 +225,7 @@ def test_client_that_disconnects_stops_the_scoring(small_server: ServeRun, http:
     assert after["num_scored"] == before["num_scored"]
 
 
-@pytest.mark.night("a scorer that is lost is replaced in tests/deployments/test_faults.py, too")
+@pytest.mark.night("it shows what Serve does; the dense answers are in tests/deployments/test_faults.py")
 def test_prompts_are_answered_densely_while_a_killed_scorer_is_replaced(client: openai.OpenAI, http: httpx.Client):
     messages, _ = needle(VERY_LONG, seed=8)
     pid, before = scorer(http)["pid"], num_unavailable(http)
