@@ -187,6 +187,23 @@ def test_a_stop_string_applies_to_the_content_only():
     )
 
 
+@pytest.mark.parametrize(
+    ("stop", "text", "content", "found"),
+    [
+        (("d", "cd"), "abcde", "ab", "cd"),  # complete with the same character: the longer one
+        (("de", "bc"), "abcde", "a", "bc"),
+        (("e", "abcd"), "abcde", "", "abcd"),
+    ],
+)
+@pytest.mark.parametrize("at_once", [False, True], ids=["by token", "at once"])
+def test_first_complete_stop_string_ends_the_answer(
+    stop: tuple[str, ...], text: str, content: str, found: str, at_once: bool
+):
+    ids = list(encode(text))
+    answer, parser = parse_ids(ids, AnswerRules(stop=stop), [] if at_once else list(range(len(ids))))
+    assert (answer.content, parser.stop_sequence) == (content, found)
+
+
 def test_space_in_front_of_a_possible_call_completes_a_stop_string_at_once():
     ids = list(encode("one\n\ntwo"))
     answer, parser = parse_ids(ids, AnswerRules(stop=("\n\n",), tools=(WEATHER,)), list(range(len(ids))))
