@@ -1,4 +1,4 @@
-"""What is frozen: one golden file per kind of request, and how its answers come about."""
+"""KINDS: the golden files, one per kind of request, with the requests whose answers they freeze."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,7 +63,7 @@ def _hostile(rows: Sequence[Row]) -> dict[str, Exchange]:
 
 
 def _frozen(row: Row, reply: Reply) -> Exchange:
-    """Of a page of figures, which are never the same, only the names of the figures are frozen."""
+    """Freeze an answer; a page of figures, which are never the same, by the names of its figures."""
     assert isinstance(row.request, Http)
     is_page = row.request.path.partition("?")[0] in ("/v1/status", "/v1/cache") and reply.status == 200
     if not is_page:

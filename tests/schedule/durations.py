@@ -18,7 +18,7 @@ from tests.schedule.groups import group_of, place_of
 
 ROOT = Path(__file__).parents[2]
 LAST_RUN = ROOT / ".durations.json"
-"""Of each test of the last run; not committed."""
+"""Seconds of each test of the last run; not committed."""
 COMMITTED = ROOT / "tests" / "durations.json"
 UNKNOWN_S = 60.0
 """For a group that was never recorded: it starts early, as it may be long."""
