@@ -20,7 +20,7 @@ from tests.deployments.http.worst_bodies import LIMIT, WORST_BODIES, parts_of
 
 INLINE_BODY = "8000 marks of messages"
 MAX_RATIO = 10
-NUM_TRIES = 3
+NUM_TRIES = 12
 
 
 async def lag_of(app: FastAPI, body: bytes) -> tuple[float, Connection]:
