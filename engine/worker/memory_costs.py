@@ -25,6 +25,7 @@ from engine.worker.patches import attention_cpu
 from engine.worker.quantized_kv import KVFormat
 from engine.worker.snapshot import StateSnapshot
 from engine.worker.vision import VisionEncoder
+from engine.worker.vision_towers import Grid
 from engine.worker.window_layer import ring_slots
 
 MARGIN, CHUNK_MARGIN = 1.15, 1.7
@@ -187,11 +188,21 @@ def _steps(runner: Runner, drafts: Drafts) -> None:
 
 def _peak(work: Callable[[], object]) -> int:
     """Return the peak bytes in use during the work."""
-    mx.synchronize()  # what earlier work leaves is freed only then, and would count as this one's
     mx.clear_cache()
     mx.reset_peak_memory()
     work()
     return mx.get_peak_memory()
+
+
+def _peak_of_image(vision: VisionEncoder, grid: Grid) -> int:
+    """Return the peak bytes of one image beyond what is in use before.
+
+    Each probe has its own level: if memory of other work were freed between two of them, a common one would make the
+    larger image look as cheap as the smaller one.
+    """
+    mx.synchronize()  # what earlier probes leave is freed only then
+    before = mx.get_active_memory()
+    return _peak(lambda: vision.probe(grid)) - before
 
 
 def _of_images(vision: VisionEncoder) -> dict[str, float]:
@@ -202,9 +213,7 @@ def _of_images(vision: VisionEncoder) -> dict[str, float]:
     grids = vision.probe_grids
     _, num_tokens, kept = vision.probe(grids[0])
     waiting = vision.probe_piece(grids[0])
-    mx.synchronize()  # what earlier probes leave is freed only then
-    before = mx.get_active_memory()
-    peaks = [_peak(lambda grid=grid: vision.probe(grid)) - before for grid in grids]
+    peaks = [_peak_of_image(vision, grid) for grid in grids]
     fixed, patch, pair = float(max(peaks[0], kept)), 0.0, 0.0
     if len(grids) > 1:
         (n1, n2, n3), (p1, p2, p3) = ([math.prod(grid) for grid in grids], peaks)
