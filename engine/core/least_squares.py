@@ -7,6 +7,9 @@ MAX_RELATIVE_ERROR = 0.5
 
 NUM_REWEIGHTINGS = 3
 
+MAX_EXCHANGES = 3
+"""Changes of the set of positive coefficients, per coefficient; the method ends after fewer unless rounding cycles."""
+
 RIDGE = 1e-3
 """Regularization relative to the measurements: decides between coefficients that they cannot tell apart."""
 
@@ -32,13 +35,28 @@ def fit_non_negative(rows: np.ndarray) -> np.ndarray:
 
 
 def _non_negative(rows: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Solve ridge least squares with non-negative coefficients, removing the most negative one at a time."""
+    """Solve ridge least squares with non-negative coefficients.
+
+    The active-set method of Lawson and Hanson (1974, "Solving Least Squares Problems", chapter 23): a coefficient at
+    zero joins while a larger one would reduce the error, and leaves if the others push it below zero.
+    """
     size = rows.shape[1]
-    gram, moments, active = rows.T @ rows + RIDGE * len(rows) * np.eye(size), rows.T @ targets, list(range(size))
-    while True:
-        found = np.linalg.solve(gram[np.ix_(active, active)], moments[active])
-        if (found >= 0).all() or len(active) == 1:
-            solution = np.zeros(size)
-            solution[active] = np.maximum(found, 0.0)
-            return solution
-        del active[int(found.argmin())]
+    gram, moments = rows.T @ rows + RIDGE * len(rows) * np.eye(size), rows.T @ targets
+    solution, free = np.zeros(size), np.zeros(size, bool)
+    for _ in range(MAX_EXCHANGES * size):
+        gains = np.where(free, 0.0, moments - gram @ solution)
+        if gains.max() <= 1e-9 * len(rows):
+            break
+        free[gains.argmax()] = True
+        while True:
+            found = np.zeros(size)
+            found[free] = np.linalg.solve(gram[np.ix_(free, free)], moments[free])
+            below = free & (found < 0)
+            if not below.any():
+                break
+            share = (solution[below] / (solution[below] - found[below])).min()
+            solution = solution + share * (found - solution)
+            free &= solution > 1e-12
+            solution[~free] = 0.0
+        solution = found
+    return solution

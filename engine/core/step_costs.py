@@ -35,6 +35,8 @@ FADING = 1 / 8000
 GUESSED_S = 0.01
 GUESSED_DRAFT = 0.15
 """Seconds of a step, and the share that each draft adds, where warm-up measured nothing."""
+SHORTEST_SHARE = 0.5
+"""The fit predicts no step shorter than this share of the shortest one measured at warm-up."""
 SHORTEST_S = 1e-9  # a coarse clock may measure 0 s
 
 
@@ -54,6 +56,8 @@ class StepCosts:
         self._covariance = self._unknown.copy()
         self._correction = np.zeros(len(self._unknown))
         self._fit = self._fitted(step_times)
+        # other work may disturb the warm-up so much that the fit takes all steps of one choice for outliers
+        self._shortest_s = max(SHORTEST_SHARE * min((t.seconds for t in step_times), default=0.0), SHORTEST_S)
         self._steps: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # rows -> interpolation, log seconds of the fit
         self.is_measured = False
         self._is_surprised = False
@@ -110,8 +114,8 @@ class StepCosts:
             position = min(float(np.log2(num_rows)), len(SIZES) - 1.0)
             at = np.maximum(1.0 - np.abs(np.arange(len(SIZES)) - position), 0.0)
             weights = np.kron(at, np.eye(len(self.choices)))
-            base = [float(np.log(self._features(num_rows, i) @ self._fit)) for i in range(len(self.choices))]
-            self._steps[num_rows] = weights, np.array(base)
+            fit = np.array([self._features(num_rows, i) @ self._fit for i in range(len(self.choices))])
+            self._steps[num_rows] = weights, np.log(np.maximum(fit, self._shortest_s))
         return self._steps[num_rows]
 
     def _features(self, num_rows: int, choice: int) -> np.ndarray:

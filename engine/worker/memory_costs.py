@@ -208,18 +208,20 @@ def _peak_of_image(vision: VisionEncoder, grid: Grid) -> int:
 def _of_images(vision: VisionEncoder) -> dict[str, float]:
     """Return the vision tower's costs for N patches: a + b N + c N^2, as attention may store its scores.
 
-    A tower whose images have one size costs the same for each, a.
+    A tower whose images have one size costs the same for each, a. On a CPU a peak depends on how far the device is
+    behind, and a smaller image may have the higher one: no patch costs less than its hidden states, and no image
+    less than its measured peak.
     """
     grids = vision.probe_grids
-    _, num_tokens, kept = vision.probe(grids[0])
+    num_patches, num_tokens, kept = vision.probe(grids[0])
     waiting = vision.probe_piece(grids[0])
     peaks = [_peak_of_image(vision, grid) for grid in grids]
-    fixed, patch, pair = float(max(peaks[0], kept)), 0.0, 0.0
+    fixed, patch, pair = float(max(*peaks, kept)), 0.0, 0.0
     if len(grids) > 1:
         (n1, n2, n3), (p1, p2, p3) = ([math.prod(grid) for grid in grids], peaks)
         pair = max(((p3 - p2) / (n3 - n2) - (p2 - p1) / (n2 - n1)) / (n3 - n1), 0.0)
-        patch = max((p3 - p2) / (n3 - n2) - pair * (n3 + n2), 0.0)
-        fixed = max(p1 - n1 * (patch + pair * n1), 0.0)
+        patch = max((p3 - p2) / (n3 - n2) - pair * (n3 + n2), max(waiting, kept) / num_patches)
+        fixed = max(0.0, *(p - n * (patch + pair * n) for n, p in ((n1, p1), (n2, p2), (n3, p3))))
     return {
         "image_bytes": int(MARGIN * fixed),
         "patch_bytes": MARGIN * patch,

@@ -38,6 +38,17 @@ def test_an_outlying_step_time_changes_no_cost_and_a_slower_machine_is_soon_lear
     assert ratios(costs, 4) == pytest.approx(before, rel=0.2), "all steps have become slower"
 
 
+@pytest.mark.parametrize("seed", range(100))
+def test_predictions_stay_among_the_steps_of_a_warm_up_that_other_work_disturbed(seed: int):
+    """A plain step that is predicted to take no time would end the start, or all drafting."""
+    rng = random.Random(seed)
+    steps = [StepTime(n, Drafts(k), CPU(n, k) * rng.lognormvariate(0, 1.5)) for n in (1, 2, 4) for k in range(4)]
+    costs = StepCosts(MTP, steps)
+    for num_rows in (1, 2, 4):
+        seconds = costs.seconds(num_rows)
+        assert min(s.seconds for s in steps) / 4 < seconds.min() < seconds.max() < 4 * max(s.seconds for s in steps)
+
+
 def test_a_measured_batch_size_informs_its_neighbouring_sizes_most():
     slow = measured({1: (10, 30), 32: (10, 30)})
     costs, rng = StepCosts(MTP[:1], [StepTime(1, Drafts(k), 0.01) for k in (0, 1)]), random.Random(1)

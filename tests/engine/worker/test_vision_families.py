@@ -15,7 +15,6 @@ from PIL import Image
 
 import engine.worker  # noqa: F401  # before MLX
 
-import mlx.core as mx  # isort: skip
 from engine.config import EngineConfig
 from engine.processing.images import ImagePreprocessor
 from engine.processing.media import frames_of
@@ -23,7 +22,6 @@ from engine.processing.message import text_part, video_part
 from engine.processing.tokenizer import ChatTokenizer
 from engine.processing.video_grid import CutVideo, VideoGrid
 from engine.protocol import EngineRequest, ImagePatches, SamplingParams
-from engine.worker import memory_costs
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.driver import Driver
 from tests.support.vision_families import IDS, SIGHTED, video_pixels
@@ -185,23 +183,6 @@ def test_memory_of_an_image_is_reserved(sighted):
         features = vision.encode(one)
         assert features.shape[0] == one.num_tokens
         assert 2 * features.nbytes <= costs.image_token_bytes * one.num_tokens
-
-
-def test_memory_freed_between_two_probes_does_not_make_larger_images_cheaper(sighted, monkeypatch):
-    vision = sighted.runner._vision
-    grids, probe, ballast = vision.probe_grids, vision.probe, [mx.zeros((2**24,))]
-    mx.eval(ballast)
-
-    def freeing(grid):
-        features = probe(grid)
-        if grid == grids[-2:][0]:
-            ballast.clear()
-        return features
-
-    monkeypatch.setattr(vision, "probe", freeing)
-    costs = memory_costs._of_images(vision)
-    assert not ballast
-    assert len(grids) == 1 or costs["patch_bytes"] + costs["patch_pair_bytes"] > 0
 
 
 def test_rows_with_images_leave_no_memory_behind(sighted):

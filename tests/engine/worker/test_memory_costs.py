@@ -1,0 +1,65 @@
+"""Costs of images from probes whose memory is known."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from engine.worker.memory_costs import MARGIN, _of_images
+
+KB = 1024
+GRIDS = [(1, 4, 4), (1, 8, 8), (1, 16, 16)]
+
+
+class Probes:
+    """A vision tower that needs `num_bytes(patches)` for an image and keeps 1 KB between its pieces."""
+
+    probe_grids = GRIDS
+
+    def __init__(self, num_bytes: Callable[[int], int], freed: list[mx.array] | None = None):
+        self._num_bytes, self._freed = num_bytes, freed
+
+    def probe(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+        num_patches = grid[0] * grid[1] * grid[2]
+        work = mx.zeros((self._num_bytes(num_patches),), mx.uint8)
+        mx.eval(work)
+        mx.synchronize()
+        if grid == GRIDS[1] and self._freed is not None:
+            self._freed.clear()
+        return num_patches, num_patches // 4, KB
+
+    def probe_piece(self, grid: tuple[int, int, int]) -> int:
+        return KB
+
+
+def cost(vision: Any, num_patches: int) -> float:
+    costs = _of_images(vision)
+    each = costs["image_bytes"] + num_patches * costs["patch_bytes"] + num_patches**2 * costs["patch_pair_bytes"]
+    return each / MARGIN
+
+
+@pytest.mark.parametrize("num_patches", [16, 64, 256, 1024])
+def test_a_quadratic_cost_is_found_and_continued(num_patches: int):
+    def num_bytes(n: int) -> int:
+        return 64 * KB + 16 * KB * n + 128 * n * n
+
+    assert cost(Probes(num_bytes), num_patches) == pytest.approx(num_bytes(num_patches), rel=0.02)
+
+
+def test_memory_freed_between_two_probes_changes_no_cost():
+    def num_bytes(n: int) -> int:
+        return 16 * KB * n
+
+    ballast = [mx.zeros((64 * KB * KB,), mx.uint8)]
+    mx.eval(ballast)
+    assert cost(Probes(num_bytes, ballast), 1024) == pytest.approx(num_bytes(1024), rel=0.02)
+    assert not ballast
+
+
+@pytest.mark.parametrize("peaks", [(9, 9, 9), (9, 5, 3), (3, 9, 3), (3, 9, 8)])
+def test_peaks_that_do_not_grow_are_covered_and_larger_images_still_cost_more(peaks: tuple[int, ...]):
+    by_size = {h * w: peak * 1024 * KB for (_, h, w), peak in zip(GRIDS, peaks, strict=True)}
+    vision = Probes(by_size.__getitem__)
+    assert all(cost(vision, n) >= 0.99 * num_bytes for n, num_bytes in by_size.items())
+    assert cost(vision, 2048) - cost(vision, 256) >= 0.99 * (2048 - 256) * KB / 16
