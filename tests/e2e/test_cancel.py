@@ -77,6 +77,7 @@ def test_a_stream_is_cancelled_by_the_id_of_its_completion(http: httpx.Client, i
     assert wait_until_idle(http, SOON_S)["num_aborted"] == idle["num_aborted"] + 1
 
 
+@pytest.mark.night("choices end with their request in deployments/test_in_flight.py")
 def test_answer_of_several_choices_is_cancelled_by_the_request_id_of_its_client(
     http: httpx.Client, pool: ThreadPoolExecutor, idle: dict[str, Any]
 ):
@@ -115,6 +116,7 @@ def test_queued_request_is_cancelled_and_the_running_request_goes_on(http: httpx
 
 
 @pytest.mark.usefixtures("idle")
+@pytest.mark.night("deployments/test_in_flight.py cancels all of an id")
 def test_all_requests_with_the_same_id_are_cancelled(http: httpx.Client, pool: ThreadPoolExecutor):
     answers = [send(pool, http, "twice") for _ in range(2)]
     until(http, lambda status: status["num_running"] == 2)
@@ -134,6 +136,7 @@ def half_sent(base_url: str, request_id: str, body: bytes) -> tuple[HTTPConnecti
     return connection, body[len(body) // 10 :]
 
 
+@pytest.mark.night("deployments/http/test_unread_bodies.py frees the place of the body")
 def test_request_is_cancelled_while_its_body_is_being_sent(http: httpx.Client, base_url: str, idle: dict[str, Any]):
     connection, _ = half_sent(base_url, "half", json.dumps(body()).encode())
     deadline = time.monotonic() + SOON_S
@@ -168,6 +171,7 @@ def test_full_server_refuses_a_half_sent_request_and_its_connection_stays_usable
             assert_cancelled(answer.result(SOON_S))
 
 
+@pytest.mark.night("deployments/http/test_context.py answers 404")
 def test_finished_or_unknown_request_cannot_be_cancelled(http: httpx.Client):
     short = {"model": "demo", "messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}
     over = http.post("/v1/chat/completions", json=short, headers={"x-request-id": "over"})

@@ -178,6 +178,7 @@ def test_same_image_is_served_from_the_cache_and_another_image_is_a_miss(client:
     assert f"the images differ at token {miss['num_common']}" in miss["explanation"]
 
 
+@pytest.mark.night("hostile rows go through the whole graph in tests/golden")
 def test_unsupported_method_on_the_cache_is_a_405_in_the_openai_error_format(http: httpx.Client):
     answer = http.post("/v1/cache")
     assert answer.status_code == 405
@@ -185,6 +186,7 @@ def test_unsupported_method_on_the_cache_is_a_405_in_the_openai_error_format(htt
 
 
 @pytest.mark.parametrize("salt", ["", "a\nb", "x" * 129])
+@pytest.mark.night("hostile rows go through the whole graph in tests/golden")
 def test_invalid_cache_salt_is_refused_by_name(client: openai.OpenAI, salt: str):
     with pytest.raises(openai.BadRequestError) as refused:
         salted(client, conversation("Be brief."), salt)

@@ -87,6 +87,7 @@ def test_a_regex_is_matched_to_its_end(client: openai.OpenAI, pattern: str):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.night("hostile rows go through the whole graph in tests/golden")
 def test_field_refused_by_the_engine_is_a_400_that_names_the_field(
     client: openai.OpenAI, fields: dict[str, Any], param: str, stream: bool
 ):
@@ -154,6 +155,7 @@ def test_each_choice_ends_at_its_own_stop_string(client: openai.OpenAI):
     assert all(choice.finish_reason == "stop" for choice, text in zip(stopped, free, strict=True) if "a" in text)
 
 
+@pytest.mark.night("deployments/test_in_flight.py refuses them")
 def test_more_choices_than_max_running_are_refused(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, SUM, n=128, max_tokens=1)

@@ -101,6 +101,7 @@ def test_client_that_disconnects_frees_its_row_before_the_answer_ends(client: op
     assert after["num_output_tokens"] - before["num_output_tokens"] < ENDLESS // 2
 
 
+@pytest.mark.night("tests/deployments/test_faults.py, with several choices")
 def test_disconnect_of_a_client_frees_the_rows_of_all_its_choices(client: openai.OpenAI, http: httpx.Client):
     before = wait_until_idle(http, 30)
     stream = endless_stream(client, n=4)
@@ -114,6 +115,7 @@ def test_disconnect_of_a_client_frees_the_rows_of_all_its_choices(client: openai
     assert after["num_output_tokens"] - before["num_output_tokens"] < 4 * ENDLESS // 2
 
 
+@pytest.mark.night("tests/deployments/test_faults.py, at every seam")
 def test_client_that_disconnects_before_the_first_token_frees_its_row(http: httpx.Client):
     before = wait_until_idle(http, 30)
     prompt = "Read this list. " + " ".join(["apple", "pear", "plum"] * 1500)
@@ -125,6 +127,7 @@ def test_client_that_disconnects_before_the_first_token_frees_its_row(http: http
 
 
 @pytest.mark.parametrize(("sent", "is_kept"), [("mine/1", True), ("x" * 129, False), ("a b", False), (None, False)])
+@pytest.mark.night("deployments/http_proxy/test_guard.py, with the real proxy")
 def test_a_response_has_exactly_one_request_id(http: httpx.Client, sent: str | None, is_kept: bool):
     """Serve's proxy and the ingress both know it; an id that is not sane never comes back."""
     headers = {"X-Request-ID": sent} if sent else {}
@@ -148,6 +151,7 @@ def test_stalled_uploads_do_not_keep_other_clients_out(http: httpx.Client, base_
             time.sleep(0.2)
 
 
+@pytest.mark.night("deployments/http_proxy/test_guard.py, with the real proxy")
 def test_the_proxy_refuses_a_body_that_is_too_large_before_it_is_sent(http: httpx.Client, base_url: str):
     host, port = base_url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as sender:

@@ -188,6 +188,7 @@ def test_second_sparse_prompt_uses_the_cached_dense_system_part(client: openai.O
         {"specprefill": False, "specprefill_keep_pct": 0.5},
     ],
 )
+@pytest.mark.night("hostile rows go through the whole graph in tests/golden")
 def test_invalid_keep_is_refused_by_name(client: openai.OpenAI, extra: dict[str, Any]):
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, needle()[0], extra)

@@ -17,6 +17,7 @@ import engine.worker  # noqa: F401  # before MLX
 
 import mlx.core as mx  # isort: skip
 import numpy as np
+import pytest
 
 from engine.config import EngineConfig
 from engine.core.batch import Drafts
@@ -128,8 +129,12 @@ def _num_pending(arrays: list[mx.array]) -> int:
         path.unlink(missing_ok=True)
 
 
-def test_memory_and_object_counts_do_not_grow_over_many_steps(tiny_model: Callable[..., Path]):
+def test_memory_and_object_counts_do_not_grow_over_many_steps(
+    tiny_model: Callable[..., Path], request: pytest.FixtureRequest
+):
     path = tiny_model(layers=2, interval=2, hidden=32, heads=2, kv_heads=1, agree=0.3)
+    gc.freeze()  # objects of other tests are neither visited nor counted
+    request.addfinalizer(gc.unfreeze)
     runner = load_runner(EngineConfig(model=str(path)), lambda progress: None)
     soak = Soak(runner)
     figures = []

@@ -14,7 +14,6 @@ from mlx_vlm.utils import load_model
 from PIL import Image
 
 import engine.worker  # noqa: F401  # before MLX
-
 from engine.config import EngineConfig
 from engine.processing.images import ImagePreprocessor
 from engine.processing.media import frames_of
