@@ -16,6 +16,8 @@ from deployments.serve_run.effective import url_of
 from deployments.serve_run.stop import say
 
 POLL_S = 0.5
+RUNNING_POLL_S = 2.5
+"""Once the application runs: each question costs this process and Serve's controller 20 ms."""
 
 CHILDREN_LISTED_EVERY_S = 5.0
 
@@ -110,7 +112,7 @@ class Watcher:
             with contextlib.suppress(Exception):  # Serve is not up yet, restarts, or is going down
                 application = self._status_of()
                 self._hear(application, asked_at)
-            time.sleep(POLL_S)
+            time.sleep(RUNNING_POLL_S if self._watch.has_run else POLL_S)
 
     def _hear(self, application: Any | None, asked_at: float) -> None:
         with self._lock:

@@ -84,7 +84,8 @@ from types import SimpleNamespace as Simple
 from deployments.serve_run import watch
 from deployments.serve_run.config_file import read_config
 
-watch.POLL_S, watch.CHILDREN_LISTED_EVERY_S = 0.05, 0.1
+watch.POLL_S = watch.RUNNING_POLL_S = 0.05
+watch.CHILDREN_LISTED_EVERY_S = 0.1
 watch.NO_ANSWER_S, watch.NOT_RUNNING_S, watch.SHUTDOWN_S, watch.KILL_S = 1.0, 1.0, 0.5, 1.0
 watch._shut_down_ray = lambda: threading.Event().wait()
 child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
