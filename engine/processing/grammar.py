@@ -6,6 +6,7 @@ distinguishes control tokens from text: a JSON string may spell `<think>` in ord
 
 import asyncio
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 
 from engine.config import GrammarConfig
-from engine.processing.json_schema import OPTIONS, strict_schema
+from engine.processing.json_schema import strict_schema, with_options
 from engine.protocol import EngineFailed, GrammarSpec, InvalidRequest, Overloaded
 
 MAX_ITEMS_IN_ROW = 20_000
@@ -39,6 +40,12 @@ STACK_BYTES = 512 << 20
 8 MiB are enough for 166 links (32 KB of text), 256 MiB for the longest chain within its limit of 50000 subschemas.
 Untouched pages cost nothing."""
 
+LARK_HEAD = "%llguidance {}\n"
+NO_FORCING = '%llguidance {"no_forcing": true}\n'
+LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
+TERMINAL = re.compile(r"[A-Z][A-Z0-9_]*:")
+"""Terminals with expressions in the grammars of tool calls say what text does not contain."""
+
 Key = tuple[str, str]
 
 
@@ -57,7 +64,7 @@ class GrammarCompiler:
 
     def __init__(self, model_dir: Path, vocab_size: int, stop_token_ids: Sequence[int], config: GrammarConfig):
         self._config = config
-        self._tokenizer = _load_tokenizer(model_dir, vocab_size, stop_token_ids)
+        self._tokenizer, self._control_strings = _load_tokenizer(model_dir, vocab_size, stop_token_ids)
         self._executor = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
         self._lock = threading.Lock()  # guards the two fields below, which compiling threads change too
         self._compiled: OrderedDict[Key, LLMatcher] = OrderedDict()
@@ -125,7 +132,7 @@ class GrammarCompiler:
     def _compile(self, spec: GrammarSpec, key: Key) -> LLMatcher:
         """Compile a grammar and cache it; runs in a thread of the executor. Raises ValueError with the reason."""
         try:
-            matcher = _build(self._tokenizer, spec)
+            matcher = _build(self._tokenizer, spec, self._control_strings)
             with self._lock:
                 self._compiled[key] = matcher
                 if len(self._compiled) > CACHE_SIZE:
@@ -203,21 +210,26 @@ class GrammarMatcher:
             raise ValueError(f"llguidance cannot continue: {_first_words(self._matcher.get_error())}")
 
 
-def _load_tokenizer(model_dir: Path, vocab_size: int, stop_token_ids: Sequence[int]) -> LLTokenizer:
+def _load_tokenizer(
+    model_dir: Path, vocab_size: int, stop_token_ids: Sequence[int]
+) -> tuple[LLTokenizer, frozenset[str]]:
+    """Return llguidance's tokenizer and the strings of the tokens that it takes for control tokens."""
     path = model_dir / "tokenizer.json"
     if not stop_token_ids:
         raise EngineFailed(f"{model_dir}: the model has no stop token, which a grammar needs to end the output")
     try:
         text = path.read_text(encoding="utf-8")
-        return LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(stop_token_ids))
+        tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(stop_token_ids))
+        added = [(token["id"], token["content"]) for token in json.loads(text).get("added_tokens", ())]
+        return tokenizer, frozenset(content for id_, content in added if tokenizer.is_special_token(id_))
     except (OSError, ValueError) as error:
         raise EngineFailed(f"{path}: llguidance cannot read the tokenizer ({_first_words(str(error))})") from None
 
 
-def _build(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
+def _build(tokenizer: LLTokenizer, spec: GrammarSpec, control_strings: frozenset[str]) -> LLMatcher:
     try:
         limits = LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
-        matcher = LLMatcher(tokenizer, _source(spec), log_level=0, limits=limits)
+        matcher = LLMatcher(tokenizer, _source(spec, control_strings), log_level=0, limits=limits)
         probe = matcher.deep_copy()
         mask = np.frombuffer(probe.compute_bitmask() if not probe.is_error() else b"", np.uint8)
     except (ValueError, MemoryError):
@@ -233,24 +245,41 @@ def _build(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
     return matcher
 
 
-def _source(spec: GrammarSpec) -> str:
+def _source(spec: GrammarSpec, control_strings: frozenset[str]) -> str:
+    """Return a grammar in Lark, which forces no text that may spell a control token.
+
+    Where only one text can follow, llguidance allows the tokens of this text alone, control tokens among them, which it
+    then rejects.
+    """
     match spec.kind:
         case "json_schema":
-            return _json_source(spec.text)
+            schema = json.dumps(with_options(strict_schema(_parsed(spec.text))))
+            rules = f"start: %json {schema}"
         case "json_object":
-            return _json_source('{"type": "object"}')
+            rules = f"start: %json {json.dumps(with_options({'type': 'object'}))}"
         case "regex":
-            return LLMatcher.grammar_from_regex(spec.text)
+            rules = json.loads(LLMatcher.grammar_from_regex(spec.text))["grammars"][0]["lark_grammar"]
         case "lark":
-            return LLMatcher.grammar_from_lark(spec.text)
+            rules = spec.text.removeprefix(LARK_HEAD)
+    forces = spec.kind == "json_object" or not _may_spell(rules, control_strings)
+    return f"{LARK_HEAD if forces else NO_FORCING}{rules}"
 
 
-def _json_source(text: str) -> str:
+def _may_spell(rules: str, control_strings: frozenset[str]) -> bool:
+    """Return whether a literal of a grammar contains a control string; an expression may spell any."""
+    lines = [line for line in rules.split("\n") if not TERMINAL.match(line)]
+    if any(line.startswith("start: /") or '"pattern' in line for line in lines):
+        return bool(control_strings)
+    literals = [literal for line in lines for literal in LITERAL.findall(line)]
+    escaped = {json.dumps(text, ensure_ascii=ascii)[1:-1] for text in control_strings for ascii in (False, True)}
+    return any(text in literal for literal in literals for text in escaped)
+
+
+def _parsed(text: str) -> object:
     try:
-        schema = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
         raise ValueError(f"the schema is not valid JSON ({error})") from None
-    return LLMatcher.grammar_from_json_schema(json.dumps(strict_schema(schema)), overrides=OPTIONS)
 
 
 def _allows(row: np.ndarray, token_id: int) -> bool:

@@ -6,12 +6,19 @@ date-time accept 29 February in every year.
 """
 
 import copy
+import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
+
+from llguidance import LLMatcher, LLTokenizer
+
+from engine.processing.schema_branches import overlapping
 
 MAX_EXACT_NUMBER = 2**53
 """llguidance computes bounds and constants in double precision."""
@@ -28,9 +35,20 @@ OPTIONS: Any = {
     "lenient": False,
     "coerce_one_of": False,
     "whitespace_pattern": WHITESPACE,
-    # Without u, as an additional property {"\u0061": 1} would bypass the schema of the property "a".
     "json_allowed_escapes": 'nrbtf\\"',
 }
+ALL_ESCAPES = OPTIONS["json_allowed_escapes"] + "u"
+"""Escapes in schemas whose values have control characters. Elsewhere u is not allowed: as an additional property,
+{"\\u0061": 1} would bypass the schema of the property "a". In other strings llguidance allows it for control characters
+alone."""
+
+CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Characters that JSON can only spell with u. JSON permits a raw DEL; llguidance does not."""
+CONTROL_IN_PATTERN = re.compile(CONTROL.pattern + r"|\\(?:0|v|c[A-Za-z]|x0|x1|x7[fF]|u00[01]|u007[fF])")
+
+SMALLEST = 1e-15
+"""llguidance lets 0 through as a number that is to be above 0 and below a limit under 1. Such a bound becomes this
+number: no nearer one can be generated."""
 
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 
@@ -66,18 +84,27 @@ def strict_schema(schema: Any) -> dict[str, Any]:
     """Return a copy of a schema for llguidance. Raises ValueError naming the first keyword that cannot be enforced."""
     if not isinstance(schema, dict):
         raise ValueError(f"the schema is {_shortened(schema)}; expected an object")
-    for problem in _problems(schema):
+    normal = _normal_copy(schema)
+    for problem in _problems(normal, is_strict=True):
         raise ValueError(problem.reason)
-    return _bare_copy(schema)
+    return _bare(normal)
 
 
 def lenient_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a schema for llguidance, without the keywords that cannot be enforced."""
-    cleaned = copy.deepcopy(dict(schema))
-    while problems := list(_problems(cleaned)):  # removing a keyword may remove the target of a reference
+    cleaned = _normal_copy(schema)
+    # removing a keyword may remove the target of a reference
+    while problems := list(_problems(cleaned, is_strict=False)):
         for problem in problems:
             problem.owner.pop(problem.keyword, None)
-    return _bare_copy(cleaned)
+    return _bare(cleaned)
+
+
+def with_options(schema: Mapping[str, Any], is_lenient: bool = False) -> dict[str, Any]:
+    """Return a strict or lenient schema with the options that llguidance compiles it with."""
+    has_controls = any(_control_in(part) for _, part in subschemas(dict(schema)))
+    escapes = ALL_ESCAPES if has_controls else OPTIONS["json_allowed_escapes"]
+    return {**schema, "x-guidance": {**OPTIONS, "lenient": is_lenient, "json_allowed_escapes": escapes}}
 
 
 def subschemas(root: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -95,25 +122,92 @@ def subschemas(root: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 pending.append((f"{pointer}/{keyword}", value))
 
 
-def _bare_copy(root: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy without annotations and $schema, under whose old drafts llguidance ignores newer keywords."""
-    bare = copy.deepcopy(root)
+def _control_in(schema: Any) -> tuple[str, str] | None:
+    """Return the first keyword whose text has a control character that only u can spell, and its text; else None."""
+    if not isinstance(schema, dict):
+        return None
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str) and CONTROL_IN_PATTERN.search(pattern):
+        return "pattern", pattern
+    pending = [(key, schema[key]) for key in ("const", "enum") if key in schema]
+    while pending:
+        keyword, item = pending.pop()
+        if isinstance(item, str) and CONTROL.search(item):
+            return keyword, item
+        if isinstance(item, dict):
+            pending += [(keyword, part) for pair in item.items() for part in pair]
+        elif isinstance(item, list):
+            pending += [(keyword, part) for part in item]
+    return None
+
+
+def _normal_copy(root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy without keywords that are null, which some generators write for absent ones, and unknown formats.
+
+    A `oneOf` of which never two branches hold becomes an `anyOf`.
+    """
+    normal = copy.deepcopy(dict(root))
+    for _, schema in list(subschemas(normal)):
+        if isinstance(schema, dict):
+            for keyword in [key for key in schema if schema[key] is None and key not in ("const", "default")]:
+                del schema[keyword]
+            if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
+                del schema["format"]
+    places = dict(subschemas(normal))
+    if any("/oneOf/" in str(schema.get("$ref")) for schema in places.values() if isinstance(schema, dict)):
+        return normal  # the branches are referred to where they are
+    for schema in places.values():
+        branches = schema.get("oneOf") if isinstance(schema, dict) and "anyOf" not in schema else None
+        if isinstance(branches, list) and branches and overlapping(branches, places) is None:
+            schema["anyOf"] = schema.pop("oneOf")
+    return normal
+
+
+def _bare(bare: dict[str, Any]) -> dict[str, Any]:
+    """Remove annotations and $schema, under whose old drafts llguidance ignores newer keywords."""
     for _, schema in subschemas(bare):
-        for keyword in [key for key in schema if key not in ENFORCED] if isinstance(schema, dict) else ():
-            del schema[keyword]
+        if isinstance(schema, dict):
+            for keyword in [key for key in schema if key not in ENFORCED]:
+                del schema[keyword]
+            _replace_zero_bounds(schema)
     return bare
 
 
-def _problems(root: dict[str, Any]) -> Iterator[Problem]:
+def _replace_zero_bounds(schema: dict[str, Any]) -> None:
+    for exclusive, inclusive, bound, nearer in (
+        ("exclusiveMinimum", "minimum", SMALLEST, max),
+        ("exclusiveMaximum", "maximum", -SMALLEST, min),
+    ):
+        if schema.get(exclusive) == 0 and schema[exclusive] is not False:
+            del schema[exclusive]
+            other = schema.get(inclusive)
+            schema[inclusive] = nearer(bound, other) if isinstance(other, int | float) else bound
+
+
+def _problems(root: dict[str, Any], is_strict: bool) -> Iterator[Problem]:
     places = dict(subschemas(root))
+    objects = [schema for schema in places.values() if isinstance(schema, dict)]
+    declared = {str(name) for schema in objects for name in _mapping(schema, "properties")}
+    is_open = any(
+        (schema.get("properties") or schema.get("patternProperties"))
+        and schema.get("additionalProperties") is not False
+        for schema in objects
+    )
     multiples: list[Fraction] = []
     for pointer, schema in places.items():
         for keyword, value in list(schema.items()) if isinstance(schema, dict) else ():
             reason = _problem_of(keyword, value, schema, is_root=schema is root)
             if keyword == "$ref" and not reason and unquote(value[1:]) not in places:
                 reason = f"which is {_shortened(value)} and does not refer to a part of the schema"
+            if keyword == "patternProperties" and not reason:
+                reason = _declared_by_pattern(value, declared)
             if keyword == "multipleOf" and not reason:
                 reason = _uncountable_multiple(value, multiples)
+            if is_strict and is_open and not reason and (control := _control_in({keyword: value})):
+                reason = (
+                    f"which contains {_shortened(control[1])}; control characters can only be enforced where "
+                    "each object with `properties` has `additionalProperties: false`"
+                )
             if reason:
                 yield Problem(schema, keyword, f"the schema uses `{keyword}` at {_path(pointer)}, {reason}")
 
@@ -132,6 +226,33 @@ def _problem_of(keyword: str, value: Any, schema: Mapping[str, Any], is_root: bo
     if keyword == "minProperties":
         return _uncountable_properties(value, schema)
     return _lost_tuple(keyword, schema)
+
+
+def _declared_by_pattern(patterns: Any, declared: set[str]) -> str | None:
+    # llguidance takes the declared names out of the pattern's; where none is left, it cannot end what it has begun.
+    for pattern in patterns if isinstance(patterns, dict) and declared else ():
+        if (name := _first_match(pattern, declared)) is not None:
+            return f"whose pattern {_shortened(pattern)} matches {_shortened(name)}, a name in `properties`"
+    return None
+
+
+def _first_match(pattern: str, names: Iterable[str]) -> str | None:
+    """Return a name that a pattern matches, None if there is none or llguidance does not know the pattern.
+
+    Python's expressions differ, and a hostile one may take them hours.
+    """
+    schema = {"type": "string", "pattern": pattern, "x-guidance": {"json_allowed_escapes": ALL_ESCAPES}}
+    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0)
+    for name in () if matcher.is_error() else sorted(names):
+        probe, spelled = matcher.deep_copy(), list(json.dumps(name, ensure_ascii=False).encode(errors="replace"))
+        if probe.try_consume_tokens(spelled) == len(spelled) and probe.is_accepting():
+            return name
+    return None
+
+
+@lru_cache(1)
+def _bytes() -> LLTokenizer:
+    return LLTokenizer("byte")
 
 
 def _uncountable_properties(value: Any, schema: Mapping[str, Any]) -> str | None:
@@ -184,6 +305,11 @@ def _inexact_number(value: Any) -> Any:
         elif isinstance(item, int | float) and not abs(item) <= MAX_EXACT_NUMBER:
             return _shortened(item)
     return None
+
+
+def _mapping(schema: Mapping[str, Any], keyword: str) -> Mapping[str, Any]:
+    value = schema.get(keyword)
+    return value if isinstance(value, dict) else {}
 
 
 def _escaped(name: str) -> str:

@@ -24,11 +24,11 @@ from urllib.parse import unquote
 from engine.processing.control_tokens import any_of
 from engine.processing.json_schema import (
     ANNOTATIONS,
-    OPTIONS,
     ROOT_ANNOTATIONS,
     lenient_schema,
     strict_schema,
     subschemas,
+    with_options,
 )
 from engine.processing.tool_format import CallShape
 from engine.protocol import GrammarSpec, InvalidRequest
@@ -116,9 +116,9 @@ def check_names(there: Sequence[str], wanted: Sequence[str]) -> None:
 def _answer(answer: GrammarSpec) -> str:
     try:
         if answer.kind == "json_schema":
-            return f"%json {json.dumps({**strict_schema(json.loads(answer.text)), 'x-guidance': OPTIONS})}"
+            return f"%json {json.dumps(with_options(strict_schema(json.loads(answer.text))))}"
         if answer.kind == "json_object":
-            return f"%json {json.dumps({'type': 'object', 'x-guidance': OPTIONS})}"
+            return f"%json {json.dumps(with_options({'type': 'object'}))}"
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, ValueError) else "the schema is nested too deeply"
         raise InvalidRequest(f"`{answer.field}`: {reason}", answer.field) from None
@@ -146,7 +146,7 @@ class JsonFunction:
         except (ValueError, RecursionError) as error:
             reason = str(error) if isinstance(error, ValueError) else "the schema is nested too deeply"
             raise InvalidRequest(f"`{self._path}`: {reason}", self._path) from None
-        return f"%json {json.dumps({**schema, 'x-guidance': {**OPTIONS, 'lenient': not self._strict}})}"
+        return f"%json {json.dumps(with_options(schema, not self._strict))}"
 
 
 def json_call_grammar(
@@ -286,7 +286,7 @@ class _Function:
             _move_references(alone)
             _move_references(whole)
             alone["$defs"] = {"parameters": whole}
-        return f"%json {json.dumps({**alone, 'x-guidance': {**OPTIONS, 'lenient': not self._strict}})}"
+        return f"%json {json.dumps(with_options(alone, not self._strict))}"
 
     def _refused(self, reason: str) -> InvalidRequest:
         return InvalidRequest(f"`{self._path}`: {reason}", self._path)

@@ -130,6 +130,43 @@ def test_a_control_string_inside_a_json_string_is_ordinary_text() -> None:
     assert accepted_part(matcher, '{"a":"<think>"}') == '{"a":"'
 
 
+@pytest.mark.parametrize("text", sorted(token.content for token in TOKENIZER.get_added_tokens_decoder().values()))
+@pytest.mark.parametrize(
+    "kind", ["choice", "choices", "regex", "class", "const", "enum", "key", "pattern", "json tool"]
+)
+def test_text_that_spells_a_control_token_is_written_in_ordinary_tokens(kind: str, text: str) -> None:
+    wanted, spec = {
+        "choice": (text, GrammarSpec("lark", f"%llguidance {{}}\nstart: {json.dumps(text)}\n")),
+        "choices": (f"a{text}", GrammarSpec("lark", f'%llguidance {{}}\nstart: "a" {json.dumps(text)} | "b{text}"\n')),
+        "regex": (text, GrammarSpec("regex", re.escape(text))),
+        "class": (text, GrammarSpec("regex", f"[{text[0]}]{re.escape(text[1:])}")),
+        "const": (f'"{text}"', json_schema({"const": text})),
+        "enum": (f'["a{text}"]', json_schema({"enum": [[f"a{text}"]]})),
+        "key": (
+            f'{{"{text}":1}}',
+            json_schema(
+                {
+                    "type": "object",
+                    "properties": {text: {"const": 1}},
+                    "required": [text],
+                    "additionalProperties": False,
+                }
+            ),
+        ),
+        "pattern": (f'"{text}"', json_schema({"type": "string", "pattern": f"^[{text[0]}]{re.escape(text[1:])}$"})),
+        "json tool": (
+            f'"{text}"',
+            GrammarSpec("lark", f"%llguidance {{}}\nstart: %json {json.dumps({'const': text})}"),
+        ),
+    }[kind]
+    answers = {walk(compiled(spec), seed) for seed in range(5)} - {None}
+
+    assert answers
+    for token_ids in answers:
+        assert token_ids is not None and CONTROL.isdisjoint(token_ids) and set(STOPS).isdisjoint(token_ids)
+        assert "".join(decode(token_ids).split()) == wanted or kind == "choices"
+
+
 @pytest.mark.parametrize("stop", STOPS)
 def test_every_stop_token_ends_the_output_and_later_tokens_are_ignored(stop: int) -> None:
     matcher = compiled(GrammarSpec("regex", "ab|abc"))

@@ -84,10 +84,10 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     texts: list[str] = []
     build = grammar_module._build
 
-    def counting(tokenizer: Any, spec: GrammarSpec) -> Any:
+    def counting(tokenizer: Any, spec: GrammarSpec, *rest: Any) -> Any:
         texts.append(spec.text)
         time.sleep(0.02)
-        return build(tokenizer, spec)
+        return build(tokenizer, spec, *rest)
 
     monkeypatch.setattr(grammar_module, "_build", counting)
     return texts

@@ -14,6 +14,7 @@ from tests.engine.processing.walks import accepts, compiled, decode, json_schema
 
 OBJECT = {"type": "object"}
 A = {"properties": {"a": {"type": "integer"}}}
+KINDS = {name: {**OBJECT, "properties": {"k": {"const": k}}, "required": ["k"]} for k, name in ((1, "a"), (2, "b"))}
 
 # keyword: schema, an instance that is valid, one that is not
 ENFORCED: list[tuple[str, Any, str, str]] = [
@@ -30,6 +31,12 @@ ENFORCED: list[tuple[str, Any, str, str]] = [
     ("allOf", {"allOf": [{"type": "integer", "minimum": 2}, {"maximum": 4}]}, "3", "5"),
     ("anyOf", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", "true"),
     ("oneOf", {"oneOf": [{"type": "integer"}, {"type": "null"}]}, "null", "true"),
+    ("oneOf", {"oneOf": [{"type": "integer", "maximum": 3}, {"type": "integer", "minimum": 5}]}, "5", "4"),
+    ("oneOf", {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": KINDS}, '{"k": 2}', '{"k": 3}'),
+    ("const", {"const": "a\x01b"}, '"a\\u0001b"', '"ab"'),
+    ("const", {"const": ["\x7f"]}, '["\\u007f"]', '["\\u007e"]'),
+    ("enum", {"enum": ["\x00", "a"]}, '"\\u0000"', '""'),
+    ("pattern", {"type": "string", "pattern": "^a\\x1fb$"}, '"a\\u001fb"', '"ab"'),
     ("properties", {**OBJECT, **A}, '{"a": 1}', '{"a": "x"}'),
     ("properties", {**OBJECT, **A}, '{"a": 1, "b": 2}', '{"\\u0061": "x"}'),
     ("patternProperties", {**OBJECT, "patternProperties": {"^a": {"type": "null"}}}, '{"ab": null}', '{"ab": 1}'),
@@ -52,6 +59,10 @@ ENFORCED: list[tuple[str, Any, str, str]] = [
     ("maximum", {"type": "integer", "maximum": 10}, "10", "11"),
     ("exclusiveMinimum", {"type": "number", "exclusiveMinimum": 1}, "1.01", "1.0"),
     ("exclusiveMaximum", {"type": "integer", "exclusiveMaximum": 10}, "9", "10"),
+    ("exclusiveMinimum", {"type": "number", "exclusiveMinimum": 0, "maximum": 0.1}, "0.05", "0"),
+    ("exclusiveMinimum", {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e-3}, "0.0001", "0"),
+    ("exclusiveMaximum", {"type": "number", "exclusiveMaximum": 0, "minimum": -0.1}, "-0.05", "-0"),
+    ("exclusiveMinimum", {"type": "integer", "exclusiveMinimum": 0, "minimum": -3}, "1", "0"),
     ("multipleOf", {"type": "integer", "multipleOf": 3}, "-9", "10"),
     ("multipleOf", {"type": "number", "multipleOf": 0.25}, "1.75", "1.8"),
     ("format", {"type": "string", "format": "date-time"}, '"2026-11-20T10:00:00Z"', '"2026-11-31T10:00:00Z"'),
@@ -96,9 +107,10 @@ REFUSED: list[tuple[str, Any]] = [
     ("$ref", {"$ref": "#name"}),
     ("$ref", {"$ref": "#/$defs/a"}),
     ("$ref", {"$ref": "#/examples/0", "examples": [{"not": {}}]}),
-    ("format", {"type": "string", "format": "regex"}),
-    ("format", {"type": "integer", "format": "int32"}),
-    ("format", {"type": "string", "format": "unknown"}),
+    ("format", {"type": "string", "format": 3}),
+    ("patternProperties", {**OBJECT, **A, "patternProperties": {"^a$": {}}, "additionalProperties": False}),
+    ("patternProperties", {**OBJECT, **A, "patternProperties": {"x": {}, "^[a-c]": {}}}),
+    ("const", {**OBJECT, "properties": {"v": {"const": "a\x01b"}}}),
     ("additionalItems", {"type": "array", "prefixItems": [{}], "additionalItems": False}),
     ("prefixItems", {"type": "array", "prefixItems": [{"const": 1}], "items": [{"const": 2}]}),
     ("minProperties", {**OBJECT, "minProperties": 2}),
@@ -114,6 +126,7 @@ REFUSED: list[tuple[str, Any]] = [
 HARMLESS = {
     **{"$schema": "http://json-schema.org/draft-04/schema#", "$id": "http://a/b", "$comment": "c", "title": "t"},
     **{"description": "d", "default": 1, "examples": [1], "deprecated": True, "readOnly": True, "writeOnly": True},
+    **{"format": "uint32", "pattern": None, "required": None, "properties": None, "additionalProperties": None},
     **{"contentMediaType": "text/plain", "contentEncoding": "base64", "contentSchema": {}, "x-order": 3},
 }
 
@@ -215,6 +228,10 @@ LEAVES = st.sampled_from(
             {"const": {"a": 1}},
         ),
         *({"type": "string", "format": "time"}, {"type": "string", "minLength": 2}, {"enum": ["a", 1, None, [2]]}),
+        *({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, {"type": "number", "exclusiveMaximum": 0}),
+        *({"enum": ["a\x01b", "\x7f"]}, {"type": "string", "pattern": "^[\\x00-\\x08a]$"}),
+        *({"type": "object", "patternProperties": {"^[ab]": {"type": "null"}}},),
+        {"oneOf": [{"type": "integer", "maximum": 1}, {"type": "string"}, {"type": "number", "minimum": 2}]},
         *({"type": "integer", "multipleOf": 7}, {"$ref": "#/$defs/node"}, {"type": "boolean"}),
     ]
 )
