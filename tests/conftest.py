@@ -31,8 +31,8 @@ if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
 
 pytest_plugins = ["tests.support.demo_model"]
 
-NICENESS = 5
-"""Of a process whose tests need no server: a third of the share of the processor that a server gets."""
+NICENESS = 10
+"""Of a process whose tests need no server: a tenth of the share of the processor that a starting server gets."""
 
 _NIGHT_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.night\(", re.MULTILINE)
 

@@ -14,7 +14,9 @@ from deployments.http.config import HttpConfig
 from deployments.http.errors import ErrorMap, Refusal, error_dialect, shown
 from deployments.http.rate_limits import HEADER_NAMES, RateLimits
 
-OPEN_PATHS = ("/health/live", "/health/ready")
+READY_PATHS = ("/health/ready", "/health", "/ping")
+"""The second is vLLM's, the third what container platforms ask for."""
+OPEN_PATHS = ("/health/live", *READY_PATHS)
 """Routes without checks: load balancers call them without a key, and some with a foreign Host header."""
 
 _CORS_METHODS = "GET, POST, DELETE"

@@ -258,8 +258,18 @@ class ErrorMap:
         """Answer unknown routes and methods, which the framework raises outside of any endpoint."""
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             detail = f"The route {request.method[:16]} {request.url.path[:256]} does not exist."
+            if error.status_code == 404 and (right := _right_route(request)):
+                detail += f" Did you mean {right}?"
             error = HTTPException(error.status_code, detail, error.headers)
         return self.response(error, request.state.request_id, request.scope)
+
+
+def _right_route(request: Request) -> str | None:
+    """Return the route that ends as a wrong path does: without /v1, with it twice, with a slash too many."""
+    paths = [route.path for route in request.app.routes if "{" not in route.path]
+    wrong = re.sub(r"/{2,}", "/", request.url.path[:256]).rstrip("/")
+    fitting = [path for path in paths if wrong.endswith(path.removeprefix("/v1"))]
+    return max(fitting, key=len, default=None)
 
 
 def _of_orchard_error(error: OrchardError, request_id: str) -> Failure | None:

@@ -3,6 +3,7 @@
 A field is one of these:
 * honoured: the wire model has it.
 * neutral: not supported, but accepted with values that have no effect.
+* a hint: accepted with values that ask for something this server cannot give, and reported as ignored.
 * refused: not supported, and it would change the answer.
 * informational: it changes no answer, and is accepted up to a size.
 * unknown: ignored and reported, or refused, depending on `http.unknown_fields`.
@@ -49,6 +50,8 @@ class FieldRules:
 
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Unsupported field to its values, besides null, that have no effect."""
+    hints: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Neutral field to further values that are accepted and reported."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Unsupported field to a sentence with the alternative, or ''."""
     informational: frozenset[str] = frozenset()
@@ -58,7 +61,7 @@ class FieldRules:
 def split_fields(
     raw: Mapping[str, Any], known: Collection[str], rules: FieldRules, unknown: UnknownFields = "report"
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Split a body into its honoured fields and the names of its unknown ones.
+    """Split a body into its honoured fields and the names of its hints and unknown ones.
 
     Args:
         raw: The body.
@@ -71,13 +74,16 @@ def split_fields(
     """
     honoured: dict[str, Any] = {}
     ignored: list[str] = []
+    hints: list[str] = []
     for name, value in raw.items():
         if name in known:
             honoured[name] = value
         elif value is None and (name in rules.neutral or name in rules.refused):
             continue
+        elif name in rules.neutral and any(_same_json(value, hint) for hint in rules.hints.get(name, ())):
+            hints.append(name)
         elif name in rules.neutral:
-            _check_neutral(name, value, rules.neutral[name])
+            _check_neutral(name, value, (*rules.neutral[name], *rules.hints.get(name, ())))
         elif name in rules.refused:
             raise InvalidRequest(f"`{name}` is not supported. {rules.refused[name]}".strip(), name)
         elif name in rules.informational:
@@ -91,7 +97,7 @@ def split_fields(
             f"The request body has {len(ignored)} unknown fields, such as `{ignored[0][:MAX_NAME_CHARS]}`; the limit "
             f"is {MAX_IGNORED}."
         )
-    return honoured, tuple(name[:MAX_NAME_CHARS] for name in ignored)
+    return honoured, tuple(name[:MAX_NAME_CHARS] for name in (*hints, *ignored))
 
 
 def validate_body(

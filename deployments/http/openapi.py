@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from deployments.http.access import READY_PATHS
 from deployments.http.errors import error_dialect
 
 REF_TEMPLATE = "#/components/schemas/{model}"
@@ -181,6 +182,6 @@ def _responses(operation: Operation, streams: bool) -> dict[str, Any]:
     name, _ = ERRORS[error_dialect(operation.path)]
     error = {"application/json": {"schema": {"$ref": REF_TEMPLATE.format(model=name)}}}
     errors = {status: {"description": why, "content": error} for status, why in ERROR_STATUSES.items()}
-    if operation.path == "/health/ready":
+    if operation.path in READY_PATHS:
         errors["503"] = {"description": "Not ready: `reason` says why.", "content": content}
     return {"200": {"description": "The answer.", "content": content}, **errors}

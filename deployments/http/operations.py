@@ -6,13 +6,13 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from deployments.http.access import AdministratorOnly
+from deployments.http.access import READY_PATHS, AdministratorOnly
 from deployments.http.context import HttpContext
 from deployments.http.redaction import administrative_view, public_view
 
 
 class Operations:
-    """The endpoints /v1/status, /v1/cache, /health/live and /health/ready."""
+    """The endpoints /v1/status, /v1/cache, /health/live, and those that tell whether requests can be served."""
 
     def __init__(self, context: HttpContext):
         self._context = context
@@ -26,8 +26,9 @@ class Operations:
         describe("/v1/cache", "DELETE", None, "Empty the prefix caches; an administrative request.")
         app.add_route("/health/live", guard(self.live), ["GET"])
         describe("/health/live", "GET", None, "Tell whether the process answers.")
-        app.add_route("/health/ready", guard(self.ready), ["GET"])
-        describe("/health/ready", "GET", None, "Tell whether requests can be served.")
+        for path in READY_PATHS:
+            app.add_route(path, guard(self.ready), ["GET"])
+            describe(path, "GET", None, "Tell whether requests can be served.")
 
     async def live(self, request: Request) -> Response:
         return JSONResponse({"status": "live"})

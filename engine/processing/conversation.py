@@ -17,6 +17,9 @@ from engine.protocol import InvalidRequest
 MAX_ARGUMENTS_DEPTH = 256
 """Deepest nesting of arrays and objects in the arguments of a tool call."""
 
+DAMAGED = "arguments"
+"""Name under which templates that read objects get arguments that are no JSON object."""
+
 
 @cache
 def reserved_kwargs() -> frozenset[str]:
@@ -71,16 +74,14 @@ def convert(
     """Convert a conversation to the form of the template. Raises InvalidRequest naming the invalid field."""
     _check_arguments(messages)
     try:
-        converted = [_convert(message, f"messages[{i}]", quarantine, forms) for i, message in enumerate(messages)]
+        converted = [_convert(message, quarantine, forms) for message in messages]
         kwargs = {**DEFAULT_KWARGS, **quarantine.value(_checked_kwargs(template_kwargs))}
     except RecursionError:
         raise InvalidRequest("the messages or tools are nested too deeply", "messages") from None
     return Conversation(converted, kwargs, quarantine)
 
 
-def _convert(
-    message: Mapping[str, Any], path: str, quarantine: ControlTokenEscaper, forms: TemplateForms
-) -> dict[str, Any]:
+def _convert(message: Mapping[str, Any], quarantine: ControlTokenEscaper, forms: TemplateForms) -> dict[str, Any]:
     converted = {k: quarantine.value(v) for k, v in message.items() if k not in ("content", "tool_calls")}
     if (content := message.get("content")) is not None:
         # An assistant's <think> and <tool_call> are left to the template, but its special tokens are escaped.
@@ -90,9 +91,7 @@ def _convert(
     if forms.thought_key not in (None, "reasoning_content") and "reasoning_content" in converted:
         converted[forms.thought_key] = converted.pop("reasoning_content")
     if calls := message.get("tool_calls"):
-        converted["tool_calls"] = [
-            quarantine.value(_convert_call(call, f"{path}.tool_calls[{i}]", forms)) for i, call in enumerate(calls)
-        ]
+        converted["tool_calls"] = [quarantine.value(_convert_call(call, forms)) for call in calls]
     return converted
 
 
@@ -139,8 +138,8 @@ def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
                 max_values -= check_json_shape(text, subject, field, max_values, max_depth=MAX_ARGUMENTS_DEPTH)
 
 
-def _convert_call(call: Mapping[str, Any], path: str, forms: TemplateForms) -> dict[str, Any]:
-    parsed = _parse_arguments(call, path)
+def _convert_call(call: Mapping[str, Any], forms: TemplateForms) -> dict[str, Any]:
+    parsed = _parse_arguments(call)
     if not forms.argument_texts:
         return parsed
     given, arguments = call["function"].get("arguments"), parsed["function"]["arguments"]
@@ -148,18 +147,19 @@ def _convert_call(call: Mapping[str, Any], path: str, forms: TemplateForms) -> d
     return {**parsed, "function": {**parsed["function"], "arguments": text}}
 
 
-def _parse_arguments(call: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return a copy of a tool call with its arguments parsed, as clients send JSON text and templates read objects."""
+def _parse_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a tool call with its arguments parsed, as clients send JSON text and templates read objects.
+
+    Text that is no JSON object, such as that of an answer that was cut off, is shown to the model as it is.
+    """
     function = call["function"]
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
+    given = function.get("arguments")
+    arguments = given or {}
+    if isinstance(given, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = json.loads(given) if given.strip() else {}
         except (ValueError, RecursionError):
-            raise InvalidRequest("the arguments are not valid JSON", f"{path}.function.arguments") from None
-    arguments = {} if arguments is None else arguments
+            arguments = {DAMAGED: given}
     if not isinstance(arguments, Mapping):
-        raise InvalidRequest(
-            f"the arguments must be a JSON object, found {type(arguments).__name__}", f"{path}.function.arguments"
-        )
+        arguments = {DAMAGED: given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)}
     return {**call, "function": {**function, "arguments": arguments}}

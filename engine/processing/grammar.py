@@ -228,8 +228,7 @@ def _load_tokenizer(
 
 def _build(tokenizer: LLTokenizer, spec: GrammarSpec, control_strings: frozenset[str]) -> LLMatcher:
     try:
-        limits = LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
-        matcher = LLMatcher(tokenizer, _source(spec, control_strings), log_level=0, limits=limits)
+        matcher = LLMatcher(tokenizer, _source(spec, control_strings), log_level=0, limits=_limits())
         probe = matcher.deep_copy()
         mask = np.frombuffer(probe.compute_bitmask() if not probe.is_error() else b"", np.uint8)
     except (ValueError, MemoryError):
@@ -245,8 +244,12 @@ def _build(tokenizer: LLTokenizer, spec: GrammarSpec, control_strings: frozenset
     return matcher
 
 
+def _limits() -> LLParserLimits:
+    return LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
+
+
 def _source(spec: GrammarSpec, control_strings: frozenset[str]) -> str:
-    """Return a grammar in Lark, which forces no text that may spell a control token.
+    """Return llguidance's grammar, which forces no text that may spell a control token.
 
     Where only one text can follow, llguidance allows the tokens of this text alone, control tokens among them, which it
     then rejects.
@@ -254,21 +257,36 @@ def _source(spec: GrammarSpec, control_strings: frozenset[str]) -> str:
     match spec.kind:
         case "json_schema":
             schema = json.dumps(with_options(strict_schema(_parsed(spec.text))))
-            rules = f"start: %json {schema}"
+            rules, forcing = f"start: %json {schema}", LLMatcher.grammar_from_json_schema(schema)
         case "json_object":
-            rules = f"start: %json {json.dumps(with_options({'type': 'object'}))}"
+            return LLMatcher.grammar_from_json_schema(json.dumps(with_options({"type": "object"})))
         case "regex":
-            rules = json.loads(LLMatcher.grammar_from_regex(spec.text))["grammars"][0]["lark_grammar"]
+            forcing = LLMatcher.grammar_from_regex(spec.text)
+            rules = json.loads(forcing)["grammars"][0]["lark_grammar"]
+            return f"{NO_FORCING}{rules}" if _can_match(rules, control_strings) else forcing
         case "lark":
-            rules = spec.text.removeprefix(LARK_HEAD)
-    forces = spec.kind == "json_object" or not _may_spell(rules, control_strings)
-    return f"{LARK_HEAD if forces else NO_FORCING}{rules}"
+            rules, forcing = spec.text.removeprefix(LARK_HEAD), spec.text
+    return f"{NO_FORCING}{rules}" if _may_spell(rules, control_strings) else forcing
+
+
+def _can_match(rules: str, control_strings: frozenset[str]) -> bool:
+    """Return whether a grammar of one expression can match a text with a control string in it."""
+    if not control_strings:
+        return False
+    any_control = "|".join(re.escape(text).replace("/", r"\/") for text in sorted(control_strings))
+    expression = rules.removeprefix("start: ")
+    both = f"start: BOTH\nBOTH: {expression} & /(?s:.*)({any_control})(?s:.*)/\n"
+    matcher = LLMatcher(LLTokenizer("byte"), both, log_level=0, limits=_limits())
+    if matcher.is_error():  # the expression itself is wrong or too large
+        return False
+    matcher.compute_bitmask()
+    return not matcher.is_error()
 
 
 def _may_spell(rules: str, control_strings: frozenset[str]) -> bool:
     """Return whether a literal of a grammar contains a control string; an expression may spell any."""
     lines = [line for line in rules.split("\n") if not TERMINAL.match(line)]
-    if any(line.startswith("start: /") or '"pattern' in line for line in lines):
+    if any('"pattern' in line for line in lines):
         return bool(control_strings)
     literals = [literal for line in lines for literal in LITERAL.findall(line)]
     escaped = {json.dumps(text, ensure_ascii=ascii)[1:-1] for text in control_strings for ascii in (False, True)}
@@ -294,8 +312,9 @@ def _stop_mask(stop_token_ids: frozenset[int], num_words: int) -> np.ndarray:
 
 
 def _first_words(error: str) -> str:
-    """Return the library's error without parser state and backtrace, on one line of at most 400 characters."""
-    return " ".join(error.split("<backtrace>")[0].split("<state>")[0].split())[:400]
+    """Return the library's error without parser state, source and backtrace, on one line of at most 400 characters."""
+    said = re.split(r"<backtrace>|<state>|\n +1 \| ", error)[0]
+    return " ".join(re.sub(r"\bat \d+\(\d+\): failed to compile JSON schema: ", "", said).split())[:400]
 
 
 def _invalid(spec: GrammarSpec, reason: str) -> InvalidRequest:

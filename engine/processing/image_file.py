@@ -27,9 +27,14 @@ DRAFT_GAP = 2
 BAND_ROWS = 256
 UNDECODABLE = "the image could not be decoded; PNG, JPEG, WebP and GIF are supported"
 
+_JPEG_SIGNATURE = b"\xff\xd8"
+_FILLINGS = b"\x00" * 1024, b"\x5a" * 1024
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _SOI, _EOI, _SOS, _TEM = 0xD8, 0xD9, 0xDA, 0x01
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_PNG_METADATA = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
+_PNG_ORIENTATION = re.compile(rb"XML:com\.adobe\.xmp\0\0|Raw profile type exif\0")
+"""Texts that may have the orientation."""
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
 
@@ -49,10 +54,12 @@ class ImageFile:
     """
 
     def __init__(self, content: bytes | bytearray, max_pixels: int):
-        if content[:2] == b"\xff\xd8":
-            check_jpeg_segments(content)
+        is_cut = False
+        if content[:2] == _JPEG_SIGNATURE:
+            is_cut = not check_jpeg_segments(content)
         elif content[:8] == _PNG_SIGNATURE:
-            check_png_chunks(content)
+            content = without_metadata(content, check_png_chunks(content))
+        self._cut_content = content if is_cut else None
         try:
             self._opened = _decoding(lambda: Image.open(io.BytesIO(content), formats=FORMATS))
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
@@ -75,8 +82,12 @@ class ImageFile:
 
     def _rgb(self, target_size: tuple[int, int]) -> Image.Image:
         width, height = target_size if self.size == self._opened.size else target_size[::-1]
-        self._opened.draft(None, (width * DRAFT_GAP, height * DRAFT_GAP))
-        self._opened.load()
+        draft_size = width * DRAFT_GAP, height * DRAFT_GAP
+        if self._cut_content is None:
+            self._opened.draft(None, draft_size)
+            self._opened.load()
+        else:
+            self._opened = _complete_jpeg(self._cut_content, draft_size)
         ImageOps.exif_transpose(self._opened, in_place=True)
         return to_rgb(self._opened)
 
@@ -89,13 +100,13 @@ def check_sides(width: int, height: int) -> None:
         )
 
 
-def check_jpeg_segments(content: bytes | bytearray) -> None:
-    """Raise ImageRefused for a JPEG with too many scans or segments, up to the end of its first image."""
+def check_jpeg_segments(content: bytes | bytearray) -> bool:
+    """Return whether the first image of a JPEG has its end mark; raise ImageRefused for too many scans or segments."""
     position, num_scans, num_segments = 2, 0, 0
     while match := _JPEG_MARKER.search(content, position):
         marker, position = content[match.start() + 1], match.end()
         if marker == _EOI:
-            break
+            return True
         if marker in (_SOI, _TEM):
             continue
         num_segments += 1
@@ -105,11 +116,16 @@ def check_jpeg_segments(content: bytes | bytearray) -> None:
         if num_segments > MAX_SEGMENTS:
             raise ImageRefused(f"the JPEG image has more than {MAX_SEGMENTS} segments, which is the limit")
         position += int.from_bytes(content[position : position + 2], "big")
+    return False
 
 
-def check_png_chunks(content: bytes | bytearray) -> None:
-    """Raise ImageRefused for a PNG with too many chunks, up to the end of its first frame."""
+def check_png_chunks(content: bytes | bytearray) -> list[tuple[int, int]]:
+    """Return the places of a PNG's metadata; raise ImageRefused for too many chunks. Both up to its first frame's end.
+
+    Pillow decompresses texts and colour profiles and refuses images where these are large. Orientation is kept.
+    """
     position, num_chunks, has_pixels = len(_PNG_SIGNATURE), 0, False
+    metadata: list[tuple[int, int]] = []
     while position + 8 <= len(content):
         kind = bytes(content[position + 4 : position + 8])
         if kind == b"IEND" or (has_pixels and kind in (b"fcTL", b"fdAT")):
@@ -118,7 +134,36 @@ def check_png_chunks(content: bytes | bytearray) -> None:
         num_chunks += 1
         if num_chunks > MAX_SEGMENTS:
             raise ImageRefused(f"the PNG image has more than {MAX_SEGMENTS} chunks, which is the limit")
-        position += 12 + int.from_bytes(content[position : position + 4], "big")
+        end = position + 12 + int.from_bytes(content[position : position + 4], "big")
+        if kind in _PNG_METADATA and not _PNG_ORIENTATION.match(content, position + 8):
+            metadata.append((position, end))
+        position = end
+    return metadata
+
+
+def without_metadata(content: bytes | bytearray, places: list[tuple[int, int]]) -> bytes | bytearray:
+    """Return a copy without these places, the content itself if there are none."""
+    if not places:
+        return content
+    starts, ends = [0, *(end for _, end in places)], [*(start for start, _ in places), len(content)]
+    view = memoryview(content)
+    return b"".join(view[start:end] for start, end in zip(starts, ends, strict=True) if start < end)
+
+
+def _complete_jpeg(content: bytes | bytearray, draft_size: tuple[int, int]) -> Image.Image:
+    """Decode a JPEG without its end mark; raise ImageRefused if pixels are missing, too.
+
+    Decoders fill missing pixels with what they find: it is complete if different fillings change nothing.
+    """
+    decoded: list[Image.Image] = []
+    for filling in _FILLINGS:
+        image = Image.open(io.BytesIO(bytes(content) + filling + b"\xff\xd9"), formats=("JPEG",))
+        image.draft(None, draft_size)
+        image.load()
+        decoded.append(image)
+    if decoded[0].tobytes() != decoded[1].tobytes():
+        raise ImageRefused("the JPEG image is cut off: pixels are missing at its end")
+    return decoded[0]
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -10,6 +10,7 @@ answer starts with a 4-byte length and a JSON object; the key `refused` ends the
 
 import base64
 import binascii
+import contextlib
 import json
 import resource
 import socket
@@ -17,6 +18,7 @@ import struct
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote_to_bytes
 
 from PIL import Image
 
@@ -32,6 +34,7 @@ REQUEST = struct.Struct(">QBBB")
 """Header of an image or video: number of bytes, and whether they are base64 text, whether to decode in low detail, and
 whether they are a video."""
 LENGTH = struct.Struct(">I")
+FROM_URL_ALPHABET = bytes.maketrans(b"-_", b"+/")
 GO = b"g"
 WALL_PER_CPU = 6.0
 """Limit of the elapsed time of one image, as a multiple of decode_cpu_s."""
@@ -122,9 +125,19 @@ def answer_video(planner: socket.socket, content: bytes | bytearray, settings: W
 
 
 def from_base64(text: bytearray) -> bytes:
-    """Decode base64 text; raise ImageRefused if it is invalid."""
-    try:
+    """Decode the base64 text of a data: URL; raise ImageRefused if it is invalid.
+
+    As in browsers (WHATWG, "forgiving-base64 decode"), white space, also percent-encoded, and missing padding are no
+    errors; neither is the alphabet for URLs.
+    """
+    with contextlib.suppress(binascii.Error):
         return base64.b64decode(text, validate=True)
+    plain = unquote_to_bytes(bytes(text)).translate(FROM_URL_ALPHABET, b"\t\n\f\r ")
+    bare = plain.rstrip(b"=")
+    try:
+        if len(plain) - len(bare) > 2:
+            raise binascii.Error
+        return base64.b64decode(bare + b"=" * (-len(bare) % 4), validate=True)
     except binascii.Error:
         raise ImageRefused("the data: URL is not valid base64") from None
 

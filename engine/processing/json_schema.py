@@ -93,11 +93,21 @@ def strict_schema(schema: Any) -> dict[str, Any]:
 def lenient_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a schema for llguidance, without the keywords that cannot be enforced."""
     cleaned = _normal_copy(schema)
+    for _, part in subschemas(cleaned):
+        if isinstance(part, dict):
+            _drop_impossible_names(part)
     # removing a keyword may remove the target of a reference
     while problems := list(_problems(cleaned, is_strict=False)):
         for problem in problems:
             problem.owner.pop(problem.keyword, None)
     return _bare(cleaned)
+
+
+def _drop_impossible_names(schema: dict[str, Any]) -> None:
+    """Drop required names that a closed object may not have: no value at all would be left."""
+    required, properties = schema.get("required"), _mapping(schema, "properties")
+    if schema.get("additionalProperties") is False and isinstance(required, list) and "patternProperties" not in schema:
+        schema["required"] = [name for name in required if isinstance(name, str) and name in properties]
 
 
 def with_options(schema: Mapping[str, Any], is_lenient: bool = False) -> dict[str, Any]:
@@ -223,6 +233,8 @@ def _problem_of(keyword: str, value: Any, schema: Mapping[str, Any], is_root: bo
         return f"which is {_shortened(value)}; the supported formats are {', '.join(sorted(FORMATS))}"
     if keyword in BOUNDS and (number := _inexact_number(value)) is not None:
         return f"which contains {number}; numbers are supported up to 2**53 = {MAX_EXACT_NUMBER}"
+    if keyword == "pattern" and isinstance(value, str) and (error := _pattern_error(value)):
+        return f"which is {_shortened(value)}: {error}"
     if keyword == "minProperties":
         return _uncountable_properties(value, schema)
     return _lost_tuple(keyword, schema)
@@ -230,24 +242,34 @@ def _problem_of(keyword: str, value: Any, schema: Mapping[str, Any], is_root: bo
 
 def _declared_by_pattern(patterns: Any, declared: set[str]) -> str | None:
     # llguidance takes the declared names out of the pattern's; where none is left, it cannot end what it has begun.
-    for pattern in patterns if isinstance(patterns, dict) and declared else ():
+    for pattern in patterns if isinstance(patterns, dict) else ():
+        if error := _pattern_error(pattern):
+            return f"with the pattern {_shortened(pattern)}: {error}"
         if (name := _first_match(pattern, declared)) is not None:
             return f"whose pattern {_shortened(pattern)} matches {_shortened(name)}, a name in `properties`"
     return None
 
 
 def _first_match(pattern: str, names: Iterable[str]) -> str | None:
-    """Return a name that a pattern matches, None if there is none or llguidance does not know the pattern.
-
-    Python's expressions differ, and a hostile one may take them hours.
-    """
-    schema = {"type": "string", "pattern": pattern, "x-guidance": {"json_allowed_escapes": ALL_ESCAPES}}
-    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0)
-    for name in () if matcher.is_error() else sorted(names):
+    """Return a name that a pattern matches. Python's expressions differ, and a hostile one may take them hours."""
+    matcher = _matcher_of(pattern)
+    for name in sorted(names):
         probe, spelled = matcher.deep_copy(), list(json.dumps(name, ensure_ascii=False).encode(errors="replace"))
         if probe.try_consume_tokens(spelled) == len(spelled) and probe.is_accepting():
             return name
     return None
+
+
+@lru_cache(1024)
+def _pattern_error(pattern: str) -> str | None:
+    """Return why a pattern cannot be enforced, such as a lookahead; None if it can."""
+    matcher = _matcher_of(pattern)
+    return " ".join(matcher.get_error().split())[-120:] if matcher.is_error() else None
+
+
+def _matcher_of(pattern: str) -> LLMatcher:
+    schema = {"type": "string", "pattern": pattern, "x-guidance": {"json_allowed_escapes": ALL_ESCAPES}}
+    return LLMatcher(_bytes(), LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0)
 
 
 @lru_cache(1)

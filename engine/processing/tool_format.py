@@ -16,7 +16,8 @@ FUNCTION = re.compile(
     r"<function=\s*([^\s<>]+)\s*>(.*?)(?:</function>|\Z)(?=\s*(?:<function=|</?tool_call>|\Z))", re.DOTALL
 )
 PARAMETER = re.compile(
-    r"<parameter=\s*([^\s<>]+)\s*>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z))", re.DOTALL
+    r"<parameter=\s*([^\s<>](?:[^\n\r<>]*[^\s<>])?)\s*>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z))",
+    re.DOTALL,
 )
 NAMED_JSON = re.compile(r"\s*(.*?)\s*(\{.*)", re.DOTALL)
 """A function's name with markup around it, followed by its arguments."""

@@ -35,7 +35,7 @@ from engine.protocol import GrammarSpec, InvalidRequest
 
 HEAD = r"""%llguidance {}
 TEXT: /(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/
-NAME: /[^\s<>]{1,64}/
+NAME: /[^\s<>]([^\n\r<>]{0,62}[^\s<>])?/
 VALUE: /(?s:.*)/ & ~/(?s:.*)<(\/parameter|\/?tool_call)>(?s:.*)/ & ~/[Nn][Uu][Ll][Ll]/
 END: "\n</parameter>\n"
 RAW: VALUE END
@@ -45,9 +45,13 @@ call: <tool_call> "\n" function "</function>\n" </tool_call>
 not `null`, which parsers read as None in place of a string (mlx_lm.tool_parsers.qwen3_coder 0.32.2)."""
 
 NAME = re.compile(r"[^\s<>]+")
-"""Names of functions and parameters that parsers can distinguish from the markup."""
+"""Names of functions that parsers can distinguish from the markup."""
+PARAMETER_NAME = re.compile(r"[^\s<>](?:[^\n\r<>]*[^\s<>])?")
+"""Names of parameters, which may contain spaces."""
 
 TOP_LEVEL = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
+MAX_REFERENCES = 8
+"""Most references from a function's parameters to their schema."""
 RAW_LIMITS = ("pattern", "format", "minLength", "maxLength")
 
 
@@ -211,11 +215,12 @@ class _Function:
     def rules(self) -> list[str]:
         properties = self._schema.get("properties", {})
         required = self._schema.get("required", [])
-        if undeclared := [name for name in required if not isinstance(name, str) or name not in properties]:
+        undeclared = [name for name in required if not isinstance(name, str) or name not in properties]
+        if undeclared and self._strict:
             raise self._refused(f"`required` names {undeclared[0]!r}, which is not in `properties`")
         parts, rules = [_literal(f"<function={self.name}>\n")], []
         for i, (name, schema) in enumerate(properties.items()):
-            _checked_name(name, f"{self._path}.properties")
+            _checked_name(name, f"{self._path}.properties", PARAMETER_NAME)
             rule, opening = f"{self.rule}_{i}", _literal(f"<parameter={name}>\n")
             parts.append(rule if name in required else f"{rule}?")
             rules.append(f"{rule}: {opening} {self._value(schema, name)}")
@@ -229,9 +234,9 @@ class _Function:
 
     def _enforceable(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         known = TOP_LEVEL | ANNOTATIONS | ROOT_ANNOTATIONS
-        if "$ref" in parameters:
-            raise self._refused("`$ref` is not supported at the top level; use `properties`")
-        if parameters.get("type", "object") != "object":
+        parameters = _without_nulls(self._dereferenced(parameters))
+        types = parameters.get("type", "object")
+        if types != "object" and not (isinstance(types, list) and "object" in types):
             raise self._refused(f"`type` is {parameters['type']!r}; it must be 'object'")
         for key, kind, expected in (("properties", dict, "an object"), ("required", list, "an array")):
             if not isinstance(parameters.get(key, kind()), kind):
@@ -246,6 +251,19 @@ class _Function:
             raise self._refused(str(error)) from None
         except RecursionError:
             raise self._refused("the schema is nested too deeply") from None
+
+    def _dereferenced(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the parameters with the schema that a `$ref` at their top refers to in place of it."""
+        places = dict(subschemas(dict(parameters)))
+        for _ in range(MAX_REFERENCES):
+            if "$ref" not in parameters:
+                return parameters
+            reference = parameters["$ref"]
+            target = places.get(unquote(reference[1:])) if isinstance(reference, str) else None
+            if not isinstance(target, dict):
+                break
+            parameters = {**target, **{key: value for key, value in parameters.items() if key != "$ref"}}
+        raise self._refused(f"`$ref` is {parameters['$ref']!r}, which does not lead to an object's schema")
 
     def _value(self, schema: Any, name: str) -> str:
         """Return the rule for the text after a parameter's opening line, its closing line included."""
@@ -316,9 +334,14 @@ def _move_references(root: dict[str, Any]) -> None:
             schema["$ref"] = "#/$defs/parameters" + schema["$ref"][1:]
 
 
-def _checked_name(name: str, path: str) -> str:
-    if not NAME.fullmatch(name):
-        raise InvalidRequest(f"`{path}`: {name!r} is not a valid name; it must not contain spaces, '<' or '>'", path)
+def _without_nulls(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if value is not None}
+
+
+def _checked_name(name: str, path: str, valid: re.Pattern[str] = NAME) -> str:
+    if not valid.fullmatch(name):
+        never = "spaces, '<' or '>'" if valid is NAME else "'<', '>', line breaks, nor spaces at its ends"
+        raise InvalidRequest(f"`{path}`: {name!r} is not a valid name; it must not contain {never}", path)
     return name
 
 

@@ -23,6 +23,7 @@ from tests.e2e.server import (
     serve_run,
     wait_for_late,
 )
+from tests.schedule.groups import place_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,15 +35,27 @@ def close_what_clients_left_open() -> Iterator[None]:
         gc.collect()
 
 
+_running: list[Server] = []
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End servers behind their last tests: an idle one takes a third of a core from those that start next."""
+    place, next_place = (test and place_of(test.nodeid.partition("::")[0]) for test in (item, nextitem))
+    while _running and place != next_place:
+        _running.pop().stop()
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """The server that runs already, if .ci/run has named one: the one that README's first command has started."""
     if named := os.environ.get("ORCHARD_SERVER"):
         wait_for_late(named.partition(" ")[0])
-        yield RunningServer(named)
+        _running.append(running := RunningServer(named))
+        yield running
         return
     with serve_run() as server:
         server.wait_complete()
+        _running.append(server)
         yield server
         assert server.stop() == 0, server.output[-4000:]
 
@@ -62,6 +75,7 @@ def small_server() -> Iterator[ServeRun]:
 
     with serve_run(make_it_small, command=ORCHARD_SERVE) as server:
         server.wait_complete()
+        _running.append(server)
         yield server
         assert server.stop() == 0, server.output[-4000:]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
+import psutil
 import yaml
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class Server(Protocol):
     @property
     def output(self) -> str: ...
 
+    def stop(self) -> object: ...
+
 
 class RunningServer:
     """A server that runs before and after the tests: ORCHARD_SERVER names its URL, process and output, with blanks."""
@@ -72,6 +75,13 @@ class RunningServer:
     @property
     def output(self) -> str:
         return self._log.read_text(errors="replace")
+
+    def stop(self) -> None:
+        """Stop the server as Ctrl-C does; .ci/run checks its exit code."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.pid)
+            process.send_signal(signal.SIGINT)
+            process.wait(STOP_TIMEOUT_S)
 
 
 class ServeRun:

@@ -65,6 +65,7 @@ FIELD_RULES = FieldRules(
         "length_penalty": (1, 1.0),
         "truncate_prompt_tokens": (),
     },
+    hints={"verbosity": ("low", "high")},
     refused={
         "audio": "",
         "prediction": "",

@@ -3,13 +3,14 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from deployments.http.grammar import schema_grammar, text_grammar
 from deployments.http.wire import Wire, choose, tag
 from engine.protocol import GrammarSpec
 
 MAX_GUIDED_CHOICES = 10_000
+MAX_NAME_CHARS = 512
 
 
 class PlainFormat(Wire):
@@ -21,7 +22,7 @@ class PlainFormat(Wire):
 class JsonSchema(Wire):
     """A JSON schema, enforced whatever `strict` is. The model does not see `name` and `description`."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    name: str | None = Field(None, max_length=MAX_NAME_CHARS)
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
     description: str | None = None
@@ -40,10 +41,21 @@ def format_tag(value: Any) -> str | None:
     return FORMAT_TAGS.get(kind) if isinstance(kind, str) else None
 
 
+def _nested(value: Any) -> Any:
+    """Return a response format as OpenAI nests it, if a schema stands beside `type`, as in other servers' APIs."""
+    if isinstance(value, dict) and value.get("type") in ("json_object", "json_schema") and "json_schema" not in value:
+        beside = {name: part for name, part in value.items() if name != "type"}
+        if isinstance(schema := beside.get("schema"), dict):
+            kind = {"type": "object"} if value["type"] == "json_object" else {}
+            return {"type": "json_schema", "json_schema": {**beside, "schema": {**kind, **schema}}}
+    return value
+
+
 FORMAT_TAGS = {"text": "plain", "json_object": "plain", "json_schema": "schema"}
 ResponseFormat = Annotated[
     Annotated[PlainFormat, tag("plain")] | Annotated[SchemaFormat, tag("schema")],
     choose(format_tag, f"must be one of: {', '.join(FORMAT_TAGS)}", "type"),
+    BeforeValidator(_nested),
 ]
 
 

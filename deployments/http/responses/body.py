@@ -32,6 +32,7 @@ FIELD_RULES = FieldRules(
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     },
+    hints={"truncation": ("auto",)},
     refused={
         "access_programs": "",
         "context_management": "",
@@ -65,10 +66,10 @@ TextFormat = Annotated[
 
 
 class TextConfig(Wire):
-    """The format of the answer; only the default `verbosity` is accepted."""
+    """The format of the answer; `verbosity` is a hint that is ignored."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningConfig(Wire):
@@ -133,7 +134,13 @@ def parse_responses(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
     echo = _echo(body, raw, offered, items)
     messages, route = ((), Route.TEXT) if echo.is_open else conversation(items, body.instructions, rules)
     request = ChatRequest(request_id="", messages=messages, **fields)
-    return ParsedRequest(request, route, bool(body.stream), echo, (*ignored, *offered.not_offered))
+    return ParsedRequest(
+        request, route, bool(body.stream), echo, (*ignored, *_ignored_hints(body), *offered.not_offered)
+    )
+
+
+def _ignored_hints(body: ResponsesBody) -> tuple[str, ...]:
+    return ("text.verbosity",) if body.text is not None and body.text.verbosity in ("low", "high") else ()
 
 
 def _check_together(body: ResponsesBody) -> None:
@@ -214,11 +221,14 @@ def _settings(body: ResponsesBody, raw: dict[str, Any]) -> dict[str, Any]:
         "service_tier": "default",
         "store": body.store is not False,
         "temperature": body.temperature,
-        "text": {"format": (raw.get("text") or {}).get("format") or {"type": "text"}, "verbosity": "medium"},
+        "text": {
+            "format": (raw.get("text") or {}).get("format") or {"type": "text"},
+            "verbosity": (body.text and body.text.verbosity) or "medium",
+        },
         "tool_choice": raw.get("tool_choice") or "auto",
         "tools": raw.get("tools") or [],
         "top_logprobs": 0,
         "top_p": body.top_p,
-        "truncation": "disabled",
+        "truncation": raw.get("truncation") or "disabled",
         "user": body.user,
     }

@@ -154,6 +154,27 @@ def test_error_body_names_the_unknown_route_or_method(send, method, path, status
     assert ("allow" in response.headers) == (status == 405)
 
 
+@pytest.mark.parametrize(
+    ("path", "right"),
+    [
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1//chat/completions", "/v1/chat/completions"),
+        ("/api/v1/chat/completions", "/v1/chat/completions"),
+        ("/messages", "/v1/messages"),
+        ("/openai/messages/count_tokens", "/v1/messages/count_tokens"),
+        ("/healthz", None),
+        ("/", None),
+    ],
+)
+def test_a_wrong_route_names_the_right_one(send, path, right):
+    response = send("POST", path, {})
+    message = response.json()["error"]["message"]
+    assert response.status_code == 404
+    assert message.endswith("does not exist." if right is None else f"does not exist. Did you mean {right}?")
+
+
 def test_unsupported_method_on_the_cache_lists_the_allowed_methods(send):
     assert set(send("PATCH", "/v1/cache").headers["allow"].split(", ")) == {"GET", "HEAD", "DELETE"}
 

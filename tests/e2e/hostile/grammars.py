@@ -104,7 +104,7 @@ SCHEMAS = (
         Row(f"schema: {keyword}", _schema({"type": "object", keyword: value}), "keywords", bad(SCHEMA_FIELD, keyword))
         for keyword, value in (
             ("not", {}), ("if", {}), ("dependentRequired", {"a": ["b"]}), ("unevaluatedProperties", False),
-            ("propertyNames", {"pattern": "^a"}), ("contains", {}), ("uniqueItems", True), ("format", "nonsense"),
+            ("propertyNames", {"pattern": "^a"}), ("contains", {}), ("uniqueItems", True), ("format", 5),
             ("x-guidance", {"lenient": True}), ("$dynamicRef", "#a"), ("nonsense", 1),
         )
     ),

@@ -41,7 +41,45 @@ def test_other_formats_are_refused(kind: str):
 def test_a_truncated_file_is_refused_without_the_decoders_words(kind: str):
     content = encoded(picture(64, 64), kind)
     for length in (3, 20, len(content) // 2):
-        assert refusal(content[:length]) == UNDECODABLE
+        assert refusal(content[:length]) in (UNDECODABLE, "the JPEG image is cut off: pixels are missing at its end")
+
+
+def with_chunk(png: bytes, kind: bytes, data: bytes) -> bytes:
+    """A PNG with a chunk behind its header."""
+    chunk = struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return png[:33] + chunk + png[33:]
+
+
+LARGE = b"x" * 2**21
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        (b"tEXt", b"Comment\0" + LARGE),
+        (b"zTXt", b"Comment\0\0" + zlib.compress(LARGE)),
+        (b"iTXt", b"Comment\0\1\0en\0\0" + zlib.compress(LARGE)),
+        (b"iCCP", b"Profile\0\0" + zlib.compress(LARGE)),
+        (b"iCCP", b"Profile\0\0no zlib stream"),
+    ],
+)
+def test_large_or_broken_metadata_of_a_png_does_not_matter(kind: bytes, data: bytes):
+    png = encoded(picture(), "PNG")
+    assert decoded(with_chunk(png, kind, data)).tobytes() == decoded(png).tobytes()
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"quality": 30}, {"subsampling": 0}])
+@pytest.mark.parametrize("ending", [b"", b"\0\0", b"\n"])
+def test_a_jpeg_without_its_end_mark_is_decoded(options: dict[str, object], ending: bytes):
+    jpeg = encoded(picture(70, 50), "JPEG", **options)
+    assert jpeg.endswith(b"\xff\xd9")
+    assert decoded(jpeg[:-2] + ending).tobytes() == decoded(jpeg).tobytes()
+
+
+@pytest.mark.parametrize("missing", [10, 100, 1000])
+def test_a_jpeg_with_missing_pixels_is_refused(missing: int):
+    jpeg = encoded(Image.effect_noise((200, 150), 80).convert("RGB"), "JPEG")
+    assert refusal(jpeg[:-missing]) == "the JPEG image is cut off: pixels are missing at its end"
 
 
 def test_pixels_are_counted_before_decoding(monkeypatch: pytest.MonkeyPatch):

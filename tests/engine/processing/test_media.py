@@ -51,7 +51,10 @@ def test_images_are_returned_in_order():
     ("url", "message"),
     [
         ("data:image/png;base64,@@@@", "not valid base64"),
-        ("data:image/png;base64,iVBORw0KGgo", "not valid base64"),
+        ("data:image/png;base64,iVBORw0KGgo", "could not be decoded"),
+        ("data:image/png;base64,iVBOR", "not valid base64"),
+        ("data:image/png;base64,iVBORw0KGgo===", "not valid base64"),
+        ("data:image/png;base64,iVBO=Rw0KGgo", "not valid base64"),
         ("data:image/png;base64,é", "not valid base64"),
         ("data:image/png,abc", "not of the form data:image/...;base64,..."),
         ("data:image/png;base64", "not of the form"),
@@ -67,6 +70,26 @@ def test_images_are_returned_in_order():
 )
 def test_a_bad_data_url_is_refused(url: str, message: str):
     assert message in refusal(url)
+
+
+@pytest.mark.parametrize(
+    "kind", ["76 columns", "CRLF", "last line break", "blanks", "no padding", "for URLs", "percent"]
+)
+def test_a_data_url_is_read_as_browsers_read_it(kind: str):
+    urls = (data_url(encoded(picture(width, seed=seed))) for width in (8, 9, 10) for seed in range(33))
+    head, _, text = next(url for url in urls if url.endswith("=") and "+" in url).partition("base64,")
+    lines = [text[i : i + 76] for i in range(0, len(text), 76)]
+    changed = {
+        "76 columns": "\n".join(lines),
+        "CRLF": "\r\n".join(lines),
+        "last line break": f"{text}\n",
+        "blanks": f" {' '.join(lines)}\t\f",
+        "no padding": text.rstrip("="),
+        "for URLs": text.replace("+", "-").replace("/", "_"),
+        "percent": text.replace("+", "%2B").replace("/", "%2f").replace("=", "%3D") + "%0A",
+    }[kind]
+    (expected,), (got,) = load(f"{head}base64,{text}"), load(f"{head}base64,{changed}")
+    assert changed != text and np.array_equal(got.patches, expected.patches)
 
 
 def test_a_data_url_is_measured_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch):

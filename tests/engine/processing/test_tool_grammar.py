@@ -220,6 +220,48 @@ def test_a_malformed_schema_is_never_more_than_refused(schema: dict[str, Any]) -
             assert error.message
 
 
+A_CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/$defs/city", "$defs": {"city": A_CITY}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/city"}, "city": A_CITY}},
+        {"type": "object", "$ref": "#/definitions/city", "definitions": {"city": A_CITY}},
+        {**A_CITY, "type": ["object", "null"]},
+        {**A_CITY, "additionalProperties": None, "$defs": None, "description": None},
+        {**A_CITY, "required": ["city", "undeclared"]},
+    ],
+)
+def test_an_unusual_schema_at_the_top_is_enforced(parameters: dict[str, Any]) -> None:
+    function = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    matcher = matcher_for(tools=[function])
+    assert accepts(matcher, call("f", ("city", "Oslo")))
+    assert not accepts(matcher, call("f", ("city", "Rome"))) and not accepts(matcher, call("f"))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "string", "pattern": "^(?!x)a$"}},
+        {"type": "object", "properties": {"k": {"type": "string"}}, "required": ["z"], "additionalProperties": False},
+        {"type": "object", "properties": None, "required": None, "items": None},
+        {"type": "array", "items": {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}},
+        {"type": "object", "properties": {"k": {}}, "patternProperties": {"^k$": {"type": "null"}, "(?<!a)b": {}}},
+    ],
+)
+def test_what_cannot_be_enforced_is_left_open_where_not_strict(schema: dict[str, Any]) -> None:
+    value = '["a"]' if schema["type"] == "array" else "{}"
+    assert accepts(matcher_for(tools=[tool("f", {"v": schema}, required=["v"])]), call("f", ("v", value)))
+
+
+def test_a_parameter_may_have_spaces_in_its_name() -> None:
+    assert accepts(
+        matcher_for(tools=[tool("f", {"Account Number": {"type": "integer"}})]), call("f", ("Account Number", "5"))
+    )
+
+
 PARAMETERS = "tools[1].function.parameters"
 
 
@@ -229,12 +271,13 @@ PARAMETERS = "tools[1].function.parameters"
         (tool("f", {"a": {"type": "array", "uniqueItems": True}}, strict=True), PARAMETERS, "`uniqueItems` at $.prop"),
         (tool("f", {"a": {"type": "string", "pattern": "x"}}, strict=True), PARAMETERS, "`pattern` in the parameter"),
         (tool("f", {}, strict=True, minProperties=1), PARAMETERS, "`minProperties` at $"),
-        (tool("f", {}, required=["x"]), PARAMETERS, "`required` names 'x'"),
-        (tool("f", {}, required=[{}]), PARAMETERS, "`required` names {}"),
+        (tool("f", {}, strict=True, required=["x"]), PARAMETERS, "`required` names 'x'"),
+        (tool("f", {}, strict=True, required=[{}]), PARAMETERS, "`required` names {}"),
         (tool("f", {"a": {"enum": ["</parameter>"]}}), PARAMETERS, "cannot be a value of 'a'"),
-        (tool("f", {"a b": {}}), f"{PARAMETERS}.properties", "'a b' is not a valid name"),
+        (tool("f", {"a<b": {}}), f"{PARAMETERS}.properties", "'a<b' is not a valid name"),
+        (tool("f", {"a ": {}}), f"{PARAMETERS}.properties", "'a ' is not a valid name"),
         (tool("f g"), "tools[1].function.name", "'f g' is not a valid name"),
-        (tool("f", {}, **{"$ref": "#/$defs/a"}), PARAMETERS, "`$ref` is not supported at the top"),
+        (tool("f", {}, **{"$ref": "#/$defs/a"}), PARAMETERS, "`$ref` is '#/$defs/a', which does not lead"),
         (tool("f", {}, type="array"), PARAMETERS, "`type` is 'array'"),
         (tool("f", ["a"]), PARAMETERS, "`properties` is ['a']; expected an object"),  # type: ignore[arg-type]
     ],

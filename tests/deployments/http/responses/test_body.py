@@ -78,6 +78,14 @@ def test_no_op_field_value_is_accepted_and_not_reported(fields):
     assert parse(**fields).ignored == ()
 
 
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [({"truncation": "auto"}, "truncation"), ({"text": {"verbosity": "low"}}, "text.verbosity")],
+)
+def test_hint_is_accepted_and_reported_as_ignored(fields, name):
+    assert parse(**fields).ignored == (name,)
+
+
 REFUSED = [
     ({"background": True}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
@@ -87,12 +95,11 @@ REFUSED = [
     ({"access_programs": {}}, "access_programs"),
     ({"image": {}}, "image"),
     ({"moderation": {}}, "moderation"),
-    ({"truncation": "auto"}, "truncation"),
+    ({"truncation": "none"}, "truncation"),
     ({"service_tier": "flex"}, "service_tier"),
     ({"top_logprobs": 1}, "top_logprobs"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"text": {"verbosity": "lowest"}}, "text.verbosity"),
     ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
-    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
     ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
     ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
     ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
