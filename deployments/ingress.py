@@ -374,7 +374,8 @@ def answer_rules(request: ChatRequest, tokenizer: ChatTokenizer) -> AnswerRules:
         return AnswerRules(request.stop, is_raw=True)
     may_call = request.tool_choice.mode != "none"
     tools = tuple(tool.definition for tool in request.tools) if may_call else ()
-    return AnswerRules(request.stop, tools, thinks(request, tokenizer))
+    is_constrained = request.grammar is not None
+    return AnswerRules(request.stop, tools, thinks(request, tokenizer), is_constrained=is_constrained)
 
 
 def _finish_reason(reason: FinishReason | None, parser: AnswerParser) -> str | None:

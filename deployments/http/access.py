@@ -61,6 +61,16 @@ class WrongContentType(Refusal):
         return f"The Content-Type of the request {sent}; it must be application/json."
 
 
+class WrongContentEncoding(Refusal):
+    """The Content-Encoding, args[0], is not supported."""
+
+    status, code = 415, "unsupported_media_type"
+
+    @property
+    def message(self) -> str:
+        return f"The Content-Encoding of the request is {shown(self.args[0])}; send the body without compression."
+
+
 class KeyRequired(Refusal):
     """The request has no accepted API key."""
 
@@ -116,13 +126,15 @@ class AccessRules:
             raise OriginNotAllowed(origin)
 
     def identify(self, scope: Scope) -> KeyIdentity:
-        """Return the identity of a request's API key. Raises KeyRequired, WrongContentType."""
+        """Return the identity of a request's API key. Raises KeyRequired, WrongContentType, WrongContentEncoding."""
         headers = Headers(scope=scope)
         if scope["path"] in OPEN_PATHS:
             return NO_KEY
         key = self._key_of(scope, headers)
         if _has_body(scope, headers) and not _is_json(headers.get("content-type", "")):
             raise WrongContentType(headers.get("content-type", ""))
+        if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
+            raise WrongContentEncoding(encoding)
         return key
 
     def _key_of(self, scope: Scope, headers: Headers) -> KeyIdentity:

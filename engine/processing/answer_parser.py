@@ -30,6 +30,8 @@ class AnswerRules:
     """Whether the prompt was rendered with thinking on."""
     is_raw: bool = False
     """Whether all text is content, as after a raw prompt."""
+    is_constrained: bool = False
+    """Whether a grammar decides the answer behind its thought: what spells a marker of thoughts is content."""
 
 
 class AnswerDelta(NamedTuple):
@@ -75,11 +77,13 @@ class AnswerParser:
         self._tools = tools if rules.tools else None
         self._types = ToolTypes(rules.tools)
         self._in_thought = _thought_markup(reasoning)
-        self._in_content = _content_markup(reasoning, self._tools)
+        begins_in_thought = _starts_in_thought(reasoning, rules)
+        has_thought_markers = not rules.is_constrained or (rules.is_thinking and not begins_in_thought)
+        self._in_content = _content_markup(reasoning if has_thought_markers else None, self._tools)
         self._is_free = self._free_of_markers()
         self._mark = self._only_mark()
         self._call: CallBody | None = None
-        self._is_thinking = _starts_in_thought(reasoning, rules)
+        self._is_thinking = begins_in_thought
         self._skips_space = self._is_thinking  # the next white space belongs to the template
         self._has_content = not self._in_content.kinds  # without markers, white space at the start is content
         self._has_reasoning = False

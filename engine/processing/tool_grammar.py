@@ -262,7 +262,7 @@ class _Function:
             target = places.get(unquote(reference[1:])) if isinstance(reference, str) else None
             if not isinstance(target, dict):
                 break
-            parameters = {**target, **{key: value for key, value in parameters.items() if key != "$ref"}}
+            parameters = {**copy.deepcopy(target), **{key: value for key, value in parameters.items() if key != "$ref"}}
         raise self._refused(f"`$ref` is {parameters['$ref']!r}, which does not lead to an object's schema")
 
     def _value(self, schema: Any, name: str) -> str:

@@ -57,6 +57,27 @@ class ImageBlock(OpenWire):
     ]
 
 
+class TextSource(OpenWire):
+    """The text of a document."""
+
+    type: Literal["text"]
+    media_type: Literal["text/plain"] = "text/plain"
+    data: str
+
+
+class DocumentBlock(OpenWire):
+    """A document in plain text; `citations` have no effect."""
+
+    type: Literal["document"]
+    source: Annotated[Annotated[TextSource, tag("text")], _one_of("text")]
+    title: str | None = None
+    context: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n\n".join(part for part in (self.title, self.context, self.source.data) if part)
+
+
 class ToolReference(OpenWire):
     """A placeholder for the definition of a deferred tool."""
 
@@ -67,8 +88,9 @@ class ToolReference(OpenWire):
 ResultBlock = Annotated[
     Annotated[TextBlock, tag("text")]
     | Annotated[ImageBlock, tag("image")]
+    | Annotated[DocumentBlock, tag("document")]
     | Annotated[ToolReference, tag("tool_reference")],
-    _one_of("text", "image", "tool_reference"),
+    _one_of("text", "image", "document", "tool_reference"),
 ]
 
 
@@ -119,20 +141,67 @@ class ToolUse(OpenWire):
     input: dict[str, Any]
 
 
+class ServerToolBlock(OpenWire):
+    """A call or result of a tool of Anthropic's servers, as of a session that began there; it is left out."""
+
+    type: str
+
+
+SERVER_TOOL_BLOCKS = (
+    *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result"),
+    *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result"),
+    *("mcp_tool_use", "mcp_tool_result", "advisor_tool_result", "compaction", "fallback"),
+)
+_ASSISTANT_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use")
+
+
+def _assistant_block(block: Any) -> str | None:
+    kind = _type(block) if isinstance(block, dict) else "text"
+    return "server_tool" if kind in SERVER_TOOL_BLOCKS else kind
+
+
+class NamedTool(OpenWire):
+    """The name of a tool in `tools`."""
+
+    type: Literal["tool_reference"] | None = None
+    name: str
+
+
+class ToolChange(OpenWire):
+    """Tells the model in the middle of a conversation that a deferred tool can be called, or no longer."""
+
+    type: Literal["tool_addition", "tool_removal"]
+    tool: NamedTool
+
+
 UserBlock = Annotated[
-    Annotated[TextBlock, tag("text")] | Annotated[ImageBlock, tag("image")] | Annotated[ToolResult, tag("tool_result")],
-    _one_of("text", "image", "tool_result"),
+    Annotated[TextBlock, tag("text")]
+    | Annotated[ImageBlock, tag("image")]
+    | Annotated[DocumentBlock, tag("document")]
+    | Annotated[ToolResult, tag("tool_result")],
+    _one_of("text", "image", "document", "tool_result"),
 ]
 AssistantBlock = Annotated[
     Annotated[TextBlock, tag("text")]
     | Annotated[ThinkingBlock, tag("thinking")]
     | Annotated[RedactedThinking, tag("redacted_thinking")]
-    | Annotated[ToolUse, tag("tool_use")],
-    _one_of("text", "thinking", "redacted_thinking", "tool_use"),
+    | Annotated[ToolUse, tag("tool_use")]
+    | Annotated[ServerToolBlock, tag("server_tool")],
+    choose(
+        _assistant_block,
+        f"Input should be {', '.join(map(repr, _ASSISTANT_BLOCKS[:-1]))} or {_ASSISTANT_BLOCKS[-1]!r}",
+        "type",
+    ),
+]
+SystemBlock = Annotated[
+    Annotated[TextBlock, tag("text")]
+    | Annotated[ToolChange, tag("tool_addition")]
+    | Annotated[ToolChange, tag("tool_removal")],
+    _one_of("text", "tool_addition", "tool_removal"),
 ]
 TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
 Texts = Annotated[Annotated[str, tag("string")] | Annotated[TextBlocks, tag("array")], STRING_OR_BLOCKS]
-"""A system prompt, and the content of a late system message."""
+"""A system prompt."""
 
 
 class UserMessage(OpenWire):
@@ -161,7 +230,11 @@ class SystemMessage(OpenWire):
     """A late system message; Claude Code sends them after user messages and tool results."""
 
     role: Literal["system"]
-    content: Texts
+    content: Annotated[
+        Annotated[str, tag("string")]
+        | Annotated[list[SystemBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), tag("array")],
+        STRING_OR_BLOCKS,
+    ]
 
 
 def _role(message: Any) -> str | None:

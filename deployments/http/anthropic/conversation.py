@@ -5,16 +5,19 @@ Adjacent texts are joined with a blank line, so that a string and a list with on
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, starmap
+from itertools import groupby
 from typing import Any
 
 from deployments.http.anthropic.block_wire import (
     AssistantMessage,
     Base64Source,
+    DocumentBlock,
     ImageBlock,
+    ServerToolBlock,
     SystemMessage,
     TextBlock,
     ThinkingBlock,
+    ToolChange,
     ToolReference,
     ToolResult,
     ToolUse,
@@ -54,11 +57,15 @@ def conversation(
     for role, turn in groupby(enumerate(messages), key=lambda numbered: numbered[1].role):
         contents = [_numbered(message.content, f"messages.{i}.content") for i, message in turn]
         if role == "system":
-            yield from ({"role": "system", "content": _content(starmap(_piece, blocks))} for blocks in contents)
+            for blocks in contents:
+                pieces = [_change(block, tools) if isinstance(block, ToolChange) else block.text for _, block in blocks]
+                yield {"role": "system", "content": _content(pieces)}
         elif role == "user":
             yield from _user_turn([block for blocks in contents for block in blocks], tools)
         else:
-            yield _assistant_turn([block for blocks in contents for _, block in blocks])
+            blocks = [block for blocks in contents for _, block in blocks if not isinstance(block, ServerToolBlock)]
+            if blocks or not any(contents):
+                yield _assistant_turn(blocks)
 
 
 def all_blocks(messages: Sequence[UserMessage | AssistantMessage | SystemMessage]) -> Iterator[Numbered]:
@@ -73,6 +80,12 @@ def all_blocks(messages: Sequence[UserMessage | AssistantMessage | SystemMessage
 def definition_text(tool: Tool) -> str:
     """Return a tool's definition as text for the middle of a conversation."""
     return json.dumps(tool.definition, ensure_ascii=False)
+
+
+def _change(change: ToolChange, tools: Mapping[str, Tool]) -> str:
+    if change.type == "tool_removal":
+        return f"The tool {change.tool.name} can no longer be called."
+    return definition_text(tools[change.tool.name])
 
 
 def _user_turn(blocks: Sequence[Numbered], tools: Mapping[str, Tool]) -> Iterator[Message]:
@@ -121,8 +134,8 @@ def _numbered(content: str | Sequence[Any], path: str) -> list[Numbered]:
     return [(f"{path}.{i}", block) for i, block in enumerate(blocks)]
 
 
-def _piece(path: str, block: TextBlock | ImageBlock) -> Piece:
-    if isinstance(block, TextBlock):
+def _piece(path: str, block: TextBlock | DocumentBlock | ImageBlock) -> Piece:
+    if isinstance(block, TextBlock | DocumentBlock):
         return block.text
     source = block.source
     is_inline = isinstance(source, Base64Source)

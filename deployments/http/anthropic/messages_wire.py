@@ -5,13 +5,22 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from deployments.http.anthropic.block_wire import ImageBlock, Texts, ToolReference, WireMessage
+from deployments.http.anthropic.block_wire import (
+    ImageBlock,
+    ServerToolBlock,
+    Texts,
+    ToolChange,
+    ToolReference,
+    WireMessage,
+)
 from deployments.http.anthropic.conversation import all_blocks, conversation
 from deployments.http.anthropic.phrases import NOT_PERMITTED, ThreadsUnsupported, from_validation, wrong
 from deployments.http.classify import classify
@@ -30,10 +39,15 @@ from deployments.http.wire import (
     MAX_USER_CHARS,
     OpenWire,
     Wire,
+    choose,
+    tag,
 )
 from deployments.protocol import ChatRequest, Message, Thinking, Tool, ToolChoice
 from engine.protocol import GrammarSpec, InvalidRequest
 
+MAX_NAMED = 16
+"""Most edits, tools and blocks without effect whose names are returned."""
+_EDIT = re.compile(r"(?:clear_tool_uses|clear_thinking|compact)_20[0-9]{6}")
 KEEP_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
 FIELD_RULES = FieldRules(
@@ -69,6 +83,25 @@ class WireTool(OpenWire):
     defer_loading: bool | None = None
     input_examples: list[dict[str, Any]] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
+
+
+class ServerTool(OpenWire):
+    """A tool that Anthropic's servers run, which has a version and no schema; it is never offered to the model."""
+
+    type: str
+    name: str
+
+
+def _tool_tag(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return "server" if isinstance(kind, str) and _SERVER_TOOL.fullmatch(kind) else "custom"
+
+
+_SERVER_TOOL = re.compile(r"(?:web_search|web_fetch|code_execution|advisor|tool_search_tool_(?:regex|bm25))_20[0-9]{6}")
+AnyTool = Annotated[
+    Annotated[WireTool, tag("custom")] | Annotated[ServerTool, tag("server")],
+    choose(_tool_tag, "Input should be 'custom'", "type"),
+]
 
 
 class WireToolChoice(OpenWire):
@@ -120,7 +153,7 @@ class MessagesBody(Wire):
     model: str
     messages: Annotated[list[WireMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Texts | None = None
-    tools: Annotated[list[WireTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: WireToolChoice | None = None
     thinking: WireThinking | None = None
     output_config: OutputConfig | None = None
@@ -152,7 +185,7 @@ def parse_messages(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
 
 def parse_count_tokens(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
     """Parse a request to count tokens, in which `max_tokens` may be missing; see request_reader.PARSERS."""
-    honoured, ignored = _split(raw, rules)
+    honoured, ignored = _split(*_without_edits(raw), rules)
     try:
         body = MessagesBody.model_validate(honoured)
     except ValidationError as error:
@@ -161,15 +194,40 @@ def parse_count_tokens(raw: dict[str, Any], rules: ReadingRules) -> ParsedReques
     _check_media(body, rules)
     request = _chat_request(body, rules)
     omits = body.thinking is not None and body.thinking.display == "omitted"
+    ignored += tuple(_left_out(body))
     return ParsedRequest(request, classify(request.messages), bool(body.stream), MessagesEcho(omits), ignored)
 
 
-def _split(raw: Mapping[str, Any], rules: ReadingRules) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _without_edits(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return the body without edits of the context, which would only shorten it, and their names."""
+    edits = raw.get("context_management")
+    edits = edits.get("edits") if isinstance(edits, dict) and set(edits) == {"edits"} else None
+    if not isinstance(edits, list) or raw["context_management"] == KEEP_ALL_THINKING:
+        return raw, ()
+    kinds = [edit.get("type") if isinstance(edit, dict) else None for edit in edits[:MAX_NAMED]]
+    if not edits or not all(isinstance(kind, str) and _EDIT.fullmatch(kind) for kind in kinds):
+        return raw, ()
+    names = tuple(f"context_management.edits.{i} ({kind})" for i, kind in enumerate(kinds))
+    return {name: value for name, value in raw.items() if name != "context_management"}, names
+
+
+def _left_out(body: MessagesBody) -> Iterator[str]:
+    """Yield the names of tools and blocks of Anthropic's servers, such as `tools.0 (web_search_20250305)`."""
+    tools = ((f"tools.{i}", tool) for i, tool in enumerate(body.tools or ()))
+    every = chain(tools, all_blocks(body.messages))
+    others = (f"{path} ({one.type})" for path, one in every if isinstance(one, ServerTool | ServerToolBlock))
+    yield from islice(others, MAX_NAMED)
+
+
+def _split(
+    raw: Mapping[str, Any], named: tuple[str, ...], rules: ReadingRules
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Split the fields as `split_fields`, with Anthropic's phrase in errors, on which clients drop the field."""
     if raw.get("thread") is not None:
         raise ThreadsUnsupported
     try:
-        return split_fields(raw, MessagesBody.model_fields, FIELD_RULES, rules.unknown_fields)
+        honoured, ignored = split_fields(raw, MessagesBody.model_fields, FIELD_RULES, rules.unknown_fields)
+        return honoured, (*named, *ignored)
     except InvalidRequest as error:
         if error.field is None:
             raise
@@ -225,6 +283,8 @@ def _tools(body: MessagesBody) -> dict[str, Tool]:
     """Return all tools of the body by name, in order."""
     tools: dict[str, Tool] = {}
     for i, tool in enumerate(body.tools or ()):
+        if isinstance(tool, ServerTool):
+            continue
         if tool.name in tools:
             raise wrong(f"tools.{i}.name", f"Tool names must be unique (received {shown(tool.name)} again)")
         if tool.input_schema.get("type", "object") != "object":
@@ -245,13 +305,21 @@ def _description(tool: WireTool) -> str | None:
 
 def _usable_tools(body: MessagesBody, known: Mapping[str, Tool]) -> tuple[Tool, ...]:
     """Return the tools except deferred ones that no message references, which the model does not see."""
-    referenced = set()
+    referenced, removed = set(), set()
     for path, block in all_blocks(body.messages):
         if isinstance(block, ToolReference):
-            if block.tool_name not in known:
-                raise wrong(f"{path}.tool_name", f"Tool reference {shown(block.tool_name)} not found in `tools`")
-            referenced.add(block.tool_name)
-    return tuple(tool for tool in known.values() if not tool.is_deferred or tool.name in referenced)
+            name, field = block.tool_name, f"{path}.tool_name"
+        elif isinstance(block, ToolChange):
+            name, field = block.tool.name, f"{path}.tool.name"
+        else:
+            continue
+        if name not in known:
+            raise wrong(field, f"Tool reference {shown(name)} not found in `tools`")
+        is_removal = isinstance(block, ToolChange) and block.type == "tool_removal"
+        (removed.add if is_removal else removed.discard)(name)
+        referenced.add(name)
+    usable = (tool for tool in known.values() if not tool.is_deferred or tool.name in referenced)
+    return tuple(tool for tool in usable if tool.name not in removed)
 
 
 def _tool_choice(body: MessagesBody, usable: tuple[Tool, ...]) -> tuple[ToolChoice, bool]:

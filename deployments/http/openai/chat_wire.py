@@ -4,6 +4,7 @@ It is converted to a ChatRequest, which later code need not validate again.
 """
 
 import re
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -57,7 +58,6 @@ FIELD_RULES = FieldRules(
         "spaces_between_special_tokens": (True,),
         "include_stop_str_in_output": (False,),
         "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
         "add_special_tokens": (False,),
         "echo": (False,),
         "best_of": (1,),
@@ -189,6 +189,7 @@ class ChatCompletionBody(GenerationBody):
     reasoning: ReasoningField | None = None
     thinking_budget: Budget | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    continue_final_message: bool | None = None
 
 
 def parse_chat(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
@@ -198,6 +199,8 @@ def parse_chat(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
     canonical = canonical_messages(body.messages, rules)
     messages = normalize(canonical, rules.system_policy, rules.volatile_patterns, rules.keeps_late_system)
     request = ChatRequest(request_id="", messages=messages, **request_fields(body))
+    if body.continue_final_message:
+        request = _continued(request)
     options = body.stream_options or StreamOptions()
     echo = ChatEcho(
         include_usage=bool(options.include_usage),
@@ -212,6 +215,8 @@ def parse_chat_completion(
     raw: dict[str, Any], unknown: UnknownFields = "report"
 ) -> tuple[ChatCompletionBody, tuple[str, ...]]:
     """Validate a body; return it and the names of its unknown fields. Raises InvalidRequest for the first bad field."""
+    if raw.get("continue_final_message") is True and raw.get("add_generation_prompt") is False:
+        raw = {name: value for name, value in raw.items() if name != "add_generation_prompt"}  # vLLM requires the pair
     body, ignored = validate_body(ChatCompletionBody, raw, FIELD_RULES, unknown)
     check_together(body)
     return body, ignored
@@ -307,6 +312,24 @@ def request_fields(body: ChatCompletionBody) -> dict[str, Any]:
         "spec_prefill": body.specprefill,
         "spec_prefill_keep": body.specprefill_keep_pct,
     }
+
+
+def _continued(request: ChatRequest) -> ChatRequest:
+    """Return the request with the answer continuing the final message, without a thought. Raises InvalidRequest."""
+    last, field = request.messages[-1], "continue_final_message"
+    text = last.get("content")
+    if last["role"] != "assistant" or last.get("tool_calls") or not isinstance(text, str) or not text:
+        raise InvalidRequest(
+            f"`{field}` is true: the last message must be an assistant's, with text and no call.", field
+        )
+    if text != text.rstrip():
+        raise InvalidRequest(f"`{field}` is true: the last message may not end with white space.", field)
+    if request.grammar is not None:
+        raise InvalidRequest(f"`{field}` may not be sent together with `{request.grammar.field}`.", field)
+    if request.thinking is not None and request.thinking.mode == "on":
+        raise InvalidRequest(f"`{field}` may not be sent while thinking is enabled.", field)
+    thinking = None if request.thinking is None else replace(request.thinking, mode="off", budget=None)
+    return replace(request, thinking=thinking, continue_final_message=True)
 
 
 def _tool_fields(body: ChatCompletionBody) -> dict[str, Any]:

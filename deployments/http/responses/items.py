@@ -24,6 +24,9 @@ Item = dict[str, Any]
 MAX_ITEMS = 16_384
 """Input items of one request."""
 
+MAX_NAMED = 16
+"""Most items that are left out whose names are returned."""
+
 MAX_PARTS = 2048
 """Content parts of one item."""
 
@@ -139,7 +142,7 @@ class FunctionCallItem(InputItem):
 class FunctionCallOutputItem(InputItem):
     """The result of a function call."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str = Field(min_length=1)
     output: Content
 
@@ -185,7 +188,39 @@ class ReferenceItem(OpenWire):
         return {"type": "item_reference", "id": self.id}
 
 
+class CustomCallItem(InputItem):
+    """A call of a tool that takes text, shown to the model as a call of a function with one argument."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str = Field(min_length=1)
+    name: Name
+    input: str
+
+    def kept(self) -> Item:
+        arguments = json.dumps({"input": self.input}, ensure_ascii=False)
+        return self._named(
+            {"type": "function_call", "call_id": self.call_id, "name": self.name, "arguments": arguments}
+        )
+
+
+class OtherItem(OpenWire):
+    """An item of a tool that this server does not run, as of a session that began elsewhere: it is left out."""
+
+    type: str
+
+
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+OTHER_TYPES = frozenset(
+    {
+        *("compaction", "compaction_summary", "context_compaction", "additional_tools"),
+        *("tool_search_call", "tool_search_output", "web_search_call", "file_search_call", "image_generation_call"),
+        *("code_interpreter_call", "computer_call", "computer_call_output", "program", "program_output"),
+        *("local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output"),
+        *("apply_patch_call", "apply_patch_call_output"),
+        *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
+    }
+)
+"""Items of OpenAI's own tools."""
 
 
 def _item_tag(item: Any) -> str | None:
@@ -195,7 +230,15 @@ def _item_tag(item: Any) -> str | None:
     kind = item.get("type")
     if kind is None:
         return "item_reference" if "id" in item and "role" not in item else "message"
-    return kind if kind in ITEM_TYPES else None
+    if not isinstance(kind, str):
+        return None
+    return "other" if kind in OTHER_TYPES else ITEM_TAGS.get(kind)
+
+
+ITEM_TAGS = {
+    **{kind: kind for kind in (*ITEM_TYPES, "custom_tool_call")},
+    "custom_tool_call_output": "function_call_output",
+}
 
 
 WireItem = Annotated[
@@ -203,7 +246,9 @@ WireItem = Annotated[
     | Annotated[FunctionCallItem, tag("function_call")]
     | Annotated[FunctionCallOutputItem, tag("function_call_output")]
     | Annotated[ReasoningItem, tag("reasoning")]
-    | Annotated[ReferenceItem, tag("item_reference")],
+    | Annotated[CustomCallItem, tag("custom_tool_call")]
+    | Annotated[ReferenceItem, tag("item_reference")]
+    | Annotated[OtherItem, tag("other")],
     choose(_item_tag, f"must be one of: {', '.join(ITEM_TYPES)}", "type"),
 ]
 WireInput = Annotated[
@@ -211,6 +256,12 @@ WireInput = Annotated[
     | Annotated[list[WireItem], Field(max_length=MAX_ITEMS, fail_fast=True), tag("array")],
     STRING_OR_ARRAY,
 ]
+
+
+def left_out(sent: str | Sequence[Any] | None) -> tuple[str, ...]:
+    """Return the items of an `input` that are left out, such as `input[3] (web_search_call)`."""
+    others = [(i, item) for i, item in enumerate(sent or ()) if isinstance(item, OtherItem)]
+    return tuple(f"input[{i}] ({item.type})" for i, item in others[:MAX_NAMED])
 
 
 def kept_items(sent: str | Sequence[Any], rules: ReadingRules) -> list[Item]:
@@ -224,6 +275,8 @@ def kept_items(sent: str | Sequence[Any], rules: ReadingRules) -> list[Item]:
     unsealer = Unsealer()
     items = []
     for i, wire in enumerate(sent):
+        if isinstance(wire, OtherItem):
+            continue
         item = wire.kept()
         _check_media(item, f"input[{i}]", rules)
         if isinstance(wire, ReasoningItem) and wire.encrypted_content:

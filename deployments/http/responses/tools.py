@@ -37,17 +37,20 @@ class NamespaceTool(OpenWire):
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class WebSearchTool(OpenWire):
-    """Web search: accepted because Codex always sends it, but never offered to the model."""
+class OtherTool(OpenWire):
+    """A tool of OpenAI's own servers: accepted because clients always send some, but never offered to the model."""
 
     type: str
 
 
+OTHER_TOOLS = (
+    *("web_search", "web_search_2025_08_26", "web_search_preview", "file_search", "tool_search", "mcp"),
+    *("image_generation", "code_interpreter", "computer_use_preview", "computer", "local_shell", "shell"),
+)
 _TOOL_TAGS = {
     "function": "function",
     "namespace": "namespace",
-    "web_search": "web_search",
-    "web_search_2025_08_26": "web_search",
+    **dict.fromkeys(OTHER_TOOLS, "other"),
 }
 
 
@@ -59,8 +62,8 @@ def _tool_tag(tool: Any) -> str | None:
 WireTool = Annotated[
     Annotated[FunctionTool, tag("function")]
     | Annotated[NamespaceTool, tag("namespace")]
-    | Annotated[WebSearchTool, tag("web_search")],
-    choose(_tool_tag, "must be one of: function, namespace, web_search", "type"),
+    | Annotated[OtherTool, tag("other")],
+    choose(_tool_tag, f"must be one of: function, namespace, {', '.join(OTHER_TOOLS)}", "type"),
 ]
 WireTools = Annotated[list[WireTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
@@ -117,7 +120,7 @@ def offered_tools(sent: Sequence[Any]) -> OfferedTools:
     tools: dict[str, Tool] = {}
     namespaces, not_offered = [], []
     for i, wire in enumerate(sent):
-        if isinstance(wire, WebSearchTool):
+        if isinstance(wire, OtherTool):
             not_offered.append(f"tools[{i}] ({wire.type})")
         for path, tool, function, namespace in _functions(wire, f"tools[{i}]"):
             if tool.name in tools:

@@ -134,7 +134,7 @@ TURNS = (
     Row("tool call arguments of 100 000 objects", chat(messages=[HELLO, _call('{"a":' * 100_000 + "1" + "}" * 100_000),
         _tool()]), "the chat template", Either(ASK_FOR_IT_BACK)),
     Row("tool call arguments of 5000 digits", chat(messages=[HELLO, _call('{"a": ' + "9" * 5000 + "}"), _tool()]),
-        "the chat template", Either(ASK_FOR_IT_BACK)),
+        "the chat template", Either(ASK_FOR_IT_BACK), cost="large", within_s=180),
 )  # fmt: skip
 
 PRETENCES = tuple(

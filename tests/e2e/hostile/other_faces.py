@@ -188,7 +188,7 @@ RESPONSES_CASES: tuple[Case, ...] = (
     ({"top_p": "0.5"}, "top_p"),
     ({"stream": "yes"}, "stream"),
     ({"store": "yes"}, "store"),
-    ({"tools": [{"type": "file_search", "vector_store_ids": ["a"]}]}, "tools[0].type"),
+    ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0].type"),
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "absent"}}, "tool_choice"),
     ({"include": ["file_search_call.results"]}, "include[0]"),

@@ -93,6 +93,16 @@ def test_an_unknown_function_is_reported_as_it_is_written():
     assert parse(call("nobody", x="1")).tool_calls == (ParsedToolCall("nobody", '{"x": "1"}'),)
 
 
+@pytest.mark.parametrize("text", ["<think>", "a</think>b", '{"c": "<think>"}', "<tool_call>", "ab<think>"])
+@pytest.mark.parametrize("is_thinking", [False, True])
+@given(cuts=st.lists(st.integers(0, 40)))
+def test_control_strings_in_a_constrained_answer_are_content(text: str, is_thinking: bool, cuts: list[int]):
+    spelled = [id_ for char in text for id_ in encode(char)]
+    thought = list(encode("Why?\n</think>\n\n")) if is_thinking else []
+    total, _ = parse_ids([*thought, *spelled], AnswerRules(is_thinking=is_thinking, is_constrained=True), cuts)
+    assert (total.content, total.reasoning) == (text, "Why?" if is_thinking else "")
+
+
 @pytest.mark.parametrize(
     "text",
     [

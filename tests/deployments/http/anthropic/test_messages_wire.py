@@ -4,6 +4,7 @@ import hashlib
 import json
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -149,8 +150,8 @@ def test_no_op_field_values_leave_the_request_unchanged(fields):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
-        ("context_management", {"edits": [{**KEEP_ALL, "keep": {"type": "thinking_turns", "value": 1}}]}),
+        ("context_management", {"edits": [{"type": "summarize"}]}),
+        ("context_management", {"edits": [KEEP_ALL], "more": 1}),
         ("safeguards", [{"type": "dangerous_tool_use"}]),
         ("safeguards", []),
         ("service_tier", "priority"),
@@ -194,7 +195,7 @@ def block(role="user", **fields):
     return message(role=role, content=[{"type": "text", "text": "a"}, fields])
 
 
-IN_RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "document"}]}
+IN_RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "audio"}]}
 BASH = {"type": "bash_20250124", "name": "bash"}
 
 WRONG = [
@@ -222,7 +223,9 @@ WRONG = [
     (message(role="user"), "messages.1.content", "Field required"),
     (message(role="user", content=None), "messages.1.content", "a string or a list of blocks"),
     (message(role="user", content=[{"type": "text", "text": "a"}] * (MAX_BLOCKS + 1)), "messages.1.content", "2048"),
-    (block(type="document"), "messages.1.content.1.type", "'text', 'image' or 'tool_result'"),
+    (block(type="audio"), "messages.1.content.1.type", "'text', 'image', 'document' or 'tool_result'"),
+    (block(type="document"), "messages.1.content.1.source", "Field required"),
+    (block(type="document", source={"type": "base64", "data": "AA=="}), "messages.1.content.1.source.type", "'text'"),
     (block(text="a"), "messages.1.content.1.type", "Field required"),
     (block(type="text"), "messages.1.content.1.text", "Field required"),
     (block(type="image"), "messages.1.content.1.source", "Field required"),
@@ -239,7 +242,6 @@ WRONG = [
     (block("assistant", type="tool_use", id="t", name="f", input="{}"), "messages.1.content.1.input", "dictionary"),
     (block("system", type="image"), "messages.1.content.1.type", "'text'"),
     ({"tools": [tool(), BASH]}, "tools.1.type", "'custom' (received \"bash_20250124\")"),
-    ({"tools": [{"type": "web_search_20260209", "name": "web_search"}]}, "tools.0.type", "'custom'"),
     ({"tools": [{"name": "a"}]}, "tools.0.input_schema", "Field required"),
     ({"tools": [tool("a b")]}, "tools.0.name", "match pattern"),
     ({"tools": [tool("a"), tool("b"), tool("a")]}, "tools.2.name", "unique"),
@@ -310,3 +312,41 @@ def test_a_count_needs_no_max_tokens_and_reads_the_same_prompt():
 def test_parsed_request_survives_pickling():
     found = parsed(tools=[tool()], thinking={"type": "adaptive", "display": "omitted"}, foo=1)
     assert pickle.loads(pickle.dumps(found)) == found  # noqa: S301
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}, {**KEEP_ALL, "keep": 1}]}},
+            (
+                "context_management.edits.0 (clear_tool_uses_20250919)",
+                "context_management.edits.1 (clear_thinking_20251015)",
+            ),
+        ),
+        (
+            {"tools": [{"type": "web_search_20260209", "name": "web_search"}, tool("f")]},
+            ("tools.0 (web_search_20260209)",),
+        ),
+        (
+            block("assistant", type="server_tool_use", id="s", name="web_search", input={}),
+            ("messages.1.content.1 (server_tool_use)",),
+        ),
+    ],
+)
+def test_what_anthropics_servers_would_do_is_left_out_and_named(fields: dict[str, Any], ignored: tuple[str, ...]):
+    left = parsed(**fields)
+    assert left.ignored == ignored
+    assert [tool.name for tool in left.request.tools] == ["f"] * ("tools" in fields)
+
+
+def test_a_tool_is_usable_from_its_addition_to_its_removal():
+    def change(kind: str) -> dict[str, Any]:
+        block = {"type": f"tool_{kind}", "tool": {"type": "tool_reference", "name": "later"}}
+        return {"role": "system", "content": [{"type": "text", "text": "News."}, block]}
+
+    tools = [tool("now"), tool("later", defer_loading=True)]
+    for changes, usable in (((), 1), (("addition",), 2), (("addition", "removal"), 1), (("removal", "addition"), 2)):
+        request = request_of(USER, *map(change, changes), tools=tools)
+        assert len(request.tools) == usable
+        assert ("later" in str(request.messages)) == bool(changes)

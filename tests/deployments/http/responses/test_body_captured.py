@@ -18,9 +18,9 @@ CAPTURED = [json.loads(line) for line in (Path(__file__).parent / "captured.json
 RULES = ReadingRules("orchard-demo", frozenset({"image"}), aliases=frozenset({"gpt-5.5", "gpt-6-sol"}))
 
 REFUSED = {
-    "codex_codemode": "input[0].type",  # additional_tools
+    "codex_codemode": "reasoning.context",
     "codex_gptname": "tools[3].type",  # custom
-    "codex_patch": "input[4].type",  # custom_tool_call
+    "codex_patch": "tools[3].type",  # custom
 }
 """Case -> the field that it is refused by: Codex sends these under names of OpenAI's models alone."""
 

@@ -164,9 +164,9 @@ def test_sealed_thoughts_are_limited_alone_and_together():
 
 
 BAD_ITEMS = [
-    ({"type": "custom_tool_call", "call_id": "c", "name": "n", "input": "i"}, "input[0].type", "custom_tool_call"),
-    ({"type": "additional_tools", "role": "developer", "tools": []}, "input[0].type", "additional_tools"),
-    ({"type": "web_search_call", "id": "ws_1"}, "input[0].type", "web_search_call"),
+    ({"type": "custom_tool_call", "call_id": "c", "name": "n"}, "input[0].input", "required"),
+    ({"type": "quantum_call", "id": "q_1"}, "input[0].type", "quantum_call"),
+    ({"type": 5}, "input[0].type", "5"),
     ({"role": "tool", "content": "x"}, "input[0].role", "tool"),
     ({"content": "x"}, "input[0].role", "required"),
     ({**CALL, "call_id": ""}, "input[0].call_id", '""'),

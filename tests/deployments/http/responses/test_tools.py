@@ -70,9 +70,7 @@ def test_tool_choice_that_cannot_be_honoured_is_refused(tools, sent):
     ("tool", "field"),
     [
         ({"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}}, "tools[1].type"),
-        ({"type": "tool_search", "execution": "client"}, "tools[1].type"),
-        ({"type": "web_search_preview"}, "tools[1].type"),
-        ({"type": "mcp", "server_label": "x"}, "tools[1].type"),
+        ({"type": "quantum", "name": "x"}, "tools[1].type"),
         ({"name": "f"}, "tools[1].type"),
         ({"type": "function", "function": {"name": "f"}}, "tools[1].name"),
         ({"type": "function", "name": "a b"}, "tools[1].name"),

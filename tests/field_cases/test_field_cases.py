@@ -1,0 +1,96 @@
+"""Requests of users of other servers that were answered wrongly here once, through the whole graph in one process.
+
+cases.jsonl has one case a line: the request, and `expected`: the `status` that is right, and what must hold of the
+answer: `content` (its parsed JSON), `text` (it), `arguments` (of the first call, parsed), `above` (its value of v is
+larger). `or_status` is right, too, if the message contains `names`.
+"""
+
+import asyncio
+import base64
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.deployments.faulty_graph import Graph
+from tests.golden.one_process import BASE_URL, args
+
+CASES: dict[str, dict[str, Any]] = {
+    case["name"]: case for case in map(json.loads, (Path(__file__).parent / "cases.jsonl").read_text().splitlines())
+}
+RAW = {"http10-stream", "half-closed"}
+"""Cases about connections, which need a real server."""
+OPEN = {
+    *("template-kwargs-preserve_thinking", "template-kwargs-clear_thinking", "template-kwargs-thinking"),
+    *("responses-tool-custom", "tokenize-no-special-tokens"),
+}
+"""Cases that are not answered as they should be yet."""
+
+
+@cache
+def answers() -> dict[str, httpx.Response]:
+    """Send all cases to one graph, one after the other."""
+
+    async def go() -> dict[str, httpx.Response]:
+        with pytest.MonkeyPatch.context() as patch:
+            graph = Graph(args(), patch)
+            await graph.start()
+            try:
+                transport = httpx.ASGITransport(graph.app)
+                async with httpx.AsyncClient(transport=transport, base_url=BASE_URL, timeout=120) as client:
+                    model = (await client.get("/v1/models")).json()["data"][0]["id"]
+                    return {
+                        name: await client.send(_request(client, case["request"], model))
+                        for name, case in CASES.items()
+                        if name not in RAW
+                    }
+            finally:
+                await graph.close()
+
+    return asyncio.run(go())
+
+
+def _request(client: httpx.AsyncClient, request: dict[str, Any], model: str) -> httpx.Request:
+    body = json.dumps(request["body"]).replace('"$MODEL"', json.dumps(model)).encode() if "body" in request else b""
+    if "body_base64" in request:
+        body = base64.b64decode(request["body_base64"])
+    headers = {"content-type": "application/json", **request.get("headers", {})}
+    return client.build_request(request["method"], f"{BASE_URL}{request['path']}", content=body, headers=headers)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.xfail(strict=True, reason="not answered yet")] if name in OPEN else [])
+        for name in CASES
+        if name not in RAW
+    ],
+)
+def test_the_request_of_a_user_is_answered(name: str):
+    expected, response = CASES[name]["expected"], answers()[name]
+    if response.status_code not in expected["status"]:
+        allowed = expected.get("or_status", ())
+        assert response.status_code in (allowed if isinstance(allowed, list) else [allowed]), response.text
+        assert expected.get("names", "").lower() in response.text.lower()
+        return
+    assert '"error": {' not in response.text
+    if "content" in expected or "above" in expected:
+        content = json.loads(_text(response))
+        assert content == expected.get("content", content)
+        assert content["v"] > expected["above"] if "above" in expected else True
+    if "text" in expected:
+        assert _text(response) == expected["text"]
+    if "arguments" in expected:
+        call = response.json()["choices"][0]["message"]["tool_calls"][0]
+        assert json.loads(call["function"]["arguments"]) == expected["arguments"]
+
+
+def _text(response: httpx.Response) -> str:
+    if response.headers["content-type"].startswith("text/event-stream"):
+        events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+        deltas = [choice["delta"] for event in events for choice in json.loads(event)["choices"]]
+        return "".join(delta.get("content") or "" for delta in deltas)
+    return response.json()["choices"][0]["message"]["content"]
