@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
-from PIL import ExifTags, GifImagePlugin, Image, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+from PIL import ExifTags, GifImagePlugin, Image, ImageChops, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 T = TypeVar("T")
 
@@ -161,7 +161,7 @@ def _complete_jpeg(content: bytes | bytearray, draft_size: tuple[int, int]) -> I
         image.draft(None, draft_size)
         image.load()
         decoded.append(image)
-    if decoded[0].tobytes() != decoded[1].tobytes():
+    if ImageChops.difference(*decoded).getbbox() is not None:
         raise ImageRefused("the JPEG image is cut off: pixels are missing at its end")
     return decoded[0]
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.processing.schema_branches import overlapping
 
@@ -49,6 +49,9 @@ CONTROL_IN_PATTERN = re.compile(CONTROL.pattern + r"|\\(?:0|v|c[A-Za-z]|x0|x1|x7
 SMALLEST = 1e-15
 """llguidance lets 0 through as a number that is to be above 0 and below a limit under 1. Such a bound becomes this
 number: no nearer one can be generated."""
+
+PATTERN_FUEL = 300_000
+"""Limit on the work for the first state of a pattern, as for a whole grammar."""
 
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 
@@ -269,7 +272,8 @@ def _pattern_error(pattern: str) -> str | None:
 
 def _matcher_of(pattern: str) -> LLMatcher:
     schema = {"type": "string", "pattern": pattern, "x-guidance": {"json_allowed_escapes": ALL_ESCAPES}}
-    return LLMatcher(_bytes(), LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0)
+    limits = LLParserLimits(initial_lexer_fuel=PATTERN_FUEL, verbose_errors=False)
+    return LLMatcher(_bytes(), LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0, limits=limits)
 
 
 @lru_cache(1)
