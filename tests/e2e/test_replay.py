@@ -21,10 +21,8 @@ from tests.e2e.pictures import image_part, shape
 REFUSED = {
     ("/v1/messages", "safeguards"): "asks the server to judge tool calls, which nothing here can",
     ("/v1/messages", "thread"): "sends the new message alone; without a store of threads it is nonsense",
-    ("/v1/messages", "context_management"): "asks to clear tool results, which changes the prompt",
-    ("/v1/chat/completions", "verbosity"): "asks for a shorter answer, which no checkpoint here is trained for",
-    ("/v1/responses", "tools[].type"): "custom tools by a grammar, and a search of tools: not offered yet",
-    ("/v1/responses", "input[].type"): "tools inside the input: not offered yet",
+    ("/v1/responses", "tools[].type"): "custom tools by a grammar: not offered yet",
+    ("/v1/responses", "reasoning.context"): "asks for the thoughts of all turns, which templates drop",
 }
 """Path and field (indices left out) -> why a 400 is the honest answer."""
 
