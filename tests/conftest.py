@@ -32,7 +32,7 @@ if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
 pytest_plugins = ["tests.support.demo_model"]
 
 NICENESS = 10
-"""Of a process whose tests need no server: a tenth of the share of the processor that a starting server gets."""
+"""Niceness of a process whose tests need no server, so that a server beside it gets most of the processor time."""
 
 _NIGHT_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.night\(", re.MULTILINE)
 

@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 
 from engine.config import GrammarConfig
-from engine.processing.json_schema import strict_schema, with_options
+from engine.processing.json_schema import byte_tokenizer, strict_schema, with_options
 from engine.protocol import EngineFailed, GrammarSpec, InvalidRequest, Overloaded
 
 MAX_ITEMS_IN_ROW = 20_000
@@ -276,7 +276,7 @@ def _can_match(rules: str, control_strings: frozenset[str]) -> bool:
     any_control = "|".join(re.escape(text).replace("/", r"\/") for text in sorted(control_strings))
     expression = rules.removeprefix("start: ")
     both = f"start: BOTH\nBOTH: {expression} & /(?s:.*)({any_control})(?s:.*)/\n"
-    matcher = LLMatcher(LLTokenizer("byte"), both, log_level=0, limits=_limits())
+    matcher = LLMatcher(byte_tokenizer(), both, log_level=0, limits=_limits())
     if matcher.is_error():  # the expression itself is wrong or too large
         return False
     matcher.compute_bitmask()

@@ -273,11 +273,14 @@ def _pattern_error(pattern: str) -> str | None:
 def _matcher_of(pattern: str) -> LLMatcher:
     schema = {"type": "string", "pattern": pattern, "x-guidance": {"json_allowed_escapes": ALL_ESCAPES}}
     limits = LLParserLimits(initial_lexer_fuel=PATTERN_FUEL, verbose_errors=False)
-    return LLMatcher(_bytes(), LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0, limits=limits)
+    return LLMatcher(
+        byte_tokenizer(), LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0, limits=limits
+    )
 
 
 @lru_cache(1)
-def _bytes() -> LLTokenizer:
+def byte_tokenizer() -> LLTokenizer:
+    """Return a tokenizer whose tokens are bytes, to test expressions without a model."""
     return LLTokenizer("byte")
 
 
