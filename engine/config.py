@@ -59,7 +59,8 @@ class DraftModelConfig(Frozen):
     """A separate small model that drafts tokens."""
 
     model: str = Field(
-        description="'demo' (the demo model's draft), a directory or a hub repository, with the tokenizer of the model"
+        min_length=1,
+        description="'demo' (the demo model's draft), a directory or a hub repository, with the tokenizer of the model",
     )
     revision: str | None = Field(
         default=None, description="branch, tag or commit of a hub repository; null: its default branch"
@@ -238,7 +239,9 @@ class EngineConfig(Frozen):
     """Options of one engine: its model, device and limits, and the options of its parts."""
 
     model: str = Field(
-        default="demo", description="'demo' (part of Orchard), a directory with an MLX model, or a hub repository"
+        min_length=1,
+        default="demo",
+        description="'demo' (part of Orchard), a directory with an MLX model, or a hub repository",
     )
     revision: str | None = Field(
         default=None, description="branch, tag or commit of the hub repository; null: its default branch"

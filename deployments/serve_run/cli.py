@@ -30,6 +30,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         "server cannot start or has failed for good.",
     )
     serve.add_argument("config", nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
+    serve.add_argument("--model", help="'demo', a local directory, or a hub repository, instead of the file's model")
     serve.add_argument("--check", action="store_true", help="validate the configuration, print it, and exit")
     serve.add_argument(
         "--address",
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _test_engine(options)
     set_defaults()
     try:
-        config = _read(options.config)
+        config = _read(options.config, options.model)
         if options.check:
             check_keys(config)
             say(describe(config, not_in_effect()))
@@ -121,10 +122,10 @@ def _run_engine(*arguments: str) -> int:
     return subprocess.run([sys.executable, "-m", "engine", *arguments]).returncode
 
 
-def _read(path: str) -> OrchardConfig:
+def _read(path: str, model: str | None) -> OrchardConfig:
     if not Path(path).exists():
         raise ConfigError(path, ["the file does not exist; a checkout of Orchard contains one: serve_config.yaml"])
-    config = read_config(path)
+    config = read_config(path, model)
     if config is None:
         raise ConfigError(path, ["applications: none is Orchard (import_path: deployments.app:build_app)"])
     if len(config.raw["applications"]) > 1:

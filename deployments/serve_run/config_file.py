@@ -152,8 +152,13 @@ class OrchardConfig:
         }
 
 
-def read_config(path: str | Path) -> OrchardConfig | None:
-    """Read and validate a file; return None if none of its applications is Orchard. Raises ConfigError."""
+def read_config(path: str | Path, model: str | None = None) -> OrchardConfig | None:
+    """Read and validate a file; return None if none of its applications is Orchard. Raises ConfigError.
+
+    Args:
+        path: The file.
+        model: Replaces `engine.model` of Orchard's application.
+    """
     try:
         raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_StrictLoader)
     except (OSError, UnicodeError) as error:
@@ -167,6 +172,8 @@ def read_config(path: str | Path) -> OrchardConfig | None:
         if mistakes:
             raise ConfigError(str(path), mistakes)
         return None
+    if model is not None:
+        _replace_model(raw, model)
     if mistakes := list(mistakes_in(raw)):
         raise ConfigError(str(path), mistakes)
     application = next(application for application in _listed(raw) if _is_ours(application))
@@ -194,6 +201,21 @@ def mistakes_in(raw: dict[str, Any]) -> Iterator[str]:
         else:
             yield from _key_mistakes(application, dict.fromkeys(APPLICATION_KEYS), path + ".")
     yield from _http_mistakes(raw, _keys_or_open(ours))
+
+
+def _replace_model(raw: dict[str, Any], model: str) -> None:
+    """Set `engine.model` of Orchard's applications; mistakes_in names what is no mapping on the way."""
+    for application in _listed(raw):
+        if _is_ours(application):
+            place = application
+            for key in ("args", "engine"):
+                if place.get(key) is None:
+                    place[key] = {}
+                place = place[key]
+                if not isinstance(place, dict):
+                    break
+            else:
+                place["model"] = model
 
 
 def check_with_ray(raw: dict[str, Any], path: str) -> None:

@@ -41,6 +41,15 @@ def test_shipped_config_passes_the_check_and_is_shown(tmp_path: Path):
     assert "not in effect" not in done.stderr
 
 
+def test_model_of_the_command_line_replaces_that_of_the_file(tmp_path: Path):
+    shipped(tmp_path, 8000)
+    done = orchard(tmp_path, "serve", "--model", "a/b", "--check")
+    assert done.returncode == 0, done.stderr
+    assert "model a/b" in " ".join(done.stderr.split())
+    done = orchard(tmp_path, "serve", "--model", "", "--check")
+    assert done.returncode == 1 and "args.engine.model: " in done.stderr
+
+
 def test_missing_or_invalid_config_file_ends_with_status_1_and_no_traceback(tmp_path: Path):
     done = orchard(tmp_path, "serve")
     assert done.returncode == 1 and "serve_config.yaml is invalid:\n  the file does not exist" in done.stderr

@@ -300,6 +300,29 @@ def test_shipped_config_serves_another_model_by_changing_a_line(read: Callable[[
     assert config.args.sparse_prefill_off == "no draft_model is set for org/model"
 
 
+@pytest.mark.parametrize(
+    "args", ["", "args: null", "args: {}", "args: {engine: null}", "args: {engine: {model: demo}}"]
+)
+def test_model_given_to_read_config_is_the_engines(tmp_path: Path, args: str):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"http_options: {{host: 127.0.0.1}}\napplications:\n- import_path: deployments.app:build_app\n  {args}\n"
+    )
+    config = read_config(file, "a/b")
+    assert config is not None
+    assert config.args.engine.model == config.application["args"]["engine"]["model"] == "a/b"
+
+
+@pytest.mark.parametrize("args", ["args: [1]", "args: {engine: off}"])
+def test_model_does_not_hide_a_mistake_in_the_file(tmp_path: Path, args: str):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"http_options: {{host: 127.0.0.1}}\napplications:\n- import_path: deployments.app:build_app\n  {args}\n"
+    )
+    with pytest.raises(ConfigError, match=r"args(\.engine)?: (Input should be|expected)"):
+        read_config(file, "a/b")
+
+
 def test_config_files_of_other_applications_are_ignored(read: Callable[[str], OrchardConfig | None]):
     assert read("http_option: 1\napplications: [{import_path: 'other:app', args: {x: 1}}]") is None
     assert read("applications: []") is None
