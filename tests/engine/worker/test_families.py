@@ -71,7 +71,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """
     path = make(tmp_path_factory.mktemp("zoo") / "model", FAMILIES[request.param])
     turns = conversation(load(path))
-    config = EngineConfig(model=str(path), expand_quantized_weights="off")
+    limits = {"max_context_tokens": 192, "max_running": 4}  # so that the warm-up times only small chunks and batches
+    config = EngineConfig.model_validate({"model": str(path), "expand_quantized_weights": "off", **limits})
     return Served(load_runner(config, lambda progress: None), turns)
 
 
@@ -102,7 +103,7 @@ def test_request_in_a_batch_gets_the_same_tokens_as_alone(served):
     driver = Driver(served.runner, EngineConfig.model_validate({"prefill_chunk_tokens_busy": 32, **NO_CACHE}))
     driver.core.add_request(served.request("first"))
     _step_until(driver, "first", 2)
-    driver.core.add_request(served.request("second", "aborted", max_tokens=200))
+    driver.core.add_request(served.request("second", "aborted", max_tokens=100))
     driver.core.add_request(served.request("short"))
     _step_until(driver, "aborted", 3)
     driver.core.abort("aborted")
