@@ -191,6 +191,8 @@ class Loans:
 
     def _settle(self, nodes: Sequence[SnapshotNode]) -> None:
         for node in nodes:
+            if not self._tree.is_stored(node):
+                continue  # it was lost with a node before it
             if node.segment.is_lent:
                 self._memory.cache.evict_behind(node)
             else:

@@ -409,6 +409,17 @@ def test_a_failed_restore_costs_no_answer_and_removes_kv_segments_already_moved(
     assert engine.tokens["b"] == answer(LONG)
 
 
+@pytest.mark.parametrize("num_moved", [0, 1, 2])
+def test_a_restore_that_fails_half_way_counts_no_byte_of_the_segments_behind_a_lost_one(engine, num_moved):
+    engine.ask(LONG)
+    assert engine.stored() == [TURN, 402]
+    engine.runner.breaks_at = {"restore": num_moved}
+    engine.start(one := following("c", LONG, *tokens(6, 100)))  # checks the accounts in each step
+    assert engine.cache.counters.num_unusable == 1
+    engine.finish_all()
+    assert engine.tokens["c"] == answer(one)
+
+
 def test_a_failed_chunk_loses_the_snapshots_that_its_prompt_has_taken_over(engine):
     engine.begin(LONG)
     engine.runner.broken = {"prefill"}
