@@ -1,9 +1,8 @@
 """Environment variables that configure Ray for Orchard, set before anything imports Ray.
 
-`orchard_launch.pth` (up to Python 3.14) and `orchard_launch.start` (PEP 829, from 3.15 on) in site-packages call
-`prepare` when `serve`, `ray` or `orchard` starts in this environment; child processes inherit the variables. Values of
-the operator are kept. Without the two files (`python -I`, `zipapp`, an image that drops them) Orchard still serves
-correctly; `not_in_effect` lists the differences.
+`orchard_launch.pth` in site-packages calls `prepare` when `serve`, `ray` or `orchard` starts in this environment; child
+processes inherit the variables. Values of the operator are kept. Without the file (`python -I`, `zipapp`, an image that
+drops it) Orchard still serves correctly; `not_in_effect` lists the differences.
 """
 
 import os
@@ -93,14 +92,16 @@ DEFAULTS = (
 
 
 def prepare() -> None:
-    """Set the defaults in the commands `serve`, `ray` and `orchard`; install the hook in `serve run <config>`.
+    """Set the defaults in the commands `serve`, `ray` and `orchard`; install the hook in `serve run`.
 
-    It does nothing in other programs of the environment.
+    It does nothing in other programs of the environment. Only Ray can parse the options of `serve run`: the hook finds
+    out whether the command runs a config file.
     """
-    if not sys.argv or os.path.basename(sys.argv[0]) not in PROGRAMS:
+    program = os.path.basename(sys.argv[0]) if sys.argv else ""
+    if program not in PROGRAMS:
         return
     set_defaults()
-    if serve_run_config(sys.argv) is not None:
+    if program == "serve" and sys.argv[1:2] == ["run"]:
         os.environ.setdefault(RAY_INIT_HOOK, INIT_HOOK)
 
 
@@ -127,13 +128,6 @@ def is_prepared(environ: Mapping[str, str] | None = None) -> bool:
     """Tell whether every variable is set, to Orchard's value or the operator's."""
     environ = os.environ if environ is None else environ
     return all(default.name in environ for default in _defaults_here())
-
-
-def serve_run_config(argv: list[str]) -> str | None:
-    """Return the config file of `serve run [options] <config>.yaml`; None for any other command line."""
-    if len(argv) < 3 or os.path.basename(argv[0]) != "serve" or argv[1] != "run":
-        return None
-    return next((word for word in argv[2:] if word.endswith((".yaml", ".yml"))), None)
 
 
 def _defaults_here() -> list[EnvironmentDefault]:

@@ -8,8 +8,6 @@ import pytest
 from deployments.serve_run import environment
 from deployments.serve_run.environment import DEFAULTS, INIT_HOOK, RAY_INIT_HOOK, is_prepared, not_in_effect
 
-ROOT = Path(__file__).parents[3]
-
 
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
@@ -31,14 +29,21 @@ def test_environment_variable_of_the_operator_is_kept(environ: dict[str, str], m
     assert RAY_INIT_HOOK not in environ
 
 
-def test_init_hook_is_set_only_for_serve_run_with_a_config_file(
-    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("argv", "is_set"),
+    [
+        (["/x/.venv/bin/serve", "run", "serve_config.yaml"], True),
+        (["serve", "run", "--runtime-env", "env.yaml", "config"], True),
+        (["serve", "deploy", "serve_config.yaml"], False),
+        (["serve"], False),
+        (["ray", "run", "serve_config.yaml"], False),
+    ],
+)
+def test_init_hook_is_set_only_for_serve_run(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, argv: list[str], is_set: bool
 ):
-    prepare(monkeypatch, "serve", "run", "serve_config.yaml")
-    assert environ[RAY_INIT_HOOK] == INIT_HOOK
-    environ.clear()
-    prepare(monkeypatch, "serve", "deploy", "serve_config.yaml")
-    assert RAY_INIT_HOOK not in environ and is_prepared(environ)
+    prepare(monkeypatch, *argv)
+    assert is_prepared(environ) and environ.get(RAY_INIT_HOOK) == (INIT_HOOK if is_set else None)
 
 
 @pytest.mark.parametrize("argv", [["pytest"], ["/x/python"], ["-c"], ["-m"], ["ray_lightning"], ["notebook.py"], []])
@@ -80,23 +85,6 @@ def test_each_default_describes_its_absence_and_names_are_unique():
     assert len({default.name for default in DEFAULTS}) == len(DEFAULTS)
 
 
-@pytest.mark.parametrize(
-    "argv, config",
-    [
-        (["/x/.venv/bin/serve", "run", "serve_config.yaml"], "serve_config.yaml"),
-        (["serve", "run", "--address", "auto", "a.yml", "--non-blocking"], "a.yml"),
-        (["serve", "run", "deployments.app:build_app"], None),
-        (["serve", "deploy", "serve_config.yaml"], None),
-        (["server", "run", "serve_config.yaml"], None),
-        (["serve", "run"], None),
-        (["python"], None),
-        ([], None),
-    ],
-)
-def test_serve_run_with_a_config_file_is_recognised(argv: list[str], config: str | None):
-    assert environment.serve_run_config(argv) == config
-
-
 SHOW = "import os, sys; print(os.environ.get('RAY_SERVE_PROXY_USE_GRPC'), {heavy} & set(sys.modules))"
 HEAVY = "{'ray', 'numpy', 'mlx', 'pydantic', 'deployments'}"
 
@@ -119,9 +107,3 @@ def test_installed_pth_file_prepares_the_commands_and_imports_only_our_package(t
 @pytest.mark.parametrize("program", ["pytest", "notebook.py", "serve.py"])
 def test_installed_pth_file_imports_no_orchard_module_in_other_programs(tmp_path: Path, program: str):
     assert start(tmp_path, program) == "None set()"
-
-
-def test_startup_entry_point_for_python_3_15_resolves_to_a_callable():
-    """PEP 829: one `package.module:callable` per line."""
-    module, _, name = (ROOT / "deployments/serve_run/orchard_launch.start").read_text().strip().partition(":")
-    assert module == environment.__name__ and callable(getattr(environment, name))

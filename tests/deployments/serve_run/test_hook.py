@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.serve.scripts import run as serve_run
 
 from deployments.serve_run import hook
 from deployments.serve_run.environment import RAY_INIT_HOOK
-from deployments.serve_run.hook import address_of, watch_serve_run
+from deployments.serve_run.hook import watch_serve_run
 from tests.e2e.server import free_port
 
 OURS = "deployments.app:build_app"
@@ -43,22 +44,25 @@ def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tu
         signal.signal(signum, handler)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, *options: str) -> None:
+def call(*words: str) -> None:
+    """Call the hook as Ray does within `serve run` with these words."""
+    with serve_run.make_context("run", list(words)):
+        assert watch_serve_run({"a": 1}) == {"a": 1}
+
+
+def run(tmp_path: Path, text: str, *options: str) -> None:
     path = tmp_path / "serve_config.yaml"
     path.write_text(text)
-    monkeypatch.setattr("sys.argv", ["/bin/serve", "run", *options, str(path)])
-    assert watch_serve_run({"a": 1}) == {"a": 1}
+    call(*options, str(path))
 
 
 def config(port: int, path: str = OURS, more: str = "") -> str:
     return f"http_options: {{host: 127.0.0.1, port: {port}}}\napplications: [{{import_path: '{path}'{more}}}]"
 
 
-def test_valid_configuration_is_shown_and_watched(
-    watched: list, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_valid_configuration_is_shown_and_watched(watched: list, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     port = free_port()
-    run(monkeypatch, tmp_path, config(port))
+    run(tmp_path, config(port))
     ((served, owns_cluster),) = watched
     assert served.port == port and owns_cluster
     shown = capsys.readouterr().err
@@ -69,50 +73,77 @@ def test_valid_configuration_is_shown_and_watched(
 
 
 def test_applications_other_than_orchard_keep_their_signals_and_are_not_watched(
-    watched: list, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    watched: list, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     before = signal.getsignal(signal.SIGTERM)
-    run(monkeypatch, tmp_path, "http_option: 1\n" + config(1, "somebody.else:app"))
+    run(tmp_path, "http_option: 1\n" + config(1, "somebody.else:app"))
     assert signal.getsignal(signal.SIGTERM) is before
     assert watched == [] and capsys.readouterr().err == ""
 
 
 def test_invalid_configuration_ends_the_command_with_status_1(
-    watched: list, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    watched: list, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, tmp_path, config(1, more=", arg: {}"))
+        run(tmp_path, config(1, more=", arg: {}"))
     assert ended.value.code == 1 and watched == []
     assert "serve_config.yaml is invalid:\n  application.arg: unknown key" in capsys.readouterr().err
 
 
 def test_port_in_use_ends_the_command_unless_the_command_joins_a_cluster(
-    watched: list, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    watched: list, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(SystemExit) as ended:
-            run(monkeypatch, tmp_path, config(port))
+            run(tmp_path, config(port))
         assert ended.value.code == 1 and watched == []
         assert f"port {port} of 127.0.0.1 is in use by process {hook.os.getpid()}" in capsys.readouterr().err
-        run(monkeypatch, tmp_path, config(port), "--address", "10.0.0.1:6379")
+        run(tmp_path, config(port), "--address", "10.0.0.1:6379")
     ((_, owns_cluster),) = watched
     assert not owns_cluster
 
 
 @pytest.mark.parametrize(
-    ("argv", "environ", "address"),
+    ("options", "environ", "owns"),
     [
-        (["serve", "run", "a.yaml"], None, None),
-        (["serve", "run", "a.yaml"], "b:1", "b:1"),
-        (["serve", "run", "-a", "c:1", "a.yaml"], "b:1", "c:1"),
-        (["serve", "run", "--address=c:1", "a.yaml"], None, "c:1"),
+        ([], None, True),
+        ([], "b:1", False),
+        (["-a", "c:1"], None, False),
+        (["--address=c:1"], "b:1", False),
     ],
 )
-def test_cluster_address_of_the_command_line_overrides_the_environment(
-    monkeypatch: pytest.MonkeyPatch, argv: list[str], environ: str | None, address: str | None
+def test_cluster_is_joined_that_the_command_line_or_the_environment_names(
+    watched: list, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], environ: str | None, owns: bool
 ):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if environ is not None:
         monkeypatch.setenv("RAY_ADDRESS", environ)
-    assert address_of(argv) == address
+    run(tmp_path, config(free_port()), *options)
+    ((_, owns_cluster),) = watched
+    assert owns_cluster is owns
+
+
+@pytest.mark.parametrize("name", ["serve_config.yaml", "a.yml", "config"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--runtime-env", "env.yaml"],
+        ["--runtime-env=env.yaml", "--non-blocking"],
+        ["--working-dir", "dir.yml", "-d", "app.yaml"],
+        ["--name", "some.yaml", "--"],
+    ],
+)
+def test_options_of_serve_run_are_not_taken_for_the_config_file(
+    watched: list, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, options: list[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "env.yaml").write_text("env_vars: {A: b}")
+    (tmp_path / name).write_text(config(port := free_port()))
+    call(*options, name)
+    ((served, _),) = watched
+    assert served.port == port
+
+
+def test_import_path_is_not_read_as_a_config_file(watched: list, capsys: pytest.CaptureFixture[str]):
+    call("deployments.app:build_app", "model=demo.yaml")
+    assert watched == [] and capsys.readouterr().err == ""
