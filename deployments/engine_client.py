@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.engine_stream import SILENCE_LIMIT_S, ChunkReader, EngineStream
@@ -135,7 +135,6 @@ class EngineClient:
         ask_timeout_s: float = ASK_TIMEOUT_S,
         plan_timeout_s: float = PLAN_TIMEOUT_S,
         silence_limit_s: float = SILENCE_LIMIT_S,
-        room_in_s: Callable[[], float] = lambda: retry_after.REPLICA_LOST_S,
         checkpoint: str = "",
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -148,7 +147,6 @@ class EngineClient:
             ask_timeout_s: Longest wait for an engine's answer to an administrative call.
             plan_timeout_s: Longest wait of a request for plans, over both attempts.
             silence_limit_s: Longest wait for the next item of an answer, heartbeats included.
-            room_in_s: Returns the expected seconds until a queue has room, for Retry-After of an Overloaded.
             checkpoint: Fingerprint of the checkpoint whose tokenizer decodes the answers; plans for another one are
                 refused. '' disables the check.
             clock: Monotonic seconds.
@@ -164,7 +162,6 @@ class EngineClient:
         self._ask_timeout_s = ask_timeout_s
         self._plan_timeout_s = plan_timeout_s
         self._silence_limit_s = silence_limit_s
-        self._room_in_s = room_in_s
         self._checkpoint = checkpoint
         self._clock = clock
         self._refusals = Refusals(clock)
@@ -285,13 +282,6 @@ class EngineClient:
     def _answer_to(self, error: Exception) -> Exception:
         """Convert an error to one for the client; an unexpected error is returned unchanged."""
         error = cause_of(error)
-        if isinstance(error, BackPressureError):
-            num_waiting, limit, *_ = error.args
-            return Overloaded(
-                f"{num_waiting} requests are queued in Serve for a replica; the limit is {limit}, the deployment's "
-                "max_queued_requests.",
-                self._room_in_s(),
-            )
         if isinstance(error, TooLate):
             return Unavailable(*error.args)
         if is_replica_lost(error) or isinstance(error, DeploymentUnavailableError):

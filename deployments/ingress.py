@@ -182,7 +182,6 @@ class Ingress:
             engine,
             {Route.TEXT: text, Route.MLLM: mllm},
             plan_timeout_s=plan_timeout_s(args),
-            room_in_s=lambda: self.in_flight.retry_after_s,
             checkpoint=checkpoint_fingerprint(model_dir),
         )
         self._drain_timeout_s = args.drain_timeout_s

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.ray_internals import answer_of, cancel_call, end_dispatch, replica_calls, running_nodes
@@ -252,7 +252,5 @@ def why_silent(error: Exception) -> str:
         return error.message
     if isinstance(error, NoReplica):
         return str(error)
-    if isinstance(error, BackPressureError):
-        return "too many requests are queued for the engine"
     is_lost = is_replica_lost(error) or isinstance(error, DeploymentUnavailableError)
     return "the engine was lost" if is_lost else "the engine failed to answer"

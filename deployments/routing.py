@@ -108,13 +108,8 @@ class NodeRouter(LocalityMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas with a free slot, best first; see RequestRouter."""
-        if pending_request is None:
-            return [list(candidate_replicas)]
-        pending_request.routing_context.should_backoff = True
-        target = self._target(pending_request)
-        ranked = self._with_room(target, target.among(candidate_replicas), pending_request)
-        return [[replica] for replica in ranked]
+        """Never called: RequestRouter declares it, and `_choose_replica_for_request`, its caller, is overridden."""
+        raise NotImplementedError
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.process import node_id
@@ -85,9 +85,6 @@ def _unavailable(why: str) -> NoPlan:
     return NoPlan("unavailable", f"unavailable: {why}", is_failure=True)
 
 
-_ONE = {"engine": "an engine", "scorer": "a scorer"}
-
-
 @contextmanager
 def _no_plan_without(who: Literal["engine", "scorer"]) -> Iterator[None]:
     """Convert every error of a call to NoPlan.
@@ -107,8 +104,6 @@ def _no_plan_without(who: Literal["engine", "scorer"]) -> Iterator[None]:
             raise NoPlan("no_gain", f"no gain: {cause}") from cause
         if isinstance(cause, Overloaded):
             raise NoPlan("busy", f"busy: {cause.message}", is_failure=True) from cause
-        if isinstance(cause, BackPressureError):
-            raise NoPlan("busy", f"busy: too many prompts are queued for {_ONE[who]}", is_failure=True) from cause
         if is_replica_lost(cause) or isinstance(cause, DeploymentUnavailableError | RequestCancelledError):
             raise _unavailable(f"the {who} was lost") from cause
         if isinstance(cause, EngineFailed):

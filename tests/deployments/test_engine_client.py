@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError
-from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
+from ray.serve.exceptions import ReplicaUnavailableError
 
 from deployments import engine_stream, replica_calls
 from deployments.args import AppArgs
@@ -222,16 +222,6 @@ def test_engine_errors_keep_their_type_and_arguments_through_ray(error: Exceptio
         assert type(raised.value) is type(error)
         assert raised.value.args == error.args
         assert graph.log.count("reserve") == graph.log.count("release") == 1
-
-
-def test_full_queue_error_has_the_expected_time_until_a_free_slot():
-    async def go() -> None:
-        full = Graph(reservations=[BackPressureError(num_queued_requests=9, max_queued_requests=8)])
-        await full.client(room_in_s=lambda: 17.5).start(REQUEST, Route.TEXT)
-
-    with pytest.raises(Overloaded) as error:
-        run(go)
-    assert error.value.retry_after_s == 17.5
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
-from ray.serve.exceptions import BackPressureError
 
 from deployments.engine_client import EngineClient
 from deployments.protocol import EngineAnswer, SilentEngine
@@ -49,10 +48,6 @@ def test_engine_of_every_node_is_asked():
         (60.0, "no answer within 0.05 s"),
         (ActorDiedError(), "the engine was lost"),
         (task_error(EngineFailed("the engine is not ready: it is loading")), "the engine is not ready: it is loading"),
-        (
-            BackPressureError(num_queued_requests=9, max_queued_requests=8),
-            "too many requests are queued for the engine",
-        ),
         (task_error(ZeroDivisionError("secret")), "the engine failed to answer"),
     ],
 )

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
-from ray.serve.exceptions import BackPressureError
 
 from deployments import scorer_client
 from deployments.args import AppArgs
@@ -103,18 +102,6 @@ def test_unexpected_error_is_a_500_without_internal_details(bench: Bench, kind: 
         client = await bench.answered(bench.ask(kind))
         assert fault.num_fired == 1 and client.status == 500
         assert client.error["type"] == "server_error" and "secret" not in client.text
-        await bench.check()
-
-    bench.run(test)
-
-
-def test_full_deployment_is_reported_as_an_overloaded_queue(bench: Bench):
-    async def test() -> None:
-        error = BackPressureError(num_queued_requests=9, max_queued_requests=8)
-        bench.faults.arm("reserve engine", Failing(error))
-        client = await bench.answered(bench.ask("text"))
-        assert_try_again(client, "overloaded", 429)
-        assert all(named in client.error["message"] for named in ("9 requests", "limit is 8", "max_queued_requests"))
         await bench.check()
 
     bench.run(test)

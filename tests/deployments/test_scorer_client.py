@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve._private.common import DeploymentID
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 
 from deployments import scorer_client
 from deployments.sparse_planner import PromptFacts, SparsePlanner
@@ -39,11 +39,6 @@ GONE = DeploymentUnavailableError(DeploymentID(name="SpecPrefillScorer", app_nam
     ("broken", "category", "reason"),
     [
         ({"scorer": [task_error(Overloaded(LATE, 1.0))]}, "busy", f"busy: {LATE}"),
-        (
-            {"reserve": [BackPressureError(num_queued_requests=9, max_queued_requests=8)]},
-            "busy",
-            "busy: too many prompts are queued for a scorer",
-        ),
         ({"reserve": [60.0]}, "unavailable", "unavailable: no scorer accepted the prompt within 0.1 s"),
         ({"reserve": [GONE]}, "unavailable", "unavailable: the scorer was lost"),
         ({"scorer": [ActorDiedError()]}, "unavailable", "unavailable: the scorer was lost"),
