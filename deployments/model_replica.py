@@ -33,6 +33,9 @@ engine_stream.py."""
 class ModelReplica:
     """The engine's replica: one AsyncEngine, and the fingerprint of its checkpoint."""
 
+    _engine: Any = None
+    """The AsyncEngine; None until it loads; Serve calls `__del__` also in a replica that is stopped before."""
+
     async def __init__(self, config: EngineConfig, drain_timeout_s: float = DRAIN_TIMEOUT_S):
         """Load the model; Serve sends no requests until then. Raises EngineFailed."""
         log_refusals_in_one_line()
@@ -83,7 +86,8 @@ class ModelReplica:
 
     async def __del__(self) -> None:
         """Shut the engine down. Serve awaits this after the last open request."""
-        await self._engine.shutdown()
+        if self._engine is not None:
+            await self._engine.shutdown()
 
 
 def _from_here(answer: T) -> EngineAnswer[T]:

@@ -24,6 +24,9 @@ class SpecPrefillScorer:
     If the draft model cannot be loaded the replica stays up and refuses prompts, since a restart would not help.
     """
 
+    _scorer: Any = None
+    """The AsyncDraftScorer; None until it loads; Serve calls `__del__` also in a replica that is stopped before."""
+
     async def __init__(self, config: SpecPrefillConfig, target: EngineConfig):
         """Load the draft model; return when it is ready or has failed for good."""
         log_refusals_in_one_line()
@@ -60,7 +63,8 @@ class SpecPrefillScorer:
 
     async def __del__(self) -> None:
         """Shut the scorer down. Serve awaits this after the last open request."""
-        await self._scorer.shutdown()
+        if self._scorer is not None:
+            await self._scorer.shutdown()
 
 
 def _beside_engine() -> bool:

@@ -3,6 +3,8 @@
 import argparse
 import asyncio
 import logging
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -223,23 +225,36 @@ async def _until_readable(file: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 1 after an error, 130 after Ctrl-C."""
+    """Run the command.
+
+    Returns:
+        The exit status: 1 after an error, 130 after Ctrl-C, 141 if the reader of the output closes it (`| head`).
+    """
     options = arguments(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.ERROR)
     logging.getLogger("orchard.engine").setLevel(logging.INFO if options.verbose else logging.CRITICAL)
     try:
-        if options.check:
-            for line in report(config_of(options), options.draft_model):
-                print(line)
-            return 0
-        if options.self_test:
-            return run_self_test(options)
-        asyncio.run(run(options))
+        status = _run_command(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout at its end
+        return 128 + signal.SIGPIPE
     except OrchardError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _run_command(options: argparse.Namespace) -> int:
+    if options.check:
+        for line in report(config_of(options), options.draft_model):
+            print(line, flush=True)
+        return 0
+    if options.self_test:
+        return run_self_test(options)
+    asyncio.run(run(options))
     return 0
 
 

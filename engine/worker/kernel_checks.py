@@ -118,7 +118,7 @@ def _delta_rule(*inputs: mx.array) -> tuple[np.ndarray, list[np.ndarray]]:
 def quantized_head() -> KernelFigure:
     """Apply quantized output layers to one and several rows and tokens, against the product of what they stand for.
 
-    A device may lack the kernels of a mode; the figure says so.
+    A device may lack the kernels of a mode, but not of all: then none works, and the figure is wrong.
     """
     errors: dict[str, float] = {}
     lacking = []
@@ -128,7 +128,7 @@ def quantized_head() -> KernelFigure:
         except (RuntimeError, ValueError) as error:
             lacking.append(f"not on this device: {name} ({error})")
     if not errors:
-        return KernelFigure(0.0, LIMIT, "; ".join(lacking))
+        return KernelFigure(float("inf"), LIMIT, f"no quantized kernel works: {'; '.join(lacking)}")
     worst = max(errors, key=lambda name: errors[name])
     return KernelFigure(errors[worst], LIMIT, "; ".join([f"worst: {worst}", *lacking]))
 

@@ -52,6 +52,13 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec_prefill, "replica_info", lambda: {"node_id": "n", "pid": 7})
 
 
+def test_scorer_and_engine_that_are_stopped_before_they_load_shut_down():
+    engine: Any = ModelReplica.func_or_class
+    for deployment in (SCORER, engine):
+        replica = object.__new__(type("Replica", (deployment,), {"__del__": lambda self: None}))
+        asyncio.run(deployment.__del__(replica))
+
+
 def to_score(num_tokens: int = 600, **options: Any) -> ScoreRequest:
     token_ids = (np.arange(num_tokens) % 300 + 50).astype(np.int32)
     given: dict[str, Any] = {"num_dense": 0, "anchors": np.zeros(0, np.int32), "keep": 0.3, **options}

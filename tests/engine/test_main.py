@@ -33,6 +33,16 @@ def test_a_question_is_answered():
     assert (result.stdout, result.stderr, result.returncode) == ("12 + 30 = 42\n", "", 0)
 
 
+def test_reader_that_closes_the_output_ends_the_program_without_a_traceback(monkeypatch, capfd):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert engine.__main__.main(["--check"]) == 128 + signal.SIGPIPE
+        output.write("flushed by the interpreter at its end")
+    assert capfd.readouterr().err == ""
+
+
 def test_an_image_is_described(tmp_path):
     image = Image.new("RGB", (128, 128), "white")
     ImageDraw.Draw(image).ellipse((32, 32, 96, 96), fill="blue")

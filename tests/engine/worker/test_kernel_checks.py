@@ -55,6 +55,28 @@ def test_kernel_that_is_off_by_one_percent_is_beyond_the_limit(check, owner, fun
     assert figure.is_wrong and figure.value > figure.limit
 
 
+def test_device_without_any_quantized_kernel_fails_and_one_without_a_single_mode_is_named(monkeypatch):
+    apply = nn.QuantizedLinear.__call__
+
+    def broken(modes: set[str]) -> Any:
+        def call(layer: nn.QuantizedLinear, x: mx.array) -> mx.array:
+            if layer.mode in modes:
+                raise RuntimeError(f"no header for {layer.mode}")
+            return apply(layer, x)
+
+        return call
+
+    monkeypatch.setattr(nn.QuantizedLinear, "__call__", broken({"mxfp4"}))
+    figure = kernel_checks.quantized_head()
+    assert figure.value <= figure.limit and "not on this device: mxfp4 (no header for mxfp4)" in figure.what
+    monkeypatch.setattr(nn.QuantizedLinear, "__call__", broken({"affine", "mxfp4", "nvfp4"}))
+    figure = kernel_checks.quantized_head()
+    assert figure.is_wrong and figure.value > figure.limit
+    assert (
+        figure.what.startswith("no quantized kernel works: ") and "affine 8-bit (no header for affine)" in figure.what
+    )
+
+
 def test_cache_that_is_copied_or_written_in_another_place_is_seen(monkeypatch):
     write = BatchKVLayer.update_and_fetch
 
