@@ -34,7 +34,7 @@ from deployments.serve_run.environment import is_prepared, not_in_effect
 from deployments.spec_prefill import SpecPrefillScorer
 from deployments.text import TextMTP
 from engine.config import EngineConfig, SpecPrefillConfig
-from engine.processing.checkpoint import draft_of, refuse_code, resolve_checkpoint
+from engine.processing.checkpoint import draft_of, media_kinds, read_config, refuse_code, resolve_checkpoint
 from engine.processing.pinned import read_system
 from engine.protocol import EngineFailed
 
@@ -64,10 +64,6 @@ SPARE_SLOTS = 256
 MAX_PLANNING = {"text": 64, "mllm": 32}
 """Requests that a planner replica prepares at once; further ones would only wait for the same CPU. Each holds a slot of
 an engine replica, and a second one while it looks up the cached prefix for a sparse plan."""
-
-IMAGE_PLANNER_START_S = 120.0
-"""Time after the start of an ingress in which requests with images wait for the image planner, which starts after the
-first engine."""
 
 SPARE_SCORES = 8
 """Slots of a scorer replica beyond its own limits: the scorer, not Serve, refuses prompts, and it must answer status
@@ -123,10 +119,10 @@ def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None
     router = {"request_router_config": _router(local_default=True)}
     text_options = {**small, **router, "max_ongoing_requests": MAX_PLANNING["text"], **overrides.get("TextMTP", {})}
     text = TextMTP.options(**text_options).bind(args, engine, scorer)
-    mllm_options = {
-        **_one_per_node("mlx", SMALL_SHARE, num_nodes, waits_for=ModelReplica.name),
+    mllm_options = {  # Serve's RUNNING includes the image planner, except where nothing needs it
+        **_one_per_node("mlx", SMALL_SHARE, num_nodes, waits_for=None if _may_read_images(args) else ModelReplica.name),
         **ending,
-        "request_router_config": _router(local_default=True, first_wait_s=IMAGE_PLANNER_START_S),
+        **router,
         "max_ongoing_requests": MAX_PLANNING["mllm"],
         **overrides.get("MLLM", {}),
     }
@@ -242,6 +238,14 @@ def _check_pinned(args: AppArgs) -> None:
                     f"'{pattern.pattern}' of http.volatile_patterns, which removes it from every request, so that no "
                     "request can match this prompt. Remove the line or the pattern."
                 )
+
+
+def _may_read_images(args: AppArgs) -> bool:
+    """Return whether the model reads images; true if its files are not on this node."""
+    if ray.is_initialized() and not _is_among(nodes_offering("mlx")):
+        return True
+    model_dir = resolve_checkpoint(args.engine.model, args.engine.revision, weights=False)
+    return bool(media_kinds(model_dir, read_config(model_dir)))
 
 
 def _is_among(nodes: list[str]) -> bool:

@@ -50,8 +50,8 @@ def _offer_nothing(nodes: list[dict[str, Any]]) -> bool:
 class OnePerOfferingNode:
     """Autoscaling policy of every deployment, independent of load.
 
-    A deployment that waits for another one gets no replica before the other has one. The first answer needs only an
-    ingress, a text planner and an engine, so the image planner and the scorer do not compete with their start for CPU.
+    A deployment that waits for another one gets no replica before the other has one: the first answer does not need the
+    scorer, which therefore does not compete for CPU with the start of those that it needs.
     """
 
     def __init__(self, resource: Resource, waits_for: str | None = None) -> None:

@@ -59,6 +59,8 @@ PLAN_TIMEOUT_S = 120.0
 ASK_TIMEOUT_S = 10.0
 """Longest wait for an engine's answer to an administrative call. It answers between steps, which may take seconds."""
 
+NO_PLANNER_YET = "The part of the server that prepares this request is still being started."
+
 MIN_REFUSAL_S, MAX_REFUSAL_S = 1.0, 10.0
 LOSS_S = 30.0
 """Time in which a lost engine is chosen last. Ray detects a dead node within 9 s, and Serve a little later."""
@@ -269,6 +271,8 @@ class EngineClient:
         began = self._clock()
         try:
             plan = await while_running(planner, slot.node_id, asyncio.ensure_future(planning))
+        except NoReplicaYet:
+            raise TooLate(NO_PLANNER_YET, retry_after.NOT_READY_S) from None
         except TimeoutError:
             late = f"The request could not be prepared within {self._plan_timeout_s:g} s."
             raise TooLate(late, retry_after.REPLICA_LOST_S) from None
@@ -284,6 +288,8 @@ class EngineClient:
         error = cause_of(error)
         if isinstance(error, TooLate):
             return Unavailable(*error.args)
+        if isinstance(error, NoReplicaYet):
+            return Unavailable(NO_PLANNER_YET, retry_after.NOT_READY_S)
         if is_replica_lost(error) or isinstance(error, DeploymentUnavailableError):
             lost = "The engine was lost before the first token. Please send the request again."
             return Unavailable(lost, retry_after.REPLICA_LOST_S)

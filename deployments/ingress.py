@@ -333,6 +333,15 @@ class Ingress:
         return await self._engine_readiness.get()
 
     async def _ask_readiness(self) -> str | None:
+        """Return the reason why requests, those with images included, cannot be served; None if they can."""
+        reason = await self._why_no_engine()
+        if reason is None and self._media_kinds and not await status_of_all(self._graph["mllm"]):
+            reason = "Images cannot be read yet: their planner is being started."
+        if reason is None:
+            self._ready_until = time.monotonic() + READY_CHECKED_EVERY_S
+        return reason
+
+    async def _why_no_engine(self) -> str | None:
         """Return the reason why no engine is ready; None if one is."""
         reason = None
         asked = await ask_replicas(self._engines, STATUS_TIMEOUT_S, "status")
@@ -342,7 +351,6 @@ class Ingress:
                 if replica is None:
                     continue
                 if replica["engine"]["state"] == "ready":
-                    self._ready_until = time.monotonic() + READY_CHECKED_EVERY_S
                     return None
                 reason = reason or replica["engine"]["error"]
         finally:

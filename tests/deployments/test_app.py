@@ -119,13 +119,28 @@ def test_each_deployment_has_at_most_one_replica_per_node(monkeypatch: pytest.Mo
     deployments = deployments_of(build_app(AppArgs()))
     assert set(deployments) == {"Ingress", "TextMTP", "MLLM", "ModelReplica"}
     shares = []
-    for name, deployment in deployments.items():
+    for deployment in deployments.values():
         config = deployment._deployment_config
-        assert config.autoscaling_config.initial_replicas == (0 if name == "MLLM" else 3)
+        assert config.autoscaling_config.initial_replicas == 3
         assert deployment._replica_config.max_replicas_per_node == 1
         shares.append(deployment.ray_actor_options["resources"]["mlx"])
     assert sorted(shares) == [SMALL_SHARE] * 3 + [ENGINE_SHARE]
     assert sum(shares) <= 1 < 2 * ENGINE_SHARE
+
+
+def test_application_runs_only_with_an_image_planner_unless_the_model_reads_text_alone(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for here, model, waits_for in (
+        ("a", "demo", None),
+        ("a", str(DEMO_MODEL / "draft"), "ModelReplica"),
+        ("head", "/models/on/the/nodes", None),
+    ):
+        fake_cluster(monkeypatch, ["a", "b"], here)
+        args = AppArgs.model_validate({"engine": {"model": model}})
+        autoscaling = deployments_of(build_app(args))["MLLM"]._deployment_config.autoscaling_config
+        assert autoscaling.policy.policy_kwargs["waits_for"] == waits_for
+        assert autoscaling.min_replicas == (waits_for is None)
 
 
 def test_ongoing_request_limit_of_serve_is_above_those_of_ingress_and_engine(monkeypatch: pytest.MonkeyPatch):
@@ -329,7 +344,7 @@ def test_single_node_cluster_without_resources_gets_all_deployments_on_its_head(
     for name, deployment in deployments.items():
         assert deployment.ray_actor_options["resources"] == {"node:__internal_head__": 0.001}
         assert deployment._replica_config.max_replicas_per_node == 1
-        starts_late = name in ("MLLM", "SpecPrefillScorer")
+        starts_late = name == "SpecPrefillScorer"
         assert deployment._deployment_config.autoscaling_config.initial_replicas == (0 if starts_late else 1)
 
 

@@ -372,6 +372,20 @@ def test_engine_without_a_planner_on_its_node_is_tried_last_and_then_waits_for_t
     assert short == "node:node-0" and long.startswith("node:node-0@") and 20 < float(long.partition("@")[2]) <= 30
 
 
+def test_request_before_the_first_planner_is_told_so_and_the_engine_is_not_blamed():
+    graph = Graph(streams=[[LAST]], plans=[NoReplicaYet("no replica of MLLM has been running yet"), PLAN])
+
+    async def go() -> None:
+        client = graph.client()
+        with pytest.raises(Unavailable, match="prepares this request is still being started") as error:
+            await client.start(REQUEST, Route.TEXT)
+        assert error.value.retry_after_s >= 1 and len(graph.choices) == 1
+        await tokens(await client.start(REQUEST, Route.TEXT))
+        assert graph.choices[1] == Choice()
+
+    run(go)
+
+
 def test_engine_that_refused_or_was_lost_is_chosen_last_for_a_while():
     clock = Clock()
     graph = Graph(

@@ -17,6 +17,7 @@ from deployments.args import AppArgs
 from deployments.in_flight import InFlightRequest
 from deployments.ingress import Ingress
 from engine.config import EngineConfig
+from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import Overloaded, Unavailable
 from tests.deployments.fake_handle import FakeCall, FakeHandle
 
@@ -168,17 +169,30 @@ def engine(state: str, error: str | None = None) -> dict[str, Any]:
 def test_server_is_ready_with_a_single_ready_engine(says: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch):
     async def go() -> Any:
         here = await make_ingress(monkeypatch)
-        here._engines = Replicas(says)
+        here._engines, here._graph["mllm"] = Replicas(says), Replicas([{"images": {}}])
         return await here.not_ready()
 
     assert asyncio.run(go()) == reason
+
+
+@pytest.mark.parametrize("says", [[], [SILENT], DeploymentUnavailableError(ORCHARD)])
+def test_server_is_ready_only_when_images_can_be_planned_unless_the_model_reads_none(
+    says: Any, monkeypatch: pytest.MonkeyPatch
+):
+    async def go(model: str) -> Any:
+        here = await make_ingress(monkeypatch, model=model)
+        here._engines, here._graph["mllm"] = Replicas([engine("ready")]), Replicas(says)
+        return await here.not_ready()
+
+    assert asyncio.run(go("demo")) == "Images cannot be read yet: their planner is being started."
+    assert asyncio.run(go(str(DEMO_MODEL / "draft"))) is None
 
 
 def test_readiness_does_not_wait_for_a_silent_engine_while_another_engine_is_ready(monkeypatch: pytest.MonkeyPatch):
     async def go() -> float:
         here = await make_ingress(monkeypatch)
         monkeypatch.setattr(ingress, "STATUS_TIMEOUT_S", SILENT)
-        here._engines = Replicas([SILENT, engine("ready")])
+        here._engines, here._graph["mllm"] = Replicas([SILENT, engine("ready")]), Replicas([{"images": {}}])
         began = time.monotonic()
         assert await here.not_ready() is None
         return time.monotonic() - began

@@ -33,7 +33,7 @@ SCORING_DEADLINE_S = 110.0
 SERVE_RUN, ORCHARD_SERVE = ("serve", "run"), ("orchard", "serve")
 
 LATE = ("mllm", "spec_prefill")
-"""Deployments that start after the first engine, as `/v1/status` names them."""
+"""Deployments that may start after the first engine, as `/v1/status` names them."""
 
 RAY_WAS_SLOW = "The current node timed out during startup"
 """Ray gives its own node 30 s to start, a constant; on a machine that is busy with other work that may not suffice."""

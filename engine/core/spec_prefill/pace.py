@@ -6,18 +6,29 @@ FADE = 0.95
 RETRY_FADE = 0.98
 """Factor by which predictions fall with each prompt that is refused because of them."""
 
+CERTAIN = 0.5
+"""Share of a probe's pace that prompts take at least: short chunks take more time per token than those of prompts, and
+the machine may be busy with the rest of the start."""
+
 MIN_MEASUREMENTS = 3
 
 
 class Pace:
     """Fits seconds = a * tokens + b * tokens * preceding tokens by least squares, with a, b >= 0.
 
-    Projections and recurrent layers contribute to a, attention to b.
+    Projections and recurrent layers contribute to a, attention to b. Before MIN_MEASUREMENTS measurements of prompts, a
+    is the least that `expect` was told, and b is 0.
     """
 
     def __init__(self) -> None:
+        self._expected_s = 0.0  # per 1000 tokens
         self._count = 0
         self._xx = self._xy = self._yy = self._xs = self._ys = 0.0
+
+    def expect(self, num_tokens: int, seconds: float) -> None:
+        """Derive the least seconds that prompts take from a short probe, if no earlier probe was faster."""
+        per_thousand = CERTAIN * 1000 * seconds / num_tokens
+        self._expected_s = min(self._expected_s or per_thousand, per_thousand)
 
     def record(self, start: int, end: int, seconds: float) -> None:
         """Record the seconds of reading the tokens from start to end of a prompt in one forward."""
@@ -33,11 +44,14 @@ class Pace:
         """
         self._xs *= RETRY_FADE
         self._ys *= RETRY_FADE
+        self._expected_s *= RETRY_FADE
 
     def seconds(self, start: int, end: int) -> float:
-        """Predict the seconds of reading the tokens from start to end; 0 before MIN_MEASUREMENTS measurements."""
-        if self._count < MIN_MEASUREMENTS or end <= start:
+        """Predict the seconds of reading the tokens from start to end; 0 without measurements and probes."""
+        if end <= start:
             return 0.0
+        if self._count < MIN_MEASUREMENTS:
+            return self._expected_s * (end - start) / 1000
         a, b = self._solve()
         x, y = _features(start, end)
         return a * x + b * y

@@ -35,6 +35,9 @@ DEVICE_SHARE = 0.1
 MIN_MEASURED_TOKENS = 64
 """Smaller forwards are not measured, because their fixed time dominates."""
 
+PROBE_TOKENS, MAX_PROBE_S = (64, 64, 128, 256), 0.5
+"""Tokens of the chunks that are read after loading, and the seconds after which no further one is."""
+
 MIN_TOKENS = 16
 """Fewest tokens between a snapshot and the one before it."""
 
@@ -88,12 +91,14 @@ class ScoreJob:
 
 
 def load_scorer(config: SpecPrefillConfig, draft: EngineConfig, publish: Publish) -> "Scorer":
-    """Load the draft on the calling thread.
+    """Load the draft on the calling thread, and probe its speed.
 
     Raises:
         EngineFailed: It cannot be loaded or cannot score.
     """
-    return Scorer(load_draft(draft), config, publish)
+    scorer = Scorer(load_draft(draft), config, publish)
+    scorer.probe()
+    return scorer
 
 
 class Scorer:
@@ -147,6 +152,24 @@ class Scorer:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    def probe(self) -> None:
+        """Read a short prompt, so that a draft that is far too slow refuses the first prompt, too.
+
+        The first chunk compiles kernels and is not timed.
+        """
+        cache, done, end = self._draft.make_cache(), 0, min(sum(PROBE_TOKENS), self.limits.max_prompt_tokens)
+        began_s = self._clock()
+        for i, num_tokens in enumerate(PROBE_TOKENS):
+            if done + num_tokens > end or (i > 1 and self._clock() - began_s > MAX_PROBE_S):
+                break
+            chunk_began_s = self._clock()
+            self._draft.extend(np.zeros(num_tokens, np.int32), done, cache, end)
+            done += num_tokens
+            if i:
+                self._pace.expect(num_tokens, self._clock() - chunk_began_s)
+        cache.clear()
+        mx.clear_cache()
 
     def add(self, job_id: str, request: ScoreRequest) -> None:
         """Queue a request that `limits` accepts.

@@ -12,8 +12,9 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from engine.config import SpecPrefillConfig
+from engine.config import EngineConfig, SpecPrefillConfig
 from engine.core.spec_prefill.plan import ScoreRequest, make_plan
+from engine.processing.checkpoint import draft_of
 from engine.protocol import Boundary, EngineFailed, InvalidRequest
 from engine.worker import memory
 from engine.worker.spec_prefill import reuse, scorer
@@ -375,6 +376,25 @@ def test_a_prompt_that_cannot_be_scored_in_time_is_refused_at_once(bench):
     one.add("b", prompt(240, seed=3))
     assert "b" in one.outcomes and "with 1 other prompts" in one.outcomes["b"].error, "not both together"
     assert one.run("a")[0].importance is not None
+
+
+@pytest.mark.parametrize("limit_s", [100.0, None])
+def test_first_prompt_is_refused_at_once_where_a_probe_has_shown_that_it_takes_too_long(bench, limit_s):
+    one = bench(clock=TokenClock(), chunk_size=64, deadline_s=200)
+    one.scorer.now = "probe"
+    one.scorer.probe()
+    assert one.turns == [("probe", 64), ("probe", 64)], "the second chunk has taken longer than MAX_PROBE_S"
+    one.add("long", prompt(600), limit_s=limit_s)
+    refused = one.outcomes["long"]
+    assert refused.is_too_slow == (limit_s is not None) and len(one.turns) == 2 and not one.scorer.has_work
+    assert "scoring 600 tokens would take about 31" in refused.error and "0 other prompts in progress" in refused.error
+    one.add("short", prompt(90), limit_s=limit_s)
+    assert one.run("short")[0].importance is not None
+
+
+def test_scorer_is_probed_when_it_is_loaded():
+    slow = scorer.load_scorer(SpecPrefillConfig(), EngineConfig(model=draft_of(None)), {}.__setitem__)
+    assert 0 < slow._pace.seconds(0, 1000) < 60
 
 
 @pytest.mark.parametrize("limit_s", [None, 1000.0])
