@@ -98,7 +98,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, explain: Callabl
         time.sleep(0.3)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # tests of other files that run in this process afterwards need one without Ray
 def cluster() -> Iterator[OrchardCluster]:
     Path("/tmp/ray").mkdir(exist_ok=True)  # Ray keeps a note there, whatever the temp_dir, and does not make it
     temp_dir = tempfile.mkdtemp(prefix="orc-", dir="/tmp")

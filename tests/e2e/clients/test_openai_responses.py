@@ -136,7 +136,7 @@ def test_an_unknown_model_and_an_unknown_response_are_not_found(client: openai.O
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"temperature": 5}, "temperature"),
-        ({"tools": [{"type": "file_search", "vector_store_ids": ["a"]}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "parameters": {}}]}, "tools[0]"),
         ({"include": ["file_search_call.results"]}, "include"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
