@@ -30,7 +30,7 @@ from engine.protocol import (
 )
 from engine.self_test.bench import FULL, QUICK
 from engine.self_test.self_test import SelfTest
-from engine.worker.model_report import report
+from engine.worker.model_report import check_before_start, report
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -66,6 +66,13 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--check", action="store_true", help="report whether the model can be served here, without reading its weights"
     )
     parser.add_argument(
+        "--engine",
+        metavar="JSON",
+        type=_engine_config,
+        help="with --check: the section `engine` of a configuration, instead of --model and other options; prints only "
+        "why the model cannot be served, and downloads no weights",
+    )
+    parser.add_argument(
         "--self-test", action="store_true", help="check the engine on this machine, and report in plain text"
     )
     parser.add_argument("--quick", action="store_true", help="with --self-test: short answers, speeds mean little")
@@ -74,6 +81,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.draft_model is not None and not options.check:
         parser.error("--draft-model has an effect only with --check")
+    if options.engine is not None and not options.check:
+        parser.error("--engine has an effect only with --check")
     if options.quick and not options.self_test:
         parser.error("--quick has an effect only with --self-test")
     if options.self_test and (options.check or options.prompt is not None or options.image):
@@ -84,6 +93,13 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         if value is not None and not low <= value <= high:
             parser.error(f"--{name.replace('_', '-')} is {value}; it must be between {low} and {high}")
     return options
+
+
+def _engine_config(text: str) -> EngineConfig:
+    try:
+        return EngineConfig.model_validate_json(text)
+    except ValidationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _rope_scaling(text: str) -> RopeScaling:
@@ -248,6 +264,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(options: argparse.Namespace) -> int:
+    if options.engine is not None:
+        check_before_start(options.engine)
+        return 0
     if options.check:
         for line in report(config_of(options), options.draft_model):
             print(line, flush=True)

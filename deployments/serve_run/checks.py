@@ -1,17 +1,22 @@
-"""Checks before Ray starts: an existing cluster, the API keys, the port, the GPU."""
+"""Checks before Ray starts: an existing cluster, the API keys, the port, the GPU, the model."""
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 
 from deployments.http.api_keys import ApiKeysError, read_api_keys
+from deployments.model_checks import check_model
 from deployments.serve_run.config_file import OrchardConfig
 from deployments.serve_run.port import PortTaken, take_port
 from deployments.serve_run.stop import say
 from engine.device_lock import device_refusal
+from engine.protocol import EngineFailed
 
 CONNECT_S = 2.0
+MODEL_CHECK_S = 120.0
 RAY_PROCESSES = ("raylet", "gcs_server")
 
 
@@ -42,6 +47,41 @@ def check_machine(config: OrchardConfig) -> None:
         take_port(config.host, config.port)
     except PortTaken as taken:
         raise CannotStart(str(taken)) from None
+
+
+class ModelCheck:
+    """Checks whether this machine can serve the model, for a server with its own Ray cluster.
+
+    The files are checked at once, everything else that can be known without reading a weight in a process of its own:
+    this one must not load MLX.
+
+    Raises:
+        CannotStart: The model's files are missing or broken, or an option has no effect with it.
+    """
+
+    def __init__(self, config: OrchardConfig):
+        try:
+            check_model(config.args)
+        except EngineFailed as error:
+            raise CannotStart(f"The server cannot start: {error}") from None
+        asked = config.args.engine.model_dump_json(exclude_unset=True)
+        command = [sys.executable, "-m", "engine", "--check", "--engine", asked]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def wait(self) -> None:
+        """Wait for the end of the check. Raises CannotStart if the model cannot be served."""
+        try:
+            said = self._process.communicate(timeout=MODEL_CHECK_S)[1].strip()
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+            said = f"no answer within {MODEL_CHECK_S:.0f} s"
+        if self._process.returncode == 0:
+            return
+        _, is_refused, reason = said.rpartition("error: ")
+        if self._process.returncode == 1 and is_refused:
+            raise CannotStart(f"The server cannot start: {reason}")
+        say(f"The model could not be checked before the start: {said.rpartition(chr(10))[2]}")
 
 
 def finds_cluster(note: Path | None = None) -> bool:

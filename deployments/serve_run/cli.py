@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from deployments.serve_run.checks import CannotStart, check_keys, check_machine, finds_cluster
+from deployments.serve_run.checks import CannotStart, ModelCheck, check_keys, check_machine, finds_cluster
 from deployments.serve_run.config_file import ConfigError, OrchardConfig, read_config
 from deployments.serve_run.effective import describe
 from deployments.serve_run.environment import not_in_effect, set_defaults
@@ -92,15 +92,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(describe(config, not_in_effect()))
             return 0
         address = options.address or ("auto" if finds_cluster() else None)
+        model_check = None
         if address is None:
             check_keys(config)
             check_machine(config)
+            model_check = ModelCheck(config)
+        say(describe(config, not_in_effect()))
+        from deployments.serve_run.server import Server  # imports Ray, beside the check of the model
+
+        if model_check is not None:
+            model_check.wait()
     except (ConfigError, CannotStart) as error:
         say(str(error))
         return 1
-    say(describe(config, not_in_effect()))
-    from deployments.serve_run.server import Server  # imports Ray
-
     return Server(config, address, options.dashboard, options.object_store_mib * 2**20, began_s).run()
 
 

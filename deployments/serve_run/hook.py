@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from deployments.serve_run.checks import CannotStart, check_keys, check_machine, finds_cluster
+from deployments.serve_run.checks import CannotStart, ModelCheck, check_keys, check_machine, finds_cluster
 from deployments.serve_run.config_file import ConfigError, OrchardConfig, read_config
 from deployments.serve_run.effective import describe
 from deployments.serve_run.environment import RAY_INIT_HOOK, not_in_effect
@@ -43,6 +43,7 @@ def _prepare(config: OrchardConfig, joins: bool) -> None:
     if owns_cluster:
         check_keys(config)
         check_machine(config)
+        ModelCheck(config).wait()
     say(describe(config, not_in_effect()))
     stop = GracefulStop(lambda: drain_applications({config.name: config.args.drain_timeout_s}))
     stop.install()

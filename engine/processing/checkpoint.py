@@ -43,6 +43,11 @@ def resolve_checkpoint(model: str, revision: str | None, *, weights: bool) -> Pa
     return local
 
 
+def is_local(model: str) -> bool:
+    """Return whether a model is the demo or a directory, and not a hub repository. Raises EngineFailed for neither."""
+    return _local_directory(model) is not None
+
+
 def draft_of(draft_model: str | None) -> str:
     """Return the argument of `resolve_checkpoint` for a draft model; 'demo' or None is the demo model's draft."""
     return str(DEMO_MODEL / "draft") if draft_model in (None, "demo") else draft_model

@@ -2,9 +2,11 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from typing import Any
 
 from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_vlm.utils import get_model_and_args
 
 SERVED_CACHES = (KVCache, RotatingKVCache, ArraysCache)
 """Kinds of caches that rows of a decode batch can share and snapshots can restore. Exact types: subclasses store their
@@ -36,6 +38,22 @@ def unsupported_reason(module: Any, media_kinds: frozenset[str]) -> str | None:
             "its config.json has a vision_config, but the checkpoint has no weights of a vision tower; use a complete "
             "checkpoint, or remove vision_config and preprocessor_config.json to serve it as a text model"
         )
+    return None
+
+
+def unknown_reason(config: dict[str, Any]) -> str | None:
+    """Return why the library cannot build a checkpoint's model, None if it can.
+
+    Args:
+        config: The checkpoint's config.json.
+    """
+    if not isinstance(config.get("model_type"), str):
+        return "config.json has no model_type"
+    try:
+        get_model_and_args(config)
+    except (ValueError, TypeError, AttributeError, ImportError) as error:
+        why = "does not implement it" if isinstance(error, ValueError) else f"cannot build it: {error}"
+        return f"mlx-vlm {version('mlx-vlm')} {why}; use a checkpoint of another family"
     return None
 
 

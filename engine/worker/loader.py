@@ -35,7 +35,7 @@ from engine.worker import mtp_loader
 from engine.worker.draft_model import draft_unsupported_reason
 from engine.worker.drafting import rewind_unsupported_reason
 from engine.worker.expanded_weights import Expansion, expand
-from engine.worker.family import bidirectional_reason, unsupported_reason
+from engine.worker.family import bidirectional_reason, unknown_reason, unsupported_reason
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
 from engine.worker.patches import gated_delta_next
@@ -96,12 +96,9 @@ def open_model(config: EngineConfig) -> OpenedModel:
         EngineFailed: The model cannot be loaded or served; the message has the reason.
     """
     use_device(config.device)
+    own_config = open_config(config)
     path = resolve_checkpoint(config.model, config.revision, weights=True)
-    refuse_code(path)
-    own_config = read_config(path)
     max_context_tokens, num_tokens = choose_context(config, own_config), vocab_size(own_config)
-    if (reason := bidirectional_reason(own_config)) is not None:
-        raise EngineFailed(f"models of the family {own_config.get('model_type')} ({path}) cannot be served: {reason}")
     model_config = library_config(config, own_config)
     if EmbeddingModel.read(path) is not None and not has_output_layer(path):
         model_config["tie_word_embeddings"] = True  # the library's module has an output layer, which is never used
@@ -125,6 +122,22 @@ def open_model(config: EngineConfig) -> OpenedModel:
     return OpenedModel(
         module, path, model_config, kinds, max_context_tokens, num_tokens, dtype, expansion, *found, rope_facts
     )
+
+
+def open_config(config: EngineConfig) -> dict[str, Any]:
+    """Read the model's config.json, and check what it tells about the family before any weight is downloaded.
+
+    Raises:
+        EngineFailed: The model cannot be served; the message has the reason.
+    """
+    path = resolve_checkpoint(config.model, config.revision, weights=False)
+    refuse_code(path)
+    own_config = read_config(path)
+    choose_context(config, own_config)
+    vocab_size(own_config)
+    if (reason := bidirectional_reason(own_config) or unknown_reason(own_config)) is not None:
+        raise EngineFailed(f"models of the family {own_config.get('model_type')} ({path}) cannot be served: {reason}")
+    return own_config
 
 
 def _open_module(path: Path, changed_config: dict[str, Any] | None) -> Any:

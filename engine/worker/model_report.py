@@ -3,6 +3,7 @@
 No weight is read: sizes come from the files' headers and from a forward that is described but never computed.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,11 @@ import mlx.core as mx
 import numpy as np
 
 from engine.config import EngineConfig, KVBits
+from engine.core.memory.budget import limit_and_headroom
 from engine.processing.checkpoint import (
     draft_of,
     images_unsupported_reason,
+    is_local,
     resolve_checkpoint,
     videos_unsupported_reason,
 )
@@ -96,23 +99,40 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
         yield f"draft model      {draft}: {_draft_reason(opened.path, draft) or 'has the same tokenizer'}"
     only = "" if EmbeddingModel.read(opened.path) is None else ", and nothing else: it is an embedding model"
     yield f"embeddings       {language_model.states_unsupported_reason() or f'yes{only}'}"
-    yield from _memory(opened, RowBytes.of(language_model))
+    yield from _memory(config, opened, RowBytes.of(language_model))
 
 
-def _memory(opened: loader.OpenedModel, row: RowBytes) -> Iterator[str]:
+def check_before_start(config: EngineConfig) -> None:
+    """Check whether `config.model` can be served here, without downloading or reading a weight.
+
+    Raises:
+        EngineFailed: It cannot be; the message has the reason.
+    """
+    loader.use_device(config.device)
+    if is_local(config.model):
+        deque(report(config), maxlen=0)
+    else:
+        loader.open_config(config)
+
+
+def _memory(config: EngineConfig, opened: loader.OpenedModel, row: RowBytes) -> Iterator[str]:
     head = None if opened.head_dir is None else mtp_loader.load_head(opened.head_dir, opened.module.language_model)
     modules = [opened.module] if head is None else [opened.module, head]
     weights = sum(array.nbytes for module in modules for _, array in loader.weights_of(module))
-    limit = memory.default_limit_bytes()
+    limit, headroom = limit_and_headroom(config.memory, memory.default_limit_bytes())
     yield f"weights          {_gb(weights)}"
     yield f"quantized        {opened.expansion.text}"
     yield f"memory limit     {_gb(limit)} on this machine"
     most = opened.max_context_tokens
     for length in [*(length for length in CONTEXTS if length < most), most]:
         yield f"row              {_gb(row.row(length))} for {length} tokens"
-    left = limit - weights
+    left = limit - headroom - weights
     if left <= 0:
-        raise EngineFailed(f"the weights take {weights} bytes; the limit on this machine is {limit} bytes")
+        raise EngineFailed(
+            f"the weights of {config.model} take {_gb(weights)} in {opened.dtype}; the limit here is {_gb(limit)} "
+            f"(memory.limit_gb), of which {_gb(headroom)} stay free (memory.headroom_gb). Use a smaller model, or one "
+            "with fewer bits per weight"
+        )
     longest = min(row.longest(left), most)
     yield f"longest context  {longest} tokens fit beside the weights, before the intermediate results of a step"
     for bits in get_args(KVBits):

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, MemoryConfig
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.evictable import Evictable
 from engine.core.memory.grouping import DecodeGroupPlan, Grouping, GroupMerge
@@ -315,19 +315,30 @@ class MemoryBudget:
         return [*sizes, (num_rows, slots)] if changed is None and num_rows else sizes
 
 
+def limit_and_headroom(limits: MemoryConfig, default_limit_bytes: int) -> tuple[int, int]:
+    """Return the bytes that the engine may use, and how many of them stay free.
+
+    Args:
+        limits: As configured.
+        default_limit_bytes: The limit of this machine, where none is configured.
+    """
+    limit = default_limit_bytes if limits.limit_gb is None else int(limits.limit_gb * 2**30)
+    headroom = min(limit * HEADROOM_SHARE, MAX_HEADROOM) if limits.headroom_gb is None else limits.headroom_gb * 2**30
+    return limit, int(headroom)
+
+
 def make_memory_budget(config: EngineConfig, runner: Runner, evictable: Evictable) -> MemoryBudget:
     """Create the budget from the configured limits and the runner's costs.
 
     Raises:
         EngineFailed: The limit does not leave enough memory for a request of MIN_ROW_TOKENS.
     """
-    limits, costs = config.memory, runner.costs
-    limit = runner.memory_limit_bytes if limits.limit_gb is None else int(limits.limit_gb * 2**30)
-    headroom = min(limit * HEADROOM_SHARE, MAX_HEADROOM) if limits.headroom_gb is None else limits.headroom_gb * 2**30
-    budget = MemoryBudget(costs, limit - int(headroom), limits.reserve_tokens, evictable)
+    costs = runner.costs
+    limit, headroom = limit_and_headroom(config.memory, runner.memory_limit_bytes)
+    budget = MemoryBudget(costs, limit - headroom, config.memory.reserve_tokens, evictable)
     if budget.needs.max_row_tokens() < MIN_ROW_TOKENS:
         raise EngineFailed(
             f"the model takes {costs.base_bytes} bytes, which leaves too few for a request of {MIN_ROW_TOKENS} tokens: "
-            f"the limit is {limit} bytes (memory.limit_gb), of which {int(headroom)} stay free (memory.headroom_gb)"
+            f"the limit is {limit} bytes (memory.limit_gb), of which {headroom} stay free (memory.headroom_gb)"
         )
     return budget

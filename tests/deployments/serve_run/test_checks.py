@@ -1,16 +1,21 @@
 """Reasons that end the start: a Ray cluster that does not answer any more, keys that cannot be read, a GPU in use."""
 
+import json
+import re
+import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deployments.args import AppArgs
 from deployments.serve_run import checks
-from deployments.serve_run.checks import CannotStart, check_keys, check_machine, finds_cluster
+from deployments.serve_run.checks import CannotStart, ModelCheck, check_keys, check_machine, finds_cluster
 from deployments.serve_run.config_file import OrchardConfig
 from engine.device_lock import _name
 from engine.process_lock import ProcessLock, lock_path
+from engine.processing.checkpoint import DEMO_MODEL
 from tests.e2e.server import free_port
 
 
@@ -80,3 +85,48 @@ def test_a_gpu_in_use_ends_the_start_before_the_port_is_taken(tmp_path: Path, mo
         check_machine(OrchardConfig(raw, {}, AppArgs()))
     lock.release()
     check_machine(OrchardConfig(raw, {}, AppArgs()))
+
+
+def asked(engine: dict[str, Any]) -> OrchardConfig:
+    return OrchardConfig({}, {}, AppArgs.model_validate({"engine": engine}))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("config.json", None, "config.json: the file is missing"),
+        ("config.json", "{", "config.json: cannot be read as JSON"),
+        ("config.json", "{}", "config.json: vocab_size is missing or not a positive integer"),
+        ("model.safetensors", None, "there are no weights (*.safetensors)"),
+    ],
+)
+def test_broken_checkpoint_ends_the_start_before_any_process_begins(
+    tmp_path: Path, name: str, content: str | None, reason: str
+):
+    model = Path(shutil.copytree(DEMO_MODEL / "draft", tmp_path / "model"))
+    (model / name).unlink() if content is None else (model / name).write_text(content)
+    with pytest.raises(CannotStart, match=re.escape(reason)) as error:
+        ModelCheck(asked({"model": str(model)}))
+    assert str(model) in str(error.value) or "config.json" in str(error.value)
+
+
+def test_missing_directory_ends_the_start_with_its_path(tmp_path: Path):
+    with pytest.raises(CannotStart, match=f"there is no directory {tmp_path}/nowhere"):
+        ModelCheck(asked({"model": f"{tmp_path}/nowhere"}))
+
+
+def test_model_that_the_library_does_not_implement_ends_the_start(tmp_path: Path):
+    """As the engine finds it, in a process of its own; the reasons: tests/engine/worker/test_model_report.py."""
+    model = Path(shutil.copytree(DEMO_MODEL / "draft", tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "nosuch"}))
+    with pytest.raises(CannotStart, match=r"start: models of the family nosuch \(.*/model\) cannot be served: mlx-vlm"):
+        ModelCheck(asked({"model": str(model)})).wait()
+
+
+def test_check_that_ends_in_another_way_does_not_end_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(checks.sys, "executable", "/bin/false")
+    ModelCheck(asked({})).wait()
+    assert "The model could not be checked before the start" in capsys.readouterr().err

@@ -29,12 +29,21 @@ class Watched:
         self.started.append(self._of)
 
 
+class Checked:
+    """Takes the place of the check of the model, a process of seconds: see tests/e2e/test_bad_config.py."""
+
+    def __init__(self, config: Any): ...
+
+    def wait(self) -> None: ...
+
+
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[Any, bool]]]:
     """No note of a cluster, a home of its own, and the signal handlers of before afterwards."""
     Watched.started = []
     monkeypatch.setattr(hook, "Watcher", Watched)
     monkeypatch.setattr(hook, "finds_cluster", lambda: False)
+    monkeypatch.setattr(hook, "ModelCheck", Checked)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv(RAY_INIT_HOOK, "x")

@@ -1,17 +1,22 @@
 """The report on a model tells what the engine will allocate, and why a model cannot be served."""
 
+import json
+import shutil
+
 import engine.worker  # noqa: F401  # before MLX
 
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, MemoryConfig
 from engine.core.request import Request
+from engine.processing import checkpoint
+from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
-from engine.worker import memory
+from engine.worker import loader, memory
 from engine.worker.language_model import LanguageModel
-from engine.worker.model_report import RowBytes, report
+from engine.worker.model_report import RowBytes, check_before_start, report
 from engine.worker.model_runner import load_runner
 from tests.support.families import FAMILIES
 from tests.support.zoo import make
@@ -73,5 +78,49 @@ def test_weights_are_not_read(tmp_path):
 
 def test_a_model_that_does_not_fit_is_an_error_with_both_sizes(monkeypatch):
     monkeypatch.setattr(memory, "default_limit_bytes", lambda: 2**20)
-    with pytest.raises(EngineFailed, match=r"the weights take \d+ bytes; the limit on this machine is 1048576 bytes"):
+    with pytest.raises(EngineFailed, match=r"the weights of demo take 0.037 GiB .* the limit here is 0.001 GiB"):
         lines("demo")
+
+
+def refusal(tmp_path, config: dict, **settings) -> str:
+    """Return why a checkpoint with these entries of config.json is refused before the start."""
+    shutil.copytree(DEMO_MODEL / "draft", tmp_path, dirs_exist_ok=True)
+    own = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(own | config))
+    with pytest.raises(EngineFailed) as error:
+        check_before_start(EngineConfig(model=str(tmp_path), device="cpu", **settings))
+    return str(error.value)
+
+
+def test_model_that_cannot_be_served_is_refused_before_the_start_with_value_and_remedy(tmp_path):
+    check_before_start(EngineConfig(device="cpu"))
+    told = refusal(tmp_path, {"model_type": "nosuch"})
+    assert f"family nosuch ({tmp_path}) cannot be served: mlx-vlm " in told and "use a checkpoint of another" in told
+    assert "config.json has no model_type" in refusal(tmp_path, {"model_type": None})
+    assert "cannot be served: its attention is bidirectional" in refusal(tmp_path, {"is_causal": False})
+    assert "could not be loaded: Missing " in refusal(tmp_path, {"num_hidden_layers": 9})
+
+
+def test_weights_beyond_the_limit_of_memory_are_refused_before_the_start():
+    def told(**limits: float) -> str:
+        with pytest.raises(EngineFailed) as error:
+            check_before_start(EngineConfig(device="cpu", memory=MemoryConfig(**limits)))
+        return str(error.value)
+
+    assert "the weights of demo take 0.037 GiB in float32; the limit here is 0.030 GiB (memory.limit_gb)" in told(
+        limit_gb=0.03
+    )
+    assert "of which 0.080 GiB stay free (memory.headroom_gb). Use a smaller" in told(limit_gb=0.1, headroom_gb=0.08)
+
+
+def test_family_of_a_repository_is_refused_before_its_weights_are_downloaded(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "nosuch", "vocab_size": 8, "max_position_embeddings": 64}')
+
+    def snapshot(repository: str, revision: str | None, allow_patterns: list[str]) -> str:
+        assert "*.safetensors" not in allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr(checkpoint.huggingface_hub, "snapshot_download", snapshot)
+    for check in (check_before_start, loader.open_model):
+        with pytest.raises(EngineFailed, match="does not implement it"):
+            check(EngineConfig(model="org/model", device="cpu"))
