@@ -10,6 +10,7 @@ from deployments.serve_run.checks import CannotStart, ModelCheck, check_keys, ch
 from deployments.serve_run.config_file import ConfigError, OrchardConfig, read_config
 from deployments.serve_run.effective import describe
 from deployments.serve_run.environment import RAY_INIT_HOOK, not_in_effect
+from deployments.serve_run.node_start import prepare_node
 from deployments.serve_run.stop import GracefulStop, drain_applications, say
 from deployments.serve_run.watch import Watcher
 
@@ -48,3 +49,5 @@ def _prepare(config: OrchardConfig, joins: bool) -> None:
     stop = GracefulStop(lambda: drain_applications({config.name: config.args.drain_timeout_s}))
     stop.install()
     Watcher(config, stop.serving, owns_cluster).start()
+    if owns_cluster:
+        prepare_node()

@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from deployments.serve_run.config_file import ConfigError, OrchardConfig, check_with_ray
+from deployments.serve_run.node_start import prepare_node
 from deployments.serve_run.stop import GracefulStop, drain_applications, say
 from deployments.serve_run.watch import Watcher, reason_in
 from engine.protocol import OrchardError
@@ -62,6 +63,8 @@ class Server:
     def _start(self) -> None:
         """Start everything. The graph is imported while Ray's processes start, which takes about as long."""
         self._stop.install()
+        if self._address is None:
+            prepare_node()
         graph = _InThread(_import_graph)
         self._start_ray()
         self._stop.install()  # Ray has replaced the handler

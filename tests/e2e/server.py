@@ -35,9 +35,6 @@ SERVE_RUN, ORCHARD_SERVE = ("serve", "run"), ("orchard", "serve")
 LATE = ("mllm", "spec_prefill")
 """Deployments that may start after the first engine, as `/v1/status` names them."""
 
-RAY_WAS_SLOW = "The current node timed out during startup"
-"""Ray gives its own node 30 s to start, a constant; on a machine that is busy with other work that may not suffice."""
-
 Change = Callable[[dict[str, Any]], None]
 
 
@@ -121,14 +118,9 @@ class ServeRun:
         return self._dir
 
     def wait_ready(self) -> None:
-        """Wait for the line that the server prints when it is ready; start once more if Ray's node was too slow."""
-        deadline, was_slow = time.monotonic() + START_TIMEOUT_S, False
+        """Wait for the line that the server prints when it is ready."""
+        deadline = time.monotonic() + START_TIMEOUT_S
         while "Orchard is ready" not in self.output:
-            if self.process.poll() is not None and RAY_WAS_SLOW in self.output and not was_slow:
-                log.warning("%s: the server is started again", RAY_WAS_SLOW)
-                was_slow = True
-                self._kill()
-                self.process = self._start()
             assert self.process.poll() is None, (
                 f"the command ended with {self.process.returncode}:\n{self.output[-8000:]}"
             )

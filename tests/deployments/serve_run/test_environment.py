@@ -1,12 +1,18 @@
 import os
+import shutil
+import stat
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from deployments.serve_run import environment
 from deployments.serve_run.environment import DEFAULTS, INIT_HOOK, RAY_INIT_HOOK, is_prepared, not_in_effect
+from deployments.serve_run.orchard_command import EDITABLE
 
 
 @pytest.fixture
@@ -59,13 +65,82 @@ def test_workers_run_at_the_niceness_of_the_command(environ: dict[str, str]):
     assert environ["RAY_worker_niceness"] == "0"
 
 
-@pytest.mark.parametrize("platform, is_set", [("darwin", True), ("linux", False)])
-def test_multi_node_clusters_are_enabled_on_macs_only(
-    environ: dict, monkeypatch: pytest.MonkeyPatch, platform: str, is_set: bool
+@pytest.mark.parametrize("platform", ["darwin", "linux"])
+def test_servers_use_the_loopback_address_on_every_system_and_ray_start_that_of_the_network(
+    environ: dict, monkeypatch: pytest.MonkeyPatch, platform: str
 ):
     monkeypatch.setattr(sys, "platform", platform)
-    environment.set_defaults()
-    assert ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" in environ) is is_set
+    for program, value in {"serve": "0", "orchard": "0", "ray": "1" if platform == "darwin" else None}.items():
+        environ.clear()
+        prepare(monkeypatch, f"/x/{program}", "status")
+        assert environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") == value
+        assert is_prepared(environ) and not_in_effect(environ) == []
+    environ.clear()
+    environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"
+    prepare(monkeypatch, "/x/serve", "run", "a.yaml")
+    assert not_in_effect(environ) == ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 is set (Orchard's default: 0)"]
+
+
+def test_variables_of_one_program_are_not_missed_in_the_processes_of_a_cluster(
+    environ: dict, monkeypatch: pytest.MonkeyPatch
+):
+    prepare(monkeypatch, "/x/ray", "start")
+    monkeypatch.setattr(sys, "argv", ["/x/default_worker.py"])
+    assert is_prepared(environ) and not_in_effect(environ) == []
+
+
+@pytest.mark.parametrize("program, raises", [("ray", True), ("serve", False)])
+def test_ray_start_raises_a_low_limit_of_open_files(tmp_path: Path, program: str, raises: bool):
+    script = tmp_path / program
+    script.write_text("import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))")
+    command = f"ulimit -Sn 256; exec {sys.executable} {script} start"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stderr == ""
+    soft, hard = map(int, done.stdout.split())
+    assert soft == (min(hard, 65536) if raises else 256) and hard > 256
+
+
+def test_files_that_macos_hides_are_named_with_the_command_that_repairs_them(
+    environ: dict, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    class Hidden(type(Path())):
+        """A directory of macOS: `a.pth` in it is hidden."""
+
+        def stat(self, **options: Any) -> Any:
+            return SimpleNamespace(st_flags=stat.UF_HIDDEN) if self.name == "a.pth" else super().stat(**options)
+
+    (tmp_path / "a.pth").touch()
+    (tmp_path / "b.pth").touch()
+    assert environment.hidden_files(tmp_path) is None
+    reason = environment.hidden_files(Hidden(tmp_path))
+    assert reason is not None and reason.startswith("macOS has marked a.pth in ")
+    assert f"`chflags -R nohidden {sys.prefix}`" in reason
+    monkeypatch.setattr(environment, "hidden_files", lambda: reason)
+    assert not_in_effect({})[-1] == reason
+    environment.set_defaults(environ)
+    assert not_in_effect(environ) == []
+
+
+def test_orchard_runs_without_pth_files_and_so_do_the_processes_that_it_starts(tmp_path: Path):
+    """As in a folder of iCloud, where macOS hides these files. Python reads none from directories of PYTHONPATH."""
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if entry.suffix not in (".pth", ".start"):
+            (installed / entry.name).symlink_to(entry)
+    (installed / "orchard_command.py").unlink()
+    shutil.copy(ROOT / "deployments/serve_run/orchard_command.py", installed)
+    (installed / EDITABLE).write_text(f"{ROOT}\n")
+    command = "import sys; sys.argv = ['orchard', 'check', 'demo']; from orchard_command import main; sys.exit(main())"
+    env = {**os.environ, "PYTHONPATH": str(installed)}
+    base: Any = sys
+    done = subprocess.run(
+        [base._base_executable, "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "model_type" in done.stdout or "qwen3_5" in done.stdout, done.stdout
+    assert done.stderr.startswith(f"Python ignores the .pth files of {installed}: ")
+
 
 
 def test_variable_not_in_effect_is_named_with_its_consequence():
@@ -82,7 +157,7 @@ def test_variable_not_in_effect_is_named_with_its_consequence():
 
 def test_each_default_describes_its_absence_and_names_are_unique():
     assert all(default.without for default in DEFAULTS)
-    assert len({default.name for default in DEFAULTS}) == len(DEFAULTS)
+    assert len({(default.name, default.programs) for default in DEFAULTS}) == len(DEFAULTS)
 
 
 SHOW = "import os, sys; print(os.environ.get('RAY_SERVE_PROXY_USE_GRPC'), {heavy} & set(sys.modules))"
