@@ -263,7 +263,7 @@ def _one_per_node(resource: Resource, share: float, num_nodes: int, waits_for: s
         "ray_actor_options": {
             "num_cpus": 0,
             "resources": {HEAD_NODE: HEAD_SHARE} if is_plain else {resource: share},
-            "runtime_env": {"env_vars": {**SAME_LOOP, LARGE_PLANS[0]: os.environ.get(*LARGE_PLANS)}},
+            "runtime_env": {"env_vars": _variables()},
         },
         "max_replicas_per_node": 1,
         "autoscaling_config": {
@@ -277,6 +277,14 @@ def _one_per_node(resource: Resource, share: float, num_nodes: int, waits_for: s
             },
         },
     }
+
+
+def _variables() -> dict[str, str]:
+    """Return the environment variables of a replica that it cannot do without, whatever started its node."""
+    variables = {**SAME_LOOP, LARGE_PLANS[0]: os.environ.get(*LARGE_PLANS)}
+    if sys.platform == "darwin":  # grpcio's fork handlers abort a process that uses grpc.aio and starts a subprocess
+        variables["GRPC_ENABLE_FORK_SUPPORT"] = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "0")
+    return variables
 
 
 def _router(**choice: bool | float) -> dict[str, Any]:

@@ -317,7 +317,11 @@ class EngineConfig(Frozen):
         ge=64,
         description="MiB of host memory for the pixels of all open requests; further images are rejected (429)",
     )
-    mlx_cache_mb: int = Field(default=2048, ge=0, description="MiB of freed buffers that MLX may keep for reuse")
+    mlx_cache_mb: int | None = Field(
+        default=None,
+        ge=0,
+        description="MiB of freed buffers that MLX may keep for reuse; null: 2048, on a Mac with at most 16 GiB 512",
+    )
     step_timeout_s: float = Field(
         default=120.0,
         gt=0,

@@ -1,7 +1,10 @@
 """Available memory of the machine, or of the container that the process runs in."""
 
+import ctypes
 import logging
 import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,30 +19,63 @@ RECOVERED = 1.25
 """After a shortage, this many times the minimum must be available before requests are accepted again."""
 
 
+NORMAL_PRESSURE, CRITICAL_PRESSURE = 1, 4
+"""Levels of macOS, which has one more between them."""
+
+SMALL_MAC_BYTES = 16 * 2**30
+
+
+def kernel_pressure() -> int | None:
+    """Return the level of memory pressure that macOS sees; None on other systems."""
+    if sys.platform != "darwin":
+        return None
+    level = ctypes.c_int()
+    size = ctypes.c_size_t(ctypes.sizeof(level))
+    libc = ctypes.CDLL(None, use_errno=True)
+    name = b"kern.memorystatus_vm_pressure_level"
+    if libc.sysctlbyname(name, ctypes.byref(level), ctypes.byref(size), None, ctypes.c_size_t(0)):
+        raise OSError(ctypes.get_errno(), f"{name.decode()} cannot be read")
+    return level.value
+
+
 class HostMemory:
-    """Detects shortages of memory.
+    """Detects shortages of memory: by a minimum of available bytes or, on macOS, by the kernel's own level.
+
+    On macOS the available bytes that can be read leave out compressed and purgeable pages and those of files, so that
+    a Mac without any pressure shows a few percent. A minimum that the operator has set is compared with them all the
+    same.
 
     Args:
-        min_available: Bytes; None for MIN_AVAILABLE_SHARE of the machine's memory.
+        min_available: Bytes; None for the kernel's level or, without one, MIN_AVAILABLE_SHARE of the machine's memory.
         cgroup: Directory of the control group.
+        pressure: Returns the kernel's level.
     """
 
-    def __init__(self, min_available: int | None, cgroup: Path = CGROUP):
+    def __init__(
+        self,
+        min_available: int | None,
+        cgroup: Path = CGROUP,
+        pressure: Callable[[], int | None] = kernel_pressure,
+    ):
         self._cgroup = cgroup
         share = int(MIN_AVAILABLE_SHARE * total_bytes(cgroup))
         self._min_available = share if min_available is None else min_available
+        self._pressure = pressure if min_available is None else lambda: None
         self._is_short = False
 
     def shortage(self) -> str | None:
         """Return why new requests must be rejected, None with enough memory available. Never raises.
 
-        After a shortage RECOVERED times the minimum must be available.
+        After a shortage RECOVERED times the minimum must be available, or the kernel's level be normal again.
         """
         try:
-            available = self.available()
+            level, available = self._pressure(), self.available()
         except Exception:  # the caller watches more than the memory
             log.exception("the available memory of the machine could not be read")
             return None
+        if level is not None:
+            self._is_short = level >= CRITICAL_PRESSURE or (self._is_short and level > NORMAL_PRESSURE)
+            return f"the machine is short of memory: macOS reports pressure of level {level}" if self._is_short else None
         needed = math.ceil(self._min_available * (RECOVERED if self._is_short else 1))
         self._is_short = available < needed
         if not self._is_short:
@@ -62,6 +98,11 @@ def total_bytes(cgroup: Path = CGROUP) -> int:
     """Return the memory of the machine, or the container's limit if that is lower."""
     limit, total = _read(cgroup / "memory.max"), psutil.virtual_memory().total
     return total if limit is None else min(limit, total)
+
+
+def on_small_mac() -> bool:
+    """Return whether this is a Mac with so little memory that the server should take less by default."""
+    return sys.platform == "darwin" and total_bytes() <= SMALL_MAC_BYTES
 
 
 def _read(path: Path) -> int | None:

@@ -59,8 +59,13 @@ class ProcessLock:
 
 
 def lock_path(name: str) -> Path:
-    """Return the file of a lock in the user's cache. It contains the host name, as home directories may be shared."""
-    return Path.home() / ".cache" / "orchard" / f"{name}-{socket.gethostname()}.lock"
+    """Return the file of a lock in the user's cache.
+
+    It contains the host name, as home directories may be shared. On macOS it does not: the system renames a machine
+    when it joins another network, so that two processes would take different files; homes are on the Mac's own disk.
+    """
+    machine = "" if sys.platform == "darwin" else f"-{socket.gethostname()}"
+    return Path.home() / ".cache" / "orchard" / f"{name}{machine}.lock"
 
 
 def holder_of(path: Path) -> str | None:

@@ -1,9 +1,13 @@
-"""Watches a running engine: late work is logged, a hung device fails it, low host memory makes it reject requests."""
+"""Watches a running engine: late work is logged, a hung device fails it, low host memory makes it reject requests.
+
+It also keeps a Mac awake while the engine has work.
+"""
 
 import asyncio
 import logging
 
 from engine.async_device_thread import AsyncDeviceThread
+from engine.awake import Awake
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.core.progress import Work
@@ -33,6 +37,7 @@ class Watchdog:
         self._thread = thread
         min_gb = config.memory.min_available_gb
         self._host_memory = HostMemory(None if min_gb is None else int(min_gb * 2**30))
+        self._awake = Awake()
         self._late: Work | None = None  # the last work reported as late
         self._task: asyncio.Task[None] | None = None
         self.shortage: str | None = None
@@ -66,14 +71,22 @@ class Watchdog:
         return WorkInHand(work.name, seconds, work.predicted_s, work.is_late(seconds)) if seconds else None
 
     async def _watch(self) -> None:
-        while self._thread.error is None:
-            await asyncio.sleep(WATCH_PERIOD_S)
-            if (error := self.hang()) is not None:
-                self.is_hung = True
-                self._thread.fail(EngineFailed(error))
-            elif not self.ignores_memory:
-                shortage = self._host_memory.shortage()
-                if shortage is not None and self.shortage is None:
-                    log.error("new requests are rejected: %s", shortage)
-                    self._thread.submit(lambda core: core.free_evictable())
-                self.shortage = shortage
+        try:
+            while self._thread.error is None:
+                await asyncio.sleep(WATCH_PERIOD_S)
+                self._look()
+        finally:
+            self._awake.keep(is_busy=False)
+
+    def _look(self) -> None:
+        core = self._thread.worker
+        self._awake.keep(core is not None and core.has_work)
+        if (error := self.hang()) is not None:
+            self.is_hung = True
+            self._thread.fail(EngineFailed(error))
+        elif not self.ignores_memory:
+            shortage = self._host_memory.shortage()
+            if shortage is not None and self.shortage is None:
+                log.error("new requests are rejected: %s", shortage)
+                self._thread.submit(lambda core: core.free_evictable())
+            self.shortage = shortage

@@ -23,13 +23,18 @@ import psutil
 
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.request_reader import Dialect, read_request
+from engine.processing.worker_process import resident_bytes
 from engine.protocol import EngineFailed, InvalidRequest, OrchardError
+from engine.socket_pair import wide_socket_pair
 
 RECYCLE_BYTES = 512 * 2**20
 """A process whose resident memory exceeds this after a body is replaced."""
 
 PIECE_BYTES = 256 * 2**10
 """Bytes per send and receive on the event loop. One call for a whole body would copy it at once, in up to 0.1 s."""
+
+WATCH_PERIOD_S = 0.1
+"""Period in which the process's memory is read where the system does not limit it."""
 
 _READY = b"!"
 _LENGTH = struct.Struct(">Q")
@@ -46,18 +51,22 @@ class BodyProcess:
 
     Args:
         rules: Rules for all bodies.
-        max_memory_bytes: Private memory that the process may allocate. Enforced on Linux only.
+        max_memory_bytes: Private memory that the process may allocate.
+        is_watched: Whether this process watches the other's resident memory, as macOS accepts the limit without
+            enforcing it.
     """
 
-    def __init__(self, rules: ReadingRules, max_memory_bytes: int):
-        self._socket, theirs = socket.socketpair()
+    def __init__(self, rules: ReadingRules, max_memory_bytes: int, is_watched: bool = sys.platform == "darwin"):
+        self._max_memory_bytes, self._is_watched = max_memory_bytes, is_watched
+        self._is_too_large = False
+        self._socket, theirs = wide_socket_pair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", "from deployments.http.body_process import main; main()"],
                 stdin=theirs.fileno(),
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        start = pickle.dumps((rules, max_memory_bytes))
+        start = pickle.dumps((rules, max_memory_bytes, is_watched))
         self._socket.sendall(_LENGTH.pack(len(start)) + start)
         self._socket.setblocking(False)
         self.has_answered = False
@@ -80,6 +89,25 @@ class BodyProcess:
 
     async def read(self, body: bytes, dialect: Dialect) -> ParsedRequest:
         """Parse a body. Raises ProcessDied, and what `read_request` raises."""
+        watch = asyncio.ensure_future(self._watch()) if self._is_watched else None
+        try:
+            return await self._read(body, dialect)
+        except ProcessDied:
+            if self._is_too_large:
+                raise too_large(len(body), self._max_memory_bytes) from None
+            raise
+        finally:
+            if watch is not None:
+                watch.cancel()
+
+    async def _watch(self) -> None:
+        while not self._is_too_large:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            if resident_bytes(self.pid) > self._max_memory_bytes:
+                self._is_too_large = True
+                self._process.kill()
+
+    async def _read(self, body: bytes, dialect: Dialect) -> ParsedRequest:
         loop = asyncio.get_running_loop()
         self.has_answered = False
         try:
@@ -124,9 +152,10 @@ def main() -> None:
         connection.makefile("rb") as stream,
         contextlib.suppress(BrokenPipeError),
     ):
-        rules, max_memory_bytes = pickle.loads(_next_message(stream) or b"")  # noqa: S301 from our own parent
-        with contextlib.suppress(ValueError, OSError):  # macOS accepts this limit without enforcing it
-            resource.setrlimit(resource.RLIMIT_DATA, (max_memory_bytes, max_memory_bytes))
+        rules, max_memory_bytes, is_watched = pickle.loads(_next_message(stream) or b"")  # noqa: S301 from our own parent
+        if not is_watched:
+            with contextlib.suppress(ValueError, OSError):  # the operator's limit is lower
+                resource.setrlimit(resource.RLIMIT_DATA, (max_memory_bytes, max_memory_bytes))
         connection.sendall(_READY)
         gc.freeze()
         gc.disable()  # while parsing, as JSON values have no cycles
@@ -150,15 +179,19 @@ def _answer_to(body: bytes, dialect: Any, rules: ReadingRules, max_memory_bytes:
     except OrchardError as error:
         answer = error.with_traceback(None)
     except MemoryError:
-        answer = InvalidRequest(
-            f"Parsing the request body of {len(body)} bytes takes more memory than the limit of {max_memory_bytes} "
-            "bytes."
-        )
+        answer = too_large(len(body), max_memory_bytes)
     except Exception as error:
         answer = EngineFailed(f"a request body could not be read: {error!r}")
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(answer, protocol=5, buffer_callback=buffers.append)
     return pickled, buffers[0].raw() if buffers else memoryview(b"")
+
+
+def too_large(num_bytes: int, max_memory_bytes: int) -> InvalidRequest:
+    """Return the error for a body whose parsing takes too much memory."""
+    return InvalidRequest(
+        f"Parsing the request body of {num_bytes} bytes takes more memory than the limit of {max_memory_bytes} bytes."
+    )
 
 
 def _next_message(stream: BinaryIO) -> bytes | None:

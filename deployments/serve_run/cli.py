@@ -13,6 +13,7 @@ from deployments.serve_run.config_file import ConfigError, OrchardConfig, read_c
 from deployments.serve_run.effective import describe
 from deployments.serve_run.environment import not_in_effect, set_defaults
 from deployments.serve_run.stop import say
+from engine.host_memory import on_small_mac
 
 DEFAULT_CONFIG = "serve_config.yaml"
 OBJECT_STORE_MIB = 512
@@ -40,8 +41,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     serve.add_argument(
         "--dashboard",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="start Ray's dashboard (http://127.0.0.1:8265) in a new cluster",
+        default=not on_small_mac(),
+        help="start Ray's dashboard (http://127.0.0.1:8265) in a new cluster; default: yes, but not on a Mac with at "
+        "most 16 GiB, where its 0.3 GiB are missed",
     )
     serve.add_argument(
         "--object-store-mib",

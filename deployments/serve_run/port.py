@@ -106,12 +106,14 @@ def _described(pid: int) -> str:
     try:
         process = psutil.Process(pid)
         text = f"process {pid} ({_command(process)})"
-        for ancestor in process.parents():
+        ancestors = process.parents()
+    except psutil.Error:
+        return f"process {pid}"
+    for ancestor in ancestors:
+        with contextlib.suppress(psutil.Error):  # on macOS launchd may not be inspected
             words = {os.path.basename(word) for word in ancestor.cmdline()[:2]}
             if words & set(COMMANDS):
                 return f"{text}, which process {ancestor.pid} ({_command(ancestor)}) has started"
-    except psutil.Error:
-        return f"process {pid}"
     return text
 
 

@@ -27,6 +27,7 @@ from engine.processing.image_worker import GO, LENGTH, REQUEST, WorkerSettings, 
 from engine.processing.video_grid import UNDECODABLE as VIDEO_UNDECODABLE
 from engine.processing.video_grid import CutVideo
 from engine.protocol import Unavailable
+from engine.socket_pair import wide_socket_pair
 
 START_TIMEOUT_S = 60.0
 WATCH_PERIOD_S = 0.1
@@ -66,7 +67,7 @@ class WorkerProcess:
         with self._lock:
             if self._process is not None or self._is_killed:
                 return
-            ours, theirs = socket.socketpair()
+            ours, theirs = wide_socket_pair()
             self._socket = ours
             with theirs:
                 try:

@@ -25,6 +25,10 @@ NUM_QUERIES = 64
 NUM_KEYS = 1024, 2048
 """Prompt lengths of the two probes, from whose difference the bytes per query and key follow."""
 
+FUSED_FROM = 1024
+"""Queries from which MLX 0.32.4 computes heads of 256 numbers without storing scores on an M5
+(mlx/backend/metal/scaled_dot_product_attention.cpp). Fewer queries do store them."""
+
 
 def with_attention(
     costs: MemoryCosts, lm: Any, snapshot: StateSnapshot, num_heads: int, kv_formats: Sequence[KVFormat | None] = ()
@@ -42,9 +46,12 @@ def with_attention(
     layers = snapshot.segment.keys_values
     pairs = zip(layers, kv_formats or [None] * len(layers), strict=True)
     shapes = {_shape(keys, values, kv_format) for (keys, values), kv_format in pairs}
-    found = [_pair_bytes(attend, num_heads, *shape) for attend in used for shape in shapes if all(shape[:3])]
+    probes = [(attend, num_heads, *shape) for attend in used for shape in shapes if all(shape[:3])]
+    found = max((_pair_bytes(NUM_QUERIES, *probe) for probe in probes), default=0.0)
     queries = attention_cpu.max_queries() if used == {attention_cpu.attention} else 2**31
-    return replace(costs, pair_bytes=max([costs.pair_bytes, *found]), max_queries=queries)
+    if found and mx.metal.is_available() and not any(_pair_bytes(FUSED_FROM, *probe) for probe in probes):
+        queries = FUSED_FROM - 1
+    return replace(costs, pair_bytes=max(costs.pair_bytes, found), max_queries=queries)
 
 
 def _shape(keys: mx.array, values: mx.array, kv_format: KVFormat | None) -> tuple[int, int, int, mx.Dtype]:
@@ -62,10 +69,16 @@ def _attention_of(lm: Any) -> set[Callable[..., mx.array]]:
 
 
 def _pair_bytes(
-    attend: Callable[..., mx.array], num_heads: int, kv_heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype
+    num_queries: int,
+    attend: Callable[..., mx.array],
+    num_heads: int,
+    kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: mx.Dtype,
 ) -> float:
     def peak(num_keys: int) -> int:
-        queries = mx.zeros((1, max(num_heads // kv_heads, 1) * kv_heads, NUM_QUERIES, key_dim), dtype)
+        queries = mx.zeros((1, max(num_heads // kv_heads, 1) * kv_heads, num_queries, key_dim), dtype)
         keys, values = (mx.zeros((1, kv_heads, num_keys, dim), dtype) for dim in (key_dim, value_dim))
         mx.eval(queries, keys, values)
         mx.clear_cache()
@@ -75,4 +88,4 @@ def _pair_bytes(
         return mx.get_peak_memory() - before
 
     few, many = map(peak, NUM_KEYS)
-    return MARGIN * max(0, many - few) / (NUM_QUERIES * (NUM_KEYS[1] - NUM_KEYS[0]))
+    return MARGIN * max(0, many - few) / (num_queries * (NUM_KEYS[1] - NUM_KEYS[0]))

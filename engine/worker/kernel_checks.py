@@ -5,6 +5,7 @@ Each check returns a KernelFigure, or why it does not apply to this device.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -148,18 +149,23 @@ def _head_error(quantization: dict[str, Any]) -> float:
 
 
 def exact_verifier_head() -> KernelFigure | str:
-    """Apply the library's exact verifier to several rows and tokens: the bits of one row and token at a time."""
+    """Apply the library's exact verifier to several rows and tokens: the bits of one row and token at a time.
+
+    Its kernels take layers in bfloat16 alone, one at a time or several that share their input.
+    """
     if loader.device_kind() != "metal":
         return "the library's exact verifier has kernels for Metal alone"
-    worst = 0.0
-    for quantization in (QUANTIZATIONS["affine 4-bit"], QUANTIZATIONS["affine 8-bit"]):
-        head = nn.QuantizedLinear(512, 1024, bias=False, **quantization)
-        x = mx.random.normal((2, 4, 512), key=mx.random.key(1)).astype(mx.bfloat16)
-        verified = language._EXACT_SPECULATIVE_VERIFIER.quantized_linear(head, x)
-        if verified is None:
+    verifier, worst = language._EXACT_SPECULATIVE_VERIFIER, 0.0
+    for bits, num_tokens in product((4, 8), range(2, 9)):
+        layers = [nn.QuantizedLinear(512, width, bias=False, group_size=64, bits=bits) for width in (1024, 512)]
+        for layer in layers:
+            layer.set_dtype(mx.bfloat16)
+        x = mx.random.normal((2, num_tokens, 512), key=mx.random.key(1)).astype(mx.bfloat16)
+        if (alone := verifier.quantized_linear(layers[0], x)) is None:
             return "the library's exact verifier declines affine quantization"
-        single = [[head(x[i : i + 1, j : j + 1])[0, 0] for j in range(4)] for i in range(2)]
-        worst = max(worst, _error(verified, mx.stack([mx.stack(row) for row in single])))
+        for layer, verified in zip([layers[0], *layers], [alone, *verifier._linears(layers, x)], strict=True):
+            single = [mx.concatenate([layer(x[i : i + 1, j : j + 1]) for j in range(num_tokens)], 1) for i in range(2)]
+            worst = max(worst, _error(verified, mx.concatenate(single)))
     return KernelFigure(worst, 0.0, "against single tokens", is_wrong=False)
 
 

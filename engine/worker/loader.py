@@ -38,7 +38,7 @@ from engine.worker.expanded_weights import Expansion, expand
 from engine.worker.family import bidirectional_reason, unknown_reason, unsupported_reason
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
-from engine.worker.patches import gated_delta_next
+from engine.worker.patches import gated_delta_next, metal_on_cpu
 from engine.worker.patches.bare_names import bare_names
 from engine.worker.rope import check_scaling, fix_long_factors
 
@@ -307,6 +307,7 @@ def use_device(device: str) -> None:
         raise EngineFailed("device: gpu is configured, but MLX finds no GPU here; use cpu or auto")
     if device == "cpu":
         mx.set_default_device(mx.cpu)
+    metal_on_cpu.install()
 
 
 def has_gpu() -> bool:

@@ -3,12 +3,23 @@
 import mlx.core as mx
 
 from engine.config import EngineConfig
-from engine.host_memory import total_bytes
+from engine.host_memory import on_small_mac, total_bytes
+
+
+CPU_SHARE = 0.8
+"""Share of a machine's memory on a CPU, where other processes need memory as well."""
+
+MAC_OTHERS_BYTES = 8 * 2**30
+"""Memory of a Mac for everything but the engine: macOS 4 to 6 GiB, Ray and Serve 1.5 GiB."""
+
+MLX_CACHE_MB, SMALL_MLX_CACHE_MB = 2048, 512
+"""Default of mlx_cache_mb, and that of a small Mac."""
 
 
 def set_limits(config: EngineConfig) -> None:
     """Limit the buffers that MLX keeps for reuse. No wired limit is set: on macOS it can cause kernel panics."""
-    mx.set_cache_limit(config.mlx_cache_mb * 2**20)
+    default_mb = SMALL_MLX_CACHE_MB if on_small_mac() else MLX_CACHE_MB
+    mx.set_cache_limit((default_mb if config.mlx_cache_mb is None else config.mlx_cache_mb) * 2**20)
 
 
 def usage() -> dict[str, int]:
@@ -20,14 +31,17 @@ def usage() -> dict[str, int]:
     }
 
 
-CPU_SHARE = 0.8
-"""Share of a machine's memory on a CPU, where other processes need memory as well."""
-
-
 def default_limit_bytes() -> int:
-    """Return the bytes that the engine may use where no limit is configured."""
-    share = 1.0 if mx.default_device().type == mx.DeviceType.gpu else CPU_SHARE
-    return int(share * device_bytes())
+    """Return the bytes that the engine may use where no limit is configured.
+
+    A Mac's GPU has no memory of its own: macOS, Ray and Serve get at least MAC_OTHERS_BYTES, or half of a small one.
+    """
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return int(CPU_SHARE * device_bytes())
+    if not mx.metal.is_available():
+        return device_bytes()
+    total = total_bytes()
+    return min(device_bytes(), max(total // 2, total - MAC_OTHERS_BYTES))
 
 
 def device_bytes() -> int:

@@ -101,6 +101,7 @@ def _exact(snapshot: StateSnapshot, max_drafts: int, head_layers: int) -> Memory
         size // state[0].shape[2] if window else 0
         for size, state, window in zip(sizes, snapshot.states, snapshot.windows, strict=True)
     ]
+    num_arrays = 2 * len(layers) + sum(map(len, snapshot.states)) + 1
     hidden = 0 if snapshot.hidden is None else snapshot.hidden.nbytes
     head = sum(slots[len(slots) - head_layers :])
     shares = [max(sizes) / sum(sizes) for sizes in (slots, states, windows) if sum(sizes)]
@@ -110,12 +111,22 @@ def _exact(snapshot: StateSnapshot, max_drafts: int, head_layers: int) -> Memory
         window_bytes=sum(windows),
         window_slots=max((ring_slots(window) for window in snapshot.windows if window), default=0),
         layer_share=max(shares, default=0.0),
-        snapshot_slack=BUFFER_SLACK * (2 * len(layers) + sum(map(len, snapshot.states)) + 1),
+        snapshot_slack=BUFFER_SLACK * num_arrays,
+        max_snapshots=_max_arrays() // num_arrays,
         slots_step=SLOTS_STEP,
         overshoot=2 * (max_drafts + 1) + 1,
         pending_bytes=hidden * 3 // 2 + head,  # rewritten in each step
         pending_tokens=MAX_PENDING if hidden else 0,
     )
+
+
+def _max_arrays() -> int:
+    """Return how many arrays snapshots may have: half of the buffers that Metal allows a process, elsewhere any number.
+
+    Beyond its `resource_limit`, 499000 on all Macs so far, MLX 0.32.4 raises "[metal::malloc] Resource limit exceeded".
+    """
+    limit = mx.device_info().get("resource_limit")
+    return limit // 2 if isinstance(limit, int) and limit > 0 else 2**31
 
 
 def _with_forwards(runner: Runner, costs: MemoryCosts, drafts: Sequence[Drafts]) -> MemoryCosts:

@@ -44,6 +44,33 @@ def test_the_default_limit_keeps_part_of_the_machine_free_and_a_limit_of_0_is_ne
     assert HostMemory(0, tmp_path / "none").shortage() is None
 
 
+def test_macos_is_short_of_memory_from_the_critical_level_of_its_kernel_to_the_normal_one(machine, tmp_path):
+    level = 1
+    memory = HostMemory(None, tmp_path / "none", lambda: level)
+    machine.available = 10
+    assert memory.shortage() is None, "few bytes count as available on a Mac without pressure"
+    level = 2
+    assert memory.shortage() is None
+    level = 4
+    assert memory.shortage() == "the machine is short of memory: macOS reports pressure of level 4"
+    level = 2
+    assert memory.shortage() is not None
+    level = 1
+    assert memory.shortage() is None
+
+
+def test_a_limit_of_the_operator_counts_on_macos_too(machine, tmp_path):
+    machine.available = 99
+    assert "99 bytes are available" in (HostMemory(100, tmp_path / "none", lambda: 1).shortage() or "")
+
+
+def test_only_a_mac_with_at_most_16_gib_is_small(machine, monkeypatch):
+    for platform, gib, is_small in (("darwin", 16, True), ("darwin", 24, False), ("linux", 8, False)):
+        monkeypatch.setattr(host_memory.sys, "platform", platform)
+        machine.total = gib * 2**30
+        assert host_memory.on_small_mac() is is_small
+
+
 def test_the_limit_of_a_container_counts_and_its_reclaimable_memory_is_available(machine, tmp_path):
     assert HostMemory(0, container(tmp_path, "400", 350, 20)).available() == 70
     assert total_bytes(tmp_path) == 400

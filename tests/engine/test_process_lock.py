@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engine import process_lock
 from engine.process_lock import LockHeld, ProcessLock, holder_of
 
 Holder = subprocess.Popen[str]
@@ -51,6 +52,18 @@ def test_a_process_that_the_holder_starts_does_not_keep_the_lock(tmp_path: Path)
     lock.release()
     lock.release()
     assert holder_of(path) is None
+
+
+@pytest.mark.parametrize("platform, is_same", [("darwin", True), ("linux", False)])
+def test_macos_finds_a_lock_after_it_has_renamed_the_machine(
+    monkeypatch: pytest.MonkeyPatch, platform: str, is_same: bool
+):
+    monkeypatch.setattr(sys, "platform", platform)
+    names = []
+    for host in ("MacBook.local", "dhcp-12.example.org"):
+        monkeypatch.setattr(process_lock.socket, "gethostname", lambda host=host: host)
+        names.append(process_lock.lock_path("device-metal-0"))
+    assert (names[0] == names[1]) is is_same
 
 
 def test_a_free_lock_has_no_holder(tmp_path: Path):

@@ -16,6 +16,7 @@ class MemoryCosts:
     window_slots: int = 0  # The most slots of such a layer.
     layer_share: float = 1.0  # Largest layer's share of a row: decode groups are rebuilt layer by layer.
     snapshot_slack: int = 0  # By how much a snapshot's buffers may exceed its arrays.
+    max_snapshots: int = 2**31  # Snapshots whose arrays may exist at once; Metal allows a process so many buffers.
     unpacked_bytes: float = 0.0
     """Per slot, for the keys and values of one layer as computed, if they are stored with fewer bits; the largest."""
     slots_step: int = 1  # Slots are allocated in multiples of this number.

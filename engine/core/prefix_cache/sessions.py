@@ -78,7 +78,9 @@ class PrefixCacheSessions:
             files = None
         self.cache = PrefixCache(clock) if files is None else PrefixCache(clock, files.parent_of)
         max_bytes = runner.memory_limit_bytes if config.max_gb is None else config.max_gb * 2**30
-        self.memory = SnapshotMemory(self.cache, int(max_bytes), costs.prompt_s, costs.read_s, room)
+        self.memory = SnapshotMemory(
+            self.cache, int(max_bytes), costs.prompt_s, costs.read_s, room, runner.costs.max_snapshots
+        )
         self._loans = Loans(self.memory, runner)
         self._disk = None if files is None else DiskTier(files, self.memory, self._loans, runner, clock, costs)
         self._eligibility = Eligibility(runner, self.off_reason)

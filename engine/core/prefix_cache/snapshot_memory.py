@@ -45,6 +45,7 @@ class SnapshotMemory:
         seconds: Predicts the seconds of computing the tokens from start to end of a prompt.
         read_seconds: Predicts the seconds of reading a number of bytes from disk.
         room: Returns the bytes that the engine has for snapshots now, at most max_bytes of which are used.
+        max_snapshots: See MemoryCosts.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class SnapshotMemory:
         seconds: Callable[[int, int], float] = lambda start, end: float(end - start),
         read_seconds: Callable[[int], float] = lambda num_bytes: num_bytes / READ_BYTES_PER_SECOND,
         room: Callable[[], int] = lambda: sys.maxsize,
+        max_snapshots: int = sys.maxsize,
     ):
         self.cache = cache
         self.max_bytes = max_bytes
         self.seconds = seconds
         self._read_seconds = read_seconds
         self._room = room
+        self._max_snapshots = max_snapshots
 
     @property
     def limit_bytes(self) -> int:
@@ -100,7 +103,8 @@ class SnapshotMemory:
             boundary = self._new_boundary(entry.key, entry.kind, parent, prompt)
             entry.lineage, new = boundary.lineage, None if entry.pinned else boundary
         with self.cache.tree.holding(parent):  # the parent must not be evicted for its child
-            if not self._evict_for(segment_bytes + snapshot.state_bytes, parent, new) and not is_for_row:
+            has_room = self._evict_for(segment_bytes + snapshot.state_bytes, parent, new)
+            if not (has_room and self._evict_for_arrays()) and not is_for_row:
                 return False
             self.cache.put(entry, snapshot, parent, segment_bytes)
         return True
@@ -211,6 +215,20 @@ class SnapshotMemory:
             return False
         self._evict(victims)
         return True
+
+    def _evict_for_arrays(self) -> bool:
+        """Evict the least valuable entries until the device allows the arrays of one more snapshot.
+
+        A sixteenth is evicted at a time, as their order takes long.
+
+        Returns:
+            False if nothing more can be evicted.
+        """
+        tree = self.cache.tree
+        while tree.num_nodes >= self._max_snapshots and tree.evictable:
+            victims, _ = self._plan(sys.maxsize)
+            self._evict(victims[: max(1, len(victims) // 16)])
+        return tree.num_nodes < self._max_snapshots
 
     def _evict(self, victims: Sequence[Victim]) -> None:
         for victim in victims:

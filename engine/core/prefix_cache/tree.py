@@ -31,6 +31,11 @@ class SnapshotTree:
     def num_in_memory(self) -> int:
         return len(self.evictable) + len(self.pinned)
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that have arrays: those of the entries, and those whose KV segments outlive their entries."""
+        return self.num_in_memory + len(self._loose)
+
     def add(self, entry: CacheEntry, snapshot: Snapshot, parent: SnapshotNode | None, segment_bytes: int) -> None:
         """Add an entry's snapshot.
 

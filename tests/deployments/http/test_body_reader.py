@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from deployments.http import body_reader
+from deployments.http.body_process import BodyProcess
 from deployments.http.body_reader import BodyReader
 from deployments.http.errors import ModelNotFound
 from deployments.http.parsed_request import ReadingRules
@@ -231,8 +233,11 @@ def test_reader_processes_end_with_their_parent_process():
     pytest.fail("the process lives on")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps the limit")
-def test_memory_of_a_process_is_limited(read, monkeypatch):
+@pytest.mark.parametrize("is_watched", [False, True], ids=["by the system", "by the parent, as on macOS"])
+def test_memory_of_a_process_is_limited(read, monkeypatch, is_watched: bool):
+    if not is_watched and sys.platform != "linux":
+        pytest.skip("only Linux keeps the limit")
+    monkeypatch.setattr(body_reader, "BodyProcess", partial(BodyProcess, is_watched=is_watched))
     monkeypatch.setattr(body_reader, "BASE_MEMORY_BYTES", 280 * 2**20)
     monkeypatch.setattr(body_reader, "MEMORY_PER_BODY_BYTE", 0)
     heavy = body(user("x" * 100 * 2**20))

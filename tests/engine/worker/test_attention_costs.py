@@ -5,12 +5,15 @@ import platform
 import pytest
 
 import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
 from engine.config import EngineConfig
 from engine.core.memory.costs import MemoryCosts
-from engine.worker import warm_up
+from engine.worker import attention_costs, warm_up
 from engine.worker.attention_costs import with_attention
 from engine.worker.model_runner import load_runner
 from engine.worker.patches.attention_cpu import BLOCK_QUERIES
+from engine.worker.snapshot import KVSegment, StateSnapshot
 from tests.support.families import FAMILIES
 from tests.support.zoo import make
 
@@ -29,3 +32,23 @@ def test_scores_count_whatever_the_other_layers_take(family, is_patched, tmp_pat
     is_blocked = is_patched and platform.machine() in ("x86_64", "AMD64")
     assert found.max_queries == (BLOCK_QUERIES if is_blocked else 2**31)
     assert with_attention(MemoryCosts(pair_bytes=1e6), lm, snapshot, NUM_HEADS).pair_bytes == 1e6
+
+
+def test_scores_that_a_fused_kernel_spares_long_chunks_count_for_short_ones_alone(monkeypatch):
+    """As heads of 256 numbers on an M5."""
+
+    def fused(queries, keys, values, cache, scale, mask):
+        if queries.shape[2] < attention_costs.FUSED_FROM:
+            scores = mx.zeros((*queries.shape[:3], keys.shape[2])) + queries[..., :1]
+            mx.eval(scores)
+        return queries * scale
+
+    segment = KVSegment(None, [(mx.zeros((1, 2, 8, 256)), mx.zeros((1, 2, 8, 256)))], (8,))
+    snapshot = StateSnapshot(8, segment, (), None, ())
+    monkeypatch.setattr(attention_costs, "_attention_of", lambda lm: {fused})
+    assert with_attention(MemoryCosts(), None, snapshot, NUM_HEADS).max_queries == 2**31
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    costs = with_attention(MemoryCosts(), None, snapshot, NUM_HEADS)
+    assert costs.max_queries == attention_costs.FUSED_FROM - 1
+    assert NUM_HEADS * FLOAT_BYTES <= costs.pair_bytes <= 2 * NUM_HEADS * FLOAT_BYTES
+    assert costs.chunk(4096, 8192) == costs.chunk(1023, 8192) > costs.chunk(512, 8192)

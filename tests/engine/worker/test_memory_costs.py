@@ -6,7 +6,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from engine.worker.memory_costs import MARGIN, _of_images
+from engine.worker.memory_costs import MARGIN, _exact, _of_images
+from engine.worker.snapshot import KVSegment, StateSnapshot
 
 KB = 1024
 GRIDS = [(1, 4, 4), (1, 8, 8), (1, 16, 16)]
@@ -63,3 +64,12 @@ def test_peaks_that_do_not_grow_are_covered_and_larger_images_still_cost_more(pe
     vision = Probes(by_size.__getitem__)
     assert all(cost(vision, n) >= 0.99 * num_bytes for n, num_bytes in by_size.items())
     assert cost(vision, 2048) - cost(vision, 256) >= 0.99 * (2048 - 256) * KB / 16
+
+
+def test_snapshots_may_have_half_of_the_arrays_that_metal_allows(monkeypatch):
+    keys = mx.zeros((1, 2, 8, 4))
+    segment = KVSegment(None, [(keys, keys)] * 24, (8,) * 24)
+    snapshot = StateSnapshot(8, segment, ((keys, keys),), None, (0,))
+    assert _exact(snapshot, 1, 0).max_snapshots > 2**25
+    monkeypatch.setattr(mx, "device_info", lambda: {"resource_limit": 499000})
+    assert _exact(snapshot, 1, 0).max_snapshots == 249500 // 51

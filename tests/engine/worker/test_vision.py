@@ -58,3 +58,16 @@ def test_the_feature_cache_never_exceeds_its_bytes_and_evicts_the_least_recently
     tiny = encoder(model, max_bytes=size - 1)
     tiny.encode(picture("red"))
     assert tiny.num_cached_bytes == 0
+
+
+def test_no_two_blocks_of_a_tower_are_one_command_of_the_device(model, picture, monkeypatch):
+    """macOS aborts commands that keep the GPU for several seconds."""
+    vision, alone, evaluated = encoder(model), encoder(model), []
+    evaluate = mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *arrays: (evaluated.append(arrays), evaluate(*arrays))[1])
+    features = vision.encode(picture("red"))
+    assert len(evaluated) >= vision.num_blocks > 1
+    encoding = alone.begin(picture("red"))
+    for _ in range(alone.num_blocks):
+        alone.advance(encoding, 1)
+    assert mx.array_equal(features, encoding.features).item()

@@ -251,3 +251,19 @@ def test_the_cache_stays_consistent_after_any_turns_forks_evictions_and_clearing
         if i % 50 == 49:
             talks = [engine.conversation(40), talk]
         assert engine.cache.integrity_error() is None
+
+
+def test_the_arrays_of_snapshots_are_bounded_and_the_least_valuable_make_room():
+    engine = engine_with()
+    engine.memory = SnapshotMemory(engine.cache, sys.maxsize, max_snapshots=40)
+    talks = [engine.conversation(10) for _ in range(30)]
+    for talk in talks * 4:
+        engine.turn(talk, 5)
+        assert engine.cache.tree.num_nodes <= 40
+    assert engine.cache.tree.num_nodes > 20
+    assert num_stored(engine, talks[-1]) == 30, "the newest is there"
+    long = engine.conversation(5000)
+    engine.turn(long, 0)
+    for talk in talks:
+        engine.turn(talk, 5)
+    assert num_stored(engine, long) == 5000, "it saves more seconds than the others"
