@@ -28,6 +28,7 @@ from deployments.in_flight import InFlight
 from deployments.planning import thinks
 from deployments.process import in_replica, replica_info
 from deployments.protocol import ChatRequest, Embeddings, EmbedRequest, Route, TextDelta, TextLogprobs, ToolCall
+from deployments.ray_internals import listen_on_node_address
 from deployments.replica_calls import ask_replicas
 from engine.processing.answer_parser import NOTHING, AnswerParser, AnswerRules
 from engine.processing.checkpoint import media_kinds, read_config, resolve_checkpoint
@@ -160,6 +161,7 @@ class Ingress:
             mllm: Handle of the planners of requests with images.
             scorer: Handle of the scorers; None without sparse prefill.
         """
+        listen_on_node_address()
         config, http = args.engine, args.http
         self.model_name = args.model_name
         self._num_engines = 1

@@ -12,6 +12,7 @@ from ray import serve
 from deployments.draining import DRAIN_TIMEOUT_S, on_stop
 from deployments.process import log_refusals_in_one_line, replica_info
 from deployments.protocol import EngineAnswer
+from deployments.ray_internals import listen_on_node_address
 from engine import retry_after
 from engine.config import EngineConfig
 from engine.processing.checkpoint import resolve_checkpoint
@@ -39,6 +40,7 @@ class ModelReplica:
     async def __init__(self, config: EngineConfig, drain_timeout_s: float = DRAIN_TIMEOUT_S):
         """Load the model; Serve sends no requests until then. Raises EngineFailed."""
         log_refusals_in_one_line()
+        listen_on_node_address()
         from engine.async_engine import AsyncEngine  # imports MLX, which no other process of the graph may load
 
         self._engine = AsyncEngine(config)

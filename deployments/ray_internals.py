@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ray
+from ray._common.network_utils import build_address
+from ray._common.tls_utils import add_port_to_grpc_server
 from ray.serve import handle as serve_handle
 from ray.serve._private import common, handle_options, replica, router
 from ray.serve._private.replica_result import ReplicaResult
@@ -20,6 +22,10 @@ from engine.protocol import EngineFailed
 
 END_OF_DISPATCH_S = 1.0
 """Longest wait for a cancelled dispatch to end."""
+
+
+ALL_ADDRESSES = "[::]:0"
+"""Where Serve's replicas listen: any port of all addresses."""
 
 
 class RayInternal(NamedTuple):
@@ -87,6 +93,9 @@ REQUIRED: tuple[RayInternal, ...] = (
     RayInternal(replica.Replica.__init__, "_shutting_down"),
     RayInternal(replica.Replica.__init__, "_reserved_slots"),
     RayInternal(replica.Replica, "get_num_ongoing_requests"),
+    # The address at which this process's replica takes calls.
+    RayInternal(replica.Replica._on_initialized, "add_port_to_grpc_server"),
+    RayInternal(replica.Replica._on_initialized, ALL_ADDRESSES),
     # The Ingress builds its FastAPI app in the replica.
     RayInternal(replica, "SERVE_BUILD_ASGI_APP_METHOD"),
 )
@@ -174,3 +183,16 @@ def num_reserved_slots() -> int:
 def num_ongoing_requests() -> int:
     """Return the number of running calls, the current one included, plus reserved slots."""
     return own_replica().get_num_ongoing_requests()
+
+
+def listen_on_node_address() -> None:
+    """Make this process's replica take calls at its node's address alone, where the others of the graph call it.
+
+    On a server of one machine that is the loopback address, which no firewall asks about. It must be called by the
+    constructor of the deployment, before the replica begins to listen.
+    """
+    if not ray.is_initialized():  # Serve's local testing mode
+        return
+    listen, address = add_port_to_grpc_server, build_address(ray.util.get_node_ip_address(), 0)
+    own: Any = replica
+    own.add_port_to_grpc_server = lambda server, given: listen(server, address if given == ALL_ADDRESSES else given)

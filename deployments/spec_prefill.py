@@ -10,6 +10,7 @@ from ray import serve
 
 from deployments.autoscaling import nodes_offering
 from deployments.process import log_refusals_in_one_line, node_id, replica_info
+from deployments.ray_internals import listen_on_node_address
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.core.spec_prefill.plan import Scored, ScoreRequest
 from engine.protocol import EngineFailed
@@ -30,6 +31,7 @@ class SpecPrefillScorer:
     async def __init__(self, config: SpecPrefillConfig, target: EngineConfig):
         """Load the draft model; return when it is ready or has failed for good."""
         log_refusals_in_one_line()
+        listen_on_node_address()
         from engine.draft_scorer import AsyncDraftScorer  # imports MLX
 
         self._scorer = AsyncDraftScorer(config, target, await asyncio.to_thread(_beside_engine))

@@ -10,6 +10,7 @@ from deployments.args import AppArgs
 from deployments.planning import PromptPlanner
 from deployments.process import log_refusals_in_one_line, node_id, replica_info
 from deployments.protocol import ChatRequest, Plan
+from deployments.ray_internals import listen_on_node_address
 from deployments.sparse_planner import PromptFacts, SparsePlanner
 
 
@@ -19,6 +20,7 @@ class TextMTP:
 
     def __init__(self, args: AppArgs, engine: DeploymentHandle | None = None, scorer: DeploymentHandle | None = None):
         log_refusals_in_one_line()
+        listen_on_node_address()
         self._planner = PromptPlanner(args.engine, finds_boundaries=args.spec_prefill.enabled)
         self._sparse = SparsePlanner(args.spec_prefill, PromptFacts.of(self._planner.tokenizer), engine, scorer)
 

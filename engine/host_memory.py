@@ -75,7 +75,9 @@ class HostMemory:
             return None
         if level is not None:
             self._is_short = level >= CRITICAL_PRESSURE or (self._is_short and level > NORMAL_PRESSURE)
-            return f"the machine is short of memory: macOS reports pressure of level {level}" if self._is_short else None
+            return (
+                f"the machine is short of memory: macOS reports pressure of level {level}" if self._is_short else None
+            )
         needed = math.ceil(self._min_available * (RECOVERED if self._is_short else 1))
         self._is_short = available < needed
         if not self._is_short:

@@ -60,7 +60,9 @@ def warm_agents() -> None:
     try:
         child.wait(SCAN_S)
     except subprocess.TimeoutExpired:
-        say("Ray's libraries are being loaded; at the first start macOS scans each of them, which takes up to a minute.")
+        say(
+            "Ray's libraries are being loaded; at the first start macOS scans each of them, which takes up to a minute."
+        )
         try:
             child.wait(MAX_WARM_S)
         except subprocess.TimeoutExpired:

@@ -5,7 +5,6 @@ import mlx.core as mx
 from engine.config import EngineConfig
 from engine.host_memory import on_small_mac, total_bytes
 
-
 CPU_SHARE = 0.8
 """Share of a machine's memory on a CPU, where other processes need memory as well."""
 

@@ -128,8 +128,10 @@ class TwoNodes:
         self._ray(self.near.machine, "--head", "--port=6379", "--include-dashboard=false")
         self._ray(self.far.machine, f"--address={head}")
         log = self._directory / "app.log"
+        # As `serve run` does that joins a cluster
+        env = {**self._env, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
         command = [sys.executable, "-m", "tests.cluster.namespace_app", head, "2", str(PORT)]
-        app = self.near.machine.start(command, self._env, log)
+        app = self.near.machine.start(command, env, log)
         wait_until(
             lambda: app.poll() is not None or "Orchard runs" in log.read_text(),
             START_TIMEOUT_S,

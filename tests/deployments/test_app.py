@@ -378,6 +378,16 @@ def test_grpc_message_limit_has_a_default_large_enough_for_plans_with_images(mon
             assert deployment.ray_actor_options["runtime_env"]["env_vars"][name] == expected
 
 
+@pytest.mark.parametrize("platform, expected", [("darwin", "0"), ("linux", None)])
+def test_replicas_of_a_mac_start_subprocesses_without_the_fork_handlers_of_grpc(
+    monkeypatch: pytest.MonkeyPatch, platform: str, expected: str | None
+):
+    monkeypatch.setattr("sys.platform", platform)
+    for deployment in deployments_of(build_app(AppArgs())).values():
+        variables = deployment.ray_actor_options["runtime_env"]["env_vars"]
+        assert variables.get("GRPC_ENABLE_FORK_SUPPORT") == expected
+
+
 def test_variable_not_in_effect_is_printed_and_part_of_the_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

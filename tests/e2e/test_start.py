@@ -47,8 +47,21 @@ def test_a_second_server_on_the_port_is_refused_with_the_pid_of_the_first(server
     assert f"port {port} is reserved by an Orchard server in process {server.pid} (" in done.stderr
 
 
+def test_all_processes_of_a_server_of_one_machine_listen_on_loopback(server: Server):
+    """So that it does not notice when an address of the machine changes, and no firewall asks."""
+    processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+    addresses = {
+        (process.name(), connection.laddr.ip)
+        for process in processes
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert {"raylet", "gcs_server"} <= {name for name, _ in addresses}
+    assert {ip for _, ip in addresses} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, addresses
+
+
 def test_a_call_to_a_replica_without_the_token_is_refused(status: dict[str, Any]):
-    """Serve's replicas listen on all addresses and unpickle what they are sent."""
+    """Serve's replicas unpickle what they are sent."""
     for pid in pids(status).values():
         ports = {c.laddr.port for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN}
         assert ports

@@ -134,13 +134,10 @@ def test_orchard_runs_without_pth_files_and_so_do_the_processes_that_it_starts(t
     command = "import sys; sys.argv = ['orchard', 'check', 'demo']; from orchard_command import main; sys.exit(main())"
     env = {**os.environ, "PYTHONPATH": str(installed)}
     base: Any = sys
-    done = subprocess.run(
-        [base._base_executable, "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
+    done = subprocess.run([base._base_executable, "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "model_type" in done.stdout or "qwen3_5" in done.stdout, done.stdout
     assert done.stderr.startswith(f"Python ignores the .pth files of {installed}: ")
-
 
 
 def test_variable_not_in_effect_is_named_with_its_consequence():
