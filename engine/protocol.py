@@ -200,6 +200,8 @@ class GrammarSpec:
     """`json_object` is any JSON object; `lark` is llguidance's Lark dialect, used for tool calls."""
     text: str = ""  # The JSON schema, regex or Lark grammar; '' for json_object.
     field: str = "response_format"  # The client's field, for error messages.
+    left_open: tuple[str, ...] = ()
+    """Parts of the tools' schemas that it does not enforce, such as `tools (f): $.properties.a.not`."""
 
 
 @dataclass(frozen=True)

@@ -14,31 +14,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 
 from engine.config import GrammarConfig
-from engine.processing.json_schema import byte_tokenizer, strict_schema, with_options
+from engine.processing.grammar_build import build_matcher, byte_tokenizer, first_words, limits, with_deep_stack
+from engine.processing.json_schema import strict_schema, with_options
+from engine.processing.schema_culprits import find_culprits
 from engine.protocol import EngineFailed, GrammarSpec, InvalidRequest, Overloaded
-
-MAX_ITEMS_IN_ROW = 20_000
-"""Most items per row of the parser. llguidance's default of 2000 fails in objects with 500 optional properties; with
-ten times as many, the slowest mask of an enum of 15000 objects took 11 ms. Its other defaults bound the work of a
-compilation and of a mask, so that hostile expressions end in an error instead of a hang."""
-
-LEXER_FUEL = 300_000
-"""Limit on the work for the first state of a grammar's lexer. With llguidance's default of a million, a cached grammar
-such as `(ab){1000000}` takes 90 to 240 MiB and fails during generation; with this limit it is refused, while schemas of
-3000 properties or an enum of 15000 words still compile."""
 
 COMPILE_THREADS = 2
 MAX_PENDING = 16
 CACHE_SIZE = 16
-
-STACK_BYTES = 512 << 20
-"""Stack of a compiling thread. llguidance follows chains of $ref by recursion, and a stack overflow ends the process.
-8 MiB are enough for 166 links (32 KB of text), 256 MiB for the longest chain within its limit of 50000 subschemas.
-Untouched pages cost nothing."""
 
 LARK_HEAD = "%llguidance {}\n"
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
@@ -100,13 +87,10 @@ class GrammarCompiler:
             return self._pending[key]
         if len(self._pending) >= MAX_PENDING:
             raise self._busy()
-        before = threading.stack_size(STACK_BYTES)  # for threads that the executor starts in submit
-        try:
-            self._pending[key] = self._executor.submit(self._compile, spec, key)
+        try:  # submit starts the executor's threads
+            self._pending[key] = with_deep_stack(lambda: self._executor.submit(self._compile, spec, key))
         except RuntimeError:
             raise EngineFailed("the grammar was not compiled: the engine is shutting down") from None
-        finally:
-            threading.stack_size(before)
         return self._pending[key]
 
     async def _wait(self, future: "Future[LLMatcher]", spec: GrammarSpec) -> LLMatcher:
@@ -132,12 +116,14 @@ class GrammarCompiler:
     def _compile(self, spec: GrammarSpec, key: Key) -> LLMatcher:
         """Compile a grammar and cache it; runs in a thread of the executor. Raises ValueError with the reason."""
         try:
-            matcher = _build(self._tokenizer, spec, self._control_strings)
+            matcher = build_matcher(self._tokenizer, lambda: _source(spec, self._control_strings))
             with self._lock:
                 self._compiled[key] = matcher
                 if len(self._compiled) > CACHE_SIZE:
                     self._compiled.popitem(last=False)
             return matcher
+        except ValueError as error:
+            raise ValueError(_place_of(error, spec)) from None
         finally:
             with self._lock:
                 self._pending.pop(key, None)
@@ -207,7 +193,7 @@ class GrammarMatcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(f"llguidance cannot continue: {_first_words(self._matcher.get_error())}")
+            raise ValueError(f"llguidance cannot continue: {first_words(self._matcher.get_error())}")
 
 
 def _load_tokenizer(
@@ -223,29 +209,7 @@ def _load_tokenizer(
         added = [(token["id"], token["content"]) for token in json.loads(text).get("added_tokens", ())]
         return tokenizer, frozenset(content for id_, content in added if tokenizer.is_special_token(id_))
     except (OSError, ValueError) as error:
-        raise EngineFailed(f"{path}: llguidance cannot read the tokenizer ({_first_words(str(error))})") from None
-
-
-def _build(tokenizer: LLTokenizer, spec: GrammarSpec, control_strings: frozenset[str]) -> LLMatcher:
-    try:
-        matcher = LLMatcher(tokenizer, _source(spec, control_strings), log_level=0, limits=_limits())
-        probe = matcher.deep_copy()
-        mask = np.frombuffer(probe.compute_bitmask() if not probe.is_error() else b"", np.uint8)
-    except (ValueError, MemoryError):
-        raise
-    except RecursionError:
-        raise ValueError("the grammar is nested too deeply") from None
-    except BaseException as error:  # a Rust panic is not an Exception
-        raise ValueError(f"llguidance failed: {_first_words(str(error))}") from None
-    if matcher.is_error():
-        raise ValueError(f"the grammar cannot be compiled: {_first_words(matcher.get_error())}")
-    if probe.is_error() or not mask.any():
-        raise ValueError(f"no output matches the grammar. {_first_words(probe.get_error())}".strip())
-    return matcher
-
-
-def _limits() -> LLParserLimits:
-    return LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
+        raise EngineFailed(f"{path}: llguidance cannot read the tokenizer ({first_words(str(error))})") from None
 
 
 def _source(spec: GrammarSpec, control_strings: frozenset[str]) -> str:
@@ -269,6 +233,15 @@ def _source(spec: GrammarSpec, control_strings: frozenset[str]) -> str:
     return f"{NO_FORCING}{rules}" if _may_spell(rules, control_strings) else forcing
 
 
+def _place_of(error: ValueError, spec: GrammarSpec) -> str:
+    """Return the reason why a grammar does not compile, with the place in a schema of which it is true."""
+    try:
+        culprits = find_culprits(strict_schema(_parsed(spec.text))) if spec.kind == "json_schema" else ()
+    except (ValueError, RecursionError):
+        culprits = ()
+    return culprits[0].reason if culprits else str(error)
+
+
 def _can_match(rules: str, control_strings: frozenset[str]) -> bool:
     """Return whether a grammar of one expression can match a text with a control string in it."""
     if not control_strings:
@@ -276,7 +249,7 @@ def _can_match(rules: str, control_strings: frozenset[str]) -> bool:
     any_control = "|".join(re.escape(text).replace("/", r"\/") for text in sorted(control_strings))
     expression = rules.removeprefix("start: ")
     both = f"start: BOTH\nBOTH: {expression} & /(?s:.*)({any_control})(?s:.*)/\n"
-    matcher = LLMatcher(byte_tokenizer(), both, log_level=0, limits=_limits())
+    matcher = LLMatcher(byte_tokenizer(), both, log_level=0, limits=limits())
     if matcher.is_error():  # the expression itself is wrong or too large
         return False
     matcher.compute_bitmask()
@@ -309,12 +282,6 @@ def _stop_mask(stop_token_ids: frozenset[int], num_words: int) -> np.ndarray:
     for token_id in stop_token_ids:
         mask[token_id >> 5] |= np.uint32(1 << (token_id & 31))
     return mask.view(np.int32)
-
-
-def _first_words(error: str) -> str:
-    """Return the library's error without parser state, source and backtrace, on one line of at most 400 characters."""
-    said = re.split(r"<backtrace>|<state>|\n +1 \| ", error)[0]
-    return " ".join(re.sub(r"\bat \d+\(\d+\): failed to compile JSON schema: ", "", said).split())[:400]
 
 
 def _invalid(spec: GrammarSpec, reason: str) -> InvalidRequest:

@@ -11,13 +11,15 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits
 
+from engine.processing.grammar_build import byte_tokenizer
 from engine.processing.schema_branches import overlapping
 
 MAX_EXACT_NUMBER = 2**53
@@ -46,9 +48,8 @@ CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that JSON can only spell with u. JSON permits a raw DEL; llguidance does not."""
 CONTROL_IN_PATTERN = re.compile(CONTROL.pattern + r"|\\(?:0|v|c[A-Za-z]|x0|x1|x7[fF]|u00[01]|u007[fF])")
 
-SMALLEST = 1e-15
-"""llguidance lets 0 through as a number that is to be above 0 and below a limit under 1. Such a bound becomes this
-number: no nearer one can be generated."""
+BOUND_DIGITS = 15
+"""Significant digits of bounds in llguidance; none nearer to 0 than this many decimal places."""
 
 PATTERN_FUEL = 300_000
 """Limit on the work for the first state of a pattern, as for a whole grammar."""
@@ -59,6 +60,7 @@ SCHEMA = frozenset({"additionalProperties", "items", "additionalItems"})
 SCHEMA_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
 SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"})
+NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 SIZES = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 OTHERS = frozenset({"$ref", "type", "required", "pattern", "format", "multipleOf"})
 ENFORCED = SCHEMA | SCHEMA_LISTS | SCHEMA_MAPS | BOUNDS | SIZES | OTHERS
@@ -79,8 +81,10 @@ class Problem:
     owner: dict[str, Any]
     """The subschema that has the keyword."""
     keyword: str
+    place: str
+    """Such as `$.properties.a.not`."""
     reason: str
-    """A clause about the schema, for the client."""
+    """A sentence for the client."""
 
 
 def strict_schema(schema: Any) -> dict[str, Any]:
@@ -93,31 +97,40 @@ def strict_schema(schema: Any) -> dict[str, Any]:
     return _bare(normal)
 
 
-def lenient_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a schema for llguidance, without the keywords that cannot be enforced."""
+def lenient_schema(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a copy of a schema for llguidance without the keywords that cannot be enforced, and their places."""
     cleaned = _normal_copy(schema)
-    for _, part in subschemas(cleaned):
-        if isinstance(part, dict):
-            _drop_impossible_names(part)
+    left_open: list[str] = []
+    for pointer, part in subschemas(cleaned):
+        if isinstance(part, dict) and _drop_impossible_names(part):
+            left_open.append(f"{path_of(pointer)}.required")
     # removing a keyword may remove the target of a reference
     while problems := list(_problems(cleaned, is_strict=False)):
         for problem in problems:
-            problem.owner.pop(problem.keyword, None)
-    return _bare(cleaned)
+            value = problem.owner.pop(problem.keyword, None)
+            if problem.keyword == "oneOf":  # several branches may hold
+                _add_branches(problem.owner, value)
+            left_open.append(problem.place)
+    return _bare(cleaned), left_open
 
 
-def _drop_impossible_names(schema: dict[str, Any]) -> None:
-    """Drop required names that a closed object may not have: no value at all would be left."""
+def _drop_impossible_names(schema: dict[str, Any]) -> bool:
+    """Drop required names that a closed object may not have, as no value at all would be left; tell if there are."""
     required, properties = schema.get("required"), _mapping(schema, "properties")
-    if schema.get("additionalProperties") is False and isinstance(required, list) and "patternProperties" not in schema:
-        schema["required"] = [name for name in required if isinstance(name, str) and name in properties]
+    if schema.get("additionalProperties") is not False or not isinstance(required, list):
+        return False
+    possible = [name for name in required if isinstance(name, str) and name in properties]
+    if possible == required or "patternProperties" in schema:
+        return False
+    schema["required"] = possible
+    return True
 
 
-def with_options(schema: Mapping[str, Any], is_lenient: bool = False) -> dict[str, Any]:
+def with_options(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a strict or lenient schema with the options that llguidance compiles it with."""
     has_controls = any(_control_in(part) for _, part in subschemas(dict(schema)))
     escapes = ALL_ESCAPES if has_controls else OPTIONS["json_allowed_escapes"]
-    return {**schema, "x-guidance": {**OPTIONS, "lenient": is_lenient, "json_allowed_escapes": escapes}}
+    return {**schema, "x-guidance": {**OPTIONS, "json_allowed_escapes": escapes}}
 
 
 def subschemas(root: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -126,13 +139,18 @@ def subschemas(root: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     while pending:
         pointer, schema = pending.pop()
         yield pointer, schema
-        for keyword, value in schema.items() if isinstance(schema, dict) else ():
-            if keyword in SCHEMA_MAPS and isinstance(value, dict):
-                pending += [(f"{pointer}/{keyword}/{_escaped(name)}", child) for name, child in value.items()]
-            elif keyword in SCHEMA_LISTS and isinstance(value, list):
-                pending += [(f"{pointer}/{keyword}/{i}", child) for i, child in enumerate(value)]
-            elif keyword in SCHEMA:
-                pending.append((f"{pointer}/{keyword}", value))
+        pending += [(pointer + step, child) for step, child in children_of(schema)]
+
+
+def children_of(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (end of the JSON pointer, schema) of every subschema directly in a schema."""
+    for keyword, value in schema.items() if isinstance(schema, dict) else ():
+        if keyword in SCHEMA_MAPS and isinstance(value, dict):
+            yield from ((f"/{keyword}/{_escaped(name)}", child) for name, child in value.items())
+        elif keyword in SCHEMA_LISTS and isinstance(value, list):
+            yield from ((f"/{keyword}/{i}", child) for i, child in enumerate(value))
+        elif keyword in SCHEMA:
+            yield f"/{keyword}", value
 
 
 def _control_in(schema: Any) -> tuple[str, str] | None:
@@ -157,7 +175,7 @@ def _control_in(schema: Any) -> tuple[str, str] | None:
 def _normal_copy(root: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy without keywords that are null, which some generators write for absent ones, and unknown formats.
 
-    A `oneOf` of which never two branches hold becomes an `anyOf`.
+    Sizes such as 2.0 become integers. A `oneOf` of which never two branches hold becomes an `anyOf`.
     """
     normal = copy.deepcopy(dict(root))
     for _, schema in list(subschemas(normal)):
@@ -166,35 +184,96 @@ def _normal_copy(root: Mapping[str, Any]) -> dict[str, Any]:
                 del schema[keyword]
             if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
                 del schema["format"]
-    places = dict(subschemas(normal))
-    if any("/oneOf/" in str(schema.get("$ref")) for schema in places.values() if isinstance(schema, dict)):
-        return normal  # the branches are referred to where they are
-    for schema in places.values():
-        branches = schema.get("oneOf") if isinstance(schema, dict) and "anyOf" not in schema else None
+            for keyword in SIZES & schema.keys():
+                if isinstance(size := schema[keyword], float) and size.is_integer():
+                    schema[keyword] = int(size)
+    places, moved = dict(subschemas(normal)), dict[str, str]()
+    for pointer, schema in places.items():
+        branches = schema.get("oneOf") if isinstance(schema, dict) else None
         if isinstance(branches, list) and branches and overlapping(branches, places) is None:
-            schema["anyOf"] = schema.pop("oneOf")
+            moved[f"{pointer}/oneOf/"] = pointer + _add_branches(schema, schema.pop("oneOf"))
+    for schema in places.values():
+        if isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str) and "/oneOf/" in reference:
+            for old in sorted((old for old in moved if unquote(reference[1:]).startswith(old)), key=len, reverse=True):
+                reference = f"#{moved[old]}{unquote(reference[1:]).removeprefix(old)}"
+            schema["$ref"] = reference
     return normal
+
+
+def _add_branches(schema: dict[str, Any], branches: Any) -> str:
+    """Demand one of the branches of a schema; return the end of the JSON pointer to them."""
+    if "anyOf" not in schema:
+        schema["anyOf"] = branches
+        return "/anyOf/"
+    every = schema.setdefault("allOf", [])
+    if not isinstance(every, list):
+        return "/allOf/"  # malformed, which is left to llguidance
+    every.append({"anyOf": branches})
+    return f"/allOf/{len(every) - 1}/anyOf/"
 
 
 def _bare(bare: dict[str, Any]) -> dict[str, Any]:
     """Remove annotations and $schema, under whose old drafts llguidance ignores newer keywords."""
-    for _, schema in subschemas(bare):
+    for _, schema in list(subschemas(bare)):
         if isinstance(schema, dict):
             for keyword in [key for key in schema if key not in ENFORCED]:
                 del schema[keyword]
-            _replace_zero_bounds(schema)
+            _mend_bounds(schema)
     return bare
 
 
-def _replace_zero_bounds(schema: dict[str, Any]) -> None:
-    for exclusive, inclusive, bound, nearer in (
-        ("exclusiveMinimum", "minimum", SMALLEST, max),
-        ("exclusiveMaximum", "maximum", -SMALLEST, min),
+def _mend_bounds(schema: dict[str, Any]) -> None:
+    """Write bounds so that llguidance enforces them exactly.
+
+    It lets an exclusive bound through that is an integer, where the other bound is less than one further from zero: such
+    a bound becomes the next number of BOUND_DIGITS digits. And it leaves out the beginnings of a bound's decimals,
+    such as 0.9 of the maximum 0.95: they are added as an enum.
+    """
+    if schema.get("type") == "integer":
+        return
+    for exclusive, inclusive, sign, nearer in (
+        ("exclusiveMinimum", "minimum", 1, max),
+        ("exclusiveMaximum", "maximum", -1, min),
     ):
-        if schema.get(exclusive) == 0 and schema[exclusive] is not False:
+        bound, other = _number(schema, exclusive), _number(schema, inclusive)
+        if bound is None or bound * sign < 0 or bound != int(bound):
+            continue
+        num_places = BOUND_DIGITS - len(str(abs(int(bound)))) if bound else BOUND_DIGITS
+        if num_places > 0:
             del schema[exclusive]
-            other = schema.get(inclusive)
-            schema[inclusive] = nearer(bound, other) if isinstance(other, int | float) else bound
+            next_one = round(bound + sign * 10.0**-num_places, num_places)
+            schema[inclusive] = next_one if other is None else nearer(next_one, other)
+    if missing := sorted(set(_missing_decimals(schema))):
+        bounds = {key: schema.pop(key) for key in NUMERIC if key in schema}
+        _add_branches(schema, [bounds, {"enum": missing}])
+
+
+def _missing_decimals(schema: Mapping[str, Any]) -> Iterator[float]:
+    numbers = {key: Fraction(str(number)) for key in NUMERIC if (number := _number(schema, key)) is not None}
+    for keyword, sign in (("maximum", 1), ("exclusiveMaximum", 1), ("minimum", -1), ("exclusiveMinimum", -1)):
+        if keyword not in numbers or numbers[keyword] * sign <= 0:
+            continue
+        digits = format(Decimal(str(schema[keyword])), "f")
+        for end in range(digits.find(".") + 2, len(digits)) if "." in digits else ():
+            number = Fraction(digits[:end])
+            if number and _satisfies(number, numbers):
+                yield float(number)
+
+
+def _satisfies(number: Fraction, numbers: Mapping[str, Fraction]) -> bool:
+    """Return whether a number satisfies the bounds and the multiple of a schema."""
+    multiple = numbers.get("multipleOf")
+    return (
+        numbers.get("minimum", number) <= number <= numbers.get("maximum", number)
+        and ("exclusiveMinimum" not in numbers or numbers["exclusiveMinimum"] < number)
+        and ("exclusiveMaximum" not in numbers or number < numbers["exclusiveMaximum"])
+        and (not multiple or number % multiple == 0)
+    )
+
+
+def _number(schema: Mapping[str, Any], keyword: str) -> Any:
+    value = schema.get(keyword)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
 
 
 def _problems(root: dict[str, Any], is_strict: bool) -> Iterator[Problem]:
@@ -212,6 +291,8 @@ def _problems(root: dict[str, Any], is_strict: bool) -> Iterator[Problem]:
             reason = _problem_of(keyword, value, schema, is_root=schema is root)
             if keyword == "$ref" and not reason and unquote(value[1:]) not in places:
                 reason = f"which is {_shortened(value)} and does not refer to a part of the schema"
+            if keyword == "oneOf" and not reason:
+                reason = _overlap(value, places)
             if keyword == "patternProperties" and not reason:
                 reason = _declared_by_pattern(value, declared)
             if keyword == "multipleOf" and not reason:
@@ -222,7 +303,8 @@ def _problems(root: dict[str, Any], is_strict: bool) -> Iterator[Problem]:
                     "each object with `properties` has `additionalProperties: false`"
                 )
             if reason:
-                yield Problem(schema, keyword, f"the schema uses `{keyword}` at {_path(pointer)}, {reason}")
+                path = path_of(pointer)
+                yield Problem(schema, keyword, f"{path}.{keyword}", f"the schema uses `{keyword}` at {path}, {reason}")
 
 
 def _problem_of(keyword: str, value: Any, schema: Mapping[str, Any], is_root: bool) -> str | None:
@@ -241,6 +323,14 @@ def _problem_of(keyword: str, value: Any, schema: Mapping[str, Any], is_root: bo
     if keyword == "minProperties":
         return _uncountable_properties(value, schema)
     return _lost_tuple(keyword, schema)
+
+
+def _overlap(branches: Any, places: Mapping[str, Any]) -> str | None:
+    pair = overlapping(branches, places) if isinstance(branches, list) else None
+    if pair is None:
+        return None
+    one, other = pair
+    return f"whose branches {one} and {other} may hold for the same value; only branches that exclude each other can be enforced"
 
 
 def _declared_by_pattern(patterns: Any, declared: set[str]) -> str | None:
@@ -276,12 +366,6 @@ def _matcher_of(pattern: str) -> LLMatcher:
     return LLMatcher(
         byte_tokenizer(), LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0, limits=limits
     )
-
-
-@lru_cache(1)
-def byte_tokenizer() -> LLTokenizer:
-    """Return a tokenizer whose tokens are bytes, to test expressions without a model."""
-    return LLTokenizer("byte")
 
 
 def _uncountable_properties(value: Any, schema: Mapping[str, Any]) -> str | None:
@@ -345,7 +429,8 @@ def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _path(pointer: str) -> str:
+def path_of(pointer: str) -> str:
+    """Return the path of a subschema for clients, such as `$.properties.a`."""
     steps = [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
     return _shortened(".".join(["$", *steps]), 200, quoted=False)
 

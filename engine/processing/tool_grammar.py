@@ -22,15 +22,10 @@ from typing import Any
 from urllib.parse import unquote
 
 from engine.processing.control_tokens import any_of
-from engine.processing.json_schema import (
-    ANNOTATIONS,
-    ROOT_ANNOTATIONS,
-    lenient_schema,
-    strict_schema,
-    subschemas,
-    with_options,
-)
-from engine.processing.tool_format import CallShape
+from engine.processing.json_schema import ANNOTATIONS, ROOT_ANNOTATIONS, strict_schema, subschemas, with_options
+from engine.processing.tool_arguments import ToolTypes
+from engine.processing.tool_format import XML, CallShape
+from engine.processing.tool_schema import ANY_OBJECT, tool_schema
 from engine.protocol import GrammarSpec, InvalidRequest
 
 HEAD = r"""%llguidance {}
@@ -48,6 +43,7 @@ NAME = re.compile(r"[^\s<>]+")
 """Names of functions that parsers can distinguish from the markup."""
 PARAMETER_NAME = re.compile(r"[^\s<>](?:[^\n\r<>]*[^\s<>])?")
 """Names of parameters, which may contain spaces."""
+NEVER_IN_NAMES = "be empty, contain '<', '>' or line breaks, nor have spaces at its ends"
 
 TOP_LEVEL = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
 MAX_REFERENCES = 8
@@ -87,7 +83,8 @@ def tool_call_grammar(
     rules = [start_rule(choice, calls, answer)]
     rules.append("function: " + " | ".join(function.rule for function in chosen))
     rules += [rule for function in chosen for rule in function.rules()]
-    return GrammarSpec("lark", HEAD + "\n".join(rules) + "\n", "tools")
+    left_open = tuple(f"tools ({function.name}): {place}" for function in chosen for place in function.left_open)
+    return GrammarSpec("lark", HEAD + "\n".join(rules) + "\n", "tools", left_open)
 
 
 def no_call_grammar(openings: Sequence[str]) -> GrammarSpec:
@@ -140,17 +137,17 @@ class JsonFunction:
     def __init__(self, function: Mapping[str, Any], path: str):
         self.name: str = function["name"]
         self._path = f"{path}.parameters"
+        self.left_open: tuple[str, ...] = ()
         self._strict = bool(function.get("strict"))
         self._parameters = {"type": "object", **(function.get("parameters") or {})}
 
     def arguments(self) -> str:
         """Return the rule of the arguments. Raises InvalidRequest if a strict function cannot be enforced."""
         try:
-            schema = strict_schema(self._parameters) if self._strict else lenient_schema(self._parameters)
-        except (ValueError, RecursionError) as error:
-            reason = str(error) if isinstance(error, ValueError) else "the schema is nested too deeply"
-            raise InvalidRequest(f"`{self._path}`: {reason}", self._path) from None
-        return f"%json {json.dumps(with_options(schema, not self._strict))}"
+            schema, self.left_open = tool_schema(self._parameters, self._strict)
+        except ValueError as error:
+            raise InvalidRequest(f"`{self._path}`: {error}", self._path) from None
+        return f"%json {json.dumps(with_options(schema))}"
 
 
 def json_call_grammar(
@@ -192,7 +189,8 @@ def json_call_grammar(
         *(f"f{i}_arguments: {function.arguments()}" for i, function in chosen),
     ]
     head = ["%llguidance {}", text_rule(openings)]
-    return GrammarSpec("lark", "\n".join([*head, *rules]) + "\n", "tools")
+    left_open = tuple(f"tools ({function.name}): {place}" for _, function in chosen for place in function.left_open)
+    return GrammarSpec("lark", "\n".join([*head, *rules]) + "\n", "tools", left_open)
 
 
 class _Function:
@@ -209,18 +207,30 @@ class _Function:
         self.name = _checked_name(function["name"], f"{path}.name")
         self._path = f"{path}.parameters"
         self._strict = bool(function.get("strict"))
-        self._schema = self._enforceable(function.get("parameters") or {})
+        self.left_open: list[str] = []
+        try:
+            self._schema, left_open = tool_schema(self._checked(function.get("parameters") or {}), self._strict)
+            self.left_open += left_open
+        except ValueError as error:
+            if self._strict:
+                raise self._refused(str(error)) from None
+            self._leave_open("$")
+            self._schema = dict(ANY_OBJECT)
+        if "$" in self.left_open:
+            self._schema = {**self._schema, "additionalProperties": {}}
         self._places = dict(subschemas(self._schema))
 
     def rules(self) -> list[str]:
         properties = self._schema.get("properties", {})
         required = self._schema.get("required", [])
         undeclared = [name for name in required if not isinstance(name, str) or name not in properties]
-        if undeclared and self._strict:
-            raise self._refused(f"`required` names {undeclared[0]!r}, which is not in `properties`")
+        if undeclared:
+            self._leave_open("$.required", f"`required` names {undeclared[0]!r}, which is not in `properties`")
         parts, rules = [_literal(f"<function={self.name}>\n")], []
         for i, (name, schema) in enumerate(properties.items()):
-            _checked_name(name, f"{self._path}.properties", PARAMETER_NAME)
+            if not PARAMETER_NAME.fullmatch(name):
+                self._leave_open(f"$.properties.{name}", f"{name!r} is not a valid name; it must not {NEVER_IN_NAMES}")
+                continue
             rule, opening = f"{self.rule}_{i}", _literal(f"<parameter={name}>\n")
             parts.append(rule if name in required else f"{rule}?")
             rules.append(f"{rule}: {opening} {self._value(schema, name)}")
@@ -232,38 +242,26 @@ class _Function:
             rules.append(rf'{self.rule}_extra: "<parameter=" {self.rule.upper()}_NAME ">\n" {value}')
         return [f"{self.rule}: {' '.join(parts)}", *rules]
 
-    def _enforceable(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    def _checked(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the parameters with an object's schema at their top. Raises ValueError if they are none."""
         known = TOP_LEVEL | ANNOTATIONS | ROOT_ANNOTATIONS
-        parameters = _without_nulls(self._dereferenced(parameters))
-        types = parameters.get("type", "object")
+        checked = _without_nulls(_dereferenced(parameters))
+        types = checked.get("type", "object")
         if types != "object" and not (isinstance(types, list) and "object" in types):
-            raise self._refused(f"`type` is {parameters['type']!r}; it must be 'object'")
+            raise ValueError(f"`type` is {checked['type']!r}; it must be 'object'")
         for key, kind, expected in (("properties", dict, "an object"), ("required", list, "an array")):
-            if not isinstance(parameters.get(key, kind()), kind):
-                raise self._refused(f"`{key}` is {parameters[key]!r}; expected {expected}")
-        try:
-            if not self._strict:
-                return lenient_schema({key: value for key, value in parameters.items() if key in known})
-            if unknown := [key for key in parameters if key not in known and not key.startswith("x-")]:
-                raise self._refused(f"the schema uses `{unknown[0]}` at $, which is not supported")
-            return strict_schema(parameters)
-        except ValueError as error:
-            raise self._refused(str(error)) from None
-        except RecursionError:
-            raise self._refused("the schema is nested too deeply") from None
+            if not isinstance(checked.get(key, kind()), kind):
+                raise ValueError(f"`{key}` is {checked[key]!r}; expected {expected}")
+        for key in [key for key in checked if key not in known and not key.startswith("x-")]:
+            self._leave_open(f"$.{key}", f"the schema uses `{key}` at $, which is not supported")
+            del checked[key]
+        return {**checked, "type": "object"}
 
-    def _dereferenced(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the parameters with the schema that a `$ref` at their top refers to in place of it."""
-        places = dict(subschemas(dict(parameters)))
-        for _ in range(MAX_REFERENCES):
-            if "$ref" not in parameters:
-                return parameters
-            reference = parameters["$ref"]
-            target = places.get(unquote(reference[1:])) if isinstance(reference, str) else None
-            if not isinstance(target, dict):
-                break
-            parameters = {**copy.deepcopy(target), **{key: value for key, value in parameters.items() if key != "$ref"}}
-        raise self._refused(f"`$ref` is {parameters['$ref']!r}, which does not lead to an object's schema")
+    def _leave_open(self, place: str, reason: str = "") -> None:
+        """Note a part that the grammar does not enforce. Raises InvalidRequest with the reason if it has to."""
+        if self._strict:
+            raise self._refused(reason)
+        self.left_open.append(place)
 
     def _value(self, schema: Any, name: str) -> str:
         """Return the rule for the text after a parameter's opening line, its closing line included."""
@@ -278,9 +276,24 @@ class _Function:
         values = [value for kind in kinds for value in _constants(kind) or ()]
         others = [self._json(kind) for kind in kinds if _constants(kind) is None]
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-        if unspeakable := [text for text in texts if "</parameter>" in text]:
-            raise self._refused(f"{unspeakable[0]!r} cannot be a value of {name!r}: it contains </parameter>")
+        if unspeakable := [text for text in texts if not self._can_be_written(name, text)]:
+            reason = f"{unspeakable[0]!r} cannot be a value of {name!r}: in it the markup of calls ends a value"
+            self._leave_open(f"$.properties.{name}", reason)
+            return "RAW"
         return f"({' | '.join([*map(_literal, texts), *others])}) END"
+
+    def _can_be_written(self, name: str, text: str) -> bool:
+        """Tell whether a parser reads a text back as the value of a parameter, alone and before another one."""
+        strings = {"function": {"name": self.name, "parameters": {"properties": {name: {"type": "string"}}}}}
+        for more in ("", "<parameter=other>\n1\n</parameter>\n"):
+            value = f"<parameter={name}>\n{text}\n</parameter>\n"
+            body = XML.body("<tool_call>")
+            if body.push(f"\n<function={self.name}>\n{value}{more}</function>\n</tool_call>") != "":
+                return False
+            calls = XML.parse(body.text, ToolTypes([strings]))
+            if len(calls) != 1 or json.loads(calls[0].arguments).get(name) != text:
+                return False
+        return True
 
     def _alternatives(self, schema: Any, seen: frozenset[str]) -> Iterator[Any]:
         """Yield the alternatives of a schema, following references; the schema itself if it has none."""
@@ -304,7 +317,7 @@ class _Function:
             _move_references(alone)
             _move_references(whole)
             alone["$defs"] = {"parameters": whole}
-        return f"%json {json.dumps(with_options(alone, not self._strict))}"
+        return f"%json {json.dumps(with_options(alone))}"
 
     def _refused(self, reason: str) -> InvalidRequest:
         return InvalidRequest(f"`{self._path}`: {reason}", self._path)
@@ -328,6 +341,20 @@ def _listed(schema: Mapping[str, Any], keyword: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
+def _dereferenced(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parameters with the schema that a `$ref` at their top refers to in place of it."""
+    places = dict(subschemas(dict(parameters)))
+    for _ in range(MAX_REFERENCES):
+        if "$ref" not in parameters:
+            return parameters
+        reference = parameters["$ref"]
+        target = places.get(unquote(reference[1:])) if isinstance(reference, str) else None
+        if not isinstance(target, dict):
+            break
+        parameters = {**copy.deepcopy(target), **{key: value for key, value in parameters.items() if key != "$ref"}}
+    raise ValueError(f"`$ref` is {parameters['$ref']!r}, which does not lead to an object's schema")
+
+
 def _move_references(root: dict[str, Any]) -> None:
     for _, schema in subschemas(root):
         if isinstance(schema, dict) and "$ref" in schema:
@@ -338,10 +365,10 @@ def _without_nulls(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in schema.items() if value is not None}
 
 
-def _checked_name(name: str, path: str, valid: re.Pattern[str] = NAME) -> str:
-    if not valid.fullmatch(name):
-        never = "spaces, '<' or '>'" if valid is NAME else "'<', '>', line breaks, nor spaces at its ends"
-        raise InvalidRequest(f"`{path}`: {name!r} is not a valid name; it must not contain {never}", path)
+def _checked_name(name: str, path: str) -> str:
+    if not NAME.fullmatch(name):
+        reason = f"{name!r} is not a valid name; it must not contain spaces, '<' or '>'"
+        raise InvalidRequest(f"`{path}`: {reason}", path)
     return name
 
 

@@ -89,7 +89,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         time.sleep(0.02)
         return build(tokenizer, spec, *rest)
 
-    monkeypatch.setattr(grammar_module, "_build", counting)
+    monkeypatch.setattr(grammar_module, "build_matcher", counting)
     return texts
 
 

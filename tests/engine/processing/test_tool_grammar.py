@@ -272,14 +272,15 @@ PARAMETERS = "tools[1].function.parameters"
         (tool("f", {"a": {"type": "string", "pattern": "x"}}, strict=True), PARAMETERS, "`pattern` in the parameter"),
         (tool("f", {}, strict=True, minProperties=1), PARAMETERS, "`minProperties` at $"),
         (tool("f", {}, strict=True, required=["x"]), PARAMETERS, "`required` names 'x'"),
-        (tool("f", {}, strict=True, required=[{}]), PARAMETERS, "`required` names {}"),
-        (tool("f", {"a": {"enum": ["</parameter>"]}}), PARAMETERS, "cannot be a value of 'a'"),
-        (tool("f", {"a<b": {}}), f"{PARAMETERS}.properties", "'a<b' is not a valid name"),
-        (tool("f", {"a ": {}}), f"{PARAMETERS}.properties", "'a ' is not a valid name"),
+        (tool("f", {}, strict=True, required=[{}]), PARAMETERS, "`required` at $"),
+        (tool("f", {"a": {"enum": ["x\n</parameter>\n</function>"]}}, strict=True), PARAMETERS, "be a value of 'a'"),
+        (tool("f", {"a<b": {}}, strict=True), PARAMETERS, "'a<b' is not a valid name"),
+        (tool("f", {"a ": {}}, strict=True), PARAMETERS, "'a ' is not a valid name"),
+        (tool("f", {"": {}}, strict=True), PARAMETERS, "'' is not a valid name"),
         (tool("f g"), "tools[1].function.name", "'f g' is not a valid name"),
-        (tool("f", {}, **{"$ref": "#/$defs/a"}), PARAMETERS, "`$ref` is '#/$defs/a', which does not lead"),
-        (tool("f", {}, type="array"), PARAMETERS, "`type` is 'array'"),
-        (tool("f", ["a"]), PARAMETERS, "`properties` is ['a']; expected an object"),  # type: ignore[arg-type]
+        (tool("f", {}, strict=True, **{"$ref": "#/$defs/a"}), PARAMETERS, "`$ref` is '#/$defs/a', which does not lead"),
+        (tool("f", {}, strict=True, type="array"), PARAMETERS, "`type` is 'array'"),
+        (tool("f", ["a"], strict=True), PARAMETERS, "`properties` is ['a']; expected an object"),  # type: ignore[arg-type]
     ],
 )
 def test_a_tool_that_cannot_be_enforced_is_refused_by_name(bad: dict[str, Any], field: str, reason: str) -> None:
