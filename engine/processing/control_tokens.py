@@ -37,7 +37,7 @@ class ControlTokens:
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self.every = any_of(self.ids)
         self.special = any_of(token.content for token in tokens.values() if token.special)
-        plain = _without_added_tokens(tokenizer)
+        plain = without_added_tokens(tokenizer)
         self.as_text = {content: self._spell(plain, content) for content in self.ids}
 
     def _spell(self, plain: Tokenizer, content: str) -> list[int]:
@@ -112,6 +112,7 @@ def encode_inside(encode: Callable[[str], list[int]], text: str) -> list[int]:
     return ids[len(line_break) :] if ids[: len(line_break)] == line_break else encode(text)
 
 
-def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
+def without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a copy of a tokenizer that spells control strings in ordinary tokens."""
     description = json.loads(tokenizer.to_str())
     return Tokenizer.from_str(json.dumps({**description, "added_tokens": [], "post_processor": None}))

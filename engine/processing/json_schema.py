@@ -1,8 +1,10 @@
 """The subset of JSON Schema that grammars can enforce. Other keywords are refused by name; none is silently ignored.
 
 Written for llguidance 1.9.1, which silently ignores some keywords, see `_problem_of`. Known deviations: properties are
-generated in the order of the schema; additional properties follow them and may repeat a name; the formats date and
-date-time accept 29 February in every year.
+generated in the order of the schema; additional properties follow them and may repeat a name; free strings have no
+control characters but those with a short escape; numbers that are integers are written without decimals where bounds or
+a multiple apply; the formats date and date-time accept 29 February in every year, and times any leap second; `\\s` is
+white space of Unicode, without U+FEFF; `$schema` has no effect.
 """
 
 import copy

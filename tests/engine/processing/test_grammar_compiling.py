@@ -12,6 +12,7 @@ import pytest
 from engine.config import GrammarConfig
 from engine.core.request import Matcher
 from engine.processing import grammar as grammar_module
+from engine.processing import grammar_build
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.grammar import MAX_PENDING, GrammarCompiler
 from engine.protocol import EngineFailed, GrammarSpec, InvalidRequest, Overloaded
@@ -82,14 +83,14 @@ def test_the_number_of_waiting_grammars_is_limited() -> None:
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts of the grammars that were compiled."""
     texts: list[str] = []
-    build = grammar_module._build
+    source = grammar_module._source
 
-    def counting(tokenizer: Any, spec: GrammarSpec, *rest: Any) -> Any:
+    def counting(spec: GrammarSpec, control_strings: frozenset[str]) -> str:
         texts.append(spec.text)
         time.sleep(0.02)
-        return build(tokenizer, spec, *rest)
+        return source(spec, control_strings)
 
-    monkeypatch.setattr(grammar_module, "build_matcher", counting)
+    monkeypatch.setattr(grammar_module, "_source", counting)
     return texts
 
 
@@ -172,7 +173,7 @@ def test_a_model_whose_tokenizer_cannot_be_read_is_named(tmp_path: Path) -> None
 
 
 def test_a_grammar_that_grows_too_large_while_matching_fails_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_module, "MAX_ITEMS_IN_ROW", 300)
+    monkeypatch.setattr(grammar_build, "MAX_ITEMS_IN_ROW", 300)
     wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(200)}}
     matcher = asyncio.run(compiler_with().compile(json_schema(wide)))
 

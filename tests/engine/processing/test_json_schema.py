@@ -5,12 +5,10 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from engine.processing.json_schema import lenient_schema, strict_schema
 from engine.protocol import InvalidRequest
-from tests.engine.processing.walks import accepts, compiled, decode, json_schema, walk
+from tests.engine.processing.walks import accepts, compiled, json_schema
 
 OBJECT = {"type": "object"}
 A = {"properties": {"a": {"type": "integer"}}}
@@ -222,62 +220,3 @@ def test_references_are_dropped_when_the_lenient_form_drops_their_target() -> No
         {"items": [{"type": "null"}], "additionalProperties": {}},
         ["$.prefixItems", "$.not", "$.additionalProperties.$ref"],
     )
-
-
-SCALARS = st.sampled_from([None, True, False, 0, -3, 2.5, "", "a", "é\n"])
-LEAVES = st.sampled_from(
-    [
-        *({"type": "integer", "minimum": -3, "exclusiveMaximum": 40}, {"type": "number", "maximum": 2.5}, {}),
-        *(
-            {"type": "string", "pattern": "^[a-c]|x$", "maxLength": 4},
-            {"type": ["string", "null"]},
-            {"const": {"a": 1}},
-        ),
-        *({"type": "string", "format": "time"}, {"type": "string", "minLength": 2}, {"enum": ["a", 1, None, [2]]}),
-        *({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, {"type": "number", "exclusiveMaximum": 0}),
-        *({"enum": ["a\x01b", "\x7f"]}, {"type": "string", "pattern": "^[\\x00-\\x08a]$"}),
-        *({"type": "object", "patternProperties": {"^[ab]": {"type": "null"}}},),
-        {"oneOf": [{"type": "integer", "maximum": 1}, {"type": "string"}, {"type": "number", "minimum": 2}]},
-        *({"type": "integer", "multipleOf": 7}, {"$ref": "#/$defs/node"}, {"type": "boolean"}),
-    ]
-)
-NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "v": {"type": "integer"}}, "required": ["v"]}
-
-
-def composed(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    names = st.sampled_from(["a", "b", "c", "d/e"])
-    objects = st.fixed_dictionaries(
-        {"type": st.just("object"), "properties": st.dictionaries(names, inner, max_size=3)},
-        optional={
-            "required": st.lists(names, unique=True, max_size=2),
-            "additionalProperties": st.one_of(st.booleans(), inner),
-            "maxProperties": st.integers(3, 4),
-        },
-    )
-    arrays = st.fixed_dictionaries(
-        {"type": st.just("array")},
-        optional={
-            "items": inner,
-            "prefixItems": st.lists(inner, min_size=1, max_size=2),
-            "minItems": st.integers(0, 2),
-            "maxItems": st.integers(2, 3),
-        },
-    )
-    choices = st.fixed_dictionaries(
-        {"anyOf": st.lists(inner, min_size=1, max_size=2)}, optional={"allOf": st.lists(inner, max_size=1)}
-    )
-    return st.one_of(objects, arrays, choices)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-@given(schema=st.recursive(LEAVES, composed, max_leaves=5), seed=st.integers(0, 2**32))
-def test_text_allowed_by_the_masks_satisfies_the_schema(schema: dict[str, Any], seed: int) -> None:
-    schema = {**schema, "$defs": {"node": NODE}}
-    try:
-        matcher = compiled(json_schema(schema))
-    except InvalidRequest:  # such as: a required property of two types at once
-        return
-    for attempt in range(4):
-        token_ids = walk(matcher, seed + attempt)
-        if token_ids is not None:
-            assert is_valid(schema, json.loads(decode(token_ids))), decode(token_ids)

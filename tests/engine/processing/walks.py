@@ -11,10 +11,12 @@ from tokenizers import Tokenizer
 from engine.config import GrammarConfig
 from engine.core.request import Matcher
 from engine.processing.checkpoint import DEMO_MODEL
+from engine.processing.control_tokens import without_added_tokens
 from engine.processing.grammar import GrammarCompiler
 from engine.protocol import GrammarSpec
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+PLAIN = without_added_tokens(TOKENIZER)
 NUM_TOKENS = TOKENIZER.get_vocab_size()
 VOCAB_SIZE = NUM_TOKENS + 37  # as a padded embedding; no multiple of 32
 IM_END, END_OF_TEXT = 2, 0
@@ -48,6 +50,13 @@ def allowed(mask: np.ndarray) -> list[int]:
 def accepts(matcher: Matcher, text: str) -> bool:
     """Whether `text`, as the tokenizer writes it, may be the whole output."""
     token_ids = encode(text)
+    masks = matcher.masks(token_ids)
+    return len(masks) == len(token_ids) + 1 and IM_END in allowed(masks[-1])
+
+
+def accepts_as_text(matcher: Matcher, text: str) -> bool:
+    """Whether `text` may be the whole output, with control strings in it written in ordinary tokens."""
+    token_ids = tuple(PLAIN.encode(text, add_special_tokens=False).ids)
     masks = matcher.masks(token_ids)
     return len(masks) == len(token_ids) + 1 and IM_END in allowed(masks[-1])
 
