@@ -68,6 +68,7 @@ class TextGeneration:
         self.num_cached_tokens = stream.num_cached_tokens
         self.num_skipped_tokens = stream.num_skipped_tokens
         self.spec_prefill = stream.plan.spec_prefill
+        self.left_open = () if request.grammar is None else request.grammar.left_open
         self.context_limited = is_context_limited
         self._stream = stream
         self._note_end = note_end

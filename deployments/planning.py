@@ -60,6 +60,7 @@ class PromptPlanner:
         self.tokenizer = ChatTokenizer(self.model_dir)
         self._checkpoint = checkpoint_fingerprint(self.model_dir)
         self._finds_boundaries = config.prefix_cache.enabled or finds_boundaries
+        self._max_grammar_bytes = config.grammar.max_bytes
         self._embedding = config.embedding
         self._embedding_model = EmbeddingModel.read(self.model_dir)
         self.threads = PlanningThreads()
@@ -80,7 +81,7 @@ class PromptPlanner:
         """
 
         def work(is_wanted: Callable[[], bool]) -> EngineRequest:
-            form = AnswerForm.of(request, self.tokenizer)
+            form = AnswerForm.of(request, self.tokenizer, self._max_grammar_bytes)
             prompt = self._prompt(request, messages, self.tokenizer.placeholders(images), form, is_wanted)
             num_tokens, defaults = len(prompt.token_ids), self.tokenizer.generation_defaults
             explains = self._finds_boundaries and request.raw_prompt is None
@@ -265,7 +266,7 @@ class AnswerForm:
     """Budget and closing of the thought; None if the engine need not track it."""
 
     @classmethod
-    def of(cls, request: ChatRequest, tokenizer: ChatTokenizer) -> "AnswerForm":
+    def of(cls, request: ChatRequest, tokenizer: ChatTokenizer, max_grammar_bytes: int) -> "AnswerForm":
         """Derive the form from a request. Raises InvalidRequest for what the model's chat template cannot express."""
         if request.raw_prompt is not None:
             return cls({}, request.grammar, None)
@@ -289,6 +290,7 @@ class AnswerForm:
             grammar=request.grammar,
             is_thinking=is_thinking,
             budget=thinking.budget if is_thinking else None,
+            max_bytes=max_grammar_bytes,
         )
         return cls(kwargs, grammar, thought)
 

@@ -309,6 +309,11 @@ class Generation(Protocol):
         """Whether the remaining context, not the client's max_tokens, limits the length of the answer."""
         ...
 
+    @property
+    def left_open(self) -> tuple[str, ...]:
+        """See GrammarSpec."""
+        ...
+
     def __aiter__(self) -> AsyncIterator[TextDelta]: ...
 
     async def aclose(self) -> None:

@@ -18,9 +18,10 @@ from starlette.types import Receive, Scope, Send
 from deployments.http.answer import Answer, AnswerEncoder
 from deployments.http.api_keys import KeyIdentity
 from deployments.http.client_address import address_group, client_host
-from deployments.http.context import HttpContext
+from deployments.http.context import IGNORED_HEADER, HttpContext
 from deployments.http.errors import CLIENT_LEFT
 from deployments.http.event_stream import EventStream
+from deployments.http.fields import left_open_names
 from deployments.http.parsed_request import ParsedRequest
 from deployments.http.request_reader import Dialect
 from deployments.in_flight import InFlightRequest
@@ -135,6 +136,8 @@ class AnswerResponse(Response):
         """Generate the answer, with comments while a stream is silent. Returns as `_answer`."""
         async with in_background(stream.keep_alive()) if job.stream else nullcontext():
             generation = await job.start(key)
+            if generation.left_open:
+                await stream.note(IGNORED_HEADER, left_open_names(generation.left_open))
             answer = Answer(generation, job.num_choices, keeps_text=not job.stream)
             try:
                 if job.stream:

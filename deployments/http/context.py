@@ -18,7 +18,7 @@ from deployments.protocol import Backend, ChatRequest, Generation, Route
 from engine.protocol import EngineFailed, Unavailable
 
 IGNORED_HEADER = "X-Orchard-Ignored"
-"""Response header that names the unknown fields of the body, which were ignored."""
+"""Response header that names what was ignored: unknown fields of the body, parts of the tools' schemas."""
 
 
 class HttpContext:

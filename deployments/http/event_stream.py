@@ -42,6 +42,13 @@ class EventStream:
             await self._pass({"type": "http.response.body", "body": event, "more_body": True})
             self._last_sent_s = asyncio.get_running_loop().time()
 
+    async def note(self, header: str, value: str) -> None:
+        """Add a value to a header of the answer; send it as a comment if the stream is open. Raises ClientDisconnect."""
+        if self.is_open:
+            await self.send(f": {header}: {value}\n\n".encode())
+        else:
+            self.headers[header] = ", ".join(filter(None, (self.headers.get(header), value)))
+
     async def keep_alive(self) -> None:
         """Send a comment whenever nothing was sent for comment_s. Runs until it is cancelled."""
         loop = asyncio.get_running_loop()

@@ -13,7 +13,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -32,6 +32,10 @@ MAX_IGNORED = 64
 
 MAX_NAME_CHARS = 64
 """Characters of an unknown field's name that are kept for headers and errors."""
+
+MAX_PLACES = 16
+MAX_PLACE_CHARS = 160
+"""Parts of the tools' schemas that a header names, and characters of each."""
 
 MAX_COUNTED_NAMES = 256
 """Most different unknown names that are counted and logged, so that clients cannot fill memory or the log."""
@@ -151,6 +155,12 @@ class IgnoredFields:
         return dict(self._counts.most_common())
 
 
-def printable(name: str) -> str:
-    """Escape a client's field name for a header: ASCII without control characters and commas, cut to MAX_NAME_CHARS."""
-    return json.dumps(name[:MAX_NAME_CHARS])[1:-1].replace(",", "\\u002c")
+def printable(name: str, max_chars: int = MAX_NAME_CHARS) -> str:
+    """Escape a client's field name for a header: ASCII without control characters and commas, cut to max_chars."""
+    return json.dumps(name[:max_chars])[1:-1].replace(",", "\\u002c").replace("\x7f", "\\u007f")
+
+
+def left_open_names(places: Sequence[str]) -> str:
+    """Return the parts of the tools' schemas that are not enforced, for a header."""
+    named = [printable(place, MAX_PLACE_CHARS) for place in places[:MAX_PLACES]]
+    return ", ".join([*named, f"{len(places) - MAX_PLACES} more"] if len(places) > MAX_PLACES else named)

@@ -43,6 +43,7 @@ class PlainAnswer:
     num_prompt_tokens = num_cached_tokens = num_skipped_tokens = 0
     context_limited = False
     spec_prefill: SpecPrefillReport | None = None
+    left_open: tuple[str, ...] = ()
 
     def __init__(self, work: Work, num_choices: int):
         self._work = work

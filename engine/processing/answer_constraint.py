@@ -1,8 +1,11 @@
 """answer_constraint: combines tools, tool choice, output format and thinking into one grammar and one thought."""
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
+from engine.config import GrammarConfig
 from engine.processing.reasoning_format import ReasoningFormat
 from engine.processing.tokenizer import ChatTokenizer
 from engine.processing.tool_format import XML, ToolFormat
@@ -20,6 +23,7 @@ def answer_constraint(
     grammar: GrammarSpec | None,
     is_thinking: bool,
     budget: int | None,
+    max_bytes: int = GrammarConfig().max_bytes,
 ) -> tuple[GrammarSpec | None, ThoughtSpec | None]:
     """Return the grammar and the thought that the engine enforces for an answer.
 
@@ -32,6 +36,7 @@ def answer_constraint(
         grammar: Grammar of an answer without calls; None: any text.
         is_thinking: Whether the prompt is rendered with thinking on.
         budget: Most tokens of the thought; None: no limit.
+        max_bytes: Largest grammar; the largest schemas of tools without `strict` are left open until theirs fits.
 
     Returns:
         The grammar of the answer after its thought, None for any text; the thought, None if the engine need not track
@@ -41,10 +46,30 @@ def answer_constraint(
         InvalidRequest: The request cannot be enforced in the model's format; names the field.
     """
     if tools:
-        grammar = _with_tools(tokenizer, tools, choice_mode, choice_names, parallel, grammar)
+        made = _with_tools(tokenizer, tools, choice_mode, choice_names, parallel, grammar)
+        if made is not None and made is not grammar and (excess := len(made.text.encode()) - max_bytes) > 0:
+            tools, left_open = _smaller(tools, excess)
+            made = _with_tools(tokenizer, tools, choice_mode, choice_names, parallel, grammar)
+            assert made is not None
+            made = replace(made, left_open=(*left_open, *made.left_open))
+        grammar = made
     elif choice_mode == "required":
         raise InvalidRequest("tool_choice requires a tool call, but the request has no tools", "tool_choice")
     return grammar, _thought(tokenizer.reasoning, grammar, is_thinking, budget)
+
+
+def _smaller(
+    tools: Sequence[Mapping[str, Any]], num_bytes: int
+) -> tuple[list[Mapping[str, Any]], tuple[str, ...]]:
+    """Return the tools without the largest schemas that may be left open, and the names of these."""
+    functions = [dict(tool["function"]) for tool in tools]
+    left_open = []
+    for function in sorted(functions, key=lambda one: len(json.dumps(one.get("parameters"))), reverse=True):
+        if num_bytes > 0 and not function.get("strict") and function.get("parameters"):
+            num_bytes -= len(json.dumps(function["parameters"]))
+            function["parameters"] = {"type": "object", "additionalProperties": {}}
+            left_open.append(f"tools ({function['name']}): $")
+    return [{**tool, "function": function} for tool, function in zip(tools, functions, strict=True)], tuple(left_open)
 
 
 def _with_tools(

@@ -177,7 +177,7 @@ def _control_in(schema: Any) -> tuple[str, str] | None:
 def _normal_copy(root: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy without keywords that are null, which some generators write for absent ones, and unknown formats.
 
-    Sizes such as 2.0 become integers. A `oneOf` of which never two branches hold becomes an `anyOf`.
+    Sizes such as 2.0 become integers, and the exclusive bounds of draft 4 those of later ones. A `oneOf` of which never two branches hold becomes an `anyOf`.
     """
     normal = copy.deepcopy(dict(root))
     for _, schema in list(subschemas(normal)):
@@ -189,6 +189,9 @@ def _normal_copy(root: Mapping[str, Any]) -> dict[str, Any]:
             for keyword in SIZES & schema.keys():
                 if isinstance(size := schema[keyword], float) and size.is_integer():
                     schema[keyword] = int(size)
+            for exclusive, inclusive in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+                if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and inclusive in schema:
+                    schema[exclusive] = schema.pop(inclusive)
     places, moved = dict(subschemas(normal)), dict[str, str]()
     for pointer, schema in places.items():
         branches = schema.get("oneOf") if isinstance(schema, dict) else None

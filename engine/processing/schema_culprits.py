@@ -6,7 +6,6 @@ parts of it left open: the smallest parts without which it compiles.
 
 import copy
 import json
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,9 +26,10 @@ from engine.processing.json_schema import (
 )
 from engine.processing.schema_branches import TYPES
 
-MAX_COMPILATIONS = 300
-MAX_SEARCH_S = 2.0
-"""Limits of a search; beyond them the whole schema is the culprit."""
+MAX_COMPILATIONS = 60
+MAX_COMPILED_CHARS = 1_000_000
+"""Limits of a search; beyond them the whole schema is the culprit. They do not depend on the machine's load, so that
+equal requests have equal grammars."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def open_culprits(schema: dict[str, Any], culprits: Iterable[Culprit]) -> dict[s
     return _without(schema, [(culprit.pointer, culprit.keyword) for culprit in culprits])
 
 
-@lru_cache(256)
+@lru_cache(64)
 def _find_culprits(text: str) -> tuple[Culprit, ...]:
     schema = json.loads(text)
     reason = _error(schema)
@@ -77,7 +77,7 @@ def _find_culprits(text: str) -> tuple[Culprit, ...]:
         places = search.places("", [])
         reasons = [search.error_without([other for other in places if other != place]) or reason for place in places]
     except SearchEnded:
-        return (Culprit("", None, f"the schema cannot be enforced: {reason}"),)
+        return (Culprit("", None, f"the schema at $ cannot be enforced: {reason}"),)
     return tuple(
         Culprit(pointer, keyword, f"the schema {_use(pointer, keyword)} cannot be enforced: {said}")
         for (pointer, keyword), said in zip(places, reasons, strict=True)
@@ -96,13 +96,12 @@ class _Search:
     def __init__(self, schema: dict[str, Any]):
         self._schema = schema
         self._parts = dict(subschemas(schema))
-        self._num_left = MAX_COMPILATIONS
-        self._end_s = time.monotonic() + MAX_SEARCH_S
+        self._num_left = min(MAX_COMPILATIONS, MAX_COMPILED_CHARS // len(json.dumps(schema)))
 
     def error_without(self, opened: Sequence[Place]) -> str | None:
         """Return the library's error for the schema with these places open; None if it compiles."""
         self._num_left -= 1
-        if self._num_left < 0 or time.monotonic() > self._end_s:
+        if self._num_left < 0:
             raise SearchEnded
         return _error(_without(self._schema, opened))
 

@@ -267,7 +267,7 @@ class _Function:
         """Return the rule for the text after a parameter's opening line, its closing line included."""
         kinds = list(self._alternatives(schema, frozenset()))
         raw = [kind for kind in kinds if _is_raw(kind)]
-        if self._strict and (limit := next((key for kind in raw for key in RAW_LIMITS if key in kind), None)):
+        if self._strict and (limit := next((key for kind in raw for key in RAW_LIMITS if _has(kind, key)), None)):
             raise self._refused(f"the schema uses `{limit}` in the parameter {name!r}, whose text cannot be limited")
         if raw:
             return "RAW"
@@ -328,6 +328,10 @@ def _is_raw(schema: Any) -> bool:
         return True
     types = schema.get("type", "string")
     return _constants(schema) is None and ("string" in types if isinstance(types, list) else types == "string")
+
+
+def _has(schema: Any, keyword: str) -> bool:
+    return isinstance(schema, dict) and keyword in schema
 
 
 def _constants(schema: Any) -> list[Any] | None:

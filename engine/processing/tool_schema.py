@@ -9,7 +9,7 @@ from engine.processing.grammar_build import run_deep
 from engine.processing.json_schema import lenient_schema, strict_schema
 from engine.processing.schema_culprits import find_culprits, open_culprits
 
-MAX_CACHED_CHARS = 32_768
+MAX_CACHED_CHARS = 262_144
 """Longest schema that is cached: clients send the same tools with each turn."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -47,4 +47,4 @@ def _made(text: str, is_strict: bool) -> tuple[str, tuple[str, ...]]:
     return json.dumps(schema), tuple(left_open)
 
 
-_cached = lru_cache(256)(_made)
+_cached = lru_cache(64)(_made)

@@ -21,6 +21,7 @@ class MergedGeneration:
         self.num_skipped_tokens = sum(generation.num_skipped_tokens for generation in generations)
         self.context_limited = any(generation.context_limited for generation in generations)
         self.spec_prefill = _merged_reports([generation.spec_prefill for generation in generations])
+        self.left_open = generations[0].left_open if generations else ()
         self._generations = generations
         self._num_choices = num_choices
         self._deltas: asyncio.Queue[TextDelta | Exception | None] = asyncio.Queue(len(generations))

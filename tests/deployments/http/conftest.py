@@ -22,6 +22,7 @@ class FakeGeneration:
     num_cached_tokens = 5
     num_skipped_tokens = 3
     context_limited = False
+    left_open: tuple[str, ...] = ()
 
     def __init__(self, script: list[Any], spec_prefill: SpecPrefillReport | None = None):
         self.spec_prefill = spec_prefill
