@@ -81,6 +81,9 @@ class AnswerParser:
         has_thought = rules.is_thinking or (reasoning is not None and reasoning.always)
         has_thought_markers = not rules.is_constrained or (has_thought and not begins_in_thought)
         self._in_content = _content_markup(reasoning if has_thought_markers else None, self._tools)
+        # Behind the thought of a constrained answer, at most the markup that begins the answer is none of its text.
+        self._has_one_thought = rules.is_constrained and has_thought_markers
+        self._begins_answer = reasoning.noise if reasoning is not None else ()
         self._is_free = self._free_of_markers()
         self._mark = self._only_mark()
         self._call: CallBody | None = None
@@ -157,6 +160,8 @@ class AnswerParser:
             return None
         self._think(text[: match.start()].rstrip())
         self._is_thinking, self._skips_space = self._in_thought.kinds[match[0]] != Kind.THOUGHT_END, True
+        if not self._is_thinking and self._has_one_thought:
+            self._use_markup(_markup_behind_thought(self._begins_answer, self._tools))
         return text[match.end() :]
 
     def _take_content(self, text: str) -> str | None:
@@ -178,6 +183,8 @@ class AnswerParser:
     def _begin(self, kind: "Kind", marker: str) -> None:
         """Enter the state that a marker in the content starts."""
         self._skips_space = kind != Kind.CALL or not self._has_content
+        if kind == Kind.NOISE and self._has_one_thought and marker in self._begins_answer:
+            self._use_markup(_content_markup(None, self._tools))
         if kind == Kind.THOUGHT:
             self._is_thinking = True
         elif kind == Kind.CALL:
@@ -213,9 +220,14 @@ class AnswerParser:
         self._skips_space = False
         if not self._has_content:
             self._has_content = True
+            if self._has_one_thought:
+                self._use_markup(_content_markup(None, self._tools))
             if self._tools is not None and self._tools.starts_answer:
-                self._in_content = self._in_content.without(Kind.CALL)
-                self._is_free, self._mark = self._free_of_markers(), self._only_mark()
+                self._use_markup(self._in_content.without(Kind.CALL))
+
+    def _use_markup(self, markup: "Markup") -> None:
+        self._in_content = markup
+        self._is_free, self._mark = self._free_of_markers(), self._only_mark()
 
     def _find_stop(self, text: str) -> bool:
         if not self._stop:
@@ -325,3 +337,9 @@ def _content_markup(reasoning: ReasoningFormat | None, tools: ToolFormat | None)
         kinds |= dict.fromkeys((reasoning.end, *reasoning.noise), Kind.NOISE)
         kinds |= dict.fromkeys((reasoning.start, *reasoning.starts), Kind.THOUGHT)
     return Markup(kinds)
+
+
+@lru_cache(64)
+def _markup_behind_thought(begins_answer: tuple[str, ...], tools: ToolFormat | None) -> Markup:
+    calls = _content_markup(None, tools).kinds
+    return Markup({**dict.fromkeys(begins_answer, Kind.NOISE), **calls})

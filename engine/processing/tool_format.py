@@ -1,5 +1,6 @@
 """ToolFormat: the markup of a model's tool calls, detected from the output of its chat template."""
 
+import ast
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -165,6 +166,18 @@ def _is_whole_xml(text: str) -> bool:
     return "<function=" not in text or text.rstrip().endswith(("</function>", "</parameter>"))
 
 
+def _is_whole_python(text: str) -> bool:
+    try:
+        ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _has_pairs_of(mark: str) -> Callable[[str], bool]:
+    return lambda text: text.count(mark) % 2 == 0
+
+
 def _marked(name: str, opening: str, end: str, parse: Parse, **more: Any) -> ToolFormat:
     is_end = more.pop("is_end", lambda text: True)
     noise = (end, *more.pop("noise", ()))
@@ -191,12 +204,14 @@ LONGCAT = _marked(
     "<longcat_tool_call>",
     "</longcat_tool_call>",
     partial(parse_pairs, "longcat_arg_key", "longcat_arg_value"),
+    is_end=lambda text: text.rstrip().endswith("</longcat_arg_value>") or "<longcat_arg_key>" not in text,
 )
 KIMI = _marked(
     "Kimi",
     "<|tool_call_begin|>",
     "<|tool_call_end|>",
     parse_named,
+    is_end=_is_outside_of_strings,
     noise=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     inner=("<|tool_call_argument_begin|>",),
 )
@@ -205,19 +220,36 @@ DEEPSEEK = _marked(
     "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
     parse_named,
+    is_end=_is_outside_of_strings,
     noise=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     inner=("<｜tool▁sep｜>",),
 )
-GEMMA4 = _marked("Gemma 4", "<|tool_call>", "<tool_call|>", partial(parse_with, "gemma4"), inner=('<|"|>',))
+GEMMA4 = _marked(
+    "Gemma 4",
+    "<|tool_call>",
+    "<tool_call|>",
+    partial(parse_with, "gemma4"),
+    is_end=_has_pairs_of('<|"|>'),
+    inner=('<|"|>',),
+)
 FUNCTION_GEMMA = _marked(
     "FunctionGemma",
     "<start_function_call>",
     "<end_function_call>",
     partial(parse_with, "function_gemma"),
+    is_end=_has_pairs_of("<escape>"),
     inner=("<escape>",),
 )
-MINIMAX = _marked("MiniMax", "<minimax:tool_call>", "</minimax:tool_call>", partial(parse_with, "minimax_m2"))
-PYTHONIC = _marked("pythonic", "<|tool_call_start|>", "<|tool_call_end|>", partial(parse_with, "pythonic"))
+MINIMAX = _marked(
+    "MiniMax",
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    partial(parse_with, "minimax_m2"),
+    is_end=lambda text: "<invoke" not in text or text.rstrip().endswith("</invoke>"),
+)
+PYTHONIC = _marked(
+    "pythonic", "<|tool_call_start|>", "<|tool_call_end|>", partial(parse_with, "pythonic"), is_end=_is_whole_python
+)
 MISTRAL = ToolFormat(
     "Mistral",
     ("[TOOL_CALLS]",),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import subprocess
 import sys
 from functools import cache
@@ -10,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,9 +19,14 @@ from hypothesis import strategies as st
 from engine.config import GrammarConfig
 from engine.processing.answer_constraint import answer_constraint
 from engine.processing.answer_parser import AnswerDelta, AnswerRules
+from engine.processing.checkpoint import DEMO_MODEL
+from engine.processing.control_tokens import without_added_tokens
 from engine.processing.grammar import GrammarCompiler
 from engine.processing.library_parser import library_parser
+from engine.processing.thought_matcher import ThoughtMatcher, ThoughtRules
 from engine.processing.tokenizer import ChatTokenizer
+from engine.processing.tool_arguments import ToolTypes
+from engine.processing.tool_format import FUNCTION_GEMMA, LONGCAT, MINIMAX, PYTHONIC, ToolFormat
 from engine.protocol import GrammarSpec, InvalidRequest
 from tests.engine.processing.tool_templates import FAMILIES
 
@@ -297,3 +304,149 @@ def test_the_librarys_parsers_return_the_name_and_arguments_of_a_call(
     found = library_parser(module)(text, [F])
     [found] = found if isinstance(found, list) else [found]
     assert (found["name"], found["arguments"]) == ("f", arguments)
+
+
+MARKUP = (
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "</parameter>", "</function>", "[TOOL_CALLS]"),
+    *("[/TOOL_CALLS]", "[ARGS]", "[THINK]", "<|eot_id|>", "<|python_tag|>", "<｜tool▁call▁end｜>", "<|call|>", "<|end|>"),
+    *("```", "null", '{"name": "f"}', "a</tool_call>b", "</parameter>\n", "<|im_end|><|im_end|>", " </think>"),
+)
+"""Values that spell the markup of calls, thoughts and turns of one family or another."""
+
+
+def forced(tokenizer: ChatTokenizer, out: Path, grammar: GrammarSpec) -> tuple[int, ...]:
+    """Return a random answer that the grammar allows."""
+    matcher = asyncio.run(compiler(out).compile(grammar))
+    rng, token_ids = random.Random(1), []
+    while len(token_ids) < 500:
+        bits = np.unpackbits(matcher.masks()[0].view(np.uint8), bitorder="little")
+        choices = np.flatnonzero(bits).tolist()
+        if 2 in choices:
+            return tuple(token_ids)
+        token_ids.append(rng.choice(choices))
+        matcher.advance((token_ids[-1],))
+    raise AssertionError("the answer does not end")
+
+
+@pytest.mark.parametrize("value", MARKUP)
+@pytest.mark.parametrize("name", ["demo", *WITH_GRAMMAR])
+def test_a_forced_value_that_spells_markup_is_made_of_ordinary_tokens(tokenizers: Any, name: str, value: str):
+    tokenizer, out = (ChatTokenizer(DEMO_MODEL), DEMO_MODEL) if name == "demo" else tokenizers[name]
+    inner = {"type": "object", "properties": {"k": {"const": value}}, "required": ["k"], "additionalProperties": False}
+    parameters = {"type": "object", "properties": {"s": {"enum": [value]}, "o": inner}, "required": ["s", "o"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {**parameters, "additionalProperties": False}}}]
+    grammar = constraint(tokenizer, tools=tools, choice_mode="required", parallel=False)
+    assert grammar is not None and not grammar.left_open
+
+    token_ids = forced(tokenizer, out, grammar)
+    reasoning = tokenizer.reasoning
+    thought = reasoning.closing_ids if reasoning is not None and reasoning.always else ()
+    parser = tokenizer.answer_parser(AnswerRules(tools=tuple(tools), is_constrained=True))
+    deltas = [*(parser.push([token_id]) for token_id in (*thought, *token_ids)), parser.finish()]
+
+    [call] = [call for delta in deltas for call in delta.tool_calls]
+    assert json.loads(call.arguments) == {"s": value, "o": {"k": value}}
+    assert not "".join(delta.content for delta in deltas).strip()
+    shape = tokenizer.tool_format.shape
+    markup = "<tool_call></tool_call>" if shape is None else shape.begin + shape.middle + shape.end
+    for text, token_id in tokenizer.control_ids.items():
+        assert token_ids.count(token_id) == markup.count(text), text
+
+
+ENDS = {
+    "hermes": "</tool_call>",
+    "deepseek": "<｜tool▁call▁end｜>",
+    "kimi": "<|tool_call_end|>",
+    "glm": "</tool_call>",
+    "gemma 4": "<tool_call|>",
+    "harmony": "<|call|>",
+    "mistral args": "[TOOL_CALLS]",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("form", ["{}", "a{}b", "{}{}"])
+def test_a_value_that_spells_the_end_of_a_call_is_a_part_of_the_call(tokenizers: Any, name: str, form: str):
+    family, (tokenizer, _) = FAMILIES[name], tokenizers[name]
+    value = form.replace("{}", ENDS[name])
+
+    answer = parse(tokenizer, family.answer.replace("12", value))
+
+    assert answer.content == family.content
+    assert [json.loads(call.arguments) for call in answer.tool_calls][0] == {"s": value, "n": 3}
+    assert len(answer.tool_calls) == len(family.calls)
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "end"),
+    [
+        (FUNCTION_GEMMA, "call:f{s:<escape>%s<escape>,n:3}", "<end_function_call>"),
+        (MINIMAX, '<invoke name="f"><parameter name="s">%s</parameter><parameter name="n">3</parameter></invoke>', ""),
+        (PYTHONIC, "[f(s='%s', n=3)]", "<|tool_call_end|>"),
+        (LONGCAT, "f\n" + "<longcat_arg_key>%s</longcat_arg_key>\n<longcat_arg_value>%s</longcat_arg_value>\n", ""),
+    ],
+)
+def test_bodies_of_other_formats_end_outside_of_values(format: ToolFormat, text: str, end: str):
+    end = end or format.noise[0]
+    text = text.replace("%s", "s", 1).replace("%s", f"x{end}y") if text.count("%s") > 1 else text % f"x{end}y"
+    body = format.body(format.openings[0])
+
+    assert body.push(text) is None and body.push(end + "behind") == "behind"
+    [call] = format.parse(body.text, ToolTypes([F]))
+    assert json.loads(call.arguments)["s"] == f"x{end}y"
+
+
+@pytest.mark.parametrize("cuts", [None, [1, 2, 30], [9, 12, 13, 14]])
+@pytest.mark.parametrize(
+    ("name", "thought"),
+    [
+        ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"),
+        ("glm", "<think>Hm.</think>\n"),
+        ("gemma 4", "<|channel>thought\nHm.<channel|>"),
+        ("magistral", "[THINK]Hm.[/THINK]"),
+    ],
+)
+def test_a_constrained_answer_behind_a_thought_that_the_model_opens_may_spell_its_markers(
+    tokenizers: Any, name: str, thought: str, cuts: list[int] | None
+):
+    tokenizer, _ = tokenizers[name]
+    assert tokenizer.reasoning.opening_ids
+    plain = without_added_tokens(tokenizer._tokenizer)
+    for marker in tokenizer.reasoning.markers:
+        for value in (marker, f"a{marker}b", f"{marker}\n{marker}", f'"{marker}"'):
+            spelled = plain.encode("\n" + value, add_special_tokens=False).ids[1:]
+            parser = tokenizer.answer_parser(AnswerRules(is_thinking=True, is_constrained=True))
+            ids = [*tokenizer.encode_text(thought).tolist(), *spelled]
+            borders = [0, *(cuts or range(1, len(ids))), len(ids)]
+            deltas = [parser.push(ids[a:b]) for a, b in pairwise(sorted(borders))] + [parser.finish()]
+
+            assert "".join(delta.content for delta in deltas) == value
+            assert "".join(delta.reasoning for delta in deltas) == "Hm."
+
+
+def test_harmony_always_thinks_and_opens_its_thought_itself(tokenizers: Any):
+    """Without a thought that the template opens, a budget counts from the opening tokens."""
+    tokenizer, out = tokenizers["harmony"]
+    reasoning = tokenizer.reasoning
+    assert reasoning.always and reasoning.opening_ids == tuple(tokenizer.encode_text(reasoning.start).tolist())
+    given: dict[str, Any] = {"tools": (), "choice_mode": "auto", "choice_names": (), "parallel": True}
+    _, spec = answer_constraint(
+        tokenizer, **given, grammar=GrammarSpec("regex", "<\\|end\\|>"), is_thinking=True, budget=3
+    )
+    assert spec is not None and spec.opening_ids == reasoning.opening_ids
+
+    vocab_size = len(tokenizer._tokenizer.get_vocab())
+    grammar = asyncio.run(compiler(out).compile(GrammarSpec("regex", "<\\|end\\|>")))
+    matcher = ThoughtMatcher(ThoughtRules(spec, (2,), vocab_size, has_grammar=True), grammar)
+    rng, token_ids = random.Random(3), []
+    while not token_ids or token_ids[-1] != 2:
+        bits = np.unpackbits(matcher.masks()[0].view(np.uint8), bitorder="little")[:vocab_size]
+        free = [one for one in np.flatnonzero(bits).tolist() if one not in tokenizer.control_ids.values()]
+        token_ids.append(rng.choice(free or np.flatnonzero(bits).tolist()))
+        matcher.advance((token_ids[-1],))
+
+    num_opening = len(reasoning.opening_ids)
+    assert tuple(token_ids[:num_opening]) == reasoning.opening_ids
+    assert tuple(token_ids[num_opening + 3 :][: len(reasoning.closing_ids)]) == reasoning.closing_ids
+    parser = tokenizer.answer_parser(AnswerRules(is_thinking=True, is_constrained=True))
+    assert "".join(delta.content for delta in (parser.push(token_ids[:-1]), parser.finish())) == "<|end|>"
