@@ -74,7 +74,10 @@ class ModelNotFound(Refusal):
     @property
     def message(self) -> str:
         asked, served = self.args
-        return f"The model {shown(asked)} does not exist: this server serves {json.dumps(served)}."
+        return (
+            f"The model {shown(asked)} does not exist: this server serves {json.dumps(served)}. Send that name, or add "
+            "yours to http.served_model_names."
+        )
 
 
 class BodyTooLarge(Refusal):
