@@ -20,6 +20,7 @@ NPM_PLAIN = {"npm_config_fund": "false", "npm_config_audit": "false", "npm_confi
 class Installed:
     """A program on this machine."""
 
+    program: Program
     executable: Path
     version: str
     path: str
@@ -38,12 +39,12 @@ class Tools:
         folder = self._folder / re.sub(r"\W+", "-", program.name.lower())
         if program.registry == "pypi":
             version = self._python_package(folder, program.package)
-            return Installed(folder / "bin" / program.executable, version, os.environ["PATH"])
+            return Installed(program, folder / "bin" / program.executable, version, os.environ["PATH"])
         path = f"{self._folder_of_node()}{os.pathsep}{os.environ['PATH']}"
         folder.mkdir(parents=True, exist_ok=True)
         _run(["npm", "install", "--prefix", str(folder), "--save-exact", f"{program.package}@latest"], {"PATH": path})
         package = json.loads((folder / "node_modules" / program.package / "package.json").read_text())
-        return Installed(folder / "node_modules" / ".bin" / program.executable, package["version"], path)
+        return Installed(program, folder / "node_modules" / ".bin" / program.executable, package["version"], path)
 
     def _folder_of_node(self) -> Path:
         """Return the folder of a Node and npm that are new enough: the machine's, or those of a package on PyPI."""

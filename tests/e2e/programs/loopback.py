@@ -45,12 +45,14 @@ class Loopback:
         """Return the command that runs `command` in this network."""
         return [*(("ip", "netns", "exec", self._name) if self.why_open is None else ()), *command]
 
+    def pids(self) -> list[int]:
+        return [] if self.why_open is not None else [int(pid) for pid in ip("netns", "pids", self._name).split()]
+
     def end_processes(self) -> None:
         """Kill what a program has left running inside, such as a daemon of its own."""
-        if self.why_open is None:
-            for pid in ip("netns", "pids", self._name).split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         self.end_processes()

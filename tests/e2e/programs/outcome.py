@@ -54,6 +54,8 @@ def ending(run: Run) -> str:
         return found
     if _letters(refused.error_message) in _letters(run.output):
         return "ends and shows these words"
+    if run.case.is_screen:
+        return "shows other words on its screen"
     return f"ends with its own words: {_last_words(run)}"
 
 
@@ -129,9 +131,7 @@ def unusual(run: Run) -> str:
     if not asked:
         return ""
     one = max(asked, key=lambda asked: len(json.dumps(asked.body)))
-    fields = [
-        f"`{name}: {_shown(value)}`" for name, value in one.body.items() if name not in USUAL.get(one.path, set())
-    ]
+    fields = [_field(name, value) for name, value in one.body.items() if name not in USUAL.get(one.path, set())]
     tools = one.body.get("tools") or []
     types = sorted({item["type"] for item in _items(one.body) if item.get("type", "text") not in USUAL_TYPES})
     listed = [f"{len(tools)} tools", f"{len(json.dumps(one.body)) / 1000:.0f} kB", *fields]

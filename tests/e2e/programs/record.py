@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.programs.catalogue import CASES
 from tests.e2e.programs.outcome import ending, outcome, refusals, unusual
 from tests.e2e.programs.run import Run
 
@@ -31,11 +32,14 @@ def note_refusal(run: Run, what: str) -> None:
     """Write what a program did after a refusal that the recorder gave it."""
     record = read()
     row = record.setdefault(run.case.name, {"outcomes": {}, "refusals": {}})
+    row |= {"version": run.version, "sends": unusual(run) or row.get("sends", "")}
     row["refusals"][what] = {"version": run.version, "steps": refusals(run), "ending": ending(run)}
     write(record)
 
 
 def write(record: dict[str, Any]) -> None:
+    order = [case.name for case in CASES]
+    record = dict(sorted(record.items(), key=lambda row: order.index(row[0])))
     RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     text = README.read_text().partition(BEGIN)[0]
     README.write_text(f"{text}{BEGIN}\n\n{tables(record)}")

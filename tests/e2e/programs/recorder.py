@@ -1,5 +1,6 @@
 """Recorder: stands between a program and a server, passes on every byte and keeps both sides of each exchange."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -79,12 +80,11 @@ class Recorder:
         self._target = target
         self._socket = listening
         self._refuse = refuse
-        self._upstream: httpx.AsyncClient | None = None
         config = uvicorn.Config(
             self._app, log_config=None, lifespan="off", ws="none", interface="asgi3", proxy_headers=False
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([listening],), daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -98,6 +98,10 @@ class Recorder:
         self._thread.join()
         self._socket.close()
 
+    async def _serve(self) -> None:
+        async with httpx.AsyncClient(base_url=self._target, timeout=None) as self._upstream:
+            await self._server.serve([self._socket])
+
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         content = await request.body()
@@ -110,8 +114,6 @@ class Recorder:
         await response(scope, receive, send)
 
     async def _forward(self, request: Request, content: bytes, exchange: Exchange) -> Response:
-        if self._upstream is None:  # belongs to this thread's event loop
-            self._upstream = httpx.AsyncClient(base_url=self._target, timeout=None)
         headers = {name: value for name, value in request.headers.items() if name not in HOP_BY_HOP}
         url = httpx.URL(path=request.url.path, query=request.url.query.encode())
         sent = self._upstream.build_request(request.method, url, headers=headers, content=content)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from tests.e2e.programs.catalogue import PROGRAMS, QUESTION, Case
+from tests.e2e.programs.catalogue import QUESTION, Case
 from tests.e2e.programs.install import Installed
 from tests.e2e.programs.loopback import Loopback
 from tests.e2e.programs.recorder import Exchange, Recorder, Refuse
@@ -62,7 +62,7 @@ class Site:
             (home / path).parent.mkdir(parents=True, exist_ok=True)
             (home / path).write_text(filled(text))
         own = {name: filled(value) for name, value in case.env.items()}
-        env = {"HOME": str(home), "PATH": installed.path, **TERM, **OFFLINE, **PROGRAMS[case.program].env, **own}
+        env = {"HOME": str(home), "PATH": installed.path, **TERM, **OFFLINE, **installed.program.env, **own}
         command = self.loopback.inside([str(installed.executable), *map(filled, case.arguments)])
         began = time.monotonic()
         go: Callable[..., tuple[int | None, str]] = _on_screen if case.is_screen else _headless
