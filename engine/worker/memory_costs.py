@@ -18,6 +18,7 @@ from engine.core.batch import PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, SamplingParams
+from engine.worker import loader
 from engine.worker.drafting import most_draft_tokens
 from engine.worker.kv_cache import SLOTS_STEP
 from engine.worker.mtp import MAX_PENDING
@@ -42,8 +43,9 @@ SHAPED = SamplingParams(
     2**20, presence_penalty=1, frequency_penalty=1, repetition_penalty=1.1, logit_bias=((0, 1.0),), min_tokens=2**20,
     logprobs=MAX_TOP_LOGPROBS,
 )  # fmt: skip
+GPU_PAGE_BYTES, CPU_PAGE_BYTES = 2**14, 2**12
+"""Pages of MLX's allocators, whatever those of the system are."""
 SCORE_BYTES = 5  # a float, and a mask
-BUFFER_SLACK = 2**13  # MLX reuses free buffers that are a little larger
 UNPACKED_SLOTS = 1024
 """Slots of the probe for dequantizing a layer."""
 LATE_BYTES = 2**18  # constants that are allocated on first use
@@ -111,7 +113,7 @@ def _exact(snapshot: StateSnapshot, max_drafts: int, head_layers: int) -> Memory
         window_bytes=sum(windows),
         window_slots=max((ring_slots(window) for window in snapshot.windows if window), default=0),
         layer_share=max(shares, default=0.0),
-        snapshot_slack=BUFFER_SLACK * num_arrays,
+        snapshot_slack=buffer_slack() * num_arrays,
         max_snapshots=_max_arrays() // num_arrays,
         slots_step=SLOTS_STEP,
         overshoot=2 * (max_drafts + 1) + 1,
@@ -127,6 +129,15 @@ def _max_arrays() -> int:
     """
     limit = mx.device_info().get("resource_limit")
     return limit // 2 if isinstance(limit, int) and limit > 0 else 2**31
+
+
+def buffer_slack() -> int:
+    """Return the most bytes by which MLX's allocator may make the buffer of an array larger than the array.
+
+    It reuses a free buffer that is less than two pages larger; on a GPU it also rounds sizes up to whole pages
+    (mlx/backend/common/buffer_cache.h, mlx/backend/{cuda,metal}/allocator.cpp).
+    """
+    return 3 * GPU_PAGE_BYTES if loader.on_gpu() else 2 * CPU_PAGE_BYTES
 
 
 def _with_forwards(runner: Runner, costs: MemoryCosts, drafts: Sequence[Drafts]) -> MemoryCosts:

@@ -15,7 +15,7 @@ class MemoryCosts:
     window_bytes: int = 0  # Per slot of a row, over all layers with a sliding window.
     window_slots: int = 0  # The most slots of such a layer.
     layer_share: float = 1.0  # Largest layer's share of a row: decode groups are rebuilt layer by layer.
-    snapshot_slack: int = 0  # By how much a snapshot's buffers may exceed its arrays.
+    snapshot_slack: int = 0  # By how much the buffers of a snapshot, or of a decode group, may exceed their arrays.
     max_snapshots: int = 2**31  # Snapshots whose arrays may exist at once; Metal allows a process so many buffers.
     unpacked_bytes: float = 0.0
     """Per slot, for the keys and values of one layer as computed, if they are stored with fewer bits; the largest."""
@@ -54,7 +54,8 @@ class MemoryCosts:
         """Return the bytes of a decode group of `num_rows` rows, including the intermediate results of a step."""
         per_slot = self.token_bytes + self.slot_step_bytes + self.unpacked_bytes
         waiting = min(slots, self.pending_tokens) * self.pending_bytes
-        return int(num_rows * (slots * per_slot + self.fixed(slots) + self.row_step_bytes + waiting))
+        rows = num_rows * (slots * per_slot + self.fixed(slots) + self.row_step_bytes + waiting)
+        return int(rows) + (self.snapshot_slack if num_rows else 0)
 
     def sampling(self, row: Request) -> int:
         """Return the additional bytes of a row for its sampling parameters."""

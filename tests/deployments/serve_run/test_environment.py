@@ -14,6 +14,8 @@ from deployments.serve_run import environment
 from deployments.serve_run.environment import DEFAULTS, INIT_HOOK, RAY_INIT_HOOK, is_prepared, not_in_effect
 from deployments.serve_run.orchard_command import EDITABLE
 
+ROOT = Path(__file__).parents[3]
+
 
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:

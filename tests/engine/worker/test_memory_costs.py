@@ -6,10 +6,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from engine.worker.memory_costs import MARGIN, _exact, _of_images
+from engine.worker import loader
+from engine.worker.memory_costs import GPU_PAGE_BYTES, MARGIN, _exact, _of_images, buffer_slack
 from engine.worker.snapshot import KVSegment, StateSnapshot
 
 KB = 1024
+PAGE_SIZES = (5000, 20_000, 100_000, 1_000_000)
 GRIDS = [(1, 4, 4), (1, 8, 8), (1, 16, 16)]
 
 
@@ -73,3 +75,33 @@ def test_snapshots_may_have_half_of_the_arrays_that_metal_allows(monkeypatch):
     assert _exact(snapshot, 1, 0).max_snapshots > 2**25
     monkeypatch.setattr(mx, "device_info", lambda: {"resource_limit": 499000})
     assert _exact(snapshot, 1, 0).max_snapshots == 249500 // 51
+
+
+@pytest.mark.parametrize("num_bytes", PAGE_SIZES)
+def test_no_buffer_that_is_reused_exceeds_its_array_by_more_than_the_slack(num_bytes: int):
+    def excess(larger: int) -> int:
+        """Return by how much an array's buffer exceeds it when one that is so much larger has just been freed."""
+        mx.clear_cache()
+        free = mx.zeros((num_bytes + larger,), mx.uint8)
+        mx.eval(free)
+        mx.synchronize()
+        del free
+        before = mx.get_active_memory()
+        array = mx.zeros((num_bytes,), mx.uint8)
+        mx.eval(array)
+        mx.synchronize()
+        return mx.get_active_memory() - before - array.nbytes
+
+    slack = buffer_slack()
+    found = [excess(larger) for larger in (slack // 2, slack - 1, slack, slack + 1, 2 * slack)]
+    assert max(found) <= slack
+    assert loader.on_gpu() or num_bytes < slack or max(found) == slack - 1, "and not by much less"
+
+
+def test_slack_on_a_gpu_covers_pages_that_are_rounded_up_and_reused(monkeypatch: pytest.MonkeyPatch):
+    """By the sources of MLX's allocators for CUDA and Metal, which do not run on a CPU."""
+    monkeypatch.setattr(loader, "on_gpu", lambda: True)
+    for num_bytes in (*PAGE_SIZES, GPU_PAGE_BYTES + 1, 5 * GPU_PAGE_BYTES):
+        rounded = -(-num_bytes // GPU_PAGE_BYTES) * GPU_PAGE_BYTES
+        largest = min(2 * rounded, rounded + 2 * GPU_PAGE_BYTES)
+        assert largest - num_bytes <= buffer_slack()

@@ -145,6 +145,19 @@ def test_unaccounted_bytes_count_as_used_until_the_device_frees_them():
     assert books.unaccounted_bytes == 0 and books.num_underestimates == 1
 
 
+def test_buffers_of_a_decode_group_may_exceed_its_arrays_without_being_unaccounted():
+    def observed(slack: int) -> int:
+        books = budget_of(costs=replace(COSTS, snapshot_slack=slack))
+        (row,) = rows(request("row", 30, 20))
+        assert not books.reserve([row])
+        books.release_prefill(row)
+        arrays = COSTS.base_bytes + COSTS.rows(1, books.grouping.of(row.id).slots[row.id])
+        books.observe(arrays + 300)
+        return books.num_underestimates
+
+    assert observed(0) == 1 and observed(300) == 0
+
+
 def chunk(books: MemoryBudget, start: int) -> int:
     """The largest chunk of a prompt behind so many of its tokens, beside whatever runs."""
     [row] = rows(request("of a chunk", start + 1, 1))
