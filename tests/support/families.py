@@ -1,4 +1,8 @@
-"""The zoo's table: one tiny configuration per model family that mlx_vlm loads, with the caches that its layers have."""
+"""The zoo's table: one tiny configuration per model family that mlx_vlm loads, with the caches that its layers have.
+
+Recurrent states have dimensions of at least 32: Metal's kernels divide them among the 32 threads of a simdgroup, and
+give other tokens with fewer. Real models have 64 or more.
+"""
 
 from dataclasses import dataclass
 from itertools import groupby
@@ -52,15 +56,15 @@ LATENT: dict[str, Any] = {
 GATED_DELTA: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
     "full_attention_interval": 3,
 }
 MAMBA: dict[str, Any] = {
     "mamba_n_heads": 4,
     "mamba_d_head": 16,
-    "mamba_d_state": 16,
+    "mamba_d_state": 32,
     "mamba_d_conv": 4,
     "mamba_n_groups": 1,
     "mamba_expand": 2,
@@ -291,7 +295,7 @@ FAMILIES: dict[str, Family] = {
             mamba_num_heads=4,
             mamba_head_dim=16,
             mamba_proj_bias=False,
-            ssm_state_size=16,
+            ssm_state_size=32,
             conv_kernel=4,
             n_groups=1,
             layer_norm_epsilon=1e-5,
@@ -362,7 +366,7 @@ FAMILIES: dict[str, Family] = {
             "mamba2",
             num_heads=8,
             head_dim=16,
-            state_size=16,
+            state_size=32,
             layer_norm_epsilon=1e-5,
             conv_kernel=4,
             n_groups=1,
@@ -375,7 +379,7 @@ FAMILIES: dict[str, Family] = {
         f"{ARRAYS}*3",
     ),
     "rwkv7": Family(
-        text("rwkv7", a_low_rank_dim=8, v_low_rank_dim=8, gate_low_rank_dim=8, decay_low_rank_dim=8),
+        text("rwkv7", head_dim=32, a_low_rank_dim=8, v_low_rank_dim=8, gate_low_rank_dim=8, decay_low_rank_dim=8),
         f"{ARRAYS}*3",
         seed=5,
     ),

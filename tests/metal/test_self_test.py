@@ -1,0 +1,52 @@
+"""The self-test passes on an emulated Mac and reaches the library's kernels."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.metal.emulator import why_it_cannot_run
+
+pytestmark = pytest.mark.skipif(why_it_cannot_run() is not None, reason=str(why_it_cannot_run()))
+
+ROOT = Path(__file__).parents[2]
+
+CHECKS = """
+import json, sys
+from pathlib import Path
+from tests.metal import emulator
+emulator.install(Path(sys.argv[1]), on_gpu=True)
+from engine.worker import patches
+from engine.worker.kernel_checks import KERNEL_CHECKS
+patches.install(decodes=True)
+figures = {name: check() for name, check in KERNEL_CHECKS.items()}
+print(json.dumps([{name: figure if isinstance(figure, str) else vars(figure) for name, figure in figures.items()},
+                  emulator.num_calls]))
+"""
+
+
+def run(*command: str) -> str:
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.night("g++ compiles dozens of kernels; in the gate families of the zoo run those of their layers")
+def test_the_checks_of_kernels_pass_and_reach_those_of_metal(tmp_path: Path):
+    figures, num_calls = json.loads(run("-c", CHECKS, str(tmp_path)))
+    for name, figure in figures.items():
+        assert isinstance(figure, dict), (name, figure)
+        assert figure["value"] <= figure["limit"] or name.startswith("cache write"), (name, figure)
+    assert any("gated_delta" in name for name in num_calls) and any("mrope" in name for name in num_calls), num_calls
+    of_verifier = [name for name in num_calls if "verify" in name]
+    assert of_verifier, num_calls
+
+
+@pytest.mark.night("it takes minutes; the gate runs the checks of kernels, and the zoo's tokens")
+def test_the_whole_self_test_passes_without_a_warning(tmp_path: Path):
+    output = run("-m", "tests.metal.self_test_run", str(tmp_path), "--quick", "--dtype", "float32")
+    assert "FAIL" not in output and "WARN" not in output, output
+    num_calls = json.loads(output.strip().split("\n")[-1])
+    assert any("gated_delta" in name for name in num_calls), num_calls
