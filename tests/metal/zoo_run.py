@@ -1,7 +1,7 @@
 """Prints the tokens of families of the tests' zoo on one device, as JSON.
 
-Usage: `python -m tests.metal.zoo_run DEVICE DIR FAMILY ..`. DEVICE: plain for MLX as it is, gpu for an emulated Mac, cpu
-for the CPU device of one. DIR: for checkpoints and kernels. A family that fails has its error instead of tokens.
+Usage: `python -m tests.metal.zoo_run DEVICE DIR FAMILY ..`. DEVICE: plain for MLX as it is, gpu for an emulated Mac,
+cpu for the CPU device of one. DIR: for checkpoints and kernels. A family that fails has its error instead of tokens.
 """
 
 import json
