@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from deployments.serve_run.port import PortTaken, check_port, take_port
@@ -72,6 +73,23 @@ def test_a_port_that_another_process_listens_on_is_refused_with_its_pid(
     listener = start(LISTEN, listens, port)
     with pytest.raises(PortTaken, match=rf"port {port} of {host} is in use by process {listener.pid} \(python"):
         check_port(host, port)
+
+
+def test_a_listener_is_named_although_its_ancestors_may_not_be_inspected(
+    start: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+):
+    """As launchd and login on macOS."""
+    port = free_port()
+    listener, cmdline = start(LISTEN, "127.0.0.1", port), psutil.Process.cmdline
+
+    def of_own_processes(process: psutil.Process) -> list[str]:
+        if process.pid != listener.pid:
+            raise psutil.AccessDenied(process.pid)
+        return cmdline(process)
+
+    monkeypatch.setattr(psutil.Process, "cmdline", of_own_processes)
+    with pytest.raises(PortTaken, match=rf"is in use by process {listener.pid} \(python"):
+        check_port("127.0.0.1", port)
 
 
 def test_second_server_on_a_port_is_refused_with_the_pid_until_the_first_ends(
