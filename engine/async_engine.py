@@ -39,7 +39,8 @@ HUNG_JOIN_S = 1.0
 """How long shutdown waits for a device thread that hangs."""
 
 RunnerFactory = Callable[[EngineConfig, Callable[[float], None]], ModelRunner]
-"""Creates the runner on the device thread; the second argument receives the load progress, 0 to 1."""
+"""Creates the runner on the device thread; the second argument receives the share of the weights that is read,
+up to 1, and then that of the warm-up, which compiles kernels, from 0 to 1."""
 
 
 class AsyncEngine:
@@ -306,6 +307,8 @@ class AsyncEngine:
             raise
 
     def _set_progress(self, progress: float) -> None:
+        if self._load_progress == 1.0 and progress < 1.0:
+            self._thread.call_soon(self._begin_compiling)
         self._load_progress = progress
 
     def _publish(self, chunks: Chunks) -> None:
@@ -319,6 +322,10 @@ class AsyncEngine:
             stream = self._streams.get(row_id.rpartition("/")[0])
             if stream is not None:
                 stream.put(chunk)
+
+    def _begin_compiling(self) -> None:
+        if self._thread.state == "loading":
+            self._thread.state = "compiling"
 
     def _end_streams(self, error: str) -> None:
         for stream in self._streams.values():

@@ -568,11 +568,12 @@ class EngineStatus(EngineCounters):
     """The engine for `/v1/status`: current figures in bytes, seconds and tokens, with a copy of its counters."""
 
     state: str
-    """`loading`, `warming` (prefilling pinned prompts), `ready`, `failed` or `stopped`."""
+    """`loading` (weights), `compiling` (kernels, while steps and memory are measured), `warming` (prefilling pinned
+    prompts), `ready`, `failed` or `stopped`."""
     model: str
     """As configured."""
     load_progress: float
-    """0 to 1, by bytes of the weights; while warming, by tokens of the pinned prompts."""
+    """0 to 1: of the bytes of the weights, of the steps of the warm-up while compiling, of the prompts while warming."""
     num_running: int = 0  # Rows: decoding, or of a prompt in progress.
     num_waiting: int = 0  # Requests in the queue.
     max_running: int = 0

@@ -45,9 +45,16 @@ from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays, u
 from engine.worker.vision import VisionEncoder
 from engine.worker.vision_towers import make_tower
 
+STEPS_SHARE, CHUNKS_SHARE, IMAGES_SHARE = 0.6, 0.7, 0.8
+"""Share of the warm-up that is done after the steps, the chunks and the image."""
+
 
 def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> "MLXRunner":
     """Load the model on the calling thread, which must be the one that will call the runner.
+
+    Args:
+        config: The engine's configuration.
+        progress: See AsyncEngine's RunnerFactory.
 
     Raises:
         EngineFailed: The model cannot be loaded, or an engine in another process has the GPU.
@@ -57,7 +64,7 @@ def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> "MLX
     try:
         runner = MLXRunner(loader.load(config, progress), config, lock)
         memory.set_limits(config)
-        runner.warm_up()
+        runner.warm_up(progress)
         return runner
     except BaseException:
         if lock is not None:
@@ -124,12 +131,21 @@ class MLXRunner:
             "compiled": compiled,
         }
 
-    def warm_up(self) -> None:
-        """Compile kernels with rows, chunks and an image; time steps and chunks, and measure memory costs."""
-        self.step_times, self._a_snapshot = warm_up.time_steps(self, self._max_running)
+    def warm_up(self, progress: Callable[[float], None] = lambda share: None) -> None:
+        """Compile kernels with rows, chunks and an image; time steps and chunks, and measure memory costs.
+
+        Args:
+            progress: Receives the share that is done, from 0 to 1.
+        """
+        progress(0.0)
+        self.step_times, self._a_snapshot = warm_up.time_steps(
+            self, self._max_running, lambda share: progress(STEPS_SHARE * share)
+        )
         self.chunk_times = warm_up.time_chunks(self)
+        progress(CHUNKS_SHARE)
         if self._vision is not None:
             self._vision.probe(self._vision.probe_grids[0])
+        progress(IMAGES_SHARE)
         if self._a_snapshot is not None:
             self._prefill.learn_slots(self._a_snapshot)
             heads = int(getattr(self._language_model.args, "num_attention_heads", 0))
@@ -141,6 +157,7 @@ class MLXRunner:
                 lambda: self._measured_costs(a_snapshot, heads),
             )
         mx.clear_cache()
+        progress(1.0)
 
     def _measured_costs(self, a_snapshot: StateSnapshot, num_heads: int) -> MemoryCosts:
         head_cache = [] if self._head is None else self._head.make_cache()

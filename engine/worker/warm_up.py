@@ -1,7 +1,7 @@
 """Warm-up: compiles kernels with a few rows and chunks, and times decode steps and chunks."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -41,17 +41,21 @@ class Runner(Protocol):
     def drop(self, row_ids: Sequence[str]) -> None: ...
 
 
-def time_steps(runner: Runner, max_running: int) -> tuple[list[StepTime], StateSnapshot | None]:
+def time_steps(
+    runner: Runner, max_running: int, progress: Callable[[float], None] = lambda share: None
+) -> tuple[list[StepTime], StateSnapshot | None]:
     """Time decode steps of NUM_ROWS rows with each way to draft.
 
     Args:
         runner: A runner without rows; it has none afterwards.
         max_running: The most rows that decode at a time.
+        progress: Receives the share of the steps that are timed, after each number of rows and way to draft.
 
     Returns:
         The times, and a snapshot of a row's prompt, None if the model supports none.
     """
-    prompt, rows, times, snapshot = np.zeros(NUM_TOKENS, np.int32), [], [], None
+    prompt, rows, snapshot = np.zeros(NUM_TOKENS, np.int32), [], None
+    times: list[StepTime] = []
     for num_rows in NUM_ROWS:
         if num_rows > 2 and not (num_rows <= max_running and _has_room_for(runner, num_rows, snapshot)):
             break
@@ -61,7 +65,9 @@ def time_steps(runner: Runner, max_running: int) -> tuple[list[StepTime], StateS
             snapshot = runner.snapshot([row]) if runner.no_snapshots is None else None
             runner.prefill([row], len(prompt))
             rows.append(row)
-        times += [StepTime(num_rows, drafts, _step_s(runner, drafts)) for drafts in (PLAIN, *runner.drafts)]
+        for drafts in (PLAIN, *runner.drafts):
+            times.append(StepTime(num_rows, drafts, _step_s(runner, drafts)))
+            progress(len(times) / (len(NUM_ROWS) * (1 + len(runner.drafts))))
     runner.drop([row.id for row in rows])
     return times, snapshot
 

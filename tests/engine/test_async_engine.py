@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from engine.protocol import (
     InvalidRequest,
     Overloaded,
     SamplingParams,
+    Unavailable,
 )
 from tests.support.fake_runner import NoSnapshots, run_engine, until
 from tests.support.faults import Hanging
@@ -206,6 +208,30 @@ def test_work_that_takes_much_longer_than_predicted_is_reported_once(monkeypatch
 
     with Hanging() as hang, caplog.at_level("WARNING", logger="orchard.engine"):
         run(test, HangingRunner(hang, predicted_s=0.001))
+
+
+def test_start_that_compiles_kernels_says_so_with_its_progress():
+    compiled = threading.Event()
+
+    def slow(config, progress):
+        for share in (0.5, 1.0, 0.0, 0.25):
+            progress(share)
+        assert compiled.wait(60)
+        progress(1.0)
+        return CountingRunner()
+
+    async def main():
+        engine = AsyncEngine(EngineConfig(), slow)
+        await until(lambda: engine.status().state == "compiling")
+        assert engine.status().load_progress == 0.25
+        with pytest.raises(Unavailable, match="the engine is not ready: it is compiling"):
+            await collect(engine, request())
+        compiled.set()
+        await engine.wait_ready()
+        assert (engine.status().state, engine.status().load_progress) == ("ready", 1.0)
+        await engine.shutdown()
+
+    asyncio.run(main())
 
 
 def test_a_failed_load_is_reported_to_all_waiters_with_its_reason():
