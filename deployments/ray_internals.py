@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ray
-from ray._common.network_utils import build_address
 from ray._common.tls_utils import add_port_to_grpc_server
 from ray.serve import handle as serve_handle
 from ray.serve._private import common, handle_options, replica, router
@@ -193,6 +192,7 @@ def listen_on_node_address() -> None:
     """
     if not ray.is_initialized():  # Serve's local testing mode
         return
-    listen, address = add_port_to_grpc_server, build_address(ray.util.get_node_ip_address(), 0)
+    host = ray.util.get_node_ip_address()
+    listen, address = add_port_to_grpc_server, f"[{host}]:0" if ":" in host else f"{host}:0"
     own: Any = replica
     own.add_port_to_grpc_server = lambda server, given: listen(server, address if given == ALL_ADDRESSES else given)

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
+import psutil
 import pytest
+from ray.serve._private import replica as ray_replica
 from ray.serve._private import router as ray_router
 from ray.serve._private.common import DeploymentHandleSource, RequestMetadata
 from ray.serve._private.replica import SERVE_BUILD_ASGI_APP_METHOD
@@ -22,6 +25,7 @@ from deployments.ray_internals import (
     cancel_call,
     check_ray,
     end_dispatch,
+    listen_on_node_address,
     replica_calls,
     running_nodes,
 )
@@ -241,3 +245,21 @@ def test_slots_requests_and_stop_flag_are_read_from_the_replica_object_of_ray(mo
     monkeypatch.setattr("ray._private.worker.global_worker", SimpleNamespace(actor_id=7, actors={7: actor}))
     assert (ray_internals.num_reserved_slots(), ray_internals.num_ongoing_requests()) == (2, 5)
     assert ray_internals.stop_flag()() is False
+
+
+def test_a_replica_listens_at_the_address_of_its_node_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray_replica, "add_port_to_grpc_server", ray_replica.add_port_to_grpc_server)
+    monkeypatch.setattr(ray_internals.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_internals.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+
+    async def addresses() -> set[str]:
+        server = grpc.aio.server()
+        port = ray_replica.add_port_to_grpc_server(server, ray_internals.ALL_ADDRESSES)
+        await server.start()
+        found = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == port}
+        await server.stop(None)
+        return found
+
+    assert asyncio.run(addresses()) == {"::"}
+    listen_on_node_address()
+    assert asyncio.run(addresses()) <= {"127.0.0.1", "::ffff:127.0.0.1"}

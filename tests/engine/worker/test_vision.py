@@ -70,4 +70,4 @@ def test_no_two_blocks_of_a_tower_are_one_command_of_the_device(model, picture, 
     encoding = alone.begin(picture("red"))
     for _ in range(alone.num_blocks):
         alone.advance(encoding, 1)
-    assert mx.array_equal(features, encoding.features).item()
+    assert encoding.features is not None and mx.array_equal(features, encoding.features).item()
