@@ -283,7 +283,7 @@ class AnswerForm:
             kwargs["tools"] = shown
         grammar, thought = answer_constraint(
             tokenizer,
-            tools=[tool.definition for tool in request.tools],
+            tools=[tool.enforced for tool in request.tools],
             choice_mode=request.tool_choice.mode,
             choice_names=request.tool_choice.names,
             parallel=request.parallel_tool_calls,

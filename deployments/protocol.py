@@ -69,6 +69,8 @@ class Tool:
     """Whether a schema keyword that cannot be enforced is an error."""
     is_deferred: bool = False
     """Whether the definition is left out of the prompt's head; a `tool_reference` inserts it into the conversation."""
+    input_grammar: GrammarSpec | None = None
+    """Regular expression that the only argument, a text, must match as a whole; None: the schema alone counts."""
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -80,6 +82,14 @@ class Tool:
         if self.strict:
             function["strict"] = True
         return {"type": "function", "function": function}
+
+    @property
+    def enforced(self) -> dict[str, Any]:
+        """The definition with `input_grammar`, for `answer_constraint`."""
+        definition = self.definition
+        if self.input_grammar is not None:
+            definition["function"]["input_grammar"] = self.input_grammar
+        return definition
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ def answer_constraint(
 
     Args:
         tokenizer: The model's tokenizer and formats.
-        tools: OpenAI function tools in the prompt; empty: none.
+        tools: OpenAI function tools in the prompt; empty: none. A function may have an `input_grammar`, a GrammarSpec
+            with a regular expression for its only argument.
         choice_mode: Whether tools are called; with `required` the answer is only calls, and `grammar` has no effect.
         choice_names: Tools that may be called; empty: all.
         parallel: Whether several calls are allowed.

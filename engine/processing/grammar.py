@@ -259,7 +259,7 @@ def _can_match(rules: str, control_strings: frozenset[str]) -> bool:
 def _may_spell(rules: str, control_strings: frozenset[str]) -> bool:
     """Return whether a literal of a grammar contains a control string; an expression may spell any."""
     lines = [line for line in rules.split("\n") if not TERMINAL.match(line)]
-    if any('"pattern' in line for line in lines):
+    if any('"pattern' in line or "INPUT_" in line for line in lines):
         return bool(control_strings)
     literals = [literal for line in lines for literal in LITERAL.findall(line)]
     escaped = {json.dumps(text, ensure_ascii=ascii)[1:-1] for text in control_strings for ascii in (False, True)}

@@ -323,7 +323,7 @@ def _problem_of(keyword: str, value: Any, schema: Mapping[str, Any], is_root: bo
         return f"which is {_shortened(value)}; the supported formats are {', '.join(sorted(FORMATS))}"
     if keyword in BOUNDS and (number := _inexact_number(value)) is not None:
         return f"which contains {number}; numbers are supported up to 2**53 = {MAX_EXACT_NUMBER}"
-    if keyword == "pattern" and isinstance(value, str) and (error := _pattern_error(value)):
+    if keyword == "pattern" and isinstance(value, str) and (error := pattern_error(value)):
         return f"which is {_shortened(value)}: {error}"
     if keyword == "minProperties":
         return _uncountable_properties(value, schema)
@@ -341,7 +341,7 @@ def _overlap(branches: Any, places: Mapping[str, Any]) -> str | None:
 def _declared_by_pattern(patterns: Any, declared: set[str]) -> str | None:
     # llguidance takes the declared names out of the pattern's; where none is left, it cannot end what it has begun.
     for pattern in patterns if isinstance(patterns, dict) else ():
-        if error := _pattern_error(pattern):
+        if error := pattern_error(pattern):
             return f"with the pattern {_shortened(pattern)}: {error}"
         if (name := _first_match(pattern, declared)) is not None:
             return f"whose pattern {_shortened(pattern)} matches {_shortened(name)}, a name in `properties`"
@@ -359,7 +359,7 @@ def _first_match(pattern: str, names: Iterable[str]) -> str | None:
 
 
 @lru_cache(1024)
-def _pattern_error(pattern: str) -> str | None:
+def pattern_error(pattern: str) -> str | None:
     """Return why a pattern cannot be enforced, such as a lookahead; None if it can."""
     matcher = _matcher_of(pattern)
     return " ".join(matcher.get_error().split())[-120:] if matcher.is_error() else None

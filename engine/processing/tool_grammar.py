@@ -22,16 +22,26 @@ from typing import Any
 from urllib.parse import unquote
 
 from engine.processing.control_tokens import any_of
-from engine.processing.json_schema import ANNOTATIONS, ROOT_ANNOTATIONS, strict_schema, subschemas, with_options
+from engine.processing.json_schema import (
+    ANNOTATIONS,
+    ROOT_ANNOTATIONS,
+    pattern_error,
+    strict_schema,
+    subschemas,
+    with_options,
+)
 from engine.processing.tool_arguments import ToolTypes
 from engine.processing.tool_format import XML, CallShape
 from engine.processing.tool_schema import ANY_OBJECT, tool_schema
 from engine.protocol import GrammarSpec, InvalidRequest
 
-HEAD = r"""%llguidance {}
+MARKUP = r"<(\/parameter|\/?tool_call)>"
+"""Expression of control tokens that texts of arguments do not spell."""
+
+HEAD = rf"""%llguidance {{}}
 TEXT: /(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/
-NAME: /[^\s<>]([^\n\r<>]{0,62}[^\s<>])?/
-VALUE: /(?s:.*)/ & ~/(?s:.*)<(\/parameter|\/?tool_call)>(?s:.*)/ & ~/[Nn][Uu][Ll][Ll]/
+NAME: /[^\s<>]([^\n\r<>]{{0,62}}[^\s<>])?/
+VALUE: /(?s:.*)/ & ~/(?s:.*){MARKUP}(?s:.*)/ & ~/[Nn][Uu][Ll][Ll]/
 END: "\n</parameter>\n"
 RAW: VALUE END
 call: <tool_call> "\n" function "</function>\n" </tool_call>
@@ -126,6 +136,21 @@ def _answer(answer: GrammarSpec) -> str:
     raise InvalidRequest(f"`{answer.field}`: a {answer.kind} grammar and tools cannot be combined", answer.field)
 
 
+def input_expression(function: Mapping[str, Any]) -> str | None:
+    """Return the regular expression of a function's only argument; None if it has none. Raises InvalidRequest."""
+    spec: GrammarSpec | None = function.get("input_grammar")
+    if spec is None:
+        return None
+    if error := pattern_error(f"^(?:{spec.text})$"):
+        raise InvalidRequest(f"`{spec.field}`: {error}", spec.field)
+    return spec.text
+
+
+def _with_pattern(parameters: Mapping[str, Any], expression: str) -> dict[str, Any]:
+    [(name, schema)] = parameters["properties"].items()
+    return {**parameters, "properties": {name: {**schema, "pattern": f"^(?:{expression})$"}}}
+
+
 class JsonFunction:
     """A function whose arguments are one JSON object.
 
@@ -140,6 +165,9 @@ class JsonFunction:
         self.left_open: tuple[str, ...] = ()
         self._strict = bool(function.get("strict"))
         self._parameters = {"type": "object", **(function.get("parameters") or {})}
+        if (expression := input_expression(function)) is not None:
+            self._strict = True
+            self._parameters = _with_pattern(self._parameters, expression)
 
     def arguments(self) -> str:
         """Return the rule of the arguments. Raises InvalidRequest if a strict function cannot be enforced."""
@@ -207,6 +235,7 @@ class _Function:
         self.name = _checked_name(function["name"], f"{path}.name")
         self._path = f"{path}.parameters"
         self._strict = bool(function.get("strict"))
+        self._input = input_expression(function)
         self.left_open: list[str] = []
         try:
             self._schema, left_open = tool_schema(self._checked(function.get("parameters") or {}), self._strict)
@@ -233,7 +262,10 @@ class _Function:
                 continue
             rule, opening = f"{self.rule}_{i}", _literal(f"<parameter={name}>\n")
             parts.append(rule if name in required else f"{rule}?")
-            rules.append(f"{rule}: {opening} {self._value(schema, name)}")
+            if self._input is None:
+                rules.append(f"{rule}: {opening} {self._value(schema, name)}")
+            else:
+                rules += [f"{rule}: {opening} INPUT_{rule.upper()}", *_input_rules(rule.upper(), self._input)]
         if extra := self._schema.get("additionalProperties"):
             taken = "".join(f" & ~{_literal(name)}" for name in properties)
             parts.append(f"{self.rule}_extra*")
@@ -321,6 +353,11 @@ class _Function:
 
     def _refused(self, reason: str) -> InvalidRequest:
         return InvalidRequest(f"`{self._path}`: {reason}", self._path)
+
+
+def _input_rules(name: str, expression: str) -> list[str]:
+    """Return the rules of a text that matches an expression and does not spell markup, and of its closing line."""
+    return [f"INPUT_{name}: TEXT_{name} END", f"TEXT_{name}: /{expression}/ & ~/(?s:.*){MARKUP}(?s:.*)/"]
 
 
 def _is_raw(schema: Any) -> bool:

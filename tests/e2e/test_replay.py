@@ -21,8 +21,6 @@ from tests.e2e.pictures import image_part, shape
 REFUSED = {
     ("/v1/messages", "safeguards"): "asks the server to judge tool calls, which nothing here can",
     ("/v1/messages", "thread"): "sends the new message alone; without a store of threads it is nonsense",
-    ("/v1/responses", "tools[].type"): "custom tools by a grammar: not offered yet",
-    ("/v1/responses", "reasoning.context"): "asks for the thoughts of all turns, which templates drop",
 }
 """Path and field (indices left out) -> why a 400 is the honest answer."""
 

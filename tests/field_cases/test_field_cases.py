@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from tests.deployments.faulty_graph import Graph
+from tests.field_cases.siblings import SIBLINGS, Sibling
 from tests.golden.one_process import BASE_URL, args
 
 CASES: dict[str, dict[str, Any]] = {
@@ -25,14 +26,14 @@ RAW = {"http10-stream", "half-closed"}
 """Cases about connections, which need a real server."""
 OPEN = {
     *("template-kwargs-preserve_thinking", "template-kwargs-clear_thinking", "template-kwargs-thinking"),
-    *("responses-tool-custom", "tokenize-no-special-tokens"),
+    "tokenize-no-special-tokens",
 }
 """Cases that are not answered as they should be yet."""
 
 
 @cache
 def answers() -> dict[str, httpx.Response]:
-    """Send all cases to one graph, one after the other."""
+    """Send all cases and their siblings to one graph, one after the other."""
 
     async def go() -> dict[str, httpx.Response]:
         with pytest.MonkeyPatch.context() as patch:
@@ -42,10 +43,11 @@ def answers() -> dict[str, httpx.Response]:
                 transport = httpx.ASGITransport(graph.app)
                 async with httpx.AsyncClient(transport=transport, base_url=BASE_URL, timeout=120) as client:
                     model = (await client.get("/v1/models")).json()["data"][0]["id"]
+                    requests = {name: case["request"] for name, case in CASES.items() if name not in RAW}
+                    for one in SIBLINGS:
+                        requests[one.name] = {"method": "POST", "path": one.path, "body": {"model": model, **one.body}}
                     return {
-                        name: await client.send(_request(client, case["request"], model))
-                        for name, case in CASES.items()
-                        if name not in RAW
+                        name: await client.send(_request(client, request, model)) for name, request in requests.items()
                     }
             finally:
                 await graph.close()
@@ -86,6 +88,14 @@ def test_the_request_of_a_user_is_answered(name: str):
     if "arguments" in expected:
         call = response.json()["choices"][0]["message"]["tool_calls"][0]
         assert json.loads(call["function"]["arguments"]) == expected["arguments"]
+
+
+@pytest.mark.parametrize("sibling", SIBLINGS, ids=lambda sibling: sibling.name)
+def test_a_request_of_the_same_class_is_answered(sibling: Sibling):
+    response = answers()[sibling.name]
+    assert response.status_code == sibling.status, response.text
+    assert '"error": {' not in response.text or sibling.status >= 400
+    assert sibling.check(response), response.text
 
 
 def _text(response: httpx.Response) -> str:

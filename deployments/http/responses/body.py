@@ -14,7 +14,7 @@ from deployments.http.openai.thinking_wire import Effort, from_effort
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.responses.conversation import conversation
 from deployments.http.responses.encoder import ResponsesEcho
-from deployments.http.responses.items import Item, WireInput, kept_items, references
+from deployments.http.responses.items import Item, WireInput, added_tools, kept_items, left_out, references
 from deployments.http.responses.tools import OfferedTools, WireToolChoice, WireTools, offered_tools, tool_choice
 from deployments.http.wire import INT32_MAX, MAX_USER_CHARS, CacheSalt, Wire, choose, tag
 from deployments.protocol import ChatRequest, Route, Thinking
@@ -78,7 +78,7 @@ class ReasoningConfig(Wire):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    context: Literal["auto"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
     mode: Literal["standard"] | None = None
 
 
@@ -128,19 +128,23 @@ def parse_responses(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
     body, ignored = validate_body(ResponsesBody, raw, FIELD_RULES, rules.unknown_fields)
     _check_together(body)
     rules.check_model(body.model)
-    offered = offered_tools(body.tools or ())
+    offered = offered_tools(body.tools, added_tools(body.input))
     fields = request_fields(body, offered)
     items = kept_items(body.input if body.input is not None else (), rules)
     echo = _echo(body, raw, offered, items)
     messages, route = ((), Route.TEXT) if echo.is_open else conversation(items, body.instructions, rules)
     request = ChatRequest(request_id="", messages=messages, **fields)
-    return ParsedRequest(
-        request, route, bool(body.stream), echo, (*ignored, *_ignored_hints(body), *offered.not_offered)
-    )
+    ignored += (*_ignored_hints(body), *offered.not_offered, *left_out(body.input))
+    return ParsedRequest(request, route, bool(body.stream), echo, ignored)
 
 
 def _ignored_hints(body: ResponsesBody) -> tuple[str, ...]:
-    return ("text.verbosity",) if body.text is not None and body.text.verbosity in ("low", "high") else ()
+    hints = []
+    if body.text is not None and body.text.verbosity in ("low", "high"):
+        hints.append("text.verbosity")
+    if body.reasoning is not None and body.reasoning.context == "all_turns":
+        hints.append("reasoning.context")
+    return tuple(hints)
 
 
 def _check_together(body: ResponsesBody) -> None:
@@ -202,6 +206,7 @@ def _echo(body: ResponsesBody, raw: dict[str, Any], offered: OfferedTools, items
         references=referenced,
         stores=stores,
         namespaces=offered.namespaces,
+        customs=offered.customs,
         shows_summary=body.summary is not None,
         seals_reasoning=SEALED_REASONING in (body.include or ()),
     )

@@ -4,12 +4,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from deployments.http.classify import classify
+from deployments.http.custom_tool import arguments_of
 from deployments.http.normalize import normalize
 from deployments.http.parsed_request import ReadingRules
 from deployments.http.responses.items import Item
+from deployments.http.responses.tools import full_name
 from deployments.protocol import Route
 from engine.processing.message import Message, Part, image_part, text_part
 from engine.protocol import InvalidRequest
+
+CALLS = ("function_call", "custom_tool_call")
+"""Types of items that are calls of tools."""
 
 
 def conversation(
@@ -38,7 +43,7 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
     messages: list[Message] = []
     turn = AssistantTurn()
     for item in items:
-        if item["type"] in ("reasoning", "function_call") or item.get("role") == "assistant":
+        if item["type"] in ("reasoning", *CALLS) or item.get("role") == "assistant":
             if turn.ends_before(item):
                 messages += turn.messages
                 turn = AssistantTurn()
@@ -61,13 +66,13 @@ class AssistantTurn:
 
     def ends_before(self, item: Item) -> bool:
         """Tell whether the item starts a new message; never after a call, which its result must follow."""
-        return item["type"] != "function_call" and bool(self._texts) and not self._calls
+        return item["type"] not in CALLS and bool(self._texts) and not self._calls
 
     def add(self, item: Item) -> None:
         match item["type"]:
             case "reasoning":
                 self._thoughts += filter(None, [_thought(item)])
-            case "function_call":
+            case "function_call" | "custom_tool_call":
                 self._calls.append(_call(item))
             case _:
                 self._has_message = True
@@ -87,11 +92,6 @@ class AssistantTurn:
         return [message]
 
 
-def full_name(name: str, namespace: str | None) -> str:
-    """Return the name under which the model sees a function of a namespace."""
-    return name if namespace is None else f"{namespace}.{name}"
-
-
 def _thought(item: Item) -> str:
     content = item.get("content") or ()
     if content:
@@ -100,12 +100,13 @@ def _thought(item: Item) -> str:
 
 
 def _call(item: Item) -> dict[str, Any]:
-    function = {"name": full_name(item["name"], item.get("namespace")), "arguments": item["arguments"]}
+    arguments = arguments_of(item["input"]) if item["type"] == "custom_tool_call" else item["arguments"]
+    function = {"name": full_name(item["name"], item.get("namespace")), "arguments": arguments}
     return {"id": item["call_id"], "type": "function", "function": function}
 
 
 def _message_of(item: Item) -> Message:
-    if item["type"] == "function_call_output":
+    if item["type"] in ("function_call_output", "custom_tool_call_output"):
         return {"role": "tool", "content": _content(item["output"]), "tool_call_id": item["call_id"]}
     role = "system" if item["role"] == "developer" else item["role"]
     return {"role": role, "content": _content(item["content"])}

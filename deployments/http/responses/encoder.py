@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployments.http.answer import Answer, prompt_details
+from deployments.http.custom_tool import input_of
 from deployments.http.errors import CLIENT_LEFT, Failure
 from deployments.http.responses.items import Item, output_id
 from deployments.http.responses.sealed import seal
@@ -27,6 +28,8 @@ class ResponsesEcho:
     """Ids of stored items that the input references."""
     stores: bool = True
     namespaces: tuple[tuple[str, str, str], ...] = ()
+    """See OfferedTools."""
+    customs: frozenset[str] = frozenset()
     """See OfferedTools."""
     shows_summary: bool = False
     """Whether the thought is sent as the summary of its item instead of its content."""
@@ -63,6 +66,19 @@ SUMMARY = TextKind(
     "response.reasoning_summary_text",
     "summary_index",
 )
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """Types of an item that is a call, of its text and of its events."""
+
+    item_type: str
+    text_field: str
+    text_events: str
+
+
+FUNCTION_CALL = CallKind("function_call", "arguments", "response.function_call_arguments")
+CUSTOM_CALL = CallKind("custom_tool_call", "input", "response.custom_tool_call_input")
 
 
 class Events:
@@ -243,18 +259,21 @@ class ResponsesEncoder:
         """Return all events of a call, which is always complete."""
         events, write, index = self._close("completed"), self._events.write, len(self._output)
         namespace, name = self._namespaces.get(call.name, (None, call.name))
-        id = output_id("function_call", self._id, index)
-        item: Item = {"id": id, "type": "function_call", "status": "completed", "call_id": call.id, "name": name}
-        item |= {"arguments": call.arguments, **({} if namespace is None else {"namespace": namespace})}
+        kind = CUSTOM_CALL if call.name in self._echo.customs else FUNCTION_CALL
+        text = input_of(call.arguments) if kind is CUSTOM_CALL else call.arguments
+        id = output_id(kind.item_type, self._id, index)
+        item: Item = {"id": id, "type": kind.item_type, "status": "completed", "call_id": call.id, "name": name}
+        item |= {kind.text_field: text, **({} if namespace is None else {"namespace": namespace})}
         self._output.append(item)
         self._has_answer = True
         place = {"item_id": id, "output_index": index}
-        begun = {**item, "status": "in_progress", "arguments": ""}
+        begun = {**item, "status": "in_progress", kind.text_field: ""}
+        named = {"name": name} if kind is FUNCTION_CALL else {}
         return events + b"".join(
             [
                 write("response.output_item.added", output_index=index, item=begun),
-                write("response.function_call_arguments.delta", **place, delta=call.arguments),
-                write("response.function_call_arguments.done", **place, name=name, arguments=call.arguments),
+                write(f"{kind.text_events}.delta", **place, delta=text),
+                write(f"{kind.text_events}.done", **place, **named, **{kind.text_field: text}),
                 write("response.output_item.done", output_index=index, item=item),
             ]
         )

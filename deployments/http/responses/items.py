@@ -15,6 +15,7 @@ from deployments.http.errors import shown
 from deployments.http.openai.message_wire import Detail, Image
 from deployments.http.parsed_request import ReadingRules
 from deployments.http.responses.sealed import Unsealer
+from deployments.http.responses.tools import WireTools
 from deployments.http.wire import STRING_OR_ARRAY, OpenWire, choose, tag
 from engine.protocol import InvalidRequest
 
@@ -33,10 +34,18 @@ MAX_PARTS = 2048
 MAX_NAME_CHARS = 256
 """Characters of a function's name or namespace in the history."""
 
-ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "additional_tools": "at",
+}
 """Type of an item to the prefix of its id."""
 
-_MADE_ID = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{32})i?[0-9]{1,6}")
+_MADE_ID = re.compile(r"(?:msg|rs|fc|fco|ctc|ctco|at)_([0-9a-f]{32})i?[0-9]{1,6}")
 
 
 class TextPart(OpenWire):
@@ -140,7 +149,7 @@ class FunctionCallItem(InputItem):
 
 
 class FunctionCallOutputItem(InputItem):
-    """The result of a function call."""
+    """The result of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str = Field(min_length=1)
@@ -148,7 +157,7 @@ class FunctionCallOutputItem(InputItem):
 
     def kept(self) -> Item:
         output = [part.kept() for part in self.output] if isinstance(self.output, list) else self.output
-        return self._named({"type": "function_call_output", "call_id": self.call_id, "output": output})
+        return self._named({"type": self.type, "call_id": self.call_id, "output": output})
 
 
 class ThoughtPart(OpenWire):
@@ -189,18 +198,26 @@ class ReferenceItem(OpenWire):
 
 
 class CustomCallItem(InputItem):
-    """A call of a tool that takes text, shown to the model as a call of a function with one argument."""
+    """A call of a tool that takes text."""
 
     type: Literal["custom_tool_call"]
     call_id: str = Field(min_length=1)
     name: Name
     input: str
+    namespace: Name | None = None
 
     def kept(self) -> Item:
-        arguments = json.dumps({"input": self.input}, ensure_ascii=False)
-        return self._named(
-            {"type": "function_call", "call_id": self.call_id, "name": self.name, "arguments": arguments}
-        )
+        namespace = {} if self.namespace is None else {"namespace": self.namespace}
+        call = {"type": "custom_tool_call", "call_id": self.call_id, "name": self.name, "input": self.input}
+        return self._named({**call, **namespace})
+
+
+class AdditionalToolsItem(InputItem):
+    """Tools that the model is offered in addition to those of the field `tools`."""
+
+    type: Literal["additional_tools"]
+    role: str | None = None
+    tools: WireTools
 
 
 class OtherItem(OpenWire):
@@ -212,7 +229,7 @@ class OtherItem(OpenWire):
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 OTHER_TYPES = frozenset(
     {
-        *("compaction", "compaction_summary", "context_compaction", "additional_tools"),
+        *("compaction", "compaction_summary", "context_compaction"),
         *("tool_search_call", "tool_search_output", "web_search_call", "file_search_call", "image_generation_call"),
         *("code_interpreter_call", "computer_call", "computer_call_output", "program", "program_output"),
         *("local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output"),
@@ -236,7 +253,7 @@ def _item_tag(item: Any) -> str | None:
 
 
 ITEM_TAGS = {
-    **{kind: kind for kind in (*ITEM_TYPES, "custom_tool_call")},
+    **{kind: kind for kind in (*ITEM_TYPES, "custom_tool_call", "additional_tools")},
     "custom_tool_call_output": "function_call_output",
 }
 
@@ -247,6 +264,7 @@ WireItem = Annotated[
     | Annotated[FunctionCallOutputItem, tag("function_call_output")]
     | Annotated[ReasoningItem, tag("reasoning")]
     | Annotated[CustomCallItem, tag("custom_tool_call")]
+    | Annotated[AdditionalToolsItem, tag("additional_tools")]
     | Annotated[ReferenceItem, tag("item_reference")]
     | Annotated[OtherItem, tag("other")],
     choose(_item_tag, f"must be one of: {', '.join(ITEM_TYPES)}", "type"),
@@ -264,6 +282,12 @@ def left_out(sent: str | Sequence[Any] | None) -> tuple[str, ...]:
     return tuple(f"input[{i}] ({item.type})" for i, item in others[:MAX_NAMED])
 
 
+def added_tools(sent: str | Sequence[Any] | None) -> list[tuple[str, Sequence[Any]]]:
+    """Return (path, tools) of each item that adds tools."""
+    items = enumerate(sent or ())
+    return [(f"input[{i}].tools", item.tools) for i, item in items if isinstance(item, AdditionalToolsItem)]
+
+
 def kept_items(sent: str | Sequence[Any], rules: ReadingRules) -> list[Item]:
     """Convert an `input` to plain items; a string, also an empty one, is one user message.
 
@@ -275,7 +299,7 @@ def kept_items(sent: str | Sequence[Any], rules: ReadingRules) -> list[Item]:
     unsealer = Unsealer()
     items = []
     for i, wire in enumerate(sent):
-        if isinstance(wire, OtherItem):
+        if isinstance(wire, OtherItem | AdditionalToolsItem):
             continue
         item = wire.kept()
         _check_media(item, f"input[{i}]", rules)

@@ -18,6 +18,8 @@ PATH = Path(__file__).parent / "captured.jsonl.gz"
 
 _TEXT = re.compile(r"<text (\d+) chars>")
 _BASE64 = re.compile(r"<base64 \d+ bytes>")
+GRAMMAR = 'start: "*** Begin Patch" LF /(.+)/ LF "*** End Patch"\n%import common.LF'
+"""In place of the grammars of custom tools."""
 _WORDS = "The old gate is quiet and the small harbor is bright . "
 
 
@@ -87,6 +89,8 @@ def fill(body: Any, filling: Filling) -> Any:
         return "".join(islice(cycle(_WORDS), num_chars))
 
     def string(value: str, key: str) -> str:
+        if key == "definition":
+            return GRAMMAR
         sealed = key in ("signature", "encrypted_content")
         return _TEXT.sub(text, _BASE64.sub(filling.signature if sealed else filling.png, value))
 

@@ -161,7 +161,7 @@ def test_an_unknown_model_and_an_unknown_response_are_not_found(client):
 def test_a_bad_field_is_named(client, backend):
     import openai
 
-    tools: Any = [*TOOLS, {"type": "custom", "name": "a"}]
+    tools: Any = [*TOOLS, {"type": "custom", "name": "a b"}]
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model=MODEL, input="Hello!", tools=tools)
     assert (caught.value.param or "").startswith("tools[1]") and backend.asked == []

@@ -100,7 +100,7 @@ REFUSED = [
     ({"top_logprobs": 1}, "top_logprobs"),
     ({"text": {"verbosity": "lowest"}}, "text.verbosity"),
     ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
-    ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
+    ({"reasoning": {"context": "some_turns"}}, "reasoning.context"),
     ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
     ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
     ({"reasoning": {"budget": 3}}, "reasoning.budget"),

@@ -9,6 +9,12 @@ from tests.deployments.http.responses.conftest import parse
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "name": "weather", "description": "d", "parameters": PARAMETERS, "strict": True}
 AGENTS = {"type": "namespace", "name": "agents", "description": "", "tools": [{"type": "function", "name": "wait"}]}
+
+
+def lark(definition: str) -> dict[str, str]:
+    return {"type": "grammar", "syntax": "lark", "definition": definition}
+
+
 SEARCH = {"type": "web_search", "external_web_access": True, "search_content_types": ["text"]}
 
 
@@ -69,14 +75,17 @@ def test_tool_choice_that_cannot_be_honoured_is_refused(tools, sent):
 @pytest.mark.parametrize(
     ("tool", "field"),
     [
-        ({"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}}, "tools[1].type"),
+        ({"type": "custom", "name": "c", "format": {"type": "grammar"}}, "tools[1].format.syntax"),
+        ({"type": "custom", "name": "c", "format": {"type": "json"}}, "tools[1].format.type"),
+        ({"type": "custom", "name": "c", "format": lark("start: missing")}, "tools[1].format.definition"),
+        ({"type": "custom", "name": "c", "format": lark("start: %json {}")}, "tools[1].format.definition"),
+        ({"type": "custom", "name": "weather"}, "tools[1].name"),
         ({"type": "quantum", "name": "x"}, "tools[1].type"),
         ({"name": "f"}, "tools[1].type"),
         ({"type": "function", "function": {"name": "f"}}, "tools[1].name"),
         ({"type": "function", "name": "a b"}, "tools[1].name"),
-        ({"type": "function", "name": "f", "defer_loading": True}, "tools[1].defer_loading"),
         ({"type": "function", "name": "weather"}, "tools[1].name"),
-        ({**AGENTS, "tools": [{"type": "custom", "name": "c"}]}, "tools[1].tools[0].type"),
+        ({**AGENTS, "tools": [{"type": "web_search", "name": "c"}]}, "tools[1].tools[0].type"),
         ({**AGENTS, "tools": AGENTS["tools"] * 2}, "tools[1].tools[1].name"),
         (3, "tools[1]"),
     ],

@@ -1,0 +1,141 @@
+"""Requests of the same classes as cases.jsonl, and what must hold of their answers."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+HELLO = [{"role": "user", "content": "Hello!"}]
+PATCH = r"""
+start: begin hunk+ end
+begin: "*** Begin Patch" LF
+end: "*** End Patch" LF?
+hunk: "*** Add File: " /[a-z.]{1,12}/ LF line~1..2   -> add
+line: "+" /[a-z ]{0,12}/ LF
+%import common.LF
+"""
+PATCHED = re.compile(
+    r"\*\*\* Begin Patch\n(\*\*\* Add File: [a-z.]{1,12}\n(\+[a-z ]{0,12}\n){1,2})+\*\*\* End Patch\n?"
+)
+
+
+@dataclass(frozen=True)
+class Sibling:
+    """A request and its expected answer."""
+
+    name: str
+    path: str
+    body: dict[str, Any]
+    check: Callable[[httpx.Response], object] = field(default=lambda response: True)
+    """Returns whether the answer is right; may raise."""
+    status: int = 200
+
+
+def custom(definition: str | None, syntax: str = "lark", name: str = "write") -> dict[str, Any]:
+    """Return a custom tool of the Responses API."""
+    form = {} if definition is None else {"format": {"type": "grammar", "syntax": syntax, "definition": definition}}
+    return {"type": "custom", "name": name, "description": "Writes.", **form}
+
+
+def responses(*tools: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Return a request for a response whose first tool must be called."""
+    choice = {"type": tools[0]["type"], "name": tools[0]["name"]}
+    few = {"input": "Go.", "max_output_tokens": 120, "temperature": 0}
+    return {**few, "tools": list(tools), "tool_choice": choice, **fields}
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return the events of a stream."""
+    return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+
+
+def calls(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return the calls of a response, streamed or not."""
+    is_stream = response.headers["content-type"].startswith("text/event-stream")
+    body = events(response)[-1]["response"] if is_stream else response.json()
+    return [item for item in body["output"] if item["type"].endswith("_call")]
+
+
+def streams_input(response: httpx.Response) -> bool:
+    """Tell whether the text of a custom tool's call is streamed as its item has it."""
+    [call] = calls(response)
+    named = {event["type"]: event for event in events(response)}
+    delta = named["response.custom_tool_call_input.delta"]["delta"]
+    done = named["response.custom_tool_call_input.done"]["input"]
+    return delta == done == call["input"] and PATCHED.fullmatch(done) is not None
+
+
+def ignores(*names: str) -> Callable[[httpx.Response], bool]:
+    """Return a check that these names are reported as ignored."""
+    return lambda response: set(names) <= set(response.headers.get("x-orchard-ignored", "").split(", "))
+
+
+CALL = {"type": "custom_tool_call", "call_id": "call_1", "name": "write", "input": "*** Begin Patch\n"}
+OUTPUT = {"type": "custom_tool_call_output", "call_id": "call_1", "output": "Done."}
+USER = {"role": "user", "content": "Go."}
+SUM = 'start: sum\nsum: sum "+" term | term\nterm: /[0-9]/ | "(" sum ")"'
+
+SIBLINGS = [
+    Sibling(
+        "custom-lark",
+        "/v1/responses",
+        responses(custom(PATCH)),
+        lambda response: PATCHED.fullmatch(calls(response)[0]["input"]),
+    ),
+    Sibling("custom-lark-streamed", "/v1/responses", responses(custom(PATCH), stream=True), streams_input),
+    Sibling(
+        "custom-regex",
+        "/v1/responses",
+        responses(custom(r"^(?P<month>May|June) \d{1,2}$", "regex")),
+        lambda response: re.fullmatch(r"(May|June) \d{1,2}", calls(response)[0]["input"]),
+    ),
+    Sibling(
+        "custom-recursive",
+        "/v1/responses",
+        responses(custom(SUM)),
+        lambda response: re.fullmatch(r"[0-9+()]+", calls(response)[0]["input"]),
+    ),
+    Sibling(
+        "custom-any-text",
+        "/v1/responses",
+        responses(custom(None), max_output_tokens=400),
+        lambda response: all(isinstance(call["input"], str) for call in calls(response)),
+    ),
+    Sibling("custom-history", "/v1/responses", responses(custom(None), input=[USER, CALL, OUTPUT], tool_choice="auto")),
+    Sibling(
+        "additional-tools-namespace",
+        "/v1/responses",
+        responses(
+            {"type": "custom", "name": "exec", "namespace": "functions"},
+            tools=[],
+            tool_choice={"type": "custom", "name": "exec", "namespace": "functions"},
+            input=[
+                {
+                    "type": "additional_tools",
+                    "role": "developer",
+                    "tools": [
+                        {
+                            "type": "namespace",
+                            "name": "functions",
+                            "description": "",
+                            "tools": [custom("start: /x=[0-9]+/", name="exec")],
+                        }
+                    ],
+                },
+                USER,
+            ],
+        ),
+        lambda response: [(call["name"], call["namespace"]) for call in calls(response)] == [("exec", "functions")],
+    ),
+    Sibling(
+        "built-in-apply-patch",
+        "/v1/responses",
+        {"input": "Go.", "max_output_tokens": 20, "tools": [{"type": "apply_patch"}]},
+        ignores("tools[0] (apply_patch)"),
+    ),
+    Sibling("custom-unknown-rule", "/v1/responses", responses(custom("start: lines")), status=400),
+    Sibling("custom-lookahead", "/v1/responses", responses(custom("a(?!b)", "regex")), status=400),
+]
