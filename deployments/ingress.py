@@ -23,6 +23,7 @@ from deployments.engine_client import PLAN_TIMEOUT_S, EngineClient, failure_of
 from deployments.engine_stream import EngineStream
 from deployments.http.app import create_app
 from deployments.http.cache import cache_body, cleared_body
+from deployments.http.parsed_request import ModelDefaults
 from deployments.http_proxy import HOOK, is_guarded
 from deployments.in_flight import InFlight
 from deployments.planning import thinks
@@ -198,8 +199,9 @@ class Ingress:
         self._engine_readiness = CachedCall(self._ask_readiness, STATUS_SHARED_S)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        late_system = self._tokenizer.keeps_late_system
-        return create_app(self, self._http, self._media_kinds, late_system, is_behind_proxy=in_replica())
+        late_system, sampling = self._tokenizer.keeps_late_system, self._tokenizer.generation_defaults
+        model = ModelDefaults(self._tokenizer.template_variables, sampling.temperature, sampling.top_p)
+        return create_app(self, self._http, self._media_kinds, late_system, is_behind_proxy=in_replica(), model=model)
 
     async def start(self, request: ChatRequest, route: Route) -> TextGeneration:
         if self._is_embedding_model:

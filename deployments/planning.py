@@ -200,9 +200,9 @@ class PromptPlanner:
             )
         return model.prompts[name] + text
 
-    def _raw_prompt(self, prompt: str | tuple[int, ...], limit: PromptLimit) -> np.ndarray:
+    def _raw_prompt(self, prompt: str | tuple[int, ...], limit: PromptLimit, adds_special: bool = True) -> np.ndarray:
         if isinstance(prompt, str):
-            ids = self.tokenizer.encode_text(prompt, limit)
+            ids = self.tokenizer.encode_text(prompt, limit, adds_special)
         else:
             limit.check(len(prompt), is_lower_bound=False)
             self._check_token_ids(prompt, None)
@@ -232,7 +232,7 @@ class PromptPlanner:
         num_more = sum(one.num_repeated for one in placeholders)
         limit = PromptLimit(self._max_context_tokens, num_more, is_wanted)
         if request.raw_prompt is not None:
-            return ChatPrompt(self._raw_prompt(request.raw_prompt, limit), ())
+            return ChatPrompt(self._raw_prompt(request.raw_prompt, limit, request.adds_special_tokens), ())
         how: dict[str, Any] = {
             "template_kwargs": form.template_kwargs,
             "placeholders": placeholders,
@@ -272,7 +272,7 @@ class AnswerForm:
             return cls({}, request.grammar, None)
         thinking = request.thinking or Thinking("off")
         is_thinking = thinks(request, tokenizer)
-        kwargs: dict[str, Any] = {}
+        kwargs = dict(request.template_kwargs)
         if tokenizer.reasoning is not None:
             kwargs |= tokenizer.reasoning.template_kwargs(is_thinking)
             if is_thinking and thinking.effort is not None and tokenizer.reasoning.takes_effort:

@@ -1,8 +1,8 @@
 """Types that cross between deployments: the canonical chat request, the plan made from it, and answers' deltas."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from pickle import PickleBuffer
@@ -167,6 +167,10 @@ class ChatRequest:
     """Name of the checkpoint's prompt to put in front of an embedding's input; None: the checkpoint's default."""
     ignore_eos: bool = False
     """Whether generation continues past the model's own stop tokens."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template, all of which it knows."""
+    adds_special_tokens: bool = True
+    """Whether a raw prompt gets the tokenizer's own special tokens, such as one at its beginning."""
     continue_final_message: bool = False
     """Whether the answer continues the final message, which must be the assistant's, instead of starting a new turn."""
 

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.http.api_keys import LOCAL_KEY, NO_KEY, KeyIdentity, read_api_keys
+from deployments.http.body_encoding import ENCODINGS
 from deployments.http.client_address import is_ip_address, is_local, is_loopback_name
 from deployments.http.config import HttpConfig
 from deployments.http.errors import ErrorMap, Refusal, error_dialect, shown
@@ -68,7 +69,7 @@ class WrongContentEncoding(Refusal):
 
     @property
     def message(self) -> str:
-        return f"The Content-Encoding of the request is {shown(self.args[0])}; send the body without compression."
+        return f"The Content-Encoding of the request is {shown(self.args[0])}; it may be gzip, deflate or identity."
 
 
 class KeyRequired(Refusal):
@@ -133,7 +134,7 @@ class AccessRules:
         key = self._key_of(scope, headers)
         if _has_body(scope, headers) and not _is_json(headers.get("content-type", "")):
             raise WrongContentType(headers.get("content-type", ""))
-        if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
+        if (encoding := headers.get("content-encoding", "identity")).lower() not in ENCODINGS:
             raise WrongContentEncoding(encoding)
         return key
 

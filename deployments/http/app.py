@@ -17,6 +17,7 @@ from deployments.http.openai.embeddings import EmbeddingsEndpoint
 from deployments.http.openai.models import Models
 from deployments.http.openai.tokenization import Tokenization
 from deployments.http.operations import Operations
+from deployments.http.parsed_request import ModelDefaults
 from deployments.http.proxy_limits import ProxyLimits, TellProxy
 from deployments.http.request_id import RequestId
 from deployments.http.responses.endpoints import Responses
@@ -30,6 +31,7 @@ def create_app(
     keeps_late_system: bool = False,
     converters: Mapping[type[Exception], Converter] | None = None,
     is_behind_proxy: bool = False,
+    model: ModelDefaults | None = None,
 ) -> FastAPI:
     """Create the HTTP API of a backend.
 
@@ -42,9 +44,10 @@ def create_app(
         keeps_late_system: See `normalize`.
         converters: Convert foreign exceptions to OrchardErrors, by exception class.
         is_behind_proxy: Whether Serve's HTTP proxy adds the request id to responses, see RequestId.
+        model: Facts of the checkpoint.
     """
     errors = ErrorMap(converters)
-    context = HttpContext(backend, config, media_kinds, keeps_late_system, errors)
+    context = HttpContext(backend, config, media_kinds, keeps_late_system, errors, model or ModelDefaults())
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     endpoints = (
         ChatCompletions(context),

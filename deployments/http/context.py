@@ -1,16 +1,18 @@
 """HttpContext: the state that all endpoints share, and how they read a body and start a generation."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
 
 from deployments.http.api_keys import KeyIdentity
+from deployments.http.body_encoding import decoded
 from deployments.http.body_reader import BodyReader
 from deployments.http.config import HttpConfig
 from deployments.http.errors import ErrorMap, NotReady
 from deployments.http.fields import IgnoredFields, printable
 from deployments.http.openapi import ApiDocument
-from deployments.http.parsed_request import ParsedRequest, ReadingRules
+from deployments.http.parsed_request import ModelDefaults, ParsedRequest, ReadingRules
 from deployments.http.rate_limits import RateLimits
 from deployments.http.request_reader import Dialect
 from deployments.http.unread_bodies import UnreadBodies, read_body
@@ -40,6 +42,7 @@ class HttpContext:
         media_kinds: frozenset[str],
         keeps_late_system: bool,
         errors: ErrorMap,
+        model: ModelDefaults,
     ):
         self.backend = backend
         self.config = config
@@ -55,6 +58,7 @@ class HttpContext:
             config.volatile_patterns,
             frozenset(config.served_model_names),
             config.unknown_fields,
+            model,
         )
         self.api = ApiDocument(config.unknown_fields == "refuse", backend.model_name)
         self.reader = BodyReader(self.rules, config.max_body_bytes)
@@ -64,10 +68,12 @@ class HttpContext:
         """Read and parse the body of a request.
 
         Raises:
-            BodyTooLarge, BodyTooSlow, Overloaded, ClientDisconnect: See read_body.
+            BodyTooLarge, BodyTooSlow, Overloaded, ClientDisconnect: See read_body and decoded.
             InvalidRequest, ModelNotFound, Unavailable: See BodyReader.read.
         """
         body = await read_body(request.scope, request.receive, self.bodies)
+        if encoding := request.headers.get("content-encoding", ""):
+            body = await asyncio.to_thread(decoded, body, encoding, self.config.max_body_bytes)
         return await self.reader.read(body, dialect)
 
     def ignored_header(self, parsed: ParsedRequest) -> dict[str, str]:

@@ -13,6 +13,18 @@ from engine.protocol import InvalidRequest
 
 
 @dataclass(frozen=True)
+class ModelDefaults:
+    """Facts of the checkpoint that the HTTP API depends on."""
+
+    template_variables: frozenset[str] = frozenset()
+    """Names that occur in the chat template."""
+    temperature: float = 1.0
+    """Of requests without one."""
+    top_p: float = 1.0
+    """Of requests without one."""
+
+
+@dataclass(frozen=True)
 class ReadingRules:
     """The server's settings that affect how a body is parsed."""
 
@@ -28,6 +40,7 @@ class ReadingRules:
     """Additional names that `model` may have."""
     unknown_fields: UnknownFields = "report"
     """Whether unknown fields at the top of a body are ignored and reported, or refused."""
+    model: ModelDefaults = ModelDefaults()
 
     @cached_property
     def may_backtrack(self) -> bool:

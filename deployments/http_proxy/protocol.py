@@ -1,5 +1,7 @@
 """GuardedProtocol: uvicorn's HTTP protocol with limits on headers, on slow readers, and on data after a response.
 
+It also answers HTTP/1.0 without chunks, and clients that have shut down their sending side.
+
 Serve offers no way to choose the protocol of its proxies, so `use_guarded_protocol` replaces uvicorn's default class
 (uvicorn 0.54, `uvicorn.protocols.http.auto`). tests/deployments/http_proxy/test_protocol.py starts a server as Serve
 does and fails when the replacement has no effect.
@@ -8,11 +10,11 @@ does and fails when the replacement has no effect.
 import asyncio
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from uvicorn.protocols.http import auto
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 HEADER_TIMEOUT_S = 30.0
 """Time after which a connection without complete headers is closed."""
@@ -21,6 +23,9 @@ MAX_HEADER_BYTES = 64 * 2**10
 
 LINGER_S = 30.0
 """Time after a response in which the client may still send the rest of its body."""
+
+PROBE_S = 1.0
+"""Time between interim responses to a client that has shut down its sending side."""
 
 SEND_BUFFER_BYTES = 256 * 2**10
 """Size of the kernel's send buffer. By default it grows to megabytes, thousands of tokens for a client that does not
@@ -52,6 +57,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -64,6 +70,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._header_timer = _cancelled(self._header_timer)
         self._send_timer = _cancelled(self._send_timer)
         self._linger_timer = _cancelled(self._linger_timer)
+        self._probe_timer = _cancelled(self._probe_timer)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -79,6 +86,31 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._is_in_headers and self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The headers of the request have more than {MAX_HEADER_BYTES} bytes.")
 
+    def eof_received(self) -> bool:
+        """Return whether to answer a client that sends nothing more, as after `shutdown(SHUT_WR)`.
+
+        One that has closed its socket looks the same until it is sent something. A stream sends soon; in front of an
+        answer it gets interim responses, which clients skip, and a closed socket resets the connection. HTTP/1.0 has no
+        interim responses, so there the client counts as gone. TLS cannot be half-closed.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or not self._is_body_complete:
+            return False
+        if cycle.scope["http_version"] == "1.0" or not self.transport.can_write_eof():
+            return False
+        cycle.keep_alive = False
+        if self._probe_timer is None:
+            self._probe()
+        return True
+
+    def _probe(self) -> None:
+        """Send interim responses until the last answer begins."""
+        if self.transport.is_closing() or self.cycle.response_started:
+            return
+        if not self.pipeline:  # else an earlier answer may have begun
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._probe_timer = self.loop.call_later(PROBE_S, self._probe)
+
     def on_message_begin(self) -> None:
         self._is_in_headers, self._num_header_bytes, self._is_body_complete = True, 0, False
         self._watch_headers()
@@ -88,6 +120,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._header_timer = _cancelled(self._header_timer)
         self._is_in_headers = False
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope["http_version"] == "1.0":
+            self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
         self._num_trailer_bytes = 0
@@ -139,6 +173,23 @@ def use_guarded_protocol(send_timeout_s: Callable[[], float]) -> None:
         return GuardedProtocol(send_timeout_s, *args, **kwargs)
 
     auto.AutoHTTPProtocol = protocol  # type: ignore[assignment]
+
+
+def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+    """Return a `send` whose answers without a Content-Length end with the connection, as HTTP/1.0 knows no chunks."""
+    send, is_unbounded = cycle.send, False
+
+    async def send_unchunked(message: Any) -> None:
+        nonlocal is_unbounded
+        if message["type"] == "http.response.start":
+            is_unbounded = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            if is_unbounded:
+                cycle.chunked_encoding = False
+        elif is_unbounded:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_unchunked
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> None:

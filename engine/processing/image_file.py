@@ -9,12 +9,22 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
-from PIL import ExifTags, GifImagePlugin, Image, ImageChops, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+from PIL import (
+    AvifImagePlugin,
+    ExifTags,
+    GifImagePlugin,
+    Image,
+    ImageChops,
+    ImageOps,
+    JpegImagePlugin,
+    PngImagePlugin,
+    WebPImagePlugin,
+)
 
 T = TypeVar("T")
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-PLUGINS = (PngImagePlugin, JpegImagePlugin, WebPImagePlugin, GifImagePlugin)
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF")
+PLUGINS = (PngImagePlugin, JpegImagePlugin, WebPImagePlugin, GifImagePlugin, AvifImagePlugin)
 """Imported at the start, as the process is under its limits when the first image arrives."""
 MAX_SIDE_RATIO = 200
 MAX_JPEG_SCANS = 64
@@ -25,7 +35,10 @@ DRAFT_GAP = 2
 """A JPEG is decoded at a reduced size of at least this factor times the target size: Pillow's recommendation
 (reducing_gap), at which the difference to decoding at full size is hardly visible."""
 BAND_ROWS = 256
-UNDECODABLE = "the image could not be decoded; PNG, JPEG, WebP and GIF are supported"
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # the limits of the process count the time of all threads
+UNDECODABLE = "the image could not be decoded; PNG, JPEG, WebP, GIF and AVIF are supported"
+HEIC = "the image is HEIC, which is not supported; send JPEG, PNG, WebP, GIF or AVIF"
+_HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1")
 
 _JPEG_SIGNATURE = b"\xff\xd8"
 _FILLINGS = b"\x00" * 1024, b"\x5a" * 1024
@@ -61,6 +74,8 @@ class ImageFile:
             content = without_metadata(content, check_png_chunks(content))
         self._cut_content = content if is_cut else None
         try:
+            if content[4:8] == b"ftyp" and content[8:12] in _HEIC_BRANDS and b"avif" not in content[16:64]:
+                raise ImageRefused(HEIC)
             self._opened = _decoding(lambda: Image.open(io.BytesIO(content), formats=FORMATS))
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
             raise ImageRefused(f"the image has more than {max_pixels} pixels, which is the limit") from None

@@ -209,8 +209,13 @@ class ChatTokenizer:
         boundaries = tuple(Boundary(cut.kind, int(ends[cut.num_tokens - 1])) for cut in cuts)
         return ChatPrompt(np.repeat(ids, repeats), boundaries)
 
-    def encode_text(self, text: str, limit: PromptLimit | None = None) -> np.ndarray:
+    def encode_text(self, text: str, limit: PromptLimit | None = None, adds_special: bool = True) -> np.ndarray:
         """Tokenize a raw prompt, int32 [num_tokens]. Control tokens are recognised, media placeholders are escaped.
+
+        Args:
+            text: The prompt.
+            limit: See `encode_chat`.
+            adds_special: Whether the tokenizer adds its own special tokens, such as one at the beginning.
 
         Raises:
             InvalidRequest: The text is not valid Unicode.
@@ -222,7 +227,7 @@ class ChatTokenizer:
         pieces = quarantine.split(held)
         if limit is not None:
             self._check_length(pieces, limit)
-        return np.asarray(self._encode_pieces(pieces, add_special_tokens=True, limit=limit), dtype=np.int32)
+        return np.asarray(self._encode_pieces(pieces, add_special_tokens=adds_special, limit=limit), dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode tokens, control tokens included."""
@@ -428,6 +433,17 @@ class ChatTokenizer:
     def _template_source(self) -> str:
         template = self._renderer.chat_template
         return template if isinstance(template, str) else str(template)
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """Names in the chat template's source: a variable that is not among them has no effect."""
+        tokens = [token[1:] for token in jinja2.Environment().lex(self._template_source())]
+        words = [token for token in tokens if token[0] != "whitespace"]
+        return frozenset(
+            text
+            for (_, before), (kind, text) in zip([("", ""), *words], words, strict=False)
+            if kind == "name" and before != "."
+        )
 
     def _probe_parts(self) -> bool:
         as_text = self._probe([{"role": "user", "content": "Qprobe"}])

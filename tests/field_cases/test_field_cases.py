@@ -23,12 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     case["name"]: case for case in map(json.loads, (Path(__file__).parent / "cases.jsonl").read_text().splitlines())
 }
 RAW = {"http10-stream", "half-closed"}
-"""Cases about connections, which need a real server."""
-OPEN = {
-    *("template-kwargs-preserve_thinking", "template-kwargs-clear_thinking", "template-kwargs-thinking"),
-    "tokenize-no-special-tokens",
-}
-"""Cases that are not answered as they should be yet."""
+"""Cases about connections, which tests/e2e/test_raw_requests.py sends to a real server."""
 
 
 @cache
@@ -63,14 +58,7 @@ def _request(client: httpx.AsyncClient, request: dict[str, Any], model: str) -> 
     return client.build_request(request["method"], f"{BASE_URL}{request['path']}", content=body, headers=headers)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.xfail(strict=True, reason="not answered yet")] if name in OPEN else [])
-        for name in CASES
-        if name not in RAW
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in RAW])
 def test_the_request_of_a_user_is_answered(name: str):
     expected, response = CASES[name]["expected"], answers()[name]
     if response.status_code not in expected["status"]:

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from deployments.http.classify import classify
 from deployments.http.errors import shown
@@ -37,6 +37,7 @@ from deployments.http.wire import (
     MAX_USER_CHARS,
     STRING_OR_ARRAY,
     CacheSalt,
+    OpenWire,
     Wire,
     tag,
 )
@@ -46,6 +47,8 @@ from engine.protocol import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, InvalidRequest
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 128
+MAX_TEMPLATE_KWARGS = 64
+MAX_FIELD_CHARS = 64
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 FIELD_RULES = FieldRules(
@@ -125,10 +128,15 @@ class StreamOptions(Wire):
     include_obfuscation: Literal[False] | None = None
 
 
-class TemplateKwargs(Wire):
-    """Arguments of the chat template; only `enable_thinking` is supported."""
+class TemplateKwargs(OpenWire):
+    """Variables of the chat template; those that it does not know are ignored and reported."""
 
+    model_config = ConfigDict(extra="allow")
     enable_thinking: bool | None = None
+
+    @property
+    def others(self) -> dict[str, Any]:
+        return {name: value for name, value in (self.model_extra or {}).items() if value is not None}
 
 
 class GenerationBody(Wire):
@@ -198,7 +206,12 @@ def parse_chat(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
     rules.check_model(body.model)
     canonical = canonical_messages(body.messages, rules)
     messages = normalize(canonical, rules.system_policy, rules.volatile_patterns, rules.keeps_late_system)
-    request = ChatRequest(request_id="", messages=messages, **request_fields(body))
+    kwargs, unknown = template_kwargs(body, rules)
+    ignored += unknown
+    fields = request_fields(body)
+    if (switch := kwargs.pop(SWITCH, None)) is not None:
+        fields["thinking"] = _switched(fields["thinking"], switch)
+    request = ChatRequest(request_id="", messages=messages, **fields, template_kwargs=kwargs)
     if body.continue_final_message:
         request = _continued(request)
     options = body.stream_options or StreamOptions()
@@ -209,6 +222,33 @@ def parse_chat(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
         logprobs=request.logprobs is not None,
     )
     return ParsedRequest(request, classify(messages), bool(body.stream), echo, ignored)
+
+
+SWITCH = "thinking"
+"""Name by which some templates know `enable_thinking`."""
+
+
+def template_kwargs(body: ChatCompletionBody, rules: ReadingRules) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the variables that the template knows, and the paths of the others. Raises InvalidRequest."""
+    sent = {} if body.chat_template_kwargs is None else body.chat_template_kwargs.others
+    if len(sent) > MAX_TEMPLATE_KWARGS:
+        raise InvalidRequest(
+            f"`chat_template_kwargs` has {len(sent)} names; the limit is {MAX_TEMPLATE_KWARGS}.", "chat_template_kwargs"
+        )
+    for name in ("tools", "documents"):
+        if name in sent:
+            path = f"chat_template_kwargs.{name}"
+            raise InvalidRequest(f"`{path}` is not supported: send tools in `tools`, documents in `messages`.", path)
+    known = {name: value for name, value in sent.items() if name in rules.model.template_variables}
+    return known, tuple(f"chat_template_kwargs.{name}"[:MAX_FIELD_CHARS] for name in sent if name not in known)
+
+
+def _switched(asked: Thinking | None, switch: Any) -> Thinking | None:
+    """Return the thinking with the template's own switch. Raises InvalidRequest if it contradicts another field."""
+    path = f"chat_template_kwargs.{SWITCH}"
+    if not isinstance(switch, bool):
+        raise InvalidRequest(f"`{path}` is {shown(switch)}: it must be true or false.", path)
+    return agreed(iter((asked, from_switch(switch, path))))
 
 
 def parse_chat_completion(

@@ -15,14 +15,13 @@ from deployments.http.wire import MAX_MESSAGES, Wire
 from deployments.protocol import ChatRequest, Route
 from engine.protocol import InvalidRequest
 
-TEXT_RULES = FieldRules(neutral={"add_special_tokens": (True,)})
-
 
 class TokenizeTextBody(Wire):
     """A raw prompt to tokenize. `model` is optional."""
 
     model: str | None = None
     prompt: str
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -70,9 +69,11 @@ def _parse_messages(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
 
 
 def _parse_prompt(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
-    body, ignored = validate_body(TokenizeTextBody, raw, TEXT_RULES, rules.unknown_fields)
+    body, ignored = validate_body(TokenizeTextBody, raw, FieldRules(), rules.unknown_fields)
     rules.check_model(body.model or rules.model_name)
-    request = ChatRequest(request_id="", messages=(), raw_prompt=body.prompt)
+    request = ChatRequest(
+        request_id="", messages=(), raw_prompt=body.prompt, adds_special_tokens=body.add_special_tokens is not False
+    )
     return ParsedRequest(request, Route.TEXT, False, _echo(body.return_token_strs), ignored)
 
 

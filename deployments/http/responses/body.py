@@ -11,7 +11,7 @@ from deployments.http.fields import FieldRules, validate_body
 from deployments.http.grammar import schema_grammar
 from deployments.http.openai.grammar_wire import FORMAT_TAGS, JsonSchema, PlainFormat, format_tag
 from deployments.http.openai.thinking_wire import Effort, from_effort
-from deployments.http.parsed_request import ParsedRequest, ReadingRules
+from deployments.http.parsed_request import ModelDefaults, ParsedRequest, ReadingRules
 from deployments.http.responses.conversation import conversation
 from deployments.http.responses.encoder import ResponsesEcho
 from deployments.http.responses.items import Item, WireInput, added_tools, kept_items, left_out, references
@@ -21,6 +21,9 @@ from deployments.protocol import ChatRequest, Route, Thinking
 from engine.protocol import GrammarSpec, InvalidRequest
 
 SEALED_REASONING = "reasoning.encrypted_content"
+
+KEEP_THOUGHTS = "preserve_thinking"
+"""Variable of templates that can show the thoughts of all turns."""
 
 MAX_KEY_CHARS = 1024
 """Characters of `prompt_cache_key` and of ids."""
@@ -130,19 +133,25 @@ def parse_responses(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
     rules.check_model(body.model)
     offered = offered_tools(body.tools, added_tools(body.input))
     fields = request_fields(body, offered)
+    if _asks_for_all_thoughts(body) and KEEP_THOUGHTS in rules.model.template_variables:
+        fields["template_kwargs"] = {KEEP_THOUGHTS: True}
     items = kept_items(body.input if body.input is not None else (), rules)
-    echo = _echo(body, raw, offered, items)
+    echo = _echo(body, raw, offered, items, rules.model)
     messages, route = ((), Route.TEXT) if echo.is_open else conversation(items, body.instructions, rules)
     request = ChatRequest(request_id="", messages=messages, **fields)
-    ignored += (*_ignored_hints(body), *offered.not_offered, *left_out(body.input))
+    ignored += (*_ignored_hints(body, rules.model), *offered.not_offered, *left_out(body.input))
     return ParsedRequest(request, route, bool(body.stream), echo, ignored)
 
 
-def _ignored_hints(body: ResponsesBody) -> tuple[str, ...]:
+def _asks_for_all_thoughts(body: ResponsesBody) -> bool:
+    return body.reasoning is not None and body.reasoning.context == "all_turns"
+
+
+def _ignored_hints(body: ResponsesBody, model: ModelDefaults) -> tuple[str, ...]:
     hints = []
     if body.text is not None and body.text.verbosity in ("low", "high"):
         hints.append("text.verbosity")
-    if body.reasoning is not None and body.reasoning.context == "all_turns":
+    if _asks_for_all_thoughts(body) and KEEP_THOUGHTS not in model.template_variables:
         hints.append("reasoning.context")
     return tuple(hints)
 
@@ -194,12 +203,14 @@ def _thinking(reasoning: ReasoningConfig | None) -> Thinking | None:
     return None if effort is None else from_effort(effort, "reasoning.effort")
 
 
-def _echo(body: ResponsesBody, raw: dict[str, Any], offered: OfferedTools, items: Sequence[Item]) -> ResponsesEcho:
+def _echo(
+    body: ResponsesBody, raw: dict[str, Any], offered: OfferedTools, items: Sequence[Item], model: ModelDefaults
+) -> ResponsesEcho:
     stores = body.store is not False
     referenced = tuple(id for _, id in references(items))
     is_open = bool(referenced) or body.previous_response_id is not None
     return ResponsesEcho(
-        settings=_settings(body, raw),
+        settings=_settings(body, raw, model),
         instructions=body.instructions,
         items=json.dumps(items, ensure_ascii=False, separators=(",", ":")).encode() if stores or is_open else b"[]",
         previous_response_id=body.previous_response_id,
@@ -212,10 +223,14 @@ def _echo(body: ResponsesBody, raw: dict[str, Any], offered: OfferedTools, items
     )
 
 
-def _settings(body: ResponsesBody, raw: dict[str, Any]) -> dict[str, Any]:
+def _settings(body: ResponsesBody, raw: dict[str, Any], model: ModelDefaults) -> dict[str, Any]:
     """Return the settings of the request that the response repeats."""
     return {
+        "frequency_penalty": 0.0,
         "instructions": body.instructions,
+        "max_tool_calls": None,
+        "presence_penalty": 0.0,
+        "prompt_cache_retention": None,
         "max_output_tokens": body.ceiling,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -225,7 +240,7 @@ def _settings(body: ResponsesBody, raw: dict[str, Any]) -> dict[str, Any]:
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.store is not False,
-        "temperature": body.temperature,
+        "temperature": model.temperature if body.temperature is None else body.temperature,
         "text": {
             "format": (raw.get("text") or {}).get("format") or {"type": "text"},
             "verbosity": (body.text and body.text.verbosity) or "medium",
@@ -233,7 +248,7 @@ def _settings(body: ResponsesBody, raw: dict[str, Any]) -> dict[str, Any]:
         "tool_choice": raw.get("tool_choice") or "auto",
         "tools": raw.get("tools") or [],
         "top_logprobs": 0,
-        "top_p": body.top_p,
+        "top_p": model.top_p if body.top_p is None else body.top_p,
         "truncation": raw.get("truncation") or "disabled",
         "user": body.user,
     }

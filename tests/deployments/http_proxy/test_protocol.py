@@ -228,3 +228,79 @@ def test_consecutive_requests_on_a_connection_are_answered(serving: Any, monkeyp
             await close(writer)
 
     run(go())
+
+
+class WaitingApp(App):
+    """Waits before its answer, which has a length or not."""
+
+    def __init__(self, headers: list[tuple[bytes, bytes]] | None = None):
+        super().__init__()
+        self.headers = headers or []
+        self.may_answer = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        left = asyncio.ensure_future(self._left(receive))
+        await asyncio.wait(
+            (left, answer := asyncio.ensure_future(self.may_answer.wait())), return_when="FIRST_COMPLETED"
+        )
+        answer.cancel()
+        if not left.done():
+            await send({"type": "http.response.start", "status": 200, "headers": self.headers})
+            for chunk in (b"one", b"two"):
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        left.cancel()
+        self.num_done += 1
+
+
+@pytest.mark.parametrize("headers", [[], [(b"Content-Length", b"6")]])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_only_http_1_1_gets_chunks_and_the_end_of_the_connection_ends_an_answer_to_1_0(serving, version, headers):
+    async def go() -> None:
+        app = WaitingApp(headers)
+        app.may_answer.set()
+        async with serving(app) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"GET / HTTP/{version}\r\nHost: a\r\nConnection: close\r\n\r\n".encode())
+            head, _, body = (await asyncio.wait_for(reader.read(), 30)).partition(b"\r\n\r\n")
+            writer.close()
+        is_chunked = version == "1.1" and not headers
+        assert (b"transfer-encoding" in head.lower()) is is_chunked
+        assert body == (b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n" if is_chunked else b"onetwo")
+
+    asyncio.run(go())
+
+
+def test_a_client_that_has_shut_down_its_sending_side_gets_its_answer(serving):
+    async def go() -> None:
+        app = WaitingApp([(b"Content-Length", b"6")])
+        async with serving(app) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            writer.write_eof()
+            interim = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+            app.may_answer.set()
+            answer = await asyncio.wait_for(reader.read(), 30)
+            writer.close()
+        assert interim == b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"onetwo") and app.num_left == 0
+
+    asyncio.run(go())
+
+
+def test_a_client_that_has_closed_its_socket_is_noticed_before_its_answer(serving):
+    async def go() -> None:
+        app = WaitingApp()
+        async with serving(app) as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            writer.close()
+            await asyncio.wait_for(_until(lambda: app.num_done == 1), 30)
+        assert app.num_left == 1
+
+    asyncio.run(go())
+
+
+async def _until(is_true: Callable[[], bool]) -> None:
+    while not is_true():
+        await asyncio.sleep(0.01)

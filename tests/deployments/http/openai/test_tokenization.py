@@ -50,7 +50,7 @@ def test_a_conversation_is_tokenized_as_a_chat_completion_would_be(post, backend
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": [USER]}, "prompt"),
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
-        ("/tokenize", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": "no"}, "add_special_tokens"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": [USER], "return_token_strs": 1}, "return_token_strs"),
         ("/tokenize", {"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt"),
