@@ -1,6 +1,6 @@
 """Installs the newest programs, runs them and renews the record.
 
-uv run python -m tests.e2e.programs                          # both models and the refusals; .ci/nightly programs
+uv run python -m tests.e2e.programs                          # all parts; .ci/nightly programs
 uv run python -m tests.e2e.programs demo --only "Codex"      # one model, and the cases whose names contain this
 uv run python -m tests.e2e.programs refusals --tools DIR     # keeps the installed programs in DIR
 """
@@ -9,18 +9,20 @@ import argparse
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.e2e.programs import record
-from tests.e2e.programs.catalogue import CASES, PROGRAMS
+from tests.e2e.programs.catalogue import CASES, NOTES_QUESTION, PROGRAMS, QUESTION, Case
 from tests.e2e.programs.install import Installed, Tools
 from tests.e2e.programs.loopback import Loopback
-from tests.e2e.programs.outcome import outcome
+from tests.e2e.programs.notes import NotesBackend
+from tests.e2e.programs.outcome import outcome, outcome_of_tool
 from tests.e2e.programs.refusing import refused_runs
 from tests.e2e.programs.run import Site
 from tests.e2e.programs.servers import model_server, scripted_server
 
-PARTS = (*record.MODELS, "refusals")
+PARTS = (*record.COLUMNS, "refusals")
 
 
 def main() -> int:
@@ -40,14 +42,12 @@ def main() -> int:
             tools = Tools(options.tools or Path(folder) / "tools")
             installed = _install(tools, {case.program for case in cases}, problems)
             cases = [case for case in cases if case.program in installed]
+            if "tools" in options.parts:
+                with scripted_server(NotesBackend()) as url:
+                    problems += _run(Site(Path(folder), url, loopback), "tools", cases, installed)
             for model in (part for part in options.parts if part in record.MODELS):
                 with model_server(model, Path(folder)) as url:
-                    site = Site(Path(folder), url, loopback)
-                    for case in cases:
-                        run = site.run(case, installed[case.program])
-                        record.note(run, model)
-                        _say(f"{case.name}, {model}: {(found := outcome(run))} ({run.seconds:.0f} s)")
-                        problems += [f"{case.name}, {model}: {found}"] if found.startswith("failed") else []
+                    problems += _run(Site(Path(folder), url, loopback), model, cases, installed)
             if "refusals" in options.parts:
                 with scripted_server() as url:
                     site = Site(Path(folder), url, loopback)
@@ -70,6 +70,19 @@ def _install(tools: Tools, names: set[str], problems: list[str]) -> dict[str, In
         except subprocess.CalledProcessError as error:
             problems.append(f"{name} cannot be installed: {error.stderr[-500:]}")
     return installed
+
+
+def _run(site: Site, part: str, cases: list[Case], installed: Mapping[str, Installed]) -> list[str]:
+    """Run the cases and note their outcomes. Returns the failed ones."""
+    problems = []
+    for case in cases:
+        question = NOTES_QUESTION if part == "tools" else QUESTION
+        run = site.run(case, installed[case.program], question=question)
+        found = outcome_of_tool(run) if part == "tools" else outcome(run)
+        record.note(run, part, found)
+        _say(f"{case.name}, {part}: {found} ({run.seconds:.0f} s)")
+        problems += [f"{case.name}, {part}: {found}"] if found.startswith("failed") else []
+    return problems
 
 
 def _say(text: str) -> None:

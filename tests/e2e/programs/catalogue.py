@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 QUESTION = "What is 12 + 30?"
+NOTES_QUESTION = "What does the file $home/work/notes.txt say?"
+NOTES, NOTES_TEXT = "notes.txt", "The harbor is bright and the old gate is quiet."
+"""In the folder where programs run."""
 MODEL = "demo"
 CLAUDE_NAME, GPT_NAMES = "claude-sonnet-4-5", ("gpt-5.5", "gpt-6-sol")
 SERVED_NAMES = [MODEL, CLAUDE_NAME, "claude-haiku-4-5", *GPT_NAMES]
@@ -27,7 +30,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a program. `$url` (without a path), `$model` and `$home` stand for values of the run."""
+    """One run of a program. `$url` (without a path), `$model`, `$home` and `$question` stand for values of the run."""
 
     program: str
     face: str
@@ -88,6 +91,7 @@ PROGRAMS = {
 _CODEX_CONFIG = """\
 model = "$model"
 model_provider = "orchard"
+model_context_window = 32768
 check_for_update_on_startup = false
 
 [model_providers.orchard]
@@ -105,6 +109,7 @@ def _claude(face: str, *arguments: str, **fields: object) -> Case:
         "ANTHROPIC_BASE_URL": "$url",
         "ANTHROPIC_AUTH_TOKEN": "any",
         "ANTHROPIC_MODEL": "$model",
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "32768",
         **{f"ANTHROPIC_DEFAULT_{size}_MODEL": "$model" for size in ("OPUS", "SONNET", "HAIKU")},
     }
     seen = {
@@ -116,7 +121,7 @@ def _claude(face: str, *arguments: str, **fields: object) -> Case:
 
 
 def _codex(face: str, model: str = MODEL) -> Case:
-    arguments = ("exec", "--skip-git-repo-check", "--sandbox", "read-only", QUESTION)
+    arguments = ("exec", "--skip-git-repo-check", "--sandbox", "read-only", "$question")
     return Case("Codex", face, arguments, model, files={".codex/config.toml": _CODEX_CONFIG})
 
 
@@ -126,20 +131,20 @@ def _opencode(face: str, package: str) -> Case:
     provider = {"npm": package, "name": "Orchard", "options": options, "models": {"$model": {"limit": limit}}}
     config = {"autoupdate": False, "share": "disabled", "provider": {"orchard": provider}}
     files = {".config/opencode/opencode.json": json.dumps(config)}
-    return Case("opencode", face, ("run", "--model", "orchard/$model", QUESTION), files=files)
+    return Case("opencode", face, ("run", "--model", "orchard/$model", "$question"), files=files)
 
 
 def _qwen(face: str, auth: str, **env: str) -> Case:
     settings = {"privacy": {"usageStatisticsEnabled": False}, "general": {"disableAutoUpdate": True}}
     files = {".qwen/settings.json": json.dumps(settings)}
-    arguments = ("--auth-type", auth, "--model", "$model", "--prompt", QUESTION)
+    arguments = ("--auth-type", auth, "--model", "$model", "--prompt", "$question")
     return Case("Qwen Code", face, arguments, env=env, files=files)
 
 
 def _continue(face: str, provider: str, base: str) -> Case:
     model = {"name": "$model", "provider": provider, "model": "$model", "apiBase": base, "apiKey": "any"}
     config = {"name": "Orchard", "version": "1.0.0", "schema": "v1", "models": [{**model, "roles": ["chat"]}]}
-    arguments = ("--config", "$home/config.yaml", "--print", QUESTION)
+    arguments = ("--config", "$home/config.yaml", "--print", "$question")
     return Case("Continue", face, arguments, files={"config.yaml": json.dumps(config)})
 
 
@@ -148,7 +153,7 @@ def _cline(face: str) -> Case:
     provider = {"settings": settings, "updatedAt": "2026-01-01T00:00:00.000Z", "tokenSource": "manual"}
     providers = {"version": 1, "lastUsedProvider": "openai-compatible", "providers": {"openai-compatible": provider}}
     files = {".cline/data/settings/providers.json": json.dumps(providers)}
-    return Case("Cline", face, ("--provider", "openai-compatible", "--model", "$model", QUESTION), files=files)
+    return Case("Cline", face, ("--provider", "openai-compatible", "--model", "$model", "$question"), files=files)
 
 
 def _aider(face: str, model: str, *arguments: str, **env: str) -> Case:
@@ -160,12 +165,12 @@ def _aider(face: str, model: str, *arguments: str, **env: str) -> Case:
         "--no-pretty",
         "--no-show-release-notes",
     )
-    return Case("aider", face, ("--model", model, *plain, *arguments, "--message", QUESTION), env=env)
+    return Case("aider", face, ("--model", model, *plain, *arguments, "--message", "$question"), env=env)
 
 
 CASES = (
-    _claude("messages", "--print", QUESTION),
-    _claude("messages, a Claude name", "--print", QUESTION, model=CLAUDE_NAME),
+    _claude("messages", "--print", "$question"),
+    _claude("messages, a Claude name", "--print", "$question", model=CLAUDE_NAME),
     _claude("messages, its screen", is_screen=True),
     _codex("responses"),
     *(_codex(f"responses, the name {name}", name) for name in GPT_NAMES),

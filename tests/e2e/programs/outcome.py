@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tests.e2e.programs.catalogue import NOTES_TEXT
 from tests.e2e.programs.recorder import Exchange
 from tests.e2e.programs.run import Run
 
@@ -42,6 +43,17 @@ def outcome(run: Run) -> str:
     if problem := next(_problems(run, last), None):
         return f"failed: {problem}"
     return "answered after a refusal" if refused else "answered"
+
+
+def outcome_of_tool(run: Run) -> str:
+    """Return the outcome of a run in which a tool of the program reads a file: its text must come back."""
+    found = outcome(run)
+    bodies = [json.dumps(one.body) for one in run.exchanges if one.is_generation]
+    if found.startswith("failed") or any(NOTES_TEXT in body for body in bodies):
+        return found
+    if not any(one.body.get("tools") for one in run.exchanges if one.is_generation):
+        return "has no tools"
+    return "failed: the text of the file has not come back"
 
 
 def ending(run: Run) -> str:

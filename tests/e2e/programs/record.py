@@ -5,26 +5,28 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.programs.catalogue import CASES
-from tests.e2e.programs.outcome import ending, outcome, refusals, unusual
+from tests.e2e.programs.outcome import ending, refusals, unusual
 from tests.e2e.programs.run import Run
 
 FOLDER = Path(__file__).parent
 RECORD, README = FOLDER / "programs.json", FOLDER / "README.md"
 BEGIN = "<!-- made from programs.json -->"
 MODELS = {"demo": "demo", "smollm2": "SmolLM2-135M-Instruct"}
+COLUMNS = {"tools": "reads a file with its tool", **MODELS}
+"""Part of the command -> head of its column."""
 
 
 def read() -> dict[str, Any]:
     return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
-def note(run: Run, model: str) -> None:
-    """Write the outcome of a run with a model into both files."""
+def note(run: Run, part: str, found: str) -> None:
+    """Write the outcome of a run, of a part of the command, into both files."""
     record = read()
     row = record.setdefault(run.case.name, {"outcomes": {}, "refusals": {}})
     sent = unusual(run) or row.get("sends", "")
     row |= {"version": run.version, "sends": sent}
-    row["outcomes"][model] = {"outcome": outcome(run), "seconds": round(run.seconds), "refusals": refusals(run)}
+    row["outcomes"][part] = {"outcome": found, "seconds": round(run.seconds), "refusals": refusals(run)}
     write(record)
 
 
@@ -47,10 +49,10 @@ def write(record: dict[str, Any]) -> None:
 
 def tables(record: dict[str, Any]) -> str:
     """Return both tables as Markdown."""
-    lines = ["| program | version | sends, besides what all send | " + " | ".join(MODELS.values()) + " |"]
-    lines.append("|---" * (3 + len(MODELS)) + "|")
+    lines = ["| program | version | sends, besides what all send | " + " | ".join(COLUMNS.values()) + " |"]
+    lines.append("|---" * (3 + len(COLUMNS)) + "|")
     for name, row in record.items():
-        cells = [_outcome(row["outcomes"].get(model)) for model in MODELS]
+        cells = [_outcome(row["outcomes"].get(part)) for part in COLUMNS]
         lines.append(f"| {' | '.join(map(_cell, (name, row.get('version', ''), row.get('sends', ''), *cells)))} |")
     lines += [
         "",

@@ -3,12 +3,11 @@
 import os
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from tests.e2e.programs.catalogue import QUESTION, Case
+from tests.e2e.programs.catalogue import NOTES, NOTES_TEXT, QUESTION, Case
 from tests.e2e.programs.install import Installed
 from tests.e2e.programs.loopback import Loopback
 from tests.e2e.programs.recorder import Exchange, Recorder, Refuse
@@ -48,12 +47,21 @@ class Site:
     server: str
     loopback: Loopback
 
-    def run(self, case: Case, installed: Installed, refuse: Refuse | None = None, limit_s: float = LIMIT_S) -> Run:
+    def run(
+        self,
+        case: Case,
+        installed: Installed,
+        refuse: Refuse | None = None,
+        limit_s: float = LIMIT_S,
+        question: str = QUESTION,
+    ) -> Run:
         recorder = Recorder(self.server, self.loopback.listen(), refuse)
         recorder.start()
         home = self.folder / f"{time.monotonic_ns()}"
         (home / "work").mkdir(parents=True)
+        (home / "work" / NOTES).write_text(f"{NOTES_TEXT}\n")
         values = {"url": recorder.base_url, "model": case.model, "home": str(home)}
+        values["question"] = Template(question).substitute(values)
 
         def filled(text: str) -> str:
             return Template(text).substitute(values)
@@ -65,17 +73,18 @@ class Site:
         env = {"HOME": str(home), "PATH": installed.path, **TERM, **OFFLINE, **installed.program.env, **own}
         command = self.loopback.inside([str(installed.executable), *map(filled, case.arguments)])
         began = time.monotonic()
-        go: Callable[..., tuple[int | None, str]] = _on_screen if case.is_screen else _headless
-        code, output = go(command, env, home / "work", recorder, began + limit_s)
+        process = command, env, home / "work", began + limit_s
+        if case.is_screen:
+            code, output = _on_screen(*process, recorder, values["question"])
+        else:
+            code, output = _headless(*process)
         seconds = time.monotonic() - began
         self.loopback.end_processes()
         recorder.stop()
         return Run(case, installed.version, code, output, recorder.exchanges, seconds)
 
 
-def _headless(
-    command: list[str], env: dict[str, str], folder: Path, recorder: Recorder, deadline: float
-) -> tuple[int | None, str]:
+def _headless(command: list[str], env: dict[str, str], folder: Path, deadline: float) -> tuple[int | None, str]:
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -96,7 +105,7 @@ def _headless(
 
 
 def _on_screen(
-    command: list[str], env: dict[str, str], folder: Path, recorder: Recorder, deadline: float
+    command: list[str], env: dict[str, str], folder: Path, deadline: float, recorder: Recorder, question: str
 ) -> tuple[int | None, str]:
     """Type the question when the screen waits for it, read the answer, and leave."""
     terminal = Terminal(command, env, folder)
@@ -106,7 +115,7 @@ def _on_screen(
         return bool(ended) and all(ended)
 
     terminal.wait(lambda: bool(terminal.text.strip()), deadline)
-    terminal.type(QUESTION)
+    terminal.type(question)
     terminal.wait(lambda: True, deadline)
     terminal.type("\r")
     terminal.wait(is_answered, deadline)

@@ -7,6 +7,7 @@ from typing import Any
 
 from deployments.http.config import HttpConfig
 from tests.deployments.http.clients.conftest import ServerThread
+from tests.deployments.http.clients.scripted import ScriptedBackend
 from tests.e2e.programs import smollm2
 from tests.e2e.programs.catalogue import SERVED_NAMES
 from tests.e2e.server import serve_run
@@ -32,9 +33,9 @@ def model_server(model: str, folder: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def scripted_server() -> Iterator[str]:
+def scripted_server(backend: ScriptedBackend | None = None) -> Iterator[str]:
     """Start the HTTP API in a thread; a backend that answers every question at once."""
-    server = ServerThread(HttpConfig(served_model_names=SERVED_NAMES[1:]))
+    server = ServerThread(HttpConfig(served_model_names=SERVED_NAMES[1:]), backend)
     server.start()
     try:
         yield server.base_url

@@ -37,8 +37,8 @@ KEEP_ALIVE_S = 600
 class ServerThread:
     """The HTTP API of a scripted backend on a free port of loopback, served by uvicorn in a thread."""
 
-    def __init__(self, http: HttpConfig | None = None):
-        self.backend = ScriptedBackend()
+    def __init__(self, http: HttpConfig | None = None, backend: ScriptedBackend | None = None):
+        self.backend = backend or ScriptedBackend()
         app = create_app(self.backend, http or HttpConfig(), frozenset({"image"}))
         config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_keep_alive=KEEP_ALIVE_S)
         self._server = uvicorn.Server(config)
