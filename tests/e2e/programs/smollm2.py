@@ -59,7 +59,7 @@ def _write_weights(checkpoint: Path, arrays: dict[str, mx.array], info: dict[str
         weights[f"model.layers.{layer}.{NAMES[module]}.{kind}" if layer else f"{OUTER[stem]}.{kind}"] = array
     for stem in [name.removesuffix(".scales") for name in weights if name.endswith(".scales")]:
         weight, scales = weights[f"{stem}.weight"], weights.pop(f"{stem}.scales")
-        bits = weight.shape[-1] // scales.shape[-1]  # 32 bits of a word hold the group's values
+        bits = weight.shape[-1] // scales.shape[-1]  # a word has 32 bits, a group 32 values
         weights[f"{stem}.weight"] = mx.dequantize(weight, scales, weights.pop(f"{stem}.biases"), GROUP_SIZE, bits)
     weights = {name: array.astype(mx.float32) for name, array in weights.items()}
     mx.save_safetensors(str(checkpoint / "model.safetensors"), weights, metadata={"format": "mlx"})
