@@ -167,8 +167,6 @@ def _bind_scorer(args: AppArgs, overrides: Mapping[str, Any]) -> Application:
         "request_router_config": _router(local_first=True),
         "health_check_period_s": 2,
         "health_check_timeout_s": 10,
-        # serve_config.yaml cannot set this: Serve refuses options of a deployment that is not in the graph.
-        "logging_config": {"enable_access_log": False},
         **overrides,
     }
     return SpecPrefillScorer.options(**options).bind(config, args.engine)

@@ -31,6 +31,7 @@ from deployments.process import in_replica, replica_info
 from deployments.protocol import ChatRequest, Embeddings, EmbedRequest, Route, TextDelta, TextLogprobs, ToolCall
 from deployments.ray_internals import listen_on_node_address
 from deployments.replica_calls import ask_replicas
+from deployments.serve_log import join_serve_log
 from engine.processing.answer_parser import NOTHING, AnswerParser, AnswerRules
 from engine.processing.checkpoint import media_kinds, read_config, resolve_checkpoint
 from engine.processing.context import choose_context
@@ -164,6 +165,7 @@ class Ingress:
             scorer: Handle of the scorers; None without sparse prefill.
         """
         listen_on_node_address()
+        join_serve_log()
         config, http = args.engine, args.http
         self.model_name = args.model_name
         self._num_engines = 1

@@ -9,9 +9,10 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.args import AppArgs
 from deployments.planning import PromptPlanner
-from deployments.process import log_refusals_in_one_line, node_id, replica_info
+from deployments.process import node_id, replica_info
 from deployments.protocol import ChatRequest, Plan
 from deployments.ray_internals import listen_on_node_address
+from deployments.serve_log import join_serve_log
 from deployments.sparse_planner import PromptFacts, SparsePlanner
 from engine.processing.images import ImagePreprocessor
 from engine.processing.media import MediaLoader
@@ -24,8 +25,8 @@ class MLLM:
     """Loads images, renders the chat template and tokenizes, on the node whose engine will answer."""
 
     def __init__(self, args: AppArgs, engine: DeploymentHandle | None = None, scorer: DeploymentHandle | None = None):
-        log_refusals_in_one_line()
         listen_on_node_address()
+        join_serve_log()
         self._planner = PromptPlanner(args.engine, finds_boundaries=args.spec_prefill.enabled)
         self._sparse = SparsePlanner(args.spec_prefill, PromptFacts.of(self._planner.tokenizer), engine, scorer)
         model_dir = self._planner.model_dir

@@ -4,15 +4,16 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from ray import serve
 
 from deployments.draining import DRAIN_TIMEOUT_S, on_stop
-from deployments.process import log_refusals_in_one_line, replica_info
+from deployments.process import replica_info
 from deployments.protocol import EngineAnswer
-from deployments.ray_internals import listen_on_node_address
+from deployments.ray_internals import http_request_id, listen_on_node_address
+from deployments.serve_log import join_serve_log
 from engine import retry_after
 from engine.config import EngineConfig
 from engine.processing.checkpoint import resolve_checkpoint
@@ -22,8 +23,6 @@ from engine.protocol import CacheCleared, CachedPrefix, CacheStatus, EngineReque
 log = logging.getLogger("ray.serve")
 
 T = TypeVar("T")
-
-PROGRESS_PERIOD_S = 5.0
 
 HEARTBEAT_PERIOD_S = 5.0
 """Interval of the heartbeats of a stream without tokens. Readers tolerate several missing ones, see SILENCE_LIMIT_S in
@@ -39,16 +38,12 @@ class ModelReplica:
 
     async def __init__(self, config: EngineConfig, drain_timeout_s: float = DRAIN_TIMEOUT_S):
         """Load the model; Serve sends no requests until then. Raises EngineFailed."""
-        log_refusals_in_one_line()
         listen_on_node_address()
+        join_serve_log()
         from engine.async_engine import AsyncEngine  # imports MLX, which no other process of the graph may load
 
         self._engine = AsyncEngine(config)
-        loaded = asyncio.ensure_future(self._engine.wait_ready())
-        while not (await asyncio.wait({loaded}, timeout=PROGRESS_PERIOD_S))[0]:
-            status = self._engine.status()
-            log.info("%s %s: %.0f %%", status.state, config.model, 100 * status.load_progress)
-        await loaded
+        await self._engine.wait_ready()
         model_dir = await asyncio.to_thread(resolve_checkpoint, config.model, config.revision, weights=False)
         self._checkpoint = await asyncio.to_thread(checkpoint_fingerprint, model_dir)
         log.info("%s is loaded", config.model)
@@ -63,6 +58,7 @@ class ModelReplica:
         if request.checkpoint not in ("", self._checkpoint):
             other = "The model is being replaced: the prompt was tokenized for another one. Please send it again."
             raise Unavailable(other, retry_after.REPLACED_S)
+        request = replace(request, http_request_id=http_request_id())
         chunks: Any = self._engine.generate(request, HEARTBEAT_PERIOD_S)
         async with aclosing(chunks):
             async for chunk in chunks:

@@ -1,6 +1,5 @@
-"""The process of a replica: its identity and resources for `/v1/status`, and a log filter for refused requests."""
+"""The process of a replica: its identity and resources for `/v1/status`."""
 
-import logging
 import os
 import sys
 from typing import Any
@@ -10,7 +9,6 @@ import ray
 from ray import serve
 
 from deployments.ray_internals import num_ongoing_requests, num_reserved_slots
-from engine.protocol import Cancelled, InvalidRequest, Overloaded, Unavailable
 
 
 def node_id() -> str:
@@ -38,21 +36,3 @@ def replica_info() -> dict[str, Any]:
         "num_ongoing_requests": num_ongoing_requests(),
         "num_reserved_slots": num_reserved_slots(),
     }
-
-
-class _OneLine(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, InvalidRequest | Overloaded | Unavailable | Cancelled):
-            record.msg, record.args, record.exc_info = "Request refused: %s", (error,), None
-            record.levelno, record.levelname = logging.INFO, "INFO"
-        return True
-
-
-def log_refusals_in_one_line() -> None:
-    """Shorten Serve's log of refused requests to one line at INFO.
-
-    Serve logs every exception of a replica with its traceback, also an invalid request, a full queue or an engine that
-    is temporarily unavailable.
-    """
-    logging.getLogger("ray.serve").addFilter(_OneLine())

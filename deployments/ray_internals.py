@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import ray
 from ray._common.tls_utils import add_port_to_grpc_server
+from ray.serve import context as serve_context
 from ray.serve import handle as serve_handle
 from ray.serve._private import common, handle_options, replica, router
 from ray.serve._private.replica_result import ReplicaResult
@@ -95,6 +96,9 @@ REQUIRED: tuple[RayInternal, ...] = (
     # The address at which this process's replica takes calls.
     RayInternal(replica.Replica._on_initialized, "add_port_to_grpc_server"),
     RayInternal(replica.Replica._on_initialized, ALL_ADDRESSES),
+    # The id of the HTTP request that a call belongs to.
+    RayInternal(serve_context, "_get_serve_request_context"),
+    RayInternal(serve_context._RequestContext, "request_id"),
     # The Ingress builds its FastAPI app in the replica.
     RayInternal(replica, "SERVE_BUILD_ASGI_APP_METHOD"),
 )
@@ -196,3 +200,8 @@ def listen_on_node_address() -> None:
     listen, address = add_port_to_grpc_server, f"[{host}]:0" if ":" in host else f"{host}:0"
     own: Any = replica
     own.add_port_to_grpc_server = lambda server, given: listen(server, address if given == ALL_ADDRESSES else given)
+
+
+def http_request_id() -> str:
+    """Return the X-Request-ID of the HTTP request that the current task belongs to; '' outside of one."""
+    return serve_context._get_serve_request_context().request_id

@@ -2,15 +2,16 @@
 
 import asyncio
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import ray
 from ray import serve
 
 from deployments.autoscaling import nodes_offering
-from deployments.process import log_refusals_in_one_line, node_id, replica_info
-from deployments.ray_internals import listen_on_node_address
+from deployments.process import node_id, replica_info
+from deployments.ray_internals import http_request_id, listen_on_node_address
+from deployments.serve_log import join_serve_log
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.core.spec_prefill.plan import Scored, ScoreRequest
 from engine.protocol import EngineFailed
@@ -30,8 +31,8 @@ class SpecPrefillScorer:
 
     async def __init__(self, config: SpecPrefillConfig, target: EngineConfig):
         """Load the draft model; return when it is ready or has failed for good."""
-        log_refusals_in_one_line()
         listen_on_node_address()
+        join_serve_log()
         from engine.draft_scorer import AsyncDraftScorer  # imports MLX
 
         self._scorer = AsyncDraftScorer(config, target, await asyncio.to_thread(_beside_engine))
@@ -55,7 +56,7 @@ class SpecPrefillScorer:
 
         Raises Overloaded, ScoringTooSlow, InvalidRequest, EngineFailed.
         """
-        return await self._scorer.score(request)
+        return await self._scorer.score(replace(request, request_id=http_request_id() or request.request_id))
 
     async def status(self) -> dict[str, Any]:
         return {**replica_info(), "scorer": asdict(self._scorer.status())}

@@ -10,6 +10,7 @@ from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.pinned import pinned_requests
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import CacheStatus, EngineFailed, EngineRequest, TokenChunk
+from engine.start_phase import StartPhase
 
 log = logging.getLogger("orchard.engine")
 
@@ -48,10 +49,12 @@ class PinnedPrompts:
         Raises:
             EngineFailed: The system part of one is not pinned afterwards.
         """
-        for i, request in enumerate(self._requests):
-            await self._prefill(request)
-            num_tokens = len(request.token_ids)
-            log.info("pinned prompt %d of %d is prefilled: %d tokens", i + 1, len(self._requests), num_tokens)
+        with StartPhase("warming pinned prompts") as phase:
+            for i, request in enumerate(self._requests):
+                phase.progress = i / len(self._requests)
+                await self._prefill(request)
+                num_tokens = len(request.token_ids)
+                log.info("pinned prompt %d of %d is prefilled: %d tokens", i + 1, len(self._requests), num_tokens)
 
     async def _prefill(self, request: EngineRequest) -> None:
         chunks = [chunk async for chunk in self._generate(request)]

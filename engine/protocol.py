@@ -326,6 +326,8 @@ class EngineRequest:
     pooling: Pooling | None = None
     """Answer with the pooled hidden state of the prompt, without tokens. Sampling is ignored, and the prefix cache is
     not used: the mean needs the hidden states of all tokens."""
+    http_request_id: str = ""
+    """X-Request-ID of the HTTP request, for the log; '' without one."""
 
     @property
     def num_output_tokens(self) -> int:

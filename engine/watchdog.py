@@ -62,7 +62,7 @@ class Watchdog:
         so_far = f"{work.name} has been running for {age_s:.1f} s{predicted}"
         if work.is_late(age_s) and work is not self._late:
             self._late = work
-            log.warning(so_far)
+            log.warning(so_far, extra=work.named)
         return f"{so_far}; the limit is {limit_s:g} s" if age_s > limit_s else None
 
     def work_in_hand(self, core: EngineCore) -> WorkInHand | None:

@@ -77,6 +77,8 @@ class AnswerResponse(Response):
         self._request_id = request_id
         self._dialect: Dialect = dialect
         self._make_job = make_job
+        self._is_read = False
+        self._so_far: Answer | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         address = address_group(client_host(scope))
@@ -86,9 +88,12 @@ class AnswerResponse(Response):
                 try:
                     response = await self._answer(Request(scope, receive), entry, stream)
                 except ClientDisconnect:
-                    logger.info("request %s: the client disconnected", self._request_id)
+                    logger.info("request %s: the client disconnected %s", self._request_id, self._left_at())
                     entry.mark_complete()
                     response = None if stream.is_open else Response(status_code=CLIENT_LEFT)
+                except asyncio.CancelledError:  # by Serve's HTTP proxy, when its client disconnects
+                    logger.info("request %s: the client disconnected %s", self._request_id, self._left_at())
+                    raise
                 if response is not None:
                     await response(scope, receive, send)
         except OrchardError as error:  # the request is not admitted; `_answer` answers all other errors
@@ -104,6 +109,7 @@ class AnswerResponse(Response):
         job = None
         try:
             job = await run_until(self._read(request, stream), entry.cancelled)
+            self._is_read = True
             limits.check(key, job.num_choices)
             in_flight.set_choices(entry, job.id, job.num_choices)
             with limits.enter(key, job.num_choices):
@@ -138,7 +144,7 @@ class AnswerResponse(Response):
             generation = await job.start(key)
             if generation.left_open:
                 await stream.note(IGNORED_HEADER, left_open_names(generation.left_open))
-            answer = Answer(generation, job.num_choices, keeps_text=not job.stream)
+            answer = self._so_far = Answer(generation, job.num_choices, keeps_text=not job.stream)
             try:
                 if job.stream:
                     return await self._send_events(job, generation, answer, entry, stream)
@@ -171,6 +177,14 @@ class AnswerResponse(Response):
         closing = job.encoder.closing(answer)
         entry.mark_complete()
         await stream.send(closing)
+
+    def _left_at(self) -> str:
+        """Return when the client disconnected, and what was done."""
+        if not self._is_read:
+            return "while its body was read; it was not started"
+        if self._so_far is None:
+            return "before its first token; it was ended"
+        return f"after {self._so_far.num_tokens} tokens of its answer; the rest is not generated"
 
     async def _close(self, generation: Generation) -> None:
         try:

@@ -2,12 +2,14 @@
 
 Parsing megabytes takes one long call of C code or many short ones of Python; in a thread either would block the event
 loop. The two sides talk over a socket: the parent sends the dialect and the raw body, each after its length; the child
-answers with pickled data. The child ends when the socket closes, so it never outlives its parent.
+answers with pickled data, the result and its log lines. The child ends when the socket closes, so it never outlives its
+parent.
 """
 
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import pickle
 import resource
@@ -23,9 +25,13 @@ import psutil
 
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.request_reader import Dialect, read_request
+from engine import worker_log
 from engine.processing.worker_process import resident_bytes
 from engine.protocol import EngineFailed, InvalidRequest, OrchardError
 from engine.socket_pair import wide_socket_pair
+from engine.worker_log import WorkerLog
+
+logger = logging.getLogger("orchard.http")
 
 RECYCLE_BYTES = 512 * 2**20
 """A process whose resident memory exceeds this after a body is replaced."""
@@ -119,7 +125,8 @@ class BodyProcess:
                 await asyncio.sleep(0)  # a send that need not wait does not yield to other tasks
             num_bytes, num_message_bytes, is_last = _ANSWER.unpack(await self._receive(loop, _ANSWER.size))
             head, messages = await self._receive(loop, num_bytes), await self._receive(loop, num_message_bytes)
-            answer = pickle.loads(head, buffers=[messages])  # noqa: S301 written by our own subprocess
+            answer, records = pickle.loads(head, buffers=[messages])  # noqa: S301 written by our own subprocess
+            worker_log.write(records, self.pid)
             self.has_answered = not is_last
         except OSError as error:
             raise ProcessDied from error
@@ -146,6 +153,7 @@ class BodyProcess:
 
 def main() -> None:
     """Parse bodies until the socket closes or the process has grown beyond RECYCLE_BYTES."""
+    log = WorkerLog()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of the terminal, but requests drain
     with (
         socket.socket(fileno=0) as connection,
@@ -161,7 +169,7 @@ def main() -> None:
         gc.disable()  # while parsing, as JSON values have no cycles
         is_last = False
         while not is_last and (dialect := _next_message(stream)) and (body := _next_message(stream)) is not None:
-            answer, messages = _answer_to(body, dialect.decode(), rules, max_memory_bytes)
+            answer, messages = _answer_to(body, dialect.decode(), rules, max_memory_bytes, log)
             del body
             gc.collect()
             is_last = psutil.Process().memory_info().rss > RECYCLE_BYTES
@@ -171,8 +179,10 @@ def main() -> None:
             del answer, messages
 
 
-def _answer_to(body: bytes, dialect: Any, rules: ReadingRules, max_memory_bytes: int) -> tuple[bytes, memoryview]:
-    """Parse a body; return the pickled result or error, and its packed messages."""
+def _answer_to(
+    body: bytes, dialect: Any, rules: ReadingRules, max_memory_bytes: int, log: WorkerLog
+) -> tuple[bytes, memoryview]:
+    """Parse a body; return the pickled result or error with the log lines, and its packed messages."""
     answer: ParsedRequest | Exception
     try:
         answer = read_request(body, dialect, rules).packed()
@@ -181,9 +191,10 @@ def _answer_to(body: bytes, dialect: Any, rules: ReadingRules, max_memory_bytes:
     except MemoryError:
         answer = too_large(len(body), max_memory_bytes)
     except Exception as error:
+        logger.exception("a request body of %d bytes could not be read", len(body))
         answer = EngineFailed(f"a request body could not be read: {error!r}")
     buffers: list[pickle.PickleBuffer] = []
-    pickled = pickle.dumps(answer, protocol=5, buffer_callback=buffers.append)
+    pickled = pickle.dumps((answer, log.take()), protocol=5, buffer_callback=buffers.append)
     return pickled, buffers[0].raw() if buffers else memoryview(b"")
 
 

@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from deployments.serve_log import is_probe
 from engine import retry_after
 from engine.protocol import (
     Cancelled,
@@ -225,21 +226,21 @@ class ErrorMap:
                 return self._converters[base](error) or error
         return error
 
-    def failure(self, error: Exception, request_id: str) -> Failure:
-        """Convert an exception to a Failure, and log those with status 500 and above."""
+    def failure(self, error: Exception, request_id: str, level: int = logging.WARNING) -> Failure:
+        """Convert an exception to a Failure, and log those with status 500 and above. level: for those above 500."""
         converted = self.convert(error)
         if isinstance(converted, HTTPException):
             return _of_http_exception(converted)
         found = _of_orchard_error(converted, request_id) if isinstance(converted, OrchardError) else None
         if found is None or found.status == 500:
-            logger.error("request %s failed", request_id, exc_info=error)
+            logger.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
         elif found.status > 500:
-            logger.warning("request %s: %s", request_id, found.message)
+            logger.log(level, "request %s: %s", request_id, found.message, extra={"request_id": request_id})
         return found or Failure(500, f"The server failed to answer request {request_id}.", "server_error")
 
     def response(self, error: Exception, request_id: str, scope: Scope) -> Response:
         """Return the error response in the dialect of the requested route."""
-        failure = self.failure(error, request_id)
+        failure = self.failure(error, request_id, logging.DEBUG if is_probe(scope["path"]) else logging.WARNING)
         body = failure.body(error_dialect(scope["path"]), request_id)
         return Response(body, failure.status, failure.headers, "application/json")
 
@@ -251,6 +252,7 @@ class ErrorMap:
             try:
                 return await endpoint(request)
             except ClientDisconnect:
+                logger.info("request %s: the client disconnected while its body was read", request.state.request_id)
                 return Response(status_code=CLIENT_LEFT)
             except Exception as error:
                 return self.response(error, request.state.request_id, request.scope)

@@ -17,6 +17,7 @@ from deployments.http.request_id import request_id_of
 from deployments.http.unread_bodies import UnreadBodies
 from deployments.http_proxy.protocol import use_guarded_protocol
 from deployments.http_proxy.routes import ServeRoutes
+from deployments.serve_log import join_serve_log
 from engine import retry_after
 from engine.protocol import OrchardError, Unavailable
 
@@ -33,7 +34,8 @@ _SERVE_PREFIX = "/-/"
 
 
 def middlewares() -> list[Middleware]:
-    """Return the middleware for Serve's HTTP proxy, and install the guarded HTTP protocol."""
+    """Return the middleware for Serve's HTTP proxy, install the guarded HTTP protocol, and join Serve's log."""
+    join_serve_log()
     state = ProxyState()
     use_guarded_protocol(lambda: state.limits.send_timeout_s)
     return [Middleware(ProxyGuard, state=state)]
@@ -84,8 +86,10 @@ class ProxyGuard:
         except OrchardError as error:
             exchange.error = error
         except Exception:
-            log.exception("request %s failed in the HTTP proxy", request_id)
-        if not exchange.is_started:
+            log.exception("request %s failed in the HTTP proxy", request_id, extra={"request_id": request_id})
+        if exchange.left and not exchange.is_started:
+            log.info("request %s: %s", request_id, exchange.left, extra={"request_id": request_id})
+        elif not exchange.is_started:
             error = exchange.error or Unavailable(
                 "The process that handled the request was lost. Please send the request again.",
                 retry_after.PROCESS_LOST_S,
@@ -113,11 +117,13 @@ class Exchange:
     Attributes:
         error: Reason why the proxy ended the request; None if it did not.
         is_started: Whether a response has started.
+        left: When the client disconnected, and what was done, for the log; None if it did not.
     """
 
     def __init__(self, state: ProxyState, request_id: str, receive: Receive, send: Send):
         self.error: OrchardError | None = None
-        self.is_started = False
+        self.left: str | None = None
+        self.is_started = self._is_reading = False
         self._state = state
         self._request_id = request_id
         self._receive = receive
@@ -126,24 +132,32 @@ class Exchange:
     async def run(self, app: ASGIApp, scope: Scope) -> None:
         """Call the app with a bounded body. Raises what UnreadBodies.enter raises."""
         if not _has_body(scope):
-            return await app(scope, self._receive, self.send)
+            return await app(scope, self._receive_or_leave, self.send)
         with self._state.bodies.enter(scope) as body:
-            is_complete = False
+            self._is_reading = True
 
             async def receive() -> Message:
                 """Report a body that exceeds a limit as a client disconnect, which ends the request in the app."""
-                nonlocal is_complete
-                if is_complete:
-                    return await self._receive()
+                if not self._is_reading:
+                    return await self._receive_or_leave()
                 try:
-                    message = await body.receive(self._receive)
+                    message = await body.receive(self._receive_or_leave)
                 except OrchardError as error:
                     self.error = error
                     return {"type": "http.disconnect"}
-                is_complete = not message.get("more_body", False)
+                self._is_reading = message.get("more_body", False)
                 return message
 
             await app(scope, receive, self.send)
+
+    async def _receive_or_leave(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and self.left is None:
+            did = (
+                "while its body arrived; it was not started" if self._is_reading else "before its answer; it was ended"
+            )
+            self.left = f"the client disconnected {did}"
+        return message
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

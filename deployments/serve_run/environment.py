@@ -75,6 +75,11 @@ DEFAULTS = (
         "a start they answer 404 or queue requests",
     ),
     EnvironmentDefault(
+        "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH",
+        "deployments.serve_log:quiet_autoscaling",
+        "Serve's controller logs lines about autoscaling at each start and stop, although nothing follows the load",
+    ),
+    EnvironmentDefault(
         "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S",
         "1.0",
         "a replica on a busy machine is asked for its load again after 0.1 s, which fills the log with warnings",

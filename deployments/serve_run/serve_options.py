@@ -48,7 +48,7 @@ SERVE_SECTIONS = [
                 "logging_config",
                 "mapping or `null`",
                 "`null`",
-                "how Serve's controller and HTTP proxies log, see below; `serve run` ignores it",
+                "how all processes log, see below; under `serve run` not Serve's controller and HTTP proxies",
             ),
             Option("tracing_config", "mapping or `null`", "`null`", "OpenTelemetry tracing of Serve"),
             Option("applications", "list; each entry: mapping", "required", "one of them is Orchard, see below"),
@@ -104,7 +104,12 @@ SERVE_SECTIONS = [
                 "applications[].runtime_env", "mapping", "`{}`", "Ray's runtime environment of the replicas' processes"
             ),
             Option("applications[].args", "mapping", "`{}`", "options of Orchard, see above"),
-            Option("applications[].logging_config", "mapping or `null`", "`null`", "how the replicas log, see below"),
+            Option(
+                "applications[].logging_config",
+                "mapping or `null`",
+                "that at the top of the file",
+                "how the replicas log, see below",
+            ),
             Option(
                 "applications[].deployments",
                 "list; each entry: mapping",
@@ -152,7 +157,7 @@ SERVE_SECTIONS = [
             Option(
                 "applications[].deployments[].logging_config",
                 "mapping",
-                "that of the application; SpecPrefillScorer: `enable_access_log: false`",
+                "that of the application",
                 "how the replicas of the deployment log, see below",
             ),
         ],

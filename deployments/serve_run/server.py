@@ -127,7 +127,7 @@ class Server:
             application,
             name=self._config.name,
             route_prefix=self._config.route_prefix,
-            logging_config=self._config.application.get("logging_config"),
+            logging_config=self._config.application.get("logging_config") or self._config.raw.get("logging_config"),
         )
         serve.run_many(
             [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False, blocking=False

@@ -17,7 +17,7 @@ from engine.core.memory.grouping import GroupMerge
 from engine.core.prefix_cache.sessions import PrefixCacheSessions
 from engine.core.progress import Progress
 from engine.core.proposer_record import Mode
-from engine.core.request import Matcher, Request, RequestState
+from engine.core.request import Matcher, Request, RequestState, named
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import Chunks, PreemptedRows, ReleasedRows
@@ -214,8 +214,8 @@ class EngineCore:
             self._publish(released.failed)
         for row in released.finished:
             self.budget.release(row.id)
-        if row_ids := released.row_ids:
-            self._drop(row_ids)
+        if rows := released.rows:
+            self._drop(rows)
 
     def _snapshot_preempted(self, preempted: Sequence[PreemptedRows]) -> None:
         """Publish what the step in flight gives preempted rows, then snapshot their states."""
@@ -227,7 +227,8 @@ class EngineCore:
             try:
                 outputs = self.runner.pending([row.id for row in decoding])
             except Exception as error:
-                log.exception("decode step failed with %d rows", self.scheduler.num_decoding + len(decoding))
+                rows = [*self.scheduler.decoding, *decoding]
+                log.exception("decode step failed with %d rows", len(rows), extra=named(rows))
                 self._publish(self._fail_rows(f"decode step failed: {type(error).__name__}"))
                 return
             self._publish(self.scheduler.update_preempted(outputs, decoding))
@@ -238,23 +239,26 @@ class EngineCore:
             elif one.num_prefilled is None and one.rows[0].state is not RequestState.FINISHED:
                 self.prefix.snapshots.keep_row(one.rows[0])
 
-    def _drop(self, row_ids: list[str]) -> None:
+    def _drop(self, rows: Sequence[Request]) -> None:
+        row_ids = [row.id for row in rows]
         self.prefix.end(row_ids)
         lent = self.prefix.returns.prepare(row_ids)
         try:
             self.runner.drop(row_ids, lent)
         except Exception as error:
-            log.exception("dropping %s failed", ", ".join(row_ids))
+            log.exception("dropping %s failed", ", ".join(row_ids), extra=named([*rows, *self.scheduler.decoding]))
             self._publish(self._fail_rows(f"dropping other rows failed: {type(error).__name__}"))
-            self._drop_again(row_ids)
+            self._drop_again(rows)
         self.prefix.returns.settle(row_ids)
 
-    def _drop_again(self, row_ids: list[str]) -> None:
+    def _drop_again(self, rows: Sequence[Request]) -> None:
         """Retry a failed drop: the decode batch has been reset, but prompts in progress may remain."""
+        row_ids = [row.id for row in rows]
         try:
             self.runner.drop(row_ids)
         except Exception:
-            log.exception("dropping %s failed again: their memory is not freed", ", ".join(row_ids))
+            failed_again = "dropping %s failed again: their memory is not freed"
+            log.exception(failed_again, ", ".join(row_ids), extra=named(rows))
 
     def _fail_rows(self, error: str) -> Chunks:
         self.stats.failed_steps_in_a_row += 1
@@ -270,14 +274,14 @@ class EngineCore:
         num_rows, began_s = self.scheduler.num_decoding, None if merge else self._decoded_s
         name = f"a decode step (rows: {num_rows}, drafts: {drafts.num_tokens})"
         predicted_s = self.costs.step_s(num_rows, drafts) or 0.0
-        self.progress.begin(name, predicted_s, ("decode", num_rows, drafts))
+        self.progress.begin(name, predicted_s, ("decode", num_rows, drafts), named(self.scheduler.decoding))
         try:
             if merge is not None:
                 self.runner.merge_groups(*merge)
             outputs = self.runner.decode(drafts)
             chunks = self.scheduler.update_decode(outputs)
         except Exception as error:
-            log.exception("decode step failed with %d rows", num_rows)
+            log.exception("decode step failed with %d rows", num_rows, extra=named(self.scheduler.decoding))
             if drafts.num_tokens:
                 self._speculation.failed()  # plain decoding may still work
             self._publish(self._fail_rows(f"decode step failed: {type(error).__name__}"))
@@ -327,7 +331,8 @@ class EngineCore:
             return
         num_patches, share = image.num_patches, num_blocks / image.depth
         name = f"a piece of an image of {num_patches} patches ({num_blocks} of {image.depth} blocks)"
-        self.progress.begin(name, self.costs.image_s(num_patches, share), ("image", num_patches.bit_length()))
+        shape = "image", num_patches.bit_length()
+        self.progress.begin(name, self.costs.image_s(num_patches, share), shape, named(rows))
         piece_began_s = self._clock()
         self.runner.encode(rows, num_blocks)
         device_s = self._device_s(piece_began_s, in_flight_s)
@@ -362,7 +367,8 @@ class EngineCore:
         start = max(chunk.row.num_prefilled for chunk in chunks)
         name = f"a chunk of {num_tokens} tokens" if num_rows == 1 else f"{num_rows} chunks of {num_tokens} tokens"
         seconds = self.costs.chunk_s(num_tokens, start, num_rows)
-        self.progress.begin(f"{name} at position {start}", seconds, ("prefill", num_rows, num_tokens.bit_length()))
+        shape = "prefill", num_rows, num_tokens.bit_length()
+        self.progress.begin(f"{name} at position {start}", seconds, shape, named(chunk.row for chunk in chunks))
 
     def _forward(self, rows: Sequence[Request], chunks: Sequence[PromptChunk]) -> Sequence[PrefillOutput]:
         """Compute the chunks.
@@ -406,11 +412,12 @@ class EngineCore:
         The rows may have joined the decode batch already.
         """
         row_ids = [row.id for row in rows]
-        log.error("the shared prefill of %s failed; each prompt is prefilled alone", ", ".join(row_ids), exc_info=error)
+        alone = "the shared prefill of %s failed; each prompt is prefilled alone"
+        log.error(alone, ", ".join(row_ids), exc_info=error, extra=named(rows))
         self.stats.num_failed_bursts += 1
         self.scheduler.prefills.step.close()
         self.prefix.end(row_ids, failed=True)
-        self._drop(row_ids)
+        self._drop(rows)
         self.scheduler.prefills.in_progress.compute_alone(rows)
 
     def _prefill_failed(self, rows: Sequence[Request], error: Exception) -> None:
@@ -419,18 +426,19 @@ class EngineCore:
         if isinstance(error, InvalidRequest):  # the client's fault does not count towards max_failed_steps
             self._publish(self.scheduler.fail_prefill(rows, str(error)))
             return
-        log.error("prefill of %s failed after %d tokens", rows[0].id, rows[0].num_prefilled, exc_info=error)
-        works = self._device_works()
+        failed = "prefill of %s failed after %d tokens"
+        log.error(failed, rows[0].id, rows[0].num_prefilled, exc_info=error, extra=named(rows))
+        works = self._device_works(rows)
         self.stats.failed_steps_in_a_row += not works
         message, retry_after_s = f"prefill failed: {type(error).__name__}", None if works else retry_after.STEP_FAILED_S
         self._publish(self.scheduler.fail_prefill(rows, message, retry_after_s))
 
-    def _device_works(self) -> bool:
+    def _device_works(self, rows: Sequence[Request]) -> bool:
         """Return whether a probe forward succeeds: tells a failing device from a prompt that fails by itself."""
         try:
             self.runner.probe()
         except Exception:
-            log.exception("the probe forward failed: the device does not work")
+            log.exception("the probe forward failed: the device does not work", extra=named(rows))
             return False
         return True
 

@@ -1,5 +1,6 @@
 """One choice of a request while the engine works on it: a row."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
@@ -135,3 +136,8 @@ class Request:
         if len(self.output_token_ids) >= self.sampling.max_tokens:
             return FinishReason.LENGTH
         return None
+
+
+def named(rows: Iterable[Request]) -> dict[str, str]:
+    """Return the `extra` of a log line about rows: the ids of their HTTP requests, or of those that have none."""
+    return {"request_id": ", ".join(dict.fromkeys(row.spec.http_request_id or row.spec.request_id for row in rows))}

@@ -58,6 +58,11 @@ class Scheduler:
         return len(self._queue)
 
     @property
+    def decoding(self) -> list[Request]:
+        """The rows of the decode batch."""
+        return list(self._running.values())
+
+    @property
     def num_decoding(self) -> int:
         return len(self._running)
 

@@ -39,9 +39,14 @@ class ReleasedRows:
     """Rows that the runner has and that will get no more tokens; their memory is reserved until they are dropped."""
 
     @property
+    def rows(self) -> list[Request]:
+        """The rows to drop."""
+        return [*self.finished, *(row for one in self.preempted for row in one.rows)]
+
+    @property
     def row_ids(self) -> list[str]:
         """Ids of the rows to drop."""
-        return [row.id for row in self.finished] + [row.id for one in self.preempted for row in one.rows]
+        return [row.id for row in self.rows]
 
 
 @dataclass(slots=True)

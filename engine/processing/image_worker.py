@@ -5,13 +5,15 @@ standard library, NumPy and Pillow, so that it starts quickly and has no secrets
 
 Protocol: the worker reports that it is ready. For each image the planner sends the encoded bytes, the worker answers
 with width and height, the planner sends GO, and the worker sends the patches, whose number follows from the size. Each
-answer starts with a 4-byte length and a JSON object; the key `refused` ends the image.
+answer starts with a 4-byte length and a JSON object; the key `refused` ends the image. The key `failed` also ends the
+worker, and comes with the lines that it has logged, `log`.
 """
 
 import base64
 import binascii
 import contextlib
 import json
+import logging
 import resource
 import socket
 import struct
@@ -26,9 +28,12 @@ from engine.processing import image_grids
 from engine.processing.image_file import ImageFile, ImageRefused
 from engine.processing.image_grid import ImageGrid
 from engine.processing.video_grid import VideoGrid
+from engine.worker_log import WorkerLog
 
 if TYPE_CHECKING:
     from engine.config import MediaConfig
+
+log = logging.getLogger("orchard.images")
 
 REQUEST = struct.Struct(">QBBB")
 """Header of an image or video: number of bytes, and whether they are base64 text, whether to decode in low detail, and
@@ -74,6 +79,7 @@ def main() -> None:
     Ends when the planner closes the connection.
     """
     settings = WorkerSettings.from_json(sys.argv[1])
+    worker_log = WorkerLog()
     Image.MAX_IMAGE_PIXELS = None  # ImageFile applies its own limit
     limit_process(settings)
     with socket.socket(fileno=0) as planner:
@@ -86,6 +92,12 @@ def main() -> None:
                 send(planner, {"refused": str(error)})
             except MemoryError:
                 send(planner, {"refused": out_of_memory(settings.memory_bytes)})
+            except ConnectionError:  # the planner has closed the connection
+                return
+            except Exception:
+                log.exception("an image could not be decoded")
+                send(planner, {"failed": True, "log": worker_log.take()})
+                return
 
 
 def answer(

@@ -4,6 +4,7 @@ import asyncio
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -116,7 +117,8 @@ class ImageWorkers:
             return cut
 
     async def _call(self, step: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, step)
+        in_context = copy_context().run  # log lines have the id of the request
+        return await asyncio.get_running_loop().run_in_executor(self._threads, in_context, step)
 
     def _make(self) -> WorkerProcess:
         worker = WorkerProcess(self._settings)

@@ -4,6 +4,7 @@ All methods except `kill` block, and only one thread may use them at a time. The
 """
 
 import json
+import logging
 import math
 import os
 import signal
@@ -20,7 +21,7 @@ import numpy as np
 import psutil
 
 import engine
-from engine import retry_after
+from engine import retry_after, worker_log
 from engine.processing.image_file import UNDECODABLE, ImageRefused
 from engine.processing.image_grid import CutImage
 from engine.processing.image_worker import GO, LENGTH, REQUEST, WorkerSettings, out_of_memory
@@ -28,6 +29,8 @@ from engine.processing.video_grid import UNDECODABLE as VIDEO_UNDECODABLE
 from engine.processing.video_grid import CutVideo
 from engine.protocol import Unavailable
 from engine.socket_pair import wide_socket_pair
+
+log = logging.getLogger("orchard.images")
 
 START_TIMEOUT_S = 60.0
 WATCH_PERIOD_S = 0.1
@@ -173,6 +176,9 @@ class WorkerProcess:
         encoded = bytearray(num_bytes)
         self._receive(memoryview(encoded), deadline)
         header = json.loads(encoded)
+        worker_log.write(header.get("log", ()), self.pid or 0)
+        if "failed" in header:
+            raise WorkerEnded(VIDEO_UNDECODABLE if self._is_video else UNDECODABLE)
         if "refused" in header:
             raise ImageRefused(header["refused"])
         return header
@@ -217,14 +223,18 @@ class WorkerProcess:
             self._kill_for(out_of_memory(memory_bytes))
 
     def _kill_for(self, reason: str) -> None:
+        log.warning("the image worker %d is killed: %s", self.pid, reason)
         self.kill()
         raise WorkerEnded(reason)
 
     def _why_ended(self) -> str:
         """Return the reason why the worker ended, for the client."""
-        if self._process is not None and not self._is_killed and self._process.wait() == -signal.SIGXCPU:
-            limit_s = self._settings.cpu_s
-            return f"decoding the image takes more than {limit_s:g} s of CPU time, which is the limit"
+        if self._process is not None and not self._is_killed:
+            code = self._process.wait()
+            log.warning("the image worker %d ended with the exit code %d while it decoded an image", self.pid, code)
+            if code == -signal.SIGXCPU:
+                limit_s = self._settings.cpu_s
+                return f"decoding the image takes more than {limit_s:g} s of CPU time, which is the limit"
         return VIDEO_UNDECODABLE if self._is_video else UNDECODABLE
 
 

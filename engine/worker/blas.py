@@ -30,7 +30,7 @@ from typing import Literal
 
 from engine.user_cache import user_cache
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("orchard.engine")
 
 SYMBOLS = (
     *("cblas_sgemm", "cblas_dgemm", "cblas_cgemm"),

@@ -31,6 +31,7 @@ from engine.processing.context import choose_context, declared_scalings, library
 from engine.processing.pooling import EmbeddingModel
 from engine.processing.tokenizer_match import why_different
 from engine.protocol import EngineFailed
+from engine.start_phase import StartPhase
 from engine.worker import mtp_loader
 from engine.worker.draft_model import draft_unsupported_reason
 from engine.worker.drafting import rewind_unsupported_reason
@@ -184,11 +185,18 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
     Raises:
         EngineFailed: The model or its head cannot be loaded; the message has the reason.
     """
-    opened = open_model(config)
-    module, path, head_dir, dtype = opened.module, opened.path, opened.head_dir, opened.dtype
-    head = _load_head(config, head_dir, module, dtype)
-    draft, draft_dir = (None, None) if config.draft_model is None else _open_draft(config, config.draft_model, opened)
-    num_bytes = _read_weights([one for one in (module, head, draft) if one is not None], progress)
+    with StartPhase("reading weights") as phase:
+
+        def report(part: float) -> None:
+            phase.progress = part
+            progress(part)
+
+        opened = open_model(config)
+        module, path, head_dir, dtype = opened.module, opened.path, opened.head_dir, opened.dtype
+        head = _load_head(config, head_dir, module, dtype)
+        draft_model = config.draft_model
+        draft, draft_dir = (None, None) if draft_model is None else _open_draft(config, draft_model, opened)
+        num_bytes = _read_weights([one for one in (module, head, draft) if one is not None], report)
     module.eval()
     if head is not None:
         mtp_loader.check_values(head)

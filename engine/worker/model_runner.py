@@ -29,6 +29,7 @@ from engine.processing.checkpoint import image_processor_config
 from engine.processing.patch_normalization import PatchNormalization
 from engine.processing.vision_family import image_token_id, vision_family
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
+from engine.start_phase import StartPhase
 from engine.user_cache import user_cache
 from engine.worker import attention_costs, blas, cost_cache, loader, memory, memory_costs, patches, warm_up
 from engine.worker.burst import BurstPrefill
@@ -137,25 +138,32 @@ class MLXRunner:
         Args:
             progress: Receives the share that is done, from 0 to 1.
         """
-        progress(0.0)
-        self.step_times, self._a_snapshot = warm_up.time_steps(
-            self, self._max_running, lambda share: progress(STEPS_SHARE * share)
-        )
-        self.chunk_times = warm_up.time_chunks(self)
-        progress(CHUNKS_SHARE)
-        if self._vision is not None:
-            self._vision.probe(self._vision.probe_grids[0])
-        progress(IMAGES_SHARE)
+        with StartPhase("compiling") as phase:
+
+            def compiled(share: float) -> None:
+                phase.progress = share / IMAGES_SHARE
+                progress(share)
+
+            compiled(0.0)
+            self.step_times, self._a_snapshot = warm_up.time_steps(
+                self, self._max_running, lambda share: compiled(STEPS_SHARE * share)
+            )
+            self.chunk_times = warm_up.time_chunks(self)
+            compiled(CHUNKS_SHARE)
+            if self._vision is not None:
+                self._vision.probe(self._vision.probe_grids[0])
+            compiled(IMAGES_SHARE)
         if self._a_snapshot is not None:
             self._prefill.learn_slots(self._a_snapshot)
             heads = int(getattr(self._language_model.args, "num_attention_heads", 0))
             facts = (self.drafts, self.capabilities["compiled"], self.capabilities["blas"])
             key, a_snapshot = cost_cache.costs_key(self.fingerprint, *facts), self._a_snapshot
-            self.costs = cost_cache.load_or_measure(
-                user_cache() / "memory-costs",
-                key,
-                lambda: self._measured_costs(a_snapshot, heads),
-            )
+            with StartPhase("measuring memory"):
+                self.costs = cost_cache.load_or_measure(
+                    user_cache() / "memory-costs",
+                    key,
+                    lambda: self._measured_costs(a_snapshot, heads),
+                )
         mx.clear_cache()
         progress(1.0)
 

@@ -4,6 +4,7 @@ import gc
 import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -34,6 +35,9 @@ def close_what_clients_left_open() -> Iterator[None]:
         warnings.simplefilter("ignore", ResourceWarning)
         gc.collect()
 
+
+FAILING_STEP = Path(__file__).parent / "failing_step"
+"""Makes the steps of test_logs fail, and no other ones."""
 
 _running: list[Server] = []
 
@@ -73,7 +77,7 @@ def small_server() -> Iterator[ServeRun]:
         args["spec_prefill"].update(threshold_tokens=SPARSE_THRESHOLD, deadline_s=SCORING_DEADLINE_S)
         args["drain_timeout_s"] = DRAIN_S
 
-    with serve_run(make_it_small, command=ORCHARD_SERVE) as server:
+    with serve_run(make_it_small, {"PYTHONPATH": str(FAILING_STEP)}, ORCHARD_SERVE) as server:
         server.wait_complete()
         _running.append(server)
         yield server

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 OWN_SERVERS = (
     "test_bad_config.py",
     "test_engine_death.py",
+    "test_logs.py",
     "test_retries.py",
     "test_spec_prefill.py",
     "test_starting.py",

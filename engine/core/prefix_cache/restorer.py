@@ -12,7 +12,7 @@ from engine.core.prefix_cache.node import CacheEntry
 from engine.core.prefix_cache.returns import SegmentReturns
 from engine.core.prefix_cache.session import PrefixCacheSession
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
-from engine.core.request import Request
+from engine.core.request import Request, named
 from engine.protocol import Boundary, InvalidRequest
 
 log = logging.getLogger("orchard.engine")
@@ -120,7 +120,8 @@ class PrefixRestorer:
         if is_complete is None and self._cache.clock() < reading.until_s:
             return False
         if is_complete is None:
-            log.warning("reading a snapshot from disk takes too long: %s is prefilled without it", session.row.id)
+            slow = "reading a snapshot from disk takes too long: %s is prefilled without it"
+            log.warning(slow, session.row.id, extra=named([session.row]))
             self._cache.counters.num_unusable += 1
         session.in_memory = not is_complete
         self._disk.close(reading)
@@ -140,7 +141,7 @@ class PrefixRestorer:
             raise
         except Exception:
             self._returns.settle([rows[0].id])
-            log.exception("a snapshot of %d tokens could not be restored", entry.num_tokens)
+            log.exception("a snapshot of %d tokens could not be restored", entry.num_tokens, extra=named(rows))
             self._cache.counters.num_unusable += 1
             session.max_tokens = entry.num_tokens - 1
             self._runner.drop([row.id for row in rows])  # a partly restored prompt

@@ -20,7 +20,7 @@ from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.returns import SegmentReturns
 from engine.core.prefix_cache.session import PrefixCacheSession
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
-from engine.core.request import Request
+from engine.core.request import Request, named
 from engine.protocol import Boundary
 
 log = logging.getLogger("orchard.engine")
@@ -97,7 +97,8 @@ class SnapshotTaker:
         try:
             self._take(rows, session, boundary)
         except Exception:
-            log.exception("the snapshot of %s at its %s boundary failed", session.row.id, boundary.kind)
+            failed = "the snapshot of %s at its %s boundary failed"
+            log.exception(failed, session.row.id, boundary.kind, extra=named(rows))
             self._cache.counters.num_rejected += 1
             session.todo.clear()
 
@@ -119,7 +120,8 @@ class SnapshotTaker:
             return
         snapshot = self._runner.snapshot(rows, base.segment if base is not None else None, lend)
         if snapshot is None:
-            log.warning("the state of %s at its %s boundary contains NaN or inf", session.row.id, boundary.kind)
+            broken = "the state of %s at its %s boundary contains NaN or inf"
+            log.warning(broken, session.row.id, boundary.kind, extra=named(rows))
             counters.num_rejected += 1
             session.todo.clear()
             return
@@ -146,7 +148,7 @@ class SnapshotTaker:
             try:
                 return self._keep(row, key, base, is_awaited)
             except Exception:
-                log.exception("the snapshot of %s after its last token failed", row.id)
+                log.exception("the snapshot of %s after its last token failed", row.id, extra=named([row]))
                 self._cache.counters.num_rejected += 1
                 return False
 

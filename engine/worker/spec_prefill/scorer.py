@@ -21,6 +21,7 @@ from engine.core.prefix_cache.snapshot_boundaries import choose_boundaries
 from engine.core.spec_prefill.pace import RETRY_FADE, Pace
 from engine.core.spec_prefill.plan import ScoreRequest
 from engine.protocol import Boundary, EngineFailed
+from engine.start_phase import StartPhase
 from engine.worker import memory
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.spec_prefill.draft import Draft, load_draft
@@ -97,7 +98,8 @@ def load_scorer(config: SpecPrefillConfig, draft: EngineConfig, publish: Publish
         EngineFailed: It cannot be loaded or cannot score.
     """
     scorer = Scorer(load_draft(draft), config, publish)
-    scorer.probe()
+    with StartPhase("compiling"):
+        scorer.probe()
     return scorer
 
 
@@ -281,7 +283,8 @@ class Scorer:
         try:
             outcome = self._advance(job)
         except Exception as error:
-            log.exception("prompt %s could not be scored", job.request.request_id)
+            named = {"request_id": job.request.request_id}
+            log.exception("prompt %s could not be scored", job.request.request_id, extra=named)
             job.cache.clear()  # the traceback keeps the job alive
             for digest in job.stored:
                 self._reuse.forget(digest)
