@@ -107,8 +107,8 @@ SERVE_SECTIONS = [
             Option(
                 "applications[].logging_config",
                 "mapping or `null`",
-                "that at the top of the file",
-                "how the replicas log, see below",
+                "`null`",
+                "how the replicas log, see below; `null`: as at the top of the file",
             ),
             Option(
                 "applications[].deployments",
