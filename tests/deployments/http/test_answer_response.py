@@ -144,6 +144,40 @@ def test_client_that_disconnects_while_sending_its_body_starts_no_request(connec
     asyncio.run(talk())
 
 
+LEFT = {
+    "body": "while its body was read; it was not started",
+    "start": "before its first token; it was ended",
+    "generation": "after 1 tokens of its answer; the rest is not generated",
+}
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["disconnect", "cancelled by Serve's proxy"])
+@pytest.mark.parametrize("phase", LEFT)
+def test_the_line_of_a_client_that_leaves_says_what_was_done(connect, backend, caplog, phase, is_cancelled):
+    async def talk():
+        backend.start_script = [asyncio.Event()] if phase == "start" else []
+        backend.script = [TextDelta("Hel", 1), asyncio.Event()]
+        connection = connect(stream=True)
+        connection._body_sent = phase == "body"
+        task = asyncio.create_task(connection.run())
+        await until(
+            lambda: phase == "body" or (b"Hel" in connection.body if phase == "generation" else backend.requests)
+        )
+        await asyncio.sleep(0.05)
+        if is_cancelled:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            connection.left.set()
+            await task
+
+    caplog.set_level("INFO", "orchard.http")
+    asyncio.run(talk())
+    (said,) = [message for message in caplog.messages if "disconnected" in message]
+    assert said.startswith("request ") and said.endswith(f": the client disconnected {LEFT[phase]}")
+
+
 def test_failure_to_close_a_generation_is_logged_and_leaves_the_answer_intact(chat, backend, caplog):
     start = backend.start
 

@@ -75,6 +75,53 @@ def test_requests_during_the_start_are_refused_at_once_with_a_retry_after(handle
     assert proxy.headers == [], "nothing was buffered for it"
 
 
+@pytest.mark.parametrize(("path", "is_logged"), [("/v1/models", True), ("/health/ready", False), ("/ping", False)])
+def test_a_refusal_during_the_start_is_a_warning_unless_a_probe_asks(
+    path: str, is_logged: bool, caplog: pytest.LogCaptureFixture
+):
+    async def talk() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(guard(Proxy())), base_url=URL) as client:
+            return await client.get(path, headers={"X-Request-ID": "mine"})
+
+    caplog.set_level("INFO", "orchard.http")
+    assert asyncio.run(talk()).status_code == 503
+    lines = [record for record in caplog.records if record.name == "orchard.http"]
+    assert [(line.levelname, line.__dict__["request_id"]) for line in lines] == [("WARNING", "mine")] * is_logged
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([{"type": "http.request", "body": b"{", "more_body": True}], "while its body arrived; it was not started"),
+        ([{"type": "http.request", "body": b"{}", "more_body": False}], "before its answer; it was ended"),
+    ],
+    ids=["in its body", "behind its body"],
+)
+def test_a_client_that_leaves_has_a_line_and_gets_no_refusal(
+    messages: list[dict[str, Any]], said: str, caplog: pytest.LogCaptureFixture
+):
+    proxy, sent, messages = Proxy(FakeRunningHandle(1)), [], [*messages, {"type": "http.disconnect"}]
+
+    async def waits_for_the_end(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    waits_for_the_end.proxy_router = proxy  # type: ignore[attr-defined]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-length", b"2"), (b"x-request-id", b"mine")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers, "client": None}
+    caplog.set_level("INFO")
+    asyncio.run(guard(waits_for_the_end)(scope, receive, send))
+    assert (caplog.messages, sent) == ([f"request mine: the client disconnected {said}"], [])
+    assert caplog.records[0].__dict__["request_id"] == "mine"
+
+
 def test_own_routes_of_serve_pass_the_guard():
     async def talk() -> httpx.Response:
         transport = httpx.ASGITransport(guard(Proxy()))
