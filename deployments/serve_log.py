@@ -30,7 +30,7 @@ def join_serve_log() -> None:
     serve.addFilter(_probe_at_debug)
 
 
-def quiet_autoscaling() -> None:
+def quiet_controller() -> None:
     """Lower the controller's lines about autoscaling to DEBUG. Serve calls this in its controller (environment.py).
 
     Each deployment has a policy that follows the nodes and ignores the load. `Adding 1 replica to ...` tells what it

@@ -76,7 +76,7 @@ DEFAULTS = (
     ),
     EnvironmentDefault(
         "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH",
-        "deployments.serve_log:quiet_autoscaling",
+        "deployments.serve_log:quiet_controller",
         "Serve's controller logs lines about autoscaling at each start and stop, although nothing follows the load",
     ),
     EnvironmentDefault(

@@ -20,7 +20,7 @@ from ray.serve.schema import LoggingConfig
 
 from deployments.http.body_process import BodyProcess
 from deployments.http_proxy.guard import middlewares
-from deployments.serve_log import join_serve_log, quiet_autoscaling
+from deployments.serve_log import join_serve_log, quiet_controller
 from engine.config import MediaConfig
 from engine.core.request import Request, named
 from engine.processing.image_file import ImageRefused
@@ -213,7 +213,7 @@ def test_a_probe_is_a_line_at_debug(level: str, tmp_path: Path):
 
 def test_lines_about_autoscaling_are_debug_in_the_controller(tmp_path: Path):
     log = configure(tmp_path, "TEXT", is_replica=False)
-    quiet_autoscaling()
+    quiet_controller()
     serve = logging.getLogger("ray.serve")
     for message in ("Upscaling Deployment(name='MLLM') from 0 to 1 replicas.", "Adding 1 replica to Deployment"):
         serve.info(message)

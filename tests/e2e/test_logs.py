@@ -13,7 +13,7 @@ from tests.e2e.server import ServeRun
 pytestmark = pytest.mark.server
 
 HI = [{"role": "user", "content": "Hi"}]
-FAILS, LEAVES = "the-one-that-fails", "the-one-that-leaves"
+FAILS, LEAVES, ASKS = "the-one-that-fails", "the-one-that-leaves", "the-one-that-asks"
 WAIT_S = 60.0
 
 PHASES = ("reading weights took", "compiling took", "measuring memory took")
@@ -32,8 +32,8 @@ def written(server: ServeRun, kind: str, pattern: str) -> re.Match[str]:
 
 
 def line(level: str, component: str, message: str, request_id: str = "") -> str:
-    """Return the pattern of a line with its time, its replica and its request."""
-    named = f"{re.escape(request_id)} " if request_id else ""
+    """Return the pattern of a line with its time, its replica and its request; all but the level are patterns."""
+    named = f"{request_id} " if request_id else ""
     return rf"^{level} [-\d]+ [:,\d]+ {component} \S+ {named}-- {message}"
 
 
@@ -44,10 +44,17 @@ def test_the_start_names_its_phases_with_seconds_and_the_weights_that_it_has_rea
     written(small_server, f"replica_{engine}", line("INFO", engine, r"loaded \S+: \d+\.\d MB of weights, "))
 
 
-def test_the_proxy_warns_of_requests_during_the_start_but_not_of_probes(small_server: ServeRun):
-    starting = r"request (?P<id>\S+): The server is starting: it accepts no requests yet\.$"
-    found = written(small_server, "proxy_", line("WARNING", "proxy", starting, "").replace("-- ", r"\S+ -- "))
-    assert f" {found['id']} -- " in found[0]
+def test_the_proxy_warns_of_requests_during_the_start(small_server: ServeRun):
+    starting = r"request (?P=id): The server is starting: it accepts no requests yet\.$"
+    written(small_server, "proxy_", line("WARNING", "proxy", starting, r"(?P<id>\S+)"))
+
+
+def test_probes_and_the_policies_of_deployments_have_no_lines(small_server: ServeRun):
+    with httpx.Client(base_url=small_server.base_url, timeout=120) as http:
+        assert http.get("/health/ready").status_code in (200, 503)  # an engine may be replaced just now
+        assert http.get("/v1/models", headers={"X-Request-ID": ASKS}).status_code == 200
+    for kind, component in (("proxy_", "proxy"), ("replica_orchard_Ingress", "orchard_Ingress")):
+        written(small_server, kind, line("INFO", component, "GET /v1/models 200 ", ASKS))
     for name, text in read_logs(small_server, small_server.ray_dir).items():
         if name.startswith(("proxy_", "replica_", "controller_")):
             assert "/health" not in re.sub("RoutePattern.*", "", text), name
