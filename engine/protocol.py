@@ -575,7 +575,7 @@ class EngineStatus(EngineCounters):
     model: str
     """As configured."""
     load_progress: float
-    """0 to 1: of the bytes of the weights, of the steps of the warm-up while compiling, of the prompts while warming."""
+    """0 to 1: of the bytes of the weights, of the warm-up's steps while compiling, of the prompts while warming."""
     num_running: int = 0  # Rows: decoding, or of a prompt in progress.
     num_waiting: int = 0  # Requests in the queue.
     max_running: int = 0
