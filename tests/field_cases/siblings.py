@@ -73,6 +73,7 @@ def ignores(*names: str) -> Callable[[httpx.Response], bool]:
     return lambda response: set(names) <= set(response.headers.get("x-orchard-ignored", "").split(", "))
 
 
+CHAT = {"messages": HELLO, "max_tokens": 20, "temperature": 0}
 CALL = {"type": "custom_tool_call", "call_id": "call_1", "name": "write", "input": "*** Begin Patch\n"}
 OUTPUT = {"type": "custom_tool_call_output", "call_id": "call_1", "output": "Done."}
 USER = {"role": "user", "content": "Go."}
@@ -135,6 +136,65 @@ SIBLINGS = [
         "/v1/responses",
         {"input": "Go.", "max_output_tokens": 20, "tools": [{"type": "apply_patch"}]},
         ignores("tools[0] (apply_patch)"),
+    ),
+    Sibling(
+        "reasoning-of-all-turns",
+        "/v1/responses",
+        {"input": "Go.", "max_output_tokens": 20, "reasoning": {"context": "all_turns"}},
+        ignores("reasoning.context"),
+    ),
+    Sibling(
+        "response-object",
+        "/v1/responses",
+        {"input": "Go.", "max_output_tokens": 5},
+        lambda response: all(
+            isinstance(response.json()[name], float)
+            for name in ("temperature", "top_p", "frequency_penalty", "presence_penalty")
+        ),
+    ),
+    Sibling(
+        "template-kwargs-unknown",
+        "/v1/chat/completions",
+        {**CHAT, "chat_template_kwargs": {"enable_thinking": False, "xml_tags": ["a"], "date": "2026-01-01"}},
+        ignores("chat_template_kwargs.xml_tags", "chat_template_kwargs.date"),
+    ),
+    Sibling(
+        "template-kwargs-known",
+        "/v1/chat/completions",
+        {**CHAT, "chat_template_kwargs": {"enable_thinking": True}},
+        lambda response: "x-orchard-ignored" not in response.headers,
+    ),
+    Sibling(
+        "template-kwargs-of-rendering",
+        "/v1/chat/completions",
+        {**CHAT, "chat_template_kwargs": {"messages": []}},
+        status=400,
+    ),
+    Sibling("tokenize-special", "/tokenize", {"prompt": "Hello", "add_special_tokens": True}),
+    Sibling("tokenize-null", "/tokenize", {"prompt": "Hello", "add_special_tokens": None}),
+    Sibling(
+        "tokenize-chat-no-special",
+        "/tokenize",
+        {"messages": HELLO, "add_special_tokens": False},
+        lambda response: response.json()["count"] > 1,
+    ),
+    Sibling(
+        "unknown-model",
+        "/v1/chat/completions",
+        {**CHAT, "model": "gpt-5"},
+        lambda response: "http.served_model_names" in response.text,
+        404,
+    ),
+    Sibling(
+        "messages-clear-tool-uses",
+        "/v1/messages",
+        {
+            **CHAT,
+            "context_management": {
+                "edits": [{"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 30000}}]
+            },
+        },
+        ignores("context_management.edits.0 (clear_tool_uses_20250919)"),
     ),
     Sibling("custom-unknown-rule", "/v1/responses", responses(custom("start: lines")), status=400),
     Sibling("custom-lookahead", "/v1/responses", responses(custom("a(?!b)", "regex")), status=400),

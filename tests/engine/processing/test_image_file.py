@@ -26,7 +26,7 @@ def refusal(content: bytes, max_pixels: int = 40_000_000) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+@pytest.mark.parametrize("kind", image_file.FORMATS)
 def test_every_supported_format_is_known_by_its_content(kind: str):
     image = decoded(encoded(picture(), kind))
     assert (image.mode, image.size) == ("RGB", (8, 6))
@@ -37,7 +37,20 @@ def test_other_formats_are_refused(kind: str):
     assert refusal(encoded(picture(16, 16), kind)) == UNDECODABLE
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+@pytest.mark.parametrize("brands", [b"heic\0\0\0\0mif1heic", b"mif1\0\0\0\0mif1heic", b"heix\0\0\0\0"])
+def test_heic_is_refused_with_what_to_send(brands: bytes):
+    assert refusal(b"\0\0\0\x18ftyp" + brands + bytes(64)) == image_file.HEIC
+
+
+def test_an_avif_image_is_turned_upright_and_held_to_the_limit_of_pixels():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = encoded(picture(40, 20), "AVIF", exif=exif)
+    assert decoded(content).size == (20, 40)
+    assert refusal(content, 799) == "the image has 40 x 20 = 800 pixels; the limit is 799"
+
+
+@pytest.mark.parametrize("kind", image_file.FORMATS)
 def test_a_truncated_file_is_refused_without_the_decoders_words(kind: str):
     content = encoded(picture(64, 64), kind)
     for length in (3, 20, len(content) // 2):
