@@ -8,11 +8,10 @@ Syntax: https://lark-parser.readthedocs.io/en/stable/grammar.html, without templ
 the directives that change other grammars.
 """
 
-import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TypeAlias
 
 MAX_CHARS = 32_768
@@ -60,6 +59,7 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _EXPRESSION_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\^?[a-z]+:\]|[^\]\\])*\]|[*+?}]\?|.", re.DOTALL)
+_ESCAPED_CHARS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0", '"': '"', "'": "'", "\\": "\\"}
 _NAMED_CHARS = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "/": r"\/", "\\\n": r"\n", "\\\r": r"\r", "\\\t": r"\t"}
 
 
@@ -316,7 +316,7 @@ def _statements(tokens: list[Token]) -> Iterator[list[Token]]:
     starts = [i for i, token in enumerate(tokens) if token.kind == "directive" or _begins_definition(tokens, i)]
     if tokens and starts[:1] != [0]:
         raise ValueError(f"the grammar begins with {tokens[0].text!r}; expected a rule, such as `start: ...`")
-    for begin, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+    for begin, end in pairwise([*starts, len(tokens)]):
         yield tokens[begin:end]
 
 
@@ -380,12 +380,25 @@ def _with_open_end(option: tuple[Item, ...], itself: Name) -> Iterator[tuple[Ite
 
 def _literal(text: str) -> str:
     ignores_case = text.endswith("i")
-    escaped = _escaped(ast.literal_eval(text.removesuffix("i") if ignores_case else text))
+    escaped = _escaped(_unquoted(text.removesuffix("i") if ignores_case else text))
     return f"(?i:{escaped})" if ignores_case else escaped
 
 
+def _unquoted(text: str) -> str:
+    """Return the value of a literal, in which unknown escapes stand for themselves, as in Python."""
+
+    def char(found: re.Match[str]) -> str:
+        code = found[1][1:]
+        value = chr(int(code, 16)) if code else _ESCAPED_CHARS.get(found[1], found[0])
+        if "\ud800" <= value <= "\udfff":
+            raise ValueError(f"the grammar has the literal {text}, which is not valid Unicode")
+        return value
+
+    return re.sub(r"(?s)\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", char, text[1:-1])
+
+
 def _range_of(first: str, last: str) -> str:
-    ends = ast.literal_eval(first), ast.literal_eval(last)
+    ends = _unquoted(first), _unquoted(last)
     if not all(len(end) == 1 for end in ends):
         raise ValueError(f"the grammar has the range {first}..{last}, whose ends must be single characters")
     return f"[{_escaped(ends[0])}-{_escaped(ends[1])}]"
