@@ -148,6 +148,7 @@ class MLXRunner:
             self.step_times, self._a_snapshot = warm_up.time_steps(
                 self, self._max_running, lambda share: compiled(STEPS_SHARE * share)
             )
+            warm_up.run_like_an_answer(self, self._a_snapshot)
             self.chunk_times = warm_up.time_chunks(self)
             compiled(CHUNKS_SHARE)
             if self._vision is not None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.core.batch import PLAIN, ChunkTime, Drafts, PrefillOutput, RowOutput, StepTime
+from engine.core.batch import PLAIN, ChunkTime, Drafts, PrefillOutput, RowOutput, RowSnapshot, StepTime
 from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.drafting import most_draft_tokens
@@ -25,6 +25,9 @@ CHUNK_TOKENS, LONG_CHUNK_S = (64, 256), 0.25
 """Tokens of the chunks that are timed, each after an untimed one; none after a chunk of LONG_CHUNK_S."""
 
 
+SAMPLED = SamplingParams(2**20, top_p=0.9, min_p=0.01, top_k=20, presence_penalty=1, repetition_penalty=1.1)
+
+
 class Runner(Protocol):
     """The part of core.batch.ModelRunner that warm-up uses."""
 
@@ -37,6 +40,8 @@ class Runner(Protocol):
     def active_bytes(self) -> int: ...
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput: ...
     def snapshot(self, rows: Sequence[Request]) -> StateSnapshot | None: ...
+    def restore(self, rows: Sequence[Request], snapshot: StateSnapshot) -> None: ...
+    def snapshot_row(self, row_id: str) -> RowSnapshot | None: ...
     def decode(self, drafts: Drafts = PLAIN) -> Mapping[str, RowOutput]: ...
     def drop(self, row_ids: Sequence[str]) -> None: ...
 
@@ -70,6 +75,24 @@ def time_steps(
             progress(len(times) / (len(NUM_ROWS) * (1 + len(runner.drafts))))
     runner.drop([row.id for row in rows])
     return times, snapshot
+
+
+def run_like_an_answer(runner: Runner, snapshot: StateSnapshot | None) -> None:
+    """Compile what the first answers use beside steps and chunks: a cached prefix, sampling, a snapshot at the end.
+
+    Args:
+        runner: A runner without rows; it has none afterwards.
+        snapshot: A snapshot of the prompts of `time_steps`; None if the model supports none.
+    """
+    row = Request(EngineRequest("warm-up-answer", np.zeros(NUM_TOKENS, np.int32), SAMPLED, ()))
+    if snapshot is not None:
+        runner.restore([row], snapshot)
+    runner.prefill([row], NUM_TOKENS)
+    for _ in range(2):
+        runner.decode()
+    if snapshot is not None:
+        runner.snapshot_row(row.id)
+    runner.drop([row.id])
 
 
 def time_chunks(runner: Runner) -> list[ChunkTime]:

@@ -196,9 +196,18 @@ def test_lazy_bookkeeping_is_computed_every_64_steps(runner, drive, requests, mo
 
 
 @pytest.mark.parametrize(("max_running", "sizes"), [(32, (1, 2, 8)), (7, (1, 2))])
-def test_warm_up_times_steps_of_several_batch_sizes_and_frees_their_memory(max_running, sizes):
+def test_warm_up_times_steps_of_several_batch_sizes_and_frees_their_memory(max_running, sizes, monkeypatch):
     shares: list[float] = []
+    used: list[str] = []
+    for name, original in (("restore", MLXRunner.restore), ("snapshot_row", MLXRunner.snapshot_row)):
+
+        def noted(*args, name=name, original=original):
+            used.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(MLXRunner, name, noted)
     runner = load_runner(EngineConfig(max_running=max_running), shares.append)
+    assert used == ["restore", "snapshot_row"], "as the first answers do"
     warm_up = shares[shares.index(1.0) + 1 :]
     assert warm_up[0] == 0 and warm_up[-1] == 1 and sorted(warm_up) == warm_up and len(set(warm_up)) > len(sizes) + 3
     shapes = [(step.num_rows, step.drafts) for step in runner.step_times]
