@@ -117,11 +117,6 @@ class InFlight:
     def is_draining(self) -> bool:
         return self._draining is not None
 
-    @property
-    def retry_after_s(self) -> float:
-        """Expected seconds until one more choice fits."""
-        return self._pace.seconds_until(1)
-
     @contextmanager
     def enter(self, request_id: str, address: str | None = None) -> Iterator[InFlightRequest]:
         """Enter a request of which only the headers have arrived.

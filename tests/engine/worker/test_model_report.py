@@ -104,7 +104,7 @@ def test_model_that_cannot_be_served_is_refused_before_the_start_with_value_and_
 def test_weights_beyond_the_limit_of_memory_are_refused_before_the_start():
     def told(**limits: float) -> str:
         with pytest.raises(EngineFailed) as error:
-            check_before_start(EngineConfig(device="cpu", memory=MemoryConfig(**limits)))
+            check_before_start(EngineConfig(device="cpu", memory=MemoryConfig.model_validate(limits)))
         return str(error.value)
 
     assert "the weights of demo take 0.037 GiB in float32; the limit here is 0.030 GiB (memory.limit_gb)" in told(
