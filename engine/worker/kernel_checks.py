@@ -20,6 +20,9 @@ from engine.worker.kv_cache import BatchKVLayer, Cursor
 LIMIT = 1e-3
 """Largest error of kernels in float32, relative to the largest value; some devices shorten the inputs of products."""
 
+BFLOAT16_LIMIT = 1e-2
+"""The same of kernels in bfloat16, which round to 1 in 256."""
+
 SLOTS = 4096
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "affine 4-bit": {"group_size": 64, "bits": 4, "mode": "affine"},
@@ -151,7 +154,8 @@ def _head_error(quantization: dict[str, Any]) -> float:
 def exact_verifier_head() -> KernelFigure | str:
     """Apply the library's exact verifier to several rows and tokens: the bits of one row and token at a time.
 
-    Its kernels take layers in bfloat16 alone, one at a time or several that share their input.
+    Its kernels take layers in bfloat16 alone, one at a time or several that share their input. They must also give the
+    products of what the weights stand for.
     """
     if loader.device_kind() != "metal":
         return "the library's exact verifier has kernels for Metal alone"
@@ -164,9 +168,18 @@ def exact_verifier_head() -> KernelFigure | str:
         if (alone := verifier.quantized_linear(layers[0], x)) is None:
             return "the library's exact verifier declines affine quantization"
         for layer, verified in zip([layers[0], *layers], [alone, *verifier._linears(layers, x)], strict=True):
+            if (error := _error(verified, _product(layer, x))) > BFLOAT16_LIMIT:
+                return KernelFigure(error, BFLOAT16_LIMIT, f"against float64: {bits} bits, {num_tokens} tokens")
             single = [mx.concatenate([layer(x[i : i + 1, j : j + 1]) for j in range(num_tokens)], 1) for i in range(2)]
             worst = max(worst, _error(verified, mx.concatenate(single)))
     return KernelFigure(worst, 0.0, "against single tokens", is_wrong=False)
+
+
+def _product(layer: nn.QuantizedLinear, x: mx.array) -> np.ndarray:
+    """Return what a quantized layer stands for, times x, in float64."""
+    scales, biases = layer.scales.astype(mx.float32), layer["biases"].astype(mx.float32)
+    weight = mx.dequantize(layer.weight, scales, biases, group_size=layer.group_size, bits=layer.bits)
+    return np.array(x.astype(mx.float32), np.float64) @ np.array(weight, np.float64).T
 
 
 def cache_write() -> KernelFigure:

@@ -35,18 +35,19 @@ def run(*command: str) -> str:
 
 @pytest.mark.night("g++ compiles dozens of kernels; in the gate families of the zoo run those of their layers")
 def test_the_checks_of_kernels_pass_and_reach_those_of_metal(tmp_path: Path):
+    """MLX's own products of single tokens, the CPU's here, add up in bfloat16: the verifier cannot have their bits."""
     figures, num_calls = json.loads(run("-c", CHECKS, str(tmp_path)))
     for name, figure in figures.items():
         assert isinstance(figure, dict), (name, figure)
-        assert figure["value"] <= figure["limit"] or name.startswith("cache write"), (name, figure)
-    assert any("gated_delta" in name for name in num_calls) and any("mrope" in name for name in num_calls), num_calls
-    of_verifier = [name for name in num_calls if "verify" in name]
-    assert of_verifier, num_calls
+        assert figure["value"] <= figure["limit"] or not figure["is_wrong"], (name, figure)
+    for kernel in ("gated_delta_step", "with_states", "mrope", "quantized_verify_affine_qmv", "affine_fused_qmv"):
+        assert any(kernel in name for name in num_calls), (kernel, num_calls)
 
 
 @pytest.mark.night("it takes minutes; the gate runs the checks of kernels, and the zoo's tokens")
-def test_the_whole_self_test_passes_without_a_warning(tmp_path: Path):
+def test_the_whole_self_test_passes_and_warns_of_the_bits_of_the_verifier_alone(tmp_path: Path):
     output = run("-m", "tests.metal.self_test_run", str(tmp_path), "--quick", "--dtype", "float32")
-    assert "FAIL" not in output and "WARN" not in output, output
+    assert "FAIL" not in output, output
+    assert all("exact verifier" in line for line in output.split("\n") if line.strip().startswith("WARN")), output
     num_calls = json.loads(output.strip().split("\n")[-1])
     assert any("gated_delta" in name for name in num_calls), num_calls
