@@ -110,8 +110,8 @@ class MemoryConfig(Frozen):
     limit_gb: float | None = Field(
         default=None,
         gt=0,
-        description="GiB that the engine may use; null: the GPU's recommended limit or its memory, on a CPU 0.8 of "
-        "the machine's memory",
+        description="GiB that the engine may use; null: the GPU's memory, on a CPU 0.8 of the machine's, on a Mac's "
+        "GPU the recommended limit, but all except 8 GiB at most, or half of less than 16 GiB",
     )
     headroom_gb: float | None = Field(
         default=None, ge=0, description="GiB of limit_gb that stay free; null: an eighth of it, at most 8"
@@ -125,7 +125,7 @@ class MemoryConfig(Frozen):
         default=None,
         ge=0,
         description="GiB of the machine's memory; with less available, new requests are rejected (503); null: 7 % "
-        "of it; 0: no limit",
+        "of it, on macOS from the kernel's critical level of pressure to its normal one; 0: no limit",
     )
 
 
