@@ -59,9 +59,7 @@ def answer_constraint(
     return grammar, _thought(tokenizer.reasoning, grammar, is_thinking, budget)
 
 
-def _smaller(
-    tools: Sequence[Mapping[str, Any]], num_bytes: int
-) -> tuple[list[Mapping[str, Any]], tuple[str, ...]]:
+def _smaller(tools: Sequence[Mapping[str, Any]], num_bytes: int) -> tuple[list[Mapping[str, Any]], tuple[str, ...]]:
     """Return the tools without the largest schemas that may be left open, and the names of these."""
     functions = [dict(tool["function"]) for tool in tools]
     left_open = []

@@ -30,7 +30,9 @@ def tool_schema(parameters: Mapping[str, Any], is_strict: bool) -> tuple[dict[st
         made = _cached(text, is_strict) if len(text) <= MAX_CACHED_CHARS else _made(text, is_strict)
     except (ValueError, RecursionError) as error:
         if is_strict:
-            raise ValueError(str(error) if isinstance(error, ValueError) else "the schema is nested too deeply") from None
+            raise ValueError(
+                str(error) if isinstance(error, ValueError) else "the schema is nested too deeply"
+            ) from None
         return dict(ANY_OBJECT), ("$",)
     schema, left_open = made
     return json.loads(schema), left_open

@@ -5,15 +5,56 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-NUMBERS = ("-1000000", "-10", "-9.75", "-2.5", "-1", "-0.95", "-0.1", "0", "0.05", "0.1", "0.25", "0.5", "0.9", "0.95") + (
-    *("1", "1.5", "2", "2.05", "3", "7", "9.99", "10", "10.5", "12", "99", "100", "128.125", "1000", "123456.789"),
-)
-STRINGS = ("", "a", "ab", "abc", "b", "x1", "é", "日本", "a b", 'a"b', "a\\b", "a\nb", "\t", "😀", "null", "true", "1") + (
-    *("</parameter>", "<think>", "[TOOL_CALLS]", "2024-02-10", "10:20:30Z", "a@b.de", "127.0.0.1", "::1"),
-)
+NUMBERS = (
+    "-1000000",
+    "-10",
+    "-9.75",
+    "-2.5",
+    "-1",
+    "-0.95",
+    "-0.1",
+    "0",
+    "0.05",
+    "0.1",
+    "0.25",
+    "0.5",
+    "0.9",
+    "0.95",
+) + (*("1", "1.5", "2", "2.05", "3", "7", "9.99", "10", "10.5", "12", "99", "100", "128.125", "1000", "123456.789"),)
+STRINGS = (
+    "",
+    "a",
+    "ab",
+    "abc",
+    "b",
+    "x1",
+    "é",
+    "日本",
+    "a b",
+    'a"b',
+    "a\\b",
+    "a\nb",
+    "\t",
+    "😀",
+    "null",
+    "true",
+    "1",
+) + (*("</parameter>", "<think>", "[TOOL_CALLS]", "2024-02-10", "10:20:30Z", "a@b.de", "127.0.0.1", "::1"),)
 CONTROLS = ("\x01", "a\x1fb", "\x7f", "\x00\x00")
 """Strings that a grammar allows only where a schema names them."""
-PATTERNS = ("^a", "b$", "^[a-c]+$", "^a|b$", r"^\d{1,3}$", "x", r"^[a-z]+\s?$", r"^[^\x00-\x1f]*$", "^(ab|a)*$", "^.{2}$", "é")
+PATTERNS = (
+    "^a",
+    "b$",
+    "^[a-c]+$",
+    "^a|b$",
+    r"^\d{1,3}$",
+    "x",
+    r"^[a-z]+\s?$",
+    r"^[^\x00-\x1f]*$",
+    "^(ab|a)*$",
+    "^.{2}$",
+    "é",
+)
 FORMATS = ("date", "time", "date-time", "email", "ipv4", "ipv6", "uuid", "duration", "hostname", "uri", "color")
 NAMES = ("a", "b", "c", "ab", "d/e", "é", "x y", 'q"')
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -51,7 +92,9 @@ def _number(rng: random.Random, depth: int) -> dict[str, Any]:
         if rng.random() < 0.4:
             schema[keyword] = _decimal(rng)
     if rng.random() < 0.15:
-        schema["multipleOf"] = rng.choice([1, 2, 3, 7, 10, Decimal("0.5"), Decimal("0.01"), Decimal("0.1"), Decimal("2.5")])
+        schema["multipleOf"] = rng.choice(
+            [1, 2, 3, 7, 10, Decimal("0.5"), Decimal("0.01"), Decimal("0.1"), Decimal("2.5")]
+        )
     if rng.random() < 0.2:
         del schema["type"]
     return schema

@@ -245,7 +245,10 @@ def test_extra_whitespace_and_malformed_or_other_values_are_not_allowed(text: st
         (json_schema({"enum": []}), "Unsatisfiable schema"),
         (json_schema({"$ref": "#"}), "no output matches"),
         (json_schema({"properties": {"a": {"oneOf": [{}, {}]}}}), "`oneOf` at $.properties.a, whose branches 0 and 1"),
-        (json_schema({"type": "array", "items": {"minimum": 3, "maximum": 2, "type": "number"}, "minItems": 1}), " at $.items"),
+        (
+            json_schema({"type": "array", "items": {"minimum": 3, "maximum": 2, "type": "number"}, "minItems": 1}),
+            " at $.items",
+        ),
         (json_schema({"anyOf": [{"type": "nope"}, {}]}), "`type` at $.anyOf.0, which cannot be enforced"),
         (json_schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
         (json_schema({"type": "string", "minLength": "é" * 99}), "not a char boundary"),  # a panic in Rust

@@ -307,8 +307,26 @@ def test_the_librarys_parsers_return_the_name_and_arguments_of_a_call(
 
 
 MARKUP = (
-    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "</parameter>", "</function>", "[TOOL_CALLS]"),
-    *("[/TOOL_CALLS]", "[ARGS]", "[THINK]", "<|eot_id|>", "<|python_tag|>", "<｜tool▁call▁end｜>", "<|call|>", "<|end|>"),
+    *(
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<|im_end|>",
+        "</parameter>",
+        "</function>",
+        "[TOOL_CALLS]",
+    ),
+    *(
+        "[/TOOL_CALLS]",
+        "[ARGS]",
+        "[THINK]",
+        "<|eot_id|>",
+        "<|python_tag|>",
+        "<｜tool▁call▁end｜>",
+        "<|call|>",
+        "<|end|>",
+    ),
     *("```", "null", '{"name": "f"}', "a</tool_call>b", "</parameter>\n", "<|im_end|><|im_end|>", " </think>"),
 )
 """Values that spell the markup of calls, thoughts and turns of one family or another."""
@@ -334,7 +352,9 @@ def test_a_forced_value_that_spells_markup_is_made_of_ordinary_tokens(tokenizers
     tokenizer, out = (ChatTokenizer(DEMO_MODEL), DEMO_MODEL) if name == "demo" else tokenizers[name]
     inner = {"type": "object", "properties": {"k": {"const": value}}, "required": ["k"], "additionalProperties": False}
     parameters = {"type": "object", "properties": {"s": {"enum": [value]}, "o": inner}, "required": ["s", "o"]}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {**parameters, "additionalProperties": False}}}]
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": {**parameters, "additionalProperties": False}}}
+    ]
     grammar = constraint(tokenizer, tools=tools, choice_mode="required", parallel=False)
     assert grammar is not None and not grammar.left_open
 

@@ -112,7 +112,9 @@ def test_an_unusual_schema_is_left_open_where_it_has_to_be_and_named(name: str) 
         walk(compiled(spec), seed, max_tokens=40)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, left_open) in UNUSUAL.items() if left_open and "larger" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name, (_, left_open) in UNUSUAL.items() if left_open and "larger" not in name]
+)
 def test_an_unusual_schema_is_refused_by_name_with_strict(name: str) -> None:
     parameters, _ = UNUSUAL[name]
 
