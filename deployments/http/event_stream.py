@@ -43,7 +43,7 @@ class EventStream:
             self._last_sent_s = asyncio.get_running_loop().time()
 
     async def note(self, header: str, value: str) -> None:
-        """Add a value to a header of the answer; send it as a comment if the stream is open. Raises ClientDisconnect."""
+        """Add a value to a header; send it as a comment if the stream is open. Raises ClientDisconnect."""
         if self.is_open:
             await self.send(f": {header}: {value}\n\n".encode())
         else:

@@ -1,9 +1,9 @@
-"""The subset of JSON Schema that grammars can enforce. Other keywords are refused by name; none is silently ignored.
+r"""The subset of JSON Schema that grammars can enforce. Other keywords are refused by name; none is silently ignored.
 
 Written for llguidance 1.9.1, which silently ignores some keywords, see `_problem_of`. Known deviations: properties are
 generated in the order of the schema; additional properties follow them and may repeat a name; free strings have no
 control characters but those with a short escape; numbers that are integers are written without decimals where bounds or
-a multiple apply; the formats date and date-time accept 29 February in every year, and times any leap second; `\\s` is
+a multiple apply; the formats date and date-time accept 29 February in every year, and times any leap second; `\s` is
 white space of Unicode, without U+FEFF; `$schema` has no effect.
 """
 
@@ -175,34 +175,41 @@ def _control_in(schema: Any) -> tuple[str, str] | None:
 
 
 def _normal_copy(root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy without keywords that are null, which some generators write for absent ones, and unknown formats.
-
-    Sizes such as 2.0 become integers, and the exclusive bounds of draft 4 those of later ones. A `oneOf` of which never two branches hold becomes an `anyOf`.
-    """
+    """Return a copy with normalized schemas; branches of a `oneOf` that exclude each other are in `anyOf`."""
     normal = copy.deepcopy(dict(root))
     for _, schema in list(subschemas(normal)):
         if isinstance(schema, dict):
-            for keyword in [key for key in schema if schema[key] is None and key not in ("const", "default")]:
-                del schema[keyword]
-            if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
-                del schema["format"]
-            for keyword in SIZES & schema.keys():
-                if isinstance(size := schema[keyword], float) and size.is_integer():
-                    schema[keyword] = int(size)
-            for exclusive, inclusive in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-                if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and inclusive in schema:
-                    schema[exclusive] = schema.pop(inclusive)
+            _normalize(schema)
     places, moved = dict(subschemas(normal)), dict[str, str]()
     for pointer, schema in places.items():
         branches = schema.get("oneOf") if isinstance(schema, dict) else None
         if isinstance(branches, list) and branches and overlapping(branches, places) is None:
             moved[f"{pointer}/oneOf/"] = pointer + _add_branches(schema, schema.pop("oneOf"))
     for schema in places.values():
-        if isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str) and "/oneOf/" in reference:
-            for old in sorted((old for old in moved if unquote(reference[1:]).startswith(old)), key=len, reverse=True):
-                reference = f"#{moved[old]}{unquote(reference[1:]).removeprefix(old)}"
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        if isinstance(reference, str) and "/oneOf/" in reference:
+            for old in sorted(moved, key=len, reverse=True):
+                if (target := unquote(reference[1:])).startswith(old):
+                    reference = f"#{moved[old]}{target.removeprefix(old)}"
             schema["$ref"] = reference
     return normal
+
+
+def _normalize(schema: dict[str, Any]) -> None:
+    """Remove keywords that are null, which some generators write for absent ones, and unknown formats.
+
+    Sizes such as 2.0 become integers, and the exclusive bounds of draft 4 those of later ones.
+    """
+    for keyword in [key for key in schema if schema[key] is None and key not in ("const", "default")]:
+        del schema[keyword]
+    if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
+        del schema["format"]
+    for keyword in SIZES & schema.keys():
+        if isinstance(size := schema[keyword], float) and size.is_integer():
+            schema[keyword] = int(size)
+    for exclusive, inclusive in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and inclusive in schema:
+            schema[exclusive] = schema.pop(inclusive)
 
 
 def _add_branches(schema: dict[str, Any], branches: Any) -> str:
@@ -230,8 +237,8 @@ def _bare(bare: dict[str, Any]) -> dict[str, Any]:
 def _mend_bounds(schema: dict[str, Any]) -> None:
     """Write bounds so that llguidance enforces them exactly.
 
-    It lets an exclusive bound through that is an integer, where the other bound is less than one further from zero: such
-    a bound becomes the next number of BOUND_DIGITS digits. And it leaves out the beginnings of a bound's decimals,
+    It lets an exclusive bound through that is an integer, where the other bound is less than one further from zero:
+    such a bound becomes the next number of BOUND_DIGITS digits. And it leaves out the beginnings of a bound's decimals,
     such as 0.9 of the maximum 0.95: they are added as an enum.
     """
     if schema.get("type") == "integer":
@@ -335,7 +342,8 @@ def _overlap(branches: Any, places: Mapping[str, Any]) -> str | None:
     if pair is None:
         return None
     one, other = pair
-    return f"whose branches {one} and {other} may hold for the same value; only branches that exclude each other can be enforced"
+    apart = "only branches that exclude each other can be enforced"
+    return f"whose branches {one} and {other} may hold for the same value; {apart}"
 
 
 def _declared_by_pattern(patterns: Any, declared: set[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""find_culprits: the parts of a schema that the grammar library cannot compile, and open_culprits, which leaves them open.
+"""find_culprits: the parts of a schema that the grammar library cannot compile; open_culprits leaves them open.
 
 The library names at most the kind of a problem, not its place, so that the place is found by compiling the schema with
 parts of it left open: the smallest parts without which it compiles.

@@ -1,4 +1,4 @@
-"""tool_schema: the schema that a grammar enforces for the parameters of a function, and what of the client's is left open."""
+"""tool_schema: the schema of a function's parameters that a grammar enforces, and the parts that it leaves open."""
 
 import json
 from collections.abc import Mapping

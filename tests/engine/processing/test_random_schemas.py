@@ -7,6 +7,7 @@ import decimal
 import json
 import os
 import random
+import sys
 from collections import Counter
 
 import jsonschema
@@ -60,7 +61,7 @@ def test_grammar_and_jsonschema_agree_on_random_schemas_texts_and_values(part: i
     figures: Counter[str] = Counter()
     with decimal.localcontext(prec=400):
         found = [line for seed in range(part, NUM_SCHEMAS, NUM_PARTS) for line in disagreements(seed, figures)]
-    print(dict(figures), "disagreements:", len(found))
+    sys.stdout.write(f"{dict(figures)}, disagreements: {len(found)}\n")
 
     assert not found, "\n".join(found)
     assert min(figures["texts allowed by the masks"], figures["valid values"], figures["other values"]) > NUM_PARTS

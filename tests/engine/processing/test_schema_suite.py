@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections import Counter
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_each_schema_of_the_suite_is_enforced_exactly_or_refused_by_name(pytestc
                 figures["left out"] += 1
             else:
                 found += figures_of(name, case, figures)
-    print(dict(figures), "disagreements:", len(found))
+    sys.stdout.write(f"{dict(figures)}, disagreements: {len(found)}\n")
 
     assert not found, "\n".join(found)
     assert figures["enforced"] > 170 and figures["texts"] > 600

@@ -393,7 +393,7 @@ def test_a_value_that_spells_the_end_of_a_call_is_a_part_of_the_call(tokenizers:
     answer = parse(tokenizer, family.answer.replace("12", value))
 
     assert answer.content == family.content
-    assert [json.loads(call.arguments) for call in answer.tool_calls][0] == {"s": value, "n": 3}
+    assert json.loads(answer.tool_calls[0].arguments) == {"s": value, "n": 3}
     assert len(answer.tool_calls) == len(family.calls)
 
 
