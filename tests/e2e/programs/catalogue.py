@@ -121,7 +121,7 @@ def _claude(face: str, *arguments: str, **fields: object) -> Case:
 
 
 def _codex(face: str, model: str = MODEL) -> Case:
-    arguments = ("exec", "--skip-git-repo-check", "--sandbox", "read-only", "$question")
+    arguments = ("exec", "--skip-git-repo-check", "--sandbox", "workspace-write", "$question")
     return Case("Codex", face, arguments, model, files={".codex/config.toml": _CODEX_CONFIG})
 
 

@@ -19,6 +19,8 @@ USUAL_TYPES = {"function", "message", "text", "input_text", "output_text", "func
 IDENTIFIERS = {"metadata", "client_metadata", "prompt_cache_key", "user"}
 """Fields with ids of an installation or a session."""
 MAX_SHOWN = 60
+LAST_EVENTS = {"/v1/messages": ("message_stop",), "/v1/responses": ("response.completed", "response.incomplete")}
+"""Streams of other dialects end with [DONE]."""
 TOO_LONG = re.compile(r"prompt is too long|maximum context length|exceed context limit")
 TOLD = re.compile(r"context|too long|too large|token", re.IGNORECASE)
 """Words by which a program tells its user so."""
@@ -51,7 +53,7 @@ def outcome_of_tool(run: Run) -> str:
     bodies = [json.dumps(one.body) for one in run.exchanges if one.is_generation]
     if found.startswith("failed") or any(NOTES_TEXT in body for body in bodies):
         return found
-    if not any(one.body.get("tools") for one in run.exchanges if one.is_generation):
+    if not any('"tools": [{' in body for body in bodies):
         return "has no tools"
     return "failed: the text of the file has not come back"
 
@@ -91,19 +93,25 @@ def _problems(run: Run, last: Exchange | None) -> Iterator[str]:
 
 
 def stream_flaw(one: Exchange) -> str | None:
-    """Return what is missing at the end of a stream that nobody broke off."""
+    """Return what is wrong with a stream: an error event, or that its end is missing.
+
+    A program may close the connection as soon as it has read the last event.
+    """
     if not one.is_stream or not one.is_generation:
         return None
-    if not one.is_whole:
+    if not one.is_whole and not _has_its_end(one):
         return "the program broke the stream off"
-    events = one.events()
-    if error := next((event for event in events if event.get("error") or event.get("type") == "error"), None):
+    if error := next((event for event in one.events() if event.get("error") or event.get("type") == "error"), None):
         return f"an error in the stream: {json.dumps(error)[:300]}"
-    ends = {"/v1/messages": ("message_stop",), "/v1/responses": ("response.completed", "response.incomplete")}
-    end = ends.get(one.path)
-    if end is None:
-        return None if one.answer.rstrip().endswith(b"data: [DONE]") else "the stream has no [DONE]"
-    return None if events and events[-1].get("type") in end else f"the stream ends with {events[-1:]}"
+    return None if _has_its_end(one) else f"the stream ends with {one.answer[-100:]!r}"
+
+
+def _has_its_end(one: Exchange) -> bool:
+    if one.path not in LAST_EVENTS:
+        return one.answer.rstrip().endswith(b"data: [DONE]")
+    return any(f"event: {name}\n".encode() in one.answer for name in LAST_EVENTS[one.path]) and one.answer.endswith(
+        b"\n\n"
+    )
 
 
 def answer_text(one: Exchange) -> str:

@@ -41,7 +41,9 @@ class Exchange:
     answer_headers: dict[str, str] = field(default_factory=dict)
     answer: bytes = b""
     is_whole: bool = False
-    """The client read the answer to its end."""
+    """The program read the answer to its end."""
+    has_ended: bool = False
+    """It is whole, or the program has closed the connection."""
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -128,6 +130,7 @@ class Recorder:
                     yield chunk
                 exchange.is_whole = True
             finally:
+                exchange.has_ended = True
                 with anyio.CancelScope(shield=True):  # the server must see that the program has left
                     await answer.aclose()
 
@@ -137,7 +140,8 @@ class Recorder:
 def _refused(refusal: Exception, exchange: Exchange, scope: Scope) -> Response:
     """Return the server's own words for an error."""
     response = ErrorMap().response(refusal, "req_refused", scope)
-    exchange.status, exchange.answer, exchange.is_whole = response.status_code, bytes(response.body), True
+    exchange.status, exchange.answer = response.status_code, bytes(response.body)
+    exchange.is_whole = exchange.has_ended = True
     return response
 
 

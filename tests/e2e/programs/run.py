@@ -111,7 +111,7 @@ def _on_screen(
     terminal = Terminal(command, env, folder)
 
     def is_answered() -> bool:
-        ended = [one.is_whole for one in recorder.exchanges if one.is_generation]
+        ended = [one.has_ended for one in recorder.exchanges if one.is_generation]
         return bool(ended) and all(ended)
 
     terminal.wait(lambda: bool(terminal.text.strip()), deadline)

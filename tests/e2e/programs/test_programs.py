@@ -84,7 +84,7 @@ def test_a_program_that_goes_on_without_a_refused_field_is_answered_after_a_refu
 
 def test_a_program_that_shows_the_words_of_a_refusal_has_failed_with_them(site: Site):
     run = go(site, Always(ModelNotFound("demo", "another")))
-    assert outcome(run).startswith('failed: 404 The model "demo" does not exist: this server serves "another". Send')
+    assert outcome(run).startswith('failed: 404 The model "demo" does not exist: this server serves "another"')
     assert ending(run) == "ends and shows these words"
 
 
@@ -139,17 +139,24 @@ def test_the_record_has_every_case():
 @pytest.mark.parametrize(
     ("path", "events", "flaw"),
     [
-        ("/v1/chat/completions", 'data: {"choices": []}', "the stream has no [DONE]"),
-        ("/v1/messages", 'data: {"type": "message_delta"}', "the stream ends with [{'type': 'message_delta'}]"),
-        ("/v1/responses", 'data: {"type": "response.created"}', "the stream ends with [{'type': 'response.created'}]"),
-        ("/v1/messages", 'data: {"type": "error", "error": {}}', "an error in the stream: "),
+        ("/v1/chat/completions", 'data: {"choices": []}', "the stream ends with"),
+        ("/v1/messages", 'event: message_delta\ndata: {"type": "message_delta"}', "the stream ends with"),
+        ("/v1/responses", 'event: response.created\ndata: {"type": "response.created"}', "the stream ends with"),
+        ("/v1/messages", 'event: error\ndata: {"type": "error", "error": {}}', "an error in the stream: "),
         ("/v1/chat/completions", 'data: {"error": {"message": "lost"}}\n\ndata: [DONE]', "an error in the stream: "),
     ],
 )
 def test_a_stream_without_its_end_is_found(path: str, events: str, flaw: str):
-    answer = Exchange("POST", path, {}, {}, 200, {"content-type": "text/event-stream"}, events.encode(), True)
-    assert (stream_flaw(answer) or "").startswith(flaw)
-    assert stream_flaw(replace(answer, is_whole=False)) == "the program broke the stream off"
+    whole = Exchange("POST", path, {}, {}, 200, {"content-type": "text/event-stream"}, f"{events}\n\n".encode(), True)
+    assert (stream_flaw(whole) or "").startswith(flaw)
+
+
+def test_a_program_may_close_the_connection_behind_the_last_event():
+    events = 'event: message_start\ndata: {"type": "message_start"}\n\n'
+    left = Exchange("POST", "/v1/messages", {}, {}, 200, {"content-type": "text/event-stream"}, events.encode())
+    assert stream_flaw(left) == "the program broke the stream off"
+    last = 'event: message_stop\ndata: {"type": "message_stop"}\n\n'
+    assert stream_flaw(replace(left, answer=f"{events}{last}".encode())) is None
 
 
 @pytest.mark.night("installs programs from registries, and answers prompts of 60 kB for half an hour")
