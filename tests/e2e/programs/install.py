@@ -42,7 +42,11 @@ class Tools:
             return Installed(program, folder / "bin" / program.executable, version, os.environ["PATH"])
         path = f"{self._folder_of_node()}{os.pathsep}{os.environ['PATH']}"
         folder.mkdir(parents=True, exist_ok=True)
-        _run(["npm", "install", "--prefix", str(folder), "--save-exact", f"{program.package}@latest"], {"PATH": path})
+        _run(
+            ["npm", "install", "--prefix", str(folder), "--save-exact", f"{program.package}@latest"],
+            folder,
+            {"PATH": path},
+        )
         package = json.loads((folder / "node_modules" / program.package / "package.json").read_text())
         return Installed(program, folder / "node_modules" / ".bin" / program.executable, package["version"], path)
 
@@ -59,17 +63,19 @@ class Tools:
     def _python_package(self, folder: Path, package: str) -> str:
         """Install the newest version into a virtual environment; return the version."""
         python = folder / "bin" / "python"
+        folder.mkdir(parents=True, exist_ok=True)
         if not python.exists():
-            _run(["uv", "venv", "-q", "--python", sys.executable, str(folder)])
-        _run(["uv", "pip", "install", "-q", "--upgrade", "--python", str(python), package])
-        listed = json.loads(_run(["uv", "pip", "list", "--format", "json", "--python", str(python)]))
+            _run(["uv", "venv", "-q", "--allow-existing", "--python", sys.executable, str(folder)], folder)
+        _run(["uv", "pip", "install", "-q", "--upgrade", "--python", str(python), package], folder)
+        listed = json.loads(_run(["uv", "pip", "list", "--format", "json", "--python", str(python)], folder))
         return next(one["version"] for one in listed if one["name"] == package)
 
 
 def _major(node: str) -> int:
-    return int(_run([node, "--version"]).strip().removeprefix("v").partition(".")[0])
+    return int(_run([node, "--version"], Path.cwd()).strip().removeprefix("v").partition(".")[0])
 
 
-def _run(command: list[str], env: Mapping[str, str] | None = None) -> str:
+def _run(command: list[str], folder: Path, env: Mapping[str, str] | None = None) -> str:
+    """Run a command in a folder outside of this project, whose settings of uv are not for other packages."""
     environment = {**os.environ, **NPM_PLAIN, **(env or {})}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
