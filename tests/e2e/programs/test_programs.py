@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from deployments.http.errors import ModelNotFound
 from engine.protocol import ContextLengthExceeded, Overloaded
-from tests.e2e.programs import record
+from tests.e2e.programs import record, terminal
 from tests.e2e.programs.catalogue import CASES, Case, Program
 from tests.e2e.programs.install import Installed
 from tests.e2e.programs.loopback import Loopback
@@ -42,6 +43,7 @@ for attempt in range(3):
 """
 """A client of its own that knows one field by name; `patient` asks again whatever the words are."""
 LIMIT_S = 60.0
+ASKER_HERE = Installed(Program("Asker", "pypi", "asker", "python", {}), Path(sys.executable), "1.0", os.environ["PATH"])
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +65,8 @@ def site(url: str, loopback: Loopback, tmp_path: Path) -> Site:
 
 
 def go(site: Site, refuse: Refuse | None = None, *arguments: str) -> Run:
-    asker = Installed(Program("Asker", "pypi", "asker", "python", {}), Path(sys.executable), "1.0", os.environ["PATH"])
     case = Case("Asker", "chat", ("-c", ASKER, "$url/v1/chat/completions", *arguments))
-    return site.run(case, asker, refuse, LIMIT_S)
+    return site.run(case, ASKER_HERE, refuse, LIMIT_S)
 
 
 def test_a_program_that_is_answered_works_and_its_unusual_fields_are_named(site: Site):
@@ -107,17 +108,26 @@ def test_a_program_that_is_refused_once_and_asks_again_has_been_answered(site: S
     ],
 )
 def test_a_program_that_does_not_work_is_found(site: Site, code: str, problem: str):
-    asker = Installed(Program("Asker", "pypi", "asker", "python", {}), Path(sys.executable), "1.0", os.environ["PATH"])
-    run = site.run(Case("Asker", "chat", ("-c", code, "$url/v1/chat/completions")), asker, None, LIMIT_S)
+    run = site.run(Case("Asker", "chat", ("-c", code, "$url/v1/chat/completions")), ASKER_HERE, None, LIMIT_S)
     assert outcome(run).startswith("failed: ") and problem in outcome(run)
+
+
+def test_a_program_on_a_screen_is_typed_to_and_left(site: Site, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(terminal, "QUIET_S", 0.3)
+    code = (
+        f"print('ready')\nwhile (typed := input('> ')) != '/exit':\n{textwrap.indent(ASKER, '    ')}\n    print(typed)"
+    )
+    case = Case("Asker", "chat", ("-c", code, "$url/v1/chat/completions"), is_screen=True)
+    run = site.run(case, ASKER_HERE, limit_s=LIMIT_S, question="Who?")
+    assert (run.exit_code, outcome(run)) == (0, "answered"), run.output
+    assert len(run.exchanges) == 1 and "Hello!" in run.output and "Who?" in run.output
 
 
 def test_what_a_program_leaves_running_ends_with_its_run(site: Site, loopback: Loopback):
     if loopback.why_open is not None:
         pytest.skip(loopback.why_open)
     daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.closerange(0, 3)\n    time.sleep(600)"
-    asker = Installed(Program("Asker", "pypi", "asker", "python", {}), Path(sys.executable), "1.0", os.environ["PATH"])
-    site.run(Case("Asker", "chat", ("-c", daemon)), asker, None, LIMIT_S)
+    site.run(Case("Asker", "chat", ("-c", daemon)), ASKER_HERE, None, LIMIT_S)
     assert loopback.pids() == []
 
 
