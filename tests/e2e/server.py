@@ -130,7 +130,7 @@ class ServeRun:
             time.sleep(0.2)
 
     def wait_complete(self) -> None:
-        """Wait until the image planner and the scorer run, too: they start when text is answered already."""
+        """Wait until the scorer runs, too: it starts when requests are answered already."""
         self.wait_ready()
         wait_for_late(self.base_url)
 
@@ -151,7 +151,7 @@ class ServeRun:
 
 
 def wait_for_late(base_url: str) -> None:
-    """Wait until a server that is ready for text also has its image planner and its scorer."""
+    """Wait until a server that is ready also has its scorer, and an image planner if its model reads text alone."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while not all((status := httpx.get(f"{base_url}/v1/status", timeout=30).json())[name] for name in LATE):
         assert time.monotonic() < deadline, status
