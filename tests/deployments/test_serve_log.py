@@ -102,11 +102,12 @@ def configure(folder: Path, encoding: str, is_replica: bool = True, level: str =
 
 def in_request(act: Callable[[], Any]) -> None:
     """Call a function in the context of a request, as Serve calls a replica."""
-    token = context._serve_request_context.set(context._RequestContext(route="/", request_id=REQUEST_ID))
+    current: Any = context._serve_request_context
+    token = current.set(context._RequestContext(route="/", request_id=REQUEST_ID))
     try:
         act()
     finally:
-        context._serve_request_context.reset(token)
+        current.reset(token)
 
 
 def log_in_this_task() -> None:
