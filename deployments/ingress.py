@@ -197,6 +197,7 @@ class Ingress:
         self._engines = engine
         self._graph = {"engines": engine, "text": text, "mllm": mllm, "spec_prefill": scorer}
         self._ready_until = float("-inf")
+        self._has_started = False
         self._status = CachedCall(self._ask_status, STATUS_SHARED_S)
         self._engine_readiness = CachedCall(self._ask_readiness, STATUS_SHARED_S)
 
@@ -339,16 +340,14 @@ class Ingress:
             return None
         return await self._engine_readiness.get()
 
-    async def _ask_readiness(self) -> str | None:
-        """Return the reason why requests, those with images included, cannot be served; None if they can."""
-        reason = await self._why_no_engine()
-        if reason is None and self._media_kinds and not await status_of_all(self._graph["mllm"]):
-            reason = "Images cannot be read yet: their planner is being started."
-        if reason is None:
-            self._ready_until = time.monotonic() + READY_CHECKED_EVERY_S
-        return reason
+    async def not_started(self) -> str | None:
+        """Once images could be served, the loss of their planner makes only requests with images wait or fail."""
+        if (reason := await self.not_ready()) is not None or self._has_started:
+            return reason
+        self._has_started = not self._media_kinds or bool(await status_of_all(self._graph["mllm"]))
+        return None if self._has_started else "Images cannot be read yet: their planner is being started."
 
-    async def _why_no_engine(self) -> str | None:
+    async def _ask_readiness(self) -> str | None:
         """Return the reason why no engine is ready; None if one is."""
         reason = None
         asked = await ask_replicas(self._engines, STATUS_TIMEOUT_S, "status")
@@ -358,6 +357,7 @@ class Ingress:
                 if replica is None:
                     continue
                 if replica["engine"]["state"] == "ready":
+                    self._ready_until = time.monotonic() + READY_CHECKED_EVERY_S
                     return None
                 reason = reason or replica["engine"]["error"]
         finally:

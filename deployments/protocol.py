@@ -404,3 +404,7 @@ class Backend(Protocol):
     async def not_ready(self) -> str | None:
         """Return the reason why no request can be served now; None if requests can be served."""
         ...
+
+    async def not_started(self) -> str | None:
+        """Return the reason as `not_ready`, or why requests with images cannot be served yet after the start."""
+        ...

@@ -34,7 +34,7 @@ class Operations:
         return JSONResponse({"status": "live"})
 
     async def ready(self, request: Request) -> Response:
-        reason = await self._context.backend.not_ready()
+        reason = await self._context.backend.not_started()
         if reason is None:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "not ready", "reason": reason}, 503)

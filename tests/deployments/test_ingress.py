@@ -243,6 +243,9 @@ class EngineBackend:
     async def not_ready(self) -> str | None:
         return None
 
+    async def not_started(self) -> str | None:
+        return None
+
 
 def post(chunks: list[TokenChunk], **fields: Any) -> httpx.Response:
     async def talk() -> httpx.Response:

@@ -14,6 +14,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments import ingress
 from deployments.args import AppArgs
+from deployments.cached_call import CachedCall
 from deployments.in_flight import InFlightRequest
 from deployments.ingress import Ingress
 from engine.config import EngineConfig
@@ -169,7 +170,7 @@ def engine(state: str, error: str | None = None) -> dict[str, Any]:
 def test_server_is_ready_with_a_single_ready_engine(says: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch):
     async def go() -> Any:
         here = await make_ingress(monkeypatch)
-        here._engines, here._graph["mllm"] = Replicas(says), Replicas([{"images": {}}])
+        here._engines = Replicas(says)
         return await here.not_ready()
 
     assert asyncio.run(go()) == reason
@@ -182,17 +183,33 @@ def test_server_is_ready_only_when_images_can_be_planned_unless_the_model_reads_
     async def go(model: str) -> Any:
         here = await make_ingress(monkeypatch, model=model)
         here._engines, here._graph["mllm"] = Replicas([engine("ready")]), Replicas(says)
-        return await here.not_ready()
+        assert await here.not_ready() is None, "texts are answered"
+        return await here.not_started()
 
     assert asyncio.run(go("demo")) == "Images cannot be read yet: their planner is being started."
     assert asyncio.run(go(str(DEMO_MODEL / "draft"))) is None
+
+
+def test_server_that_has_started_stays_ready_while_its_image_planner_is_replaced(monkeypatch: pytest.MonkeyPatch):
+    async def go() -> list[str | None]:
+        here = await make_ingress(monkeypatch)
+        here._engines, here._graph["mllm"] = Replicas([engine("ready")]), Replicas([{"images": {}}])
+        reasons = [await here.not_started()]
+        here._graph["mllm"] = Replicas([])
+        reasons.append(await here.not_started())
+        here._engines = Replicas([engine("failed", "it broke")])
+        here._ready_until = float("-inf")
+        here._engine_readiness = CachedCall(here._ask_readiness, 0.0)
+        return [*reasons, await here.not_started()]
+
+    assert asyncio.run(go()) == [None, None, "it broke"]
 
 
 def test_readiness_does_not_wait_for_a_silent_engine_while_another_engine_is_ready(monkeypatch: pytest.MonkeyPatch):
     async def go() -> float:
         here = await make_ingress(monkeypatch)
         monkeypatch.setattr(ingress, "STATUS_TIMEOUT_S", SILENT)
-        here._engines, here._graph["mllm"] = Replicas([SILENT, engine("ready")]), Replicas([{"images": {}}])
+        here._engines = Replicas([SILENT, engine("ready")])
         began = time.monotonic()
         assert await here.not_ready() is None
         return time.monotonic() - began

@@ -119,6 +119,9 @@ class FakeBackend:
         num_entries, self.num_entries = self.num_entries, 0
         return {"cleared": {"entries": num_entries}}
 
+    async def not_started(self) -> str | None:
+        return await self.not_ready()
+
     async def not_ready(self) -> str | None:
         return self.unready
 

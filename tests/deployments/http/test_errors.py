@@ -186,7 +186,7 @@ def test_backend_that_fails_to_report_its_state_is_a_500_without_details(send, b
     async def broken():
         raise RuntimeError("secret")
 
-    backend.status = backend.not_ready = backend.cache_status = backend.clear_cache = broken
+    backend.status = backend.not_ready = backend.not_started = backend.cache_status = backend.clear_cache = broken
     response = send(method, path)
     assert response.status_code == 500
     assert "secret" not in response.text
