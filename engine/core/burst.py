@@ -26,15 +26,9 @@ class Span:
 
 
 def may_burst(rows: Sequence[Request]) -> bool:
-    """Return whether a prompt may share a forward with others.
-
-    A prompt with a grammar may not: if the forward failed, its matcher would have consumed a token that is sampled
-    again.
-    """
-    row = rows[0]
-    spec = row.spec
-    is_plain = not spec.images and spec.sparse is None and spec.pooling is None and row.matcher is None
-    return len(rows) == 1 and is_plain
+    """Return whether a prompt may share a forward with others."""
+    spec = rows[0].spec
+    return len(rows) == 1 and not spec.images and spec.sparse is None and spec.pooling is None
 
 
 def burst_s(spans: Sequence[Span], costs: CostModel) -> float:

@@ -1,44 +1,86 @@
 """Computes chunks of several prompts in one forward.
 
 Chunks are padded on the right. Attention does not see the padding, which comes after every token of its row and is not
-kept. Recurrent layers skip it: at padded positions a state neither decays nor changes, and the convolution's window
-ends with the row's own last token. Each prompt gets the caches that it would get alone.
+kept. Recurrent layers skip it, where the family can: at padded positions a state neither decays nor changes, and the
+convolution's window ends with the row's own last token. Otherwise prompts share forwards in which all of them have the
+same number of tokens. Each prompt gets the caches that it would get alone.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import ArraysCache, KVCache
+from mlx_vlm.models.cache import ArraysCache, RotatingKVCache
 
 from engine.worker.kv_cache import Cursor, SequenceCache
 from engine.worker.language_model import LanguageModel
-from engine.worker.mtp import MTPHead
+from engine.worker.mtp import DraftHead
 from engine.worker.prefill import Prompt
 from engine.worker.quantized_kv import format_of
+from engine.worker.window_layer import last_tokens
+
+EQUAL_LENGTHS = "of equal lengths: its recurrent layers do not skip padding"
+"""Status of a family whose prompts of unlike lengths share several forwards, of equal lengths each."""
+
+PADDING_IDS = (0, 1, 7, 100)
+"""Tokens with which `skips_padding` pads: some vocabularies have equal embeddings for unused tokens."""
+
+_Library: Any = ArraysCache  # some families write their states only into instances of it
 
 
-class BurstKeysValues:
-    """One attention layer of all prompts: each appends to its own cache, and attention sees them padded."""
+class BurstAttention:
+    """One attention layer of all prompts: each appends to its own cache, and attention sees them padded.
 
-    def __init__(self, caches: Sequence[KVCache], lengths: Sequence[int]):
-        """Wrap the prompts' caches. lengths: how many tokens of the forward are each prompt's own, at least 0."""
+    Args:
+        caches: The prompts' caches: of all tokens, or of a sliding window.
+        lengths: How many tokens of the forward are each prompt's own, at least 0.
+        as_offset: See kv_cache.Cursor.
+    """
+
+    def __init__(self, caches: Sequence[Any], lengths: Sequence[int], as_offset: bool):
         self._caches = caches
         self._lengths = lengths
+        self._as_offset = as_offset
         self._starts = [cache.offset for cache in caches]
+        self._window = caches[0].max_size if isinstance(caches[0], RotatingKVCache) else None
+        if self._window:
+            self.max_size = self._window
+        self._before = [last_tokens(cache) if self._window and cache.offset else None for cache in caches]
+        self._num_before = [
+            start if before is None else before[0].shape[2]
+            for start, before in zip(self._starts, self._before, strict=True)
+        ]
         self._format = format_of(caches[0])
 
     @property
-    def offset(self) -> int:
-        return max(self._starts)
+    def offset(self) -> int | mx.array:
+        is_uniform = len(set(self._starts)) == 1
+        return mx.array(self._starts, mx.int32) if self._as_offset and not is_uniform else max(self._starts)
+
+    @property
+    def keys(self) -> mx.array:
+        """The first prompt's, to which some families add a dependency so that they are evaluated together."""
+        return self._caches[0].keys
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self._caches[0].keys = keys
+
+    @property
+    def values(self) -> mx.array:
+        return self._caches[0].values
 
     def make_mask(
         self, num_new: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        uniform_start = self.offset if len(set(self._starts)) == 1 and not return_array else None
-        cursor = Cursor(mx.array(self._starts, mx.int32), self.offset + num_new, uniform_start)
-        return cursor.mask(num_new, window_size)
+        window = min((size for size in (window_size, self._window) if size), default=None)
+        first, extent = max(self._num_before), max(self._num_before) + num_new
+        uniform_start = first if len(set(self._num_before)) == 1 and not return_array else None
+        if uniform_start is not None and window is not None and extent <= window:
+            window = None
+        return Cursor(mx.array(self._num_before, mx.int32), extent, uniform_start).mask(num_new, window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append keys and values [B, heads, L, head_dim].
@@ -48,36 +90,46 @@ class BurstKeysValues:
         """
         for i, (cache, length) in enumerate(zip(self._caches, self._lengths, strict=True)):
             if length:
-                cache.update_and_fetch(keys[i : i + 1, :, :length], values[i : i + 1, :, :length])
+                new = keys[i : i + 1, :, :length], values[i : i + 1, :, :length]
+                cache.update_and_fetch(*map(mx.contiguous, new))
         if self._format is not None:
             keys, values = self._format.pack(keys, values)
-        keys = self._behind([cache.keys for cache in self._caches], keys)
-        values = self._behind([cache.values for cache in self._caches], values)
+        if any(self._num_before):  # the slots before are read after the write, which is in place then
+            before = [
+                (cache.keys, cache.values) if window is None else window
+                for cache, window in zip(self._caches, self._before, strict=True)
+            ]
+            keys = self._behind([slots[0] for slots in before], keys)
+            values = self._behind([slots[1] for slots in before], values)
         return (keys, values) if self._format is None else self._format.unpack(keys, values)
 
     def _behind(self, before: Sequence[Any], new: mx.array) -> mx.array:
-        """Return each row's first `start` slots followed by its new ones, padded at the end."""
-        if not self.offset:
-            return new
+        """Return each row's preceding slots followed by its new ones, padded at the end."""
         rows = []
-        for i, (slots, start) in enumerate(zip(before, self._starts, strict=True)):
+        for i, (slots, num_before) in enumerate(zip(before, self._num_before, strict=True)):
             parts = [new[i : i + 1]]
-            if start:
-                parts.insert(0, slots[..., :start, :])
-            if missing := self.offset - start:
+            if num_before:
+                parts.insert(0, slots[..., :num_before, :])
+            if missing := max(self._num_before) - num_before:
                 parts.append(mx.zeros((1, new.shape[1], missing, new.shape[3]), new.dtype))
             rows.append(mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0])
         return mx.concatenate(rows)
 
 
-class BurstStates:
+class BurstStates(_Library):
     """One recurrent layer of all prompts, with slots (convolution window, state), as the library's ArraysCache."""
 
-    lengths = None  # update_window selects each row's window itself
+    left_padding = None
 
-    def __init__(self, caches: Sequence[ArraysCache], lengths: Sequence[int]):
+    def __init__(self, caches: Sequence[ArraysCache], lengths: Sequence[int], own: mx.array | None):
+        """Wrap the prompts' caches. own: `lengths` int32 [B] if any of the tokens are padding, else None."""
         self._caches = caches
-        self._lengths = lengths
+        self._own = own
+        self._num_own = lengths
+
+    @property
+    def lengths(self) -> mx.array | None:
+        return self._own
 
     def __getitem__(self, index: int) -> mx.array | None:
         """Return a slot of all prompts [B, ...]; None if no prompt has begun."""
@@ -87,34 +139,60 @@ class BurstStates:
             return None
         return mx.concatenate([mx.zeros_like(like) if state is None else state for state in states])
 
+    def __setitem__(self, index: int, value: mx.array) -> None:
+        """Store a slot of all prompts; the family has selected the rows' own values."""
+        for i, cache in enumerate(self._caches):
+            cache.cache[index] = mx.contiguous(value[i : i + 1])
+        mx.async_eval([cache.cache[index] for cache in self._caches])  # free the batched state before the next layer
+
     def make_mask(self, num_new: int) -> mx.array | None:
         """Return which tokens are a prompt's own, bool [B, num_new]; None if all are."""
-        if min(self._lengths) == num_new:
-            return None
-        return mx.arange(num_new) < mx.array(list(self._lengths), mx.int32)[:, None]
+        return None if self._own is None else mx.arange(num_new) < self._own[:, None]
 
-    def update_window(self, index: int, source: mx.array, width: int, *, lengths: None = None) -> None:
+    def advance(self, num_new: int) -> None:
+        """Do nothing: the layer serves one forward."""
+
+    def update_window(self, index: int, source: mx.array, width: int, *, lengths: mx.array | None = None) -> None:
         """Store the windows. source [B, width + L, channels]: the window after n tokens is source[:, n : n + width]."""
-        for i, (cache, length) in enumerate(zip(self._caches, self._lengths, strict=True)):
+        for i, (cache, length) in enumerate(zip(self._caches, self._num_own, strict=True)):
             cache.cache[index] = mx.contiguous(source[i : i + 1, length : length + width])
 
     def update_recurrent(self, index: int, length: int, update: Callable[..., Any]) -> tuple[mx.array, mx.array]:
         output, state = update(self[index], None)[:2]
-        for i, cache in enumerate(self._caches):
-            cache.cache[index] = mx.contiguous(state[i : i + 1])
-        mx.async_eval([cache.cache[index] for cache in self._caches])  # free the batched state before the next layer
+        self[index] = state
         return output, state
 
 
 class BurstPrefill:
-    """Advances several prompts in one forward. Requires a model with explicit positions."""
+    """Advances several prompts in one forward. Requires `LanguageModel.selects_positions`."""
 
-    def __init__(self, language_model: LanguageModel, head: MTPHead | None):
+    def __init__(self, language_model: LanguageModel, head: DraftHead | None):
         self._language_model = language_model
         self._head = head
 
+    @cached_property
+    def skips_padding(self) -> bool:
+        """Whether padding tokens leave recurrent states as they are, bit by bit; computes a few short forwards."""
+        if not any(isinstance(layer, ArraysCache) for layer in self._language_model.make_cache()):
+            return True
+        first, *others = [self._padded_states(padding_id) for padding_id in PADDING_IDS]
+        return all(mx.array_equal(*pair).item() for other in others for pair in zip(first, other, strict=True))
+
+    def _padded_states(self, padding_id: int) -> list[mx.array]:
+        """Return the recurrent states after two padded forwards, the second of which continues the first."""
+        caches = [self._language_model.make_cache() for _ in range(2)]
+        for start, lengths in ((0, [1, 3]), (1, [2, 1])):
+            layers = self._layers(caches, lengths)
+            token_ids = _padded([np.full(length, 3) for length in lengths], padding_id)
+            positions = np.broadcast_to(np.arange(start, start + token_ids.shape[1]), (3, *token_ids.shape))
+            self._language_model.extend(mx.array(token_ids), None, layers, positions, launch=False)
+        recurrent: list[Any] = [layer for cache in caches for layer in cache if isinstance(layer, ArraysCache)]
+        return [slot for layer in recurrent for slot in layer.cache]
+
     def advance(self, prompts: Sequence[Prompt], lengths: Sequence[int], padding_id: int = 0) -> mx.array | None:
         """Compute the next tokens of each prompt in one forward, evaluated. If it raises, all of the prompts are lost.
+
+        Where recurrent layers do not skip padding, it is one forward per distinct length.
 
         Args:
             prompts: Prompts of text only.
@@ -124,28 +202,46 @@ class BurstPrefill:
         Returns:
             Logits [E, 1, vocab] of the last token of each of the E complete prompts; None without one.
         """
-        starts = [prompt.done for prompt in prompts]
-        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        spans = list(zip(prompts, starts, ends, strict=True))
-        token_ids = _padded([prompt.token_ids[start:end] for prompt, start, end in spans], padding_id)
-        positions = [_padded([p.positions[axis, 0, start:end] for p, start, end in spans]) for axis in range(3)]
-        layers = _layers([prompt.cache for prompt in prompts], lengths)
-        hidden = self._language_model.states(mx.array(token_ids), layers, np.stack(positions))
-        for prompt, end in zip(prompts, ends, strict=True):
-            prompt.done = end
-        last = mx.take_along_axis(hidden, mx.array(list(lengths), mx.int32)[:, None, None] - 1, axis=1)
-        complete = [i for i, prompt in enumerate(prompts) if prompt.done == len(prompt.token_ids)]
-        logits = self._language_model.logits(last[mx.array(complete)]) if complete else None
-        if self._head is not None:
-            self._prime(self._head, prompts, starts, hidden)
-            for i, prompt in enumerate(prompts):
-                prompt.hidden = mx.contiguous(last[i : i + 1])
-        waiting = [prompt.hidden for prompt in prompts if prompt.hidden is not None]
-        states = [layer.state for prompt in prompts for layer in prompt.layers]
-        mx.eval(states, waiting, [] if logits is None else logits)
-        return logits
+        logits: dict[int, mx.array] = {}
+        done = 0
+        for end in [max(lengths)] if self.skips_padding else sorted(set(lengths)):
+            rows = [i for i, length in enumerate(lengths) if length > done]
+            own = [min(lengths[i], end) - done for i in rows]
+            found = self._forward([prompts[i] for i in rows], own, padding_id)
+            logits |= {i: each for i, each in zip(rows, found, strict=True) if each is not None}
+            done = end
+        return mx.concatenate([logits[i] for i in sorted(logits)]) if logits else None
 
-    def _prime(self, head: MTPHead, prompts: Sequence[Prompt], starts: Sequence[int], hidden: mx.array) -> None:
+    def _forward(self, prompts: Sequence[Prompt], lengths: Sequence[int], padding_id: int) -> list[mx.array | None]:
+        """Compute one forward, evaluated; return each prompt's logits [1, 1, vocab], None for one not complete."""
+        starts = [prompt.done for prompt in prompts]
+        for prompt, length in zip(prompts, lengths, strict=True):
+            prompt.done += length
+        spans = list(zip(prompts, starts, strict=True))
+        token_ids = mx.array(_padded([prompt.token_ids[start : prompt.done] for prompt, start in spans], padding_id))
+        positions = np.stack(
+            [_padded([prompt.positions[axis, 0, start : prompt.done] for prompt, start in spans]) for axis in range(3)]
+        )
+        layers = self._layers([prompt.cache for prompt in prompts], lengths)
+        complete = [i for i, prompt in enumerate(prompts) if prompt.done == len(prompt.token_ids)]
+        logits = None
+        if complete:
+            rows, last = mx.array(complete, mx.int32), mx.array([lengths[i] - 1 for i in complete], mx.int32)
+            logits, hidden = self._language_model.extend_to_end(
+                token_ids, None, layers, positions, lambda hidden: hidden[rows, last][:, None]
+            )
+        else:
+            hidden = self._language_model.extend(token_ids, None, layers, positions, launch=False)
+        if self._head is not None and (read := self._head.read(hidden, token_ids)) is not None:
+            self._prime(self._head, prompts, starts, read)
+            for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+                prompt.hidden = mx.contiguous(read[i : i + 1, length - 1 : length])
+        waiting = [prompt.hidden for prompt in prompts if prompt.hidden is not None]
+        mx.eval([layer.state for prompt in prompts for layer in prompt.layers], waiting, logits)
+        at = {i: n for n, i in enumerate(complete)}
+        return [logits[at[i] : at[i] + 1] if logits is not None and i in at else None for i in range(len(prompts))]
+
+    def _prime(self, head: DraftHead, prompts: Sequence[Prompt], starts: Sequence[int], hidden: mx.array) -> None:
         """Let the head read the new hidden states of each prompt; see Prefill._prime."""
         starts = [start - (prompt.hidden is not None) for prompt, start in zip(prompts, starts, strict=True)]
         spans = list(zip(prompts, starts, strict=True))
@@ -160,13 +256,20 @@ class BurstPrefill:
         behind = _padded([prompt.successors[start : prompt.done - 1] for prompt, start in spans])
         caches = [prompt.head_cache for prompt in prompts if prompt.head_cache is not None]
         first = mx.array([cache[0].offset for cache in caches], mx.int32)
-        head(mx.array(behind), before, _layers(caches, lengths), first[:, None] + mx.arange(max(lengths)))
+        layers = _layers(caches, lengths, head.as_offset)
+        head(mx.array(behind), before, layers, first[:, None] + mx.arange(max(lengths)))
+
+    def _layers(self, caches: Sequence[SequenceCache], lengths: Sequence[int]) -> list[Any]:
+        return _layers(caches, lengths, as_offset=not self._language_model.explicit_positions)
 
 
-def _layers(caches: Sequence[SequenceCache], lengths: Sequence[int]) -> list[Any]:
-    """Combine the prompts' caches, layer by layer."""
+def _layers(caches: Sequence[SequenceCache], lengths: Sequence[int], as_offset: bool) -> list[Any]:
+    """Combine the prompts' caches, layer by layer. as_offset: see kv_cache.Cursor."""
+    own = mx.array(list(lengths), mx.int32) if min(lengths) < max(lengths) else None
     return [
-        BurstKeysValues(layers, lengths) if isinstance(layers[0], KVCache) else BurstStates(layers, lengths)
+        BurstStates(layers, lengths, own)
+        if isinstance(layers[0], ArraysCache)
+        else BurstAttention(layers, lengths, as_offset)
         for layers in zip(*caches, strict=True)
     ]
 

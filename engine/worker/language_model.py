@@ -1,5 +1,6 @@
 """The language model as the runner uses it: one forward, with explicit positions where the model takes them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -41,6 +42,47 @@ class ImageChunk:
         is_image[0, self.places] = True
         layers = mx.split(self.deepstack, self.deepstack.shape[-1] // hidden, axis=-1)
         return {"inputs_embeds": self.embeds, "visual_pos_masks": is_image, "deepstack_visual_embeds": layers}
+
+
+Select = Callable[[mx.array], mx.array]
+"""Hidden states [B, L, hidden] -> those of the selected positions, [E, 1, hidden]."""
+
+
+class SelectedPositions:
+    """Stands for the library's language model; its output layer sees only some positions of the hidden states.
+
+    A family's `__call__`, run on it, computes what comes before the layers and after them as ever: scaled embeddings,
+    soft caps and scales of the logits.
+
+    Args:
+        language_model: The library's module, which is not changed.
+        select: Chooses the positions.
+    """
+
+    def __init__(self, language_model: Any, select: Select):
+        self._language_model = language_model
+        names = [name for name in ("model", "backbone") if hasattr(language_model, name)]
+        for name in names:
+            setattr(self, name, _SelectedStates(getattr(language_model, name), select))
+        if not names:
+            self.lm_head = lambda hidden: language_model.lm_head(select(hidden))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._language_model, name)
+
+
+class _SelectedStates:
+    """Stands for the module with the layers, all of the language model but its output layer."""
+
+    def __init__(self, layers: Any, select: Select):
+        self._layers = layers
+        self._select = select
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        return self._select(self._layers(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layers, name)
 
 
 class LanguageModel:
@@ -175,20 +217,20 @@ class LanguageModel:
         positions: np.ndarray,
         launch: bool = True,
     ) -> mx.array | None:
-        """Launch prompt tokens into the cache of one row.
+        """Launch prompt tokens into the caches of one row or, in a burst, of several.
 
         The caller must wait for the device before the next chunk, which would otherwise copy arrays that are still in
         use.
 
         Args:
-            token_ids: int32 [1, L].
-            chunk: The same tokens, if there are images among them.
-            cache: The row's cache.
-            positions: int32 [3, 1, L].
+            token_ids: int32 [B, L].
+            chunk: The same tokens, if there are images among them; for one row.
+            cache: The caches.
+            positions: int32 [3, B, L].
             launch: Whether to compute; otherwise the cache only has the shapes that it would have.
 
         Returns:
-            The hidden states [1, L, hidden], None if the model returns none.
+            The hidden states [B, L, hidden], None if the model returns none.
         """
         images = {} if chunk is None else chunk.arguments()
         if not self._wants_hidden:
@@ -203,20 +245,54 @@ class LanguageModel:
         return hidden
 
     def extend_to_end(
-        self, token_ids: mx.array, chunk: ImageChunk | None, cache: list, positions: np.ndarray
+        self,
+        token_ids: mx.array,
+        chunk: ImageChunk | None,
+        cache: list,
+        positions: np.ndarray,
+        select: Select = lambda hidden: hidden[:, -1:],
     ) -> tuple[mx.array, mx.array | None]:
-        """Compute the last prompt tokens; return logits [1, 1, vocab] of the very last, and hidden states or None.
+        """Compute the last prompt tokens into the caches of one row or, with `select`, of several.
 
-        The hidden states are those of `extend`.
+        Args:
+            token_ids: int32 [B, L].
+            chunk: See `extend`.
+            cache: The caches.
+            positions: int32 [3, B, L].
+            select: Returns the positions [E, 1, hidden] of hidden states [B, L, hidden] whose logits are wanted.
+                Requires `selects_positions`; the default is the last one.
+
+        Returns:
+            Logits [E, 1, vocab] of the selected positions, and the hidden states of `extend`; both lazy.
         """
         if self._wants_hidden:
             hidden = self.extend(token_ids, chunk, cache, positions, launch=False)
             assert hidden is not None
-            return self.logits(hidden[:, -1:]), hidden
+            return self.logits(select(hidden)), hidden
+        if self.selects_positions:
+            images = {} if chunk is None else chunk.arguments()
+            return self._selected_logits(token_ids, cache, select, images), None
         if token_ids.shape[1] > 1:
             self.extend(token_ids[:, :-1], None if chunk is None else chunk.but_last(), cache, positions)
         last = {} if chunk is None else {"inputs_embeds": chunk.embeds[:, -1:]}
         return self.lm(token_ids[:, -1:], cache=self._nested(cache), **last).logits[:, -1:], None
+
+    @cached_property
+    def selects_positions(self) -> bool:
+        """Whether `extend_to_end` can compute the logits of some positions alone. Computes nothing."""
+        if self._wants_hidden:
+            return True
+        try:
+            logits = self._selected_logits(mx.zeros((1, 2), mx.int32), self.make_cache(), lambda hidden: hidden[:, 1:])
+        except (AttributeError, TypeError, ValueError, IndexError):
+            return False
+        return isinstance(logits, mx.array) and logits.ndim == 3 and logits.shape[:2] == (1, 1)
+
+    def _selected_logits(
+        self, token_ids: mx.array, cache: list, select: Select, images: dict[str, Any] | None = None
+    ) -> mx.array:
+        lm: Any = SelectedPositions(self.lm, select)
+        return type(self.lm).__call__(lm, token_ids, cache=self._nested(cache), **(images or {})).logits
 
     def states(self, token_ids: mx.array, cache: list, positions: np.ndarray | mx.array) -> mx.array:
         """Compute tokens into a cache; return hidden states [B, L, hidden] after the last norm.

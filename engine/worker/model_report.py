@@ -26,10 +26,9 @@ from engine.processing.pooling import EmbeddingModel
 from engine.processing.tokenizer_match import why_different
 from engine.protocol import EngineFailed
 from engine.worker import loader, memory, mtp_loader
-from engine.worker.drafting import rewind_unsupported_reason
+from engine.worker.fast_paths import FastPaths
 from engine.worker.kv_cache import SLOTS_STEP
 from engine.worker.language_model import LanguageModel
-from engine.worker.snapshot import unsupported_reason
 from engine.worker.window_layer import ring_slots
 
 CONTEXTS = (8192, 32768, 131072)
@@ -90,11 +89,12 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
     yield f"computes in      {opened.dtype}, on {mx.default_device()}"
     yield f"media            {', '.join(['text', *sorted(opened.media_kinds)])}{_missing_media(opened)}"
     yield f"context          {opened.max_context_tokens} tokens{_scaling(opened.config)}"
-    yield f"prefix cache     {unsupported_reason(language_model.make_cache()) or 'yes'}"
+    paths = FastPaths.of(language_model, opened.config["model_type"])
+    yield f"prefix cache     {paths.snapshots or 'yes'}"
+    yield f"bursts           {paths.bursts or 'yes'}"
     yield f"MTP head         {opened.head_dir or opened.mtp_status}"
-    yield f"prompt lookup    {rewind_unsupported_reason(language_model) or 'yes'}"
-    sparse = "yes" if language_model.explicit_positions else "no: this model does not accept explicit positions"
-    yield f"sparse prefill   {sparse}"
+    yield f"prompt lookup    {paths.prompt_lookup or 'yes'}"
+    yield f"sparse prefill   {'yes' if paths.sparse_prefill is None else f'no: {paths.sparse_prefill}'}"
     if draft is not None:
         yield f"draft model      {draft}: {_draft_reason(opened.path, draft) or 'has the same tokenizer'}"
     only = "" if EmbeddingModel.read(opened.path) is None else ", and nothing else: it is an embedding model"

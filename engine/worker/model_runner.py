@@ -32,17 +32,19 @@ from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.start_phase import StartPhase
 from engine.user_cache import user_cache
 from engine.worker import attention_costs, blas, cost_cache, loader, memory, memory_costs, patches, warm_up
-from engine.worker.burst import BurstPrefill
+from engine.worker.burst import EQUAL_LENGTHS, BurstPrefill
 from engine.worker.decode import JoiningRow
 from engine.worker.decode_batch import DecodeBatch
 from engine.worker.draft_model import DraftModel
 from engine.worker.drafting import drafts_offered
+from engine.worker.fast_paths import FastPaths
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import DraftHead, MTPHead
 from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, Prompt, first_tokens
+from engine.worker.processors import advance_matcher
 from engine.worker.quantized_kv import format_of
-from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays, unsupported_reason
+from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays
 from engine.worker.vision import VisionEncoder
 from engine.worker.vision_towers import make_tower
 
@@ -92,9 +94,9 @@ class MLXRunner:
         self._head = _head_of(model, self._language_model)
         self._vision = self._make_vision(model, config)
         self._prefill = Prefill(self._language_model, self._head, self._vision, image_token_id(model.config))
-        mtp_head = self._head if isinstance(self._head, MTPHead) else None
-        self._burst = BurstPrefill(self._language_model, mtp_head)
-        compiled = use_compiled(config, self._language_model)
+        self._burst = BurstPrefill(self._language_model, self._head)
+        paths = FastPaths.of(self._language_model, model.config["model_type"])
+        compiled = use_compiled(config, paths)
         self._batch = DecodeBatch(self._language_model, self._head, model.vocab_size, compiled)
         self._prompts: dict[str, Prompt] = {}  # by the ids of the rows that share it
         self.max_context_tokens = model.max_context_tokens
@@ -103,14 +105,10 @@ class MLXRunner:
         self.no_drafts: Mapping[Proposer, str]
         self.drafts, self.no_drafts = drafts_offered(config, self._head, model.mtp_status, self._language_model)
         self.image_token_id = self._prefill.image_token_id
-        self.no_snapshots = unsupported_reason(self._language_model.make_cache())
-        self.no_sparse = (
-            None if self._language_model.explicit_positions else "this model does not accept explicit positions"
-        )
+        self.no_snapshots = paths.snapshots
+        self.no_sparse = paths.sparse_prefill
         self.no_pooling = self._language_model.states_unsupported_reason()
-        self.no_bursts = self.no_sparse or self.no_snapshots or ("the decode step is compiled" if compiled else None)
-        if self.no_bursts is None and model.draft is not None:
-            self.no_bursts = "a draft model reads each prompt by itself"
+        self.no_bursts = paths.bursts
         self.device_bytes = memory.device_bytes()
         self.memory_limit_bytes = memory.default_limit_bytes()
         self.fingerprint = model.fingerprint
@@ -145,6 +143,7 @@ class MLXRunner:
                 progress(share)
 
             compiled(0.0)
+            self.capabilities["bursts"] = self.no_bursts or ("yes" if self._burst.skips_padding else EQUAL_LENGTHS)
             self.step_times, self._a_snapshot = warm_up.time_steps(
                 self, self._max_running, lambda share: compiled(STEPS_SHARE * share)
             )
@@ -315,6 +314,7 @@ class MLXRunner:
         self._forget_prompt(rows)
         moves = len(rows) == 1
         self._join(*([self._joining_row(row, prompt, one, moves)] for row, one in zip(rows, first, strict=True)))
+        _advance_matchers(rows, first)
         return PrefillOutput(num_tokens, {row.id: output for row, output in zip(rows, first, strict=True)})
 
     def _prompt_of(self, rows: Sequence[Request]) -> Prompt:
@@ -337,6 +337,7 @@ class MLXRunner:
         self._forget_prompt(rows)
         joining = zip(rows, [prompts[i] for i in complete], first, strict=True)
         self._join([self._joining_row(*one, moves=True) for one in joining])
+        _advance_matchers(rows, first)
         for i, row, output in zip(complete, rows, first, strict=True):
             outputs[i].first = {row.id: output}
         return outputs
@@ -378,6 +379,12 @@ class MLXRunner:
         return VisionEncoder(tower, normalization, config.vision_cache_mb * 2**20)
 
 
+def _advance_matchers(rows: Sequence[Request], first: Sequence[RowOutput]) -> None:
+    """Advance the rows' matchers by their first tokens, once nothing can fail: otherwise these are sampled again."""
+    for row, output in zip(rows, first, strict=True):
+        output.error = output.error or advance_matcher(row, output.token_ids)
+
+
 def _head_of(model: loader.LoadedModel, language_model: LanguageModel) -> DraftHead | None:
     """Return the model that drafts, None without one."""
     if model.draft is not None:
@@ -391,7 +398,7 @@ def _exactness(language_model: LanguageModel) -> str:
     return f"{language_model.exact}: {'always' if more else 'with one row' if one else 'never'}"
 
 
-def use_compiled(config: EngineConfig, language_model: LanguageModel) -> bool:
+def use_compiled(config: EngineConfig, paths: FastPaths) -> bool:
     """Return whether decoding is compiled. auto: only on CUDA.
 
     On a CPU each shape costs seconds of a C++ compiler; on Metal compilation has not been measured.
@@ -400,7 +407,7 @@ def use_compiled(config: EngineConfig, language_model: LanguageModel) -> bool:
         EngineFailed: compile is on, but the model does not support it.
     """
     if config.compile == "auto":
-        return language_model.explicit_positions and mx.cuda.is_available() and loader.on_gpu()
-    if config.compile == "on" and not language_model.explicit_positions:
-        raise EngineFailed("compile is on, but this model does not accept explicit positions; use auto or off")
+        return paths.compiled_step is None and mx.cuda.is_available() and loader.on_gpu()
+    if config.compile == "on" and paths.compiled_step is not None:
+        raise EngineFailed(f"compile is on, but {paths.compiled_step}; use auto or off")
     return config.compile == "on"

@@ -96,10 +96,15 @@ def check_values(head: Any) -> None:
     _check_norms({name: w for name, w in weights if name.endswith("norm.weight")}, head_dir)
 
 
+def family_unsupported_reason(model_type: str) -> str | None:
+    """Return why checkpoints of a family can have no MTP head, None if they can."""
+    return None if model_type in SPLITTERS else f"MTP heads of model_type {model_type} are not supported"
+
+
 def _search(mtp_head: str | None, model_dir: Path, model_config: dict[str, Any]) -> tuple[Path | None, str]:
-    family = model_config.get("model_type")
-    if family not in SPLITTERS:
-        return None, f"MTP heads of model_type {family} are not supported"
+    family = str(model_config.get("model_type"))
+    if (reason := family_unsupported_reason(family)) is not None:
+        return None, reason
     if mtp_head is not None:
         return _resolve(mtp_head), READY
     if _has_head(model_dir, SPLITTERS[family]()):

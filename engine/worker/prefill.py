@@ -18,7 +18,6 @@ from engine.worker.kv_cache import SequenceCache, num_bytes, slots_like
 from engine.worker.language_model import ImageChunk, LanguageModel
 from engine.worker.mtp import DraftHead
 from engine.worker.pooling import PooledStates
-from engine.worker.processors import advance_matcher
 from engine.worker.sampling_batch import SamplingBatch
 from engine.worker.snapshot import KeysValues, KVSegment, StateSnapshot, is_finite, restore, take
 from engine.worker.vision import ImageEncoding, VisionEncoder
@@ -258,7 +257,13 @@ def _check_images(image_index: np.ndarray, computed: np.ndarray) -> None:
 
 
 def first_tokens(rows: Sequence[Request], logits: mx.array, vocab_size: int) -> list[RowOutput]:
-    """Sample the first token of each of the rows. logits: [1 or rows, 1, vocab], of each prompt's last position."""
+    """Sample the first token of each of the rows, without advancing their matchers.
+
+    Args:
+        rows: The rows.
+        logits: [1 or rows, 1, vocab], of each prompt's last position.
+        vocab_size: Number of logits.
+    """
     logits = mx.broadcast_to(logits, (len(rows), 1, logits.shape[-1]))
     positions = mx.array([[len(row.output_token_ids)] for row in rows], mx.int32)
     sampling = SamplingBatch.of(rows, vocab_size)
@@ -266,8 +271,7 @@ def first_tokens(rows: Sequence[Request], logits: mx.array, vocab_size: int) -> 
         logits, positions, positions, sampling.noise(positions)
     )  # no drafts: tokens do not matter
     logprobs = {} if sampled.logprobs is None else sampled.logprobs.read([1] * len(rows))
-    outputs = []
-    for i, (row, token_id) in enumerate(zip(rows, np.array(sampled.tokens)[:, 0].tolist(), strict=True)):
-        error = sampled.errors.get(i) or advance_matcher(row, (token_id,))
-        outputs.append(RowOutput((token_id,), logprobs.get(i, ()), error=error))
-    return outputs
+    return [
+        RowOutput((token_id,), logprobs.get(i, ()), error=sampled.errors.get(i))
+        for i, token_id in enumerate(np.array(sampled.tokens)[:, 0].tolist())
+    ]

@@ -1,5 +1,6 @@
 """Chunks of several prompts in one forward: each prompt gets the tokens and the state that it would get alone."""
 
+import asyncio
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +11,11 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
+from engine.config import GrammarConfig
 from engine.core.batch import Drafts, PromptChunk
 from engine.core.request import Request
-from engine.protocol import EngineRequest, SamplingParams
+from engine.processing.grammar import GrammarCompiler
+from engine.protocol import EngineRequest, GrammarSpec, SamplingParams
 from engine.worker.burst import BurstPrefill
 from engine.worker.model_runner import MLXRunner
 from engine.worker.prefill import Prompt
@@ -26,6 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "alternating": {"layers": 4, "interval": 2, "agree": 0.1, "seed": 1},
     "foreign head": {"layers": 2, "interval": 2, "seed": 3},
     "no head": {"layers": 4, "interval": 2, "mtp": False},
+    "compiled": {"layers": 2, "interval": 2, "agree": 0.3, "seed": 2},
 }
 
 
@@ -102,7 +106,7 @@ def assert_same_state(one: Prompt, other: Prompt) -> None:
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
-@pytest.mark.parametrize("model", [*MODELS, "demo"])
+@pytest.mark.parametrize("model", [*MODELS, "demo", "text"])
 def test_prompts_in_a_burst_get_the_tokens_that_each_gets_alone(runner_of, model, num_drafts):
     runner = runner_of(model)
     rows = rows_of()
@@ -229,6 +233,31 @@ def test_dropped_rows_of_a_burst_free_the_memory_of_their_caches(tiny):
     tiny.drop([rows[0].id])
 
 
-def test_a_model_without_explicit_positions_says_that_it_takes_no_bursts(runner_of):
-    assert runner_of("text").no_bursts == "this model does not accept explicit positions"
-    assert runner_of("deep").no_bursts is None
+def test_first_tokens_sampled_again_after_a_failed_burst_advance_each_grammar_once(tiny, monkeypatch):
+    compiler = GrammarCompiler(tiny._model.path, tiny.vocab_size, (1,), GrammarConfig())
+
+    def constrained() -> list[Request]:
+        matchers = [asyncio.run(compiler.compile(GrammarSpec("regex", f"[{c}-z]{{60,90}}"))) for c in "agm"]
+        return [Request(row.spec, matcher=each) for row, each in zip(rows_of((9, 30, 4)), matchers, strict=True)]
+
+    expected: dict[str, list[int]] = {}
+    for row in constrained():
+        start(tiny, row)
+        expected |= decode(tiny, [row])
+    rows, fresh = constrained(), constrained()
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny._batch, "join", lambda *new: [][0])
+        with pytest.raises(IndexError):
+            tiny.prefill_burst(chunks_of(tiny, rows))
+    for row, untouched in zip(rows, fresh, strict=True):
+        assert row.matcher and untouched.matcher
+        assert np.array_equal(row.matcher.masks(), untouched.matcher.masks())
+    start_together(tiny, rows)
+    assert decode(tiny, rows, 2) == expected
+    assert len({tuple(tokens) for tokens in expected.values()}) == 3
+
+
+def test_every_tiny_model_takes_bursts_of_any_lengths(runner_of):
+    for model in (*MODELS, "demo", "text"):
+        assert runner_of(model).no_bursts is None
+        assert runner_of(model).capabilities["bursts"] == "yes"

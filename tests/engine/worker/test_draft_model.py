@@ -20,7 +20,7 @@ from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker.draft_model import DraftModel
 from engine.worker.loader import open_model
 from engine.worker.model_runner import MLXRunner, load_runner
-from tests.support.driver import Driver
+from tests.support.driver import Driver, fix_prefill_costs
 from tests.support.families import FAMILIES, VOCAB_SIZE
 from tests.support.zoo import make, new_module
 
@@ -83,6 +83,17 @@ def test_answers_with_a_draft_model_are_those_without(runner_of, draft, sampling
     drafted, accepted = status["draft_model"]["num_drafted"], status["draft_model"]["num_accepted"]
     assert drafted and (accepted == drafted if draft == "target" else accepted < drafted / 2)
     assert status["mtp"]["reason"] == "the configured draft_model drafts instead"
+
+
+def test_draft_model_reads_the_prompts_of_a_burst_in_one_forward(runner_of):
+    runner = runner_of("target")
+    driver = Driver(runner, EngineConfig.model_validate(with_draft("target", **NO_CACHE)))
+    fix_prefill_costs(driver.core, 0.02, 1e-5)
+    tokens = driver.run({0: requests()})
+    assert tokens == {request.request_id: alone(runner, request) for request in requests()}
+    status = driver.core.speculation_status["draft_model"]
+    assert driver.core.stats.num_bursts == 1
+    assert status["num_accepted"] == status["num_drafted"] > 0, "its state is that of each prompt"
 
 
 def test_conversation_continues_from_the_prefix_cache_with_the_state_of_the_draft_model(runner_of):

@@ -4,7 +4,7 @@ ORCHARD_FAMILIES=mamba2,lfm2 runs only these.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import engine.worker  # noqa: F401  # before MLX
 
@@ -14,15 +14,15 @@ import pytest
 from mlx_vlm.models.cache import make_prompt_cache
 
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN, Drafts
+from engine.core.batch import PLAIN, Drafts, PromptChunk
 from engine.core.request import Request
-from engine.protocol import EngineRequest, SamplingParams
+from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
-from tests.support.driver import Driver
+from tests.support.driver import Driver, fix_prefill_costs
 from tests.support.families import FAMILIES
 from tests.support.night import some_at_night
 from tests.support.sparse_prompts import with_plan
-from tests.support.zoo import Turn, conversation, load, make
+from tests.support.zoo import NUM_TOKENS, Turn, conversation, load, make
 
 LOGPROB_TOLERANCE = 1e-3  # as of the library itself, see tests/support/test_zoo.py
 NO_CACHE = {"prefix_cache": {"enabled": False}}
@@ -122,12 +122,61 @@ def _step_until(driver: Driver, request_id: str, num_tokens: int) -> None:
     raise AssertionError(f"{request_id} has {driver.tokens[request_id]}: {driver.errors}")
 
 
-@one_family_of_each_layout
-def test_requests_that_arrive_together_get_the_same_tokens_as_alone(served):
+@every_family
+def test_requests_that_arrive_together_share_forwards_and_get_the_same_tokens_as_alone(served):
     driver = Driver(served.runner, EngineConfig.model_validate(NO_CACHE))
+    fix_prefill_costs(driver.core, 0.02, 1e-5)
     driver.run({0: [served.request(turn) for turn in served.turns]})
     for turn in served.turns:
         served.check(driver, turn)
+    assert driver.core.stats.num_bursts and not driver.core.stats.num_failed_bursts
+
+
+@one_family_of_each_layout
+def test_prompts_with_a_common_beginning_compute_it_once_and_the_rest_in_one_forward(served):
+    """The first turn's prompt, and two that end otherwise after its first 30 tokens."""
+    token_ids = served.request("first").token_ids
+    requests = [
+        replace(
+            served.request("first", f"{i}", max_tokens=6),
+            token_ids=np.append(token_ids[:30], token_ids[30:] + i * (token_ids[30:] < 400)),
+            boundaries=(Boundary("system", 30),),
+        )
+        for i in range(3)
+    ]
+    alone = Driver(served.runner, EngineConfig.model_validate(NO_CACHE))
+    for number, request in enumerate(requests):
+        alone.run({number: [request]})
+    driver = Driver(served.runner, EngineConfig.model_validate({"prefix_cache": {"boundaries": ["system"]}}))
+    fix_prefill_costs(driver.core, 0.02, 1e-5)
+    tokens = driver.run({0: requests})
+    assert tokens == alone.tokens and tokens["0"] == served.turns["first"].answer.tokens[:6]
+    assert [chunks[0].num_cached for chunks in driver.chunks.values()].count(30) == 2
+    assert driver.core.stats.num_bursts == 1
+
+
+@every_family
+def test_pieces_of_prompts_computed_in_one_forward_give_the_same_tokens_as_alone(served):
+    """Prompts of 77, 45 and 13 tokens, in pieces of 11, 1 and 8; windows are of 8 tokens."""
+    runner, tokens = served.runner, {}
+    assert runner.no_bursts is None
+    left = [Request(served.request(turn)) for turn in ("second", "first", "short")]
+    most = {row.id: size for row, size in zip(left, (11, 1, 8), strict=True)}
+    computed = dict.fromkeys(most, 0)
+    while left:
+        chunks = [PromptChunk(row, min(most[row.id], row.num_tokens - computed[row.id])) for row in left]
+        for chunk, output in zip(chunks, runner.prefill_burst(chunks), strict=True):
+            computed[chunk.row.id] += output.num_tokens
+            if output.first:
+                tokens[chunk.row.id] = list(output.first[chunk.row.id].token_ids)
+                left.remove(chunk.row)
+    for _ in range(max(NUM_TOKENS.values())):
+        for row_id, output in runner.decode().items():
+            tokens[row_id] += output.token_ids
+    runner.drop(list(most))
+    for row_id in most:
+        answer = served.turns[row_id.partition("/")[0]].answer.tokens
+        assert tokens[row_id][: len(answer)] == answer
 
 
 @every_family

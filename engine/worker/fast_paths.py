@@ -1,0 +1,51 @@
+"""Tells which fast paths a model has, and why it lacks one. Computes nothing."""
+
+from dataclasses import dataclass
+
+from engine.worker import mtp_loader
+from engine.worker.drafting import rewind_unsupported_reason
+from engine.worker.language_model import LanguageModel
+from engine.worker.snapshot import unsupported_reason
+
+NO_POSITIONS = "this model does not accept explicit positions"
+NO_SELECTION = "its layers cannot be run without its output layer"
+
+
+@dataclass(frozen=True)
+class FastPaths:
+    """Why a model lacks each fast path; None where it has it."""
+
+    bursts: str | None
+    """Several prompts in one forward."""
+    compiled_step: str | None
+    """The decode step as a compiled graph."""
+    prompt_lookup: str | None
+    """Drafts by prompt lookup."""
+    draft_model: str | None
+    """Drafts by a separate model."""
+    mtp_head: str | None
+    """Drafts by an MTP head, if the checkpoint has one."""
+    sparse_prefill: str | None
+    """Execution of a plan that leaves prompt tokens out."""
+    snapshots: str | None
+    """Snapshots at any boundary of a prompt."""
+
+    @classmethod
+    def of(cls, language_model: LanguageModel, model_type: str) -> "FastPaths":
+        """Tell them from the model's structure; its weights need not be read."""
+        positions = None if language_model.explicit_positions else NO_POSITIONS
+        rewind = rewind_unsupported_reason(language_model)
+        return cls(
+            bursts=None if language_model.selects_positions else NO_SELECTION,
+            compiled_step=positions,
+            prompt_lookup=rewind,
+            draft_model=rewind,
+            mtp_head=mtp_loader.family_unsupported_reason(model_type),
+            sparse_prefill=positions,
+            snapshots=unsupported_reason(language_model.make_cache()),
+        )
+
+    @property
+    def shared_prefix(self) -> str | None:
+        """Why prompts that come together with a common beginning do not compute it once and the rest in one forward."""
+        return self.snapshots or self.bursts

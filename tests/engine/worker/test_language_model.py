@@ -1,0 +1,28 @@
+"""The output layer computes the logits of some positions alone, and they are those of the library's whole forward."""
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+import pytest
+
+from engine.worker import patches
+from engine.worker.language_model import LanguageModel
+from tests.support.families import FAMILIES
+from tests.support.zoo import empty_cache, new_module, prompt
+
+NUM_TOKENS = 11
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.quantization is None])
+def test_selected_logits_are_those_of_the_whole_forward(name):
+    patches.install(decodes=True)
+    language_model = LanguageModel(new_module(FAMILIES[name].config).language_model)
+    assert language_model.selects_positions
+    token_ids = mx.array([prompt(NUM_TOKENS), prompt(NUM_TOKENS, seed=1)], mx.int32)
+    whole = np.array(language_model.lm(token_ids, cache=empty_cache(language_model.lm)).logits)
+    positions = np.broadcast_to(np.arange(NUM_TOKENS, dtype=np.int32), (3, 2, NUM_TOKENS))
+    for select, expected in ((lambda h: h[:, -1:], whole[:, -1:]), (lambda h: h[1:, 3:4], whole[1:, 3:4])):
+        cache = language_model.make_cache()
+        logits = language_model.extend_to_end(token_ids, None, cache, positions, select)[0]
+        np.testing.assert_allclose(np.array(logits), expected, rtol=1e-4, atol=1e-4)
