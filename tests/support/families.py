@@ -252,8 +252,8 @@ FAMILIES: dict[str, Family] = {
         seed=3,
     ),
     # Recurrent layers among attention
-    "qwen3_next": Family(text("qwen3_next", EXPERTS, GATED_DELTA, partial_rotary_factor=0.25), RECURRENT, seed=6),
-    "qwen3_5_text": Family(text("qwen3_5_text", GATED_DELTA), RECURRENT, seed=1),
+    "qwen3_next": Family(text("qwen3_next", EXPERTS, GATED_DELTA, partial_rotary_factor=0.25), RECURRENT, seed=0),
+    "qwen3_5_text": Family(text("qwen3_5_text", GATED_DELTA), RECURRENT, seed=0),
     "qwen3_5_moe_text": Family(text("qwen3_5_moe_text", EXPERTS, GATED_DELTA), RECURRENT, seed=13),
     "kimi_linear": Family(
         text(
@@ -286,7 +286,7 @@ FAMILIES: dict[str, Family] = {
             layer_types=["mamba", "attention", "mamba"],
         ),
         f"{ARRAYS} {KV} {ARRAYS}",
-        seed=1,
+        seed=2,
     ),
     "nemotron_h": Family(
         text(
@@ -306,6 +306,7 @@ FAMILIES: dict[str, Family] = {
             moe_shared_expert_intermediate_size=32,
         ),
         f"{ARRAYS} {KV} {ARRAYS}",
+        seed=2,
     ),
     "lfm2": Family(
         text(
@@ -346,7 +347,7 @@ FAMILIES: dict[str, Family] = {
             expert_layer_period=2,
         ),
         f"{ARRAYS} {KV} {ARRAYS}",
-        seed=4,
+        seed=2,
     ),
     # Recurrent layers alone
     "mamba": Family(
@@ -384,7 +385,7 @@ FAMILIES: dict[str, Family] = {
         seed=5,
     ),
     # Attention and recurrence in one layer, attention with an index
-    "falcon_h1": Family(text("falcon_h1", MAMBA, mamba_d_ssm=64, lm_head_multiplier=1.0), "CacheList*3", seed=1),
+    "falcon_h1": Family(text("falcon_h1", MAMBA, mamba_d_ssm=64, lm_head_multiplier=1.0), "CacheList*3", seed=14),
     "deepseek_v32": Family(
         text("deepseek_v32", EXPERTS, LATENT, index_head_dim=32, index_n_heads=2, index_topk=WINDOW),
         "CacheList*3",
@@ -395,7 +396,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": Family(text("qwen2_5_vl", MROPE, vision_config=QWEN_VISION), f"{KV}*3", seed=1),
     "qwen3_vl": Family(vlm("qwen3_vl", text("qwen3_vl_text", MROPE), QWEN_VISION), f"{KV}*3", seed=1),
     "qwen3_vl_moe": Family(vlm("qwen3_vl_moe", text("qwen3_vl_moe_text", EXPERTS, MROPE), QWEN_VISION), f"{KV}*3"),
-    "qwen3_5": Family(vlm("qwen3_5", text("qwen3_5_text", GATED_DELTA), QWEN_VISION), RECURRENT, seed=1),
+    "qwen3_5": Family(vlm("qwen3_5", text("qwen3_5_text", GATED_DELTA), QWEN_VISION), RECURRENT, seed=0),
     "qwen3_5_moe": Family(
         vlm("qwen3_5_moe", text("qwen3_5_moe_text", EXPERTS, GATED_DELTA), QWEN_VISION), RECURRENT, seed=13
     ),

@@ -328,7 +328,7 @@ SIGHTED: dict[str, SightedFamily] = {
     "qwen2_5_vl": flat(qwen("qwen2_5_vl", text("qwen2_5_vl", MROPE), WINDOW_VISION, seed=4)),
     "qwen3_vl": qwen("qwen3_vl", text("qwen3_vl_text", MROPE), DEEPSTACK, seed=7),
     "qwen3_vl_moe": qwen("qwen3_vl_moe", text("qwen3_vl_moe_text", EXPERTS, MROPE), DEEPSTACK, seed=1),
-    "qwen3_5_moe": qwen("qwen3_5_moe", text("qwen3_5_moe_text", EXPERTS, GATED_DELTA), {}, seed=1),
+    "qwen3_5_moe": qwen("qwen3_5_moe", text("qwen3_5_moe_text", EXPERTS, GATED_DELTA), {}, seed=2),
 }
 
 IN_WORDS: dict[str, tuple[str, str, str]] = {
