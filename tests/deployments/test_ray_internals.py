@@ -248,13 +248,14 @@ def test_slots_requests_and_stop_flag_are_read_from_the_replica_object_of_ray(mo
 
 
 def test_a_replica_listens_at_the_address_of_its_node_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ray_replica, "add_port_to_grpc_server", ray_replica.add_port_to_grpc_server)
+    serving: Any = ray_replica
+    monkeypatch.setattr(serving, "add_port_to_grpc_server", serving.add_port_to_grpc_server)
     monkeypatch.setattr(ray_internals.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray_internals.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
 
     async def addresses() -> set[str]:
         server = grpc.aio.server()
-        port = ray_replica.add_port_to_grpc_server(server, ray_internals.ALL_ADDRESSES)
+        port = serving.add_port_to_grpc_server(server, ray_internals.ALL_ADDRESSES)
         await server.start()
         found = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == port}
         await server.stop(None)
