@@ -144,7 +144,8 @@ def _without(schema: dict[str, Any], places: Iterable[Place]) -> dict[str, Any]:
     opened = copy.deepcopy(schema)
     for pointer, keyword in places:
         steps = [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
-        owner, part = None, opened
+        owner: Any = None
+        part: Any = opened
         for step in steps:
             owner, part = part, part[int(step) if isinstance(part, list) else step]
         if isinstance(part, dict) and keyword is not None:

@@ -367,7 +367,7 @@ def test_a_forced_value_that_spells_markup_is_made_of_ordinary_tokens(tokenizers
     [call] = [call for delta in deltas for call in delta.tool_calls]
     assert json.loads(call.arguments) == {"s": value, "o": {"k": value}}
     assert not "".join(delta.content for delta in deltas).strip()
-    shape = tokenizer.tool_format.shape
+    shape = None if tokenizer.tool_format is None else tokenizer.tool_format.shape
     markup = "<tool_call></tool_call>" if shape is None else shape.begin + shape.middle + shape.end
     for text, token_id in tokenizer.control_ids.items():
         assert token_ids.count(token_id) == markup.count(text), text
