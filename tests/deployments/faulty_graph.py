@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from PIL import Image
 from ray.serve import Deployment
 
-from deployments import ingress, mllm, model_replica, spec_prefill
+from deployments import ingress, mllm, model_replica, spec_prefill, text
 from deployments.args import AppArgs
 from deployments.engine_client import EngineClient
 from deployments.ingress import Ingress
@@ -171,7 +171,7 @@ class Graph:
         self.calls: set[asyncio.Task[Any]] = set()
         self._args = args
         info = {"node_id": NODE, "replica_id": "r", "pid": 7}
-        for module in (model_replica, mllm, spec_prefill, ingress):
+        for module in (model_replica, spec_prefill, ingress, text, mllm):
             monkeypatch.setattr(module, "replica_info", lambda: info)
         monkeypatch.setattr(async_engine, "AsyncEngine", lambda config: FaultyEngine(config, self.faults, load_runner))
 
