@@ -104,7 +104,7 @@ enabled = false
 """
 
 
-def _claude(face: str, *arguments: str, **fields: object) -> Case:
+def _claude(face: str, *arguments: str, model: str = MODEL, is_screen: bool = False) -> Case:
     env = {
         "ANTHROPIC_BASE_URL": "$url",
         "ANTHROPIC_AUTH_TOKEN": "any",
@@ -117,7 +117,8 @@ def _claude(face: str, *arguments: str, **fields: object) -> Case:
         "theme": "dark",
         "projects": {"$home/work": {"hasTrustDialogAccepted": True}},
     }
-    return Case("Claude Code", face, arguments, env=env, files={".claude.json": json.dumps(seen)}, **fields)  # type: ignore
+    files = {".claude.json": json.dumps(seen)}
+    return Case("Claude Code", face, arguments, model, env, files, is_screen)
 
 
 def _codex(face: str, model: str = MODEL) -> Case:
