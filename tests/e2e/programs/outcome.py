@@ -22,6 +22,7 @@ MAX_SHOWN = 60
 LAST_EVENTS = {"/v1/messages": ("message_stop",), "/v1/responses": ("response.completed", "response.incomplete")}
 """Streams of other dialects end with [DONE]."""
 TOO_LONG = re.compile(r"prompt is too long|maximum context length|exceed context limit")
+CANNOT = re.compile(r"chat template does not support")
 TOLD = re.compile(r"context|too long|too large|token", re.IGNORECASE)
 """Words by which a program tells its user so."""
 NOT_SERVED = {("HEAD", "/")}
@@ -32,16 +33,20 @@ MIN_SHOWN_CHARS = 12
 
 
 def outcome(run: Run) -> str:
-    """Return `answered`, `answered after a refusal`, `too long` (the program tells that the prompt does not fit), or
-    `failed: ` with what is wrong."""
+    """Return `answered`, `answered after a refusal`, `too long` (the program tells that the prompt does not fit), `the
+    model cannot` (the program shows that its template does not support what it asks for), or `failed: ` with what is
+    wrong."""
     refused = [one for one in run.exchanges if one.status >= 400 and (one.method, one.path) not in NOT_SERVED]
     last = next((one for one in reversed(run.exchanges) if one.is_generation), None)
-    if last is not None and last.status == 400 and TOO_LONG.search(last.error_message):
+    words = last.error_message if last is not None and last.status == 400 else ""
+    if TOO_LONG.search(words):
         return (
             "too long"
             if TOLD.search(run.output)
             else f"failed: it hides that the prompt is too long: {_last_words(run)}"
         )
+    if CANNOT.search(words) and _letters(words) in _letters(run.output):
+        return "the model cannot"
     if problem := next(_problems(run, last), None):
         return f"failed: {problem}"
     return "answered after a refusal" if refused else "answered"

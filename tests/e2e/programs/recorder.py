@@ -83,7 +83,13 @@ class Recorder:
         self._socket = listening
         self._refuse = refuse
         config = uvicorn.Config(
-            self._app, log_config=None, lifespan="off", ws="none", interface="asgi3", proxy_headers=False
+            self._app,
+            log_config=None,
+            log_level="critical",
+            lifespan="off",
+            ws="none",
+            interface="asgi3",
+            proxy_headers=False,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)

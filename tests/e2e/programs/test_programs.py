@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deployments.http.errors import ModelNotFound
-from engine.protocol import ContextLengthExceeded, Overloaded
+from engine.protocol import ContextLengthExceeded, InvalidRequest, Overloaded
 from tests.e2e.programs import record, terminal
 from tests.e2e.programs.catalogue import CASES, Case, Program
 from tests.e2e.programs.install import Installed
@@ -91,6 +91,12 @@ def test_a_program_that_shows_the_words_of_a_refusal_has_failed_with_them(site: 
 
 def test_a_program_that_tells_that_the_prompt_is_too_long_has_not_failed(site: Site):
     assert outcome(go(site, Always(ContextLengthExceeded(40000, 1, 32768)))) == "too long"
+
+
+def test_a_program_that_shows_what_the_model_cannot_do_has_not_failed(site: Site):
+    assert outcome(go(site, Always(InvalidRequest("The model's chat template does not support `tools`.")))) == (
+        "the model cannot"
+    )
 
 
 def test_a_program_that_is_refused_once_and_asks_again_has_been_answered(site: Site):
