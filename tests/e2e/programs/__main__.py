@@ -6,6 +6,7 @@ uv run python -m tests.e2e.programs refusals --tools DIR     # keeps the install
 """
 
 import argparse
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of the names of cases")
     parser.add_argument("--tools", type=Path, help="folder of the programs; they are installed anew without it")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that servers and the network end, too
     cases = [case for case in CASES if options.only in case.name]
     loopback = Loopback()
     if loopback.why_open is not None:
