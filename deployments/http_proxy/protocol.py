@@ -86,7 +86,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._is_in_headers and self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The headers of the request have more than {MAX_HEADER_BYTES} bytes.")
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to answer a client that sends nothing more, as after `shutdown(SHUT_WR)`.
 
         One that has closed its socket looks the same until it is sent something. A stream sends soon; in front of an

@@ -59,8 +59,17 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _EXPRESSION_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\^?[a-z]+:\]|[^\]\\])*\]|[*+?}]\?|.", re.DOTALL)
+_CHAR: re.Pattern[str] = re.compile(r"\\.|.", re.DOTALL)
 _ESCAPED_CHARS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0", '"': '"', "'": "'", "\\": "\\"}
-_NAMED_CHARS = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "/": r"\/", "\\\n": r"\n", "\\\r": r"\r", "\\\t": r"\t"}
+_NAMED_CHARS: dict[str, str] = {
+    "\n": r"\n",
+    "\r": r"\r",
+    "\t": r"\t",
+    "/": r"\/",
+    "\\\n": r"\n",
+    "\\\r": r"\r",
+    "\\\t": r"\t",
+}
 
 
 @dataclass(frozen=True)
@@ -135,7 +144,7 @@ def normal_expression(expression: str) -> str:
 
 def _spelled(part: str) -> str:
     """Return a character, an escape or a class of characters without slashes and line breaks as they are."""
-    return "".join(_NAMED_CHARS.get(char, char) for char in re.findall(r"(?s:\\.|.)", part))
+    return "".join(_NAMED_CHARS.get(char, char) for char in _CHAR.findall(part))
 
 
 class _Grammar:

@@ -118,7 +118,7 @@ WireTools = Annotated[list[WireTool], Field(max_length=MAX_TOOLS, fail_fast=True
 
 def _allowed_kind(kind: str) -> str:
     if kind not in _TOOL_TAGS:
-        raise PydanticCustomError("tool_type", f"must be one of: {', '.join(_TOOL_TAGS)}")
+        raise PydanticCustomError("tool_type", "must be one of: {kinds}", {"kinds": ", ".join(_TOOL_TAGS)})
     return kind
 
 

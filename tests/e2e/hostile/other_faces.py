@@ -188,7 +188,7 @@ RESPONSES_CASES: tuple[Case, ...] = (
     ({"top_p": "0.5"}, "top_p"),
     ({"stream": "yes"}, "stream"),
     ({"store": "yes"}, "store"),
-    ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0].type"),
+    ({"tools": [{"type": "custom", "name": "a b"}]}, "tools[0].name"),
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "absent"}}, "tool_choice"),
     ({"include": ["file_search_call.results"]}, "include[0]"),
@@ -245,7 +245,7 @@ TOKENIZE_CASES: tuple[Case, ...] = (
     ({"prompt": DROP, "messages": [5]}, "messages[0]"),
     ({"prompt": DROP, "messages": [HELLO], "tools": "all"}, "tools"),
     ({"return_token_strs": "yes"}, "return_token_strs"),
-    ({"add_special_tokens": False}, "add_special_tokens"),
+    ({"add_special_tokens": "no"}, "add_special_tokens"),
 )
 
 DETOKENIZE_CASES: tuple[Case, ...] = (
