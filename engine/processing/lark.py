@@ -144,7 +144,7 @@ def normal_expression(expression: str) -> str:
 
 def _spelled(part: str) -> str:
     """Return a character, an escape or a class of characters without slashes and line breaks as they are."""
-    return "".join(_NAMED_CHARS.get(char, char) for char in _CHAR.findall(part))
+    return _CHAR.sub(lambda char: _NAMED_CHARS.get(char.group(), char.group()), part)
 
 
 class _Grammar:
