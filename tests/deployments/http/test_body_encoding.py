@@ -23,7 +23,7 @@ SENT = [
 ]
 
 
-@pytest.mark.parametrize(("sent", "encoding"), SENT)
+@pytest.mark.parametrize(("sent", "encoding"), SENT, ids=map(str, range(len(SENT))))
 def test_a_body_is_decoded(sent: bytes, encoding: str):
     assert decoded(sent, encoding, len(BODY)) == BODY
 
@@ -37,7 +37,11 @@ def test_a_bomb_is_refused_by_its_decoded_size_before_it_is_in_memory(encoding: 
     assert PIECE_BYTES < num_bytes <= 2 * PIECE_BYTES and limit == PIECE_BYTES + 1
 
 
-@pytest.mark.parametrize("sent", [BODY, gzip.compress(BODY)[:-9], gzip.compress(BODY)[:20], gzip.compress(BODY) + b"x"])
+@pytest.mark.parametrize(
+    "sent",
+    [BODY, gzip.compress(BODY)[:-9], gzip.compress(BODY)[:20], gzip.compress(BODY) + b"x"],
+    ids=["plain", "without its end", "cut off", "with more behind it"],
+)
 def test_a_body_that_is_not_in_its_encoding_or_is_cut_off_is_refused(sent: bytes):
     with pytest.raises(InvalidRequest, match="Content-Encoding"):
         decoded(sent, "gzip", len(BODY))
