@@ -64,7 +64,7 @@ def test_images_are_returned_in_order():
         ("data:" + ";" * 10**6, "no comma in its first 256 characters"),
         ("data:text/html;base64,AAAA", "the media type 'text/html'; expected image/..."),
         ("data:;base64,AAAA", "the media type ''; expected image/..."),
-        ("data:image/svg+xml;base64,PHN2Zy8+", "could not be decoded; PNG, JPEG, WebP and GIF are supported"),
+        ("data:image/svg+xml;base64,PHN2Zy8+", "could not be decoded; PNG, JPEG, WebP, GIF and AVIF are supported"),
         ("data:image/png;base64,", "could not be decoded"),
     ],
 )
