@@ -285,5 +285,5 @@ def _variables() -> dict[str, str]:
     return variables
 
 
-def _router(**choice: bool | float) -> dict[str, Any]:
+def _router(**choice: bool) -> dict[str, Any]:
     return {"request_router_class": "deployments.routing.NodeRouter", "request_router_kwargs": choice}

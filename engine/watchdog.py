@@ -11,6 +11,7 @@ from engine.awake import Awake
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.core.progress import Work
+from engine.core.request import named
 from engine.host_memory import HostMemory
 from engine.protocol import EngineFailed, WorkInHand
 
@@ -62,7 +63,7 @@ class Watchdog:
         so_far = f"{work.name} has been running for {age_s:.1f} s{predicted}"
         if work.is_late(age_s) and work is not self._late:
             self._late = work
-            log.warning(so_far, extra=work.named)
+            log.warning(so_far, extra=named(work.rows))
         return f"{so_far}; the limit is {limit_s:g} s" if age_s > limit_s else None
 
     def work_in_hand(self, core: EngineCore) -> WorkInHand | None:

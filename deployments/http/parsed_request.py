@@ -19,9 +19,9 @@ class ModelDefaults:
     template_variables: frozenset[str] = frozenset()
     """Names that occur in the chat template."""
     temperature: float = 1.0
-    """Of requests without one."""
+    """The temperature of requests that set none."""
     top_p: float = 1.0
-    """Of requests without one."""
+    """The top_p of requests that set none."""
 
 
 @dataclass(frozen=True)

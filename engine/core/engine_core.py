@@ -274,7 +274,7 @@ class EngineCore:
         num_rows, began_s = self.scheduler.num_decoding, None if merge else self._decoded_s
         name = f"a decode step (rows: {num_rows}, drafts: {drafts.num_tokens})"
         predicted_s = self.costs.step_s(num_rows, drafts) or 0.0
-        self.progress.begin(name, predicted_s, ("decode", num_rows, drafts), named(self.scheduler.decoding))
+        self.progress.begin(name, predicted_s, ("decode", num_rows, drafts), self.scheduler.decoding)
         try:
             if merge is not None:
                 self.runner.merge_groups(*merge)
@@ -332,7 +332,7 @@ class EngineCore:
         num_patches, share = image.num_patches, num_blocks / image.depth
         name = f"a piece of an image of {num_patches} patches ({num_blocks} of {image.depth} blocks)"
         shape = "image", num_patches.bit_length()
-        self.progress.begin(name, self.costs.image_s(num_patches, share), shape, named(rows))
+        self.progress.begin(name, self.costs.image_s(num_patches, share), shape, rows)
         piece_began_s = self._clock()
         self.runner.encode(rows, num_blocks)
         device_s = self._device_s(piece_began_s, in_flight_s)
@@ -368,7 +368,7 @@ class EngineCore:
         name = f"a chunk of {num_tokens} tokens" if num_rows == 1 else f"{num_rows} chunks of {num_tokens} tokens"
         seconds = self.costs.chunk_s(num_tokens, start, num_rows)
         shape = "prefill", num_rows, num_tokens.bit_length()
-        self.progress.begin(f"{name} at position {start}", seconds, shape, named(chunk.row for chunk in chunks))
+        self.progress.begin(f"{name} at position {start}", seconds, shape, (chunk.row for chunk in chunks))
 
     def _forward(self, rows: Sequence[Request], chunks: Sequence[PromptChunk]) -> Sequence[PrefillOutput]:
         """Compute the chunks.

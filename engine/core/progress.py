@@ -1,7 +1,9 @@
 """Progress: the work in progress on the device thread, its predicted time and its time limit."""
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+
+from engine.core.request import Request
 
 LATE_FACTOR, MIN_LATE_S = 5.0, 2.0
 """Work is reported as late beyond this many times its prediction and this many seconds: predictions have errors of ten
@@ -24,8 +26,8 @@ class Work:
     """Seconds that the cost model predicts; 0 without a prediction."""
     is_first: bool = False
     """Whether no work of the same shape has been computed before."""
-    named: Mapping[str, str] | None = None
-    """The `extra` of a log line about it: the ids of its requests, see core/request.py."""
+    rows: tuple[Request, ...] = ()
+    """Its rows, for the log."""
 
     def is_late(self, seconds: float) -> bool:
         """Return whether it takes much longer than predicted, given its `seconds` so far."""
@@ -51,16 +53,16 @@ class Progress:
         self.work = Work()
         self._shapes = set(shapes)
 
-    def begin(self, name: str, predicted_s: float, shape: Hashable, named: Mapping[str, str] | None = None) -> None:
+    def begin(self, name: str, predicted_s: float, shape: Hashable, rows: Iterable[Request] = ()) -> None:
         """Begin a piece of work.
 
         Args:
             name: For log messages and the status page.
             predicted_s: Predicted seconds; 0 without a prediction.
             shape: Work of an equal shape reuses compiled kernels.
-            named: See Work.
+            rows: See Work.
         """
-        self.work = Work(name, predicted_s, shape not in self._shapes, named)
+        self.work = Work(name, predicted_s, shape not in self._shapes, tuple(rows))
         self._shapes.add(shape)
 
     def end(self) -> None:

@@ -99,9 +99,10 @@ class VisionEncoder:
         state = encoding.state or tower.begin(self._pixels(image), image.grid_thw)
         for index in range(start, end):
             tower.run_block(index, state)  # replaces the hidden states of the last piece, which frees them
-            mx.eval(state.arrays)  # one by one: macOS aborts commands that keep the GPU for several seconds
+            mx.async_eval(state.arrays)  # one by one: macOS aborts commands that keep the GPU for several seconds
         encoding.num_done = end
         if end < self.num_blocks:
+            mx.eval(state.arrays)
             encoding.state = state
         else:
             encoding.state, encoding.features = None, tower.finish(state)

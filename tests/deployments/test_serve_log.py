@@ -1,4 +1,4 @@
-"""What Serve's handlers write of Orchard's loggers, in each kind of process, as text and as JSON."""
+"""Lines of Orchard's loggers from Serve's handlers, in each kind of process, as text and as JSON."""
 
 import asyncio
 import json

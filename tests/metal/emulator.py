@@ -86,7 +86,7 @@ def install(cache: Path, on_gpu: bool) -> None:
 
 
 class GPU:
-    """What MLX returns as its default device."""
+    """A stand-in for MLX's default device."""
 
     type = mx.DeviceType.gpu
 
@@ -116,7 +116,7 @@ class WithoutGradients:
 
 
 class Kernel:
-    """What `mx.fast.metal_kernel` returns."""
+    """A kernel as `mx.fast.metal_kernel` returns it."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """The wire models of tools and tool choices of the Responses API, and the tools that the model is offered."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -38,14 +38,19 @@ class GrammarFormat(InputGrammar):
     type: Literal["grammar"]
 
 
-def _input_tag(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else "text"
-    return kind if kind in ("text", "grammar") else None
+def _tag_among(*kinds: str) -> Callable[[Any], str | None]:
+    """Return a discriminator by `type`; a value that is no object counts as the first kind, which then refuses it."""
+
+    def tag_of(value: Any) -> str | None:
+        kind = value.get("type") if isinstance(value, dict) else kinds[0]
+        return kind if kind in kinds else None
+
+    return tag_of
 
 
 InputFormat = Annotated[
     Annotated[TextFormat, tag("text")] | Annotated[GrammarFormat, tag("grammar")],
-    choose(_input_tag, "must be one of: text, grammar", "type"),
+    choose(_tag_among("text", "grammar"), "must be one of: text, grammar", "type"),
 ]
 
 
@@ -59,14 +64,9 @@ class CustomTool(OpenWire):
     defer_loading: bool | None = None
 
 
-def _inner_tag(tool: Any) -> str | None:
-    kind = tool.get("type") if isinstance(tool, dict) else "function"
-    return kind if kind in ("function", "custom") else None
-
-
 InnerTool = Annotated[
     Annotated[FunctionTool, tag("function")] | Annotated[CustomTool, tag("custom")],
-    choose(_inner_tag, "must be one of: function, custom", "type"),
+    choose(_tag_among("function", "custom"), "must be one of: function, custom", "type"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What a run shows: whether the program works, what it sent that is unusual, and what it did after a refusal."""
+"""Judges a run: whether the program works, which unusual fields it sent, and how it reacted to a refusal."""
 
 import json
 import re
@@ -29,7 +29,7 @@ NOT_SERVED = {("HEAD", "/")}
 """Answered with 404; programs go on."""
 MAX_WORDS = 160
 MIN_SHOWN_CHARS = 12
-"""Of an answer, letters and digits alone, that must be found in the program's output."""
+"""Fewest letters and digits of an answer that must be found in the program's output."""
 
 
 def outcome(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""What a program does when the server refuses: in the server's own words, one thing after the other."""
+"""Refuses one field of a program's requests at a time, with the server's error messages, and records its reaction."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

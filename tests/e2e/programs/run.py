@@ -15,14 +15,14 @@ from tests.e2e.programs.terminal import Terminal
 from tests.support.sdks.offline import OFFLINE
 
 LIMIT_S = 300.0
-"""Of one run; a program that has not ended by then is killed."""
+"""Time limit of a run, after which the program is killed."""
 END_LIMIT_S = 30.0
 TERM = {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a program did in one case."""
+    """The record of a program in one case."""
 
     case: Case
     version: str

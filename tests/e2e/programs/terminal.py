@@ -50,7 +50,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """What it has written, without escape sequences; spaces may be missing, as screens move the cursor instead."""
+        """The output without escape sequences. Spaces may be missing, as screens move the cursor instead."""
         return ESCAPE.sub("", self.shown)
 
     def type(self, text: str) -> None:

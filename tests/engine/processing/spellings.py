@@ -7,7 +7,7 @@ from itertools import islice, permutations, product
 from typing import Any
 
 MAX_SPELLINGS = 2000
-"""Of a value: orders of six properties, or of five twice."""
+"""Most spellings of a value: enough for all orders of six properties, or of five in two objects."""
 
 
 def exact(text: str) -> Any:

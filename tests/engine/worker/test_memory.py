@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 class GPU:
-    """What MLX returns as its default device."""
+    """A stand-in for MLX's default device."""
 
     type = mx.DeviceType.gpu
 

@@ -63,8 +63,8 @@ def test_the_feature_cache_never_exceeds_its_bytes_and_evicts_the_least_recently
 def test_no_two_blocks_of_a_tower_are_one_command_of_the_device(model, picture, monkeypatch):
     """macOS aborts commands that keep the GPU for several seconds."""
     vision, alone, evaluated = encoder(model), encoder(model), []
-    evaluate = mx.eval
-    monkeypatch.setattr(mx, "eval", lambda *arrays: (evaluated.append(arrays), evaluate(*arrays))[1])
+    evaluate = mx.async_eval
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: (evaluated.append(arrays), evaluate(*arrays))[1])
     features = vision.encode(picture("red"))
     assert len(evaluated) >= vision.num_blocks > 1
     encoding = alone.begin(picture("red"))

@@ -12,7 +12,7 @@ from engine.worker.patches.metal_on_cpu import MODULES
 
 
 class Device:
-    """What MLX returns as its default device."""
+    """A stand-in for MLX's default device."""
 
     def __init__(self, kind: mx.DeviceType):
         self.type = kind
