@@ -13,6 +13,7 @@ process keeps from running take ten times as long. Run alone, tests compute with
 """
 
 import gc
+import logging
 import os
 import re
 from collections.abc import Generator
@@ -66,6 +67,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Generator[None]:
+    """Take Orchard's loggers from Serve's handlers, to which a graph in this process has joined them."""
+    yield
+    logging.getLogger("orchard").parent = logging.getLogger()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
