@@ -71,9 +71,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(autouse=True)
 def own_log() -> Generator[None]:
-    """Take Orchard's loggers from Serve's handlers, to which a graph in this process has joined them."""
+    """Undo what a test did to Orchard's loggers: a graph joins them to Serve's, the engine's command sets a level."""
     yield
     logging.getLogger("orchard").parent = logging.getLogger()
+    logging.getLogger("orchard.engine").setLevel(logging.NOTSET)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
