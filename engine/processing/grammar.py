@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from engine.config import GrammarConfig
 from engine.processing.grammar_build import build_matcher, byte_tokenizer, first_words, limits, with_deep_stack
-from engine.processing.json_schema import strict_schema, with_options
+from engine.processing.json_schema import strict_schema, with_ends, with_options
 from engine.processing.schema_culprits import find_culprits
 from engine.protocol import EngineFailed, GrammarSpec, InvalidRequest, Overloaded
 
@@ -44,13 +45,22 @@ class GrammarCompiler:
         vocab_size: Width of the logits; ids unknown to the tokenizer are never allowed.
         stop_token_ids: Tokens that may end the output.
         config: Limits.
+        max_free_string: Characters after which strings of a JSON Schema end where it has no other limit; None: never.
 
     Raises:
         EngineFailed: llguidance, which supports byte-level and byte-fallback BPE, cannot read tokenizer.json.
     """
 
-    def __init__(self, model_dir: Path, vocab_size: int, stop_token_ids: Sequence[int], config: GrammarConfig):
+    def __init__(
+        self,
+        model_dir: Path,
+        vocab_size: int,
+        stop_token_ids: Sequence[int],
+        config: GrammarConfig,
+        max_free_string: int | None = None,
+    ):
         self._config = config
+        self._max_free_string = max_free_string
         self._tokenizer, self._control_strings = _load_tokenizer(model_dir, vocab_size, stop_token_ids)
         self._executor = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
         self._lock = threading.Lock()  # guards the two fields below, which compiling threads change too
@@ -116,7 +126,8 @@ class GrammarCompiler:
     def _compile(self, spec: GrammarSpec, key: Key) -> LLMatcher:
         """Compile a grammar and cache it; runs in a thread of the executor. Raises ValueError with the reason."""
         try:
-            matcher = build_matcher(self._tokenizer, lambda: _source(spec, self._control_strings))
+            source = partial(_source, spec, self._control_strings, self._max_free_string)
+            matcher = build_matcher(self._tokenizer, source)
             with self._lock:
                 self._compiled[key] = matcher
                 if len(self._compiled) > CACHE_SIZE:
@@ -212,7 +223,7 @@ def _load_tokenizer(
         raise EngineFailed(f"{path}: llguidance cannot read the tokenizer ({first_words(str(error))})") from None
 
 
-def _source(spec: GrammarSpec, control_strings: frozenset[str]) -> str:
+def _source(spec: GrammarSpec, control_strings: frozenset[str], max_free_string: int | None) -> str:
     """Return llguidance's grammar, which forces no text that may spell a control token.
 
     Where only one text can follow, llguidance allows the tokens of this text alone, control tokens among them, which it
@@ -220,8 +231,11 @@ def _source(spec: GrammarSpec, control_strings: frozenset[str]) -> str:
     """
     match spec.kind:
         case "json_schema":
-            schema = json.dumps(with_options(strict_schema(_parsed(spec.text))))
-            rules, forcing = f"start: %json {schema}", LLMatcher.grammar_from_json_schema(schema)
+            schema = strict_schema(_parsed(spec.text))
+            if max_free_string is not None:
+                schema = with_ends(schema, max_free_string)
+            text = json.dumps(with_options(schema))
+            rules, forcing = f"start: %json {text}", LLMatcher.grammar_from_json_schema(text)
         case "json_object":
             return LLMatcher.grammar_from_json_schema(json.dumps(with_options({"type": "object"})))
         case "regex":

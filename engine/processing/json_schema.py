@@ -64,6 +64,8 @@ SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definition
 BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"})
 NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 SIZES = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
+LIMITS = frozenset({"maxLength", "const", "enum", "pattern", "format", "$ref"})
+"""Keywords beside which a string is not free: most of their values end, and llguidance takes no length beside some."""
 OTHERS = frozenset({"$ref", "type", "required", "pattern", "format", "multipleOf"})
 ENFORCED = SCHEMA | SCHEMA_LISTS | SCHEMA_MAPS | BOUNDS | SIZES | OTHERS
 
@@ -133,6 +135,17 @@ def with_options(schema: Mapping[str, Any]) -> dict[str, Any]:
     has_controls = any(_control_in(part) for _, part in subschemas(dict(schema)))
     escapes = ALL_ESCAPES if has_controls else OPTIONS["json_allowed_escapes"]
     return {**schema, "x-guidance": {**OPTIONS, "json_allowed_escapes": escapes}}
+
+
+def with_ends(schema: dict[str, Any], limit: int) -> dict[str, Any]:
+    """Return a copy of a strict schema whose strings without another limit end after `limit` characters."""
+    ending = copy.deepcopy(schema)
+    for _, part in list(subschemas(ending)):
+        types = part.get("type", ()) if isinstance(part, dict) else ()
+        if "string" in ([types] if isinstance(types, str) else types) and not LIMITS & part.keys():
+            least = _number(part, "minLength")
+            part["maxLength"] = limit if least is None else max(limit, least)
+    return ending
 
 
 def subschemas(root: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,7 @@
 """Compiling grammars: limits, many at a time, the same one at a time, and what is kept."""
 
 import asyncio
+import json
 import threading
 import time
 from pathlib import Path
@@ -85,10 +86,10 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     texts: list[str] = []
     source = grammar_module._source
 
-    def counting(spec: GrammarSpec, control_strings: frozenset[str]) -> str:
+    def counting(spec: GrammarSpec, *limits: Any) -> str:
         texts.append(spec.text)
         time.sleep(0.02)
-        return source(spec, control_strings)
+        return source(spec, *limits)
 
     monkeypatch.setattr(grammar_module, "_source", counting)
     return texts
@@ -182,3 +183,27 @@ def test_a_grammar_that_grows_too_large_while_matching_fails_its_row(monkeypatch
     with pytest.raises(ValueError, match="max is 300"):
         matcher.advance(encode("{"))
         matcher.masks()
+
+
+@pytest.mark.parametrize(
+    ("schema", "accepted", "refused"),
+    [
+        ({"type": "string"}, "abcd", "abcde"),
+        ({"type": ["string", "null"]}, "abcd", "abcde"),
+        ({"type": "string", "maxLength": 6}, "abcdef", "abcdefg"),
+        ({"type": "string", "minLength": 5}, "abcde", "abcdef"),
+        ({"type": "string", "enum": ["a long choice"]}, "a long choice", "a long"),
+        ({"type": "string", "format": "date"}, "2026-01-31", "2026"),
+        ({"$ref": "#/$defs/s", "$defs": {"s": {"type": "string"}}}, "abcd", "abcde"),
+    ],
+)
+def test_free_strings_end_at_the_limit_of_a_model(schema: Any, accepted: str, refused: str) -> None:
+    compiler = GrammarCompiler(DEMO_MODEL, VOCAB_SIZE, STOPS, GrammarConfig(), max_free_string=4)
+    wrapped = {"type": "object", "properties": {"s": schema}, "required": ["s"], "additionalProperties": False}
+    if "$defs" in schema:
+        wrapped["$defs"] = schema.pop("$defs")
+    spec = json_schema(wrapped)
+
+    assert accepts(asyncio.run(compiler.compile(spec)), json.dumps({"s": accepted}))
+    assert not accepts(asyncio.run(compiler.compile(spec)), json.dumps({"s": refused}))
+    compiler.close()
