@@ -27,7 +27,9 @@ def _with_tools_of_requests(config: EngineConfig) -> EngineConfig:
         field = f"prefix_cache.pinned.{i}.tools"
         try:
             wire = _WIRE_TOOLS.validate_python(list(prompt.tools))
-            tools = tuple(tool.definition for tool in check_tools([tool.function.tool() for tool in wire]))
+            tools = tuple(
+                tool.definition for tool in check_tools([tool.tool(f"{field}[{j}]") for j, tool in enumerate(wire)])
+            )
         except ValidationError as error:
             first = error.errors()[0]
             raise ValueError(f"{'.'.join([field, *map(str, first['loc'])])}: {first['msg']}") from None

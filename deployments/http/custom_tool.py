@@ -15,6 +15,12 @@ INPUT = "input"
 MAX_DEFINITION_CHARS = 65_536
 
 
+class TextFormat(OpenWire):
+    """Any text as the input of a custom tool."""
+
+    type: Literal["text"]
+
+
 class InputGrammar(OpenWire):
     """The grammar that the text must match."""
 

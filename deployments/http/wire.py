@@ -50,6 +50,16 @@ def choose(by: Callable[[Any], str | None], rule: str, field: str = "") -> Discr
     )
 
 
+def tag_among(*kinds: str) -> Callable[[Any], str | None]:
+    """Return a discriminator by `type`; a value that is no object counts as the first kind, which then refuses it."""
+
+    def tag_of(value: Any) -> str | None:
+        kind = value.get("type") if isinstance(value, dict) else kinds[0]
+        return kind if kind in kinds else None
+
+    return tag_of
+
+
 def _form(value: Any) -> str | None:
     return "string" if isinstance(value, str) else "array" if isinstance(value, list) else None
 

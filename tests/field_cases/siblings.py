@@ -79,7 +79,59 @@ OUTPUT = {"type": "custom_tool_call_output", "call_id": "call_1", "output": "Don
 USER = {"role": "user", "content": "Go."}
 SUM = 'start: sum\nsum: sum "+" term | term\nterm: /[0-9]/ | "(" sum ")"'
 
+
+def chat_custom(definition: str | None, syntax: str = "lark", **fields: Any) -> dict[str, Any]:
+    """Return a chat completion that must call a custom tool."""
+    inner: dict[str, Any] = {"name": "write", "description": "Writes."}
+    if definition is not None:
+        inner["format"] = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+    choice = {"type": "custom", "custom": {"name": "write"}}
+    few = {"model": "demo", "messages": [{"role": "user", "content": "Go."}], "max_tokens": 120, "temperature": 0}
+    return {**few, "tools": [{"type": "custom", "custom": inner}], "tool_choice": choice, **fields}
+
+
+def written(response: httpx.Response) -> str:
+    """Return the text of the first call of a chat completion, streamed or not."""
+    is_stream = response.headers["content-type"].startswith("text/event-stream")
+    sent = [event["choices"][0]["delta"] for event in events(response) if event["choices"]] if is_stream else []
+    messages = sent or [response.json()["choices"][0]["message"]]
+    [call] = [call for message in messages for call in message.get("tool_calls") or ()]
+    assert call["type"] == "custom"
+    return call["custom"]["input"]
+
+
 SIBLINGS = [
+    Sibling(
+        "chat-custom-lark", "/v1/chat/completions", chat_custom(PATCH), lambda got: PATCHED.fullmatch(written(got))
+    ),
+    Sibling(
+        "chat-custom-streamed",
+        "/v1/chat/completions",
+        chat_custom(SUM, stream=True),
+        lambda got: re.fullmatch(r"[0-9+()]+", written(got)),
+    ),
+    Sibling(
+        "chat-custom-regex",
+        "/v1/chat/completions",
+        chat_custom(r"^(May|June) \d{1,2}$", "regex"),
+        lambda got: re.fullmatch(r"(May|June) \d{1,2}", written(got)),
+    ),
+    Sibling(
+        "chat-custom-history",
+        "/v1/chat/completions",
+        chat_custom(
+            None,
+            tool_choice="auto",
+            messages=[
+                {"role": "user", "content": "Go."},
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "write", "input": "a"}}],
+                },
+                {"role": "tool", "tool_call_id": "c", "content": "Done."},
+            ],
+        ),
+    ),
     Sibling(
         "custom-lark",
         "/v1/responses",

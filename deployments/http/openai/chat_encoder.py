@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployments.http.answer import Answer, ChoiceAnswer, prompt_details
+from deployments.http.custom_tool import input_of
 from deployments.http.errors import Failure
 from deployments.protocol import Generation, TextDelta, TextLogprobs, ToolCall
 
@@ -22,6 +23,8 @@ class ChatEcho:
     """Whether each chunk has the usage so far (vLLM's `continuous_usage_stats`)."""
     num_choices: int = 1
     logprobs: bool = False
+    customs: frozenset[str] = frozenset()
+    """Names of the custom tools, whose calls have a text instead of arguments."""
 
 
 class ChatEncoder:
@@ -66,7 +69,7 @@ class ChatEncoder:
         choices = [
             {
                 "index": index,
-                "message": _message(choice),
+                "message": _message(choice, self._echo.customs),
                 "logprobs": logprobs_body(choice.logprobs) if self._echo.logprobs else None,
                 "finish_reason": choice.finish_reason,
             }
@@ -102,7 +105,8 @@ class ChoiceEncoder:
         elif delta.text:
             chunks += self._chunk({"content": delta.text}, usage=usage)
         for call in delta.tool_calls:
-            chunks += self._chunk({"tool_calls": [{"index": self._num_calls, **tool_call_body(call)}]}, usage=usage)
+            body = {"index": self._num_calls, **tool_call_body(call, self._echo.customs)}
+            chunks += self._chunk({"tool_calls": [body]}, usage=usage)
             self._num_calls += 1
         if delta.finish_reason is not None:
             chunks += self._chunk({}, finish_reason=delta.finish_reason, usage=usage)
@@ -136,8 +140,10 @@ def usage(answer: Answer) -> dict[str, Any]:
     }
 
 
-def tool_call_body(call: ToolCall) -> dict[str, Any]:
-    """Return the JSON object of a tool call."""
+def tool_call_body(call: ToolCall, customs: frozenset[str]) -> dict[str, Any]:
+    """Return the JSON object of a call of a function, or of one of the custom tools."""
+    if call.name in customs:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": input_of(call.arguments)}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
@@ -156,13 +162,13 @@ def token_body(token: bytes, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(token)}
 
 
-def _message(choice: ChoiceAnswer) -> dict[str, Any]:
+def _message(choice: ChoiceAnswer, customs: frozenset[str]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning
     if choice.tool_calls:
         message["content"] = choice.text or None
-        message["tool_calls"] = [tool_call_body(call) for call in choice.tool_calls]
+        message["tool_calls"] = [tool_call_body(call, customs) for call in choice.tool_calls]
     return message
 
 

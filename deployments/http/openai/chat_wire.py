@@ -27,7 +27,15 @@ from deployments.http.openai.thinking_wire import (
     from_switch,
     from_thinking,
 )
-from deployments.http.openai.tool_wire import Functions, LegacyChoice, Tools, WireToolChoice, check_tools, tool_choice
+from deployments.http.openai.tool_wire import (
+    Functions,
+    LegacyChoice,
+    Tools,
+    WireToolChoice,
+    check_tools,
+    custom_names,
+    tool_choice,
+)
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.wire import (
     INT32_MAX,
@@ -41,7 +49,7 @@ from deployments.http.wire import (
     Wire,
     tag,
 )
-from deployments.protocol import ChatRequest, Thinking, Tool
+from deployments.protocol import ChatRequest, Thinking
 from engine.config import MIN_KEEP
 from engine.protocol import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, InvalidRequest
 
@@ -220,6 +228,7 @@ def parse_chat(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
         continuous_usage=bool(options.continuous_usage_stats),
         num_choices=request.num_choices,
         logprobs=request.logprobs is not None,
+        customs=custom_names(body.tools or ()),
     )
     return ParsedRequest(request, classify(messages), bool(body.stream), echo, ignored)
 
@@ -377,12 +386,15 @@ def _tool_fields(body: ChatCompletionBody) -> dict[str, Any]:
     if body.functions and body.tools:
         raise InvalidRequest("`tools` and `functions` may not be sent together: send only `tools`.", "functions")
     legacy = [function.tool() for function in body.functions or ()]
-    tools: tuple[Tool, ...] = check_tools([*(tool.function.tool() for tool in body.tools or ()), *legacy])
-    is_legacy = body.tool_choice is None and body.function_call is not None
-    chosen = body.function_call if is_legacy else body.tool_choice
+    sent = body.tools or ()
+    tools = check_tools([*(tool.tool(f"tools[{i}]") for i, tool in enumerate(sent)), *legacy])
+    if body.tool_choice is None and body.function_call is not None:
+        choice = tool_choice(body.function_call, tools, field="function_call")
+    else:
+        choice = tool_choice(body.tool_choice, tools, custom_names(sent))
     return {
         "tools": tools,
-        "tool_choice": tool_choice(chosen, tools, "function_call" if is_legacy else "tool_choice"),
+        "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls is not False and not body.functions,
     }
 

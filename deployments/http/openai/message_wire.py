@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from deployments.http.custom_tool import arguments_of
 from deployments.http.parsed_request import ReadingRules
 from deployments.http.wire import STRING_OR_ARRAY, OpenWire, choose, tag
 from engine.processing.message import Message, Part, image_part, text_part, video_part
@@ -203,11 +204,43 @@ class FunctionCall(OpenWire):
 
 
 class ToolCall(OpenWire):
-    """A tool call of an earlier answer."""
+    """A call of a function in an earlier answer."""
 
     id: str = Field(min_length=1)
     type: Literal["function"] = "function"
     function: FunctionCall
+
+    def canonical(self) -> dict[str, Any]:
+        return self.function.canonical(self.id)
+
+
+class CustomInput(OpenWire):
+    """The name of a custom tool and the text of a call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+    input: str
+
+
+class CustomCall(OpenWire):
+    """A call of a custom tool in an earlier answer, which the model sees as one of a function."""
+
+    id: str = Field(min_length=1)
+    type: Literal["custom"]
+    custom: CustomInput
+
+    def canonical(self) -> dict[str, Any]:
+        return FunctionCall(name=self.custom.name, arguments=arguments_of(self.custom.input)).canonical(self.id)
+
+
+def _call_tag(call: Any) -> str | None:
+    kind = call.get("type", "function") if isinstance(call, dict) else "function"
+    return kind if kind in ("function", "custom") else None
+
+
+WireCall = Annotated[
+    Annotated[ToolCall, tag("function")] | Annotated[CustomCall, tag("custom")],
+    choose(_call_tag, "must be one of: function, custom", "type"),
+]
 
 
 class PlainMessage(OpenWire):
@@ -224,7 +257,7 @@ class AssistantMessage(OpenWire):
     role: Literal["assistant"]
     content: Content | None = None
     name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[WireCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
     function_call: FunctionCall | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -287,7 +320,7 @@ def _canonical_assistant(message: AssistantMessage, legacy_id: str) -> Message:
     canonical: Message = {"role": "assistant", "content": content or message.refusal or content}
     if thought := message.reasoning_content or message.reasoning or _thought_in(message.content):
         canonical["reasoning_content"] = thought
-    calls = [call.function.canonical(call.id) for call in message.tool_calls or ()]
+    calls = [call.canonical() for call in message.tool_calls or ()]
     if message.function_call is not None:
         calls.append(message.function_call.canonical(legacy_id))
     if calls:

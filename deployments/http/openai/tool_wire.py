@@ -1,4 +1,4 @@
-"""The wire models of tools and tool choices in chat completions, legacy functions included."""
+"""The wire models of tools and tool choices in chat completions, custom tools and legacy functions included."""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from deployments.http.wire import MAX_TOOLS, OpenWire, choose, tag
+from deployments.http.custom_tool import InputGrammar, TextFormat, custom_tool
+from deployments.http.errors import shown
+from deployments.http.wire import MAX_TOOLS, OpenWire, choose, tag, tag_among
 from deployments.protocol import Tool, ToolChoice
 from engine.protocol import InvalidRequest
 
@@ -23,7 +25,7 @@ def _checked_name(name: str) -> str:
 ToolName = Annotated[str, AfterValidator(_checked_name)]
 
 
-class FunctionTool(OpenWire):
+class FunctionDefinition(OpenWire):
     """The name, description and parameters of a function."""
 
     name: ToolName
@@ -35,31 +37,95 @@ class FunctionTool(OpenWire):
         return Tool(self.name, self.description, self.parameters, bool(self.strict))
 
 
-class WireTool(OpenWire):
-    """A tool of a chat completion, which is always a function."""
+class FunctionTool(OpenWire):
+    """A function of a chat completion."""
 
     type: Literal["function"]
-    function: FunctionTool
+    function: FunctionDefinition
+
+    def tool(self, path: str) -> Tool:
+        return self.function.tool()
 
 
-class NamedFunction(OpenWire):
-    """The name of a function."""
+class GrammarFormat(OpenWire):
+    """A grammar of the input of a custom tool."""
+
+    type: Literal["grammar"]
+    grammar: InputGrammar
+
+
+InputFormat = Annotated[
+    Annotated[TextFormat, tag("text")] | Annotated[GrammarFormat, tag("grammar")],
+    choose(tag_among("text", "grammar"), "must be one of: text, grammar", "type"),
+]
+
+
+class CustomDefinition(OpenWire):
+    """The name and description of a custom tool, and the format of its text."""
+
+    name: ToolName
+    description: str | None = None
+    format: InputFormat | None = None
+
+
+class CustomTool(OpenWire):
+    """A tool of a chat completion that takes one text."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    def tool(self, path: str) -> Tool:
+        """Return the function for the tool at a path of the request. Raises InvalidRequest for its grammar."""
+        sent = self.custom.format
+        grammar = sent.grammar if isinstance(sent, GrammarFormat) else None
+        return custom_tool(self.custom.name, self.custom.description, grammar, f"{path}.custom.format.grammar")
+
+
+WireTool = Annotated[
+    Annotated[FunctionTool, tag("function")] | Annotated[CustomTool, tag("custom")],
+    choose(tag_among("function", "custom"), "must be one of: function, custom", "type"),
+]
+
+
+class NameField(OpenWire):
+    """An object with the name of a tool."""
 
     name: str
 
 
-class NamedChoice(OpenWire):
+class NamedFunction(OpenWire):
     """One function: `{"type": "function", "function": {"name": ...}}`. As a tool choice it requires a call."""
 
     type: Literal["function"]
-    function: NamedFunction
+    function: NameField
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class NamedCustom(OpenWire):
+    """One custom tool: `{"type": "custom", "custom": {"name": ...}}`. As a tool choice it requires a call."""
+
+    type: Literal["custom"]
+    custom: NameField
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+
+NamedTool = Annotated[
+    Annotated[NamedFunction, tag("function")] | Annotated[NamedCustom, tag("custom")],
+    choose(tag_among("function", "custom"), "must be one of: function, custom", "type"),
+]
 
 
 class AllowedTools(OpenWire):
-    """The functions that may be called, or one of which must be called with mode `required`."""
+    """The tools that may be called, or one of which must be called with mode `required`."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class AllowedChoice(OpenWire):
@@ -70,25 +136,26 @@ class AllowedChoice(OpenWire):
 
 
 def choice_form(value: Any) -> str | None:
-    """Return the tag of a tool choice, also for the Responses API; None for an unknown one."""
+    """Return the tag of a tool choice; None for an unknown one. In the Responses API, too, which has the same kinds."""
     if isinstance(value, str):
         return "mode" if value in ("none", "auto", "required") else None
     kind = value.get("type") if isinstance(value, dict) else None
-    return kind if kind in ("function", "allowed_tools") else None
+    return kind if kind in ("function", "custom", "allowed_tools") else None
 
 
 WireToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], tag("mode")]
-    | Annotated[NamedChoice, tag("function")]
+    | Annotated[NamedFunction, tag("function")]
+    | Annotated[NamedCustom, tag("custom")]
     | Annotated[AllowedChoice, tag("allowed_tools")],
     choose(
         choice_form,
-        'must be "none", "auto", "required", an object of the type "function" that names one, or one of the type '
-        '"allowed_tools"',
+        'must be "none", "auto", "required", an object of the type "function" or "custom" that names one, or one of '
+        'the type "allowed_tools"',
     ),
 ]
 Tools = Annotated[list[WireTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-Functions = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+Functions = Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 def _legacy_form(value: Any) -> str | None:
@@ -98,26 +165,42 @@ def _legacy_form(value: Any) -> str | None:
 
 
 LegacyChoice = Annotated[
-    Annotated[Literal["none", "auto"], tag("mode")] | Annotated[NamedFunction, tag("name")],
+    Annotated[Literal["none", "auto"], tag("mode")] | Annotated[NameField, tag("name")],
     choose(_legacy_form, 'must be "none", "auto" or an object with a name'),
 ]
 
 
-def tool_choice(choice: Any, tools: Sequence[Tool], field: str = "tool_choice") -> ToolChoice:
-    """Convert a wire choice. Raises InvalidRequest if it names an unknown tool, or requires a call without tools."""
+def tool_choice(
+    choice: Any, tools: Sequence[Tool], customs: frozenset[str] = frozenset(), field: str = "tool_choice"
+) -> ToolChoice:
+    """Convert a wire choice; `customs` are the names of the custom tools.
+
+    Raises:
+        InvalidRequest: It names an unknown tool or one of the other kind, or requires a call without tools.
+    """
     match choice:
         case None:
-            chosen = ToolChoice()
+            return ToolChoice()
         case str():
-            chosen = ToolChoice(choice)  # type: ignore[arg-type]
-        case NamedChoice():
-            chosen = ToolChoice("required", (choice.function.name,))
-        case NamedFunction():
-            chosen = ToolChoice("required", (choice.name,))
+            return check_choice(ToolChoice(choice), tools, field)  # type: ignore[arg-type]
+        case NamedFunction() | NamedCustom():
+            chosen, named = ToolChoice("required", (choice.name,)), [choice]
+        case NameField():
+            return check_choice(ToolChoice("required", (choice.name,)), tools, field)
         case _:
-            allowed = choice.allowed_tools
-            chosen = ToolChoice(allowed.mode, tuple(tool.function.name for tool in allowed.tools))
-    return check_choice(chosen, tools, field)
+            named = choice.allowed_tools.tools
+            chosen = ToolChoice(choice.allowed_tools.mode, tuple(tool.name for tool in named))
+    check_choice(chosen, tools, field)
+    for one in named:
+        check_kind(one.type, one.name, customs, field)
+    return chosen
+
+
+def check_kind(kind: str, name: str, customs: frozenset[str], field: str = "tool_choice") -> None:
+    """Check that a tool of the request has the kind by which a choice names it. Raises InvalidRequest."""
+    if (kind == "custom") != (name in customs):
+        other = "function" if kind == "custom" else "custom"
+        raise InvalidRequest(f"`{field}` names the {kind} {shown(name)}, whose type is {other}.", field)
 
 
 def check_choice(choice: ToolChoice, tools: Sequence[Tool], field: str = "tool_choice") -> ToolChoice:
@@ -139,3 +222,8 @@ def check_tools(tools: Sequence[Tool], field: str = "tools") -> tuple[Tool, ...]
             raise InvalidRequest(f"`{field}[{i}]` has the name {tool.name!r}, which an earlier tool has.", field)
         seen.add(tool.name)
     return tuple(tools)
+
+
+def custom_names(tools: Sequence[Any]) -> frozenset[str]:
+    """Return the names of the custom tools among wire tools."""
+    return frozenset(tool.custom.name for tool in tools if isinstance(tool, CustomTool))

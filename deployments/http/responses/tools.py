@@ -1,16 +1,16 @@
 """The wire models of tools and tool choices of the Responses API, and the tools that the model is offered."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from deployments.http.custom_tool import InputGrammar, custom_tool
+from deployments.http.custom_tool import InputGrammar, TextFormat, custom_tool
 from deployments.http.errors import shown
-from deployments.http.openai.tool_wire import ToolName, check_choice, choice_form
-from deployments.http.wire import MAX_TOOLS, OpenWire, choose, tag
+from deployments.http.openai.tool_wire import ToolName, check_choice, check_kind, choice_form
+from deployments.http.wire import MAX_TOOLS, OpenWire, choose, tag, tag_among
 from deployments.protocol import Tool, ToolChoice
 from engine.protocol import InvalidRequest
 
@@ -26,31 +26,15 @@ class FunctionTool(OpenWire):
     defer_loading: bool | None = None  # offered at once: tool_search, which would load it, is not offered
 
 
-class TextFormat(OpenWire):
-    """Any text as the input of a custom tool."""
-
-    type: Literal["text"]
-
-
 class GrammarFormat(InputGrammar):
     """A grammar of the input of a custom tool."""
 
     type: Literal["grammar"]
 
 
-def _tag_among(*kinds: str) -> Callable[[Any], str | None]:
-    """Return a discriminator by `type`; a value that is no object counts as the first kind, which then refuses it."""
-
-    def tag_of(value: Any) -> str | None:
-        kind = value.get("type") if isinstance(value, dict) else kinds[0]
-        return kind if kind in kinds else None
-
-    return tag_of
-
-
 InputFormat = Annotated[
     Annotated[TextFormat, tag("text")] | Annotated[GrammarFormat, tag("grammar")],
-    choose(_tag_among("text", "grammar"), "must be one of: text, grammar", "type"),
+    choose(tag_among("text", "grammar"), "must be one of: text, grammar", "type"),
 ]
 
 
@@ -66,7 +50,7 @@ class CustomTool(OpenWire):
 
 InnerTool = Annotated[
     Annotated[FunctionTool, tag("function")] | Annotated[CustomTool, tag("custom")],
-    choose(_tag_among("function", "custom"), "must be one of: function, custom", "type"),
+    choose(tag_among("function", "custom"), "must be one of: function, custom", "type"),
 ]
 
 
@@ -146,17 +130,13 @@ class AllowedChoice(OpenWire):
     tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
-def _choice_form(value: Any) -> str | None:
-    is_custom = isinstance(value, dict) and value.get("type") == "custom"
-    return "function" if is_custom else choice_form(value)
-
-
 WireToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], tag("mode")]
     | Annotated[NamedChoice, tag("function")]
+    | Annotated[NamedChoice, tag("custom")]
     | Annotated[AllowedChoice, tag("allowed_tools")],
     choose(
-        _choice_form,
+        choice_form,
         'must be "none", "auto", "required" or an object of the type "function", "custom" or "allowed_tools"; other '
         "tools are not supported",
     ),
@@ -277,7 +257,6 @@ def _allowed_names(allowed: AllowedTool, offered: OfferedTools) -> Iterator[str]
 def _named(one: NamedChoice | AllowedTool, offered: OfferedTools) -> str:
     """Return the name of a tool for the model. Raises InvalidRequest if it has another type."""
     name = full_name(one.name or "", one.namespace)
-    if (one.type == "custom") != (name in offered.customs) and name in {tool.name for tool in offered.tools}:
-        other = "function" if one.type == "custom" else "custom"
-        raise InvalidRequest(f"`tool_choice` names the {one.type} {shown(name)}, whose type is {other}.", "tool_choice")
+    if name in {tool.name for tool in offered.tools}:
+        check_kind(one.type, name, offered.customs)
     return name

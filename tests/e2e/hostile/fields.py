@@ -157,7 +157,7 @@ CONTRADICTIONS: tuple[Case, ...] = (
 
 NOT_HONOURED: tuple[Case, ...] = (
     ({"tools": {"__len__": 0}}, "tools", ("array",)),
-    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", ("custom",)),
+    ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name", ("required",)),
     ({"tool_choice": "required"}, "tool_choice", ("no tools",)),
     ({"modalities": ["text", "audio"]}, "modalities", ("not supported",)),
     ({"audio": {"voice": "alloy"}}, "audio", ("not supported",)),

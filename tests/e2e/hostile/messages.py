@@ -63,7 +63,7 @@ SHAPES = tuple(
             "required"),
         ("a tool call without an id", [HELLO, _call(id="")], "messages[1].tool_calls[0].id"),
         ("a tool call without a function", [HELLO, _call(function=None)], "messages[1].tool_calls[0].function"),
-        ("a tool call of another type", [HELLO, _call(type="custom")], "messages[1].tool_calls[0].type", "custom"),
+        ("a tool call of another type", [HELLO, _call(type="code")], "messages[1].tool_calls[0].type", "code"),
         ("a tool call that is a string", [HELLO, {"role": "assistant", "tool_calls": ["f"]}],
             "messages[1].tool_calls[0]"),
         ("tool call arguments that are a number", [HELLO, _call(5), _tool()],

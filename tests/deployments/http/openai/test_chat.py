@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: honoured, neutral and refused fields, and the shape of its answers."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -375,6 +376,45 @@ def test_calls_and_thoughts_of_an_answer_have_their_own_fields(chat, backend):
         {},
     ]
     assert (sent[-1]["finish_reason"], done) == ("tool_calls", "[DONE]")
+
+
+PATCH = {"type": "custom", "custom": {"name": "patch", "description": "Writes."}}
+
+
+def in_grammar(definition: str, syntax: str = "regex") -> dict[str, Any]:
+    form = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+    return {"type": "custom", "custom": {**PATCH["custom"], "format": form}}
+
+
+def test_a_call_of_a_custom_tool_has_its_text(chat, backend):
+    calls = (ToolCall("call_1", "patch", '{"input": "a\\nb"}'), ToolCall("call_2", "f", "{}"))
+    backend.script = [TextDelta("", 2, "tool_calls", tool_calls=calls)]
+    custom = {"id": "call_1", "type": "custom", "custom": {"name": "patch", "input": "a\nb"}}
+    function = {"id": "call_2", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    tools = [PATCH, TOOL]
+    assert chat(tools=tools).json()["choices"][0]["message"]["tool_calls"] == [custom, function]
+    deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in sse(chat(tools=tools, stream=True))[1:-1]]
+    assert [delta["tool_calls"] for delta in deltas if "tool_calls" in delta] == [
+        [{"index": 0, **custom}],
+        [{"index": 1, **function}],
+    ]
+
+
+def test_a_custom_tool_and_its_calls_reach_the_model_as_a_function(chat, backend):
+    call = {"id": "call_1", "type": "custom", "custom": {"name": "patch", "input": "a\nb"}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "Done."}
+    choice = {"type": "custom", "custom": {"name": "patch"}}
+    chat(messages=[USER, answer, result], tools=[in_grammar("[a-z]+"), TOOL], tool_choice=choice)
+    request = backend.requests[0][0]
+    patch = request.tools[0]
+    assert (patch.name, list(patch.parameters["properties"]), patch.input_grammar.text) == (
+        "patch",
+        ["input"],
+        "[a-z]+",
+    )
+    assert request.tool_choice == ToolChoice("required", ("patch",))
+    assert request.messages[1]["tool_calls"][0]["function"] == {"name": "patch", "arguments": '{"input": "a\\nb"}'}
 
 
 def test_image_for_a_text_only_model_is_refused_by_its_path(chat, make_app):

@@ -32,6 +32,15 @@ def without(fields: dict[str, Any], name: str) -> dict[str, Any]:
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
+
+def custom(form: Any, name: str = "patch") -> dict[str, Any]:
+    return {"type": "custom", "custom": {"name": name, "format": form}}
+
+
+def called(call: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 BAD_FIELDS = [
     # how many answers
     ({"n": 0}, "n", ["0", "greater than or equal to 1"]),
@@ -152,7 +161,29 @@ BAD_FIELDS = [
     ({"metadata": {"a": "x" * 20_000}}, "metadata", ["16384"]),
     # tools
     ({"tools": {}}, "tools", ["an array"]),
-    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", ['"custom"', "function"]),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", ['"web_search"', "function, custom"]),
+    ({"tools": [{"type": "custom"}]}, "tools[0].custom", ["required"]),
+    ({"tools": [{"type": "custom", "custom": {"name": ""}}]}, "tools[0].custom.name", ['""', "128"]),
+    ({"tools": [custom({"type": "json"})]}, "tools[0].custom.format.type", ['"json"', "text, grammar"]),
+    ({"tools": [custom({"type": "grammar"})]}, "tools[0].custom.format.grammar", ["required"]),
+    (
+        {"tools": [custom({"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: nothing"}})]},
+        "tools[0].custom.format.grammar.definition",
+        ["nothing"],
+    ),
+    ({"tools": [TOOL, custom(None, name="f")]}, "tools", ["tools[1]", "'f'"]),
+    (
+        {"tools": [custom(None)], "tool_choice": {"type": "function", "function": {"name": "patch"}}},
+        "tool_choice",
+        ['the function "patch"', "custom"],
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "custom", "custom": {"name": "f"}}},
+        "tool_choice",
+        ['the custom "f"', "function"],
+    ),
+    ({"messages": [called({"id": "a", "type": "code"})]}, "messages[0].tool_calls[0].type", ["function, custom"]),
+    ({"messages": [called({"id": "a", "type": "custom"})]}, "messages[0].tool_calls[0].custom", ["required"]),
     ({"tools": [{"type": "function"}]}, "tools[0].function", ["required"]),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", ['"a b"', "128"]),
     (
