@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from deployments.http.config import HttpConfig
+from deployments.http.errors import is_tag
 from deployments.http.openai.tool_wire import Tools, check_tools
 from engine.config import EngineConfig, Frozen, MediaConfig, SpecPrefillConfig
 from engine.demo import has_tokenizer_of_demo
@@ -27,12 +28,12 @@ def _with_tools_of_requests(config: EngineConfig) -> EngineConfig:
         field = f"prefix_cache.pinned.{i}.tools"
         try:
             wire = _WIRE_TOOLS.validate_python(list(prompt.tools))
-            tools = tuple(
-                tool.definition for tool in check_tools([tool.tool(f"{field}[{j}]") for j, tool in enumerate(wire)])
-            )
+            sent = [tool.tool(f"{field}.{j}") for j, tool in enumerate(wire)]
+            tools = tuple(tool.definition for tool in check_tools(sent))
         except ValidationError as error:
             first = error.errors()[0]
-            raise ValueError(f"{'.'.join([field, *map(str, first['loc'])])}: {first['msg']}") from None
+            path = [field, *(str(step) for step in first["loc"] if not is_tag(step))]
+            raise ValueError(f"{'.'.join(path)}: {first['msg']}") from None
         except InvalidRequest as error:
             raise ValueError(f"{field}: {error}") from None
         pinned.append(prompt.model_copy(update={"tools": tools}))

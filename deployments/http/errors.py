@@ -370,11 +370,12 @@ def from_validation(error: ValidationError) -> InvalidRequest:
 
 def _path(loc: tuple[int | str, ...]) -> str:
     """Return the path of a finding without union tags, which begin with NUL, and with long client field names cut."""
-    steps = [f"[{step}]" if isinstance(step, int) else f".{step[:100]}" for step in loc if not _is_tag(step)]
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step[:100]}" for step in loc if not is_tag(step)]
     return "".join(steps).removeprefix(".")
 
 
-def _is_tag(step: int | str) -> bool:
+def is_tag(step: int | str) -> bool:
+    """Return whether a step of a finding's path is a union tag, which clients do not write."""
     return isinstance(step, str) and step.startswith("\0")
 
 

@@ -146,7 +146,7 @@ def test_an_unknown_model_is_not_found(client):
 def test_a_bad_field_is_named(client, backend):
     import openai
 
-    tools: Any = [*TOOLS, {"type": "custom", "custom": {"name": "a"}}]
+    tools: Any = [*TOOLS, {"type": "web_search"}]
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=MODEL, messages=[user("Hello!")], tools=tools)
     assert caught.value.param == "tools[1].type" and "tools[1].type" in caught.value.message
