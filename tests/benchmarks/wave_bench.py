@@ -2,7 +2,7 @@
 
     uv run python -m tests.benchmarks.wave_bench --model DIR --prompts 16 --tokens 45 --common 0 30
 
-Each round sends the prompts of every arm once, new ones each time, with `--common` equal tokens at their beginning. The
+Each round sends the prompts of every arm once, new ones each time, with a common system part of `--common` tokens. The
 answers have `--output` tokens, so that rows decode while later prompts are computed. A figure is the median of the
 rounds with the lowest and the highest.
 """
@@ -10,6 +10,7 @@ rounds with the lowest and the highest.
 import argparse
 import asyncio
 import itertools
+import json
 import random
 import sys
 from collections import defaultdict
@@ -22,7 +23,7 @@ from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import EngineRequest, SamplingParams
+from engine.protocol import Boundary, EngineRequest, SamplingParams
 from tests.benchmarks.engine_bench import Row, generate
 from tests.benchmarks.measure import Spread, heading, percentile, table
 
@@ -39,7 +40,7 @@ class Waves:
         self._ids = itertools.count()
 
     def requests(self, num_common: int) -> list[EngineRequest]:
-        """Return the requests of one wave, whose first `num_common` tokens are the same."""
+        """Return the requests of one wave, whose first `num_common` tokens are a common system part."""
         common = self._tokens(num_common)
         sampling = SamplingParams(max_tokens=self._num_output, temperature=0.0)
         return [
@@ -48,6 +49,7 @@ class Waves:
                 token_ids=np.concatenate([common, self._tokens(self._num_tokens - num_common)]),
                 sampling=sampling,
                 stop_token_ids=(),
+                boundaries=(Boundary("system", num_common),) if num_common else (),
             )
             for _ in range(self._num_prompts)
         ]
@@ -77,7 +79,7 @@ async def measure(engine: AsyncEngine, waves: Waves, commons: Sequence[int], rou
 
 
 async def run(args: argparse.Namespace) -> None:
-    config = EngineConfig.model_validate({"model": args.model, "max_running": max(32, args.prompts)})
+    config = EngineConfig.model_validate({"model": args.model, "max_running": max(32, args.prompts), **args.engine})
     tokenizer = ChatTokenizer(resolve_checkpoint(config.model, config.revision, weights=False))
     engine = AsyncEngine(config)
     try:
@@ -101,6 +103,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=45)
     parser.add_argument("--common", type=int, nargs="+", default=[0, 30])
     parser.add_argument("--output", type=int, default=60)
+    parser.add_argument("--engine", type=json.loads, default={}, help="further options of the engine, as JSON")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     asyncio.run(run(args))
