@@ -24,7 +24,6 @@ from tests.benchmarks.peers.figures import load, markdown, plot, rows
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "orchard-peers"
 PORT = 8100
-RUN_TIMEOUT_S = 1800.0
 
 
 def run(arm: Arm, checkpoint: Checkpoint, out: Path) -> None:
@@ -35,14 +34,16 @@ def run(arm: Arm, checkpoint: Checkpoint, out: Path) -> None:
         command = [sys.executable, "-m", "tests.benchmarks.peers.load", base, served or str(checkpoint.path)]
         command += ["--images"] if arm.reads_images and checkpoint.reads_images else []
         command += ["--tools"] if checkpoint.has_tools else []
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=RUN_TIMEOUT_S)
-    (out / "figures.jsonl").write_text(done.stdout)
-    for line in done.stdout.splitlines():
-        one = json.loads(line)
-        print(
-            f"  {one['scenario']:28} {one['tokens/s']:8.1f} tokens/s, first {one['first token p50, ms']:.0f} ms",
-            *one["errors"],
-        )
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        with process, (out / "figures.jsonl").open("w") as record:
+            for line in process.stdout:
+                record.write(line)
+                one = json.loads(line)
+                rate, first = one["tokens/s"], one["first token p50, ms"]
+                print(f"  {one['scenario']:28} {rate:8.1f} tokens/s, first {first:.0f} ms", *one["errors"], flush=True)
+    if process.returncode:
+        raise RuntimeError(f"the client ended with status {process.returncode}")
 
 
 def show(out: Path, name: str, arms: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,12 @@ import mlx.core as mx
 import yaml
 
 from engine.processing.checkpoint import DEMO_MODEL
-from engine.worker import blas
 from tests.benchmarks.measure import ROOT
 from tests.e2e.server import SHIPPED_CONFIG
 from tests.support import smollm2
 
 MLX = "mlx[cpu]==0.32.4"
-LIBRARIES = (MLX, "mlx-lm==0.32.2", "mlx-vlm==0.7.10", "mlx-audio==0.6.2", "transformers==5.23.0")
+LIBRARIES = ("mlx-vlm==0.7.10", "mlx-lm==0.32.2", MLX, "mlx-audio==0.6.2", "transformers==5.23.0")
 """mlx-vlm's server imports mlx-audio."""
 
 START_TIMEOUT_S = 300.0
@@ -68,13 +68,22 @@ CHECKPOINTS: Mapping[str, Callable[[Path], Checkpoint]] = {
 }
 
 
+@cache
+def blas_library() -> str:
+    """Return the path of the BLAS with which Orchard computes float32 products; peers would use MLX's slow default."""
+    code = "from engine.worker import blas; print(blas.preload().path)"  # must come before MLX, which this process has
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
 @dataclass(frozen=True)
 class Arm:
     """A server.
 
     Attributes:
         name: In tables.
-        packages: Of its environment; empty: that of the project.
+        packages: Of its environment, whose folder has the name of the first; empty: that of the project.
         command: Of the server, from its environment's folder, the checkpoint, the port and a folder for files.
         ready: Path that answers 200 as soon as the model is served.
         reads_images: Whether rows with images apply.
@@ -102,7 +111,7 @@ class Arm:
     def serving(self, cache: Path, checkpoint: Checkpoint, port: int, out: Path) -> Iterator[str]:
         """Run the server; give its base URL. Raises RuntimeError if it is not ready in time."""
         command = self.command(self.environment(cache), checkpoint, port, out)
-        environ = dict(os.environ) if not self.packages else {**os.environ, "LD_PRELOAD": str(blas.preload().path)}
+        environ = {**os.environ, "LD_PRELOAD": blas_library()} if self.packages else dict(os.environ)
         with (out / "server.log").open("w") as log:
             process = subprocess.Popen(
                 command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environ
