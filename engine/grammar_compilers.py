@@ -6,6 +6,7 @@ from engine.config import EngineConfig
 from engine.core.request import Matcher
 from engine.processing.checkpoint import read_optional_json, resolve_checkpoint
 from engine.processing.grammar import GrammarCompiler
+from engine.processing.json_schema import FreeLimits
 from engine.processing.thought_matcher import ThoughtMatcher, ThoughtRules
 from engine.protocol import EngineRequest
 
@@ -50,6 +51,7 @@ class GrammarCompilers:
 
     def _make(self, vocab_size: int, stop_token_ids: tuple[int, ...]) -> GrammarCompiler:
         model_dir = resolve_checkpoint(self._config.model, self._config.revision, weights=False)
-        # A key of Orchard's own: a model as small as the demo never ends a free string.
-        limit = read_optional_json(model_dir / "generation_config.json").get("max_free_string")
-        return GrammarCompiler(model_dir, vocab_size, stop_token_ids, self._config.grammar, limit)
+        # A key of Orchard's own: a model as small as the demo never ends a free string or array.
+        free = read_optional_json(model_dir / "generation_config.json").get("free_limits")
+        limits = None if free is None else FreeLimits(**free)
+        return GrammarCompiler(model_dir, vocab_size, stop_token_ids, self._config.grammar, limits)

@@ -20,7 +20,7 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from engine.config import GrammarConfig
 from engine.processing.grammar_build import build_matcher, byte_tokenizer, first_words, limits, with_deep_stack
-from engine.processing.json_schema import strict_schema, with_ends, with_options
+from engine.processing.json_schema import FreeLimits, strict_schema, with_options
 from engine.processing.schema_culprits import find_culprits
 from engine.protocol import EngineFailed, GrammarSpec, InvalidRequest, Overloaded
 
@@ -45,7 +45,7 @@ class GrammarCompiler:
         vocab_size: Width of the logits; ids unknown to the tokenizer are never allowed.
         stop_token_ids: Tokens that may end the output.
         config: Limits.
-        max_free_string: Characters after which strings of a JSON Schema end where it has no other limit; None: never.
+        free_limits: Where strings and arrays end that a JSON Schema does not limit; None: where the model ends them.
 
     Raises:
         EngineFailed: llguidance, which supports byte-level and byte-fallback BPE, cannot read tokenizer.json.
@@ -57,10 +57,10 @@ class GrammarCompiler:
         vocab_size: int,
         stop_token_ids: Sequence[int],
         config: GrammarConfig,
-        max_free_string: int | None = None,
+        free_limits: FreeLimits | None = None,
     ):
         self._config = config
-        self._max_free_string = max_free_string
+        self._free_limits = free_limits
         self._tokenizer, self._control_strings = _load_tokenizer(model_dir, vocab_size, stop_token_ids)
         self._executor = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
         self._lock = threading.Lock()  # guards the two fields below, which compiling threads change too
@@ -126,7 +126,7 @@ class GrammarCompiler:
     def _compile(self, spec: GrammarSpec, key: Key) -> LLMatcher:
         """Compile a grammar and cache it; runs in a thread of the executor. Raises ValueError with the reason."""
         try:
-            source = partial(_source, spec, self._control_strings, self._max_free_string)
+            source = partial(_source, spec, self._control_strings, self._free_limits)
             matcher = build_matcher(self._tokenizer, source)
             with self._lock:
                 self._compiled[key] = matcher
@@ -223,7 +223,7 @@ def _load_tokenizer(
         raise EngineFailed(f"{path}: llguidance cannot read the tokenizer ({first_words(str(error))})") from None
 
 
-def _source(spec: GrammarSpec, control_strings: frozenset[str], max_free_string: int | None) -> str:
+def _source(spec: GrammarSpec, control_strings: frozenset[str], free_limits: FreeLimits | None) -> str:
     """Return llguidance's grammar, which forces no text that may spell a control token.
 
     Where only one text can follow, llguidance allows the tokens of this text alone, control tokens among them, which it
@@ -232,8 +232,8 @@ def _source(spec: GrammarSpec, control_strings: frozenset[str], max_free_string:
     match spec.kind:
         case "json_schema":
             schema = strict_schema(_parsed(spec.text))
-            if max_free_string is not None:
-                schema = with_ends(schema, max_free_string)
+            if free_limits is not None:
+                schema = free_limits.apply(schema)
             text = json.dumps(with_options(schema))
             rules, forcing = f"start: %json {text}", LLMatcher.grammar_from_json_schema(text)
         case "json_object":

@@ -64,8 +64,10 @@ SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definition
 BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"})
 NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 SIZES = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
-LIMITS = frozenset({"maxLength", "const", "enum", "pattern", "format", "$ref"})
-"""Keywords beside which a string is not free: most of their values end, and llguidance takes no length beside some."""
+LIMITS_STRING = frozenset({"maxLength", "const", "enum", "pattern", "format", "$ref"})
+LIMITS_ARRAY = frozenset({"maxItems", "const", "enum", "$ref"})
+"""Keywords beside which a string or an array is not free: most of their values end, and llguidance takes no length
+beside some."""
 OTHERS = frozenset({"$ref", "type", "required", "pattern", "format", "multipleOf"})
 ENFORCED = SCHEMA | SCHEMA_LISTS | SCHEMA_MAPS | BOUNDS | SIZES | OTHERS
 
@@ -137,15 +139,31 @@ def with_options(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {**schema, "x-guidance": {**OPTIONS, "json_allowed_escapes": escapes}}
 
 
-def with_ends(schema: dict[str, Any], limit: int) -> dict[str, Any]:
-    """Return a copy of a strict schema whose strings without another limit end after `limit` characters."""
-    ending = copy.deepcopy(schema)
-    for _, part in list(subschemas(ending)):
-        types = part.get("type", ()) if isinstance(part, dict) else ()
-        if "string" in ([types] if isinstance(types, str) else types) and not LIMITS & part.keys():
-            least = _number(part, "minLength")
-            part["maxLength"] = limit if least is None else max(limit, least)
-    return ending
+@dataclass(frozen=True)
+class FreeLimits:
+    """Where strings and arrays of a schema end that it does not limit itself; for models that never end them."""
+
+    max_characters: int
+    max_items: int
+
+    def apply(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of a strict schema with these limits."""
+        ending = copy.deepcopy(schema)
+        for _, part in list(subschemas(ending)):
+            types = part.get("type", ()) if isinstance(part, dict) else ()
+            types = [types] if isinstance(types, str) else types
+            if "string" in types and not LIMITS_STRING & part.keys():
+                part["maxLength"] = max(self.max_characters, _size(part.get("minLength")))
+            if "array" in types and not LIMITS_ARRAY & part.keys():
+                fixed = part.get("prefixItems")
+                least = len(fixed) if isinstance(fixed, list) else 0
+                part["maxItems"] = max(self.max_items, _size(part.get("minItems")), least)
+        return ending
+
+
+def _size(value: Any) -> int:
+    """Return a size; 0 for a malformed one, which is left to llguidance."""
+    return value if isinstance(value, int) else 0
 
 
 def subschemas(root: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -62,7 +62,7 @@ class FakeCompiler:
     compiled: int
     gate: asyncio.Event
 
-    def __init__(self, model_dir, vocab_size, stop_token_ids, config, max_free_string):
+    def __init__(self, model_dir, vocab_size, stop_token_ids, config, free_limits):
         type(self).made += 1
         assert threading.current_thread() is not threading.main_thread(), "it reads the tokenizer"
         assert self.makes.wait(5)

@@ -16,6 +16,7 @@ from engine.processing import grammar as grammar_module
 from engine.processing import grammar_build
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.grammar import MAX_PENDING, GrammarCompiler
+from engine.processing.json_schema import FreeLimits
 from engine.protocol import EngineFailed, GrammarSpec, InvalidRequest, Overloaded
 from tests.engine.processing.walks import STOPS, VOCAB_SIZE, accepts, compiled, encode, json_schema
 
@@ -194,16 +195,31 @@ def test_a_grammar_that_grows_too_large_while_matching_fails_its_row(monkeypatch
         ({"type": "string", "minLength": 5}, "abcde", "abcdef"),
         ({"type": "string", "enum": ["a long choice"]}, "a long choice", "a long"),
         ({"type": "string", "format": "date"}, "2026-01-31", "2026"),
-        ({"$ref": "#/$defs/s", "$defs": {"s": {"type": "string"}}}, "abcd", "abcde"),
+        ({"type": "array", "items": {"type": "integer"}}, [1, 2], [1, 2, 3]),
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 3}, [1, 2, 3], [1, 2, 3, 4]),
+        ({"type": "array", "items": {"type": "integer"}, "maxItems": 3}, [1, 2, 3], [1, 2, 3, 4]),
+        (
+            {"type": "array", "prefixItems": [{"type": "integer"}] * 3, "items": {"type": "string"}},
+            [1, 2, 3],
+            [1, 2, 3, "a"],
+        ),
+        ({"$ref": "#/$defs/s"}, ["abcd"], ["abcde"]),
     ],
 )
-def test_free_strings_end_at_the_limit_of_a_model(schema: Any, accepted: str, refused: str) -> None:
-    compiler = GrammarCompiler(DEMO_MODEL, VOCAB_SIZE, STOPS, GrammarConfig(), max_free_string=4)
-    wrapped = {"type": "object", "properties": {"s": schema}, "required": ["s"], "additionalProperties": False}
-    if "$defs" in schema:
-        wrapped["$defs"] = schema.pop("$defs")
-    spec = json_schema(wrapped)
+def test_free_values_end_at_the_limits_of_a_model(schema: Any, accepted: Any, refused: Any) -> None:
+    limits = FreeLimits(max_characters=4, max_items=2)
+    compiler = GrammarCompiler(DEMO_MODEL, VOCAB_SIZE, STOPS, GrammarConfig(), limits)
+    strings = {"s": {"type": "array", "items": {"type": "string"}}}
+    spec = json_schema({"type": "object", "properties": {"v": schema}, "required": ["v"], "$defs": strings})
 
-    assert accepts(asyncio.run(compiler.compile(spec)), json.dumps({"s": accepted}))
-    assert not accepts(asyncio.run(compiler.compile(spec)), json.dumps({"s": refused}))
+    assert accepts(asyncio.run(compiler.compile(spec)), json.dumps({"v": accepted}))
+    assert not accepts(asyncio.run(compiler.compile(spec)), json.dumps({"v": refused}))
+    compiler.close()
+
+
+def test_malformed_sizes_are_refused_with_limits_too() -> None:
+    compiler = GrammarCompiler(DEMO_MODEL, VOCAB_SIZE, STOPS, GrammarConfig(), FreeLimits(4, 2))
+    for schema in ({"type": "string", "minLength": "a"}, {"type": "array", "minItems": {}, "prefixItems": 1}):
+        with pytest.raises(InvalidRequest):
+            asyncio.run(compiler.compile(json_schema(schema)))
     compiler.close()
