@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, ClassVar, Literal
 
 from pydantic import ValidationError
@@ -269,12 +270,16 @@ class ErrorMap:
         return self.response(error, request.state.request_id, request.scope)
 
 
+CLOSE_ROUTE = 0.85
+"""Least similarity of a wrong path to the route that it is taken for, from 0 to 1 (difflib)."""
+
+
 def _right_route(request: Request) -> str | None:
-    """Return the route that ends as a wrong path does: without /v1, with it twice, with a slash too many."""
+    """Return the route that a wrong path means: one without /v1, with it twice, a slash too many or a typing error."""
     paths = [route.path for route in request.app.routes if "{" not in route.path]
     wrong = re.sub(r"/{2,}", "/", request.url.path[:256]).rstrip("/")
     fitting = [path for path in paths if wrong.endswith(path.removeprefix("/v1"))]
-    return max(fitting, key=len, default=None)
+    return max(fitting, key=len) if fitting else next(iter(get_close_matches(wrong, paths, 1, CLOSE_ROUTE)), None)
 
 
 def _of_orchard_error(error: OrchardError, request_id: str) -> Failure | None:

@@ -164,7 +164,11 @@ def test_error_body_names_the_unknown_route_or_method(send, method, path, status
         ("/api/v1/chat/completions", "/v1/chat/completions"),
         ("/messages", "/v1/messages"),
         ("/openai/messages/count_tokens", "/v1/messages/count_tokens"),
-        ("/healthz", None),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/mesages", "/v1/messages"),
+        ("/v1/Chat/Completions", "/v1/chat/completions"),
+        ("/healthz", "/health"),
+        ("/api/tags", None),
         ("/", None),
     ],
 )
