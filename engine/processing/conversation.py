@@ -150,7 +150,8 @@ def _convert_call(call: Mapping[str, Any], forms: TemplateForms) -> dict[str, An
 def _parse_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a tool call with its arguments parsed, as clients send JSON text and templates read objects.
 
-    Text that is no JSON object, such as that of an answer that was cut off, is shown to the model as it is.
+    Text that is no JSON object, such as that of an answer that was cut off, is shown to the model as it is, and so is
+    JSON that spells unpaired surrogates, which are not characters.
     """
     function = call["function"]
     given = function.get("arguments")
@@ -158,6 +159,8 @@ def _parse_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given, str):
         try:
             arguments = json.loads(given) if given.strip() else {}
+            if "\\u" in given:
+                json.dumps(arguments, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             arguments = {DAMAGED: given}
     if not isinstance(arguments, Mapping):

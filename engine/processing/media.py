@@ -105,6 +105,8 @@ class MediaLoader:
 
     async def _load(self, number: int, source: ImageSource, request: "_RequestImages") -> tuple[ImagePatches, ...]:
         url, kind = source.url, "video" if source.is_video else "image"
+        if (trimmed := url.strip())[:5].lower() == "data:":
+            url = trimmed  # as browsers read them
 
         async def cut(read: Callable[[], bytes | bytearray], is_base64: bool) -> tuple[ImagePatches, ...]:
             if source.is_video:

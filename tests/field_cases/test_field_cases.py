@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from tests.deployments.faulty_graph import Graph
+from tests.field_cases.more_siblings import MORE_SIBLINGS
 from tests.field_cases.siblings import SIBLINGS, Sibling
 from tests.golden.one_process import BASE_URL, args
 
@@ -24,6 +25,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 RAW = {"http10-stream", "half-closed"}
 """Cases about connections, which tests/e2e/test_raw_requests.py sends to a real server."""
+
+ALL_SIBLINGS = [*SIBLINGS, *MORE_SIBLINGS]
 
 
 @cache
@@ -39,7 +42,7 @@ def answers() -> dict[str, httpx.Response]:
                 async with httpx.AsyncClient(transport=transport, base_url=BASE_URL, timeout=120) as client:
                     model = (await client.get("/v1/models")).json()["data"][0]["id"]
                     requests = {name: case["request"] for name, case in CASES.items() if name not in RAW}
-                    for one in SIBLINGS:
+                    for one in ALL_SIBLINGS:
                         requests[one.name] = {"method": "POST", "path": one.path, "body": {"model": model, **one.body}}
                     return {
                         name: await client.send(_request(client, request, model)) for name, request in requests.items()
@@ -78,7 +81,7 @@ def test_the_request_of_a_user_is_answered(name: str):
         assert json.loads(call["function"]["arguments"]) == expected["arguments"]
 
 
-@pytest.mark.parametrize("sibling", SIBLINGS, ids=lambda sibling: sibling.name)
+@pytest.mark.parametrize("sibling", ALL_SIBLINGS, ids=lambda sibling: sibling.name)
 def test_a_request_of_the_same_class_is_answered(sibling: Sibling):
     response = answers()[sibling.name]
     assert response.status_code == sibling.status, response.text

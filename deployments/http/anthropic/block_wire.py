@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deployments.http.wire import OpenWire, choose, tag
+from deployments.http.wire import STRING_OR_ARRAY, OpenWire, choose, tag
 
 MAX_BLOCKS = 2048
 """Content blocks of one message, or of one tool result."""
@@ -40,11 +40,13 @@ def _type(value: Any) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def _one_of(*kinds: str) -> Any:
+def _one_of(*kinds: str, advice: str = "") -> Any:
     """Return a union's discriminator by `type`. A value that is no object goes to the first model, which refuses it."""
     allowed = " or ".join(", ".join(repr(kind) for kind in kinds).rsplit(", ", 1))
     return choose(
-        lambda value: _type(value) if isinstance(value, dict) else kinds[0], f"Input should be {allowed}", "type"
+        lambda value: _type(value) if isinstance(value, dict) else kinds[0],
+        f"Input should be {allowed}{advice}",
+        "type",
     )
 
 
@@ -65,11 +67,29 @@ class TextSource(OpenWire):
     data: str
 
 
+class ContentSource(OpenWire):
+    """The text of a document, as one string or as blocks."""
+
+    type: Literal["content"]
+    content: Annotated[
+        Annotated[str, tag("string")]
+        | Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), tag("array")],
+        STRING_OR_ARRAY,
+    ]
+
+    @property
+    def data(self) -> str:
+        return self.content if isinstance(self.content, str) else "\n\n".join(block.text for block in self.content)
+
+
 class DocumentBlock(OpenWire):
     """A document in plain text; `citations` have no effect."""
 
     type: Literal["document"]
-    source: Annotated[Annotated[TextSource, tag("text")], _one_of("text")]
+    source: Annotated[
+        Annotated[TextSource, tag("text")] | Annotated[ContentSource, tag("content")],
+        _one_of("text", "content", advice="; PDF and other files are not read: send their text"),
+    ]
     title: str | None = None
     context: str | None = None
 
