@@ -64,8 +64,9 @@ SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definition
 BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"})
 NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 SIZES = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
-LIMITS_STRING = frozenset({"maxLength", "const", "enum", "pattern", "format", "$ref"})
-LIMITS_ARRAY = frozenset({"maxItems", "const", "enum", "$ref"})
+BRANCHES = frozenset({"allOf", "anyOf", "oneOf"})
+LIMITS_STRING = BRANCHES | {"maxLength", "const", "enum", "pattern", "format", "$ref"}
+LIMITS_ARRAY = BRANCHES | {"maxItems", "const", "enum", "$ref"}
 """Keywords beside which a string or an array is not free: most of their values end, and llguidance takes no length
 beside some."""
 OTHERS = frozenset({"$ref", "type", "required", "pattern", "format", "multipleOf"})
@@ -147,9 +148,15 @@ class FreeLimits:
     max_items: int
 
     def apply(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a strict schema with these limits."""
+        """Return a copy of a strict schema with these limits, except where another schema limits the same value."""
         ending = copy.deepcopy(schema)
-        for _, part in list(subschemas(ending)):
+        places = dict(subschemas(ending))
+        for pointer, part in places.items():
+            owner, _, keyword = pointer.rpartition("/")[0].rpartition("/")
+            if keyword in BRANCHES and isinstance(places.get(owner), dict):  # else a property of that name
+                others = places[owner].keys() - {keyword, "$defs", "definitions"}
+                if others or keyword == "allOf":
+                    continue
             types = part.get("type", ()) if isinstance(part, dict) else ()
             types = [types] if isinstance(types, str) else types
             if "string" in types and not LIMITS_STRING & part.keys():

@@ -1,4 +1,4 @@
-"""More requests of the classes of cases.jsonl: Messages blocks, pictures, data: URLs, damaged history, wrong routes."""
+"""Further requests of the classes of cases.jsonl: blocks of Messages, images, data: URLs, damaged history, routes."""
 
 import base64
 import io

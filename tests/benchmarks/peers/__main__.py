@@ -4,7 +4,7 @@
     uv run --with matplotlib python -m tests.benchmarks.peers OUT_DIR --only-figures
 
 Arms take turns in each round, which begins with another one each time. OUT_DIR gets the records and logs of each run,
-a table in Markdown and a plot as PNG per checkpoint. A round takes about three minutes per arm and checkpoint on two
+a table in Markdown and a plot as PNG per checkpoint. A round takes three to five minutes per arm and checkpoint on two
 cores; nothing else may run beside it. The first run installs the peers from PyPI.
 """
 

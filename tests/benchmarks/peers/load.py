@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw
 from tests.benchmarks.measure import percentile
 
 NUM_TOKENS = 120
-"""Of an answer whose length matters."""
+"""Maximum tokens of an answer in the scenarios that measure decoding."""
 
 CLIENTS = (1, 4, 8, 16, 32)
 ANIMALS = ("fox", "lion", "cat", "bear", "wolf", "owl", "deer", "crow")
@@ -42,7 +42,7 @@ BEHIND_S = 0.5
 """Seconds after the start of a long prompt at which short ones arrive."""
 
 TURNS = 5
-"""Of each agent; all arms get the same scripted calls and results, whatever their own answers are."""
+"""Turns of each agent. Calls and results in its history are scripted, so that all arms get the same prompts."""
 
 
 def _tool(name: str, text: str, argument: str) -> dict[str, Any]:

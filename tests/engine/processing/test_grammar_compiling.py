@@ -204,6 +204,15 @@ def test_a_grammar_that_grows_too_large_while_matching_fails_its_row(monkeypatch
             [1, 2, 3, "a"],
         ),
         ({"$ref": "#/$defs/s"}, ["abcd"], ["abcde"]),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "abcd", "abcde"),
+        ({"type": "string", "anyOf": [{"const": "abcdef"}, {"const": "b"}]}, "abcdef", "a"),
+        ({"allOf": [{"type": "string"}, {"minLength": 6}]}, "abcdef", "abcde"),
+        (
+            {"type": "object", "properties": {"anyOf": {"type": "array", "items": {"type": "string"}}}},
+            {"anyOf": ["abcd"]},
+            {"anyOf": ["abcde"]},
+        ),
+        ({"minLength": 6, "anyOf": [{"type": "string"}, {"type": "null"}]}, "abcdef", "abcde"),
     ],
 )
 def test_free_values_end_at_the_limits_of_a_model(schema: Any, accepted: Any, refused: Any) -> None:
