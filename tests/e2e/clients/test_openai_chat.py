@@ -128,7 +128,7 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI):
     ("fields", "param"),
     [
         ({"temperature": 5}, "temperature"),
-        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
