@@ -104,6 +104,14 @@ class Loans:
         lent = self._of_row.get(row_id)
         return not lent or (base is not None and lent[-1] in base.entry.chain())
 
+    def is_lost(self, node: SnapshotNode | None) -> bool:
+        """Return whether a KV segment up to the end of this node went with a row that did not return it."""
+        while node is not None:
+            if node.segment.is_lent and (node.lent_to is None or node not in self._of_row.get(node.lent_to, ())):
+                return True
+            node = node.parent
+        return False
+
     def copy_back(self, entry: CacheEntry) -> bool:
         """Copy the lent KV segments of an entry's chain back from the rows. Return False if they do not fit."""
         lent = [node for node in entry.chain() if node.segment.is_lent]

@@ -116,6 +116,10 @@ class PrefixRestorer:
     def _advance(self, session: PrefixCacheSession, reading: Reading, wait_s: float, copy_s: float) -> bool:
         """Return whether a reading is over, complete or not; False while it is worth waiting for."""
         assert self._disk is not None
+        if reading.base is not None and self._loans.is_lost(reading.base):
+            self._disk.close(reading)
+            session.reading = None
+            return True  # what is read would continue keys and values that are gone: look again
         is_complete = self._disk.advance(reading, wait_s, copy_s)
         if is_complete is None and self._cache.clock() < reading.until_s:
             return False

@@ -185,17 +185,18 @@ class Engine(Driver):
 
     def check(self) -> None:
         """Each byte is counted once: as the cache's or as a row's, and it is where it is counted."""
-        cache, runner = self.cache, self.runner
+        cache, runner, loans = self.cache, self.runner, self.core.prefix._loans
         held_bytes = 0
         for node in self.nodes():
             segment: Any = node.segment
             held_bytes += node.segment_bytes + (node.state_bytes if node.snapshot is not None else 0)
             if segment.is_lent:
-                assert node.lent_to is not None and runner.holder.get(segment) == node.lent_to, "it is lost"
+                is_where_it_says = node.lent_to is not None and runner.holder.get(segment) == node.lent_to
+                assert is_where_it_says or not cache.tree.entries_behind(node), "it is lost"
                 assert node.segment_bytes == 0
             elif node.lent_to is None:
                 assert node.segment_bytes == BYTES_PER_TOKEN * segment.num_own
-            assert node.lent_to is None or node.lent_to in self.core.prefix._loans.row_ids
+            assert node.lent_to is None or node.lent_to in loans.row_ids or not cache.tree.entries_behind(node)
         assert held_bytes == cache.num_bytes
         assert cache.num_bytes <= self.core.prefix.memory.max_bytes
         assert self.core.budget.free_bytes >= 0, f"{-self.core.budget.free_bytes} bytes are counted for two things"

@@ -687,7 +687,44 @@ def test_a_snapshot_lost_with_a_failed_row_is_read_back_from_its_file(files):
     assert engine.ask(following("c", FIRST, *tokens(2, 200))) == [TURN]
 
 
+def test_a_file_is_not_continued_from_keys_and_values_that_their_row_took_with_it(files):
+    """They were in memory when the reading began; the row that had them has ended meanwhile, and there was no room."""
+    store = files()
+    engine = Engine(files=store, cache={"answers": False})
+    engine.ask(FIRST)
+    engine.ask(LONG)
+    engine.ask(next_turn := following("c", LONG, *tokens(6, 300)))
+    store.flush()
+    engine.cache.forget_memory(next(one for one in engine.cache.index.entries() if one.num_tokens == 704))
+    row = following("row", LONG, *tokens(5, 10))
+    engine.start(row)
+    assert engine.lent()["row/0"][:2] == [TURN, 402]
+    store.wait = lambda futures, timeout_s: False
+    late = following("late", next_turn, *tokens(7, 20))
+    engine.core.add_request(late)
+    engine.step(2)
+    assert engine.core.prefix._sessions["late/0"].reading is not None
+    engine.runner.broken = {"decode"}
+    engine.step()
+    engine.runner.broken = set()
+    assert engine.finish["row"] is FinishReason.ERROR
+    del store.wait
+    engine.finish_all()
+    assert engine.tokens["late"] == answer(late) and engine.chunks["late"][0].num_cached == 704
+
+
 # All of it at random
+
+
+class HesitantFiles(SnapshotFiles):
+    """Files of which a wait finds nothing as often as not, so that everything else happens between two waits."""
+
+    def __init__(self, path: Path, seed: int):
+        super().__init__(DiskCacheConfig(path=str(path)), "model")
+        self._rng = random.Random(seed)
+
+    def wait(self, futures: Sequence[Any], timeout_s: float) -> bool:
+        return self._rng.random() < 0.4 and super().wait(futures, 5.0)
 
 
 class Traffic:
@@ -785,5 +822,7 @@ def test_accounts_and_answers_are_right_after_random_operations(seed):
 
 
 @pytest.mark.parametrize("seed", range(max(2, NUM_SEEDS // 4)))
-def test_accounts_and_answers_are_right_after_random_operations_with_a_disk_tier(seed, files):
-    Traffic(1000 + seed, files()).run(200)
+def test_accounts_and_answers_are_right_after_random_operations_with_a_disk_tier(seed, tmp_path):
+    files = HesitantFiles(tmp_path, seed)
+    Traffic(1000 + seed, files).run(200)
+    files.close(5)
