@@ -7,7 +7,7 @@ current task belongs to; a line of another thread names it by `extra={"request_i
 
 import logging
 
-from engine.protocol import Cancelled, InvalidRequest, Overloaded, Unavailable
+from engine.protocol import Cancelled, InvalidRequest, Overloaded, ScoringTooSlow, Unavailable
 
 PROBES = ("/health", "/health/live", "/health/ready", "/ping")
 """Routes that load balancers ask every few seconds."""
@@ -47,7 +47,7 @@ def is_probe(path: str) -> bool:
 def _one_line(record: logging.LogRecord) -> bool:
     """Shorten the record of a refused request: Serve logs every exception of a replica with its traceback."""
     error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, InvalidRequest | Overloaded | Unavailable | Cancelled):
+    if isinstance(error, InvalidRequest | Overloaded | ScoringTooSlow | Unavailable | Cancelled):
         record.msg, record.args, record.exc_info = "Request refused: %s", (error,), None
         record.levelno, record.levelname = logging.INFO, "INFO"
     return True

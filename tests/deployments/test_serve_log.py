@@ -34,6 +34,7 @@ from engine.protocol import (
     Overloaded,
     QueueTimeout,
     SamplingParams,
+    ScoringTooSlow,
     Unavailable,
 )
 from tests.support.image_files import UNCHANGED
@@ -239,6 +240,7 @@ REFUSALS = [
     InvalidRequest("no such role", "messages"),
     Overloaded("full", 1.0),
     QueueTimeout("waited", 1.0),
+    ScoringTooSlow("it would take 2 s"),
     Unavailable("gone", 1.0),
     Cancelled("cancelled"),
 ]

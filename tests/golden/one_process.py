@@ -21,7 +21,7 @@ def args() -> AppArgs:
     """Return the shipped configuration, without what makes an answer depend on others and on measured speed."""
     given = yaml.safe_load(SHIPPED_CONFIG.read_text())["applications"][0]["args"]
     plain = {"prefix_cache": {"enabled": False}, "mtp": "off", "prompt_lookup": "off"}
-    given["engine"] |= {**plain, "memory": {"min_available_gb": 0}}
+    given["engine"] |= {**plain, "memory": {"min_available_gb": 0}, "grammar": {"compile_timeout_s": 300}}
     return AppArgs.model_validate(given)
 
 

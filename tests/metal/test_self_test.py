@@ -47,7 +47,7 @@ def test_the_checks_of_kernels_pass_and_reach_those_of_metal(tmp_path: Path):
 @pytest.mark.night("it takes minutes; the gate runs the checks of kernels, and the zoo's tokens")
 def test_the_whole_self_test_passes_and_warns_of_the_bits_of_the_verifier_alone(tmp_path: Path):
     output = run("-m", "tests.metal.self_test_run", str(tmp_path), "--quick", "--dtype", "float32")
-    assert "FAIL" not in output, output
+    assert " 1 WARN, 0 FAIL, 0 SKIP" in output, output
     assert all("exact verifier" in line for line in output.split("\n") if line.strip().startswith("WARN")), output
     num_calls = json.loads(output.strip().split("\n")[-1])
     assert any("gated_delta" in name for name in num_calls), num_calls

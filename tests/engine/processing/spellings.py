@@ -11,8 +11,15 @@ MAX_SPELLINGS = 2000
 
 
 def exact(text: str) -> Any:
-    """Parse JSON with its decimals as they are."""
-    return json.loads(text, parse_float=Decimal)
+    """Parse JSON with its decimals as they are, but for exponents that no Decimal has: these become 9999 or -9999."""
+    return json.loads(text, parse_float=_decimal)
+
+
+def _decimal(text: str) -> Decimal:
+    mantissa, _, exponent = text.lower().partition("e")
+    if len(exponent.lstrip("+-0")) > 9:
+        exponent = "-9999" if exponent.startswith("-") else "9999"
+    return Decimal(f"{mantissa}e{exponent or 0}")
 
 
 def spellings(value: Any) -> Iterator[str]:
