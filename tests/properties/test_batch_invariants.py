@@ -29,11 +29,11 @@ from engine.core.request import Request
 from engine.protocol import EngineRequest, GrammarSpec, SamplingParams, TokenLogprobs
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.sampler import Sampler
+from tests.support.conversations import agree
 from tests.support.demo_model import DEMO
 from tests.support.schedule_runs import NUM_SCHEDULES, check_many
 from tests.support.schedules import Ending, Execution, Schedule, Specimens
 
-LOGPROB_TOLERANCE = 1e-4
 NUM_REFERENCE_TOKENS = 12
 
 
@@ -205,11 +205,11 @@ def _compare_logprobs(name: str, got: list[TokenLogprobs], expected: list[TokenL
     for mine, theirs in zip(got, expected, strict=True):
         assert len(mine.top) == len(theirs.top)
         values = [(mine.logprob, theirs.logprob), *((a[1], b[1]) for a, b in zip(mine.top, theirs.top, strict=True))]
-        assert all(abs(a - b) < LOGPROB_TOLERANCE for a, b in values), f"{name}: {mine} instead of {theirs}"
+        assert all(agree(a, b) for a, b in values), f"{name}: {mine} instead of {theirs}"
         sure = [v for _, v in theirs.top[:-1]]
         for i, (a, b) in enumerate(zip(mine.top[:-1], theirs.top[:-1], strict=True)):
-            alike = [v for j, v in enumerate(sure) if j != i and abs(v - sure[i]) < LOGPROB_TOLERANCE]
-            assert a[0] == b[0] or alike or abs(theirs.top[-1][1] - sure[i]) < LOGPROB_TOLERANCE, name
+            alike = [v for j, v in enumerate(sure) if j != i and agree(v, sure[i])]
+            assert a[0] == b[0] or alike or agree(theirs.top[-1][1], sure[i]), name
 
 
 def _parse(grammar: GrammarSpec, text: str) -> None:

@@ -14,7 +14,7 @@ from engine.core.spec_prefill.plan import ScoreRequest, fingerprint, make_plan, 
 from engine.protocol import Boundary, EngineRequest, SparsePlan
 from engine.worker.model_runner import MLXRunner
 from engine.worker.sampler import Sampler
-from tests.support.conversations import LOGPROB_TOLERANCE, Answer, SharedSpecimens, Shelf, Stored
+from tests.support.conversations import Answer, SharedSpecimens, Shelf, Stored, agree
 from tests.support.schedules import Specimens
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -95,7 +95,7 @@ class Oracle:
             chosen = int(np.array(sampler(mx.array(shaped.astype(np.float32))[None, None], noise))[0, 0])
             assert tokens[place] == chosen, f"token {place} of {spec}"
             logprob = logits[chosen] - logits.max() - np.log(np.exp(logits - logits.max()).sum())
-            assert abs(answer.logprobs[place].logprob - logprob) < LOGPROB_TOLERANCE, f"token {place} of {spec}"
+            assert agree(answer.logprobs[place].logprob, logprob), f"token {place} of {spec}"
 
 
 class SparseSpecimens(Specimens):
