@@ -44,11 +44,13 @@ copy."""
 
 @dataclass(frozen=True)
 class BlasInfo:
-    """The library that computes MLX's float32 products on the CPU. `path` is '' if none was loaded here."""
+    """The library that computes MLX's float32 products on the CPU. `path` and `core` are '' if none was loaded here."""
 
     source: Literal["system", "openblas wheel", "mlx bundled", "accelerate"]
     path: str
     reason: str
+    core: str = ""
+    """The CPU that OpenBLAS has chosen its kernels for."""
 
 
 SetNumThreads = Callable[[int], None]
@@ -73,6 +75,16 @@ def _preload() -> tuple[BlasInfo, SetNumThreads | None]:
         return _load_wheel()
     except (OSError, LookupError, subprocess.SubprocessError, PackageNotFoundError) as error:
         return _load_system(f"{type(error).__name__}: {error}")
+
+
+def has_small_kernels() -> bool:
+    """Return whether OpenBLAS multiplies small matrices without copying them first."""
+    return preload().core in ("SkylakeX", "Cooperlake", "SapphireRapids")
+
+
+def may_use_two_cores() -> bool:
+    """Return whether there are two cores for a product, and the user has not set OpenBLAS's threads."""
+    return _preload()[1] is not None and _num_cores() >= 2
 
 
 @contextmanager
@@ -113,41 +125,45 @@ def _load_wheel() -> tuple[BlasInfo, SetNumThreads | None]:
         cached = _cache_dir(wheel.version) / "libopenblas.so"
         if not cached.exists():
             _make_copy(original, cached)
-        return BlasInfo("openblas wheel", str(cached), reason), _load(cached)
+        core, set_num_threads = _load(cached)
+        return BlasInfo("openblas wheel", str(cached), reason, core), set_num_threads
     except (OSError, RuntimeError) as error:  # no home directory, or an unusable cache
         with tempfile.TemporaryDirectory(prefix="orchard-blas-") as private:
             copy = Path(private) / "libopenblas.so"
             _make_copy(original, copy)
-            set_num_threads = _load(copy)  # stays mapped after the file is removed
+            core, set_num_threads = _load(copy)  # stays mapped after the file is removed
         logger.warning("Each process makes its own copy of OpenBLAS because the user's cache cannot be used: %s", error)
-        return BlasInfo("openblas wheel", str(copy), f"{reason}, not cached: {error}"), set_num_threads
+        return BlasInfo("openblas wheel", str(copy), f"{reason}, not cached: {error}", core), set_num_threads
 
 
 def _load_system(why_not_wheel: str) -> tuple[BlasInfo, SetNumThreads | None]:
     try:
-        set_num_threads = _load(Path("libopenblas.so.0"))
+        core, set_num_threads = _load(Path("libopenblas.so.0"))
     except OSError:
         logger.warning(
             "MLX's float32 products on the CPU are 20 to 40 times slower, as OpenBLAS cannot be loaded: %s",
             why_not_wheel,
         )
         return BlasInfo("mlx bundled", "", why_not_wheel), None
-    return BlasInfo("system", "libopenblas.so.0", why_not_wheel), set_num_threads
+    return BlasInfo("system", "libopenblas.so.0", why_not_wheel, core), set_num_threads
 
 
-def _load(library: Path) -> SetNumThreads | None:
-    """Load a library; return the function that sets its threads, None if the user's environment does."""
+def _load(library: Path) -> tuple[str, SetNumThreads | None]:
+    """Load a library; return its core, and the function that sets its threads, None if the user's environment does."""
     loaded = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     for symbol in SYMBOLS:
         if not hasattr(loaded, symbol):
             raise OSError(f"{library} lacks {symbol}")
-    if os.environ.get("OPENBLAS_NUM_THREADS"):
-        return None
     prefix = "scipy_" if hasattr(loaded, "scipy_openblas_set_num_threads") else ""
+    core_name = getattr(loaded, f"{prefix}openblas_get_corename")
+    core_name.restype = ctypes.c_char_p
+    core = core_name().decode()
+    if os.environ.get("OPENBLAS_NUM_THREADS"):
+        return core, None
     set_num_threads = getattr(loaded, f"{prefix}openblas_set_num_threads")
     set_num_threads(_num_cores())  # creates all threads once
     set_num_threads(_half_the_cores())
-    return set_num_threads
+    return core, set_num_threads
 
 
 def _file_of(package: Distribution, name: str) -> Path:

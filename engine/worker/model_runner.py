@@ -31,7 +31,17 @@ from engine.processing.vision_family import image_token_id, vision_family
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.start_phase import StartPhase
 from engine.user_cache import user_cache
-from engine.worker import attention_costs, blas, cost_cache, loader, memory, memory_costs, patches, warm_up
+from engine.worker import (
+    attention_costs,
+    blas,
+    cost_cache,
+    loader,
+    memory,
+    memory_costs,
+    patches,
+    split_products,
+    warm_up,
+)
 from engine.worker.burst import EQUAL_LENGTHS, BurstPrefill
 from engine.worker.decode import JoiningRow
 from engine.worker.decode_batch import DecodeBatch
@@ -91,6 +101,9 @@ class MLXRunner:
             raise EngineFailed(
                 f"mtp_exact is on, but models of the family {family} have no exact verifier; use auto or off"
             )
+        num_split = 0
+        if not loader.on_gpu() and blas.may_use_two_cores():
+            num_split = split_products.install(model.module.language_model, model.mtp_head, model.draft)
         self._head = _head_of(model, self._language_model)
         self._vision = self._make_vision(model, config)
         self._prefill = Prefill(self._language_model, self._head, self._vision, image_token_id(model.config))
@@ -124,6 +137,7 @@ class MLXRunner:
             "kv_bits": config.kv_cache.bits,
             "quantized_weights": model.quantized_weights,
             "blas": blas.preload().source,
+            "split_products": num_split,
             "explicit_positions": self._language_model.explicit_positions,
             "mtp": model.mtp_status,
             "mtp_exact": _exactness(self._language_model),
@@ -156,7 +170,7 @@ class MLXRunner:
         if self._a_snapshot is not None:
             self._prefill.learn_slots(self._a_snapshot)
             heads = int(getattr(self._language_model.args, "num_attention_heads", 0))
-            facts = (self.drafts, self.capabilities["compiled"], self.capabilities["blas"])
+            facts = (self.drafts, *(self.capabilities[name] for name in ("compiled", "blas", "split_products")))
             key, a_snapshot = cost_cache.costs_key(self.fingerprint, *facts), self._a_snapshot
             with StartPhase("measuring memory"):
                 self.costs = cost_cache.load_or_measure(
