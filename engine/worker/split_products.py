@@ -24,8 +24,8 @@ MIN_SIZE = 3 * 2**18
 """Smaller weights are not split, as the streams wait for each other at each product."""
 MIN_TILED_SIZE = 2**16
 """Smaller weights are not computed in tiles."""
-MAX_ROWS = 64
-"""Rows up to which a product counts as one of a decode step."""
+MAX_ROWS, MAX_TOKENS = 64, 8
+"""Rows of a product, and tokens of each sequence, up to which it counts as one of a decode step."""
 TILES = (64, 48, 32, 24, 16)
 """Rows of the weights in a tile, the best first."""
 MAX_TILE_OUTPUTS, MAX_TILE_PRODUCTS = 1200, 10**6
@@ -79,7 +79,9 @@ def _tile(num_rows: int, num_outputs: int, num_inputs: int) -> int | None:
 
 
 def _is_step(x: mx.array) -> bool:
-    return x.size <= MAX_ROWS * x.shape[-1] and x.dtype == mx.float32
+    """Return whether x [..., L, K] has the few tokens per sequence of a decode step."""
+    num_tokens = x.shape[-2] if x.ndim > 2 else 1
+    return num_tokens <= MAX_TOKENS and x.size <= MAX_ROWS * x.shape[-1] and x.dtype == mx.float32
 
 
 class SplitLinear(nn.Linear):

@@ -10,7 +10,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.worker import blas, split_products
 from engine.worker.model_runner import load_runner
-from engine.worker.split_products import MAX_ROWS, MIN_SIZE, MIN_TILED_SIZE, SplitEmbedding, SplitLinear
+from engine.worker.split_products import MAX_ROWS, MAX_TOKENS, MIN_SIZE, MIN_TILED_SIZE, SplitEmbedding, SplitLinear
 from tests.engine.worker.test_burst import alone, decode, rows_of, start_together
 
 SHAPES = [(1024, 576), (1000, 333), (577, 1536), (2, 8), (3, 5)]
@@ -42,10 +42,11 @@ def test_smaller_weights_are_multiplied_in_tiles_by_one_stream(num_rows: int):
 
 def test_more_rows_and_other_dtypes_are_multiplied_by_the_whole_weight():
     layer = nn.Linear(64, 256)
-    prompt, few = mx.random.normal((1, MAX_ROWS + 1, 64)), mx.random.normal((1, 2, 64))
-    whole, low = np.array(layer(prompt)), np.array(layer(few.astype(mx.bfloat16)).astype(mx.float32))
+    few = mx.random.normal((1, 2, 64))
+    many = [mx.random.normal(shape) for shape in ((1, MAX_TOKENS + 1, 64), (MAX_ROWS + 1, 1, 64), (MAX_ROWS + 1, 64))]
+    whole, low = [np.array(layer(x)) for x in many], np.array(layer(few.astype(mx.bfloat16)).astype(mx.float32))
     split_products.install(nn.Sequential(layer), min_size=1)
-    assert np.array_equal(np.array(layer(prompt)), whole)
+    assert all(np.array_equal(np.array(layer(x)), y) for x, y in zip(many, whole, strict=True))
     assert np.array_equal(np.array(layer(few.astype(mx.bfloat16)).astype(mx.float32)), low)
 
 
