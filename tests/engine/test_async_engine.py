@@ -73,15 +73,32 @@ async def collect(engine: AsyncEngine, r: EngineRequest) -> list[int]:
     return [token async for chunk in engine.generate(r) for token in chunk.token_ids]
 
 
+class PatientRunner(CountingRunner):
+    """No step ends before the first token has come to the client."""
+
+    def __init__(self):
+        super().__init__(step_s=0.002)
+        self.first_has_come = threading.Event()
+
+    def decode(self, drafts=PLAIN):
+        assert self.first_has_come.wait(60), "the first token waits for the second"
+        return super().decode(drafts)
+
+
 def test_tokens_come_once_and_in_order_and_the_first_alone():
+    runner = PatientRunner()
+
     async def test(engine):
-        chunks = [chunk async for chunk in engine.generate(request(max_tokens=50))]
+        chunks = []
+        async for chunk in engine.generate(request(max_tokens=50)):
+            chunks.append(chunk)
+            runner.first_has_come.set()
         assert [t for c in chunks for t in c.token_ids] == list(range(50))
         assert [c.finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
         assert chunks[-1].finish_reason is FinishReason.LENGTH
         assert chunks[0].token_ids == (0,)
 
-    run(test, CountingRunner(step_s=0.002))
+    run(test, runner)
 
 
 def test_concurrent_streams_each_get_their_own_tokens():
