@@ -100,6 +100,18 @@ def test_each_seed_and_position_has_its_own_random_key():
     assert len(set(draw(logits, SamplingParams(1, 1.0, seed=1), 200))) > VOCAB // 2
 
 
+def test_rows_with_other_seeds_get_other_tokens_and_rows_with_one_seed_the_same():
+    """As the choices of a request: each has a seed of its own."""
+    seeds = [1, 2, 1, 2**64 - 1]
+    rows = [SamplingParams(1, 1.0, seed=seed) for seed in seeds]
+    logits, positions = mx.zeros((len(rows), VOCAB)), np.full(len(rows), 3)
+    drawn = np.array([sample(rows, logits, positions + i).tolist() for i in range(40)])
+    assert np.array_equal(drawn[:, 0], drawn[:, 2])
+    for other in (1, 3):
+        assert np.mean(drawn[:, 0] == drawn[:, other]) < 0.5
+    assert np.mean(drawn[:, 1] == drawn[:, 3]) < 0.5
+
+
 def test_keys_are_those_of_splitmix64_on_the_host():
     """Sebastiano Vigna's splitmix64.c with the mixed seed as its state, after `position + 1` calls."""
     seed, position, mask = 2**64 - 3, 11, 2**64 - 1
