@@ -78,13 +78,13 @@ def test_small_low_precision_and_quantized_weights_are_left_alone():
 
 @pytest.mark.parametrize("compile", ["off", "on"])
 def test_a_model_with_split_weights_gives_the_same_tokens_alone_in_a_batch_and_with_drafts(tiny_model, compile):
-    path = tiny_model(layers=4, interval=2, agree=0.3)
+    path = tiny_model(layers=2, interval=2, agree=0.3)
     runner = load_runner(EngineConfig(model=str(path), compile=compile), lambda progress: None)
     rows = rows_of()
     expected = alone(runner, rows)
     runner.reset()
     model = runner._model
-    assert split_products.install(model.module.language_model, model.mtp_head, min_size=1) > 20
+    assert split_products.install(model.module.language_model, model.mtp_head, min_size=1) > 10
     assert alone(runner, rows) == expected
     start_together(runner, rows)
     assert decode(runner, rows, 2) == expected
