@@ -82,9 +82,9 @@ def has_small_kernels() -> bool:
     return preload().core in ("SkylakeX", "Cooperlake", "SapphireRapids")
 
 
-def may_use_two_cores() -> bool:
-    """Return whether there are two cores for a product, and the user has not set OpenBLAS's threads."""
-    return _preload()[1] is not None and _num_cores() >= 2
+def has_idle_core() -> bool:
+    """Return whether a step's products have one BLAS thread on several cores, and the user has not set it."""
+    return _preload()[1] is not None and _num_cores() > _half_the_cores() == 1
 
 
 @contextmanager

@@ -102,7 +102,7 @@ class MLXRunner:
                 f"mtp_exact is on, but models of the family {family} have no exact verifier; use auto or off"
             )
         num_split = 0
-        if not loader.on_gpu() and blas.may_use_two_cores():
+        if not loader.on_gpu() and blas.has_idle_core():
             num_split = split_products.install(model.module.language_model, model.mtp_head, model.draft)
         self._head = _head_of(model, self._language_model)
         self._vision = self._make_vision(model, config)

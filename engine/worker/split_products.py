@@ -2,14 +2,15 @@
 
 A decode step on a CPU reads all weights, and one core cannot use the memory's whole bandwidth. OpenBLAS's own threads
 wait for each other actively at each product: if another process takes one of the two cores for a moment, a product of
-0.3 ms takes 8 (see blas.py). So a large product is computed in halves by two MLX streams, each a thread without BLAS
-threads; an interruption costs what it lasts.
+0.3 ms takes 8 (see blas.py). So a large product is computed in halves by two MLX streams, each a thread of its own; an
+interruption costs what it lasts.
 
 For more than one row OpenBLAS copies ("packs") the weights before it multiplies, which takes longer than the product
 itself. Its kernels for small matrices, which exist for AVX-512, do not: the weights are multiplied in tiles of such a
 size. A half is one operation of MLX, which calls OpenBLAS once per tile.
 
-Only float32 products on a CPU with at least two cores; prompts are computed by the whole weights on all cores.
+Only float32 products on a CPU of two or three cores: with more, a step's products have several BLAS threads, which two
+streams have not been measured against. Prompts are computed by whole weights on all cores.
 """
 
 from collections.abc import Iterator
@@ -109,7 +110,7 @@ _IN_PARTS: dict[type, type] = {nn.Linear: SplitLinear, nn.Embedding: SplitEmbedd
 
 
 def install(*models: nn.Module | None, min_size: int = MIN_SIZE) -> int:
-    """Compute few rows of float32 weights in parts, in models that are computed on a CPU of several cores.
+    """Compute few rows of float32 weights in parts, in models that are computed on a CPU of two or three cores.
 
     Only the calling thread can compute with the models from then on, as MLX's streams belong to the thread that has
     made them.

@@ -39,7 +39,7 @@ LEADS = (0, 0, 1, 5, 20)
 """With so many tokens in common two pieces begin that follow on the same one."""
 
 LOGPROB_TOLERANCE = 2e-4
-"""Of logprobs in float32 that were computed in chunks or batches of other shapes; tokens are equal exactly."""
+"""Largest difference of small float32 logprobs between chunks or batches of different shapes. Tokens must be equal."""
 
 
 def agree(logprob: float, other: float) -> bool:

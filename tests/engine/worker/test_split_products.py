@@ -95,3 +95,13 @@ def test_tiles_are_used_where_openblas_has_kernels_for_them():
     tile = split_products._tile(16, 24576, 576)
     assert tile == (64 if blas.has_small_kernels() else None)
     assert split_products._tile(1, 24576, 576) is None and split_products._tile(MAX_ROWS, 1000, 576) is None
+
+
+@pytest.mark.parametrize(("num_cores", "is_split"), [(1, False), (2, True), (3, True), (4, False), (16, False)])
+def test_products_are_split_only_where_a_step_has_one_blas_thread_and_a_core_to_spare(monkeypatch, num_cores, is_split):
+    info = blas.BlasInfo("openblas wheel", "", "")
+    monkeypatch.setattr(blas, "_preload", lambda: (info, lambda num_threads: None))
+    monkeypatch.setattr(blas, "_num_cores", lambda: num_cores)
+    assert blas.has_idle_core() == is_split
+    monkeypatch.setattr(blas, "_preload", lambda: (info, None))
+    assert not blas.has_idle_core(), "the user has set OPENBLAS_NUM_THREADS"

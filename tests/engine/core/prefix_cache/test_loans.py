@@ -688,7 +688,7 @@ def test_a_snapshot_lost_with_a_failed_row_is_read_back_from_its_file(files):
 
 
 def test_a_file_is_not_continued_from_keys_and_values_that_their_row_took_with_it(files):
-    """They were in memory when the reading began; the row that had them has ended meanwhile, and there was no room."""
+    """They were in memory when the reading began; the row that had them has failed meanwhile."""
     store = files()
     engine = Engine(files=store, cache={"answers": False})
     engine.ask(FIRST)
