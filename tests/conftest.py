@@ -84,7 +84,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if is_beside and os.nice(0) == 0:
         os.nice(NICENESS)
         if sys.platform == "linux":
-            # MLX's thread wakes at each operation and would interrupt the one that adds more: up to a fifth of the time.
+            # MLX's thread wakes at each operation and would interrupt the one that adds more: up to a fifth of time.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
