@@ -1,7 +1,7 @@
 """The prefix cache with real files and a runner without a model."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams
 from engine.snapshot_store.files import SnapshotFiles
+from tests.support.clock import Clock
 from tests.support.driver import Driver
 from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, STOP, FakeRunner, answer
 
@@ -35,12 +36,19 @@ def turns(num_turns: int) -> list[list[int]]:
 class Engine(Driver):
     """With files of its own; another one with the same path is a restarted one."""
 
-    def __init__(self, path: Path, runner: FakeRunner | None = None, max_bytes: int = 2**30, max_gb: float = 1):
+    def __init__(
+        self,
+        path: Path,
+        runner: FakeRunner | None = None,
+        max_bytes: int = 2**30,
+        max_gb: float = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.runner = runner or FakeRunner()
         super().__init__(self.runner)
         self.files = SnapshotFiles(DiskCacheConfig(path=str(path), max_gb=max_gb), "model")
         config = EngineConfig.model_validate({"prefix_cache": {"max_gb": max_bytes / 2**30}})
-        self.core = EngineCore(config, self.runner, self._publish, files=self.files)
+        self.core = EngineCore(config, self.runner, self._publish, clock=clock, files=self.files)
 
     def cached(self, *requests: EngineRequest) -> list[int]:
         """One after the other, each written before the next."""
@@ -296,10 +304,13 @@ def test_a_shorter_system_part_is_not_pinned_in_place_of_the_whole(engines):
 
 
 def test_clearing_keeps_a_pinned_snapshot_even_if_its_parent_is_only_on_disk(engines):
-    engine = engines(max_bytes=3 * STATE_BYTES + 120 * BYTES_PER_TOKEN)
+    clock = Clock(0.0)
+    engine = engines(max_bytes=3 * STATE_BYTES + 120 * BYTES_PER_TOKEN, clock=clock)
     engine.core.prefix.memory.seconds = lambda start, end: float(end - start)  # reading is cheaper, however slow it is
     engine.cached(request("a", SYSTEM[:20], [1] * 20), pinned("pin", SYSTEM))
-    engine.cached(*(request(f"r{i}", [i * 50 + t for t in range(300, 340)], [1] * 20) for i in range(4)))
+    for i in range(4):
+        clock.advance(1)
+        engine.cached(request(f"r{i}", [i * 50 + t for t in range(300, 340)], [1] * 20))
     assert engine.where()[20] == "disk"
     engine.core.prefix.clear()
     engine.core.prefix.clear_files()
