@@ -141,6 +141,8 @@ class ModelRunner(Protocol):
     """The placeholder of images in prompts; None for a text model."""
     no_snapshots: str | None
     """Why this model's prompts cannot be cached, None if they can."""
+    snapshots_prefixes: bool
+    """Whether `snapshot` can return the state after fewer tokens of a prompt than are computed."""
     no_sparse: str | None
     """Why this model cannot execute a sparse plan, None if it can."""
     no_pooling: str | None
@@ -244,13 +246,17 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def snapshot(self, rows: Sequence[Request], parent: KVSegment | None, lend: bool = False) -> Snapshot | None:
-        """Take a snapshot of the prompt in progress that `rows` share.
+    def snapshot(
+        self, rows: Sequence[Request], parent: KVSegment | None, lend: bool = False, num_tokens: int | None = None
+    ) -> Snapshot | None:
+        """Take a snapshot of the prompt that `rows` share.
 
         Args:
-            rows: The rows that share the prompt.
+            rows: The rows that share the prompt. If `snapshots_prefixes`, they may be decoding.
             parent: The KV segment of a snapshot of a shorter prefix of the same prompt; None without one.
             lend: Leave the snapshot's own keys and values in the row's cache instead of copying them.
+            num_tokens: The state after this many tokens, which may be fewer than are computed if `snapshots_prefixes`;
+                None: after all that are computed.
 
         Returns:
             None if the state contains NaN or inf; such a snapshot must not be reused.

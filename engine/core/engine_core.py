@@ -350,7 +350,7 @@ class EngineCore:
         for chunk, output in zip(chunks, outputs, strict=True):
             prompt = rows if chunk.row is rows[0] else [chunk.row]
             published |= self.scheduler.update_prefill(prompt, output)
-            self.prefix.snapshots.take_at_boundary(prompt)
+            self.prefix.snapshots.take_at_boundaries(prompt)
             if output.first is not None:
                 self.prefix.end([chunk.row.id])
         self.stats.num_bursts += len(chunks) > 1

@@ -34,7 +34,7 @@ from engine.worker.mtp import Drafter, DraftHead, PendingHiddenStates
 from engine.worker.pending_step import PendingStep, Row
 from engine.worker.prompt_lookup import TokenHistory
 from engine.worker.sampling_batch import SamplingBatch
-from engine.worker.snapshot import KVSegment, LentSegments, fill, is_finite, take
+from engine.worker.snapshot import KVSegment, LentSegments, StateSnapshot, fill, is_finite, take
 
 EVAL_STEPS = 64  # lazy cache updates are evaluated at least every EVAL_STEPS steps
 
@@ -220,6 +220,15 @@ class DecodeGroup:
             return None
         snapshot = take(cache, hidden, num_cached, parent, cuts, num_lent)
         return RowSnapshot(np.array(taken_in, np.int32), snapshot)
+
+    def snapshot_prompt(
+        self, index: int, num_tokens: int, parent: KVSegment | None, lend: bool = False
+    ) -> StateSnapshot | None:
+        """Take a snapshot of the first tokens of one row's prompt; see ModelRunner.snapshot. Waits for the device."""
+        cache = self._cache.row(index, num_tokens)
+        if not is_finite(cache):
+            return None
+        return take(cache, None, num_tokens, parent, num_lent=len(cache) if lend else 0)
 
     def _in_flight_ids(self, row: Row) -> tuple[int, ...]:
         """Return the row's tokens from a launched step that has not been read."""

@@ -12,7 +12,7 @@ from engine.worker.compiled import CompiledForward
 from engine.worker.decode import DecodeGroup, JoiningRow
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import DraftHead
-from engine.worker.snapshot import KVSegment
+from engine.worker.snapshot import KVSegment, StateSnapshot
 
 
 class DecodeBatch:
@@ -81,6 +81,16 @@ class DecodeBatch:
                 if row.request.id == row_id:
                     return group.snapshot(i, parent, cuts, lend)
         return None
+
+    def snapshot_prompt(
+        self, row_id: str, num_tokens: int, parent: KVSegment | None, lend: bool = False
+    ) -> StateSnapshot | None:
+        """Take a snapshot of the first tokens of a row's prompt, see ModelRunner.snapshot. Raises KeyError."""
+        for group in self._groups.values():
+            for i, row in enumerate(group.rows):
+                if row.request.id == row_id:
+                    return group.snapshot_prompt(i, num_tokens, parent, lend)
+        raise KeyError(row_id)
 
     def fill(self, row_id: str, segments: Sequence[KVSegment]) -> None:
         """Copy KV segments lent to a row back; the row stays. Unknown ids are ignored."""

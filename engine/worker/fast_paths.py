@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from engine.worker import mtp_loader
 from engine.worker.drafting import rewind_unsupported_reason
 from engine.worker.language_model import LanguageModel
-from engine.worker.snapshot import unsupported_reason
+from engine.worker.snapshot import prefix_unsupported_reason, unsupported_reason
 
 NO_POSITIONS = "this model does not accept explicit positions"
 NO_SELECTION = "its layers cannot be run without its output layer"
@@ -29,11 +29,14 @@ class FastPaths:
     """Execution of a plan that leaves prompt tokens out."""
     snapshots: str | None
     """Snapshots at any boundary of a prompt."""
+    prefix_snapshots: str | None
+    """Snapshots at boundaries within a chunk, which then need not end there; never while drafts are made by a model."""
 
     @classmethod
     def of(cls, language_model: LanguageModel, model_type: str) -> "FastPaths":
         """Tell them from the model's structure; its weights need not be read."""
         positions = None if language_model.explicit_positions else NO_POSITIONS
+        cache = language_model.make_cache()
         rewind = rewind_unsupported_reason(language_model)
         return cls(
             bursts=None if language_model.selects_positions else NO_SELECTION,
@@ -42,7 +45,8 @@ class FastPaths:
             draft_model=rewind,
             mtp_head=mtp_loader.family_unsupported_reason(model_type),
             sparse_prefill=positions,
-            snapshots=unsupported_reason(language_model.make_cache()),
+            snapshots=unsupported_reason(cache),
+            prefix_snapshots=unsupported_reason(cache) or prefix_unsupported_reason(cache),
         )
 
     @property

@@ -119,6 +119,7 @@ class MLXRunner:
         self.drafts, self.no_drafts = drafts_offered(config, self._head, model.mtp_status, self._language_model)
         self.image_token_id = self._prefill.image_token_id
         self.no_snapshots = paths.snapshots
+        self.snapshots_prefixes = paths.prefix_snapshots is None and self._head is None
         self.no_sparse = paths.sparse_prefill
         self.no_pooling = self._language_model.states_unsupported_reason()
         self.no_bursts = paths.bursts
@@ -230,8 +231,13 @@ class MLXRunner:
         self._prefill.restore(prompt, snapshot, rows[0].spec.images, lend)
         self._prompts |= {row.id: prompt for row in rows}
 
-    def snapshot(self, rows: Sequence[Request], parent: Any = None, lend: bool = False) -> StateSnapshot | None:
-        return self._prefill.snapshot(self._prompts[rows[0].id], parent, lend)
+    def snapshot(
+        self, rows: Sequence[Request], parent: Any = None, lend: bool = False, num_tokens: int | None = None
+    ) -> StateSnapshot | None:
+        row_id = rows[0].id
+        if num_tokens is None or row_id in self._prompts:
+            return self._prefill.snapshot(self._prompts[row_id], parent, lend, num_tokens)
+        return self._batch.snapshot_prompt(row_id, num_tokens, parent, lend)
 
     def pending(self, row_ids: Sequence[str]) -> dict[str, RowOutput]:
         return self._batch.pending(row_ids)

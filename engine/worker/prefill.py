@@ -19,7 +19,7 @@ from engine.worker.language_model import ImageChunk, LanguageModel
 from engine.worker.mtp import DraftHead
 from engine.worker.pooling import PooledStates
 from engine.worker.sampling_batch import SamplingBatch
-from engine.worker.snapshot import KeysValues, KVSegment, StateSnapshot, is_finite, restore, take
+from engine.worker.snapshot import KeysValues, KVSegment, StateSnapshot, is_finite, prefix, restore, take
 from engine.worker.vision import ImageEncoding, VisionEncoder
 
 
@@ -147,18 +147,24 @@ class Prefill:
                 break
             prompt.num_images_restored += 1
 
-    def snapshot(self, prompt: Prompt, parent: KVSegment | None, lend: bool = False) -> StateSnapshot | None:
+    def snapshot(
+        self, prompt: Prompt, parent: KVSegment | None, lend: bool = False, num_tokens: int | None = None
+    ) -> StateSnapshot | None:
         """Take a snapshot of a prompt between two chunks; None if its state is not finite.
 
         Args:
             prompt: The prompt.
             parent: The KV segment of a snapshot of a shorter prefix; None without one.
             lend: Leave the new keys and values in the prompt's cache.
+            num_tokens: See ModelRunner.snapshot.
         """
-        if not is_finite(prompt.layers):
+        layers, num_tokens = prompt.layers, prompt.done if num_tokens is None else num_tokens
+        if num_tokens < prompt.done:
+            layers = prefix(layers, num_tokens)
+        if not is_finite(layers):
             return None
-        num_lent = sum(isinstance(layer, KVCache) for layer in prompt.layers) if lend else 0
-        return take(prompt.layers, prompt.hidden, prompt.done, parent, num_lent=num_lent)
+        num_lent = sum(isinstance(layer, KVCache) for layer in layers) if lend else 0
+        return take(layers, prompt.hidden, num_tokens, parent, num_lent=num_lent)
 
     def _image_index(self, ids: np.ndarray, images: tuple[ImagePatches, ...]) -> np.ndarray:
         if self._vision is None:

@@ -11,6 +11,7 @@ any time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -109,6 +110,23 @@ def unsupported_reason(cache: SequenceCache) -> str | None:
         if kind not in (KVCache, QuantizedKVCache, ArraysCache, RotatingKVCache):
             return f"layer {i} keeps its state in a {kind.__name__}, which cannot be restored"
     return None
+
+
+def prefix_unsupported_reason(cache: SequenceCache) -> str | None:
+    """Return why the state after fewer tokens than a row has cannot be read from such layers, None if it can."""
+    for i, layer in enumerate(cache):
+        if not isinstance(layer, KVCache):
+            return f"layer {i} ({type(layer).__name__}) has only its newest state"
+    return None
+
+
+def prefix(cache: SequenceCache, num_tokens: int) -> SequenceCache:
+    """Return a row's attention layers as they were after its first `num_tokens` tokens, sharing their arrays."""
+    layers = [copy(layer) for layer in cache]
+    for layer in layers:
+        assert isinstance(layer, KVCache)
+        layer.offset = num_tokens
+    return layers
 
 
 def is_finite(cache: SequenceCache) -> bool:

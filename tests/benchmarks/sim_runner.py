@@ -228,6 +228,7 @@ class ClockRunner:
     vocab_size = VOCAB_SIZE
     image_token_id: int | None = None
     no_snapshots: str | None = None
+    snapshots_prefixes = False
     no_sparse: str | None = "no sparse plans in the simulation"
     no_pooling: str | None = "no embeddings in the simulation"
     no_bursts: str | None = None
@@ -332,8 +333,11 @@ class ClockRunner:
         self._moved(row, prompt, snapshot.num_tokens)
         self.clock.advance(self.machine.copy_seconds(self._size(snapshot.num_tokens)))
 
-    def snapshot(self, rows: Sequence[Request], parent: Any, lend: bool = False) -> ClockSnapshot:
+    def snapshot(
+        self, rows: Sequence[Request], parent: Any, lend: bool = False, num_tokens: int | None = None
+    ) -> ClockSnapshot:
         done = self._prompts[rows[0].id].done
+        assert num_tokens in (None, done)
         return self._snapshot(rows[0].prompt_token_ids[:done].copy(), parent, lend)
 
     def _snapshot(self, token_ids: np.ndarray, parent: Any, lend: bool, with_state: bool = True) -> ClockSnapshot:

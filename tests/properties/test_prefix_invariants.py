@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import random
+import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -37,8 +38,10 @@ from tests.support.conversations import (
 )
 from tests.support.demo_model import DEMO, DRAFT
 from tests.support.driver import Driver
+from tests.support.families import FAMILIES
 from tests.support.schedules import Unruly
 from tests.support.tasks import RETRIEVAL, prompts
+from tests.support.zoo import make as make_family
 
 NUM_SCHEDULES = int(os.environ.get("ORCHARD_SCHEDULES", "0"))
 NUM_SPECIMENS = 40
@@ -66,20 +69,31 @@ KINDS = {
 
 
 @pytest.fixture(scope="session")
-def bench_of(tiny_model: Callable[..., Path], runner: MLXRunner, text_runner: MLXRunner) -> Callable[[str], Bench]:
-    """bench_of(name of one of KINDS, demo or text), built once."""
+def bench_of(
+    tiny_model: Callable[..., Path],
+    runner: MLXRunner,
+    text_runner: MLXRunner,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], Bench]:
+    """bench_of(name of one of KINDS, llama, demo or text), built once."""
 
     @cache
     def make(name: str) -> Bench:
         if name in ("demo", "text"):
             return Bench(*((runner, DEMO) if name == "demo" else (text_runner, DRAFT)))
+        if name == "llama":  # attention alone: its chunks run on past boundaries
+            path = tmp_path_factory.mktemp("zoo") / "model"
+            weights = shutil.ignore_patterns("*.safetensors", "config.json")
+            shutil.copytree(tiny_model(**KINDS["no head"].tiny), path, ignore=weights)
+            make_family(path, FAMILIES["llama"])
+            return Bench(load_runner(EngineConfig(model=str(path)), lambda progress: None), path)
         path = tiny_model(**KINDS[name].tiny)
         return Bench(load_runner(EngineConfig(model=str(path), **KINDS[name].config), lambda progress: None), path)
 
     return make
 
 
-@pytest.mark.parametrize("name", [*KINDS, "text", "demo"])
+@pytest.mark.parametrize("name", [*KINDS, "llama", "text", "demo"])
 def test_a_hit_gives_the_same_answer_as_a_miss_under_random_traffic(bench_of, name):
     """In CI always the same schedules, and different ones for each model."""
     bench: Bench = bench_of(name)
@@ -119,8 +133,8 @@ def taken(monkeypatch) -> Callable[[MLXRunner], Callable[[], list[dict[str, np.n
     def listen(runner: MLXRunner) -> Callable[[], list[dict[str, np.ndarray]]]:
         snapshots, take = [], runner.snapshot
 
-        def snapshot(rows, parent=None, lend=False):
-            snapshots.append(take(rows, parent))
+        def snapshot(rows, parent=None, lend=False, num_tokens=None):
+            snapshots.append(take(rows, parent, num_tokens=num_tokens))
             return snapshots[-1]
 
         monkeypatch.setattr(runner, "snapshot", snapshot)
@@ -151,7 +165,7 @@ def exactly(bench_of, monkeypatch) -> Iterator[Callable[[str], Bench]]:
     mx.set_cache_limit(limits[0])
 
 
-MODELS_OF_SHARING = ["deep", "alternating", "foreign head", "no head", "text", "demo"]
+MODELS_OF_SHARING = ["deep", "alternating", "foreign head", "no head", "llama", "text", "demo"]
 
 
 @pytest.mark.parametrize("boundary", ["system", "prompt"])
@@ -180,7 +194,7 @@ def test_diverging_rows_that_share_a_snapshot_get_the_same_tokens_as_without_cac
     assert all(np.array_equal(before[0][key], after[0][key]) for key in before[0]), "the snapshot has changed"
 
 
-@pytest.mark.parametrize("name", ["alternating", "foreign head", "text"])
+@pytest.mark.parametrize("name", ["alternating", "foreign head", "llama", "text"])
 def test_rows_that_share_a_snapshot_are_unaffected_by_aborts_preemptions_and_failures(bench_of, taken, name):
     runner: MLXRunner = bench_of(name).runner
     system = plain_tokens("system", 70)
@@ -253,7 +267,7 @@ def _active_bytes(runner: MLXRunner) -> int:
     return runner.memory()["active_bytes"]
 
 
-@pytest.mark.parametrize("name", ["no head", "deep", "text"])
+@pytest.mark.parametrize("name", ["no head", "llama", "deep", "text"])
 @pytest.mark.parametrize("lengths", [(100, 50), (17, 17), (65, 200)])
 def test_a_snapshot_takes_exactly_its_accounted_bytes(exactly, name, lengths):
     runner: MLXRunner = exactly(name).runner

@@ -48,6 +48,7 @@ class NoSnapshots:
 
     image_token_id: int | None = None
     no_snapshots: str | None = "there is no model"
+    snapshots_prefixes = False
     no_sparse: str | None = None
     no_pooling: str | None = None
     no_bursts: str | None = "there is no model"
@@ -139,6 +140,7 @@ class FakeRunner:
         self.no_drafts: Mapping[Proposer, str] = {} if max_draft_tokens else {"mtp": "the fake has none"}
         self.image_token_id: int | None = None
         self.no_snapshots: str | None = None
+        self.snapshots_prefixes = False
         self.no_sparse: str | None = None
         self.no_pooling: str | None = None
         self.no_bursts: str | None = "prompts are computed one by one unless a test says otherwise"
@@ -211,8 +213,15 @@ class FakeRunner:
             at = at.parent
         self.prompts[rows[0].id] = snapshot.num_tokens
 
-    def snapshot(self, rows: Sequence[Request], parent: Any, lend: bool = False) -> "FakeSnapshot | None":
-        first, done = rows[0], self.prompts[rows[0].id]
+    def snapshot(
+        self, rows: Sequence[Request], parent: Any, lend: bool = False, num_tokens: int | None = None
+    ) -> "FakeSnapshot | None":
+        first = rows[0]
+        done = self.prompts[first.id] if first.id in self.prompts else len(_computed(first))
+        if num_tokens is not None:
+            assert num_tokens == done or (self.snapshots_prefixes and num_tokens < done)
+            assert first.id in self.prompts or (self.snapshots_prefixes and first.id in self.rows)
+            done = num_tokens
         self._called("snapshot", first.id, done)
         return _behind(parent, _computed(first)[:done].copy(), lend)
 

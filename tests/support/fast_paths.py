@@ -19,6 +19,7 @@ COLUMNS = {
     "bursts": "bursts",
     "shared_prefix": "shared prefix in a wave",
     "snapshots": "snapshots at any boundary",
+    "prefix_snapshots": "within a chunk",
     "compiled_step": "compiled step",
     "prompt_lookup": "prompt lookup",
     "draft_model": "draft model",
@@ -31,6 +32,7 @@ TEXT = """# Fast paths by family
 * *bursts*: several waiting prompts in one forward, beside any of the other paths and with grammars
 * *shared prefix in a wave*: prompts that come together with a common beginning compute it once, the rest in one forward
 * *snapshots at any boundary*: a prompt's state can be kept after any of its tokens and restored there
+* *within a chunk*: a chunk may run on past such a place, unless an MTP head or a draft model reads it too
 * *compiled step*: the decode step as a compiled graph (`compile`, on CUDA by default)
 * *prompt lookup*, *draft model*, *MTP head*: drafts by these proposers, the last if the checkpoint has a head
 * *sparse prefill*: the family executes plans that leave tokens of a prompt out

@@ -69,6 +69,7 @@ class PrefixCacheSessions:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._config = config
+        self._runner = runner
         self._stats = stats
         self._clock = clock
         self._sessions: dict[str, PrefixCacheSession] = {}  # by the id of the first row
@@ -122,11 +123,15 @@ class PrefixCacheSessions:
         return True
 
     def clip(self, rows: Sequence[Request], max_tokens: int) -> int:
-        """Return the size of a chunk of at most `max_tokens` that ends no later than the next boundary."""
+        """Return the size of a chunk of at most `max_tokens` that ends where the runner must take a snapshot.
+
+        A chunk always ends with the system part, which other prompts may wait for.
+        """
         session = self._sessions.get(rows[0].id)
-        if session is None or not session.todo:
+        if session is None:
             return max_tokens
-        return min(max_tokens, session.todo[0].num_tokens - rows[0].num_prefilled)
+        ends = [b.num_tokens for b in session.todo if b.kind == "system" or not self._runner.snapshots_prefixes]
+        return min([max_tokens, *(end - rows[0].num_prefilled for end in ends)])
 
     def end(self, row_ids: Iterable[str], failed: bool = False) -> None:
         """End the sessions of these prompts. failed: discard the snapshots that they have stored."""

@@ -64,10 +64,10 @@ class SnapshotTaker:
         self._sessions = sessions
         self._min_tokens = min_tokens
 
-    def take_at_boundary(self, rows: Sequence[Request]) -> None:
-        """Take a snapshot if the last chunk of a prompt ended at a boundary."""
+    def take_at_boundaries(self, rows: Sequence[Request]) -> None:
+        """Take the snapshots at the boundaries that the last chunk of a prompt has reached or passed."""
         session = self._sessions.get(rows[0].id)
-        if session is not None and session.todo and session.todo[0].num_tokens == rows[0].num_prefilled:
+        while session is not None and session.todo and session.todo[0].num_tokens <= rows[0].num_prefilled:
             self._take_or_log(rows, session, session.todo.pop(0))
 
     def keep_prompt(self, rows: Sequence[Request], num_tokens: int) -> None:
@@ -118,7 +118,7 @@ class SnapshotTaker:
             if counters.num_outvalued == num_outvalued:  # no memory, and later ones are larger
                 session.todo.clear()
             return
-        snapshot = self._runner.snapshot(rows, base.segment if base is not None else None, lend)
+        snapshot = self._runner.snapshot(rows, base.segment if base is not None else None, lend, boundary.num_tokens)
         if snapshot is None:
             broken = "the state of %s at its %s boundary contains NaN or inf"
             log.warning(broken, session.row.id, boundary.kind, extra=named(rows))

@@ -48,8 +48,8 @@ class HoldingRunner(FakeRunner):
             del self.prompts[rows[0].id]
             raise RuntimeError("restore failed half-way")
 
-    def snapshot(self, rows: Sequence[Request], parent: Any, lend: bool = False) -> Any:
-        snapshot = super().snapshot(rows, parent, lend)
+    def snapshot(self, rows: Sequence[Request], parent: Any, lend: bool = False, num_tokens: int | None = None) -> Any:
+        snapshot = super().snapshot(rows, parent, lend, num_tokens)
         if lend:
             self.holder[snapshot] = rows[0].id
         return snapshot

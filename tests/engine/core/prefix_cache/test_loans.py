@@ -741,6 +741,7 @@ class Traffic:
         if rng.random() < 0.3:
             cache["max_gb"] = rng.choice([8_000, 20_000]) / 2**30
         self.engine = Engine(limit, files, cache, max_running=rng.choice([2, 4, 8]), **config)
+        self.engine.runner.snapshots_prefixes = seed % 2 == 1
         self.systems = [tokens(900 + i, 40 + 30 * i) for i in range(2)]
         self.conversations: list[list[Any]] = [[] for _ in range(5)]
         self.sent: dict[str, Any] = {}

@@ -72,6 +72,17 @@ def test_chunks_end_at_snapshot_boundaries_and_no_token_is_computed_twice(runner
     assert driver.core.stats.num_prompt_tokens == 110, "no token is computed twice"
 
 
+def test_chunks_end_only_with_the_system_part_where_the_runner_snapshots_prefixes(runner):
+    runner.snapshots_prefixes = True
+    driver = Driver(runner, config())
+    cached(driver, request("a", SYSTEM, QUESTION, generation=[5] * 40))
+    assert snapshots(runner) == [40, 70, 109]
+    assert prefills(runner) == [40, 70]
+    following = request("b", SYSTEM, QUESTION, [5] * 40, [6] * 20)
+    assert cached(driver, following) == [109]
+    assert driver.core.prefix.cache.integrity_error() is None
+
+
 def test_a_boundary_that_saves_fewer_than_min_tokens_is_passed_over(runner):
     driver = Driver(runner, config(min_tokens=32))
     cached(driver, request("a", SYSTEM, QUESTION, generation=[5] * 40))
