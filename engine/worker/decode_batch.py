@@ -76,28 +76,29 @@ class DecodeBatch:
         self, row_id: str, parent: KVSegment | None, cuts: Sequence[int], lend: bool = False
     ) -> RowSnapshot | None:
         """Take a snapshot of a row, see ModelRunner.snapshot_row."""
-        for group in self._groups.values():
-            for i, row in enumerate(group.rows):
-                if row.request.id == row_id:
-                    return group.snapshot(i, parent, cuts, lend)
-        return None
+        place = self._place_of(row_id)
+        return None if place is None else place[0].snapshot(place[1], parent, cuts, lend)
 
     def snapshot_prompt(
         self, row_id: str, num_tokens: int, parent: KVSegment | None, lend: bool = False
     ) -> StateSnapshot | None:
         """Take a snapshot of the first tokens of a row's prompt, see ModelRunner.snapshot. Raises KeyError."""
-        for group in self._groups.values():
-            for i, row in enumerate(group.rows):
-                if row.request.id == row_id:
-                    return group.snapshot_prompt(i, num_tokens, parent, lend)
-        raise KeyError(row_id)
+        if (place := self._place_of(row_id)) is None:
+            raise KeyError(row_id)
+        return place[0].snapshot_prompt(place[1], num_tokens, parent, lend)
 
     def fill(self, row_id: str, segments: Sequence[KVSegment]) -> None:
         """Copy KV segments lent to a row back; the row stays. Unknown ids are ignored."""
+        if (place := self._place_of(row_id)) is not None:
+            place[0].fill(place[1], segments)
+
+    def _place_of(self, row_id: str) -> tuple[DecodeGroup, int] | None:
+        """Return the group of a row and its index there; None if it is unknown."""
         for group in self._groups.values():
             for i, row in enumerate(group.rows):
                 if row.request.id == row_id:
-                    group.fill(i, segments)
+                    return group, i
+        return None
 
     def remove(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[KVSegment]] | None = None) -> None:
         """Remove rows, without effect on others.
