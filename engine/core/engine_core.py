@@ -305,7 +305,7 @@ class EngineCore:
             rows: The rows that share the prompt.
             in_flight_s: Predicted seconds of decoding that the device computes first.
         """
-        self._decoded_s, began_s, published = None, self._clock(), Chunks()
+        self._decoded_s, began_s, has_published = None, self._clock(), False
         try:
             can_wait = not self.scheduler.num_decoding and len(self.scheduler.prefills.in_progress) == 1
             copy_s = self._max_stall_s if self.scheduler.num_decoding else math.inf
@@ -315,14 +315,13 @@ class EngineCore:
                 self._encode(rows, image, began_s, in_flight_s)
             elif max_tokens := self.scheduler.prefills.chunk_tokens(rows):
                 chunks = self._burst(rows, PromptChunk(rows[0], self.prefix.clip(rows, max_tokens)))
-                published = self._compute(rows, chunks, began_s, in_flight_s)
+                has_published = self._compute(rows, chunks, began_s, in_flight_s)
         except Exception as error:
             self._prefill_failed(rows, error)
             return
-        if published:
+        if has_published:
             if not self.scheduler.num_decoding:  # no decode step follows that would reset the counter
                 self.stats.failed_steps_in_a_row = 0
-            self._publish(published)
             self._release(self.scheduler.take_released())
 
     def _encode(self, rows: Sequence[Request], image: ImageLeft, began_s: float, in_flight_s: float) -> None:
@@ -340,22 +339,32 @@ class EngineCore:
 
     def _compute(
         self, rows: Sequence[Request], chunks: Sequence[PromptChunk], began_s: float, in_flight_s: float
-    ) -> Chunks:
-        """Compute the next chunk of a prompt, and chunks of others in the same forward; return first tokens."""
+    ) -> bool:
+        """Compute the next chunk of a prompt, and chunks of others in the same forward.
+
+        First tokens are published before the snapshots of their prompts are taken, which need some milliseconds each.
+
+        Returns:
+            Whether there were any.
+        """
         self._track_chunks(chunks)
-        chunk_began_s, published = self._clock(), Chunks()
+        chunk_began_s = self._clock()
         if not (outputs := self._forward(rows, chunks)):
-            return published
+            return False
         device_s = self._device_s(chunk_began_s, in_flight_s)
-        for chunk, output in zip(chunks, outputs, strict=True):
-            prompt = rows if chunk.row is rows[0] else [chunk.row]
+        prompts = [rows if chunk.row is rows[0] else [chunk.row] for chunk in chunks]
+        published = Chunks()
+        for prompt, output in zip(prompts, outputs, strict=True):
             published |= self.scheduler.update_prefill(prompt, output)
+        if published:
+            self._publish(published)
+        for prompt, output in zip(prompts, outputs, strict=True):
             self.prefix.snapshots.take_at_boundaries(prompt)
             if output.first is not None:
-                self.prefix.end([chunk.row.id])
+                self.prefix.end([prompt[0].id])
         self.stats.num_bursts += len(chunks) > 1
         self.scheduler.prefills.record(chunks, self._clock() - began_s, device_s)
-        return published
+        return bool(published)
 
     def _device_s(self, began_s: float, in_flight_s: float) -> float:
         """Return the seconds since `began_s`, less those of the decode step that the device computed first."""

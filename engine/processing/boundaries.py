@@ -76,28 +76,26 @@ class RenderedPrompt:
         return index + max(0, min(common, len(alone) - 1))
 
 
-def find_boundaries(
-    messages: Messages, kwargs: dict[str, Any], prompt: RenderedPrompt, render: Render
-) -> tuple[Boundary, ...]:
+def find_boundaries(messages: Messages, prompt: RenderedPrompt, render: Render) -> tuple[Boundary, ...]:
     """Find the boundaries `system` and `turn` of a rendered conversation, as far as possible, ascending by num_tokens.
 
     Args:
         messages: The conversation.
-        kwargs: Template variables, which `render` uses.
         prompt: The rendered conversation.
         render: Renders other conversations.
     """
     # At the same position the system boundary wins, as more prompts share it and it can be pinned.
     kinds: dict[int, BoundaryKind] = {_turn_cut(messages, prompt, render): "turn"}
-    kinds[_system_cut(messages, kwargs, prompt, render)] = "system"
+    kinds[_system_cut(messages, prompt, render)] = "system"
     return tuple(Boundary(kinds[n], n) for n in sorted(kinds) if 0 < n < len(prompt.token_ids))
 
 
-def _system_cut(messages: Messages, kwargs: dict[str, Any], prompt: RenderedPrompt, render: Render) -> int:
-    """Return the tokens in common with prompts of any other user text after the same system messages and tools."""
+def _system_cut(messages: Messages, prompt: RenderedPrompt, render: Render) -> int:
+    """Return the tokens in common with prompts of any other user text after the same system messages and tools.
+
+    Without any, that is what the template itself writes in front, such as a default system message.
+    """
     system = list(takewhile(lambda message: message.get("role") == "system", messages))
-    if not system and not any(kwargs.get(name) for name in ("tools", "documents")):
-        return 0
     probes = [render([*system, {"role": "user", "content": text}], True) for text in PROBES]
     shown = [probe for probe in probes if probe is not None]
     return prompt.cut(shown) if len(set(shown)) == len(PROBES) else 0

@@ -205,7 +205,7 @@ class ChatTokenizer:
             other = self._try_render(conversation.kwargs, messages, add_generation_prompt)
             return None if other is None else self._with_placeholders(other, placeholders)
 
-        cuts = find_boundaries(conversation.messages, conversation.kwargs, prompt, render)
+        cuts = find_boundaries(conversation.messages, prompt, render)
         boundaries = tuple(Boundary(cut.kind, int(ends[cut.num_tokens - 1])) for cut in cuts)
         return ChatPrompt(np.repeat(ids, repeats), boundaries)
 

@@ -147,11 +147,12 @@ def test_the_turn_boundary_ends_a_prefix_of_the_next_turns_prompt(
 def test_the_system_boundary_does_not_depend_on_the_user_messages(
     tokenizers: dict[str, ChatTokenizer], name: str, data: st.DataObject
 ):
-    system = [message("system", data.draw(texts) + LONG + data.draw(texts))]
+    system = data.draw(st.sampled_from([[], [message("system", data.draw(texts) + LONG + data.draw(texts))]]))
     kwargs = data.draw(thinking) | data.draw(st.sampled_from([{}, {"tools": TOOLS}]))
     said = [data.draw(texts) for _ in range(3)]
     found = [prompt(tokenizers[name], [*system, message("user", text)], **kwargs) for text in said]
-    assert len({tuple(prefix(one, "system")) for one in found}) == 1
+    parts = {tuple(prefix(one, "system")) if "system" in places(one) else () for one in found}
+    assert len(parts) == 1 and (parts != {()} or not system)
 
 
 @models
@@ -167,7 +168,6 @@ def test_boundaries_rise_within_the_prompt_and_token_ids_equal_those_of_encode_c
     assert len(places(found)) == len(at)
     assert found.token_ids.dtype == np.int32
     assert found.token_ids.tolist() == tokenizers[name].encode_chat(messages, template_kwargs={}).tolist()
-    assert ("system" in places(found)) <= (messages[0]["role"] == "system")
 
 
 # --- place by place ------------------------------------------------------------------------------------------------
@@ -208,10 +208,24 @@ def test_a_conversation_may_end_with_a_message_of_any_role(tokenizers: dict[str,
     assert split(tokenizers["chatml"], found, "turn")[1] == "<|im_start|>assistant\n"
 
 
+def test_what_a_template_writes_by_itself_is_the_system_part_without_a_system_message(tmp_path: Path):
+    default = "{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\n" + LONG + "<|im_end|>\\n' }}{% endif %}"
+    tokenizer = build_tokenizer(tmp_path, "", chat_template=default + TEMPLATES["chatml"])
+    found = prompt(tokenizer, [message("user", "Hi")])
+    assert split(tokenizer, found, "system")[0] == f"<|im_start|>system\n{LONG}<|im_end|>\n<|im_start|>"
+    assert split(tokenizer, found, "turn")[1] == "<|im_start|>assistant\n"
+
+
+def test_without_anything_in_front_the_system_part_is_at_most_what_begins_each_message(
+    tokenizers: dict[str, ChatTokenizer],
+):
+    for kwargs in ({}, {"tools": []}):
+        found = prompt(tokenizers["demo"], [message("user", "Hi")], **kwargs)
+        assert split(tokenizers["demo"], found, "system")[0] == "<|im_start|>"
+
+
 def test_the_tools_alone_are_the_system_part_without_a_system_message(tokenizers: dict[str, ChatTokenizer]):
     messages = [message("user", "Hi")]
-    assert "system" not in places(prompt(tokenizers["demo"], messages))
-    assert "system" not in places(prompt(tokenizers["demo"], messages, tools=[]))
     front, _ = split(tokenizers["demo"], prompt(tokenizers["demo"], messages, tools=TOOLS), "system")
     assert '"weather"' in front and '"calendar"' in front and front.endswith("<|im_end|>\n<|im_start|>")
 
@@ -267,11 +281,11 @@ def test_user_text_like_the_probes_does_not_move_the_system_boundary(tokenizers:
 def test_boundary_positions_count_the_placeholders_of_images(tokenizers: dict[str, ChatTokenizer]):
     content = [PICTURE, {"type": "text", "text": "and"}, PICTURE]
     seen = message("user", content)
-    for messages, kinds in (([message("system", LONG), seen], ["system", "turn"]), ([seen], ["turn"])):
+    for messages in ([message("system", LONG), seen], [seen]):
         small, large = (prompt(tokenizers["demo"], messages, image_tokens=sizes) for sizes in ([1, 1], [7, 90]))
-        assert [*places(small)] == [*places(large)] == kinds
+        assert [*places(small)] == [*places(large)] == ["system", "turn"]
         assert places(large)["turn"] == places(small)["turn"] + 6 + 89
-        assert kinds == ["turn"] or places(large)["system"] == places(small)["system"]
+        assert places(large)["system"] == places(small)["system"]
         assert split(tokenizers["demo"], large, "turn")[1] == ENDS["demo"][1]
 
 
