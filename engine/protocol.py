@@ -260,8 +260,8 @@ class Boundary:
     """A place in a prompt after which later prompts may differ, so that its state is worth caching."""
 
     kind: BoundaryKind
-    """`system`: end of the system part with its tools, or of the template's default. `turn`: end of the last turn before
-    the requested one. `prompt`: before the last token."""
+    """`system`: end of the system part with its tools, or of the template's default. `turn`: end of the last turn
+    before the requested one. `prompt`: before the last token."""
     num_tokens: int
     """Tokens of the prompt before it."""
 
