@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import time
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, replace
 
@@ -12,7 +14,9 @@ from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
 from engine.core.request_check import check_plan, check_pooling, check_request
 from engine.core.scheduler_output import Chunks
+from engine.figures import EngineFigures
 from engine.grammar_compilers import GrammarCompilers
+from engine.host_memory import total_bytes
 from engine.pinned_prompts import PinnedPrompts
 from engine.protocol import (
     HEARTBEAT,
@@ -30,6 +34,7 @@ from engine.protocol import (
     Unavailable,
 )
 from engine.snapshot_store.files import SnapshotFiles, SnapshotLost
+from engine.timeline import RowTimeline
 from engine.token_stream import TokenStream
 from engine.watchdog import Watchdog
 from engine.worker.model_runner import load_runner
@@ -37,6 +42,12 @@ from engine.worker.model_runner import load_runner
 CLEAR_TIMEOUT_S = 30.0
 HUNG_JOIN_S = 1.0
 """How long shutdown waits for a device thread that hangs."""
+
+MAX_UNREAD = 4096
+"""Choices that have ended whose timelines wait for `take_ended`; the oldest are left out."""
+
+MAX_TIMELINES = 1000
+"""Choices whose timelines `timelines` finds."""
 
 RunnerFactory = Callable[[EngineConfig, Callable[[float], None]], ModelRunner]
 """Creates the runner on the device thread; the second argument receives the share of the weights that is read,
@@ -60,6 +71,8 @@ class AsyncEngine:
         self._pixel_bytes: dict[str, int] = {}  # bytes of each stream's images, kept in case its rows are preempted
         self._keys: dict[str, str] = {}  # request id -> unique key of its stream: an id may be reused while the
         self._serial = itertools.count()  # last tokens of its earlier request are still in flight
+        self._timelines: OrderedDict[str, RowTimeline] = OrderedDict()  # of the last rows that ended, by row id
+        self._unread: deque[RowTimeline] = deque(maxlen=MAX_UNREAD)
         self._no_streams = asyncio.Event()
         self._no_streams.set()
         self._grammars = GrammarCompilers(config)
@@ -98,7 +111,7 @@ class AsyncEngine:
             MemoryExceeded: Prompt and output do not fit into the memory.
             Unavailable: The engine is not ready, draining, or short of memory.
         """
-        core = self._admit(request)
+        arrived_s, core = time.monotonic(), self._admit(request)
         request = core.clamp_max_tokens(request)
         key = f"{request.request_id}#{next(self._serial)}"
         stream = self._streams[key] = TokenStream(request.num_choices)
@@ -112,7 +125,8 @@ class AsyncEngine:
                 yield HEARTBEAT
             matchers = compiling.result() if compiling.done() else None
             if matchers is not None and not stream.is_finished:
-                self._thread.submit(lambda core: core.add_request(replace(request, request_id=key), matchers))
+                named = replace(request, request_id=key)
+                self._thread.submit(lambda core: core.add_request(named, matchers, arrived_s))
             num_open = request.num_choices
             while num_open:
                 chunks = await stream.get(heartbeat_period_s)
@@ -170,6 +184,39 @@ class AsyncEngine:
             work=self._watchdog.work_in_hand(core),
             **counters,
         )
+
+    def figures(self) -> EngineFigures:
+        """Return the figures for metrics; waits for no step."""
+        core = self._thread.worker
+        available = self._watchdog.available_bytes
+        if core is None:
+            return EngineFigures(status=self.status(), available_bytes=available, total_bytes=total_bytes())
+        cache = core.prefix.cache
+        return EngineFigures(
+            status=self.status(),
+            requests=core.scheduler.figures.snapshot(),
+            cache=replace(cache.counters, misses=dict(cache.counters.misses)),
+            disk=core.prefix.disk_status(),
+            num_snapshots=len(cache.index),
+            num_late=self._watchdog.num_late,
+            available_bytes=available,
+            total_bytes=total_bytes(),
+        )
+
+    def take_ended(self) -> list[RowTimeline]:
+        """Return the timelines of the choices that have ended since the last call, at most MAX_UNREAD."""
+        ended = list(self._unread)
+        self._unread.clear()
+        return ended
+
+    def timelines(self, request_id: str) -> tuple[RowTimeline, ...]:
+        """Return the timelines of a request's choices that ended among the last MAX_TIMELINES, by index."""
+        found = [
+            timeline
+            for row_id, timeline in self._timelines.items()
+            if row_id.rpartition("/")[0].rpartition("#")[0] == request_id
+        ]
+        return tuple(sorted(found, key=lambda timeline: timeline.index))
 
     def check_health(self) -> None:
         """Check that the engine serves or will recover by itself.
@@ -319,9 +366,17 @@ class AsyncEngine:
 
     def _deliver(self, chunks: Chunks) -> None:
         for row_id, chunk in chunks.items():
+            if chunk.timeline is not None:
+                self._note_ended(row_id, chunk.timeline)
             stream = self._streams.get(row_id.rpartition("/")[0])
             if stream is not None:
                 stream.put(chunk)
+
+    def _note_ended(self, row_id: str, timeline: RowTimeline) -> None:
+        self._unread.append(timeline)
+        self._timelines[row_id] = timeline
+        if len(self._timelines) > MAX_TIMELINES:
+            self._timelines.popitem(last=False)
 
     def _begin_compiling(self) -> None:
         if self._thread.state == "loading":

@@ -18,7 +18,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from engine.cache_miss import CacheMiss
 from engine.config import BoundaryKind, Pooling, SnapshotKind
+from engine.timeline import RowTimeline
 
 
 class OrchardError(Exception):
@@ -328,6 +330,8 @@ class EngineRequest:
     not used: the mean needs the hidden states of all tokens."""
     http_request_id: str = ""
     """X-Request-ID of the HTTP request, for the log; '' without one."""
+    spent_s: float = 0.0
+    """Seconds from the arrival of the HTTP request until it was sent to the engine."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -389,6 +393,8 @@ class TokenChunk:
     embedding: bytes | None = None
     """Pooled hidden state of a request with `pooling`: little-endian float32 [hidden] of norm 1. Set together with the
     finish reason."""
+    timeline: RowTimeline | None = None
+    """Set with the finish reason, except on an error that the device thread did not send."""
 
     @property
     def is_heartbeat(self) -> bool:
@@ -447,33 +453,6 @@ class CacheEntryStatus:
     where: Literal["memory", "disk", "both"]  # Where its arrays are.
     age_s: float  # Seconds since it was taken.
     idle_s: float  # Seconds since its last use.
-
-
-CacheMissReason = Literal["cold", "evicted", "cleared", "tenant", "image", "tools", "template_kwargs", "text"]
-
-
-@dataclass(frozen=True)
-class CacheMiss:
-    """Why a prompt got fewer cached tokens than it could have."""
-
-    request_id: str
-    """Id of the request."""
-    reason: CacheMissReason
-    """The difference after num_common tokens; `cold` if there is no similar snapshot."""
-    num_prompt_tokens: int
-    """Tokens of the prompt."""
-    num_cached: int = 0
-    """Cached tokens that it got."""
-    num_common: int = 0
-    """Tokens that it shares with the snapshot."""
-    boundary: SnapshotKind | None = None
-    """Kind of the snapshot that would have served more; None without one."""
-    boundary_tokens: int = 0
-    """Tokens of that snapshot."""
-    prompt_token_ids: tuple[int, ...] = ()
-    """For reason `text`: the prompt's next few tokens after num_common."""
-    stored_token_ids: tuple[int, ...] = ()
-    """For reason `text`: the snapshot's next few tokens after num_common."""
 
 
 @dataclass(kw_only=True)

@@ -31,6 +31,7 @@ class Watchdog:
         shortage: Why new requests must be rejected for now: the machine is short of memory. None if it is not.
         ignores_memory: Whether memory is no longer watched, because new requests are rejected anyway.
         is_hung: Whether the engine has failed because its device hangs.
+        num_late: Pieces of work that took much longer than predicted.
     """
 
     def __init__(self, config: EngineConfig, thread: AsyncDeviceThread[EngineCore]):
@@ -43,6 +44,12 @@ class Watchdog:
         self._task: asyncio.Task[None] | None = None
         self.shortage: str | None = None
         self.ignores_memory = self.is_hung = False
+        self.num_late = 0
+
+    @property
+    def available_bytes(self) -> int:
+        """Memory of the machine that processes can still take."""
+        return self._host_memory.available()
 
     def start(self) -> None:
         """Begin to watch, until the engine ends or `stop` is called."""
@@ -63,6 +70,7 @@ class Watchdog:
         so_far = f"{work.name} has been running for {age_s:.1f} s{predicted}"
         if work.is_late(age_s) and work is not self._late:
             self._late = work
+            self.num_late += 1
             log.warning(so_far, extra=named(work.rows))
         return f"{so_far}; the limit is {limit_s:g} s" if age_s > limit_s else None
 

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 from deployments.protocol import EngineAnswer, SilentEngine
-from engine.protocol import CacheCleared, CacheMiss, CacheMissReason, CacheStatus
+from engine.cache_miss import CacheMissReason
+from engine.protocol import CacheCleared, CacheMiss, CacheStatus
 
 Spell = Callable[[int], bytes]
 """Token id to its bytes."""

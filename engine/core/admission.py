@@ -10,6 +10,7 @@ from engine.core.prefill_scheduler import PrefillScheduler
 from engine.core.request import Request
 from engine.core.request_queue import USUAL_ANSWER, QueueEntry, RequestQueue
 from engine.core.scheduler_context import SchedulerContext
+from engine.timeline import Obstacle
 
 SHORT_PART = 0.4
 """A queued prompt is admitted beside busy prefills if it takes at most this share of the shortest one's remaining
@@ -86,6 +87,7 @@ class Admission:
             return self._queue.first()
         order, policy = self._queue.order()[:MAX_SHORT], self._config.scheduler.policy
         in_progress = self._prefills.in_progress
+        _note_obstacle(order[0], "prompts")
         if policy == "priority" and all(order[0].is_before(prefill.entry) for prefill in in_progress):
             return order[0]
         limit_s = SHORT_PART * min(map(self._prefills.remaining_s, in_progress))
@@ -104,6 +106,7 @@ class Admission:
         """
         rows, budget = entry.rows, self._budget
         if len(rows) > self._num_free_rows:
+            _note_obstacle(entry, "rows")
             return False
         growth = entry.growth_tokens = self._growth_tokens(self._prompt_s(entry, 0.0), rows[0].num_tokens)
         if budget.shortfall_bytes(rows, growth_tokens=growth) or budget.group_shortfall_bytes(rows, growth):
@@ -116,6 +119,7 @@ class Admission:
         if may_evict and self._evictable.evict(missing) and not budget.reserve(rows, growth):
             return True
         self._prefixes.cancel(rows)
+        _note_obstacle(entry, "memory")
         return False
 
     def choose_victims(self, head: QueueEntry) -> tuple[QueueEntry, Sequence[Victim]]:
@@ -269,6 +273,11 @@ class Admission:
         if token_s is None:
             return float("inf")
         return self._prompt_s(entry, 0.0) + token_s * _num_tokens_left(row)
+
+
+def _note_obstacle(entry: QueueEntry, obstacle: Obstacle) -> None:
+    for row in entry.rows:
+        row.record.blocked(obstacle)
 
 
 def _num_tokens_left(row: Request) -> int:

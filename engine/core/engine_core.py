@@ -115,15 +115,18 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add_request(self, spec: EngineRequest, matchers: Sequence[Matcher] = ()) -> None:
+    def add_request(
+        self, spec: EngineRequest, matchers: Sequence[Matcher] = (), arrived_s: float | None = None
+    ) -> None:
         """Queue a request.
 
         Args:
             spec: The request.
             matchers: One grammar matcher per choice; empty without a grammar.
+            arrived_s: When it arrived, on the engine's clock; None for now.
         """
         each = matchers or [None] * spec.num_choices
-        self.scheduler.add([Request(spec, index, matcher) for index, matcher in enumerate(each)])
+        self.scheduler.add([Request(spec, index, matcher) for index, matcher in enumerate(each)], arrived_s)
 
     def abort(self, request_id: str) -> None:
         """Abort all choices of a request. Unknown ids are ignored."""
@@ -131,6 +134,7 @@ class EngineCore:
 
     def step(self) -> None:
         """Decode once for all rows, then prefill chunks of prompts. Tokens are published as soon as they are known."""
+        num_before = self.stats.num_prompt_tokens + self.stats.num_output_tokens
         self._release(self.scheduler.take_released())  # before their memory is reserved for others
         drafts = self._speculation.choose(self.scheduler.num_decoding)
         work = self.scheduler.schedule(drafts)
@@ -144,6 +148,8 @@ class EngineCore:
             self._prefill(rows, in_flight_s)
             in_flight_s = 0.0
         self.stats.num_steps += 1
+        if num_tokens := self.stats.num_prompt_tokens + self.stats.num_output_tokens - num_before:
+            self.scheduler.figures.step_tokens.observe(num_tokens)
         self._read_figures()
 
     def close(self) -> None:
@@ -210,8 +216,8 @@ class EngineCore:
         for row in released.completed:
             self.prefix.snapshots.keep_answer(row)
             self._decoded_s = None  # the snapshot must not count as decode time
-        if released.failed:
-            self._publish(released.failed)
+        if ended := released.failed | released.aborted:
+            self._publish(ended)
         for row in released.finished:
             self.budget.release(row.id)
         if rows := released.rows:
@@ -353,6 +359,7 @@ class EngineCore:
             return False
         device_s = self._device_s(chunk_began_s, in_flight_s)
         prompts = [rows if chunk.row is rows[0] else [chunk.row] for chunk in chunks]
+        self.scheduler.prefills.note(prompts, chunks, self._clock() - began_s)
         published = Chunks()
         for prompt, output in zip(prompts, outputs, strict=True):
             published |= self.scheduler.update_prefill(prompt, output)

@@ -48,12 +48,14 @@ class PrefillScheduler:
         in_progress: The prompts in progress.
         step: What prefill may still use in the current step.
         drafts: The drafts that each decoding row verifies in the current step.
+        total_s: Seconds that the engine has spent on prompts.
     """
 
     def __init__(self, context: SchedulerContext, running: Mapping[str, Request]):
         self.in_progress = PrefillsInProgress()
         self.step = StepBudget()
         self.drafts = PLAIN
+        self.total_s = 0.0
         self._config = context.config
         self._costs = context.costs
         self._memory = ChunkMemory(context.budget)
@@ -144,6 +146,19 @@ class PrefillScheduler:
             return 0
         return min(max(num_blocks, 1), image.num_blocks)
 
+    def note(self, prompts: Sequence[Sequence[Request]], chunks: Sequence[PromptChunk], seconds: float) -> None:
+        """Note a forward in the timelines of its rows, before they take its output.
+
+        Args:
+            prompts: The rows that share each prompt.
+            chunks: The chunk of each prompt.
+            seconds: Wall time of the forward; in a forward of several prompts each gets the same share.
+        """
+        self.total_s += seconds
+        for rows, chunk in zip(prompts, chunks, strict=True):
+            for row in rows:
+                row.record.computed(chunk.num_tokens, seconds / len(chunks))
+
     def record(self, chunks: Sequence[PromptChunk], seconds: float, device_s: float) -> None:
         """Account for chunks that one forward has computed; each ended at its row's num_prefilled.
 
@@ -167,6 +182,9 @@ class PrefillScheduler:
         """Account for a piece of an image of this prompt. seconds, device_s: see `record`."""
         prefill = self.in_progress.of(rows[0])
         prefill.encoded_s += device_s
+        self.total_s += seconds
+        for row in rows:
+            row.record.encoded(image.num_patches, seconds, is_new=image.num_blocks == image.depth)
         self.step.use(0, seconds)
         self._order.record(prefill, seconds)
         self._costs.record_image(image.num_patches, num_blocks / image.depth, device_s)

@@ -9,7 +9,9 @@ import numpy as np
 
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.spec_prefill.plan import num_contiguous
+from engine.core.timeline_recorder import TimelineRecorder
 from engine.protocol import EngineRequest, FinishReason, SamplingParams, choice_seed
+from engine.timeline import RowTimeline
 
 
 class RequestState(Enum):
@@ -76,6 +78,10 @@ class Request:
     """Key of prompt_token_ids, once the prefix cache has been asked about them."""
     cached_hint: tuple[tuple[int, ...], int] | None = None
     """Version of the prefix cache at the last lookup, and how many tokens were cached then."""
+    record: TimelineRecorder = field(default_factory=lambda: TimelineRecorder(0.0))
+    """Its phases so far; the scheduler begins it."""
+    timeline: RowTimeline | None = None
+    """Its phases once it has ended."""
     sampling: SamplingParams = field(init=False)
     """Sampling parameters of the request, with this choice's own seed."""
 
@@ -124,6 +130,25 @@ class Request:
         if self.spec.sparse is None:
             return len(self.spec.token_ids)
         return num_contiguous(self.spec.sparse.positions)
+
+    def end_timeline(self, now: float, reason: FinishReason) -> RowTimeline:
+        """Set `timeline`, and return it."""
+        phases, seconds = self.record.end(now)
+        self.timeline = RowTimeline(
+            index=self.index,
+            phases=phases,
+            seconds=seconds,
+            first_token_s=self.record.first_token_s,
+            last_token_s=self.record.last_token_s,
+            num_prompt_tokens=len(self.spec.token_ids),
+            num_cached=self.num_cached,
+            num_skipped=self.num_skipped,
+            num_tokens=len(self.output_token_ids),
+            finish_reason=reason.value,
+            num_preemptions=self.record.num_preemptions,
+            spent_s=self.spec.spent_s,
+        )
+        return self.timeline
 
     def append(self, token_id: int) -> FinishReason | None:
         """Append one sampled token and return the finish reason, if any.

@@ -10,12 +10,15 @@ from engine.core.memory.victims import Preemption, Victim
 from engine.core.prefill import Prefill
 from engine.core.prefill_scheduler import PrefillScheduler
 from engine.core.request import Request, RequestState
+from engine.core.request_figures import RequestFigures
 from engine.core.request_queue import QueueEntry, RequestQueue
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import Chunks, PreemptedRows, ReleasedRows, SchedulerOutput
 from engine.core.stats import Stats
+from engine.core.timeline_recorder import Crowd, TimelineRecorder
 from engine.core.virtual_token_counter import VirtualTokenCounter
 from engine.protocol import FinishReason, QueuedRequest, TokenChunk
+from engine.timeline import PreemptionReason
 
 MAX_SHOWN = 32
 """How many queued requests the status page lists."""
@@ -33,6 +36,7 @@ class Scheduler:
     Attributes:
         budget: The memory budget.
         prefills: The prompts in progress; chooses which of them advance in a step.
+        figures: Histograms and counters over the rows that have ended.
     """
 
     def __init__(self, context: SchedulerContext, stats: Stats):
@@ -41,6 +45,7 @@ class Scheduler:
         self._evictable = context.evictable
         self.budget = context.budget
         self._stats = stats
+        self.figures = RequestFigures()
         self._shares = VirtualTokenCounter()
         self._queue = RequestQueue(context.config.scheduler, self._shares, context.clock)
         self._rows: dict[str, list[Request]] = {}  # request id -> its unfinished rows
@@ -95,10 +100,18 @@ class Scheduler:
         """Predict the queueing time of a request that arrives now; None if unknown."""
         return self._queue.expected_wait_s(len(self._queue) + 1) if self._queue else 0.0
 
-    def add(self, rows: Sequence[Request]) -> None:
-        """Queue a request, given as one row per choice, at most `max_running` of them."""
+    def add(self, rows: Sequence[Request], arrived_s: float | None = None) -> None:
+        """Queue a request.
+
+        Args:
+            rows: One row per choice, at most `max_running`.
+            arrived_s: When the request arrived, on the scheduler's clock; None for now.
+        """
         assert 1 <= len(rows) <= self._config.max_running
-        spec = rows[0].spec
+        spec, now, crowd = rows[0].spec, self._clock(), self._crowd()
+        for row in rows:
+            row.record = TimelineRecorder(now if arrived_s is None else arrived_s, row.matcher is not None)
+            row.record.queued(now, crowd)
         self._rows[spec.request_id] = list(rows)
         self._shares.opened(spec.client, len(rows))
         self._queue.push(rows)
@@ -107,9 +120,10 @@ class Scheduler:
         """Remove all rows of a request, in whatever state they are. Unknown ids are ignored."""
         for row in list(self._rows.get(request_id, ())):
             self._stats.num_aborted += 1
-            self._remove(row)
+            self._remove(row, FinishReason.ABORT)
+            self._released.aborted[row.id] = TokenChunk((), FinishReason.ABORT, index=row.index, timeline=row.timeline)
 
-    def preempt(self, victim: Victim) -> None:
+    def preempt(self, victim: Victim, reason: PreemptionReason) -> None:
         """Preempt a decoding row or a prompt in progress: requeue its rows at the head of their priority class.
 
         Their state is snapshotted where possible. Once they are admitted again, only tokens of prompt and answer
@@ -125,7 +139,9 @@ class Scheduler:
             rows, arrived_s, released = [victim], None, PreemptedRows([victim], None)
         self._released.preempted.append(released)
         self._stats.num_preempted += len(rows)
+        now, crowd = self._clock(), self._crowd()
         for row in rows:
+            row.record.queued(now, crowd, reason)
             num_computed = row.num_tokens if released.num_prefilled is None else row.num_prefilled
             row.num_charged = max(row.num_charged, num_computed)
             self._remove_running(row)
@@ -164,13 +180,17 @@ class Scheduler:
     def update_decode(self, outputs: Mapping[str, RowOutput]) -> Chunks:
         """Give the rows their new tokens. Outputs of rows that are no longer running are discarded."""
         self._stats.max_rows_in_a_step = max(self._stats.max_rows_in_a_step, len(outputs))
+        now = self._clock()
         return {
-            row_id: self._take(row, outputs[row_id]) for row_id, row in list(self._running.items()) if row_id in outputs
+            row_id: self._take(row, outputs[row_id], now)
+            for row_id, row in list(self._running.items())
+            if row_id in outputs
         }
 
     def update_preempted(self, outputs: Mapping[str, RowOutput], rows: Sequence[Request]) -> Chunks:
         """Give preempted rows the tokens of the step in flight; some rows may finish with them."""
-        chunks = {row.id: self._take(row, outputs[row.id]) for row in rows if row.id in outputs}
+        now = self._clock()
+        chunks = {row.id: self._take(row, outputs[row.id], now) for row in rows if row.id in outputs}
         for row in rows:  # generated tokens are charged as output, not again as prompt
             row.num_charged = max(row.num_charged, row.num_tokens)
         return chunks
@@ -186,13 +206,17 @@ class Scheduler:
             return {}
         assert all(row.num_prefilled == row.num_tokens for row in rows)
         first = [output.first[row.id] for row in rows]
-        self._join(rows)
-        return {row.id: self._take(row, token) for row, token in zip(rows, first, strict=True)}
+        now = self._clock()
+        if not rows[0].output_token_ids:
+            self.figures.prompt_done(rows[0])
+        self._join(rows, now)
+        return {row.id: self._take(row, token, now, is_step=False) for row, token in zip(rows, first, strict=True)}
 
-    def _join(self, rows: Sequence[Request]) -> None:
+    def _join(self, rows: Sequence[Request], now: float) -> None:
         self.budget.release_prefill(rows[0])
-        keeps_place, now = self.prefills.in_progress.complete(rows[0]).is_protected, self._clock()
+        keeps_place = self.prefills.in_progress.complete(rows[0]).is_protected
         for row in rows:
+            row.record.joined(now, self.prefills.total_s)
             if row.num_skipped and not row.output_token_ids:
                 self._stats.num_sparse += 1
                 self._stats.num_skipped_tokens += row.num_skipped
@@ -217,8 +241,8 @@ class Scheduler:
             )
             for row in list(entry.rows):
                 self._stats.num_expired += 1
-                self._remove(row)
-                chunk = TokenChunk((), FinishReason.EXPIRED, error, row.index)
+                self._remove(row, FinishReason.EXPIRED)
+                chunk = TokenChunk((), FinishReason.EXPIRED, error, row.index, timeline=row.timeline)
                 retry_after_s = self.expected_wait_s() or retry_after.STEP_FAILED_S
                 self._released.failed[row.id] = replace(chunk, retry_after_s=retry_after_s)
 
@@ -240,7 +264,7 @@ class Scheduler:
                     keeps &= not isinstance(victim, Prefill)
                     if isinstance(victim, Request):
                         victim.num_growth_preemptions += 1
-                    self.preempt(victim)
+                    self.preempt(victim, "growth")
         return keeps
 
     def _extend_row(self, row: Request) -> bool:
@@ -277,7 +301,7 @@ class Scheduler:
         """Return a request with reserved memory when the head does not fit: after preemption, or one that backfills."""
         entry, victims = self._admission.choose_victims(head)
         for victim in victims:
-            self.preempt(victim)
+            self.preempt(victim, "priority" if self._config.scheduler.policy == "priority" else "fairness")
         if victims and self._admission.reserve(entry, may_wait=False):
             return entry
         return None if victims else self._admission.choose_backfill(head)
@@ -286,18 +310,24 @@ class Scheduler:
         """Admit a request whose memory is reserved, and begin its prefill."""
         self._queue.remove_admitted(entry)
         entry.is_protected |= self._queue.waited_s(entry) >= self._config.scheduler.ageing_s
+        now = self._clock()
         for row in entry.rows:
             row.state = RequestState.PREFILL
+            row.record.admitted(now)
         self.prefills.add(entry)
 
-    def _take(self, row: Request, output: RowOutput) -> TokenChunk:
-        """Apply a step's output to its row and return the chunk to publish."""
+    def _take(self, row: Request, output: RowOutput, now: float, is_step: bool = True) -> TokenChunk:
+        """Apply the output of a decode step, or of a prefill, to its row; return the chunk to publish at `now`."""
         if output.error is not None:
             return self._fail([row], output.error)[row.id]
         if row.spec.pooling is not None:
             return self._finish_embedding(row, output)
         new, reason = _appended(row, output.token_ids)
         num_accepted = min(output.num_accepted, len(new))
+        if is_step:
+            row.record.stepped(len(new), output.num_drafted, num_accepted, self.prefills.total_s)
+        if new and (before_s := row.record.token(now)) is not None:
+            self.figures.between_tokens_s.observe(now - before_s)
         self._stats.num_output_tokens += len(new)
         self._shares.charge(row.spec.client, num_output_tokens=len(new))
         self._stats.num_drafted += output.num_drafted
@@ -306,7 +336,7 @@ class Scheduler:
         if reason is not None:
             self._stats.num_failed += error is not None
             self._stats.num_finished += error is None
-            self._remove(row)
+            self._remove(row, reason)
             if error is None:
                 self._released.completed.append(row)
         return TokenChunk(
@@ -319,26 +349,41 @@ class Scheduler:
             num_accepted=num_accepted,
             num_cached=row.num_cached,
             num_skipped=row.num_skipped,
+            timeline=row.timeline,
         )
 
     def _finish_embedding(self, row: Request, output: RowOutput) -> TokenChunk:
         if output.embedding is None:
             return self._fail([row], "the hidden states contain NaN or inf")[row.id]
         self._stats.num_finished += 1
-        self._remove(row)
-        return TokenChunk((), FinishReason.STOP, index=row.index, embedding=output.embedding)
+        self._remove(row, FinishReason.STOP)
+        return TokenChunk((), FinishReason.STOP, index=row.index, embedding=output.embedding, timeline=row.timeline)
 
     def _fail(self, rows: list[Request], error: str, retry_after_s: float | None = None) -> Chunks:
         self._stats.num_failed += len(rows)
         for row in rows:
-            self._remove(row)
-        chunk = TokenChunk((), FinishReason.ERROR, error, retry_after_s=retry_after_s)
+            self._remove(row, FinishReason.ERROR)
         return {
-            row.id: replace(chunk, index=row.index, num_cached=row.num_cached, num_skipped=row.num_skipped)
+            row.id: TokenChunk(
+                (),
+                FinishReason.ERROR,
+                error,
+                row.index,
+                num_cached=row.num_cached,
+                num_skipped=row.num_skipped,
+                retry_after_s=retry_after_s,
+                timeline=row.timeline,
+            )
             for row in rows
         }
 
-    def _remove(self, row: Request) -> None:
+    def _crowd(self) -> Crowd:
+        prompts = self.prefills.in_progress
+        num_tokens = sum(prefill.end - prefill.start for prefill in prompts)
+        return Crowd(len(self._queue), len(self._running), num_tokens, self.expected_wait_s())
+
+    def _remove(self, row: Request, reason: FinishReason) -> None:
+        self.figures.ended(row, row.end_timeline(self._clock(), reason))
         if row.state is RequestState.WAITING:
             self._queue.remove(row)
         else:

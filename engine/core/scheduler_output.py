@@ -35,6 +35,8 @@ class ReleasedRows:
     """Rows with complete answers, snapshotted while the runner has them."""
     failed: Chunks = field(default_factory=dict)
     """Final chunks of rows that expired in the queue or ran out of memory."""
+    aborted: Chunks = field(default_factory=dict)
+    """Final chunks of aborted rows."""
     finished: list[Request] = field(default_factory=list)
     """Rows that the runner has and that will get no more tokens; their memory is reserved until they are dropped."""
 

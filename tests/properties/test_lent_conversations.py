@@ -80,7 +80,7 @@ class Conversations:
             if rng.random() < 0.01 and self.open:
                 core.abort(rng.choice(list(self.open)))
             if rng.random() < 0.03 and (running := list(core.scheduler._running.values())):
-                core.scheduler.preempt(rng.choice(running))
+                core.scheduler.preempt(rng.choice(running), "growth")
             if rng.random() < 0.005:
                 core.free_evictable()
             self.go_on()

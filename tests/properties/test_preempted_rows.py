@@ -35,7 +35,7 @@ def preempt_after(driver: Driver, num_steps: int) -> int:
         driver.core.step()
     before = stats.num_prompt_tokens
     if "row/0" in scheduler._running:  # else it has ended
-        scheduler.preempt(scheduler._running["row/0"])
+        scheduler.preempt(scheduler._running["row/0"], "growth")
     driver.run({0: []})
     assert driver.core.prefix.cache.integrity_error() is None
     return stats.num_prompt_tokens - before
@@ -77,7 +77,7 @@ def test_a_preempted_row_whose_state_cannot_be_saved_is_recomputed(broken):
         driver.core.add_request(request)
     while driver.core.scheduler.num_decoding < 3:
         driver.core.step()
-    driver.core.scheduler.preempt(driver.core.scheduler._running["row/0"])
+    driver.core.scheduler.preempt(driver.core.scheduler._running["row/0"], "growth")
     runner.broken = {broken}
     driver.core.step()
     runner.broken = set()
@@ -97,7 +97,7 @@ def test_a_preempted_prompt_continues_behind_its_last_chunk(runner):
     scheduler = driver.core.scheduler
     (prefill,) = scheduler.prefills.in_progress
     assert 0 < prefill.start < prefill.end
-    scheduler.preempt(prefill)
+    scheduler.preempt(prefill, "growth")
     assert driver.run({0: []}) == cold
     assert driver.core.stats.num_prompt_tokens == 200 and driver.core.stats.num_preempted == 1
     assert driver.core.prefix.cache.integrity_error() is None

@@ -206,7 +206,7 @@ def carry_out(
             return driver
         for when, place in traffic.preemptions:
             if when == step and (running := list(driver.core.scheduler._running.values())):
-                driver.core.scheduler.preempt(running[place % len(running)])
+                driver.core.scheduler.preempt(running[place % len(running)], "growth")
         with faults() if step in traffic.failures else nullcontext():
             driver.core.step()
         status = driver.core.prefix.status()

@@ -46,6 +46,9 @@ class Driver:
             request_id, _, index = row_id.rpartition("/")
             assert chunk.index == int(index)
             name = row_id if chunk.index else request_id
+            if chunk.finish_reason is FinishReason.ABORT:  # the caller's own wish
+                assert chunk.timeline is not None and not chunk.token_ids
+                continue
             assert name not in self.finish, "nothing comes after the last chunk"
             assert chunk.token_ids or chunk.finish_reason, "no chunk is empty"
             self.chunks[name].append(chunk)

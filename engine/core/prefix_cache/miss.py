@@ -4,10 +4,11 @@ from itertools import islice
 
 import numpy as np
 
+from engine.cache_miss import CacheMiss, CacheMissReason
 from engine.core.prefix_cache.cache import PrefixCache
 from engine.core.prefix_cache.node import CacheEntry
 from engine.core.prefix_cache.prompt_key import PromptKey
-from engine.protocol import CacheMiss, CacheMissReason, PromptOrigin
+from engine.protocol import PromptOrigin
 
 MAX_COMPARED = 256
 """How many of the most recently used entries are compared, so that explaining a miss stays cheap."""

@@ -31,7 +31,7 @@ from engine.core.prefix_cache.snapshot_taker import SnapshotTaker
 from engine.core.prefix_cache.status import cache_status
 from engine.core.request import Request
 from engine.core.stats import Stats
-from engine.protocol import Boundary, CacheCleared, CacheStatus
+from engine.protocol import Boundary, CacheCleared, CacheMiss, CacheStatus
 from engine.snapshot_store.files import SnapshotFiles
 
 log = logging.getLogger("orchard.engine")
@@ -71,6 +71,7 @@ class PrefixCacheSessions:
         self._config = config
         self._runner = runner
         self._stats = stats
+        self._prompt_s = costs.prompt_s
         self._clock = clock
         self._sessions: dict[str, PrefixCacheSession] = {}  # by the id of the first row
         self._next_check_s = 0.0
@@ -117,8 +118,12 @@ class PrefixCacheSessions:
         num_cached = row.num_prefilled
         if not num_cached:
             self._loans.break_promise(row.id)
+        miss = None
         if not row.output_token_ids:  # a preempted row was recorded before
-            self._record(rows, session.key, num_cached)
+            miss = self._record(rows, session.key, num_cached)
+        saved_s = self._prompt_s(0, num_cached) if num_cached else 0.0
+        for one in rows:
+            one.record.restored(num_cached, saved_s, miss)
         session.todo = self._boundaries(row, session.key, num_cached)
         return True
 
@@ -171,7 +176,11 @@ class PrefixCacheSessions:
 
     def status(self) -> CacheStatus:
         """Return the status of the prefix cache and its disk tier."""
-        return cache_status(self.memory, self.off_reason, self._disk.status() if self._disk is not None else None)
+        return cache_status(self.memory, self.off_reason, self.disk_status())
+
+    def disk_status(self) -> dict[str, int] | None:
+        """Return the figures of the disk tier; None without one."""
+        return self._disk.status() if self._disk is not None else None
 
     def close(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for pending writes, then release all snapshots on the device thread."""
@@ -198,23 +207,25 @@ class PrefixCacheSessions:
         else:
             self.cache.forget(entry)
 
-    def _record(self, rows: Sequence[Request], key: PromptKey, num_cached: int) -> None:
+    def _record(self, rows: Sequence[Request], key: PromptKey, num_cached: int) -> CacheMiss | None:
+        """Count a hit or a miss. Returns why the prompt got fewer cached tokens than it could have."""
         spec, counters = rows[0].spec, self.cache.counters
         for row in rows:
             row.num_cached = num_cached
         if spec.sparse is not None and not num_cached and not spec.sparse.num_dense:
-            return  # nothing could have been cached
+            return None  # nothing could have been cached
         self._stats.num_cached_tokens += num_cached
         counters.num_cached_tokens += num_cached
         counters.num_hits += num_cached > 0
         counters.num_misses += num_cached == 0
         if spec.sparse is not None and num_cached >= spec.sparse.num_dense:
-            return  # as much as its plan allows
+            return None  # as much as its plan allows
         miss = explain(self.cache, spec.request_id, key, spec.origin, num_cached, self._config.min_tokens)
         if miss is not None:
             self.cache.recent_misses.appendleft(miss)
             if not num_cached:
                 counters.misses[miss.reason] = counters.misses.get(miss.reason, 0) + 1
+        return miss
 
     def _boundaries(self, row: Request, key: PromptKey, start: int) -> list[Boundary]:
         """Return where to take snapshots: at boundaries of configured kinds before the first skipped token."""

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from deployments.http.cache import MAX_QUOTED_CHARS, cache_body, cleared_body, explanation
 from deployments.protocol import EngineAnswer, SilentEngine
+from engine.cache_miss import CacheMissReason
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import CacheCleared, CacheEntryStatus, CacheMiss, CacheMissReason, CacheStatus
+from engine.protocol import CacheCleared, CacheEntryStatus, CacheMiss, CacheStatus
 
 TOKENIZER = ChatTokenizer(DEMO_MODEL)
 SPELL = TOKENIZER.token_bytes

@@ -348,7 +348,7 @@ def test_a_client_is_not_charged_again_for_recomputing_a_preempted_row():
     scheduler = scheduler_of()
     [row] = start(scheduler, replace(spec("row", 100), client="c"))
     paid = scheduler._shares.served("c")
-    scheduler.preempt(row)
+    scheduler.preempt(row, "growth")
     assert list(step_of(scheduler).prefill) == [row]
     finish_prefill(scheduler, [row])
     assert scheduler._shares.served("c") == paid + 2, "for the one new token"

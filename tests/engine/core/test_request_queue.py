@@ -44,7 +44,7 @@ def test_a_preempted_row_goes_first_only_after_it_has_waited_long():
     [row] = start(scheduler, of("greedy", "begun"))
     start(scheduler, of("modest", "other"))
     scheduler.update_decode({row.id: out(*range(3, 13))})
-    scheduler.preempt(row)
+    scheduler.preempt(row, "growth")
     scheduler.add(rows_of(of("modest", "new")))
     assert [one.request_id for one in scheduler.queue()] == ["new", "begun"]
     clock.advance(6)
@@ -147,7 +147,7 @@ def test_a_request_that_has_not_started_expires_after_the_queue_timeout():
         assert chunk.error == "waited 10 s in the queue; the limit is 10 s (queue_timeout_s)"
     scheduler.abort("wide")
     assert scheduler._stats.num_aborted == 0
-    scheduler.preempt(row)
+    scheduler.preempt(row, "growth")
     clock.advance(1000)
     assert set(step_of(scheduler).failed) == {"late/0", "late/1"}, "who has begun to answer may wait for ever"
 

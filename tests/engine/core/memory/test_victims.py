@@ -149,7 +149,7 @@ def test_a_preempted_row_waits_at_the_head_of_its_priority():
     for name, priority in {"older equal": 5, "better": 4}.items():
         scheduler.add(rows_of(spec(name, priority=priority)))
     clock.advance(1)
-    scheduler.preempt(row)
+    scheduler.preempt(row, "growth")
     assert row.state is RequestState.WAITING and row.num_prefilled == 0
     order = [waiting.request_id for waiting in scheduler.queue()]
     assert order == ["better", "a", "older equal"]
@@ -159,7 +159,7 @@ def test_tokens_of_a_preempted_row_from_the_step_before_are_ignored():
     scheduler = scheduler_of(max_running=2)
     [row] = start(scheduler, spec("a"))
     start(scheduler, spec("b"))
-    scheduler.preempt(row)
+    scheduler.preempt(row, "growth")
     assert set(scheduler.update_decode({"a/0": out(9), "b/0": out(9)})) == {"b/0"}
     assert row.output_token_ids == [7]
     work = step_of(scheduler)

@@ -580,7 +580,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once():
 
 def test_a_preempted_row_returns_its_kv_segments_and_continues_from_them(engine):
     engine.start(LONG)
-    engine.core.scheduler.preempt(engine.runner.rows["b/0"])
+    engine.core.scheduler.preempt(engine.runner.rows["b/0"], "growth")
     num_before = engine.core.stats.num_prompt_tokens
     engine.finish_all()
     assert engine.tokens["b"] == answer(LONG) and engine.stored() == [TURN, 402]
@@ -604,7 +604,7 @@ def test_a_preempted_row_that_is_not_readmitted_in_that_step_returns_its_kv_segm
 def test_a_preempted_row_whose_keys_and_values_are_cached_recomputes_only_its_answer():
     engine = Engine(cache={"answers": False})
     engine.start(one := request("a", tokens(1, 300)))
-    engine.core.scheduler.preempt(engine.runner.rows["a/0"])
+    engine.core.scheduler.preempt(engine.runner.rows["a/0"], "growth")
     num_before = engine.core.stats.num_prompt_tokens
     engine.finish_all()
     assert engine.core.stats.num_prompt_tokens - num_before <= 2 + 40
@@ -771,7 +771,7 @@ class Traffic:
         if rng.random() < 0.01:
             engine.core.free_evictable()
         if rng.random() < 0.03 and (running := list(engine.core.scheduler._running.values())):
-            engine.core.scheduler.preempt(rng.choice(running))
+            engine.core.scheduler.preempt(rng.choice(running), "growth")
         if self.is_faulty and rng.random() < 0.06:
             kind = rng.choice(["fill", "restore", "prefill", "decode", "drop", "snapshot", "snapshot_row", "lacking"])
             if kind == "lacking":

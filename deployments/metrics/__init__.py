@@ -1,0 +1,1 @@
+"""The metrics of a node: what they are called and mean, and how they are read and shown."""

@@ -1,0 +1,32 @@
+"""Metric: one figure with its name, unit and meaning, and how it is read from the figures of a node."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from deployments.metrics.node_figures import NodeFigures
+from engine.histogram import Histogram
+
+Kind = Literal["counter", "gauge", "histogram"]
+Unit = Literal["", "bytes", "ratio", "seconds", "tokens"]
+
+Sample = tuple[tuple[str, ...], float | Histogram]
+"""The values of the labels, and the value; a Histogram of a metric of that kind."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One figure.
+
+    A counter's name ends without `_total`, which the text format adds. All metrics also have the label `model_name`.
+    """
+
+    name: str
+    """With its prefix: `vllm:` for a name of vLLM with the same meaning, `orchard:` for others."""
+    kind: Kind
+    unit: Unit
+    help: str
+    """What it means, in one sentence."""
+    read: Callable[[NodeFigures], Iterable[Sample]]
+    labels: tuple[str, ...] = ()
+    """Their values are bounded: never a prompt, an id or an address."""

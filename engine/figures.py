@@ -1,0 +1,25 @@
+"""The figures of one engine for metrics."""
+
+from dataclasses import dataclass, field
+
+from engine.core.request_figures import RequestFigures
+from engine.protocol import CacheCounters, EngineStatus
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFigures:
+    """What an engine has done since its start, and its state now."""
+
+    status: EngineStatus
+    requests: RequestFigures = field(default_factory=RequestFigures)
+    cache: CacheCounters = field(default_factory=CacheCounters)
+    disk: dict[str, int] | None = None
+    """Figures of the disk tier, None without one."""
+    num_snapshots: int = 0
+    """Snapshots of the prefix cache, in memory or on disk."""
+    num_late: int = 0
+    """Pieces of work that took much longer than predicted."""
+    available_bytes: int = 0
+    """Memory of the machine that processes can still take."""
+    total_bytes: int = 0
+    """Memory of the machine."""

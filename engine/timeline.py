@@ -1,0 +1,118 @@
+"""Where the seconds of a choice went in the engine: phases that follow one another without gaps."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.cache_miss import CacheMiss
+
+PreemptionReason = Literal["growth", "priority", "fairness"]
+"""`growth`: a row outgrew its reservation. `priority`: a more urgent request. `fairness`: a client below its share."""
+
+Obstacle = Literal["rows", "memory", "prompts"]
+"""`rows`: max_running rows run. `memory`: no room beside them. `prompts`: prompts in progress fill the steps."""
+
+MAX_PHASES = 32
+
+
+@dataclass(kw_only=True, slots=True)
+class Compiling:
+    """From the arrival until the device thread has the request; its grammar is compiled meanwhile."""
+
+    seconds: float = 0.0
+    has_grammar: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class Queued:
+    """From the arrival in the queue, or from a preemption, until the admission."""
+
+    seconds: float = 0.0
+    num_ahead: int = 0
+    """Requests that were queued before."""
+    num_decoding: int = 0
+    """Rows that decoded when it was queued."""
+    num_prompt_tokens: int = 0
+    """Tokens that were left of the prompts in progress then."""
+    expected_s: float | None = None
+    """The wait that was predicted then, None if nothing was known."""
+    obstacle: Obstacle | None = None
+    """Why it was not admitted when that was last tried; None if it was admitted at once."""
+    preempted_by: PreemptionReason | None = None
+    """Why the row lost its place; None for the first time in the queue."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EncodedImage:
+    """The work on one image in the vision tower."""
+
+    num_patches: int
+    seconds: float
+
+
+@dataclass(kw_only=True, slots=True)
+class Prefilled:
+    """From the admission to the first token. Between its chunks rows decode and other prompts advance."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    """Computed tokens of the prompt; after a preemption, of the answer as well."""
+    num_cached: int = 0
+    """Tokens whose state came from the prefix cache."""
+    num_chunks: int = 0
+    chunks_s: float = 0.0
+    """Seconds of its chunks; of a forward with other prompts its share."""
+    images: list[EncodedImage] = field(default_factory=list)
+    """The images that were encoded; those of a cached prefix are not."""
+    miss: CacheMiss | None = None
+    """Why it got fewer cached tokens than it could have."""
+    saved_s: float = 0.0
+    """Predicted seconds of computing the cached tokens."""
+
+    @property
+    def others_s(self) -> float:
+        """Seconds in which the device worked for others, or restored the cached prefix."""
+        return max(0.0, self.seconds - self.chunks_s - sum(image.seconds for image in self.images))
+
+
+@dataclass(kw_only=True, slots=True)
+class Decoded:
+    """From the first token, or the first one after a preemption, to the last one or the next preemption."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    """Tokens of its steps: without the one that the prefill gave, and without a stop token."""
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    stalled_s: float = 0.0
+    """Seconds in which the device computed prompts of others between the steps."""
+
+
+Phase = Compiling | Queued | Prefilled | Decoded
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTimeline:
+    """The phases of one choice in the engine, from the arrival of its request to its last token."""
+
+    index: int
+    """Which choice, from 0."""
+    phases: tuple[Phase, ...]
+    """After many preemptions the first MAX_PHASES."""
+    seconds: float
+    """Sum of all phases, also of those beyond MAX_PHASES."""
+    first_token_s: float | None
+    """From the arrival to the first token; None without any."""
+    last_token_s: float | None
+    """From the arrival to the last token; None without any."""
+    num_prompt_tokens: int
+    num_cached: int
+    num_skipped: int
+    """Tokens that a sparse plan skipped."""
+    num_tokens: int
+    """Generated tokens, without a stop token."""
+    finish_reason: str
+    """A value of FinishReason."""
+    num_preemptions: int = 0
+    spent_s: float = 0.0
+    """Seconds before the engine, see EngineRequest."""
