@@ -197,6 +197,7 @@ class AsyncEngine:
             requests=core.scheduler.figures.snapshot(),
             cache=replace(cache.counters, misses=dict(cache.counters.misses)),
             disk=core.prefix.disk_status(),
+            num_decoding=core.scheduler.num_decoding,
             num_snapshots=len(cache.index),
             num_late=self._watchdog.num_late,
             available_bytes=available,

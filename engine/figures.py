@@ -15,6 +15,8 @@ class EngineFigures:
     cache: CacheCounters = field(default_factory=CacheCounters)
     disk: dict[str, int] | None = None
     """Figures of the disk tier, None without one."""
+    num_decoding: int = 0
+    """Rows of the decode batch."""
     num_snapshots: int = 0
     """Snapshots of the prefix cache, in memory or on disk."""
     num_late: int = 0

@@ -6,6 +6,7 @@ from typing import Literal
 
 from deployments.metrics.node_figures import NodeFigures
 from engine.histogram import Histogram
+from engine.timeline import RowTimeline
 
 Kind = Literal["counter", "gauge", "histogram"]
 Unit = Literal["", "bytes", "ratio", "seconds", "tokens"]
@@ -18,7 +19,8 @@ Sample = tuple[tuple[str, ...], float | Histogram]
 class Metric:
     """One figure.
 
-    A counter's name ends without `_total`, which the text format adds. All metrics also have the label `model_name`.
+    A counter's name ends without `_total`, which the text format adds. All metrics also have the labels of
+    `common_labels`.
     """
 
     name: str
@@ -30,3 +32,11 @@ class Metric:
     read: Callable[[NodeFigures], Iterable[Sample]]
     labels: tuple[str, ...] = ()
     """Their values are bounded: never a prompt, an id or an address."""
+    of_choice: Callable[[RowTimeline], float | None] | None = None
+    """The value that a choice which has ended adds to a histogram, None for no value; None if its timeline does not
+    tell."""
+
+    @property
+    def common_labels(self) -> tuple[str, ...]:
+        """Labels before `labels`: vLLM's metrics also have the number of the engine, here always 0."""
+        return ("model_name", "engine") if self.name.startswith("vllm:") else ("model_name",)

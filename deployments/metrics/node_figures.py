@@ -1,9 +1,33 @@
 """NodeFigures: all that the metrics of one node are read from."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from deployments.http.figures import HttpFigures
+from engine.core.spec_prefill.plan import ScorerStatus
 from engine.figures import EngineFigures
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsePlans:
+    """What a planner has decided about sparse prefill since its start."""
+
+    num_sparse: int = 0
+    """Prompts with a sparse plan."""
+    num_replanned: int = 0
+    """Prompts that were scored a second time because the cached prefix had changed."""
+    dense: Mapping[str, int] = field(default_factory=dict)
+    """Prompts that are prefilled densely although a sparse prefill was wanted, by kind of the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IngressFigures:
+    """An ingress: its counters, and what is in progress now."""
+
+    http: HttpFigures = field(default_factory=HttpFigures)
+    num_in_flight: int = 0
+    """Choices of requests whose bodies are parsed."""
+    is_draining: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,4 +38,9 @@ class NodeFigures:
     """Name under which the model is served."""
     engine: EngineFigures | None = None
     """None without an engine on this node, or while it does not answer."""
-    ingress: dict[str, Any] = field(default_factory=dict)
+    sparse_plans: Mapping[str, SparsePlans] = field(default_factory=dict)
+    """By planner: `text`, `media`. Empty without sparse prefill."""
+    scorer: ScorerStatus | None = None
+    """None without a scorer on this node."""
+    ingress: IngressFigures | None = None
+    """None in the process of an engine."""

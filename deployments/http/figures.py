@@ -1,0 +1,86 @@
+"""HttpFigures: what an ingress has answered, as plain numbers for its metrics."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+METRICS_PATH = "/metrics"
+"""Not counted, so that a scrape does not change what it reads."""
+
+NO_KEY_NAME = "none"
+"""Stands for the name of the API key on a server without keys."""
+
+ALL_KEYS = "all"
+"""Stands for all names of API keys where they are hidden."""
+
+APIS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/embeddings": "embeddings",
+    "/v1/tokenize": "tokenization",
+    "/v1/detokenize": "tokenization",
+    "/tokenize": "tokenization",
+    "/detokenize": "tokenization",
+    "/v1/models": "models",
+    "/v1/status": "status",
+    "/v1/cache": "status",
+    "/v1/requests": "status",
+    "/health": "health",
+    "/ping": "health",
+}
+"""Path at or under which a request belongs to an API; requests of other paths are of the API `other`."""
+
+
+@dataclass
+class KeyUsage:
+    """The usage in all complete answers to the requests of one API key."""
+
+    num_answers: int = 0
+    num_prompt_tokens: int = 0
+    """Cached tokens are included."""
+    num_cached_tokens: int = 0
+    num_completion_tokens: int = 0
+
+    def add(self, other: "KeyUsage") -> None:
+        """Add another usage to this one."""
+        self.num_answers += other.num_answers
+        self.num_prompt_tokens += other.num_prompt_tokens
+        self.num_cached_tokens += other.num_cached_tokens
+        self.num_completion_tokens += other.num_completion_tokens
+
+
+@dataclass
+class HttpFigures:
+    """Counters of one ingress since its start. Their size is bounded by the routes, error codes and API keys."""
+
+    responses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """Responses by API (values of APIS, or `other`) and status. A stream has the status with which it began."""
+    errors: Counter[tuple[int, str]] = field(default_factory=Counter)
+    """Errors by status and code or type, in responses and in streams that had begun."""
+    refusals: Counter[str] = field(default_factory=Counter)
+    """Requests that exceeded a limit, by the name of the limit."""
+    usage: dict[str, KeyUsage] = field(default_factory=dict)
+    """By name of the API key."""
+
+    def answered(self, key_name: str, usage: KeyUsage) -> None:
+        """Count a complete answer, at the moment at which its usage is put into it."""
+        self.usage.setdefault(key_name or NO_KEY_NAME, KeyUsage()).add(usage)
+
+    def without_names(self) -> "HttpFigures":
+        """Return figures with the usage of all keys as one; unchanged on a server without keys."""
+        if set(self.usage) <= {NO_KEY_NAME}:
+            return self
+        total = KeyUsage()
+        for usage in self.usage.values():
+            total.add(usage)
+        return HttpFigures(self.responses, self.errors, self.refusals, {ALL_KEYS: total})
+
+
+def api_of(path: str) -> str:
+    """Return the API that a path belongs to: a value of APIS, or `other`."""
+    while path:
+        if path in APIS:
+            return APIS[path]
+        path = path.rpartition("/")[0]
+    return "other"
