@@ -254,7 +254,10 @@ def test_a_plan_behind_any_cached_prefix_gives_the_same_answer_as_without_cache(
     bench: SharedBench = models.shared(name)
     num_schedules = max(2, int((NUM_SCHEDULES or 35) * (0.2 if name != "demo" else 0.06)))
     start = random.randrange(2**32) if NUM_SCHEDULES else zlib.crc32(name.encode())
-    for number in range(start, start + num_schedules):
+    # What is evicted depends on measured times, so that a plan may meet no cached prefix in a few schedules.
+    for number in range(start, start + 5 * num_schedules):
+        if number >= start + num_schedules and bench.figures["served with a plan"] and bench.figures["orderly"]:
+            break
         traffic = random_traffic(random.Random(number), NUM_SPECIMENS, bench.snapshot_gb)
         try:
             bench.check(traffic)

@@ -47,7 +47,7 @@ class Row:
     limit: str
     answer: Answer
     cost: Literal["small", "large", "slow"] = "small"
-    within_s: float = 60.0
+    within_s: float = 120.0
 
     def check(self, replies: Sequence[Reply]) -> None:
         """Raises AssertionError."""
