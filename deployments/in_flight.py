@@ -174,6 +174,7 @@ class InFlight:
                 f"{self._num_choices} choices are in flight, and {num_choices} more were requested; the limit is "
                 f"{limit}, max_running + max_queue of all engines.",
                 num_over,
+                "max_queue",
             )
         share = self._max_share_per_address
         num_same = sum(entry.num_choices for entry in self._entries if entry.address == address) if address else 0
@@ -183,11 +184,12 @@ class InFlight:
                 f"{num_same} choices for this address are in flight, and {num_choices} more were requested; the limit "
                 f"for one address is {int(share * limit)}, {share:g} of {limit} (http.max_share_per_address).",
                 num_over,
+                "max_share_per_address",
             )
 
-    def _refuse(self, message: str, num_over: int) -> NoReturn:
+    def _refuse(self, message: str, num_over: int, limit: str) -> NoReturn:
         self._num_refused += 1
-        raise Overloaded(message, self._pace.seconds_until(num_over))
+        raise Overloaded(message, self._pace.seconds_until(num_over), limit)
 
     def cancel(self, request_id: str) -> bool:
         """Cancel all requests with this id. Returns False if there is none that can still be cancelled."""

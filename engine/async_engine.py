@@ -134,7 +134,8 @@ class AsyncEngine:
                     yield HEARTBEAT
                 for chunk in chunks:
                     if chunk.finish_reason is FinishReason.EXPIRED:  # all choices expire together, before any token
-                        raise QueueTimeout(f"The request {chunk.error}.", chunk.retry_after_s or retry_after.ENGINE_S)
+                        wait_s = chunk.retry_after_s or retry_after.ENGINE_S
+                        raise QueueTimeout(f"The request {chunk.error}.", wait_s, "queue_timeout_s")
                     num_open -= chunk.finish_reason is not None
                     yield chunk
         finally:
@@ -317,6 +318,7 @@ class AsyncEngine:
                 f"{num_open} choices are open and the request has {request.num_choices}; the limit is {limit} "
                 f"(max_running {self.config.max_running} + max_queue {self.config.max_queue})",
                 retry_after_s=core.scheduler.expected_wait_s() or retry_after.ENGINE_S,
+                limit="max_queue",
             )
         self._check_pixels(request, core)
         return core
@@ -329,6 +331,7 @@ class AsyncEngine:
                 f"the images of open requests take {held} bytes and those of this request {request.num_pixel_bytes}; "
                 f"the limit is {limit} bytes (image_memory_mb)",
                 retry_after_s=core.scheduler.expected_wait_s() or retry_after.ENGINE_S,
+                limit="image_memory_mb",
             )
 
     async def _warm_up(self) -> None:

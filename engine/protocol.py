@@ -91,11 +91,15 @@ class MemoryExceeded(ContextLengthExceeded):
 
 
 class Overloaded(OrchardError):
-    """A limit is reached for now; the request may succeed after retry_after_s seconds."""
+    """A limit is reached for now; the request may succeed after retry_after_s seconds.
 
-    def __init__(self, message: str, retry_after_s: float):
-        super().__init__(message, retry_after_s)
+    `limit` is the name of the limit, for the metrics; '' if no option sets it.
+    """
+
+    def __init__(self, message: str, retry_after_s: float, limit: str = ""):
+        super().__init__(message, retry_after_s, limit)
         self.retry_after_s = retry_after_s
+        self.limit = limit
 
 
 class QueueTimeout(Overloaded):

@@ -3,6 +3,10 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from deployments.http.errors import BodyTooLarge, BodyTooSlow, Failure
+from deployments.http.rate_limits import RateLimited
+from engine.protocol import ContextLengthExceeded, MemoryExceeded, Overloaded
+
 METRICS_PATH = "/metrics"
 """Not counted, so that a scrape does not change what it reads."""
 
@@ -67,6 +71,12 @@ class HttpFigures:
         """Count a complete answer, at the moment at which its usage is put into it."""
         self.usage.setdefault(key_name or NO_KEY_NAME, KeyUsage()).add(usage)
 
+    def failed(self, error: Exception, failure: Failure) -> None:
+        """Count an error that is sent to a client."""
+        self.errors[failure.status, failure.code or failure.type] += 1
+        if limit := limit_of(error):
+            self.refusals[limit] += 1
+
     def without_names(self) -> "HttpFigures":
         """Return figures with the usage of all keys as one; unchanged on a server without keys."""
         if set(self.usage) <= {NO_KEY_NAME}:
@@ -75,6 +85,24 @@ class HttpFigures:
         for usage in self.usage.values():
             total.add(usage)
         return HttpFigures(self.responses, self.errors, self.refusals, {ALL_KEYS: total})
+
+
+def limit_of(error: Exception) -> str:
+    """Return the name of the limit that a request exceeded; '' for an error of another kind."""
+    match error:
+        case RateLimited():
+            return error.args[1]
+        case Overloaded():
+            return error.limit or "other"
+        case MemoryExceeded():
+            return "memory"
+        case ContextLengthExceeded():
+            return "max_context_tokens"
+        case BodyTooLarge():
+            return "max_body_bytes"
+        case BodyTooSlow():
+            return "min_body_bytes_per_s"
+    return ""
 
 
 def api_of(path: str) -> str:

@@ -98,12 +98,14 @@ class UnreadBodies:
             slowest = self._slowest(others)
             if slowest is None:
                 num_held = sum(b.num_reserved for b in others)
+                limit = "max_unread_bodies" if len(others) >= max_bodies else "max_unread_bytes"
                 raise Overloaded(
                     f"{len(others)} request bodies with {num_held} bytes{whose} are arriving and one "
                     f"with {num_bytes} bytes or more was added; the limits are {max_bodies} bodies and {max_bytes} "
                     f"bytes{whose} (http.max_unread_bodies, http.max_unread_bytes"
                     f"{', http.max_share_per_address' if whose else ''}).",
                     retry_after.BODY_S,
+                    limit,
                 )
             self.release(slowest)
             others.discard(slowest)

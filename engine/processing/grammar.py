@@ -121,7 +121,7 @@ class GrammarCompiler:
 
     def _busy(self) -> Overloaded:
         message = f"{len(self._pending)} grammars are queued for compilation; {COMPILE_THREADS} are compiled at a time"
-        return Overloaded(message, self._config.compile_timeout_s)
+        return Overloaded(message, self._config.compile_timeout_s, "compile_timeout_s")
 
     def _compile(self, spec: GrammarSpec, key: Key) -> LLMatcher:
         """Compile a grammar and cache it; runs in a thread of the executor. Raises ValueError with the reason."""
