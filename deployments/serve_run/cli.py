@@ -70,6 +70,27 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     self_test.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
     self_test.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     self_test.add_argument("--quick", action="store_true", help="short answers; speeds mean little")
+    dashboards = commands.add_parser(
+        "dashboards",
+        help="give Grafana Orchard's dashboard, and Prometheus its configuration",
+        description="Puts Orchard's dashboard into the folder that Grafana reads with Ray's configuration, to be "
+        "repeated after each start of Ray, and prints a prometheus.yml to standard output. Reports to standard error "
+        "what else keeps charts empty. Exits with status 1 when the dashboard cannot be put there.",
+    )
+    dashboards.add_argument("config", nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
+    dashboards.add_argument(
+        "--grafana", type=Path, metavar="DIR", help="folder of Grafana's dashboards, instead of that of Ray's session"
+    )
+    dashboards.add_argument(
+        "--key-file",
+        type=Path,
+        default=Path("orchard.key"),
+        metavar="FILE",
+        help="file with an API key for Prometheus, of use where the server has keys; default: orchard.key",
+    )
+    dashboards.add_argument(
+        "--check", action="store_true", help="write nothing, and exit with status 1 when anything is missing"
+    )
     options = parser.parse_args(argv)
     if options.command != "serve":
         return options
@@ -86,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _check_model(options)
     if options.command == "self-test":
         return _test_engine(options)
+    if options.command == "dashboards":
+        return _place_dashboards(options)
     set_defaults()
     try:
         config = _read(options.config, options.model)
@@ -122,6 +145,18 @@ def _test_engine(options: argparse.Namespace) -> int:
     quick = ["--quick"] if options.quick else []
     chosen = ["--model", options.model, "--device", options.device, "--dtype", options.dtype]
     return _run_engine("--self-test", *chosen, *quick)
+
+
+def _place_dashboards(options: argparse.Namespace) -> int:
+    """Put the dashboard into Grafana's folder; return the exit status."""
+    from deployments.serve_run.dashboards import run
+
+    try:
+        config = _read(options.config, None)
+    except ConfigError as error:
+        say(str(error))
+        return 1
+    return run(config, options.grafana, options.key_file.absolute(), options.check)
 
 
 def _run_engine(*arguments: str) -> int:
