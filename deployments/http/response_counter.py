@@ -2,11 +2,33 @@
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.http.figures import METRICS_PATH, HttpFigures, api_of
+from deployments.http_figures import HttpFigures
+
+METRICS_PATH = "/metrics"
+"""Its answers are not counted, so that a scrape does not change what it reads; its refusals are."""
+
+APIS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/embeddings": "embeddings",
+    "/v1/tokenize": "tokenization",
+    "/v1/detokenize": "tokenization",
+    "/tokenize": "tokenization",
+    "/detokenize": "tokenization",
+    "/v1/models": "models",
+    "/v1/status": "status",
+    "/v1/cache": "status",
+    "/v1/requests": "status",
+    "/health": "health",
+    "/ping": "health",
+}
+"""Path at or under which a request belongs to an API; other paths are of the API `other`."""
 
 
 class ResponseCounter:
-    """Middleware: counts each response when its status is sent, except those to METRICS_PATH.
+    """Middleware: counts each response when its status is sent, except a scrape of the metrics that is answered.
 
     Args:
         app: The wrapped app.
@@ -18,12 +40,22 @@ class ResponseCounter:
         self._figures = figures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == METRICS_PATH:
+        if scope["type"] != "http":
             return await self._app(scope, receive, send)
 
         async def send_counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            is_start = message["type"] == "http.response.start"
+            if is_start and not (scope["path"] == METRICS_PATH and message["status"] < 400):
                 self._figures.responses[api_of(scope["path"]), message["status"]] += 1
             await send(message)
 
         await self._app(scope, receive, send_counted)
+
+
+def api_of(path: str) -> str:
+    """Return the API that a path belongs to: a value of APIS, or `other`."""
+    while path:
+        if path in APIS:
+            return APIS[path]
+        path = path.rpartition("/")[0]
+    return "other"

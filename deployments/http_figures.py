@@ -3,37 +3,11 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from deployments.http.errors import BodyTooLarge, BodyTooSlow, Failure
-from deployments.http.rate_limits import RateLimited
-from engine.protocol import ContextLengthExceeded, MemoryExceeded, Overloaded
-
-METRICS_PATH = "/metrics"
-"""Not counted, so that a scrape does not change what it reads."""
-
 NO_KEY_NAME = "none"
 """Stands for the name of the API key on a server without keys."""
 
 ALL_KEYS = "all"
 """Stands for all names of API keys where they are hidden."""
-
-APIS = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
-    "/v1/embeddings": "embeddings",
-    "/v1/tokenize": "tokenization",
-    "/v1/detokenize": "tokenization",
-    "/tokenize": "tokenization",
-    "/detokenize": "tokenization",
-    "/v1/models": "models",
-    "/v1/status": "status",
-    "/v1/cache": "status",
-    "/v1/requests": "status",
-    "/health": "health",
-    "/ping": "health",
-}
-"""Path at or under which a request belongs to an API; requests of other paths are of the API `other`."""
 
 
 @dataclass
@@ -59,7 +33,7 @@ class HttpFigures:
     """Counters of one ingress since its start. Their size is bounded by the routes, error codes and API keys."""
 
     responses: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """Responses by API (values of APIS, or `other`) and status. A stream has the status with which it began."""
+    """Responses by API (see http/response_counter.py) and status. A stream has the status with which it began."""
     errors: Counter[tuple[int, str]] = field(default_factory=Counter)
     """Errors by status and code or type, in responses and in streams that had begun."""
     refusals: Counter[str] = field(default_factory=Counter)
@@ -71,10 +45,10 @@ class HttpFigures:
         """Count a complete answer, at the moment at which its usage is put into it."""
         self.usage.setdefault(key_name or NO_KEY_NAME, KeyUsage()).add(usage)
 
-    def failed(self, error: Exception, failure: Failure) -> None:
-        """Count an error that is sent to a client."""
-        self.errors[failure.status, failure.code or failure.type] += 1
-        if limit := limit_of(error):
+    def failed(self, status: int, code: str, limit: str) -> None:
+        """Count an error that is sent to a client. limit: the name of the limit that the request exceeded, or ''."""
+        self.errors[status, code] += 1
+        if limit:
             self.refusals[limit] += 1
 
     def without_names(self) -> "HttpFigures":
@@ -85,30 +59,3 @@ class HttpFigures:
         for usage in self.usage.values():
             total.add(usage)
         return HttpFigures(self.responses, self.errors, self.refusals, {ALL_KEYS: total})
-
-
-def limit_of(error: Exception) -> str:
-    """Return the name of the limit that a request exceeded; '' for an error of another kind."""
-    match error:
-        case RateLimited():
-            return error.args[1]
-        case Overloaded():
-            return error.limit or "other"
-        case MemoryExceeded():
-            return "memory"
-        case ContextLengthExceeded():
-            return "max_context_tokens"
-        case BodyTooLarge():
-            return "max_body_bytes"
-        case BodyTooSlow():
-            return "min_body_bytes_per_s"
-    return ""
-
-
-def api_of(path: str) -> str:
-    """Return the API that a path belongs to: a value of APIS, or `other`."""
-    while path:
-        if path in APIS:
-            return APIS[path]
-        path = path.rpartition("/")[0]
-    return "other"
